@@ -1,0 +1,50 @@
+"""Forerun: a language model's own text, several times sooner. Public names only; each is imported when used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forerun.errors import ForerunError
+    from forerun.llm import LLM, Completion
+    from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+    from forerun.types import Budget, Event, Request
+    from forerun.wrap import wrap
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "Budget",
+    "Completion",
+    "EngineConfig",
+    "Event",
+    "ForerunError",
+    "Request",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "wrap",
+]
+
+_HOMES = {
+    "LLM": "forerun.llm",
+    "Completion": "forerun.llm",
+    "Budget": "forerun.types",
+    "Event": "forerun.types",
+    "Request": "forerun.types",
+    "EngineConfig": "forerun.params",
+    "SamplingParams": "forerun.params",
+    "SpeculativeConfig": "forerun.params",
+    "ForerunError": "forerun.errors",
+    "wrap": "forerun.wrap",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'forerun' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

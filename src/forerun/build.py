@@ -1,0 +1,140 @@
+"""The composition root: checkpoints, targets, drafters, verifiers and a controller become an engine here.
+
+Nothing below this file knows which classes exist, and nothing above it puts them together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forerun import registry
+from forerun.control.base import Controller
+from forerun.control.cost import CostModel
+from forerun.drafters.base import Drafter, Parts
+from forerun.engine.detokenize import Decodes
+from forerun.engine.engine import Engine
+from forerun.engine.routing import DrafterPool, VerifierPool
+from forerun.errors import InvalidInput, VocabularyMismatch
+from forerun.models.base import Target
+from forerun.params import EngineConfig, SpeculativeConfig
+from forerun.types import Seq
+
+if TYPE_CHECKING:
+    from forerun.models.load.checkpoint import Checkpoint
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def make_engine(
+    target: Target,
+    stop_ids: frozenset[int],
+    speculative: SpeculativeConfig | None = None,
+    config: EngineConfig | None = None,
+    tokenizer: Decodes | None = None,
+    draft_target: Target | None = None,
+    cost_file: Path | None = None,
+) -> Engine:
+    """An engine around a target that is already in memory."""
+    speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
+    parts = Parts(target, draft_target, speculative)
+
+    def make_drafter(name: str) -> Drafter:
+        cls: Any = registry.drafters.get(name)
+        drafter: Drafter = cls.build(parts) if hasattr(cls, "build") else cls()
+        return drafter
+
+    drafters = DrafterPool(make_drafter)
+    return Engine(
+        target,
+        drafters,
+        VerifierPool(lambda name: registry.verifiers.get(name)()),
+        make_controller(target, drafters, speculative, cost_file),
+        default_drafter=speculative.drafter,
+        default_verifier=speculative.verifier,
+        stop_ids=stop_ids,
+        tokenizer=tokenizer,
+        max_batch=config.max_batch,
+        max_length=config.max_length,
+    )
+
+
+def make_controller(
+    target: Target, drafters: DrafterPool, speculative: SpeculativeConfig, cost_file: Path | None
+) -> Controller:
+    """The controller of that name; one that weighs costs gets them measured, unless nothing is drafted."""
+    name = speculative.controller
+    cls: Any = registry.controllers.get("fixed" if speculative.drafter == "none" and name == "adaptive" else name)
+    if not getattr(cls, "weighs_costs", False):
+        controller: Controller = cls(speculative.budget, speculative.width)
+        return controller
+
+    def draft_seconds(seq: Seq) -> float:
+        return drafters.get(getattr(seq, "drafter", speculative.drafter)).cost
+
+    cost = CostModel.measure_or_load(target, cost_file)
+    weighing: Controller = cls(cost, speculative.budget, speculative.width, draft_seconds)
+    return weighing
+
+
+def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
+    """Our own decoder where it knows the family, else transformers behind the same protocol."""
+    from forerun.models.config import DecoderConfig, supports
+
+    device = torch.device(_device(config.device))
+    dtype = _dtype(config.dtype, device)
+    if supports(checkpoint.config):
+        from forerun.models.decoder import Decoder
+
+        family = DecoderConfig.from_hf(checkpoint.config)
+        return Decoder(family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots)
+    from forerun.models.hf import HFTarget
+
+    return HFTarget.load(str(checkpoint.path), dtype=dtype, device=device)
+
+
+def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
+    """Drafter and target must mean the same by the same id; padding beyond the real tokens is fine."""
+    ours, theirs = target.tokenizer().vocabulary(), draft.tokenizer().vocabulary()
+    if ours == theirs:
+        return
+    differing = [token for token, index in theirs.items() if ours.get(token, index) != index]
+    missing = [token for token in theirs if token not in ours]
+    if len(differing) + len(missing) == 0 and len(ours) - len(theirs) < 256:
+        return  # the same tokens, and a few more special ones on the target's side
+    detail = f"{len(theirs)} tokens against {len(ours)}, {len(differing) + len(missing)} of them differ"
+    raise VocabularyMismatch(
+        f"draft model {draft.name!r} does not share the vocabulary of {target.name!r} ({detail}); "
+        "use one of the same family, or the drafter 'ngram'"
+    )
+
+
+def cost_file(checkpoint: Checkpoint, config: EngineConfig, cache: Path) -> Path:
+    """Where t(n) of this model on this machine is kept."""
+    stat = checkpoint.path.stat()
+    facts = (
+        str(checkpoint.path.resolve()), stat.st_size, int(stat.st_mtime), config.dtype, config.device,
+        torch.get_num_threads(), torch.__version__, platform.machine(), platform.node(), os.cpu_count(),
+    )  # fmt: skip
+    return cache / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise InvalidInput(f"device={name!r} is not available: torch sees no GPU; use device='cpu'")
+    return name
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in _DTYPES:
+        raise InvalidInput(f"dtype={name!r} is unknown; use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]

@@ -1,0 +1,1 @@
+"""Controllers decide how much drafting is worth."""

@@ -1,0 +1,106 @@
+"""What a pass costs on this machine: t(n), the seconds of one target pass over n nodes.
+
+Everything about whether drafting pays follows from this curve and from how often drafts stand. It is
+measured in a second or two on the real target, kept as data, and corrected by every round that follows.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from forerun.models.base import Target
+from forerun.params import SamplingParams
+from forerun.types import Needs, TreeBatch
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+CONTEXT = 128  # tokens cached while measuring
+
+
+@dataclass(slots=True, eq=False)
+class _Probe:
+    """A sequence to measure with; it never meets the engine, so its id cannot clash."""
+
+    tokens: list[int]
+    id: int = -1
+    prompt_length: int = CONTEXT
+    params: SamplingParams = SamplingParams()
+    seed: int = 0
+    max_length: int = CONTEXT + 1
+    stop_ids: frozenset[int] = frozenset()
+    shares_noise: bool = False
+
+
+class CostModel:
+    """t(n) by straight lines between measured sizes."""
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        self.seconds = dict(sorted(seconds.items()))
+
+    def pass_seconds(self, nodes: int) -> float:
+        """Seconds of a pass over so many nodes."""
+        sizes = list(self.seconds)
+        above = next((size for size in sizes if size >= nodes), None)
+        if above is None:
+            return self.seconds[sizes[-1]] * nodes / sizes[-1]
+        below = max((size for size in sizes if size <= nodes), default=above)
+        if above == below:
+            return self.seconds[above]
+        share = (nodes - below) / (above - below)
+        return self.seconds[below] * (1 - share) + self.seconds[above] * share
+
+    def observe(self, nodes: int, seconds: float) -> None:
+        """Move the curve towards what a real round took; outliers (a pause of the machine) count little."""
+        if nodes in self.seconds:
+            known = self.seconds[nodes]
+            self.seconds[nodes] += 0.05 * (min(max(seconds, 0.5 * known), 2.0 * known) - known)
+
+    def price(self, nodes: int, neighbours: int = 0) -> tuple[float, ...]:
+        """What 0..nodes more nodes cost one of several sequences that share a pass, in plain passes.
+
+        More nodes for one sequence delay its neighbours too: it is charged for all of them.
+        """
+        batch = neighbours + 1
+        plain = self.pass_seconds(batch)
+        return tuple(
+            1.0 + batch * max(0.0, self.pass_seconds(batch + n) - plain) / plain for n in range(nodes + 1)
+        )
+
+    @classmethod
+    def measure(cls, target: Target, sizes: Sequence[int] = SIZES, repeats: int = 3) -> CostModel:
+        """Time passes over chains of several sizes on a scratch sequence; the median of a few repeats."""
+        context = min(CONTEXT, target.max_length - max(sizes) - 1)
+        probe = _Probe([1] * max(2, context))
+        seconds: dict[int, list[float]] = {size: [] for size in sizes}
+        target.prefill([probe], Needs())
+        try:
+            for repeat in range(repeats + 1):
+                for size in sizes:
+                    chain = TreeBatch.chains([[1] * size], target.device)
+                    started = perf_counter()
+                    scores = target.score([probe], chain, Needs())
+                    assert scores.logits is not None
+                    float(scores.logits[-1, -1])  # wait for the device
+                    if repeat:  # the first round warms up
+                        seconds[size].append(perf_counter() - started)
+        finally:
+            target.release(probe)
+        return cls({size: statistics.median(times) for size, times in seconds.items()})
+
+    @classmethod
+    def measure_or_load(cls, target: Target, file: Path | None) -> CostModel:
+        """The curve kept in a file, else measured now and kept there."""
+        if file is not None and file.is_file():
+            try:
+                return cls({int(n): float(t) for n, t in json.loads(file.read_text())["seconds"].items()})
+            except (ValueError, KeyError, TypeError, AttributeError):
+                file.unlink()  # not ours any more: measure again
+        model = cls.measure(target)
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"seconds": model.seconds}))
+        return model

@@ -1,0 +1,28 @@
+"""The same budget for everybody, every round: for tests, papers and people who know what they want."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forerun.types import Budget, Round, Seq
+
+
+def budget_of(nodes: int, width: int) -> Budget:
+    """A budget of so many nodes: one chain, or `width` of them side by side."""
+    return Budget(nodes, depth=max(1, nodes // width) if nodes else 0, width=width)
+
+
+class FixedController:
+    """Always the same."""
+
+    def __init__(self, nodes: int, width: int = 1) -> None:
+        self.budget = budget_of(nodes, width)
+
+    def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
+        return [self.budget] * len(seqs)
+
+    def observe(self, outcome: Round) -> None:
+        pass
+
+    def forget(self, seq: Seq) -> None:
+        pass

@@ -1,0 +1,1 @@
+"""Drafters guess what the target will say next. Adding one: docs/write-a-drafter.md."""

@@ -1,0 +1,212 @@
+"""Drafting with a second, smaller model that shares the target's vocabulary.
+
+The draft model runs ahead token by token; its cache is cut back to the committed text before each round. How
+its tokens are picked follows the request: greedy texts take its argmax (chosen), a verifier that couples by noise
+takes its token under the *same* noise (chosen, and right more often), any other samples from its law, which
+travels with the tree so that the verifier can test against exactly what was drawn from. A tree of width w is
+w siblings at the root, each the head of a chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.base import Parts
+from forerun.errors import InvalidInput
+from forerun.models.base import Target
+from forerun.noise import DRAFT, draw, exponential, uniform
+from forerun.params import SamplingParams
+from forerun.types import Budget, Draws, Laws, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.verify.warp import warp
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """A sequence as the draft model sees it: the committed text, and what was drafted on top."""
+
+    id: int
+    tokens: list[int]
+    prompt_length: int
+    params: SamplingParams
+    seed: int
+    max_length: int
+    stop_ids: frozenset[int]
+    shares_noise: bool
+    committed: int  # length of the committed text
+    cached: int = 0  # tokens whose keys and values the draft model holds
+
+
+@dataclass(slots=True)
+class _Growth:
+    """The tree of one sequence while it grows: parallel lists of nodes."""
+
+    tokens: list[int]
+    parents: list[int]
+    rows: list[int]
+
+    def add(self, parent: int, token: int, row: int) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.rows.append(row)
+        return len(self.tokens) - 1
+
+
+class ModelDrafter:
+    """Any Target as a drafter."""
+
+    needs = Needs()
+
+    def __init__(self, draft: Target, vocab_size: int) -> None:
+        self.draft, self.vocab_size = draft, vocab_size
+        self.cost = 0.0  # seconds per drafted level, a running mean
+        self._branches: dict[int, Branch] = {}
+
+    @classmethod
+    def build(cls, parts: Parts) -> ModelDrafter:
+        if parts.draft is None:
+            raise InvalidInput("the drafter 'draft_model' needs a second checkpoint; pass draft_model=NAME")
+        return cls(parts.draft, parts.target.vocab_size)
+
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        laws: list[Tensor] = []
+        trees = [_Growth([seq.tokens[-1]], [-1], [-1]) for seq in seqs]
+        live = [b for b, seq in enumerate(seqs) if self._depth(seq, budgets[b]) > 0]
+        branches = {b: self._follow(seqs[b]) for b in live}
+        started = perf_counter()
+        widths = {b: max(1, min(budgets[b].width, budgets[b].nodes)) for b in live}
+        first = self._heads(live, branches, widths, trees, laws)
+        for rank in range(max(widths.values(), default=0)):
+            with_head = [b for b in live if rank < len(first[b])]
+            for b in with_head:
+                self._rewind(branches[b], first[b][rank][0])
+            tips = {b: first[b][rank][1] for b in with_head}
+            depths = {b: min(self._depth(seqs[b], budgets[b]), budgets[b].nodes // widths[b]) for b in with_head}
+            self._chains(with_head, branches, tips, depths, trees, laws)
+        levels = max((max(_depths(tree.parents)) for tree in trees), default=0)
+        if levels:
+            spent = (perf_counter() - started) / levels
+            self.cost = spent if self.cost == 0.0 else 0.9 * self.cost + 0.1 * spent
+        rows = torch.tensor([row for tree in trees for row in tree.rows])
+        drawn = Draws(torch.stack(laws), rows, replace=False) if laws else None
+        return TreeBatch.trees([(tree.tokens, tree.parents) for tree in trees], drawn)
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        pass  # the next proposal compares with the committed text itself
+
+    def forget(self, seq: Seq) -> None:
+        if branch := self._branches.pop(seq.id, None):
+            self.draft.release(branch)
+
+    def _depth(self, seq: Seq, budget: Budget) -> int:
+        """How deep to draft: the budget, within the draft model's own context."""
+        return min(budget.depth, budget.nodes, self.draft.max_length - len(seq.tokens) - 1)
+
+    def _follow(self, seq: Seq) -> Branch:
+        """Cut the draft model's view back to the committed text, and bring its cache up to the last token."""
+        branch = self._branches.get(seq.id)
+        if branch is None:
+            length = min(seq.max_length, self.draft.max_length)
+            fields = (seq.prompt_length, seq.params, seq.seed, length, seq.stop_ids, seq.shares_noise)
+            branch = Branch(seq.id, [], *fields, committed=0)
+            self._branches[seq.id] = branch
+        agreed = branch.committed
+        end = min(len(branch.tokens), len(seq.tokens))
+        while agreed < end and branch.tokens[agreed] == seq.tokens[agreed]:
+            agreed += 1
+        branch.cached = min(branch.cached, agreed, len(seq.tokens) - 1)
+        self.draft.truncate(branch, branch.cached)
+        branch.tokens, branch.committed = list(seq.tokens), len(seq.tokens)
+        if branch.cached < len(branch.tokens) - 1:
+            self.draft.prefill([branch], self.needs)
+            branch.cached = len(branch.tokens) - 1
+        return branch
+
+    def _rewind(self, branch: Branch, head: int) -> None:
+        """Back to the committed text, followed by one drafted token."""
+        branch.tokens = [*branch.tokens[: branch.committed], head]
+        branch.cached = min(branch.cached, branch.committed)
+        self.draft.truncate(branch, branch.cached)
+
+    def _heads(
+        self,
+        live: list[int],
+        branches: dict[int, Branch],
+        widths: dict[int, int],
+        trees: list[_Growth],
+        laws: list[Tensor],
+    ) -> dict[int, list[tuple[int, int]]]:
+        """The siblings at every root, as (token, node)."""
+        step = self._step([branches[b] for b in live])
+        heads: dict[int, list[tuple[int, int]]] = {}
+        for i, b in enumerate(live):
+            picked, row = self._pick(branches[b], step, i, widths[b], laws)
+            heads[b] = [(token, trees[b].add(0, token, row)) for token in picked]
+        return heads
+
+    def _chains(
+        self,
+        live: list[int],
+        branches: dict[int, Branch],
+        tips: dict[int, int],
+        depths: dict[int, int],
+        trees: list[_Growth],
+        laws: list[Tensor],
+    ) -> None:
+        """Extend one chain per sequence, level by level, all sequences in one pass."""
+        for depth in range(1, max(depths.values(), default=0)):
+            live = [b for b in live if depth < depths[b]]
+            step = self._step([branches[b] for b in live])
+            for i, b in enumerate(live):
+                picked, row = self._pick(branches[b], step, i, 1, laws)
+                tips[b] = trees[b].add(tips[b], picked[0], row)
+                branches[b].tokens.append(picked[0])
+
+    def _step(self, branches: list[Branch]) -> Laws:
+        """One plain pass of the draft model: the law after each branch's last token, in the target's ids."""
+        if not branches:
+            return Laws(torch.zeros(0, self.vocab_size), ())
+        roots = TreeBatch.chains([[branch.tokens[-1]] for branch in branches], self.draft.device)
+        logits = self.draft.score(branches, roots, self.needs).logits
+        assert logits is not None
+        self.draft.commit(branches, roots, Verdict.of([[]] * len(branches), [0] * len(branches), logits.device))
+        for branch in branches:
+            branch.cached = len(branch.tokens)
+        return warp(_fit(logits, self.vocab_size), branches, roots)
+
+    def _pick(self, branch: Branch, step: Laws, i: int, width: int, laws: list[Tensor]) -> tuple[list[int], int]:
+        """Up to `width` tokens to follow a branch, and the row of the law they were drawn from (-1 = chosen)."""
+        weights = step.log_weights[i]
+        if step.greedy[i] or branch.shares_noise:
+            if not step.greedy[i]:
+                weights = weights - exponential(branch.seed, len(branch.tokens), len(weights), weights.device).log()
+            possible = int((weights > -torch.inf).sum())
+            return weights.topk(min(width, possible)).indices.tolist(), -1
+        law = weights.softmax(-1)
+        laws.append(law)
+        rest, picked = law.clone(), list[int]()
+        for rank in range(min(width, int((law > 0).sum()))):
+            # keyed by the round too: a position drafted again must not see the same numbers again
+            index = branch.committed * 64 + rank
+            token = draw(rest, uniform(branch.seed, len(branch.tokens), DRAFT, index))
+            picked.append(token)
+            rest[token] = 0.0
+        return picked, len(laws) - 1
+
+
+def _fit(logits: Tensor, vocab_size: int) -> Tensor:
+    """Draft logits in the target's vocabulary: padding ids of either model are cut or made impossible."""
+    if logits.shape[-1] >= vocab_size:
+        return logits[:, :vocab_size]
+    return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)
+
+
+def _depths(parents: list[int]) -> list[int]:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths

@@ -1,0 +1,147 @@
+"""Prompt lookup: what followed the last few tokens earlier in this very text will follow them again.
+
+The longest recent match wins; where nothing matches, nothing is drafted and the round is a plain one. How far
+to trust a match is learnt as the text goes, for free: whether or not a guess was put to the target, the token
+that came shows whether it would have stood. The estimate is one rate per match length; a guess of several tokens
+walks up the lengths, because each token that is right makes the match one longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forerun.drafters.base import Parts
+from forerun.drafters.trees import Sprout
+from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+
+KEYS = (4, 2, 1)  # n-gram lengths that are indexed; longer matches are found by walking back from these
+CANDIDATES = 32  # earlier places looked at per key: the most recent ones
+_PRIOR = (0.2, 0.3, 0.45, 0.55, 0.62, 0.68, 0.72, 0.76, 0.8, 0.82, 0.84, 0.86, 0.87, 0.88, 0.89, 0.9)
+
+
+@dataclass(slots=True)
+class HitRates:
+    """How often the token after a match of length m was the one that came; recent texts weigh more."""
+
+    hits: list[float]
+    tries: list[float]
+
+    @classmethod
+    def prior(cls, longest: int) -> HitRates:
+        rates = [_PRIOR[min(m, len(_PRIOR) - 1)] for m in range(longest)]
+        return cls([8.0 * rate for rate in rates], [8.0] * longest)
+
+    @classmethod
+    def empty(cls, longest: int) -> HitRates:
+        return cls([0.0] * longest, [0.0] * longest)
+
+    def count(self, match: int, hit: bool, memory: float) -> None:
+        i = min(match, len(self.tries)) - 1
+        self.hits[i] = self.hits[i] * memory + hit
+        self.tries[i] = self.tries[i] * memory + 1.0
+
+    def rate(self, match: int, prior: HitRates) -> float:
+        """The estimate for this text, with all texts as a prior worth four tries."""
+        i = min(match, len(self.tries)) - 1
+        return (self.hits[i] + 4.0 * prior.hits[i] / prior.tries[i]) / (self.tries[i] + 4.0)
+
+
+@dataclass(slots=True)
+class _Text:
+    """What is kept per sequence."""
+
+    rates: HitRates
+    places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # n-gram -> ends, oldest first
+    indexed: int = 0  # tokens in the index
+    guess: list[int] = field(default_factory=list)  # best continuation at the last proposal
+    match: int = 0  # and the length of its match
+
+
+class NgramDrafter:
+    """Longest recent match of the text's end within the text itself."""
+
+    needs = Needs()
+    cost = 0.0
+
+    def __init__(self, longest: int = 16, shortest: int = 1) -> None:
+        self.longest, self.shortest = longest, shortest
+        self._texts: dict[int, _Text] = {}
+        self._all = HitRates.prior(longest)
+
+    @classmethod
+    def build(cls, parts: Parts) -> NgramDrafter:
+        return cls(parts.speculative.prompt_lookup_max, parts.speculative.prompt_lookup_min)
+
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        """Score the last guesses against what came, proposed or not."""
+        tokens, bonus = trees.tokens.tolist(), verdict.bonus.tolist()
+        for b, seq in enumerate(seqs):
+            text = self._texts.get(seq.id)
+            if text is None or not text.guess:
+                continue
+            came = [*(tokens[trees.starts[b] + node] for node in verdict.path(b)), bonus[b]]
+            for i, (guess, token) in enumerate(zip(text.guess, came, strict=False)):
+                text.rates.count(text.match + i, guess == token, memory=0.97)
+                self._all.count(text.match + i, guess == token, memory=0.998)
+                if guess != token:
+                    break
+
+    def forget(self, seq: Seq) -> None:
+        self._texts.pop(seq.id, None)
+
+    def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
+        text = self._texts.setdefault(seq.id, _Text(HitRates.empty(self.longest)))
+        self._index(text, seq.tokens)
+        sprout = Sprout(seq.tokens[-1])
+        text.guess, text.match = [], 0
+        left = 1.0  # what the better branches leave over at the root
+        for match, end in self._matches(text, seq.tokens, max(1, budget.width)):
+            follow = _until_stop(seq.tokens[end : end + max(1, budget.depth)], seq.stop_ids)
+            if not text.guess:
+                text.guess, text.match = follow, match
+            node = 0
+            for i, token in enumerate(follow[: budget.depth]):
+                rate = text.rates.rate(match + i, self._all) * (left if i == 0 else 1.0)
+                node = sprout.add(node, token, rate)
+            left *= 1.0 - text.rates.rate(match, self._all)
+        return sprout.cut(budget.nodes, budget.price)
+
+    def _index(self, text: _Text, tokens: list[int]) -> None:
+        """Note where every n-gram ends, but for those that end at the last token: they would match themselves."""
+        for end in range(max(1, text.indexed + 1), len(tokens)):
+            for n in KEYS:
+                if end >= n:
+                    text.places.setdefault(tuple(tokens[end - n : end]), []).append(end)
+        text.indexed = max(text.indexed, len(tokens) - 1)
+
+    def _matches(self, text: _Text, tokens: list[int], width: int) -> list[tuple[int, int]]:
+        """(length, end) of the longest matches, recent ones first among equals, with different next tokens."""
+        for n in KEYS:
+            places = text.places.get(tuple(tokens[-n:]), ()) if n <= len(tokens) else ()
+            found = [(self._length(tokens, end, n), end) for end in places[-CANDIDATES:]]
+            found = sorted((pair for pair in found if pair[0] >= self.shortest), reverse=True)
+            nexts: dict[int, tuple[int, int]] = {}
+            for match, end in found:
+                nexts.setdefault(tokens[end], (match, end))
+            if nexts:
+                return list(nexts.values())[:width]
+        return []
+
+    def _length(self, tokens: list[int], end: int, known: int) -> int:
+        """How many tokens before `end` equal those at the end of the text."""
+        length, most = known, min(self.longest, end)
+        while length < most and tokens[end - 1 - length] == tokens[-1 - length]:
+            length += 1
+        return length
+
+
+def _until_stop(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:
+    """Up to and with the first token that would end the text."""
+    for i, token in enumerate(tokens):
+        if token in stop_ids:
+            return tokens[: i + 1]
+    return tokens

@@ -1,0 +1,1 @@
+"""The one loop and what it needs around it. Knows protocols only."""

@@ -1,0 +1,210 @@
+"""The loop. Plain decoding, chains, trees, any drafter and any verifier run through `Engine.step`.
+
+    engine.submit(Request(prompt)); while engine.busy: events = engine.step()
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+from forerun.control.base import Controller
+from forerun.engine.detokenize import Decodes, Detokenizer
+from forerun.engine.metrics import EngineStats
+from forerun.engine.routing import DrafterPool, VerifierPool
+from forerun.engine.sequence import Sequence as Text
+from forerun.errors import InvalidInput, PromptTooLong
+from forerun.models.base import Target
+from forerun.noise import Noise, fresh_seed
+from forerun.types import Budget, Event, Laws, Request, Round, TokenLogprob, TreeBatch, Verdict
+from forerun.verify.warp import token_logprobs, warp
+
+
+class Engine:
+    """Writes many texts at once with one target; requests join and leave between rounds."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafters: DrafterPool,
+        verifiers: VerifierPool,
+        controller: Controller,
+        *,
+        default_drafter: str,
+        default_verifier: str,
+        stop_ids: frozenset[int],
+        tokenizer: Decodes | None = None,
+        max_batch: int = 8,
+        max_length: int | None = None,
+    ) -> None:
+        self.target, self.drafters, self.verifiers, self.controller = target, drafters, verifiers, controller
+        self.default_drafter, self.default_verifier = default_drafter, default_verifier
+        self.stop_ids, self.tokenizer, self.max_batch = stop_ids, tokenizer, max_batch
+        self.max_length = min(target.max_length, max_length or target.max_length)
+        self.waiting: deque[Text] = deque()
+        self.running: list[Text] = []
+        self.stats = EngineStats()
+        self._next_id = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def step(self) -> list[Event]:
+        """One round for everybody: admit, plan, propose, score, warp, verify, commit, observe, emit."""
+        self._admit()
+        seqs = self.running
+        if not seqs:
+            return []
+        clock = Stopwatch()
+        budgets = self._plan(seqs)
+        trees = self.drafters.propose(seqs, budgets)
+        clock.lap("draft")
+        scores = self.target.score(seqs, trees, self.drafters.needs(seqs))
+        clock.lap("target")
+        laws = warp(scores.logits, seqs, trees)
+        noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
+        verdict = self.verifiers.verify(seqs, trees, laws, noise)
+        clock.lap("verify")
+        self.target.commit(seqs, trees, verdict)
+        self.drafters.observe(seqs, trees, scores, verdict)
+        events = self._emit(seqs, trees, laws, verdict, clock)
+        self.running = [seq for seq in seqs if not seq.finished]
+        return events
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; its id names it in events."""
+        self._check(request)
+        params = request.params
+        drafter = request.drafter or self.default_drafter
+        self.drafters.get(drafter)  # an unknown or unloadable one is the caller's error, now
+        verifier = request.verifier or self.default_verifier
+        if verifier == "auto":
+            verifier = "exact" if params.seed is None else "coupled"
+        eos = frozenset() if params.ignore_eos else self.stop_ids
+        seq = Text(
+            id=self._next_id,
+            request=request,
+            seed=fresh_seed() if params.seed is None else params.seed,
+            max_length=min(len(request.prompt) + params.max_tokens, self.max_length),
+            stop_ids=eos | frozenset(params.stop_token_ids),
+            drafter=drafter,
+            verifier=verifier,
+            shares_noise=self.verifiers.get(verifier).shares_noise,
+            detokenizer=Detokenizer(self.tokenizer, params.stop),
+            tokens=list(request.prompt),
+            prompt_length=len(request.prompt),
+        )
+        self._next_id += 1
+        self.waiting.append(seq)
+        return seq.id
+
+    def abort(self, seq_id: int) -> None:
+        """Drop a request, queued or running; unknown ids are ignored."""
+        self.waiting = deque(seq for seq in self.waiting if seq.id != seq_id)
+        for seq in [seq for seq in self.running if seq.id == seq_id]:
+            seq.finished = "aborted"
+            self._forget(seq)
+            self.running.remove(seq)
+
+    def find(self, seq_id: int) -> Text | None:
+        """The sequence behind an id while it is queued or running."""
+        return next((seq for seq in (*self.running, *self.waiting) if seq.id == seq_id), None)
+
+    def _check(self, request: Request) -> None:
+        length, vocab = len(request.prompt), self.target.vocab_size
+        if not length:
+            raise InvalidInput("the prompt is empty; give at least one token")
+        if length >= self.max_length:
+            limit = f"the context of {self.max_length} leaves no room to answer; shorten it"
+            raise PromptTooLong(f"the prompt has {length} tokens; {limit}")
+        if not all(0 <= token < vocab for token in request.prompt):
+            raise InvalidInput(f"a prompt token lies outside the vocabulary of {vocab}; check the tokenizer")
+        if request.params.stop and self.tokenizer is None:
+            raise InvalidInput("stop strings need a tokenizer; pass one or use stop_token_ids")
+
+    def _admit(self) -> None:
+        """Prefill as many queued requests as there is room for, in order."""
+        admitted: list[Text] = []
+        while self.waiting and len(self.running) + len(admitted) < self.max_batch:
+            if not self.target.has_room(sum(seq.max_length for seq in (*admitted, self.waiting[0]))):
+                break
+            admitted.append(self.waiting.popleft())
+        if not admitted:
+            if self.waiting and not self.running:
+                length = self.waiting.popleft().max_length
+                raise InvalidInput(f"a request of {length} tokens does not fit the KV cache; raise kv_slots")
+            return
+        trees, scores = self.target.prefill(admitted, self.drafters.needs(admitted))
+        verdict = Verdict.whole_chain(trees, [seq.tokens[-1] for seq in admitted])
+        self.drafters.observe(admitted, trees, scores, verdict)
+        self.running = [*self.running, *admitted]
+
+    def _plan(self, seqs: Sequence[Text]) -> list[Budget]:
+        """The controller's budgets, or a request's own, cut to what the sequence can still take."""
+        planned = self.controller.plan(seqs)
+        budgets = []
+        for seq, plan in zip(seqs, planned, strict=True):
+            wish = seq.request.budget or plan
+            depth = min(wish.depth, seq.room - 1)
+            nodes = wish.nodes if depth > 0 else 0
+            budgets.append(Budget(nodes, depth, wish.width, wish.price))
+        return budgets
+
+    def _emit(
+        self, seqs: Sequence[Text], trees: TreeBatch, laws: Laws, verdict: Verdict, clock: Stopwatch
+    ) -> list[Event]:
+        """Append what was committed, end what has ended, and tell the controller what the round came to."""
+        tokens, depths = trees.tokens.tolist(), trees.depths().tolist()
+        bonus = verdict.bonus.tolist()
+        events, deepest, accepted = [], [], []
+        for b, seq in enumerate(seqs):
+            first, end = trees.starts[b], trees.starts[b + 1]
+            path = verdict.path(b)
+            taken = seq.append([*(tokens[first + node] for node in path), bonus[b]])
+            kept = min(len(path), taken)
+            deepest.append(max(depths[first:end]))
+            accepted.append(kept)
+            seq.stats.count(taken, end - first - 1, deepest[b], kept)
+            nodes = [first, *(first + node for node in path)][:taken]
+            events.append(self._event(seq, nodes, kept, laws))
+        clock.lap("rest")
+        drafted = tuple(size - 1 for size in trees.sizes())
+        outcome = Round(tuple(seqs), drafted, tuple(deepest), tuple(accepted), clock.seconds)
+        self.controller.observe(outcome)
+        self.stats.count(sum(len(event.tokens) for event in events), clock.seconds)
+        for seq in seqs:
+            if seq.finished:
+                self._forget(seq)
+        return events
+
+    def _event(self, seq: Text, nodes: list[int], accepted: int, laws: Laws) -> Event:
+        """What the round added to a sequence; nodes[i] is the node whose law token i was drawn from."""
+        fresh = tuple(seq.tokens[len(seq.tokens) - len(nodes) :])
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if seq.params.logprobs is not None:
+            logprobs = token_logprobs(laws, nodes, fresh, seq.params.logprobs)
+        text = seq.detokenizer.take(final=seq.finished is not None)
+        return Event(seq.id, fresh, accepted, text, logprobs, seq.finished)
+
+    def _forget(self, seq: Text) -> None:
+        self.target.release(seq)
+        self.drafters.forget(seq)
+        self.controller.forget(seq)
+
+
+class Stopwatch:
+    """Seconds per part of a round."""
+
+    def __init__(self, now: Callable[[], float] = perf_counter) -> None:
+        self.seconds: dict[str, float] = {}
+        self._now, self._last = now, now()
+
+    def lap(self, part: str) -> None:
+        """Book the time since the last lap under a name."""
+        now = self._now()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self._last = now
+
+

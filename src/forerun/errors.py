@@ -1,0 +1,56 @@
+"""Everything Forerun raises for its users, in one tree.
+
+    ForerunError
+    ├── InvalidInput            a value the caller gave cannot be used
+    │   ├── UnknownName         no drafter, verifier, controller or model of that name
+    │   ├── PromptTooLong       the prompt leaves no room in the context
+    │   └── VocabularyMismatch  drafter and target do not speak the same tokens
+    ├── ModelError              a checkpoint cannot be found, read or run
+    │   ├── ModelNotFound
+    │   ├── DamagedFile         a file is truncated, inconsistent or not what its name says
+    │   └── UnsupportedModel    a family or layout that neither our decoder nor transformers can run here
+    └── MissingDependency       an optional library is needed and absent
+
+Each message is one line: what was given, what the limit is, and what to do next. The command line prints
+it as it is and exits with code 2.
+"""
+
+
+class ForerunError(Exception):
+    """Base of all errors that a user can cause or mend."""
+
+
+class InvalidInput(ForerunError, ValueError):
+    """A value the caller gave cannot be used."""
+
+
+class UnknownName(InvalidInput):
+    """A name that no registry knows."""
+
+
+class PromptTooLong(InvalidInput):
+    """The prompt leaves no room in the context."""
+
+
+class VocabularyMismatch(InvalidInput):
+    """Drafter and target do not share a vocabulary."""
+
+
+class ModelError(ForerunError):
+    """A checkpoint cannot be found, read or run."""
+
+
+class ModelNotFound(ModelError):
+    """No checkpoint under that name or path."""
+
+
+class DamagedFile(ModelError):
+    """A file is truncated, inconsistent or not what its name says."""
+
+
+class UnsupportedModel(ModelError):
+    """A family or layout that cannot be run here."""
+
+
+class MissingDependency(ForerunError, ImportError):
+    """An optional library is needed and absent."""

@@ -1,0 +1,59 @@
+"""The seam of the target: score trees, keep the KV of what was accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from forerun.types import Needs, Scores, Seq, TreeBatch, Verdict
+
+
+class Target(Protocol):
+    """A language model with a KV cache that commits and rolls back.
+
+    A sequence of n committed tokens has n - 1 of them cached; the last is the root of the next tree. `score`
+    leaves the cache of committed tokens as it was; `commit` keeps the keys and values of root and path and makes
+    the rest unreachable. What must hold (forerun.testing.check_target): scoring a tree gives each node the
+    logits of a plain pass over its own path; score-then-commit equals prefilling the committed text; after
+    `release` every slot is free again; a sequence's scores do not depend on its neighbours in the batch.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_length(self) -> int:
+        """Tokens one sequence can hold: the model's context."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
+        """Cache all committed tokens that are not cached yet, but the last.
+
+        Returns them as chains (the prompt as a round in which everything was accepted) with hidden rows as
+        needed and no logits. Where there is nothing to cache (a prompt of one token) the chain is empty.
+        """
+        ...
+
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
+        """One pass over every node of every tree; positions by depth, each node sees its own ancestors only."""
+        ...
+
+    def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
+        """Keep root and path of the trees scored last; forget the other nodes."""
+        ...
+
+    def truncate(self, seq: Seq, length: int) -> None:
+        """Forget cached tokens beyond the first `length`; unknown sequences are ignored."""
+        ...
+
+    def has_room(self, length: int) -> bool:
+        """Could a sequence of `length` tokens, and a tree on top, be admitted now?"""
+        ...
+
+    def release(self, seq: Seq) -> None:
+        """Free everything held for a sequence; unknown sequences are ignored."""
+        ...

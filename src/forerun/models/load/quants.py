@@ -1,0 +1,211 @@
+"""Quantised blocks to numbers, with torch, for the types that llama.cpp's files use.
+
+A tensor is a run of blocks; each holds a few weights as small integers beside their scales. The unpackers below
+take the bytes of n blocks and give their weights, in the arithmetic of the `gguf` package's own `dequantize`
+(every product here is exact in float32, so the results are bit-equal; a test holds them together). Types
+without an unpacker go through that package when it is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.errors import UnsupportedModel
+
+_CHUNK = 1 << 20  # weights unpacked at once: intermediates stay small beside the result
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a type packs its weights."""
+
+    name: str
+    weights: int  # per block
+    bytes: int  # per block
+
+
+LAYOUTS: dict[int, Layout] = {
+    0: Layout("F32", 1, 4),
+    1: Layout("F16", 1, 2),
+    2: Layout("Q4_0", 32, 18),
+    3: Layout("Q4_1", 32, 20),
+    6: Layout("Q5_0", 32, 22),
+    7: Layout("Q5_1", 32, 24),
+    8: Layout("Q8_0", 32, 34),
+    9: Layout("Q8_1", 32, 40),
+    10: Layout("Q2_K", 256, 84),
+    11: Layout("Q3_K", 256, 110),
+    12: Layout("Q4_K", 256, 144),
+    13: Layout("Q5_K", 256, 176),
+    14: Layout("Q6_K", 256, 210),
+    15: Layout("Q8_K", 256, 292),
+    16: Layout("IQ2_XXS", 256, 66),
+    17: Layout("IQ2_XS", 256, 74),
+    18: Layout("IQ3_XXS", 256, 98),
+    19: Layout("IQ1_S", 256, 50),
+    20: Layout("IQ4_NL", 32, 18),
+    21: Layout("IQ3_S", 256, 110),
+    22: Layout("IQ2_S", 256, 82),
+    23: Layout("IQ4_XS", 256, 136),
+    24: Layout("I8", 1, 1),
+    25: Layout("I16", 1, 2),
+    26: Layout("I32", 1, 4),
+    27: Layout("I64", 1, 8),
+    28: Layout("F64", 1, 8),
+    29: Layout("IQ1_M", 256, 56),
+    30: Layout("BF16", 1, 2),
+    34: Layout("TQ1_0", 256, 54),
+    35: Layout("TQ2_0", 256, 66),
+    39: Layout("MXFP4", 32, 17),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A tensor as the file holds it: bytes, and what they mean. Rows are whole runs of blocks."""
+
+    kind: int  # a key of LAYOUTS
+    shape: tuple[int, ...]
+    data: Tensor  # [bytes] uint8, contiguous
+
+
+def dequantize(blocks: Blocks) -> Tensor:
+    """The weights of a tensor, in float32 and in memory of their own."""
+    layout = LAYOUTS[blocks.kind]
+    if layout.name in _PLAIN:
+        return blocks.data.clone().view(_PLAIN[layout.name]).to(torch.float32).view(blocks.shape)
+    unpack = _UNPACKERS.get(layout.name) or _borrowed(blocks.kind, layout)
+    packed = blocks.data.view(-1, layout.bytes)  # [n, bytes]
+    weights = torch.empty(len(packed), layout.weights)
+    step = _CHUNK // layout.weights
+    for start in range(0, len(packed), step):
+        unpack(packed[start : start + step], weights[start : start + step])
+    return weights.view(blocks.shape)
+
+
+def _borrowed(kind: int, layout: Layout) -> Callable[[Tensor, Tensor], None]:
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize as unpack_rows
+    except ImportError:
+        raise UnsupportedModel(
+            f"weights of type {layout.name} cannot be read here; install gguf, or use a Q4_K, Q8_0 or F16 file"
+        ) from None
+
+    def unpack(packed: Tensor, out: Tensor) -> None:
+        try:
+            rows: Any = unpack_rows(packed.numpy(), GGMLQuantizationType(kind))
+        except NotImplementedError:
+            raise UnsupportedModel(
+                f"weights of type {layout.name} cannot be read; use a Q4_K, Q8_0 or F16 file of the model"
+            ) from None
+        out.copy_(torch.from_numpy(rows))
+
+    return unpack
+
+
+def _half(packed: Tensor, at: int) -> Tensor:
+    """The float16 at byte `at` of each block, as [n, 1] float32."""
+    return packed[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor, out: Tensor) -> None:
+    """Low nibbles to the first half of out's last dimension, high ones to the second."""
+    half = packed.shape[-1]
+    torch.bitwise_and(packed, 15, out=out[..., :half])
+    torch.bitwise_right_shift(packed, 4, out=out[..., half:])
+
+
+def _four_bits(packed: Tensor) -> Tensor:
+    codes = torch.empty(len(packed), 32, dtype=torch.uint8)
+    _nibbles(packed, codes)
+    return codes
+
+
+def _fifth_bit(packed: Tensor) -> Tensor:
+    """Bit i of four bytes as 16 or 0, for weight i of 32: [n, 4] -> [n, 32]."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return ((packed.unsqueeze(-1) >> shifts) & 1).view(-1, 32) << 4
+
+
+def _q8_0(packed: Tensor, out: Tensor) -> None:
+    torch.mul(packed[:, 2:].view(torch.int8), _half(packed, 0), out=out)
+
+
+def _q4_0(packed: Tensor, out: Tensor) -> None:
+    torch.mul(_four_bits(packed[:, 2:]).view(torch.int8) - 8, _half(packed, 0), out=out)
+
+
+def _q4_1(packed: Tensor, out: Tensor) -> None:
+    torch.mul(_four_bits(packed[:, 4:]), _half(packed, 0), out=out)
+    out += _half(packed, 2)
+
+
+def _q5_0(packed: Tensor, out: Tensor) -> None:
+    codes = _four_bits(packed[:, 6:]) | _fifth_bit(packed[:, 2:6])
+    torch.mul(codes.view(torch.int8) - 16, _half(packed, 0), out=out)
+
+
+def _q5_1(packed: Tensor, out: Tensor) -> None:
+    codes = _four_bits(packed[:, 8:]) | _fifth_bit(packed[:, 4:8])
+    torch.mul(codes, _half(packed, 0), out=out)
+    out += _half(packed, 2)
+
+
+def _six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """The 8 scales and 8 minima of 6 bits in the 12 bytes of a K block: [n, 12] -> two of [n, 8]."""
+    low, minima, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat([low & 63, (rest & 15) | ((low >> 2) & 48)], 1)
+    return scales, torch.cat([minima & 63, (rest >> 4) | ((minima >> 2) & 48)], 1)
+
+
+def _k_codes(packed: Tensor) -> Tensor:
+    """128 bytes of nibbles in runs of 32: low nibbles are one group of weights, high ones the next."""
+    codes = torch.empty(len(packed), 4, 64, dtype=torch.uint8)
+    _nibbles(packed.reshape(-1, 4, 32), codes)
+    return codes.view(-1, 8, 32)
+
+
+def _scale_groups(packed: Tensor, codes: Tensor, out: Tensor) -> None:
+    scales, minima = _six_bit_scales(packed[:, 4:16])
+    grouped = out.view(-1, 8, 32)
+    torch.mul(codes, (_half(packed, 0) * scales).unsqueeze(-1), out=grouped)
+    grouped -= (_half(packed, 2) * minima).unsqueeze(-1)
+
+
+def _q4_k(packed: Tensor, out: Tensor) -> None:
+    _scale_groups(packed, _k_codes(packed[:, 16:]), out)
+
+
+def _q5_k(packed: Tensor, out: Tensor) -> None:
+    shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
+    high = ((packed[:, 16:48].unsqueeze(1) >> shifts) & 1) << 4  # [n, 8, 32]
+    _scale_groups(packed, _k_codes(packed[:, 48:]) | high, out)
+
+
+def _q6_k(packed: Tensor, out: Tensor) -> None:
+    low = torch.empty(len(packed), 2, 128, dtype=torch.uint8)
+    _nibbles(packed[:, :128].reshape(-1, 2, 64), low)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1)
+    high = ((packed[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4  # [n, 2, 4, 32]
+    codes = (low.view(-1, 2, 4, 32) | high).view(torch.int8).view(-1, 16, 16) - 32
+    scales = _half(packed, 208) * packed[:, 192:208].view(torch.int8)
+    torch.mul(codes, scales.unsqueeze(-1), out=out.view(-1, 16, 16))
+
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_UNPACKERS: dict[str, Callable[[Tensor, Tensor], None]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}

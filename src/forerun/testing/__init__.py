@@ -1,0 +1,34 @@
+"""Test doubles and conformance checks, shipped so that parts written elsewhere can be held to the contracts.
+
+    check_target(lambda: MyTarget(tiny_model), vocab_size=96)
+    check_drafter(lambda: MyDrafter(), vocab_size=96)
+
+Both raise AssertionError, which says what did not hold.
+"""
+
+from forerun.testing.conformance import check_drafter, check_target
+from forerun.testing.doubles import (
+    FakeSeq,
+    LawDrafter,
+    ScriptedDrafter,
+    TableLM,
+    extend,
+    path_to,
+    random_tree,
+    random_verdict,
+    tree_of,
+)
+
+__all__ = [
+    "FakeSeq",
+    "LawDrafter",
+    "ScriptedDrafter",
+    "TableLM",
+    "check_drafter",
+    "check_target",
+    "extend",
+    "path_to",
+    "random_tree",
+    "random_verdict",
+    "tree_of",
+]
