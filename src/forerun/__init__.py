@@ -6,11 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forerun.dropin import wrap
     from forerun.errors import ForerunError
     from forerun.llm import LLM, Completion
     from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
     from forerun.types import Budget, Event, Request
-    from forerun.wrap import wrap
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,7 +36,7 @@ _HOMES = {
     "SamplingParams": "forerun.params",
     "SpeculativeConfig": "forerun.params",
     "ForerunError": "forerun.errors",
-    "wrap": "forerun.wrap",
+    "wrap": "forerun.dropin",
 }
 
 

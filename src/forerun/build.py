@@ -69,7 +69,9 @@ def make_controller(
 ) -> Controller:
     """The controller of that name; one that weighs costs gets them measured, unless nothing is drafted."""
     name = speculative.controller
-    cls: Any = registry.controllers.get("fixed" if speculative.drafter == "none" and name == "adaptive" else name)
+    cls: Any = registry.controllers.get(
+        "fixed" if speculative.drafter == "none" and name == "adaptive" else name
+    )
     if not getattr(cls, "weighs_costs", False):
         controller: Controller = cls(speculative.budget, speculative.width)
         return controller

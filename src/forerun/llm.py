@@ -1,7 +1,7 @@
 """The object users hold.
 
-    llm = LLM.load("smollm2")
-    print(llm.chat("Why is the sky blue?").text)
+llm = LLM.load("smollm2")
+print(llm.chat("Why is the sky blue?").text)
 """
 
 from __future__ import annotations
@@ -172,9 +172,10 @@ class LLM:
         """The token ids of a prompt in any of its forms."""
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt))
-        if prompt and isinstance(prompt[0], Mapping):
-            return tuple(self.tokenizer.chat_ids([dict(turn) for turn in prompt]))  # type: ignore[arg-type, call-overload]
-        return tuple(int(token) for token in prompt)  # type: ignore[call-overload]
+        turns = [part for part in prompt if isinstance(part, Mapping)]
+        if turns:
+            return tuple(self.tokenizer.chat_ids(turns))
+        return tuple(part for part in prompt if isinstance(part, int))
 
     def _request(
         self,
@@ -231,7 +232,9 @@ class LLM:
 
 def as_messages(messages: str | Sequence[Message], system: str | None = None) -> list[Message]:
     """Chat messages from a plain question or a list, with a system message in front if one is given."""
-    turns: list[Message] = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
+    turns: list[Message] = (
+        [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
+    )
     if not turns:
         raise InvalidInput("there is no message to answer; give at least one")
     return [{"role": "system", "content": system}, *turns] if system else turns
@@ -240,7 +243,9 @@ def as_messages(messages: str | Sequence[Message], system: str | None = None) ->
 def _speculative(
     given: SpeculativeConfig | Mapping[str, Any] | None, drafter: str | None, draft_model: str | None
 ) -> SpeculativeConfig:
-    config = SpeculativeConfig.from_dict(given) if isinstance(given, Mapping) else given or SpeculativeConfig()
+    config = (
+        SpeculativeConfig.from_dict(given) if isinstance(given, Mapping) else given or SpeculativeConfig()
+    )
     fields = {name: getattr(config, name) for name in SpeculativeConfig.__dataclass_fields__}
     if draft_model is not None:
         fields.update(draft_model=draft_model, drafter="draft_model")

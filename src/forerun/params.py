@@ -89,7 +89,9 @@ class SpeculativeConfig:
         known = set(cls.__dataclass_fields__)
         named = {ours.get(key, key): value for key, value in values.items()}
         if unknown := sorted(set(named) - known):
-            raise InvalidInput(f"unknown speculative setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
+            raise InvalidInput(
+                f"unknown speculative setting {unknown[0]!r}; known: {', '.join(sorted(known))}"
+            )
         return cls(**named)
 
 
@@ -101,7 +103,7 @@ class EngineConfig:
     device: str = "auto"
     max_batch: int = 8  # sequences decoded together
     max_length: int | None = None  # prompt and output together; None = the model's own context
-    kv_slots: int | None = None  # tokens the KV cache holds in all; None = room for what is asked, as it comes
+    kv_slots: int | None = None  # tokens the KV cache holds in all; None = grows as needed
     threads: int | None = None  # CPU threads; None = one per core
 
     def __post_init__(self) -> None:

@@ -97,8 +97,6 @@ class TreeBatch:
     @classmethod
     def join(cls, parts: Sequence[TreeBatch], order: Sequence[int]) -> TreeBatch:
         """Lay several batches end to end, then put tree i of the whole at place order[i]."""
-        if len(parts) == 1:
-            return parts[0]
         tokens = torch.cat([part.tokens for part in parts])
         parents = torch.cat([part.parents for part in parts])
         sizes = [size for part in parts for size in part.sizes()]
@@ -150,7 +148,7 @@ def _join_draws(parts: Sequence[TreeBatch]) -> Draws | None:
     return Draws(torch.cat([draws.laws for draws in drawn]), torch.cat(rows), drawn[0].replace)
 
 
-def _ints(values: Sequence[int], device: torch.device | str) -> Tensor:
+def _ints(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
     return torch.tensor(values, dtype=torch.long, device=device)
 
 
@@ -186,7 +184,7 @@ class Laws:
         return self.log_weights[node].softmax(-1)  # [V]
 
     def select(self, nodes: Tensor, which: Sequence[int]) -> Laws:
-        if len(which) == len(self.greedy):
+        if list(which) == list(range(len(self.greedy))):
             return self
         return Laws(self.log_weights[nodes], tuple(self.greedy[b] for b in which))
 
@@ -235,7 +233,7 @@ class Request:
     """One text to write."""
 
     prompt: tuple[int, ...]
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = field(default_factory=SamplingParams)
     drafter: str | None = None  # None = the engine's
     verifier: str | None = None
     budget: Budget | None = None  # None = the controller decides

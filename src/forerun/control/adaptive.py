@@ -76,7 +76,9 @@ class AdaptiveController:
             record.pause, record.next_pause = record.next_pause, min(2 * record.next_pause, LONGEST_PAUSE)
             record.hits, record.tries = 2.1, 3.0  # after the pause, look again with open eyes
         elif length:
-            record.next_pause = max(FIRST_PAUSE, record.next_pause // 2) if record.acceptance > 0.7 else record.next_pause
+            record.next_pause = (
+                max(FIRST_PAUSE, record.next_pause // 2) if record.acceptance > 0.7 else record.next_pause
+            )
         return Budget(length, length, 1)
 
 

@@ -7,9 +7,8 @@ measured in a second or two on the real target, kept as data, and corrected by e
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
@@ -28,7 +27,7 @@ class _Probe:
     tokens: list[int]
     id: int = -1
     prompt_length: int = CONTEXT
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     max_length: int = CONTEXT + 1
     stop_ids: frozenset[int] = frozenset()
@@ -72,7 +71,7 @@ class CostModel:
 
     @classmethod
     def measure(cls, target: Target, sizes: Sequence[int] = SIZES, repeats: int = 3) -> CostModel:
-        """Time passes over chains of several sizes on a scratch sequence; the median of a few repeats."""
+        """Time passes over chains of several sizes on a scratch sequence; the best of a few, as noise only adds."""
         context = min(CONTEXT, target.max_length - max(sizes) - 1)
         probe = _Probe([1] * max(2, context))
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
@@ -89,7 +88,7 @@ class CostModel:
                         seconds[size].append(perf_counter() - started)
         finally:
             target.release(probe)
-        return cls({size: statistics.median(times) for size, times in seconds.items()})
+        return cls({size: min(times) for size, times in seconds.items()})
 
     @classmethod
     def measure_or_load(cls, target: Target, file: Path | None) -> CostModel:

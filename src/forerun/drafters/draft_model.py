@@ -77,6 +77,10 @@ class ModelDrafter:
         trees = [_Growth([seq.tokens[-1]], [-1], [-1]) for seq in seqs]
         live = [b for b, seq in enumerate(seqs) if self._depth(seq, budgets[b]) > 0]
         branches = {b: self._follow(seqs[b]) for b in live}
+        if behind := [branch for branch in branches.values() if branch.cached < len(branch.tokens) - 1]:
+            self.draft.prefill(behind, self.needs)
+            for branch in behind:
+                branch.cached = len(branch.tokens) - 1
         started = perf_counter()
         widths = {b: max(1, min(budgets[b].width, budgets[b].nodes)) for b in live}
         first = self._heads(live, branches, widths, trees, laws)
@@ -85,7 +89,9 @@ class ModelDrafter:
             for b in with_head:
                 self._rewind(branches[b], first[b][rank][0])
             tips = {b: first[b][rank][1] for b in with_head}
-            depths = {b: min(self._depth(seqs[b], budgets[b]), budgets[b].nodes // widths[b]) for b in with_head}
+            depths = {
+                b: min(self._depth(seqs[b], budgets[b]), budgets[b].nodes // widths[b]) for b in with_head
+            }
             self._chains(with_head, branches, tips, depths, trees, laws)
         levels = max((max(_depths(tree.parents)) for tree in trees), default=0)
         if levels:
@@ -107,23 +113,21 @@ class ModelDrafter:
         return min(budget.depth, budget.nodes, self.draft.max_length - len(seq.tokens) - 1)
 
     def _follow(self, seq: Seq) -> Branch:
-        """Cut the draft model's view back to the committed text, and bring its cache up to the last token."""
+        """Cut the draft model's view back to the committed text."""
         branch = self._branches.get(seq.id)
         if branch is None:
             length = min(seq.max_length, self.draft.max_length)
             fields = (seq.prompt_length, seq.params, seq.seed, length, seq.stop_ids, seq.shares_noise)
             branch = Branch(seq.id, [], *fields, committed=0)
             self._branches[seq.id] = branch
+            branch.cached = -1  # the draft model does not know it yet
         agreed = branch.committed
         end = min(len(branch.tokens), len(seq.tokens))
         while agreed < end and branch.tokens[agreed] == seq.tokens[agreed]:
             agreed += 1
         branch.cached = min(branch.cached, agreed, len(seq.tokens) - 1)
-        self.draft.truncate(branch, branch.cached)
+        self.draft.truncate(branch, max(0, branch.cached))
         branch.tokens, branch.committed = list(seq.tokens), len(seq.tokens)
-        if branch.cached < len(branch.tokens) - 1:
-            self.draft.prefill([branch], self.needs)
-            branch.cached = len(branch.tokens) - 1
         return branch
 
     def _rewind(self, branch: Branch, head: int) -> None:
@@ -173,17 +177,23 @@ class ModelDrafter:
         roots = TreeBatch.chains([[branch.tokens[-1]] for branch in branches], self.draft.device)
         logits = self.draft.score(branches, roots, self.needs).logits
         assert logits is not None
-        self.draft.commit(branches, roots, Verdict.of([[]] * len(branches), [0] * len(branches), logits.device))
+        self.draft.commit(
+            branches, roots, Verdict.of([[]] * len(branches), [0] * len(branches), logits.device)
+        )
         for branch in branches:
             branch.cached = len(branch.tokens)
         return warp(_fit(logits, self.vocab_size), branches, roots)
 
-    def _pick(self, branch: Branch, step: Laws, i: int, width: int, laws: list[Tensor]) -> tuple[list[int], int]:
+    def _pick(
+        self, branch: Branch, step: Laws, i: int, width: int, laws: list[Tensor]
+    ) -> tuple[list[int], int]:
         """Up to `width` tokens to follow a branch, and the row of the law they were drawn from (-1 = chosen)."""
         weights = step.log_weights[i]
         if step.greedy[i] or branch.shares_noise:
             if not step.greedy[i]:
-                weights = weights - exponential(branch.seed, len(branch.tokens), len(weights), weights.device).log()
+                weights = (
+                    weights - exponential(branch.seed, len(branch.tokens), len(weights), weights.device).log()
+                )
             possible = int((weights > -torch.inf).sum())
             return weights.topk(min(width, possible)).indices.tolist(), -1
         law = weights.softmax(-1)

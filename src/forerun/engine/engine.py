@@ -1,6 +1,6 @@
 """The loop. Plain decoding, chains, trees, any drafter and any verifier run through `Engine.step`.
 
-    engine.submit(Request(prompt)); while engine.busy: events = engine.step()
+engine.submit(Request(prompt)); while engine.busy: events = engine.step()
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Engine:
         clock.lap("draft")
         scores = self.target.score(seqs, trees, self.drafters.needs(seqs))
         clock.lap("target")
+        assert scores.logits is not None
         laws = warp(scores.logits, seqs, trees)
         noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
         verdict = self.verifiers.verify(seqs, trees, laws, noise)
@@ -121,7 +122,11 @@ class Engine:
             raise PromptTooLong(f"the prompt has {length} tokens; {limit}")
         if not all(0 <= token < vocab for token in request.prompt):
             raise InvalidInput(f"a prompt token lies outside the vocabulary of {vocab}; check the tokenizer")
-        if request.params.stop and self.tokenizer is None:
+        params = request.params
+        named = [*params.logit_bias, *(token for word in params.bad_words for token in word)]
+        if not all(0 <= token < vocab for token in named):
+            raise InvalidInput(f"logit_bias or bad_words name a token outside the vocabulary of {vocab}")
+        if params.stop and self.tokenizer is None:
             raise InvalidInput("stop strings need a tokenizer; pass one or use stop_token_ids")
 
     def _admit(self) -> None:
@@ -206,5 +211,3 @@ class Stopwatch:
         now = self._now()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now
-
-

@@ -1,13 +1,11 @@
 """Any transformers causal language model as a target: trees through a 4-D mask, positions by depth.
 
-Whether a family honours masks and positions of our own cannot be told from its configuration, so each model is
-asked when it is wrapped: two small trees are scored and compared with plain passes over their paths. A model that
-answers differently, keeps a state that cannot roll back or needs an encoder is refused with `UnsupportedModel`.
+One call of the model per round, for the whole ragged batch. Sliding-window and chunked layers get masks of
+their own. What a model must have, and the question it is asked when it is wrapped, are in `hf_check`.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from forerun.errors import ModelNotFound, UnsupportedModel
 from forerun.models.hf_cache import Placement, TreeCache
+from forerun.models.hf_check import arguments, check_trees, refuse_by_shape
 from forerun.types import Needs, Scores, Seq, TreeBatch, Verdict
 
 CHUNK = 512  # tokens of a prompt per pass: bounds the mask, and the logits that some families always compute
@@ -27,19 +26,20 @@ MASKED_ATTENTION = ("eager", "sdpa")  # the implementations that take a mask of 
 
 
 class HFTarget:
-    """A transformers model that scores trees. It is put into evaluation mode, and onto eager or SDPA attention."""
+    """A transformers model that scores trees; it is put into evaluation mode, on eager or SDPA attention."""
 
     def __init__(self, model: Any, *, kv_slots: int | None = None) -> None:
         self.model = model.eval()
         self.config = model.config.get_text_config(decoder=True)
-        self._accepts = _arguments(model)
-        _refuse_by_shape(model, self._accepts)
+        self._accepts = arguments(model)
+        refuse_by_shape(model, self._accepts)
         if model.config._attn_implementation not in MASKED_ATTENTION:
             model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
         self._kinds = _mask_kinds(self.config, self.family)
         self._cache = TreeCache(self.config.num_hidden_layers)
         self._kv_slots, self._reserved = kv_slots, dict[int, int]()
-        self.vocab_size = _check_trees(self)
+        self.vocab_size = int(self.config.vocab_size)
+        self.vocab_size = check_trees(self, model)
 
     @classmethod
     def load(cls, path: str | Path, dtype: torch.dtype, device: torch.device | str) -> HFTarget:
@@ -118,9 +118,12 @@ class HFTarget:
             scores = self._pass([ids[b] for b in which], chains, needs, logits=False)
             self._cache.keep([ids[b] for b in which], [list(range(1, size)) for size in chains.sizes()])
             for layer, columns in parts.items():
-                for b, part in zip(which, scores.hidden[layer].split(chains.sizes()), strict=True):
+                for b, part in zip(which, torch.split(scores.hidden[layer], chains.sizes()), strict=True):
                     columns[b].append(part)
-        return {layer: torch.cat(sum(columns, [])) for layer, columns in parts.items()}
+        return {
+            layer: torch.cat([part for column in columns for part in column])
+            for layer, columns in parts.items()
+        }
 
     @torch.no_grad()
     def _pass(self, ids: Sequence[int], trees: TreeBatch, needs: Needs, logits: bool = True) -> Scores:
@@ -165,7 +168,7 @@ class HFTarget:
     def _mask(
         self, place: Placement, ancestors: Tensor, positions: Tensor, key_positions: Tensor
     ) -> Tensor | dict[str, Tensor]:
-        """[n, 1, M, S]: the committed slots of its own row, its ancestors and itself; less where layers see less."""
+        """[n, 1, M, S] per kind of layer: a node sees its row's committed slots, its ancestors and itself."""
         slots = place.slots
         committed = torch.arange(place.width, device=slots.device) < slots[:, :1]  # [n, S]
         seen = committed[:, None].expand(-1, slots.shape[1], -1).clone()  # [n, M, S]
@@ -187,25 +190,6 @@ class HFTarget:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
             ~mask, torch.finfo(dtype).min
         )
-
-
-def _arguments(model: Any) -> frozenset[str]:
-    """What the model's forward takes; one that takes anything is thought to take these."""
-    parameters = inspect.signature(model.forward).parameters
-    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return frozenset(parameters) | ({"output_hidden_states"} if anything else frozenset())
-
-
-def _refuse_by_shape(model: Any, accepts: frozenset[str]) -> None:
-    """Refuse what cannot work whatever it computes: no KV cache, a recurrent state, an encoder."""
-    family = model.config.model_type
-    advice = "run it with transformers alone"
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModel(f"{family} has an encoder; Forerun runs decoder-only models: {advice}")
-    if "past_key_values" not in accepts or getattr(model, "_is_stateful", False):
-        raise UnsupportedModel(f"{family} keeps a state that cannot be rolled back; {advice}")
-    if "local" in (getattr(model.config, "attention_layers", None) or ()):
-        raise UnsupportedModel(f"{family} limits its attention by slot, not by mask; {advice}")
 
 
 def _mask_kinds(config: Any, family: str) -> dict[str, int | None]:
@@ -244,7 +228,7 @@ def _key_positions(place: Placement, positions: Tensor) -> Tensor:
 
 @contextmanager
 def _alibi_at(model: Any, key_positions: Tensor) -> Iterator[None]:
-    """Let BLOOM bias keys by our positions; it would count them off a 2-D mask, which cannot describe a tree."""
+    """Let BLOOM bias keys by our positions: it counts them off a 2-D mask, which cannot describe a tree."""
     build = getattr(model, "build_alibi_tensor", None)
     if build is None:
         yield
@@ -252,7 +236,7 @@ def _alibi_at(model: Any, key_positions: Tensor) -> Iterator[None]:
 
     def by_position(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
         ones = mask.new_ones(1, key_positions.shape[1], dtype=torch.long)
-        bias = build(ones, heads, dtype)[:, 0]  # [H, S]
+        bias: Tensor = build(ones, heads, dtype)[:, 0]  # [H, S]
         return bias[:, key_positions].transpose(0, 1).reshape(-1, 1, key_positions.shape[1])  # [n * H, 1, S]
 
     model.build_alibi_tensor = by_position  # on the instance only, for this pass only
@@ -260,52 +244,3 @@ def _alibi_at(model: Any, key_positions: Tensor) -> Iterator[None]:
         yield
     finally:
         del model.build_alibi_tensor
-
-
-def _check_trees(target: HFTarget) -> int:
-    """Score two small trees after texts of unlike length and compare with plain passes; the vocabulary's size."""
-    rng, vocab = torch.Generator().manual_seed(0), int(target.config.vocab_size)
-
-    def words(count: int) -> list[int]:
-        drawn: list[int] = torch.randint(vocab, (count,), generator=rng).tolist()
-        return drawn
-
-    texts, shapes, ids = [words(5), words(2)], ([-1, 0, 0, 0, 1, 2], [-1, 0, 0]), [-1, -2]
-    trees = TreeBatch.trees([(words(len(parents)), parents) for parents in shapes], device=target.device)
-    try:
-        target._cache_chains(ids, texts, Needs())
-        logits = target._pass(ids, trees, Needs()).logits
-        assert logits is not None
-        errors = torch.tensor(
-            [e for b, text in enumerate(texts) for e in _errors(target, text, trees, b, logits)]
-        )
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UnsupportedModel(f"{target.family} cannot score trees here: {reason}") from error
-    finally:
-        for seq_id in ids:
-            target._cache.release(seq_id)
-    single = target.model.dtype == torch.float32
-    # in 16 bits an expert's router may flip at one node; a mask that is ignored shows at nearly all of them
-    error, limit = (errors.max(), 1e-3) if single else (errors.median(), 0.1)
-    if not error <= limit:  # a NaN is refused too
-        found = f"off by {float(error):.2g} of the logits' spread, limit {limit:g}"
-        raise UnsupportedModel(
-            f"{target.family} scores trees unlike text ({found}); run it with transformers alone"
-        )
-    return int(logits.shape[-1])
-
-
-@torch.no_grad()
-def _errors(target: HFTarget, text: list[int], trees: TreeBatch, b: int, logits: Tensor) -> Iterator[float]:
-    """For every leaf of tree b: how far its logits are from a plain pass over its path, in the logits' spread."""
-    first, end = trees.starts[b], trees.starts[b + 1]
-    tokens, parents = trees.tokens[first:end].tolist(), trees.parents[first:end].tolist()
-    for leaf in set(range(end - first)) - set(parents):
-        path, node = list[int](), leaf
-        while node >= 0:
-            path.insert(0, tokens[node])
-            node = parents[node]
-        plain = target.model(input_ids=torch.tensor([text + path], device=target.device), use_cache=False)
-        wanted = plain.logits[0, -1].float()
-        yield float((logits[first + leaf] - wanted).norm() / (wanted - wanted.mean()).norm())

@@ -1,14 +1,13 @@
 """The KV cache behind a transformers model: one row of slots per sequence, rollback by length.
 
-Each layer keeps a slab [rows, heads, slots, width] of keys and one of values. A pass writes its nodes into the
-slots after the committed ones; `keep` moves the path's slots together and counts them, so what was rejected lies
-past the row's length, where no mask reaches and the next pass writes. The rows in use are kept consecutive, so
-that a pass over the whole batch reads the slab in place instead of copying the context.
+Each layer keeps a slab [rows, heads, slots, width] of keys and one of values. A pass writes its nodes into
+the slots after the committed ones; `keep` moves the path's slots together and counts them, so what was
+rejected lies past the row's length, where no mask reaches and the next pass writes. The rows in use are
+consecutive, so that a pass over the whole batch reads the slab in place instead of copying the context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +33,8 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer; the model calls `update`, which returns context and nodes."""
 
     placement: Placement
+    keys: Tensor | None
+    values: Tensor | None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys = _grow(self.keys, key_states, self.placement)
@@ -42,9 +43,8 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.lazy_initialization(key_states, value_states)
-        return _write(self.keys, key_states, self.placement), _write(
-            self.values, value_states, self.placement
-        )
+        keys, values = self._slabs()
+        return _write(keys, key_states, self.placement), _write(values, value_states, self.placement)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.placement.width, 0
@@ -57,16 +57,19 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def move(self, rows: Tensor, source: Tensor, destination: Tensor) -> None:
         """Copy slots within rows; the source is read whole before anything is written."""
-        for slab in (self.keys, self.values):
+        for slab in self._slabs():
             at = slab.device
             slab[rows.to(at), :, destination.to(at)] = slab[rows.to(at), :, source.to(at)]
 
     def copy_row(self, source: int, destination: int) -> None:
-        for slab in (self.keys, self.values):
+        for slab in self._slabs():
             slab[destination] = slab[source]
 
     def clear(self) -> None:
         self.keys, self.values, self.is_initialized = None, None, False
+
+    def _slabs(self) -> list[Tensor]:
+        return [slab for slab in (self.keys, self.values) if slab is not None]
 
 
 class TreeCache(Cache):  # type: ignore[misc]
@@ -87,7 +90,7 @@ class TreeCache(Cache):  # type: ignore[misc]
             self.lengths.append(0)
 
     def place(self, seq_ids: list[int], nodes: int, device: torch.device) -> Placement:
-        """Aim the next pass, of `nodes` nodes a row, at these sequences, which come in the order of their rows."""
+        """Aim the next pass, of `nodes` nodes a row, at these sequences, given in the order of their rows."""
         rows = [self.row_of[seq_id] for seq_id in seq_ids]
         lengths = [self.lengths[row] for row in rows]
         slots = torch.tensor(lengths, device=device)[:, None] + torch.arange(nodes, device=device)
@@ -108,7 +111,7 @@ class TreeCache(Cache):  # type: ignore[misc]
             self.lengths[row] = root + 1 + len(path)
         if moves:
             rows, source, destination = torch.tensor(moves).unbind(1)
-            for layer in self._filled():
+            for layer in self.layers:
                 layer.move(rows, source, destination)
 
     def truncate(self, seq_id: int, length: int) -> None:
@@ -124,16 +127,13 @@ class TreeCache(Cache):  # type: ignore[misc]
         last = len(self.lengths) - 1
         if row != last:
             mover = next(seq for seq, its_row in self.row_of.items() if its_row == last)
-            for layer in self._filled():
+            for layer in self.layers:
                 layer.copy_row(last, row)
             self.row_of[mover], self.lengths[row] = row, self.lengths[last]
         self.lengths.pop()
         if not self.lengths:
             for layer in self.layers:
                 layer.clear()
-
-    def _filled(self) -> Iterator[TreeLayer]:
-        return (layer for layer in self.layers if layer.is_initialized)
 
 
 def _grow(slab: Tensor | None, like: Tensor, place: Placement) -> Tensor:
@@ -150,7 +150,7 @@ def _grow(slab: Tensor | None, like: Tensor, place: Placement) -> Tensor:
 
 
 def _write(slab: Tensor, new: Tensor, place: Placement) -> Tensor:
-    """Put the nodes [n, H, M, D] into the slab; return what the pass reads, in place where rows are consecutive."""
+    """Put the nodes [n, H, M, D] into the slab; return what the pass reads, a view where that is possible."""
     rows, slots = place.rows.to(slab.device), place.slots.to(slab.device)
     slab[rows[:, None], :, slots] = new.transpose(1, 2)
     if place.end - place.first == len(rows):

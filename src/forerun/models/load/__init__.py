@@ -1,1 +1,1 @@
-"""Checkpoints: find them, open them (GGUF or safetensors), and the tokenizers and chat templates they carry."""
+"""Checkpoints: find them, open them (GGUF or safetensors), and their tokenizers and chat templates."""

@@ -1,9 +1,9 @@
 """A GGUF file, memory-mapped: its metadata, and where each tensor's blocks lie.
 
 The `gguf` package's reader takes many seconds on a real vocabulary; this one takes a fraction of one, and
-trusts nothing it reads: every count, length and offset is held against the size of the file before it is used,
-so that a damaged file ends in `DamagedFile` and never in a crash, a hang or a huge allocation. Nothing is
-dequantised here: `GgufFile.blocks` gives the bytes of a tensor as they are, quants.py turns them into numbers.
+trusts nothing it reads: every count, length and offset is held against the size of the file before it is
+used, so that a damaged file ends in `DamagedFile` and never in a crash, a hang or a huge allocation. Nothing
+is dequantised here: `GgufFile.blocks` gives a tensor's bytes as they are, quants.py makes numbers of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,19 @@ from forerun.models.load.quants import LAYOUTS, Blocks
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
-_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
+_NUMBERS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<B",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
 _BOOL = 7
 _SMALLEST_ENTRY = 13  # a key of one byte, its type and one byte of value
 _SMALLEST_TENSOR = 32  # name length and one byte, dimension count, one dimension, type, offset; rounded down
@@ -34,7 +46,7 @@ _LONGEST_KEY = 65535
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies: `shape` is row-major, as torch has it (the file lists dimensions innermost first)."""
+    """Where a tensor lies; `shape` is as torch has it (the file lists dimensions innermost first)."""
 
     kind: int
     shape: tuple[int, ...]
@@ -55,7 +67,9 @@ class GgufFile:
             key = cursor.text(_LONGEST_KEY)
             self.metadata[key] = cursor.value(cursor.number("<I"))
         if self.metadata.get("split.count", 1) not in (0, 1):
-            raise UnsupportedModel(f"{path} is one part of a split model; join the parts with gguf-split first")
+            raise UnsupportedModel(
+                f"{path} is one part of a split model; join the parts with gguf-split first"
+            )
         self.tensors = _read_tensors(cursor, tensors, self._alignment(cursor))
 
     def blocks(self, name: str) -> Blocks:
@@ -166,7 +180,7 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
     version = cursor.number("<I")
     if version not in (2, 3):
         raise UnsupportedModel(
-            f"{cursor.path} is GGUF version {version}; versions 2 and 3 (little-endian) can be read: convert it again"
+            f"{cursor.path} is GGUF version {version}; little-endian 2 and 3 can be read: convert it again"
         )
     tensors, entries = cursor.number("<Q"), cursor.number("<Q")
     cursor.need(entries, _SMALLEST_ENTRY, "metadata entries")
@@ -195,11 +209,15 @@ def _locate(
 ) -> TensorInfo:
     kind, shape, offset = entry
     if kind not in LAYOUTS:
-        raise UnsupportedModel(f"tensor {name!r} of {cursor.path} has the unknown type {kind}; use another file")
+        raise UnsupportedModel(
+            f"tensor {name!r} of {cursor.path} has the unknown type {kind}; use another file"
+        )
     layout = LAYOUTS[kind]
     if not all(shape) or shape[-1] % layout.weights or offset % alignment:
         cursor.damaged(f"tensor {name!r} has shape {shape} of {layout.name} at offset {offset}")
     size = prod(shape) // layout.weights * layout.bytes
     if start + offset + size > cursor.size:
-        cursor.damaged(f"tensor {name!r} ends at byte {start + offset + size}, the file at byte {cursor.size}")
+        cursor.damaged(
+            f"tensor {name!r} ends at byte {start + offset + size}, the file at byte {cursor.size}"
+        )
     return TensorInfo(kind, shape, start + offset, size)

@@ -1,9 +1,9 @@
 """Quantised blocks to numbers, with torch, for the types that llama.cpp's files use.
 
-A tensor is a run of blocks; each holds a few weights as small integers beside their scales. The unpackers below
-take the bytes of n blocks and give their weights, in the arithmetic of the `gguf` package's own `dequantize`
-(every product here is exact in float32, so the results are bit-equal; a test holds them together). Types
-without an unpacker go through that package when it is installed.
+A tensor is a run of blocks; each holds a few weights as small integers beside their scales. The unpackers
+below take the bytes of n blocks and give their weights, in the arithmetic of the `gguf` package's own
+`dequantize` (every product here is exact in float32, so the results are bit-equal; a test holds them
+together). Types without an unpacker go through that package when it is installed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _borrowed(kind: int, layout: Layout) -> Callable[[Tensor, Tensor], None]:
         from gguf.quants import dequantize as unpack_rows
     except ImportError:
         raise UnsupportedModel(
-            f"weights of type {layout.name} cannot be read here; install gguf, or use a Q4_K, Q8_0 or F16 file"
+            f"weights of type {layout.name} cannot be read; install gguf, or use a Q4_K, Q8_0 or F16 file"
         ) from None
 
     def unpack(packed: Tensor, out: Tensor) -> None:

@@ -1,0 +1,1 @@
+"""Measurements: prompts, an alternating runner, ratios with their spread, and what the machine was."""

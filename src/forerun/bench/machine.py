@@ -1,0 +1,111 @@
+"""What the figures were measured on. A ratio without its machine cannot be checked by anybody."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+BUSY_SHARE = 0.5  # of the cores: a load above this before we start is somebody else's
+_COPY_BYTES = 128 << 20  # far beyond any cache
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def load_average() -> float | None:
+    """The load of the last minute, where the system tells."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):
+        return None
+
+
+def is_busy(load: float | None, available: int) -> bool:
+    """Would another process' work show in the figures?"""
+    return load is not None and load > BUSY_SHARE * available
+
+
+def machine_facts() -> dict[str, Any]:
+    """CPU, memory, software and the state of the source, as plain JSON values."""
+    return {
+        "cpu": _cpu_model(),
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "cores": cores(),
+        "threads": torch.get_num_threads(),
+        "memory_gb": _memory_gb(),
+        "copy_gb_per_s": round(copy_bandwidth(), 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "forerun": _version("forerun"),
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def copy_bandwidth(repeats: int = 5) -> float:
+    """GB/s of a large copy, read and written bytes counted; the best of a few, since noise only slows."""
+    source = torch.ones(_COPY_BYTES // 4)
+    into = torch.empty_like(source)
+    fastest = float("inf")
+    for _ in range(repeats + 1):  # the first one maps the pages
+        started = perf_counter()
+        into.copy_(source)
+        fastest = min(fastest, perf_counter() - started)
+    return 2 * _COPY_BYTES / fastest / 1e9
+
+
+def _cpu_model() -> str:
+    """The name the kernel gives the CPU; on ARM it gives part numbers only."""
+    facts: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            key, found, value = line.partition(":")
+            if found:
+                facts.setdefault(key.strip().lower(), value.strip())
+    except OSError:
+        return platform.processor() or platform.machine()
+    if name := facts.get("model name") or facts.get("hardware"):
+        return name
+    part = [facts[key] for key in ("cpu implementer", "cpu part") if key in facts]
+    return " ".join([platform.machine(), *part])
+
+
+def _memory_gb() -> float | None:
+    try:
+        return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1)
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit this source is at, with a plus sign when files differ from it; None outside a checkout."""
+    folder = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        commit = git("rev-parse", "--short", "HEAD")
+        return f"{commit}+" if commit and git("status", "--porcelain") else commit or None
+    except (OSError, subprocess.SubprocessError):
+        return None

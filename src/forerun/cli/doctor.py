@@ -1,0 +1,171 @@
+"""`forerun doctor`: what this machine has, what is missing, and the command that gets it.
+
+Exit code 0 when `forerun generate` would work as it stands, else 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from forerun import __version__
+from forerun.cli.flags import DEFAULT_MODEL
+from forerun.cli.models import in_units
+from forerun.models.load.catalog import cache_folder, known_models
+
+# Distribution names: what each extra brings, and what is always needed. A test holds them to pyproject.toml.
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "serve": ("fastapi", "uvicorn", "pydantic", "prometheus-client"),
+    "train": ("accelerate",),
+    "bench": ("matplotlib",),
+    "ray": ("ray",),
+}
+NEEDED = ("transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "numpy")
+HANDY = ("gguf",)  # only for block types that our own reader does not know
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    about: str
+    found: str
+    ok: bool = True
+    needed: bool = True  # without it nothing can be generated
+    fix: str | None = None  # the command that mends it
+
+
+def doctor(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Say what this machine has and lacks; exit code 0 if generating would work."""
+    findings = list(examine())
+    ready = all(finding.ok for finding in findings if finding.needed)
+    if as_json:
+        print(json.dumps({"ready": ready, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        _show(findings, ready)
+    raise typer.Exit(0 if ready else 1)
+
+
+def examine() -> Iterator[Finding]:
+    """Everything worth knowing before asking why something does not work."""
+    yield Finding("forerun", __version__)
+    yield Finding(
+        "machine", f"{_cpu()}, {_cores()} cores, {in_units(_memory())} memory, {platform.platform()}"
+    )
+    yield Finding("python", platform.python_version())
+    yield from _torch()
+    for library in NEEDED:
+        yield _library(library, needed=True, fix=f"pip install {library}")
+    for library in HANDY:
+        yield _library(library, needed=False, fix=f"pip install {library}")
+    yield _default_model()
+    yield _cache()
+    yield _compiler()
+    for extra, libraries in EXTRAS.items():
+        for library in libraries:
+            yield _library(library, needed=False, fix=f"pip install 'forerun[{extra}]'")
+
+
+def _show(findings: list[Finding], ready: bool) -> None:
+    console = Console(highlight=False, soft_wrap=True)  # a path that wraps cannot be copied
+    column = max(len(finding.about) for finding in findings)
+    for finding in findings:
+        mark, style = ("ok", "green") if finding.ok else ("no", "red") if finding.needed else ("--", "dim")
+        fix = "" if finding.ok or finding.fix is None else f"; get it: {finding.fix}"
+        console.print(Text(mark, style), Text(f" {finding.about:<{column}}  {finding.found}{fix}"), sep="")
+    if ready:
+        console.print("generating works")
+    else:
+        console.print("generating does not work yet: mend the lines marked no", style="red")
+
+
+def _torch() -> Iterator[Finding]:
+    """torch must not only be installed but load, which is where broken installations show."""
+    try:
+        torch = import_module("torch")
+    except Exception as error:  # whatever a broken installation raises is the finding
+        yield Finding("torch", f"does not load ({error})", ok=False, fix="pip install torch")
+        return
+    yield Finding("torch", torch.__version__)
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    yield Finding("devices", ", ".join(["cpu", *(f"cuda:{i} ({name})" for i, name in enumerate(gpus))]))
+    yield Finding("threads", str(torch.get_num_threads()))
+
+
+def _library(name: str, needed: bool, fix: str) -> Finding:
+    try:
+        return Finding(name, version(name), needed=needed)
+    except PackageNotFoundError:
+        return Finding(name, "missing", ok=False, needed=needed, fix=fix)
+
+
+def _default_model() -> Finding:
+    path = next((model.path for model in known_models() if model.name == DEFAULT_MODEL), None)
+    if path is None:
+        return Finding(
+            "model", f"{DEFAULT_MODEL} is absent", ok=False, fix=f"forerun models pull {DEFAULT_MODEL}"
+        )
+    return Finding("model", f"{DEFAULT_MODEL}, {path}")
+
+
+def _cache() -> Finding:
+    folder = cache_folder()
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return Finding("cache", f"{folder}, {in_units(size)}")
+
+
+def _compiler() -> Finding:
+    names = (os.environ.get("CC"), "cc", "gcc", "clang")
+    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    if found is None:
+        return Finding(
+            "C compiler", "missing", ok=False, needed=False, fix="your system's gcc or clang package"
+        )
+    return Finding("C compiler", found, needed=False)
+
+
+def _cpu() -> str:
+    """The processor's name, wherever this system keeps it."""
+    commands = (["lscpu"], ["sysctl", "machdep.cpu.brand_string"])  # Linux; macOS
+    for command in [command for command in commands if shutil.which(command[0])]:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        for line in answer.splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("Model name", "machdep.cpu.brand_string") and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    """Cores this process may use, which in a container can be fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory() -> int | None:
+    """Bytes of memory, or the container's limit where that is lower."""
+    try:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+    limit = Path("/sys/fs/cgroup/memory.max")
+    allowed = limit.read_text().strip() if limit.is_file() else "max"
+    return min(whole, int(allowed)) if allowed.isdigit() else whole

@@ -1,0 +1,162 @@
+"""Flags made from the fields of the settings classes, so that type, default and limits live in one place.
+
+A field becomes a flag by having its line in `HELP`; `max_tokens` becomes `--max-tokens`. A flag that is not
+given stays None and the class's own default holds, which is why nothing here repeats a default.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from enum import Enum
+from functools import wraps
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+
+from forerun import registry
+from forerun.errors import InvalidInput
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+
+DEFAULT_MODEL = "smollm2"
+
+PANELS: Mapping[str, type] = {
+    "Sampling": SamplingParams,
+    "Speculation": SpeculativeConfig,
+    "Machine": EngineConfig,
+}
+HELP: Mapping[str, str] = {
+    "model": "A known name (`forerun models`), a .gguf file, a Hugging Face folder, or a hub id.",
+    "max_tokens": "Tokens to write at most.",
+    "temperature": "0 is greedy; higher is more varied.",
+    "top_p": "Sample from the likeliest tokens that hold this share of the law; 1 is off.",
+    "top_k": "Sample from this many of the likeliest tokens; 0 is off.",
+    "min_p": "Drop tokens less likely than this share of the likeliest one; 0 is off.",
+    "repetition_penalty": "Above 1: tokens already in prompt or output become less likely.",
+    "presence_penalty": "Taken off the logit of every token already written.",
+    "frequency_penalty": "Taken off the logit of a token for each time it was written.",
+    "stop": "End before this text; may be given several times.",
+    "ignore_eos": "Write on past the model's own end, up to --max-tokens.",
+    "seed": "Makes the text a function of the seed alone, whatever the drafter.",
+    "drafter": "Who guesses ahead; `forerun drafters` lists them, none is plain decoding.",
+    "draft_model": "A smaller model of the same vocabulary to draft with; implies --drafter draft_model.",
+    "budget": "Draft exactly this many tokens a round, instead of what pays; 0 drafts nothing.",
+    "width": "Children per node of a drafted tree at most; 1 is a chain.",
+    "verifier": f"auto, {', '.join(registry.verifiers.paths)}; auto is coupled with a seed, else exact.",
+    "dtype": "Number format of weights and activations.",
+    "device": "auto, cpu, cuda or one of several: cuda:1.",
+    "threads": "CPU threads.",
+    "max_length": "Prompt and output together, in tokens.",
+}
+_DEFAULTS_IN_WORDS = {
+    "budget": "what pays",
+    "seed": "a fresh one",
+    "threads": "one per core",
+    "max_length": "the model's context",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything the flags said, checked."""
+
+    model: str
+    sampling: SamplingParams
+    speculative: SpeculativeConfig
+    engine: EngineConfig
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Settings:
+        """Settings from flags by name; None and an empty list mean that the flag was not given."""
+        values = {name: value for name, value in given.items() if value is not None and value != []}
+        if "draft_model" in values:
+            values.setdefault("drafter", "draft_model")
+        made = {
+            panel: owner(**{f.name: _plain(values[f.name]) for f in fields(owner) if f.name in values})
+            for panel, owner in PANELS.items()
+            if panel != "Speculation"
+        }
+        return cls(
+            values.get("model", DEFAULT_MODEL), made["Sampling"], _speculative(values), made["Machine"]
+        )
+
+
+def _speculative(values: Mapping[str, Any]) -> SpeculativeConfig:
+    """A budget that was asked for is kept every round, whatever it costs; else the controller decides."""
+    ours = {f.name: values[f.name] for f in fields(SpeculativeConfig) if f.name in values}
+    if "budget" in ours:
+        ours["controller"] = "fixed"
+    config = SpeculativeConfig(**ours)
+    _check_known(registry.drafters, config.drafter)
+    if config.drafter == "draft_model" and config.draft_model is None:
+        raise InvalidInput("--drafter draft_model needs a model to draft with; add --draft-model NAME")
+    if config.verifier != "auto":
+        _check_known(registry.verifiers, config.verifier)
+    return config
+
+
+def _check_known(parts: registry.Registry, name: str) -> None:
+    if name not in parts.names():
+        parts.get(name)  # raises, naming what there is: now, and not after a model was loaded
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command every flag of `HELP`; they reach it as one Settings, its first parameter."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
+    flags = _parameters()
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        settings = Settings.of({flag.name: values.pop(flag.name) for flag in flags})
+        command(settings, **values)
+
+    run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in [*own, *flags]}
+    return run
+
+
+def _parameters() -> list[inspect.Parameter]:
+    found = [_parameter("model", str, DEFAULT_MODEL, None)]
+    for panel, owner in PANELS.items():
+        hints, known = get_type_hints(owner), {f.name: f for f in fields(owner)}
+        found += [
+            _parameter(name, hints[name], _default_in_words(known[name]), panel)
+            for name in HELP
+            if name in known
+        ]
+    return found
+
+
+def _parameter(name: str, hint: Any, default: str | None, panel: str | None) -> inspect.Parameter:
+    spellings = ["--" + name.replace("_", "-"), *(["-m"] if name == "model" else [])]
+    words = HELP[name] if default is None else f"{HELP[name].removesuffix('.')}; default: {default}."
+    option = typer.Option(None, *spellings, help=words, show_default=False, rich_help_panel=panel)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=option, annotation=_flag_type(name, hint) | None)
+
+
+def _flag_type(name: str, hint: Any) -> Any:
+    """The type a flag is parsed as: a choice for a Literal, a repeated flag for a sequence."""
+    if get_origin(hint) is Literal:
+        return Enum(name, {choice: choice for choice in get_args(hint)}, type=str)
+    if get_origin(hint) is types.UnionType:
+        return next(part for part in get_args(hint) if part is not type(None))
+    if get_origin(hint) is not None and issubclass(get_origin(hint), Sequence):
+        return list[get_args(hint)[0]]  # type: ignore[misc]
+    return hint
+
+
+def _default_in_words(field: Field[Any]) -> str | None:
+    """What help says of a default; None where there is nothing to say."""
+    if field.name in _DEFAULTS_IN_WORDS:
+        return _DEFAULTS_IN_WORDS[field.name]
+    value = None if field.default is MISSING else field.default
+    if isinstance(value, bool) or value is None or value == ():
+        return None
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value

@@ -1,0 +1,94 @@
+"""`forerun generate`: one prompt, one text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forerun.cli import loading
+from forerun.cli.flags import Settings, with_settings
+from forerun.cli.show import Screen, as_document, write_text
+from forerun.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from forerun.llm import LLM, Prompt
+
+
+@with_settings
+def generate(
+    settings: Settings,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt, @FILE to read it from a file, or - for standard input.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from this file.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message in front of the prompt.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Write a text, and say how fast and how it came about."""
+    text = read_prompt(prompt, file)
+    if not text.strip():
+        raise InvalidInput("the prompt is empty; give it as an argument, with --file, or on standard input")
+    if raw and system is not None:
+        raise InvalidInput(
+            "a system message needs the chat template, and --raw does without; drop one of them"
+        )
+    llm = loading.load_llm(settings)
+    asked = _in_template(llm, text, system, raw)
+    if as_json:
+        completion = write_text(llm, asked, settings)
+        print(json.dumps(as_document(completion, settings.model), ensure_ascii=False))
+        return
+    screen = Screen()
+    screen.close(write_text(llm, asked, settings, screen.write))
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from wherever it was given."""
+    if file is not None and prompt is not None:
+        raise InvalidInput(f"two prompts were given, {prompt!r} and --file {file}; give one of them")
+    if prompt is not None and prompt.startswith("@"):
+        file = Path(prompt[1:])
+    if file is not None:
+        return _text_of(_bytes_of(file), f"the file {file}")
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin.isatty():
+        raise InvalidInput("there is no prompt; give it as an argument, with --file, or on standard input")
+    return _text_of(sys.stdin.buffer.read(), "standard input")
+
+
+def _bytes_of(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise InvalidInput(f"cannot read the prompt file {str(file)!r}: {why}; check the path") from None
+
+
+def _text_of(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(
+            f"{where} is not UTF-8 text (byte {error.start} is {data[error.start]:#04x}); convert it first"
+        ) from None
+
+
+def _in_template(llm: LLM, text: str, system: str | None, raw: bool) -> Prompt:
+    """The prompt as the model wants it: a chat message where there is a template for it."""
+    if llm.tokenizer.has_chat_template and not raw:
+        from forerun.llm import as_messages
+
+        return as_messages(text.rstrip("\r\n"), system)  # the newline that ends a file is not a part of it
+    if system is not None:
+        raise InvalidInput(f"a system message needs a chat template and {llm.name!r} has none; drop --system")
+    return text

@@ -1,0 +1,133 @@
+"""`forerun models`: what there is, `pull` to fetch one, `path` to find its file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from forerun.cli.show import table_console
+from forerun.errors import UnknownName
+from forerun.models.load.catalog import cache_folder, find_known, known_models
+from forerun.models.load.catalog import pull as pull_model
+
+models = typer.Typer(invoke_without_command=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A model that --model takes by this name."""
+
+    name: str
+    size: int | None  # bytes
+    licence: str | None
+    path: str | None  # None = not on this machine
+    about: str
+
+
+@models.callback()
+def list_models(
+    context: typer.Context,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """List the models that are known or already on this machine."""
+    if context.invoked_subcommand is not None:
+        return
+    found = [*_known(), *_files(), *_from_hub()]
+    if as_json:
+        print(json.dumps([asdict(model) for model in found]))
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for heading in ("name", "size", "licence", "present"):
+        table.add_column(heading, justify="right" if heading == "size" else "left")
+    table.add_column("")
+    for model in found:
+        present = "yes" if model.path else "no"
+        table.add_row(model.name, in_units(model.size), model.licence or "-", present, model.about)
+    console = table_console()
+    console.print(table)
+    if absent := [model.name for model in found if model.path is None]:
+        console.print(f"to get one: forerun models pull {absent[0]}", style="dim")
+
+
+@models.command()
+def pull(
+    name: Annotated[str, typer.Argument(help="A known model's name.")],
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing unless it fails.")] = False,
+) -> None:
+    """Fetch a known model into the cache."""
+    if any(model.name == name and model.path for model in known_models()):
+        if not quiet:
+            print(f"{name} is there already: {find_known(name)}")
+        return
+    with _bar(hidden=quiet) as bar:
+        task = bar.add_task(name, total=None)
+        path = pull_model(name, lambda done, total: bar.update(task, completed=done, total=total))
+    if not quiet:
+        print(f"{name} is there: {path}")
+
+
+@models.command()
+def path(name: Annotated[str, typer.Argument(help="A known model's name.")]) -> None:
+    """Print where a known model's file is."""
+    found = find_known(name)
+    if found is None:
+        known = ", ".join(model.name for model in known_models())
+        raise UnknownName(f"unknown model {name!r}; known: {known}")
+    print(found)
+
+
+def in_units(size: int | None) -> str:
+    """Bytes for people."""
+    if size is None:
+        return "-"
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def _bar(hidden: bool) -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=hidden or not console.is_terminal, transient=True)
+
+
+def _known() -> Iterator[Listed]:
+    for model in known_models():
+        path = str(model.path) if model.path else None
+        yield Listed(model.name, model.size, model.licence, path, model.description)
+
+
+def _files() -> Iterator[Listed]:
+    """Files that somebody put beside the known ones."""
+    known = {model.path for model in known_models()}
+    for file in sorted((cache_folder() / "models").glob("*.gguf")):
+        if file not in known:
+            yield Listed(str(file), file.stat().st_size, None, str(file), "a file in the cache")
+
+
+def _from_hub() -> Iterator[Listed]:
+    """What the hub's own cache holds of models that we could run."""
+    for folder in sorted(_hub_cache().glob("models--*")):
+        snapshots = [file.parent for file in folder.glob("snapshots/*/config.json")]
+        runnable = next((one for one in snapshots if any(one.glob("*.safetensors"))), None)
+        if runnable is not None:
+            name = folder.name.removeprefix("models--").replace("--", "/", 1)
+            size = sum(file.stat().st_size for file in folder.glob("blobs/*"))
+            yield Listed(name, size, None, str(runnable), "from the hub")
+
+
+def _hub_cache() -> Path:
+    """Where huggingface_hub keeps its files, by its own rules, without importing it."""
+    if chosen := os.environ.get("HF_HUB_CACHE"):
+        return Path(chosen).expanduser()
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    return Path(home).expanduser() / "hub"

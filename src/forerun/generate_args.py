@@ -1,0 +1,130 @@
+"""The arguments of transformers' `generate` in our terms: what is used, what is harmless, what is refused.
+
+The names and the precedence are transformers': arguments, then the configuration given with the call, then
+the model's own, then the defaults. A name in a configuration that nobody knows is ignored, as checkpoints
+carry all sorts of them; as an argument it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from forerun.errors import InvalidInput
+from forerun.params import SamplingParams
+
+USED = frozenset({
+    "max_new_tokens", "max_length", "min_new_tokens", "min_length", "do_sample", "temperature", "top_k",
+    "top_p", "min_p", "repetition_penalty", "bad_words_ids", "suppress_tokens", "eos_token_id",
+    "pad_token_id", "bos_token_id", "stop_strings", "assistant_model", "prompt_lookup_num_tokens",
+    "max_matching_ngram_size", "num_assistant_tokens", "num_return_sequences", "return_dict_in_generate",
+    "streamer", "tokenizer", "seed",
+})  # fmt: skip
+# speed, memory, or beam search alone
+HARMLESS = frozenset({
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config",
+    "disable_compile", "synced_gpus", "early_stopping", "length_penalty", "diversity_penalty", "low_memory",
+    "renormalize_logits", "remove_invalid_values", "prefill_chunk_size", "is_assistant",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
+    "target_lookbehind", "assistant_early_exit", "speculation_type", "use_mtp", "logits_to_keep",
+    "decoder_start_token_id", "trust_remote_code", "continuous_batching_config", "use_model_defaults",
+    "return_dict",
+})  # fmt: skip
+OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# what would change the text, and the value besides None at which it does not
+OFF: dict[str, object] = {
+    "num_beams": 1, "num_beam_groups": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1,
+    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "penalty_alpha": 0, "token_healing": False,
+    "logits_processor": [], "stopping_criteria": [], "constraints": [], "force_words_ids": [],
+    "begin_suppress_tokens": [],
+}  # fmt: skip
+OFF_AT_NONE = frozenset({
+    "dola_layers", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
+    "sequence_bias", "watermarking_config", "max_time", "prefix_allowed_tokens_fn", "negative_prompt_ids",
+    "negative_prompt_attention_mask", "custom_generate", "inputs_embeds", "past_key_values", "position_ids",
+    "token_type_ids", "assistant_tokenizer", "assistant_ensemble_weight",
+})  # fmt: skip
+OFF_WHEN_SAMPLING: dict[str, object] = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
+KNOWN = USED | HARMLESS | OFF_AT_NONE | {*OUTPUTS, *OFF, *OFF_WHEN_SAMPLING}
+DEFAULTS = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "num_return_sequences": 1}
+DEFAULT_NEW_TOKENS = 20  # transformers' own, when nobody says how long
+INSTEAD = "drop it, or call the model's own generate"
+
+
+def merge_settings(of_model: Any, given: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """One wish out of all that was said; raises where it cannot be granted."""
+    for name, value in arguments.items():
+        if name not in KNOWN and value is not None:
+            raise InvalidInput(f"{name}={value!r} is not an argument of Forerun's generate; {INSTEAD}")
+    wish = dict[str, Any](DEFAULTS)
+    for config in (of_model, given):
+        if config is not None:
+            wish |= {name: value for name, value in vars(config).items() if value is not None}
+    wish |= arguments
+    off = OFF | dict.fromkeys(OFF_AT_NONE) | (OFF_WHEN_SAMPLING if wish["do_sample"] else {})
+    if wish.get("return_dict_in_generate"):
+        off |= dict.fromkeys(OUTPUTS, False)
+    for name, neutral in off.items():
+        value = wish.get(name)
+        if value is not None and not _same(value, neutral):
+            raise InvalidInput(f"{name}={_shown(value)} is not supported; {INSTEAD}")
+    return wish
+
+
+def sampling_params(wish: Mapping[str, Any], width: int, eos: list[int]) -> SamplingParams:
+    """Our parameters for prompts that are `width` tokens wide, padding included."""
+    new = wish.get("max_new_tokens")
+    if new is None:
+        longest = wish.get("max_length")
+        new = DEFAULT_NEW_TOKENS if longest is None else longest - width
+        if new < 1:
+            given = f"max_length={longest} leaves no room"
+            raise InvalidInput(f"{given} after {width} prompt tokens; set max_new_tokens instead")
+    least = wish.get("min_new_tokens")
+    if least is None:
+        least = max(0, (wish.get("min_length") or 0) - width)
+    banned = [list(word) for word in wish.get("bad_words_ids") or ()]
+    banned = [word for word in banned if word not in [[token] for token in eos]]  # as transformers has it
+    banned += [[token] for token in token_ids(wish.get("suppress_tokens"))]
+    stops = wish.get("stop_strings") or ()
+    sampled: dict[str, Any] = {}
+    if wish["do_sample"]:
+        sampled = {
+            "temperature": 1.0 if wish["temperature"] is None else float(wish["temperature"]),
+            "top_k": wish["top_k"] or 0,
+            "top_p": 1.0 if wish["top_p"] is None else wish["top_p"],
+            "min_p": wish.get("min_p") or 0.0,
+        }
+    return SamplingParams(
+        max_tokens=new,
+        min_tokens=min(least, new),
+        repetition_penalty=wish.get("repetition_penalty") or 1.0,
+        bad_words=tuple(tuple(word) for word in banned),
+        stop=(stops,) if isinstance(stops, str) else tuple(stops),
+        stop_token_ids=tuple(eos),
+        **sampled,
+    )
+
+
+def token_ids(value: Any) -> list[int]:
+    """Token ids given as nothing, one, several or a tensor; negative ones mean none."""
+    if value is None:
+        return []
+    values = value.tolist() if isinstance(value, Tensor) else value
+    return [token for token in (values if isinstance(values, (list, tuple)) else [values]) if token >= 0]
+
+
+def _same(value: Any, neutral: object) -> bool:
+    if isinstance(value, Tensor):
+        return False
+    if neutral == []:
+        return len(value) == 0
+    return bool(value == neutral)
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: short, whatever it is."""
+    text = repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
+    return text if len(text) < 40 else f"{text[:37]}..."

@@ -1,0 +1,133 @@
+"""Tree attention: each node sees its sequence's committed tokens and its own ancestors.
+
+What a node may see is worked out once per pass, for each window that the model's layers use; a layer then
+only writes its keys and values and runs one attention call per sequence. Keys and values are read where they
+lie: a sequence's committed tokens and the nodes written behind them are one view of the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.models.layers import softcap_
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The nodes of one sequence in a pass: rows `first` to `end`, written behind `length` committed slots."""
+
+    first: int
+    end: int
+    base: int  # the sequence's first slot
+    length: int
+    parents: Sequence[int] | None  # within the span; None = a chain
+
+    @property
+    def nodes(self) -> int:
+        return self.end - self.first
+
+    def depths(self) -> list[int]:
+        if self.parents is None:
+            return list(range(self.nodes))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return depths
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What the nodes of one span see in layers of one window."""
+
+    span: Span
+    low: int  # first slot in view; the view ends behind the last node
+    mask: Tensor | None  # [M_b, N] added to the scores; None = all of it is seen
+
+
+def reach_of(span: Span, window: int | None, dtype: torch.dtype, device: torch.device) -> Reach:
+    """Work out view and mask of one span; `window` counts positions, the node's own included."""
+    depths = np.array(span.depths())
+    if window is not None and span.length + int(depths.max()) < window:
+        window = None
+    near = 0 if window is None else max(0, span.length - window + 1)  # first position the root sees
+    if span.nodes == 1:
+        return Reach(span, span.base + near, None)
+    seen = np.ones((span.nodes, span.length - near + span.nodes), dtype=bool)
+    seen[:, span.length - near :] = _ancestors(span)
+    if window is not None:
+        positions = np.concatenate((np.arange(near, span.length), span.length + depths))
+        seen &= positions[None, :] > span.length + depths[:, None] - window
+    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
+    return Reach(span, span.base + near, mask.to(device))
+
+
+def _ancestors(span: Span) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+    """[M_b, M_b] is column an ancestor of row, or row itself?"""
+    if span.parents is None:
+        return np.tri(span.nodes, dtype=bool)
+    seen = np.eye(span.nodes, dtype=bool)
+    for node, parent in enumerate(span.parents):
+        if parent >= 0:
+            seen[node] |= seen[parent]
+    return seen
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One reach with its places in store and row buffer, ready for every layer."""
+
+    fresh: tuple[Tensor, ...]  # per layer [2, Hkv, M_b, D]: where the nodes' keys and values go
+    keys: tuple[Tensor, ...]  # per layer [1, Hkv, N, D]
+    values: tuple[Tensor, ...]
+    made: Tensor  # [2, Hkv, M_b, D] the nodes' keys and values in the row buffer
+    queries: Tensor  # [1, H, M_b, D]
+    mask: Tensor | None  # [M_b, N]
+    into: Tensor  # [1, H, M_b, D] where the result goes
+
+
+def view_of(reach: Reach, data: Tensor, qkv: Tensor, result: Tensor, heads: int) -> View:
+    """Cut the views once per pass: `data` is the store, `qkv` [M, (H + 2 Hkv) D], `result` [M, H D]."""
+    kv_heads, head_dim = data.shape[2], data.shape[4]
+    span = reach.span
+    first, end = span.base + span.length, span.base + span.length + span.nodes
+    seen = data[:, :, :, reach.low : end]
+    rows = qkv[span.first : span.end].view(span.nodes, -1, head_dim)
+    return View(
+        fresh=data[:, :, :, first:end].unbind(0),
+        keys=seen[:, 0].unsqueeze(1).unbind(0),
+        values=seen[:, 1].unsqueeze(1).unbind(0),
+        made=rows[:, heads:].view(span.nodes, 2, kv_heads, head_dim).permute(1, 2, 0, 3),
+        queries=rows[:, :heads].transpose(0, 1).unsqueeze(0),
+        mask=reach.mask,
+        into=result[span.first : span.end].view(span.nodes, heads, head_dim).transpose(0, 1).unsqueeze(0),
+    )
+
+
+def attend(layer: int, view: View, scale: float, softcap: float | None) -> None:
+    """Write the nodes' keys and values, and what their queries found, for one layer of one span."""
+    view.fresh[layer].copy_(view.made)
+    queries, keys, values = view.queries, view.keys[layer], view.values[layer]
+    if softcap is None:
+        grouped = queries.shape[1] != keys.shape[1]
+        found = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=view.mask, scale=scale, enable_gqa=grouped
+        )
+    else:
+        found = _capped(queries, keys, values, view.mask, scale, softcap)
+    view.into.copy_(found)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
+    """Attention whose scores are capped before the mask: the fused kernels cannot."""
+    q = q.view(1, k.shape[1], -1, *q.shape[2:])  # [1, Hkv, G, M_b, D]
+    scores = softcap_((q @ k.unsqueeze(2).transpose(-1, -2)).mul_(scale), cap)
+    if mask is not None:
+        scores += mask
+    weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
+    return (weights @ v.unsqueeze(2)).flatten(1, 2)

@@ -1,0 +1,178 @@
+"""A checkpoint's weights, brought into the shape that our decoder computes with.
+
+Names are those of the files on disk or of transformers' modules, under any of the usual prefixes. Queries,
+keys and values become one weight, gate and up another; query and key rows are reordered for `rotate_`.
+Weights are asked for one at a time and filled into place, so that a lazy mapping holds one at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.errors import DamagedFile
+from forerun.models.config import DecoderConfig
+from forerun.models.layers import pair_up
+from forerun.models.moe import Experts, Mlp
+
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One layer."""
+
+    attention_norm: Tensor  # [D]
+    qkv: Tensor  # [(H + 2 Hkv) Dh, D]
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None  # [H + Hkv, Dh]
+    o: Tensor  # [D, H Dh]
+    o_bias: Tensor | None
+    mlp_norm: Tensor
+    mlp: Mlp | Experts
+    after_attention_norm: Tensor | None  # [D]; where the layer also norms what attention returns
+    after_mlp_norm: Tensor | None
+
+
+class Checkpoint:
+    """Named weights of one model, read one by one."""
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], config: DecoderConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.weights, self.config, self.dtype, self.device = weights, config, dtype, device
+        self.prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in weights), "model.")
+
+    def embedding(self) -> Tensor:
+        return self._read(self.prefix + "embed_tokens.weight", (self.config.vocab_size, self.config.width))
+
+    def head(self, embedding: Tensor) -> Tensor:
+        if self.config.tied:
+            return embedding
+        name = next(
+            (n for n in ("lm_head.weight", "language_model.lm_head.weight") if n in self.weights), None
+        )
+        return self._read(name or "lm_head.weight", (self.config.vocab_size, self.config.width))
+
+    def final_norm(self) -> Tensor:
+        return self._norm(self.prefix + "norm.weight")
+
+    def block(self, index: int) -> Block:
+        config, at = self.config, f"{self.prefix}layers.{index}."
+        rope = config.layer_ropes[index]
+        turned = 0 if rope is None else config.ropes[rope].dims
+        sandwich = config.sandwich_norms
+        mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+        return Block(
+            attention_norm=self._norm(at + "input_layernorm.weight"),
+            qkv=self._qkv(at + "self_attn.", "weight", turned),
+            qkv_bias=self._qkv(at + "self_attn.", "bias", turned) if self._has_bias(at) else None,
+            qk_norm=self._qk_norm(at + "self_attn.", turned) if config.qk_norm else None,
+            o=self._read(at + "self_attn.o_proj.weight", (config.width, config.heads * config.head_dim)),
+            o_bias=self._maybe(at + "self_attn.o_proj.bias"),
+            mlp_norm=self._norm(f"{at}{mlp_norm}.weight"),
+            mlp=self._experts(at) if config.sparse[index] else self._mlp(at + "mlp.", config.inner),
+            after_attention_norm=self._norm(at + "post_attention_layernorm.weight") if sandwich else None,
+            after_mlp_norm=self._norm(at + "post_feedforward_layernorm.weight") if sandwich else None,
+        )
+
+    def _has_bias(self, at: str) -> bool:
+        return any(f"{at}self_attn.{name}_proj.bias" in self.weights for name in ("q", "qkv"))
+
+    def _qkv(self, at: str, kind: str, turned: int) -> Tensor:
+        """Queries, keys and values as one weight or bias; Phi-3 stores them so already."""
+        config = self.config
+        sizes = [config.heads * config.head_dim, *[config.kv_heads * config.head_dim] * 2]
+        columns = (config.width,) if kind == "weight" else ()
+        fused = torch.empty(sum(sizes), *columns, dtype=self.dtype, device=self.device)
+        if f"{at}qkv_proj.{kind}" in self.weights:
+            parts = iter(torch.split(self._get(f"{at}qkv_proj.{kind}", tuple(fused.shape)), sizes))
+        else:
+            names = zip(("q", "k", "v"), sizes, strict=True)
+            parts = (self._get(f"{at}{name}_proj.{kind}", (size, *columns)) for name, size in names)
+        for name, into, part in zip("qkv", torch.split(fused, sizes), parts, strict=True):
+            into.copy_(part if name == "v" or not turned else pair_up(part, config.head_dim, turned))
+        return fused
+
+    def _qk_norm(self, at: str, turned: int) -> Tensor:
+        """[H + Hkv, Dh] one norm weight per head, so that queries and keys are normed in one go."""
+        config = self.config
+        rows = []
+        for name, heads in (("q_norm", config.heads), ("k_norm", config.kv_heads)):
+            weight = self._norm(f"{at}{name}.weight", config.head_dim)
+            rows.append(pair_up(weight, config.head_dim, turned).expand(heads, -1))
+        return torch.cat(rows)
+
+    def _mlp(self, at: str, inner: int) -> Mlp:
+        width = self.config.width
+        gate_up = torch.empty(2 * inner, width, dtype=self.dtype, device=self.device)
+        if at + "gate_up_proj.weight" in self.weights:
+            gate_up.copy_(self._get(at + "gate_up_proj.weight", (2 * inner, width)))
+        else:
+            self._fill(gate_up, [at + "gate_proj.weight", at + "up_proj.weight"])
+        biases = [self._maybe(f"{at}{name}_proj.bias") for name in ("gate", "up")]
+        both = [bias for bias in biases if bias is not None]
+        down = self._read(at + "down_proj.weight", (width, inner))
+        return Mlp(gate_up, down, torch.cat(both) if both else None, self._maybe(at + "down_proj.bias"))
+
+    def _experts(self, at: str) -> Experts:
+        """Experts one by one, as on disk, or stacked, as transformers holds them."""
+        moe, width = self.config.moe, self.config.width
+        assert moe is not None
+        old_mixtral = f"{at}block_sparse_moe.gate.weight" in self.weights
+        at += "block_sparse_moe." if old_mixtral else "mlp."
+        stacked = (moe.experts, 2 * moe.inner, width), (moe.experts, width, moe.inner)
+        if at + "experts.gate_up_proj" in self.weights:
+            gate_up = self._read(at + "experts.gate_up_proj", stacked[0])
+            down = self._read(at + "experts.down_proj", stacked[1])
+        else:
+            gate_up = torch.empty(stacked[0], dtype=self.dtype, device=self.device)
+            down = torch.empty(stacked[1], dtype=self.dtype, device=self.device)
+            old_names = f"{at}experts.0.w1.weight" in self.weights
+            names = ("w1", "w3", "w2") if old_names else ("gate_proj", "up_proj", "down_proj")
+            for i in range(moe.experts):
+                files = [f"{at}experts.{i}.{name}.weight" for name in names]
+                self._fill(gate_up[i], files[:2])
+                self._fill(down[i], files[2:])
+        shared = moe.shared_inner
+        return Experts(
+            router=self._read(at + "gate.weight", (moe.experts, width)),
+            gate_up=gate_up,
+            down=down,
+            shared=self._mlp(at + "shared_expert.", shared) if shared else None,
+            shared_gate=self._read(at + "shared_expert_gate.weight", (1, width)) if shared else None,
+        )
+
+    def _norm(self, name: str, size: int | None = None) -> Tensor:
+        """A norm's weight; where it stands for 1 + weight the sum is kept in fp32, which bf16 would round."""
+        weight = self._get(name, (size or self.config.width,))
+        dtype = torch.float32 if self.config.norm_offset else self.dtype
+        weight = weight.to(self.device, dtype)
+        return weight + 1 if self.config.norm_offset else weight
+
+    def _fill(self, into: Tensor, names: Sequence[str]) -> None:
+        """Stack the rows of several equal weights."""
+        for part, name in zip(into.chunk(len(names)), names, strict=True):
+            part.copy_(self._get(name, tuple(part.shape)))
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._get(name, shape).to(self.device, self.dtype).contiguous()
+
+    def _maybe(self, name: str) -> Tensor | None:
+        return self.weights[name].to(self.device, self.dtype) if name in self.weights else None
+
+    def _get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self.weights:
+            raise DamagedFile(
+                f"the checkpoint has no weight {name!r}: is a shard missing, or the config another's?"
+            )
+        weight = self.weights[name]
+        if tuple(weight.shape) != shape:
+            given = tuple(weight.shape)
+            raise DamagedFile(
+                f"weight {name!r} is {given} but the config says {shape}: are they of one model?"
+            )
+        return weight.detach()

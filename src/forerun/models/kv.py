@@ -1,0 +1,168 @@
+"""Where keys and values live: one tensor for all layers, in which every sequence owns a run of slots.
+
+A sequence's run (its extent) is reserved when it is admitted, as long as it may ever become, plus room for
+a tree. So its context is always contiguous: attention reads a view, no gather, and the nodes of a tree are
+written right behind the committed tokens. `table` gives the slot of every position for kernels that read
+through a table instead.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.errors import InvalidInput
+
+CHUNK = 1024  # slots; an unbounded store grows by at least this many
+
+
+class FreeList:
+    """First-fit allocation of runs of slots; neighbours merge when they are given back."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.runs: list[tuple[int, int]] = [(0, size)] if size else []  # (base, size), sorted, never touching
+
+    def take(self, size: int) -> int | None:
+        """The base of a run of `size` slots, or None where no run is that long."""
+        for i, (base, free) in enumerate(self.runs):
+            if free >= size:
+                self.runs[i : i + 1] = [(base + size, free - size)] if free > size else []
+                return base
+        return None
+
+    def give(self, base: int, size: int) -> None:
+        """Return a run taken earlier."""
+        insort(self.runs, (base, size))
+        merged: list[tuple[int, int]] = []
+        for start, length in self.runs:
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((start, length))
+        self.runs = merged
+
+    def grow(self, size: int) -> None:
+        """Add `size` slots at the end."""
+        self.give(self.size, size)
+        self.size += size
+
+    @property
+    def free(self) -> int:
+        return sum(size for _, size in self.runs)
+
+    @property
+    def longest(self) -> int:
+        return max((size for _, size in self.runs), default=0)
+
+    @property
+    def tail(self) -> int:
+        """How many of the last slots are free: what growing adds to."""
+        return self.runs[-1][1] if self.runs and sum(self.runs[-1]) == self.size else 0
+
+
+@dataclass(slots=True)
+class Extent:
+    """One sequence's slots: `base` to `base + size`, of which the first `length` are committed."""
+
+    base: int
+    size: int
+    length: int = 0
+
+
+class KVStore:
+    """Keys and values of all sequences: `data` [L, 2, Hkv, S, D], keys at 0 and values at 1."""
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        capacity: int | None,
+    ) -> None:
+        self.bounded = capacity is not None
+        shape = (layers, 2, kv_heads, capacity or 0, head_dim)
+        with torch.inference_mode(False):  # written in every mode, whoever made the store
+            self.data = torch.empty(shape, dtype=dtype, device=device)
+        self._slots = FreeList(capacity or 0)
+        self._extents: dict[int, Extent] = {}
+
+    @property
+    def used(self) -> int:
+        """Slots reserved now."""
+        return self._slots.size - self._slots.free
+
+    @property
+    def capacity(self) -> int:
+        return self._slots.size
+
+    def has_room(self, size: int) -> bool:
+        return not self.bounded or self._slots.longest >= size
+
+    def reserve(self, seq_id: int, size: int) -> Extent:
+        """Give a sequence its slots for life; what it held before is released."""
+        self.release(seq_id)
+        base = self._slots.take(size)
+        if base is None and not self.bounded:
+            self._grow(size - self._slots.tail)
+            base = self._slots.take(size)
+        if base is None:
+            raise InvalidInput(
+                f"a sequence needs {size} KV slots in a row, but the longest free run of {self.capacity} is "
+                f"{self._slots.longest}: raise kv_slots, lower max_tokens, or wait for a sequence to finish"
+            )
+        extent = self._extents[seq_id] = Extent(base, size)
+        return extent
+
+    def release(self, seq_id: int) -> None:
+        extent = self._extents.pop(seq_id, None)
+        if extent is not None:
+            self._slots.give(extent.base, extent.size)
+
+    def extent(self, seq_id: int) -> Extent:
+        if seq_id not in self._extents:
+            raise InvalidInput(f"sequence {seq_id} holds no KV slots: prefill it first")
+        return self._extents[seq_id]
+
+    def table(self, seq_id: int) -> Tensor:
+        """[size] the slot of every position a sequence may have."""
+        extent = self.extent(seq_id)
+        return torch.arange(extent.base, extent.base + extent.size, device=self.data.device)
+
+    def keep(self, seq_id: int, path: Sequence[int]) -> None:
+        """Commit a root, written at the first slot behind the committed ones, and some nodes behind it.
+
+        `path` has the nodes' places relative to the root, ascending. They move next to the root, all layers
+        at once; whatever else was written there is beyond the length, and will be written over.
+        """
+        extent = self.extent(seq_id)
+        first = extent.base + extent.length + 1
+        moved = next((i for i, node in enumerate(path) if node != i + 1), len(path))
+        if moved < len(path):  # the nodes before it are where they belong
+            sources = torch.tensor([first - 1 + node for node in path[moved:]], device=self.data.device)
+            rows = self.data.index_select(3, sources)  # [L, 2, Hkv, P, D]
+            self.data[:, :, :, first + moved : first + len(path)] = rows
+        extent.length += 1 + len(path)
+
+    def truncate(self, seq_id: int, length: int) -> None:
+        """Forget what is committed beyond the first `length`; unknown sequences are ignored."""
+        if seq_id in self._extents:
+            extent = self._extents[seq_id]
+            extent.length = min(extent.length, length)
+
+    def _grow(self, size: int) -> None:
+        """Make room by copying into a larger tensor: rare, as it grows by half at least."""
+        more = max(size, self.capacity // 2)
+        more = -(-more // CHUNK) * CHUNK
+        old = self.data
+        with torch.inference_mode(False):
+            self.data = old.new_empty(*old.shape[:3], self.capacity + more, old.shape[4])
+        self.data[:, :, :, : self.capacity] = old
+        self._slots.grow(more)

@@ -1,0 +1,115 @@
+"""The small parts that the decoder and drafters' heads share: linear maps, norms, rotations, activations.
+
+Functions on plain tensors, rows first ([M, D]); nothing here knows of sequences or caches. On a CPU the cost
+of a pass over few rows is memory traffic and the number of operations, so each part is as few as it can be.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.models.config import Activation
+from forerun.models.rope import RopeConfig, frequencies
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """x [M, in] by weight [out, in], into `out` [M, out] where given.
+
+    Two or three rows on a CPU go one by one: a matrix-vector product runs at memory speed, while the
+    library's matrix product takes three times as long from the second row on.
+    """
+    if x.device.type == "cpu" and 2 <= len(x) <= 3:
+        out = x.new_empty(len(x), len(weight)) if out is None else out
+        for row, into in zip(x.unbind(), out.unbind(), strict=True):
+            torch.mv(weight, row, out=into)
+        return out if bias is None else out.add_(bias)
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def add_linear_(onto: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """onto += linear(x), in place: the way back into the residual stream."""
+    if bias is not None:
+        onto.add_(bias)
+    if x.device.type == "cpu" and 2 <= len(x) <= 3:
+        for row, into in zip(x.unbind(), onto.unbind(), strict=True):
+            into.addmv_(weight, row)
+        return onto
+    return onto.addmm_(x, weight.t())
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension; a weight in fp32 asks for the whole in fp32."""
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x.float(), weight.shape[-1:], None, eps).mul_(weight).to(x.dtype)
+    if x.dim() == 2 and len(x) == 1 and x.dtype == torch.float32 and x.device.type == "cpu":
+        row = x[0]  # the general form is five operations on this backend; a dot product makes it three
+        mean = float(torch.dot(row, row)) / len(row)
+        return (x * weight).mul_(1.0 / math.sqrt(mean + eps))
+    if weight.dim() == 1:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, weight.shape[-1:], None, eps).mul_(weight)
+
+
+def gate(x: Tensor, activation: Activation) -> Tensor:
+    """[M, 2I], gate and up side by side -> activation(gate) * up [M, I]."""
+    inner = x.shape[-1] // 2
+    opened = x[:, :inner]
+    if activation == "silu":
+        return F.silu(opened).mul_(x[:, inner:])
+    return F.gelu(opened, approximate="tanh").mul_(x[:, inner:])
+
+
+def softcap_(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), in place."""
+    return logits.div_(cap).tanh_().mul_(cap)
+
+
+class Rotations:
+    """Turns positions into rotations, for one rope."""
+
+    def __init__(self, rope: RopeConfig, device: torch.device) -> None:
+        self.rope = rope
+        self.device = device
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # regime -> frequencies [1, R], magnitude [1, 1]
+
+    def at(self, positions: Tensor, regime: int) -> Tensor:
+        """[M] positions -> [M, 1, R] complex: what each pair of dimensions is multiplied by."""
+        if regime not in self._tables:
+            rates, scale = frequencies(self.rope, regime)
+            self._tables[regime] = (
+                rates.unsqueeze(0).to(self.device),
+                torch.full((1, 1), scale, device=self.device),
+            )
+        rates, magnitude = self._tables[regime]
+        angles = positions.to(torch.float32).unsqueeze(1) * rates
+        return torch.polar(magnitude.expand_as(angles), angles).unsqueeze(1)
+
+
+def rotate_(pairs: Tensor, rotations: Tensor) -> None:
+    """Turn pairs [M, H, R, 2] by rotations [M, 1, R], in place.
+
+    A pair is two neighbours, so that a turn is one complex product; `pair_up` brings weights into this order.
+    """
+    if pairs.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(rotations)
+    else:
+        pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(rotations)))
+
+
+def pair_up(weight: Tensor, head_dim: int, dims: int) -> Tensor:
+    """Reorder the rows of a query or key weight (or bias, or head norm) for `rotate_`.
+
+    Checkpoints turn dimension i with i + dims/2; here the two become neighbours. Queries and keys are
+    reordered alike, so their products stay what they were.
+    """
+    heads = weight.reshape(-1, head_dim, *weight.shape[1:])  # [H, D, ...]
+    half = dims // 2
+    order = torch.arange(dims).view(2, half).t().flatten()
+    order = torch.cat((order, torch.arange(dims, head_dim)))
+    return heads[:, order.to(weight.device)].reshape(weight.shape)

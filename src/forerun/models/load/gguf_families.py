@@ -1,0 +1,278 @@
+"""What a GGUF file calls things, in Hugging Face's terms: metadata to a config, tensor names to tensor names.
+
+llama.cpp's converter changes a few tensors on the way in, and `Origin` says how to undo it: for the Llama
+family it interleaves the rows of the query and key projections per head (its rope turns neighbouring pairs),
+for Gemma it stores the norm weight plus one, and it stacks the experts of a layer into one tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.errors import DamagedFile, UnsupportedModel
+from forerun.models.load.gguf import GgufFile
+from forerun.models.load.metadata import Metadata
+from forerun.models.load.rope import rope_config
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a weight comes from, and what the converter did to it."""
+
+    tensor: str
+    heads: int = 0  # rows are interleaved within this many heads; 0 = they are not
+    expert: int | None = None  # a slice of a stacked tensor
+    plus_one: bool = False
+    as_row: bool = False  # a vector that Hugging Face keeps as a matrix of one row
+
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_DENSE = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_QWEN_MOE = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+}
+_GEMMA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_PHI = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+_ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.([a-z_]+)(?:\.(\d+))?\.(weight|bias)")
+
+Extra = Callable[[Metadata, GgufFile], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture: its name at Hugging Face, its tensors, and the settings beyond the common ones."""
+
+    model_type: str
+    class_name: str
+    names: dict[str, str] = field(default_factory=lambda: _ATTENTION | _DENSE)
+    interleaved: bool = False
+    norms_plus_one: bool = False
+    extra: Extra = lambda metadata, file: {}
+
+
+def _llama_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    bias = "blk.0.attn_q.bias" in file.tensors
+    return {"attention_bias": bias, "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
+
+
+def _mistral_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    return {"sliding_window": metadata.integer(".attention.sliding_window")}
+
+
+def _mixtral_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    return {
+        "num_local_experts": metadata.integer(".expert_count"),
+        "num_experts_per_tok": metadata.integer(".expert_used_count"),
+    }
+
+
+def _qwen_moe_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    stacked = file.tensors.get("blk.0.ffn_gate_exps.weight")
+    width = stacked.shape[1] if stacked is not None and len(stacked.shape) == 3 else None
+    settings = {
+        "num_experts": metadata.integer(".expert_count"),
+        "num_experts_per_tok": metadata.integer(".expert_used_count"),
+        "moe_intermediate_size": metadata.integer(".expert_feed_forward_length", width),
+        "norm_topk_prob": metadata.architecture == "qwen3moe",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    shared = file.tensors.get("blk.0.ffn_gate_shexp.weight")
+    if shared is not None:
+        length = metadata.integer(".expert_shared_feed_forward_length", shared.shape[0])
+        settings["shared_expert_intermediate_size"] = length
+    return settings
+
+
+def _gemma_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    layers, pattern = metadata.integer(".block_count"), 6
+    head_dim = metadata.integer(".attention.key_length", 256)
+    # The 27B model alone (62 layers) scales its scores by the width per head instead of the head's own width.
+    per_head = metadata.integer(".embedding_length") // metadata.integer(".attention.head_count")
+    softcap = metadata.find(".final_logit_softcapping")
+    return {
+        "sliding_window": metadata.integer(".attention.sliding_window", 1024),
+        "sliding_window_pattern": pattern,
+        "layer_types": [
+            "full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)
+        ],
+        "query_pre_attn_scalar": per_head if layers == 62 else head_dim,
+        "final_logit_softcapping": softcap if isinstance(softcap, float) and softcap > 0 else None,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def _phi_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    context = metadata.integer(".context_length")
+    window = metadata.integer(".attention.sliding_window", 0, least=0)
+    original = metadata.integer(".rope.scaling.original_context_length", context)
+    return {"sliding_window": window or None, "original_max_position_embeddings": original}
+
+
+def _smollm3_extra(metadata: Metadata, file: GgufFile) -> dict[str, Any]:
+    layers = metadata.integer(".block_count")
+    return {
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(layers)],
+        "use_sliding_window": False,
+    }
+
+
+_LLAMA = Family("llama", "LlamaForCausalLM", interleaved=True, extra=_llama_extra)
+_MISTRAL = Family("mistral", "MistralForCausalLM", interleaved=True, extra=_mistral_extra)
+_MIXTRAL_FAMILY = Family(
+    "mixtral", "MixtralForCausalLM", _ATTENTION | _MIXTRAL, interleaved=True, extra=_mixtral_extra
+)
+_FAMILIES = {
+    "llama": _LLAMA,
+    "smollm3": Family("smollm3", "SmolLM3ForCausalLM", interleaved=True, extra=_smollm3_extra),
+    "qwen2": Family("qwen2", "Qwen2ForCausalLM", extra=lambda metadata, file: {"use_sliding_window": False}),
+    "qwen3": Family("qwen3", "Qwen3ForCausalLM", extra=_llama_extra),
+    "qwen2moe": Family("qwen2_moe", "Qwen2MoeForCausalLM", _ATTENTION | _QWEN_MOE, extra=_qwen_moe_extra),
+    "qwen3moe": Family("qwen3_moe", "Qwen3MoeForCausalLM", _ATTENTION | _QWEN_MOE, extra=_qwen_moe_extra),
+    "gemma3": Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _ATTENTION | _DENSE | _GEMMA,
+        norms_plus_one=True,
+        extra=_gemma_extra,
+    ),
+    "phi3": Family("phi3", "Phi3ForCausalLM", _ATTENTION | _PHI, extra=_phi_extra),
+}
+
+
+def family_of(metadata: Metadata) -> Family:
+    """The family of a file; one architecture name, "llama", covers three."""
+    family = _FAMILIES.get(metadata.architecture)
+    if family is None:
+        known = ", ".join(sorted(_FAMILIES))
+        raise UnsupportedModel(
+            f"{metadata.path} holds architecture {metadata.architecture[:40]!r}; known in GGUF: {known}. "
+            "Use the model's Hugging Face folder instead"
+        )
+    if family is _LLAMA and metadata.find(".expert_count"):
+        return _MIXTRAL_FAMILY
+    if family is _LLAMA and metadata.find(".attention.sliding_window"):
+        return _MISTRAL
+    return family
+
+
+def config_of(file: GgufFile) -> dict[str, Any]:
+    """A Hugging Face style config for the model in the file."""
+    metadata = Metadata.of(file)
+    family = family_of(metadata)
+    layers = _count_layers(metadata, file)
+    width, heads = metadata.integer(".embedding_length"), metadata.integer(".attention.head_count")
+    rope_width = metadata.integer(".rope.dimension_count", max(1, width // heads))
+    head_dim = metadata.integer(
+        ".attention.key_length", rope_width if family.interleaved else max(1, width // heads)
+    )
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != width:
+        raise DamagedFile(
+            f"{file.path} is damaged: it has no token_embd.weight of width {width}; pull it again"
+        )
+    config = {
+        "model_type": family.model_type,
+        "architectures": [family.class_name],
+        "vocab_size": embedding.shape[0],
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.integer(".attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": metadata.integer(".feed_forward_length", 0, least=0),
+        "hidden_act": "silu",
+        "rms_norm_eps": metadata.real(".attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": metadata.integer(".context_length"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": metadata.integer("tokenizer.ggml.bos_token_id", -1, least=0),
+        "eos_token_id": metadata.integer("tokenizer.ggml.eos_token_id", -1, least=0),
+        "pad_token_id": metadata.integer("tokenizer.ggml.padding_token_id", -1, least=0),
+    }
+    config |= {key: None for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config[key] == -1}
+    return config | rope_config(metadata, file, head_dim) | family.extra(metadata, file)
+
+
+def origins_of(file: GgufFile, config: dict[str, Any]) -> dict[str, Origin]:
+    """Hugging Face's on-disk name of each weight, and where in the file it comes from."""
+    family = family_of(Metadata.of(file))
+    origins: dict[str, Origin] = {}
+    for tensor in file.tensors:
+        if tensor not in _ROPE_TABLES:
+            origins |= _map_tensor(file, tensor, family, config)
+    return origins
+
+
+def _map_tensor(file: GgufFile, tensor: str, family: Family, config: dict[str, Any]) -> dict[str, Origin]:
+    stem, _, kind = tensor.rpartition(".")
+    if stem in _TOP and kind in ("weight", "bias"):
+        plus_one = family.norms_plus_one and stem == "output_norm"
+        return {f"{_TOP[stem]}.{kind}": Origin(tensor, plus_one=plus_one)}
+    match = _LAYER_TENSOR.fullmatch(tensor)
+    part = match[2] if match else ""
+    if match and match[3] is not None:
+        part += "_exps"  # older files list the experts one by one
+    if match is None or part not in family.names:
+        raise UnsupportedModel(f"{file.path}: tensor {tensor[:80]!r} is not known for {family.model_type}")
+    name = f"model.layers.{match[1]}.{family.names[part]}.{match[4]}"
+    if match[3] is not None:
+        return {name.format(match[3]): Origin(tensor)}
+    if part.endswith("_exps"):
+        return {name.format(i): Origin(tensor, expert=i) for i in range(_count_experts(file, tensor))}
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    origin = Origin(
+        tensor,
+        heads=heads.get(part, 0) if family.interleaved else 0,
+        plus_one=family.norms_plus_one and part.endswith("norm"),
+        as_row=part == "ffn_gate_inp_shexp",
+    )
+    return {name: origin}
+
+
+def _count_layers(metadata: Metadata, file: GgufFile) -> int:
+    layers = metadata.integer(".block_count")
+    if layers > len(file.tensors) or any(
+        f"blk.{i}.attn_norm.weight" not in file.tensors for i in range(layers)
+    ):
+        raise DamagedFile(f"{file.path} is damaged: it lacks some of its {layers} layers; pull it again")
+    return layers
+
+
+def _count_experts(file: GgufFile, tensor: str) -> int:
+    shape = file.tensors[tensor].shape
+    if len(shape) != 3 or shape[0] > 4096:
+        raise DamagedFile(f"{file.path} is damaged: {tensor} has shape {shape}, not experts; pull it again")
+    return shape[0]

@@ -1,0 +1,193 @@
+"""Text to token ids and back, over the `tokenizers` library (importing transformers would cost seconds).
+
+A tokenizer comes from a Hugging Face folder or from a GGUF file's metadata; which ids end a text and how a
+conversation is written come with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from forerun.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel
+from forerun.models.load.chat import render_chat
+from forerun.models.load.gguf_tokenizer import cached_tokenizer
+from forerun.models.load.metadata import Metadata
+
+# What chat models end a turn with; one counts as an end of text when the model's chat template uses it.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|end_of_turn|>")
+
+
+class Tokenizer:
+    """A vocabulary and how text becomes ids in it."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        eos_ids: Iterable[int] = (),
+        bos_id: int | None = None,
+        chat_template: str | None = None,
+        special: Mapping[str, str] | None = None,  # "bos_token" and so on, as templates want them
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._template = chat_template
+        self._special = dict(special or {})
+        self.bos_id = bos_id
+        self.eos_ids = frozenset(eos_ids) | self._turn_ends()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """The ids of a text; `add_special` adds what the model wants around it (BOS, where it uses one)."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token as the vocabulary spells it, and its id."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    def token(self, index: int) -> str | None:
+        """How the vocabulary spells an id; None if there is no such id."""
+        return self._backend.id_to_token(index)
+
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """A conversation as the model's template writes it; `variables` reach the template (tools, say)."""
+        if self._template is None:
+            raise InvalidInput(
+                "this model has no chat template; put the conversation into a plain prompt instead"
+            )
+        settings = {"tools": None, "documents": None, **self._special, **variables}
+        return render_chat(self._template, messages, add_generation_prompt=add_generation_prompt, **settings)
+
+    def chat_ids(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """The ids of a conversation. Templates write BOS themselves, so none is added."""
+        return self.encode(self.chat_text(messages, add_generation_prompt, **variables), add_special=False)
+
+    def _turn_ends(self) -> set[int]:
+        used = [token for token in _TURN_ENDS if self._template is not None and token in self._template]
+        return {index for token in used if (index := self._backend.token_to_id(token)) is not None}
+
+
+def tokenizer_from_gguf(metadata: Metadata, cache: Path) -> Tokenizer:
+    """The tokenizer that a GGUF file describes; built ones are kept under `cache`."""
+    backend = cached_tokenizer(metadata, cache)
+    named = {
+        role: metadata.integer(f"tokenizer.ggml.{key}_token_id", -1, least=0)
+        for role, key in (
+            ("bos", "bos"),
+            ("eos", "eos"),
+            ("unk", "unknown"),
+            ("pad", "padding"),
+            ("eot", "eot"),
+        )
+    }
+    special = {
+        f"{role}_token": token
+        for role, index in named.items()
+        if index >= 0 and (token := backend.id_to_token(index))
+    }
+    ends = {named["eos"], named["eot"]} - {-1}
+    if metadata.architecture.startswith("qwen"):  # Qwen ends a turn by one token and a text by another
+        ends |= {index for token in ("<|endoftext|>",) if (index := backend.token_to_id(token)) is not None}
+    template = metadata.text("tokenizer.chat_template", "")
+    bos = named["bos"] if named["bos"] >= 0 else None
+    return Tokenizer(backend, ends, bos, template or None, special)
+
+
+def tokenizer_from_folder(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder."""
+    settings = read_json(folder / "tokenizer_config.json")
+    generation = read_json(folder / "generation_config.json")
+    backend = _folder_backend(folder)
+    special = {
+        role: token
+        for role in ("bos_token", "eos_token", "unk_token", "pad_token")
+        if (token := _spelling(settings, role))
+    }
+    ends = set(_ids(generation.get("eos_token_id"))) or set(_ids(config.get("eos_token_id")))
+    ends |= {index for index in [_index(backend, special.get("eos_token"))] if index is not None}
+    bos = _index(backend, special.get("bos_token"))
+    if bos is None:
+        bos = next(iter(_ids(config.get("bos_token_id"))), None)
+    return Tokenizer(backend, ends, bos, _folder_template(folder, settings), special)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; empty if there is no such file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, OSError) as error:
+        raise DamagedFile(f"{path} cannot be read as JSON ({error}); fetch it again") from None
+    if not isinstance(found, dict):
+        raise DamagedFile(f"{path} does not hold a JSON object; fetch it again")
+    return found
+
+
+def _folder_backend(folder: Path) -> tokenizers.Tokenizer:
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            return tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise DamagedFile(f"{file} is not a tokenizer ({error}); fetch it again") from None
+    if not any(folder.glob("*.model")) and not (folder / "vocab.json").is_file():
+        raise ModelNotFound(f"{folder} has no tokenizer.json; fetch the model's tokenizer files into it")
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        backend: tokenizers.Tokenizer = converted.backend_tokenizer
+    except Exception as error:  # whatever a converter trips over; the user can only fetch tokenizer.json
+        raise UnsupportedModel(
+            f"the tokenizer of {folder} cannot be converted ({error}); add a tokenizer.json"
+        ) from None
+    return backend
+
+
+def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(template, list):  # several, each under a name
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _spelling(settings: Mapping[str, Any], role: str) -> str | None:
+    token = settings.get(role)
+    if isinstance(token, dict):  # an added token with its options
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _index(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
+    return None if token is None else backend.token_to_id(token)
+
+
+def _ids(value: Any) -> list[int]:
+    if isinstance(value, list):
+        return [index for index in value if type(index) is int]
+    return [value] if type(value) is int else []

@@ -1,0 +1,146 @@
+"""The weights of a checkpoint under their Hugging Face names, loaded one at a time when asked for."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from forerun.errors import DamagedFile, UnsupportedModel
+from forerun.models.load.gguf import GgufFile
+from forerun.models.load.gguf_families import Origin
+from forerun.models.load.quants import Blocks, dequantize
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+class Weights(Mapping[str, Tensor]):
+    """Names to tensors; `weights[name]` loads (and dequantises) that one tensor, each time it is asked."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight, without loading it."""
+
+
+class GgufWeights(Weights):
+    """From a GGUF file. `blocks` gives a weight still quantised, its rows in Hugging Face's order."""
+
+    def __init__(self, file: GgufFile, origins: dict[str, Origin]) -> None:
+        self.file, self.origins = file, origins
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.origins)
+
+    def __len__(self) -> int:
+        return len(self.origins)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.origins
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        origin = self.origins[name]
+        shape = self.file.tensors[origin.tensor].shape
+        if origin.as_row and len(shape) == 1:
+            return (1, *shape)
+        return shape if origin.expert is None else shape[1:]
+
+    def blocks(self, name: str) -> Blocks:
+        """The weight as the file packs it; taking an expert or reordering moves whole rows of blocks."""
+        origin, shape = self.origins[name], self.shape(name)
+        packed = self.file.blocks(origin.tensor)
+        data = packed.data
+        if origin.expert is not None:
+            data = data.view(packed.shape[0], -1)[origin.expert]
+        if origin.heads:
+            if shape[0] % (2 * origin.heads) or data.numel() % shape[0]:
+                raise DamagedFile(
+                    f"{self.file.path} is damaged: {origin.tensor} has {shape[0]} rows for "
+                    f"{origin.heads} heads; pull it again"
+                )
+            pairs = shape[0] // origin.heads // 2
+            data = data.view(origin.heads, pairs, 2, -1).transpose(1, 2).reshape(-1)
+        return Blocks(packed.kind, shape, data)
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = dequantize(self.blocks(name))
+        return weight - 1 if self.origins[name].plus_one else weight
+
+
+class SafetensorsWeights(Weights):
+    """From the safetensors files of a folder; the files are mapped, so opening costs nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._file_of = self._find()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._open(self._file_of[name]).get_slice(name).get_shape())
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._open(self._file_of[name]).get_tensor(name)
+        return tensor
+
+    def _find(self) -> dict[str, str]:
+        """Which file holds each weight, by the index or, without one, by the files' own headers."""
+        index = self.folder / "model.safetensors.index.json"
+        if index.is_file():
+            return self._read_index(index)
+        files = sorted(self.folder.glob("model*.safetensors")) or sorted(self.folder.glob("*.safetensors"))
+        if not files:
+            raise UnsupportedModel(_without_weights(self.folder))
+        return {name: file.name for file in files for name in self._open(file.name).keys()}  # noqa: SIM118
+
+    def _read_index(self, index: Path) -> dict[str, str]:
+        try:
+            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            file_of = {str(name): str(file) for name, file in listed.items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DamagedFile(f"{index} is not an index of weights; fetch it again") from None
+        held: dict[str, set[str]] = {}
+        for file in set(file_of.values()):
+            if Path(file).name != file:
+                raise DamagedFile(f"{index} points outside its folder ({file[:80]!r}); fetch it again")
+            held[file] = set(self._open(file).keys())
+        for name, file in file_of.items():
+            if name not in held[file]:
+                raise DamagedFile(
+                    f"{self.folder / file} lacks {name[:80]!r}, which its index lists; fetch it again"
+                )
+        return file_of
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            try:
+                self._files[name] = safe_open(self.folder / name, framework="pt")
+            except FileNotFoundError:
+                raise DamagedFile(
+                    f"{self.folder} lacks {name}, which its index lists; fetch it again"
+                ) from None
+            except (SafetensorError, OSError) as error:
+                raise DamagedFile(f"{self.folder / name} is damaged ({error}); fetch it again") from None
+        return self._files[name]
+
+
+def _without_weights(folder: Path) -> str:
+    pickled = next((file.name for file in sorted(folder.iterdir()) if file.suffix in _PICKLES), None)
+    if pickled is not None:
+        return (
+            f"{folder} holds only pickled weights ({pickled}), which can run code when opened; "
+            "convert them to safetensors first"
+        )
+    return f"{folder} holds no *.safetensors file; fetch the model's weights into it"

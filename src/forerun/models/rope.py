@@ -1,0 +1,144 @@
+"""Rotary positions: the settings of a rope, and the frequencies that follow from them.
+
+The two kinds whose frequencies depend on how long the text is (dynamic, longrope) are read here as a function
+of how long a sequence *may become*, which is known when it is admitted. So a sequence keeps one set of
+frequencies for life: keys never have to be computed again, and no neighbour in the batch can change them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from forerun.errors import UnsupportedModel
+
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+
+_KINDS: dict[str, RopeKind] = {
+    "default": "default",
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "llama3": "llama3",
+    "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",  # the name in the first Phi-3 files
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """One way of turning positions into angles. `context` is the length the model was trained for."""
+
+    kind: RopeKind
+    theta: float
+    dims: int  # how many of a head's dimensions turn, from the front
+    context: int
+    factor: float = 1.0
+    attention_factor: float | None = None  # yarn, longrope: None = by the formula
+    betas: tuple[float, float] = (32.0, 1.0)  # yarn: fast, slow
+    mscales: tuple[float, float] | None = None  # yarn
+    truncate: bool = True  # yarn
+    frequency_factors: tuple[float, float] = (1.0, 4.0)  # llama3: low, high
+    short_factors: tuple[float, ...] = ()  # longrope: up to `context`
+    long_factors: tuple[float, ...] = ()  # longrope: beyond
+
+    @classmethod
+    def from_hf(cls, given: Mapping[str, Any], values: Mapping[str, Any], head_dim: int) -> RopeConfig:
+        """Read `rope_scaling` or `rope_parameters`; `values` is the config it stands in."""
+        name = given.get("rope_type") or given.get("type") or "default"
+        if name not in _KINDS:
+            known = ", ".join(_KINDS)
+            raise UnsupportedModel(f"rope type {name!r} is not one of {known}: use the transformers backend")
+        longest = context = int(values["max_position_embeddings"])
+        if _KINDS[name] in ("llama3", "yarn", "longrope"):
+            key = "original_max_position_embeddings"
+            context = int(values.get(key) or given.get(key) or longest)
+        share = given.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+        dims = int(head_dim * share)
+        for key in ("short_factor", "long_factor"):
+            if _KINDS[name] == "longrope" and len(given.get(key) or ()) != dims // 2:
+                raise UnsupportedModel(f"longrope needs {dims // 2} numbers in {key}: {given.get(key)!r}")
+        mscales = given.get("mscale"), given.get("mscale_all_dim")
+        return cls(
+            kind=_KINDS[name],
+            theta=float(given.get("rope_theta") or values["rope_theta"]),
+            dims=dims,
+            context=context,
+            factor=float(given.get("factor") or longest / context),
+            attention_factor=given.get("attention_factor"),
+            betas=(float(given.get("beta_fast") or 32), float(given.get("beta_slow") or 1)),
+            mscales=(float(mscales[0]), float(mscales[1])) if mscales[0] and mscales[1] else None,
+            truncate=bool(given.get("truncate", True)),
+            frequency_factors=(
+                float(given.get("low_freq_factor", 1)),
+                float(given.get("high_freq_factor", 4)),
+            ),
+            short_factors=tuple(given.get("short_factor") or ()),
+            long_factors=tuple(given.get("long_factor") or ()),
+        )
+
+    def regime(self, length: int) -> int:
+        """Texts of equal regime share frequencies: 0 but for dynamic and longrope beyond their context."""
+        if self.kind not in ("dynamic", "longrope") or length <= self.context:
+            return 0
+        return length if self.kind == "dynamic" else 1
+
+
+def frequencies(rope: RopeConfig, regime: int) -> tuple[Tensor, float]:
+    """Radians per position [dims/2] fp32, and what cosines and sines are multiplied by."""
+    powers = torch.arange(0, rope.dims, 2, dtype=torch.int64).float() / rope.dims
+    plain = 1.0 / rope.theta**powers
+    if rope.kind == "linear":
+        return plain / rope.factor, 1.0
+    if rope.kind == "dynamic":
+        stretch = rope.factor * max(regime, rope.context) / rope.context - (rope.factor - 1)
+        return 1.0 / (rope.theta * stretch ** (rope.dims / (rope.dims - 2))) ** powers, 1.0
+    if rope.kind == "llama3":
+        return _llama3(rope, plain), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, powers)
+    if rope.kind == "longrope":
+        factors = torch.tensor(rope.long_factors if regime else rope.short_factors, dtype=torch.float32)
+        scale = 1.0
+        if rope.factor > 1:
+            scale = math.sqrt(1 + math.log(rope.factor) / math.log(rope.context))
+        return 1.0 / (factors * rope.theta**powers), rope.attention_factor or scale
+    return plain, 1.0
+
+
+def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
+    """Slow frequencies are stretched, fast ones kept, those between blended."""
+    low, high = rope.frequency_factors
+    turns = rope.context * plain / (2 * math.pi)  # full turns within the context
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * plain / rope.factor + blend * plain
+
+
+def _yarn(rope: RopeConfig, powers: Tensor) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071): interpolate below `slow` turns within the context, keep above `fast`."""
+
+    def dimension(turns: float) -> float:
+        return rope.dims * math.log(rope.context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.betas[0]), dimension(rope.betas[1])
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dims - 1)
+    span = high - low if high != low else 0.001
+    keep = 1 - ((torch.arange(rope.dims // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    plain = 1.0 / rope.theta**powers
+    blended = plain / rope.factor * (1 - keep) + plain * keep
+    if rope.attention_factor is not None:
+        return blended, rope.attention_factor
+    if rope.mscales is not None:
+        return blended, _magnitude(rope.factor, rope.mscales[0]) / _magnitude(rope.factor, rope.mscales[1])
+    return blended, _magnitude(rope.factor, 1.0)
+
+
+def _magnitude(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,0 +1,104 @@
+"""Exact verification: what is committed has the target's own law, whatever was drafted and however badly.
+
+Write p for the target's law after a node and q for the law that a sampled child was really drawn from.
+
+    greedy     p is a point mass: follow the child that equals the argmax.
+    chosen     a child that was chosen, not sampled, is a point mass too, and tells nothing about p. So draw
+               x ~ p, once per node, and follow the child that equals x. If none does, x is the bonus.
+    sampled    take the children in the order they were drawn. Child x stands with probability
+               min(1, p(x)/q(x)). If it falls, what is left for the target to say is the residual
+               normalise(max(p - q, 0)), which becomes p for the next child. Siblings drawn without
+               replacement come from q without those that fell before them, normalised again. If all fall,
+               the bonus is drawn from the last residual.
+
+Why the sampled rule is exact: x is drafted and stands with probability q(x) min(1, p(x)/q(x)) = min(p(x),
+q(x)). It falls with the mass that is missing, sum_x max(p - q, 0), and then the residual adds exactly
+max(p(x) - q(x), 0). The sum is p(x). The same holds of every further child with the residual in the place of
+p (Leviathan et al. 2023 and Chen et al. 2023 for one child; SpecInfer for several; Sequoia without
+replacement).
+
+One walk covers all three. The children that can be tested are tested; then x is drawn once from what is left
+of p, and a child that was only chosen and equals x is followed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.noise import ACCEPT, Noise
+from forerun.types import Laws, TreeBatch, Verdict
+from forerun.verify.walk import TreeView, decide, follow_argmax
+
+_TINY = torch.finfo(torch.float64).tiny  # an empty support stays empty
+
+
+class ExactVerifier:
+    """Speculative sampling over trees, with and without replacement; point masses; greedy."""
+
+    exact = True
+    shares_noise = False
+
+    def verify(self, trees: TreeBatch, laws: Laws, noise: Noise) -> Verdict:
+        return decide(trees, laws, noise, walk_exactly)
+
+
+def walk_exactly(view: TreeView) -> tuple[list[int], int]:
+    """The accepted nodes below the root, and the bonus."""
+    if view.greedy:
+        return follow_argmax(view)
+    path: list[int] = []
+    node = 0
+    while True:
+        child, token = step(view, node, depth=len(path))
+        if child is None:
+            return path, token
+        path.append(child)
+        node = child
+
+
+def step(view: TreeView, node: int, depth: int) -> tuple[int | None, int]:
+    """The target's token after a node, and the child that carries it, if one does."""
+    stands, p, untested = try_siblings(view, node, depth)
+    if stands is not None:
+        return stands, view.tokens[stands]
+    x = view.draw(p, depth)
+    return next((i for i in untested if view.tokens[i] == x), None), x
+
+
+def try_siblings(view: TreeView, node: int, depth: int) -> tuple[int | None, Tensor, list[int]]:
+    """The first sampled child that stands; else what is left of p, and the children that were not tested.
+
+    The order is that of the draws, never one by probability: sorting would let the draws choose their rule.
+    A child that q has no mass for (its support was used up) is no draw from q, and is taken for chosen.
+    """
+    p = view.law(node)
+    sampled = [i for i in view.children[node] if view.rows[i] >= 0]
+    untested = [i for i in view.children[node] if view.rows[i] < 0]
+    if view.draws is None or not sampled:
+        return None, p, untested
+    assert len({view.rows[i] for i in sampled}) == 1, "siblings that were sampled come from one law"
+    q = view.drawn_from(sampled[0])
+    for index, sibling in enumerate(sampled):
+        x = view.tokens[sibling]
+        if q[x] == 0:
+            untested.append(sibling)
+            continue
+        # strict, so that an impossible token falls even where u is exactly 0
+        if view.uniform(depth, ACCEPT, index) * q[x] < p[x]:
+            return sibling, p, []
+        p = residual(p, q)
+        if not view.draws.replace:
+            q[x] = 0.0
+            q = q / q.sum().clamp(min=_TINY)
+    return None, p, untested
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """normalise(max(p - q, 0)): what is left for the target to say once q had its share; p if nothing is.
+
+    Nothing is left only where p = q up to rounding, and then nothing falls but by rounding.
+    """
+    left = (p - q).clamp_(min=0.0)
+    total = left.sum()
+    return left / total if total > 0 else p

@@ -1,0 +1,111 @@
+"""What every verifier needs to walk a tree: the tree on the host, the laws after its nodes, and its noise.
+
+A verifier decides one tree at a time: a walk takes a `TreeView` to the nodes it accepts and the bonus.
+Tokens, parents and the argmax of greedy trees are read from the device once for the whole batch; the rows of
+laws only where a walk really arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from forerun.noise import DRAW, Noise, draw
+from forerun.types import Draws, Laws, TreeBatch, Verdict
+from forerun.verify.warp import argmax_rows
+
+
+@dataclass(frozen=True, slots=True)
+class TreeView:
+    """Tree b of a batch. The token that follows a node at depth d has the random numbers of depth d."""
+
+    b: int
+    first: int  # where its nodes start among the M of the batch
+    tokens: list[int]
+    children: list[list[int]]  # of each node, in index order
+    rows: list[int]  # the law each node was drawn from; -1 = chosen
+    tops: list[int]  # where the tree is greedy: the target's token after each node
+    draws: Draws | None
+    laws: Laws
+    noise: Noise
+
+    @property
+    def greedy(self) -> bool:
+        return self.laws.greedy[self.b]
+
+    def log_weights(self, node: int) -> Tensor:
+        """[V] of the target's law after a node."""
+        return self.laws.log_weights[self.first + node]
+
+    def law(self, node: int) -> Tensor:
+        """[V] fp64, the target's law after a node."""
+        return self.laws.probs(self.first + node).double()
+
+    def drawn_from(self, node: int) -> Tensor:
+        """[V] fp64, the law that a sampled node was drawn from."""
+        assert self.draws is not None, "a chosen node was drawn from no law"
+        return self.draws.laws[self.rows[node]].to(self.laws.log_weights.device).double()
+
+    def uniform(self, depth: int, purpose: int, index: int = 0) -> float:
+        return self.noise.uniform(self.b, depth, purpose, index)
+
+    def draw(self, law: Tensor, depth: int) -> int:
+        """The target's own token after a node at this depth; a position is given one such draw, once."""
+        return draw(law, self.uniform(depth, DRAW))
+
+
+Walk = Callable[[TreeView], tuple[list[int], int]]  # -> accepted nodes below the root, bonus
+
+
+def decide(trees: TreeBatch, laws: Laws, noise: Noise, walk: Walk) -> Verdict:
+    """Walk every tree of the batch."""
+    walks = [walk(view) for view in _views(trees, laws, noise)]
+    return Verdict.of([path for path, _ in walks], [bonus for _, bonus in walks], trees.tokens.device)
+
+
+def follow(view: TreeView, say: Callable[[int, int], int]) -> tuple[list[int], int]:
+    """From the root, step to the child that equals what the target says at (node, depth), until none does."""
+    path: list[int] = []
+    node = 0
+    while True:
+        token = say(node, len(path))
+        child = next((i for i in view.children[node] if view.tokens[i] == token), None)
+        if child is None:
+            return path, token
+        path.append(child)
+        node = child
+
+
+def follow_argmax(view: TreeView) -> tuple[list[int], int]:
+    """The walk of a greedy tree, under every rule."""
+    return follow(view, lambda node, depth: view.tops[node])
+
+
+def _views(trees: TreeBatch, laws: Laws, noise: Noise) -> list[TreeView]:
+    tokens, parents, draws = trees.tokens.tolist(), trees.parents.tolist(), trees.drawn_from
+    rows = [-1] * len(tokens) if draws is None else draws.rows.tolist()
+    tops = _argmax_tokens(trees, laws)
+    views = []
+    for b in range(len(trees)):
+        span = slice(trees.starts[b], trees.starts[b + 1])
+        children: list[list[int]] = [[] for _ in tokens[span]]
+        for node, parent in enumerate(parents[span]):
+            if node:
+                children[parent].append(node)
+        view = TreeView(b, span.start, tokens[span], children, rows[span], tops[span], draws, laws, noise)
+        views.append(view)
+    return views
+
+
+def _argmax_tokens(trees: TreeBatch, laws: Laws) -> list[int]:
+    """[M] the target's token after each node of the greedy trees, in one pass and one read."""
+    if all(laws.greedy):
+        return argmax_rows(laws.log_weights)
+    nodes = trees.nodes_of([b for b, greedy in enumerate(laws.greedy) if greedy])
+    tops = [-1] * len(trees.tokens)
+    if len(nodes):
+        for node, top in zip(nodes.tolist(), argmax_rows(laws.log_weights[nodes]), strict=True):
+            tops[node] = top
+    return tops

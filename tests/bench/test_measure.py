@@ -1,0 +1,114 @@
+"""The runner with contenders that pretend: their order, their figures, and texts that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from forerun.bench.machine import is_busy, machine_facts
+from forerun.bench.measure import Contender, Difference, Prompt, Written, alternate, differences, warm_up
+from forerun.bench.report import Ledger, summarise
+
+PROMPTS = [Prompt("a", "qa", (1,)), Prompt("b", "rag", (2, 2))]
+
+
+def pretend(
+    name: str, calls: list[str], seconds: float = 1.0, text: Sequence[int] = (5, 6, 7), exact: bool = True
+) -> Contender:
+    def write(ids: Sequence[int], max_tokens: int) -> Written:
+        calls.append(f"{name}{len(ids)}")
+        return Written(text[:max_tokens], seconds * len(ids), 2, seconds)
+
+    return Contender(name, write, exact)
+
+
+def test_contenders_of_a_prompt_run_next_to_each_other_in_turning_order() -> None:
+    calls: list[str] = []
+    contenders = [pretend(name, calls) for name in "xyz"]
+    runs = list(alternate(contenders, PROMPTS, max_tokens=3, repeats=2))
+    assert calls == ["x1", "y1", "z1", "y2", "z2", "x2", "y1", "z1", "x1", "z2", "x2", "y2"]
+    assert [(run.contender, run.prompt, run.repeat) for run in runs[3:5]] == [("y", "b", 0), ("z", "b", 0)]
+
+
+def test_warming_up_leaves_no_runs_and_reaches_everybody() -> None:
+    calls: list[str] = []
+    warm_up([pretend(name, calls) for name in "xy"], PROMPTS[0], 2)
+    assert calls == ["x1", "y1"]
+
+
+def test_a_plain_tuple_will_do_for_a_result() -> None:
+    bare = Contender("bare", lambda ids, most: ([1, 2], 0.5, None))  # type: ignore[arg-type, return-value]
+    run = next(alternate([bare], PROMPTS, 4, 1))
+    assert (run.tokens, run.seconds, run.rounds, run.decode_seconds) == ((1, 2), 0.5, None, None)
+
+
+def test_a_differing_text_is_caught_and_located() -> None:
+    calls: list[str] = []
+    contenders = [
+        pretend("one", calls),
+        pretend("same", calls),
+        pretend("wrong", calls, text=(5, 9, 7)),
+        pretend("short", calls, text=(5, 6)),
+        pretend("lossy", calls, text=(8,), exact=False),
+    ]
+    found = differences(alternate(contenders, PROMPTS[:1], 3, 1), contenders)
+    assert found == [Difference("wrong", "a", 0, 1), Difference("short", "a", 0, 2)]
+
+
+def test_a_contender_that_contradicts_itself_is_caught() -> None:
+    texts = iter([(1, 2), (1, 2), (1, 2), (1, 3)])
+    fickle = Contender("fickle", lambda ids, most: Written(next(texts), 1.0))
+    assert differences(alternate([fickle], PROMPTS, 2, 2), [fickle]) == [Difference("fickle", "b", 1, 1)]
+
+
+def test_figures_follow_from_the_runs() -> None:
+    calls: list[str] = []
+    contenders = [
+        pretend("transformers", calls, seconds=4.0),
+        pretend("plain", calls, seconds=2.0),
+        pretend("quick", calls, seconds=1.0),
+        pretend("slow", calls, seconds=2.5),
+        pretend("blind", calls, seconds=8.0),
+    ]
+    runs = list(alternate(contenders, PROMPTS, 3, 2))
+    result = summarise(Ledger(runs), contenders, differences(runs, contenders), "plain", "blind")
+    assert result["ratios"] == {
+        "quick_vs_plain": 2.0,
+        "slow_vs_plain": 0.8,
+        "blind_vs_plain": 0.25,
+        "plain_vs_transformers": 2.0,
+        "quick_vs_transformers": 4.0,
+        "slow_vs_transformers": 1.6,
+        "blind_vs_transformers": 0.5,
+        "worst_drafter_vs_plain": 0.8,
+        "worst_task_vs_plain": 0.8,
+        "best_task_vs_plain": 2.0,
+    }
+    assert result["contenders"]["quick"] == {
+        "tokens_per_second": 2.0,  # 3 tokens in 1 and in 2 seconds
+        "decode_tokens_per_second": 3.0,
+        "tokens_per_round": 1.5,
+    }
+    assert result["by_task"]["quick"]["rag"] == {
+        "speedup": 2.0,
+        "low": 2.0,
+        "high": 2.0,
+        "tokens_per_round": 1.5,
+    }
+    assert result["mean_over_prompts"]["slow_vs_plain"] == {"mean": 0.8, "low": 0.8, "high": 0.8}
+    assert (result["equal"], result["compared"], result["differing"]) == (True, 20, [])
+
+
+def test_machine_facts_are_there_to_be_read() -> None:
+    facts = machine_facts()
+    assert facts["cores"] >= 1
+    assert facts["threads"] >= 1
+    assert facts["copy_gb_per_s"] > 0
+    assert facts["torch"]
+    assert facts["cpu"]
+
+
+@pytest.mark.parametrize(("load", "busy"), [(None, False), (0.9, False), (1.1, True)])
+def test_a_load_of_half_the_cores_is_busy(load: float | None, busy: bool) -> None:
+    assert is_busy(load, available=2) is busy

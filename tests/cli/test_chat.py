@@ -1,0 +1,87 @@
+"""`forerun chat` over piped input: turns, commands, a full context, an interrupt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from forerun.cli import loading
+from forerun.cli.flags import Settings
+from forerun.llm import LLM
+from tests.cli.conftest import Run, tiny_llm
+
+Prompts = list[list[dict[str, str]]]
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> Prompts:
+    """The conversations that reached the model, in order."""
+    seen: Prompts = []
+    stream = LLM.stream
+
+    def spy(self: LLM, prompt: Any, *rest: Any, **more: Any) -> Iterator[Any]:
+        seen.append([dict(turn) for turn in prompt])
+        return stream(self, prompt, *rest, **more)
+
+    monkeypatch.setattr(LLM, "stream", spy)
+    return seen
+
+
+@pytest.mark.usefixtures("tiny")
+def test_turns_accumulate_until_reset(forerun: Run, prompts: Prompts) -> None:
+    typed = "hello\n\nand then\n/reset\nanew\n/exit\nnever read\n"
+    ran = forerun("chat", "--max-tokens", "6", "--system", "be brief", typed=typed)
+    assert ran.code == 0
+    roles = [[turn["role"] for turn in prompt] for prompt in prompts]
+    assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
+    assert prompts[1][2]["content"] in ran.out
+    assert prompts[2][1]["content"] == "anew"
+
+
+@pytest.mark.usefixtures("tiny")
+def test_commands(forerun: Run, prompts: Prompts) -> None:
+    typed = "/stats\nhi\n/stats\n/wat\n/usr/bin is a folder\n"
+    ran = forerun("chat", "--max-tokens", "6", typed=typed)
+    assert [prompt[-1]["content"] for prompt in prompts] == ["hi", "/usr/bin is a folder"]
+    assert "nothing was answered yet" in ran.err
+    assert "answers 1 · 6 tokens" in ran.err
+    assert "no command '/wat'" in ran.err
+
+
+def test_a_full_context_drops_the_oldest_exchanges(
+    forerun: Run, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load_llm", lambda settings: tiny_llm(settings, context=55))
+    typed = "first message here\nsecond message here\n" + "x" * 80 + "\nthird\n"
+    ran = forerun("chat", "--max-tokens", "10", typed=typed)
+    assert ran.code == 0
+    assert "the context of 55 tokens is full: the oldest exchange was dropped" in ran.err
+    assert ran.err.count("forerun: the prompt has 81 tokens") == 1
+    assert prompts[1][0]["content"] == "second message here"
+    assert [turn["content"] for turn in prompts[-1]][0::2] == ["second message here", "third"]
+
+
+@pytest.mark.parametrize("shown", [0, 2])
+def test_an_interrupt_ends_the_answer_only(
+    forerun: Run, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, shown: int
+) -> None:
+    def load(settings: Settings) -> LLM:
+        llm = tiny_llm(settings)
+        step, rounds = llm.engine.step, iter(range(1000))
+
+        def interrupted_once() -> Any:
+            if next(rounds) == shown:
+                raise KeyboardInterrupt
+            return step()
+
+        monkeypatch.setattr(llm.engine, "step", interrupted_once)
+        return llm
+
+    monkeypatch.setattr(loading, "load_llm", load)
+    ran = forerun("chat", "--max-tokens", "6", "--drafter", "none", typed="one\ntwo\n")
+    assert ran.code == 0
+    assert "interrupted" in ran.err
+    assert len(prompts[1]) == (3 if shown else 1)
+    assert len(prompts[1][1:2] and prompts[1][1]["content"]) == shown

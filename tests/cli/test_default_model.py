@@ -1,0 +1,35 @@
+"""The command line with the real default model, end to end: few tests, each load costs seconds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from forerun.models.load.catalog import known_models
+from tests.cli.conftest import Run
+
+PRESENT = any(model.name == "smollm2" and model.path for model in known_models())
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(not PRESENT, reason="the default model is absent; run: forerun models pull smollm2"),
+]
+
+
+def test_drafting_does_not_change_the_text(forerun: Run) -> None:
+    def document(*flags: str) -> dict[str, object]:
+        asked = ("generate", "Count: one two one two", "--max-tokens", "16", "--json", "--budget", "4")
+        ran = forerun(*asked, *flags)
+        assert (ran.code, ran.err) == (0, "")
+        found: dict[str, object] = json.loads(ran.out)
+        return found
+
+    plain, drafted = document("--drafter", "none"), document()
+    assert plain["token_ids"] == drafted["token_ids"]
+    assert plain["text"] == drafted["text"] != ""
+
+
+def test_doctor_finds_nothing_in_the_way(forerun: Run) -> None:
+    ran = forerun("doctor", "--json")
+    assert ran.code == 0
+    assert json.loads(ran.out)["ready"] is True

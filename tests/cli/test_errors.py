@@ -1,0 +1,126 @@
+"""What users do wrong: one line on stderr that says what to do next, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from forerun.cli import loading
+from forerun.cli.flags import Settings
+from forerun.llm import LLM
+from tests.cli.conftest import Ran, Run, plain, tiny_llm
+
+
+def only_line(ran: Ran) -> str:
+    """The one line a failed command printed."""
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("forerun: ")
+    assert ran.err.count("\n") == 1
+    return ran.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["hi", "--temperature", "-1"], "temperature=-1.0 is out of range"),
+        (["hi", "--top-p", "0"], "top_p=0.0 is out of range"),
+        (["hi", "--budget", "9999"], "budget=9999 is out of range: 0 to 256"),
+        (["hi", "--drafter", "ngran"], "did you mean 'ngram'"),
+        (["hi", "--verifier", "exakt"], "did you mean 'exact'"),
+        (["hi", "--drafter", "draft_model"], "add --draft-model"),
+        (["hi", "--raw", "--system", "x"], "drop one of them"),
+        (["--file", "no/such/file"], "cannot read the prompt file 'no/such/file'"),
+        (["@no/such/file"], "cannot read the prompt file 'no/such/file'"),
+        (["hi", "--file", "x"], "give one of them"),
+        ([""], "the prompt is empty"),
+        ([" \n"], "the prompt is empty"),
+        ([], "the prompt is empty"),
+    ],
+)
+def test_before_a_model_is_loaded(
+    forerun: Run, monkeypatch: pytest.MonkeyPatch, flags: list[str], words: str
+) -> None:
+    def never(settings: Settings) -> LLM:
+        raise AssertionError("the mistake is plain before a model is loaded")
+
+    monkeypatch.setattr(loading, "load_llm", never)
+    assert words in only_line(forerun("generate", *flags))
+
+
+@pytest.mark.parametrize("flags", [["--no-such-flag"], ["--dtype", "int4"], ["--max-tokens", "many"]])
+def test_a_misspelt_flag_exits_with_2(forerun: Run, flags: list[str]) -> None:
+    ran = forerun("generate", "hi", *flags)
+    assert (ran.code, ran.out) == (2, "")
+    assert flags[0] in plain(ran.err)
+
+
+def test_stdin_must_be_text(forerun: Run) -> None:
+    assert "standard input is not UTF-8 text (byte 1 is 0xff)" in only_line(
+        forerun("generate", typed=b"a\xff")
+    )
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_prompt_longer_than_the_context(forerun: Run) -> None:
+    line = only_line(forerun("generate", "a" * 500, "--max-length", "100"))
+    assert "the context of 100" in line
+    assert "shorten it" in line
+
+
+def test_a_model_without_a_chat_template(forerun: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plain(settings: Settings) -> LLM:
+        llm = tiny_llm(settings)
+        monkeypatch.setattr(type(llm.tokenizer), "has_chat_template", False)
+        return llm
+
+    monkeypatch.setattr(loading, "load_llm", plain)
+    assert "generate --raw" in only_line(forerun("chat", typed="hi\n"))
+    assert "drop --system" in only_line(forerun("generate", "hi", "--system", "x"))
+    assert forerun("generate", "hi", "--max-tokens", "2").code == 0
+
+
+def test_files_that_are_no_models(forerun: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 5, 5))
+    (tmp_path / "junk.gguf").write_bytes(bytes(range(256)) * 40)
+    (tmp_path / "folder").mkdir()
+    for name, words in {
+        "none.gguf": "there is no file",
+        "cut.gguf": "is damaged",
+        "junk.gguf": "is damaged",
+        "folder": "has no config.json",
+    }.items():
+        assert words in only_line(forerun("generate", "hi", "--model", str(tmp_path / name)))
+    assert "did you mean 'smollm2'" in only_line(forerun("generate", "hi", "--model", "smollm"))
+    assert "forerun models pull smollm2" in only_line(forerun("generate", "hi"))
+
+
+def test_a_draft_model_of_another_vocabulary(forerun: Run, tmp_path: Path) -> None:
+    for folder, words in (("target", ["a", "b", "c"]), ("draft", ["x", "y", "z"])):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text('{"model_type": "llama"}')
+        save_file({"w": torch.zeros(1)}, tmp_path / folder / "model.safetensors")
+        tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+        tokenizer.save(str(tmp_path / folder / "tokenizer.json"))
+    models = ("--model", str(tmp_path / "target"), "--draft-model", str(tmp_path / "draft"))
+    assert "does not share the vocabulary" in only_line(forerun("generate", "hi", *models))
+
+
+@pytest.mark.parametrize("words", ["models --json", "drafters"])
+def test_a_reader_that_went_away_is_no_error(words: str) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "forerun.cli", *words.split()]
+    ended = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, check=False)
+    os.close(writes)
+    assert ended.returncode != 0
+    assert ended.stderr == b""

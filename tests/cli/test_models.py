@@ -1,0 +1,136 @@
+"""`forerun models`, `drafters`, `doctor` and the flags themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from forerun import __version__, registry
+from forerun.cli import doctor, models
+from forerun.cli.flags import HELP, PANELS, Settings
+from forerun.models.load.catalog import Progress, known_models
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from tests.cli.conftest import Run, plain
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder with nothing in it."""
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path
+
+
+def test_an_empty_cache_says_how_to_fill_it(forerun: Run, cache: Path) -> None:
+    listed = forerun("models")
+    assert listed.code == 0
+    assert "98 MB" in listed.out
+    assert "Apache-2.0" in listed.out
+    assert "forerun models pull smollm2" in listed.out
+    absent = forerun("models", "path", "smollm2")
+    assert absent.code == 2
+    assert "forerun models pull smollm2" in absent.err
+
+
+def test_files_and_hub_models_are_listed(forerun: Run, cache: Path) -> None:
+    (cache / "cache" / "models").mkdir(parents=True)
+    mine = cache / "cache" / "models" / "mine.gguf"
+    mine.write_bytes(b"x" * 3_000_000)
+    snapshot = cache / "hub" / "models--org--name" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    assert "org/name" not in forerun("models").out  # nothing to run yet
+    (snapshot / "model.safetensors").write_bytes(b"")
+    found = {model["name"]: model for model in json.loads(forerun("models", "--json").out)}
+    assert found["smollm2"]["path"] is None
+    assert found[str(mine)]["size"] == 3_000_000
+    assert found["org/name"]["path"] == str(snapshot)
+
+
+def test_pull_says_where_the_file_is_unless_quiet(
+    forerun: Run, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulled: list[str] = []
+
+    def pull(name: str, progress: Progress) -> Path:
+        progress(1, 2)
+        pulled.append(name)
+        return Path("there.gguf")
+
+    monkeypatch.setattr(models, "pull_model", pull)
+    assert forerun("models", "pull", "smollm2").out == "smollm2 is there: there.gguf\n"
+    silent = forerun("models", "pull", "smollm2", "--quiet")
+    assert (silent.code, silent.out, silent.err) == (0, "", "")
+    assert pulled == ["smollm2", "smollm2"]
+
+    present = [type(model)(model.name, "", 1, "", Path("there.gguf")) for model in known_models()]
+    monkeypatch.setattr(models, "known_models", lambda: present)
+    monkeypatch.setattr(models, "find_known", lambda name: Path("there.gguf"))
+    assert "is there already: there.gguf" in forerun("models", "pull", "smollm2").out
+    assert forerun("models", "pull", "smollm2", "--quiet").out == ""
+    assert len(pulled) == 2
+
+
+@pytest.mark.parametrize("command", ["pull", "path"])
+def test_unknown_models_are_named(forerun: Run, cache: Path, command: str) -> None:
+    ran = forerun("models", command, "nope")
+    assert ran.code == 2
+    assert ran.err.startswith("forerun: unknown model 'nope'")
+    assert "smollm2" in ran.err
+
+
+def test_drafters_are_described(forerun: Run) -> None:
+    lines = dict(line.split(maxsplit=1) for line in forerun("drafters").out.splitlines())
+    assert list(lines) == registry.drafters.names()
+    assert lines["none"].startswith("No drafting")
+
+
+def test_doctor_names_what_is_missing_and_how_to_get_it(forerun: Run, cache: Path) -> None:
+    ran = forerun("doctor")
+    assert ran.code == 1
+    assert re.search(r"no model .* forerun models pull smollm2", ran.out)
+    document = json.loads(forerun("doctor", "--json").out)
+    assert document["ready"] is False
+    found = {finding["about"]: finding for finding in document["findings"]}
+    assert {"machine", "python", "torch", "transformers", "devices", "threads", "cache"} <= set(found)
+    lacking = [one for one in document["findings"] if not one["ok"]]
+    assert all(one["fix"] for one in lacking)
+    assert "model" in [one["about"] for one in lacking if one["needed"]]
+
+
+def test_doctor_knows_the_dependencies_of_the_project() -> None:
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[\[<>=~!; ]", requirement)[0] for requirement in requirements}
+
+    extras = declared["optional-dependencies"]
+    assert {extra: set(libraries) for extra, libraries in doctor.EXTRAS.items()} == {
+        extra: names(requirements) for extra, requirements in extras.items() if extra != "dev"
+    }
+    assert {"torch", "typer", "rich", *doctor.NEEDED, *doctor.HANDY} == names(declared["dependencies"])
+
+
+def test_version_and_help(forerun: Run) -> None:
+    assert forerun("--version").out == f"forerun {__version__}\n"
+    shown = plain(forerun("generate", "--help").out)
+    assert all("--" + name.replace("_", "-") in shown for name in HELP)
+
+
+def test_flags_are_fields_and_leave_defaults_alone() -> None:
+    known = {field.name for owner in PANELS.values() for field in fields(owner)}
+    assert set(HELP) - known == {"model"}
+    nothing: dict[str, object] = dict.fromkeys(HELP) | {"stop": []}
+    defaults = Settings("smollm2", SamplingParams(), SpeculativeConfig(), EngineConfig())
+    assert Settings.of(nothing) == defaults
+
+
+def test_flags_that_imply_others() -> None:
+    assert Settings.of({"budget": 3}).speculative == SpeculativeConfig(budget=3, controller="fixed")
+    assert Settings.of({"draft_model": "x"}).speculative.drafter == "draft_model"
+    assert Settings.of({"draft_model": "x", "drafter": "ngram"}).speculative.drafter == "ngram"

@@ -1,0 +1,154 @@
+"""Every drafter x every exact verifier x {chain, tree} x settings, through the real loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from forerun import registry
+from forerun.types import Laws, Request, TreeBatch, Verdict
+from tests.exactness.harness import (
+    PRODUCT,
+    SETTINGS,
+    Letters,
+    chi_square_p,
+    engine_for,
+    joint_law,
+    law_after,
+    run,
+    sample_texts,
+    table,
+)
+
+PROMPTS = [(5, 6, 7, 8, 5, 6, 7), (1, 2, 3, 1, 2, 3, 1, 2), (9,), (4, 4, 4, 4), (10, 11, 12, 13, 14, 15, 10)]
+VOCAB = 16
+
+
+def oracle(prompt: tuple[int, ...], setting: str) -> list[int]:
+    """Greedy text by the definition, one token at a time, with no engine, tree or cache."""
+    params, output = SETTINGS[setting], list[int]()
+    while len(output) < params.max_tokens:
+        output.append(int(law_after(table(VOCAB), prompt, output, params).argmax()))
+        if output[-1] == 0:
+            break
+    return output
+
+
+@pytest.mark.parametrize(("drafter", "verifier", "shape"), PRODUCT)
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name.startswith("greedy")])
+def test_greedy_text_is_the_oracles(drafter: str, verifier: str, shape: str, setting: str) -> None:
+    engine = engine_for(drafter, verifier, shape, VOCAB)
+    tokens, _ = run(engine, [Request(prompt, SETTINGS[setting]) for prompt in PROMPTS])
+    assert tokens == [oracle(prompt, setting) for prompt in PROMPTS]
+    assert engine.target.used_slots == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("drafter", "verifier", "shape"), [p for p in PRODUCT if p[1] == "coupled"])
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if not name.startswith("greedy")])
+def test_a_seed_fixes_the_text_whatever_drafts(drafter: str, verifier: str, shape: str, setting: str) -> None:
+    requests = [Request(prompt, SETTINGS[setting]) for prompt in PROMPTS]
+    plain = run(engine_for("none", verifier, "chain", VOCAB), requests)
+    drafted = run(engine_for(drafter, verifier, shape, VOCAB), requests)
+    alone = [run(engine_for(drafter, verifier, shape, VOCAB), [request]) for request in requests]
+    assert drafted == plain
+    assert [tokens[0] for tokens, _ in alone] == plain[0]
+
+
+def test_another_seed_gives_another_text() -> None:
+    """The control of the test above: were the noise constant, it would pass for nothing."""
+    engine = engine_for("ngram", "coupled", "chain", VOCAB)
+    requests = [Request(PROMPTS[0], replace(SETTINGS["T=0.8"], seed=seed)) for seed in range(8)]
+    assert len({tuple(tokens) for tokens in run(engine, requests)[0]}) > 4
+
+
+LAW_CASES = [(*case, "T=0.8") for case in PRODUCT] + [
+    (*case, setting) for case in PRODUCT if case[2] == "tree" for setting in ("top-p", "penalties")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafter", "verifier", "shape", "setting"), LAW_CASES)
+def test_the_law_of_the_text_is_the_targets(drafter: str, verifier: str, shape: str, setting: str) -> None:
+    """Chi-square of whole texts against the enumerated law of the target alone."""
+    vocab, length, prompt = 6, 3, (1, 2, 3, 1, 2, 3, 1, 2)
+    params = replace(
+        SETTINGS[setting], max_tokens=length, min_tokens=0, top_k=min(SETTINGS[setting].top_k, 4)
+    )
+    law = joint_law(table(vocab), prompt, params, length)
+    assert abs(sum(law.values()) - 1) < 1e-6
+    counts = sample_texts(engine_for(drafter, verifier, shape, vocab, frozenset()), prompt, params, 1000)
+    assert chi_square_p(counts, law) > 1e-4
+
+
+class TargetLawOnRejection:
+    """A wrong verifier that many have written: on rejection it samples the target's law, not the residual."""
+
+    exact, shares_noise = True, False
+
+    def verify(self, trees: TreeBatch, laws: Laws, noise: object) -> Verdict:
+        from forerun.noise import ACCEPT, DRAW, draw
+
+        paths, bonus = [], []
+        for b in range(len(trees)):
+            first, path, node = trees.starts[b], list[int](), 0
+            while True:
+                child = next(
+                    (i for i in range(1, trees.sizes()[b]) if trees.parents[first + i] == node), None
+                )
+                p = laws.probs(first + node)
+                if child is None:
+                    break
+                token, draws = int(trees.tokens[first + child]), trees.drawn_from
+                q = 1.0 if draws is None else float(draws.laws[draws.rows[first + child], token])
+                if noise.uniform(b, len(path), ACCEPT) * q >= p[token]:  # type: ignore[attr-defined]
+                    break
+                path.append(child)
+                node = child
+            bonus.append(draw(p, noise.uniform(b, len(path), DRAW)))  # type: ignore[attr-defined]
+            paths.append(path)
+        return Verdict.of(paths, bonus, "cpu")
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+def test_negative_control_a_wrong_rule_is_caught(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.verifiers.paths, "wrong", f"{__name__}:TargetLawOnRejection")
+    vocab, length, prompt = 6, 3, (1, 2, 3, 1, 2, 3, 1, 2)
+    params = replace(SETTINGS["T=0.8"], max_tokens=length)
+    counts = sample_texts(engine_for(drafter, "wrong", "chain", vocab, frozenset()), prompt, params, 1000)
+    assert chi_square_p(counts, joint_law(table(vocab), prompt, params, length)) < 1e-6
+
+
+def test_a_mixed_batch_writes_what_each_request_would_write_alone() -> None:
+    """Different prompts, lengths, parameters, drafters and verifiers side by side; some join late."""
+    requests = [
+        Request(prompt, replace(params, max_tokens=6 + 3 * i), drafter=drafter, verifier=verifier)
+        for i, (prompt, params, drafter, verifier) in enumerate(
+            zip(
+                PROMPTS * 2,
+                [*SETTINGS.values()] * 2,
+                ["ngram", "draft_model", "none", "draft_model", "ngram", "ngram", "draft_model"] * 2,
+                ["coupled", "exact", "coupled", "coupled", "exact", "block", "coupled"] * 2,
+                strict=False,
+            )
+        )
+    ]
+    assert len({(request.drafter, request.verifier) for request in requests}) >= 5
+    together, texts = run(engine_for("ngram", "auto", "tree", VOCAB, batch=4), requests)
+    for request, tokens, text in zip(requests, together, texts, strict=True):
+        assert run(engine_for("ngram", "auto", "tree", VOCAB), [request]) == ([tokens], [text])
+
+
+def test_stop_strings_end_the_text_where_they_would_without_drafting() -> None:
+    params = replace(SETTINGS["stop-strings"], stop=("f g", "c"), max_tokens=60)
+    requests = [Request(prompt, replace(params, seed=seed)) for prompt in PROMPTS for seed in range(6)]
+    tokens, texts = run(engine_for("draft_model", "coupled", "tree", VOCAB, frozenset()), requests)
+    assert (tokens, texts) == run(engine_for("none", "coupled", "chain", VOCAB, frozenset()), requests)
+    stopped = [(ids, text) for ids, text in zip(tokens, texts, strict=True) if len(ids) < 60]
+    assert stopped
+    for ids, text in stopped:
+        whole = Letters().decode(ids)
+        assert "f g" not in text
+        assert "c" not in text
+        assert whole.startswith(text)
+        assert "f g" in whole or "c" in whole  # the token that completed it is kept, and is the last

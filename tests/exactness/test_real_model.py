@@ -1,0 +1,113 @@
+"""The real default model in fp32 against transformers' own generate, token for token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from forerun import registry
+from forerun.build import make_engine
+from forerun.models.config import DecoderConfig
+from forerun.models.decoder import Decoder
+from forerun.params import SamplingParams, SpeculativeConfig
+from forerun.types import Request
+from tests.exactness.harness import run
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+TOKENS = 40
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a haiku about autumn.",
+    "Count from one to ten, then from ten to one.",
+    "def fibonacci(n):",
+    "Repeat after me, three times: the early bird catches the worm.",
+    "List five fruits as a JSON array.",
+    "Translate to French: The weather is nice today.",
+    "What is 12 times 13? Think step by step.",
+    "Summarise: Rain fell all night. Rain fell all day. The river rose and the fields were flooded.",
+    "Explain in one sentence why the sky is blue.",
+    "Write a SQL query that selects all names from the table people.",
+    "ABAB ABAB ABAB ABAB ABAB",
+    "Grüße aus Köln! Was heißt das auf Englisch? 🙂",
+]
+
+
+@pytest.fixture(scope="module")
+def prompts(checkpoint: Any) -> list[tuple[int, ...]]:
+    tokenizer = checkpoint.tokenizer()
+    return [tuple(tokenizer.chat_ids([{"role": "user", "content": question}])) for question in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def target(checkpoint: Any) -> Decoder:
+    return _decoder(checkpoint, layers=None)
+
+
+@pytest.fixture(scope="module")
+def draft(checkpoint: Any) -> Decoder:
+    """The default model without its upper layers: a poor drafter, so most of what it says must be rejected."""
+    return _decoder(checkpoint, layers=8)
+
+
+def _decoder(checkpoint: Any, layers: int | None) -> Decoder:
+    config = DecoderConfig.from_hf(checkpoint.config)
+    if layers is not None:
+        cut = {name: getattr(config, name)[:layers] for name in ("layer_ropes", "windows", "sparse")}
+        config = replace(config, layers=layers, **cut)
+    return Decoder(config, checkpoint.weights, dtype=torch.float32, device="cpu", kv_slots=None)
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Any, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    """What transformers writes, greedily, from the same weights."""
+    from forerun.bench.peers import load_transformers_model
+
+    model = load_transformers_model(checkpoint, checkpoint.tokenizer().eos_ids, torch.float32)
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False)
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
+
+
+@pytest.mark.parametrize("drafter", registry.drafters.names())
+def test_greedy_text_equals_transformers(
+    drafter: str,
+    target: Decoder,
+    draft: Decoder,
+    checkpoint: Any,
+    prompts: list[tuple[int, ...]],
+    oracle: list[list[int]],
+) -> None:
+    assert len(prompts) >= 12
+    speculative = SpeculativeConfig(drafter=drafter, budget=5, controller="fixed")
+    engine = make_engine(target, checkpoint.tokenizer().eos_ids, speculative, draft_target=draft)
+    texts, _ = run(engine, [Request(prompt, SamplingParams(max_tokens=TOKENS)) for prompt in prompts])
+    assert texts == oracle
+    assert target.used_slots == draft.used_slots == 0
+
+
+def test_negative_control_the_draft_model_alone_writes_something_else(
+    draft: Decoder, checkpoint: Any, prompts: list[tuple[int, ...]], oracle: list[list[int]]
+) -> None:
+    engine = make_engine(draft, checkpoint.tokenizer().eos_ids, SpeculativeConfig(drafter="none"))
+    texts, _ = run(engine, [Request(prompts[0], SamplingParams(max_tokens=TOKENS))])
+    assert texts[0] != oracle[0]
+
+
+def test_a_seed_fixes_the_text_on_the_real_model(
+    target: Decoder, draft: Decoder, checkpoint: Any, prompts: list[tuple[int, ...]]
+) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=7)
+    requests = [Request(prompt, params) for prompt in prompts[:4]]
+    texts = []
+    for drafter in ("none", "ngram", "draft_model"):
+        speculative = SpeculativeConfig(drafter=drafter, budget=4, controller="fixed")
+        engine = make_engine(target, checkpoint.tokenizer().eos_ids, speculative, draft_target=draft)
+        texts.append(run(engine, requests)[0])
+    assert texts[0] == texts[1] == texts[2]

@@ -1,0 +1,240 @@
+"""Tokenizers from GGUF metadata and from folders, equal to transformers' for the default; chat templates."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from forerun.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel
+from forerun.models.load.catalog import known_models
+from forerun.models.load.checkpoint import open_checkpoint
+from forerun.models.load.gguf_tokenizer import build_tokenizer
+from forerun.models.load.metadata import Metadata
+from forerun.models.load.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
+
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+# Ids that transformers 5.22 gives for the default model's GGUF file.
+REFERENCE = {
+    "": "",
+    "Hello, world!": "19556 28 905 17",
+    "The year 2024 had 366 days; 3.14": "504 713 216 34 32 34 36 761 216 35 38 38 2009 43 216 35 30 33 36",
+    "emoji 🙂👩\u200d👩\u200d👧": "391 33777 47526 10813 235 119 321 231 10813 235 119 321 231 10813 235 117",
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n": "1 4093 198 26843 2 198 1 520 9531 198",
+    "it's we'll I'D don't '' 'S": "269 506 392 3060 339 23 52 1326 982 10922 637 67",
+}
+VARIED = [
+    *REFERENCE,
+    " leading and trailing  ",
+    "tabs\tand\t\tmore\n\nnew lines\r\n  indented\n    deeper\n",
+    "def f(x: int) -> list[str]:\n    return [str(i) for i in range(x)]  # comment\n",
+    "naïve café — “quotes” …",
+    "日本語のテキスト 中文字符 한국어",
+    "Привет мир, Ελληνικά, עברית, العربية",
+    "🏳️\u200d🌈 done, \x00\x01 control \x7f",
+    "<|endoftext|> inside <|im_end|>text<repo_name>x<file_sep>",
+    "a" * 50 + " " * 20 + "b",
+    "zero\u200bwidth \u00a0nbsp \u3000ideographic e\u0301 नमस्ते",
+    "path?q=1&r=%20 #tag @user $100 €5",
+]
+
+
+def byte_level(path: Path, pre: str = "smollm", **more: Any) -> Metadata:
+    letters = ["<|im_start|>", "<|im_end|>", "<think>", *"abcd0123", "Ġ", "ab", "ĠĠ", "01", "Ċ"]
+    values = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": letters,
+        "tokenizer.ggml.token_type": [3, 3, 4] + [1] * (len(letters) - 3),
+        "tokenizer.ggml.merges": ["a b", "Ġ Ġ", "0 1"],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+    path.write_bytes(b"stands for the file that the metadata came from")
+    return Metadata(path, values | {f"tokenizer.{key}": value for key, value in more.items()}, "llama")
+
+
+def sentencepiece(path: Path, **more: Any) -> Metadata:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = ["▁", "h", "e", "l", "o", "he", "ll", "▁he", "llo", "▁hello"]
+    values = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces + words,
+        "tokenizer.ggml.scores": [0.0] * len(pieces) + [-100.0] * 5 + [-1.0, -2.0, -3.0, -4.0, -5.0],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(words),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    return Metadata(path, values | {f"tokenizer.{key}": value for key, value in more.items()}, "llama")
+
+
+def pieces(tokenizer: tokenizers.Tokenizer, text: str) -> list[str]:
+    return tokenizer.encode(text, add_special_tokens=False).tokens
+
+
+def test_smollm_splits_digits_before_anything_else(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(byte_level(tmp_path / "m.gguf"))
+    assert pieces(tokenizer, "ab  01") == ["ab", "ĠĠ", "0", "1"]
+    plain = build_tokenizer(byte_level(tmp_path / "m.gguf", pre="default"))
+    assert pieces(plain, "ab  01") == ["ab", "Ġ", "Ġ", "01"]
+
+
+@pytest.mark.parametrize("pre", ["default", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o"])
+def test_special_tokens_stay_whole(pre: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(build_tokenizer(byte_level(tmp_path / "m.gguf", pre=pre)))
+    ids = tokenizer.encode("<|im_start|>ab<think>cd<|im_end|>", add_special=False)
+    assert [tokenizer.token(i) for i in ids] == ["<|im_start|>", "ab", "<think>", "c", "d", "<|im_end|>"]
+    assert tokenizer.decode(ids) == "ab<think>cd"
+    assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>ab<think>cd<|im_end|>"
+
+
+def test_bos_is_added_where_the_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    without = Tokenizer(build_tokenizer(byte_level(path)))
+    within = Tokenizer(build_tokenizer(byte_level(path, **{"ggml.add_bos_token": True})))
+    assert within.encode("ab") == [0, *without.encode("ab")]
+    assert within.encode("ab", add_special=False) == without.encode("ab")
+
+
+def test_sentencepiece_merges_follow_the_scores(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(build_tokenizer(sentencepiece(tmp_path / "m.gguf")))
+    ids = tokenizer.encode("hello hé")
+    assert [tokenizer.token(i) for i in ids] == ["<s>", "▁hello", "▁", "h", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(ids) == "hello hé"
+
+
+def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    with pytest.raises(UnsupportedModel, match="martian"):
+        build_tokenizer(byte_level(path, pre="martian"))
+    with pytest.raises(UnsupportedModel, match="wordpiece"):
+        build_tokenizer(byte_level(path, **{"ggml.model": "wordpiece"}))
+    for key, value in {
+        "ggml.merges": ["a z"],
+        "ggml.tokens": [1, 2],
+        "ggml.token_type": "x",
+        "ggml.bos_token_id": -4,
+    }.items():
+        with pytest.raises(DamagedFile):
+            build_tokenizer(byte_level(path, **{key: value}))
+    with pytest.raises(DamagedFile, match="scores"):
+        build_tokenizer(sentencepiece(path, **{"ggml.scores": [1.0]}))
+
+
+def test_the_cache_is_used_and_a_bad_one_is_made_anew(tmp_path: Path) -> None:
+    metadata, cache = byte_level(tmp_path / "m.gguf", chat_template=CHAT), tmp_path / "cache"
+    first = tokenizer_from_gguf(metadata, cache)
+    (kept,) = (cache / "tokenizers").iterdir()
+    bare = Metadata(metadata.path, metadata.values | {"tokenizer.ggml.merges": ["broken"]}, "llama")
+    assert tokenizer_from_gguf(bare, cache).vocabulary() == first.vocabulary()
+    kept.write_text("{")
+    assert tokenizer_from_gguf(metadata, cache).encode("ab 01") == first.encode("ab 01")
+    assert kept.read_text() != "{"
+
+
+def test_chat(tmp_path: Path) -> None:
+    tokenizer = tokenizer_from_gguf(byte_level(tmp_path / "m.gguf", chat_template=CHAT), tmp_path)
+    messages = [{"role": "a", "content": "ab"}]
+    assert tokenizer.chat_text(messages) == "<|im_start|>a\nab<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer.chat_ids(messages, add_generation_prompt=False)
+    assert [tokenizer.token(i) for i in ids] == ["<|im_start|>", "a", "Ċ", "ab", "<|im_end|>", "Ċ"]
+    assert tokenizer.eos_ids == {1}
+    assert tokenizer.bos_id == 0
+
+
+def chatting(template: str | None) -> Tokenizer:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "<|eot_id|>": 1}, []))
+    return Tokenizer(backend, [0], None, template, {"bos_token": "<s>"})
+
+
+def test_templates_have_the_usual_helpers() -> None:
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}"
+        "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}{{ strftime_now('%Y') | length }}"
+    )
+    text = chatting(template).chat_text([{"role": "u", "content": "é<"}, {"role": "v", "content": ""}])
+    assert text == '<s>{"role": "u", "content": "é<"}4'
+    assert chatting("{{ tools }} {{ x }}").chat_text([{}], x=3) == "None 3"
+
+
+def test_a_turn_end_in_the_template_ends_the_text() -> None:
+    assert chatting("{{ messages }}<|eot_id|>").eos_ids == {0, 1}
+    assert chatting(None).eos_ids == {0}
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[5].content }}", "refuses"),
+        ("{% for %}", "refuses"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe|refuses"),
+        ("{{ messages.append(1) }}", "refuses"),
+    ],
+)
+def test_templates_fail_in_one_line(template: str, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says) as raised:
+        chatting(template).chat_text([{"role": "user", "content": "x"}])
+    assert "\n" not in str(raised.value)
+
+
+def test_no_template_or_no_messages() -> None:
+    with pytest.raises(InvalidInput, match="no chat template"):
+        chatting(None).chat_ids([{"role": "user", "content": "x"}])
+    with pytest.raises(InvalidInput, match="empty"):
+        chatting("x").chat_ids([])
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    build_tokenizer(byte_level(tmp_path / "m.gguf")).save(str(tmp_path / "tokenizer.json"))
+    settings = {"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|im_end|>", "chat_template": CHAT}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
+    tokenizer = tokenizer_from_folder(tmp_path, {"eos_token_id": 9})
+    assert tokenizer.eos_ids == {1, 3, 4}
+    assert tokenizer.bos_id == 0
+    assert tokenizer.has_chat_template
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}!")
+    assert tokenizer_from_folder(tmp_path, {}).chat_text([{}]) == "<|im_start|>!"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DamagedFile, match=r"tokenizer\.json"):
+        tokenizer_from_folder(tmp_path, {})
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ModelNotFound, match=r"tokenizer\.json"):
+        tokenizer_from_folder(tmp_path, {})
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Tokenizer:
+    if known_models()[0].path is None:
+        pytest.skip("the default model has not been pulled")
+    return open_checkpoint("smollm2").tokenizer()
+
+
+@pytest.mark.model
+def test_the_default_model_gives_known_ids(smollm2: Tokenizer) -> None:
+    for text, listed in REFERENCE.items():
+        ids = [int(index) for index in listed.split()]
+        assert smollm2.encode(text) == ids
+        assert smollm2.decode(ids, skip_special=False) == text
+    assert (smollm2.vocab_size, smollm2.bos_id, smollm2.eos_ids) == (49152, 1, {2})
+    assert smollm2.chat_text([{"role": "user", "content": "Hi"}]).startswith("<|im_start|>system\nYou are")
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_default_model_agrees_with_transformers(smollm2: Tokenizer) -> None:
+    # Left out: spaces in runs, or signs such as ½, before a number. There transformers' reading of GGUF drops
+    # the splitting of digits that the model was trained with, and differs from the model's own tokenizer.
+    transformers = pytest.importorskip("transformers")
+    path = known_models()[0].path
+    assert path is not None
+    theirs = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    for text in VARIED:
+        assert smollm2.encode(text) == theirs.encode(text), text
+    messages = [{"role": "user", "content": "What is 6 times 7?"}]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert smollm2.chat_ids(messages) == expected

@@ -1,0 +1,161 @@
+"""Tiny random checkpoints of every family that our decoder runs, with transformers' own model beside each.
+
+They are saved and read back, so that names and config.json are those found on disk.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from forerun.models.config import DecoderConfig
+from forerun.models.decoder import Decoder
+from forerun.testing import FakeSeq
+from forerun.types import Needs, TreeBatch
+
+VOCAB = 61
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 100.0,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.0, 2.0, 5.0],
+    "partial_rotary_factor": 0.75,
+    "rope_theta": 10000.0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama2": {"model_type": "llama", "num_key_value_heads": 4},
+    "llama3.1": {"model_type": "llama", "rope_parameters": _LLAMA3, "head_dim": 12},
+    "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-linear": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4},
+    },
+    "llama-dynamic": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    },
+    "llama-yarn": {"model_type": "llama", "rope_parameters": _YARN},
+    "smollm2": {"model_type": "llama", "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "sliding_window": 7},
+    "mistral-no-window": {"model_type": "mistral", "sliding_window": None},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2-window": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3-yarn": {"model_type": "qwen3", "head_dim": 16, "rope_parameters": {**_YARN, "truncate": False}},
+    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, "tie_word_embeddings": True},
+    "smollm3-window": {
+        "model_type": "smollm3",
+        "no_rope_layer_interval": 2,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+    },
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 8,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 6,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 4.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "final_logit_softcapping": 5.0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "phi3": {"model_type": "phi3", "sliding_window": 11},
+    "phi3-longrope": {
+        "model_type": "phi3",
+        "rope_parameters": _LONGROPE,
+        "original_max_position_embeddings": 24,
+        "tie_word_embeddings": True,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 28,
+        "mlp_only_layers": [1],
+        **_MOE,
+    },
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, "norm_topk_prob": True, **_MOE},
+}
+
+
+def make_reference(name: str) -> Any:
+    """transformers' model of a family with random weights, norms and biases included."""
+    settings = {**_BASE, **FAMILIES[name]}
+    torch.manual_seed(sorted(FAMILIES).index(name))
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    offset = config.model_type.startswith("gemma")
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            weight.normal_(0.0, 0.25)
+            if "norm" in key and not offset:
+                weight.add_(1.0)
+    return model
+
+
+def save(model: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and weights as they lie on disk."""
+    model.save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+def make_decoder(config: dict[str, Any], weights: dict[str, Tensor], kv_slots: int | None = None) -> Decoder:
+    parsed = DecoderConfig.from_hf(config)
+    return Decoder(parsed, weights, dtype=torch.float32, device="cpu", kv_slots=kv_slots)
+
+
+def reference_logits(model: Any, tokens: Sequence[int]) -> Tensor:
+    """[n, V] of a plain pass without a cache."""
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return logits
+
+
+def score_chain(decoder: Decoder, tokens: Sequence[int], cached: int, max_length: int) -> Tensor:
+    """[n - cached, V] with the first tokens prefilled and the others scored as a chain."""
+    seq = FakeSeq(7, list(tokens[: cached + 1]), max_length=max_length)
+    decoder.prefill([seq], Needs())
+    logits = decoder.score([seq], TreeBatch.chains([list(tokens[cached:])]), Needs()).logits
+    decoder.release(seq)
+    assert logits is not None
+    return logits

@@ -1,0 +1,48 @@
+"""Import budgets: help comes at once because nothing heavy is imported for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "numpy", "tokenizers", "huggingface_hub", "gguf", "matplotlib", "jinja2")
+
+HELP = """
+import contextlib, io, sys
+from forerun.cli.app import main
+for words in ("--version", "--help", "generate --help", "chat --help", "models --help", "models pull --help",
+              "models path --help", "drafters --help", "doctor --help", "drafters", "models"):
+    sys.argv = ["forerun", *words.split()]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            main()
+        except SystemExit as ended:
+            assert not ended.code, words
+    assert out.getvalue(), words
+"""
+
+
+def imported_by(program: str) -> set[str]:
+    """Top-level modules loaded once a program has run in a fresh interpreter."""
+    listing = "import sys; print(' '.join({name.partition('.')[0] for name in sys.modules}))"
+    command = [sys.executable, "-c", f"{program}\n{listing}"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(ended.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("program", "forbidden"),
+    [
+        ("import forerun", (*HEAVY, "typer", "rich")),
+        ("from forerun import SamplingParams, SpeculativeConfig, EngineConfig, ForerunError", HEAVY),
+        (HELP, HEAVY),
+        ("from forerun import LLM", ("transformers", "typer", "rich", "matplotlib", "fastapi")),
+    ],
+    ids=["forerun", "settings", "help", "LLM"],
+)
+def test_nothing_heavy_is_imported(program: str, forbidden: tuple[str, ...]) -> None:
+    loaded = imported_by(program)
+    assert "forerun" in loaded
+    assert loaded.isdisjoint(forbidden), sorted(loaded & set(forbidden))
