@@ -1,0 +1,70 @@
+"""A second model as the drafter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forerun.build import make_engine
+from forerun.drafters.base import Parts
+from forerun.drafters.draft_model import ModelDrafter
+from forerun.errors import InvalidInput
+from forerun.params import SamplingParams, SpeculativeConfig
+from forerun.testing import FakeSeq, TableLM, check_drafter
+from forerun.types import Budget, Request
+from tests.exactness.harness import run
+
+
+@pytest.mark.parametrize("draft_vocab", [9, 7, 12])  # the same, fewer ids, more ids (padding)
+def test_the_contract(draft_vocab: int) -> None:
+    check_drafter(lambda: ModelDrafter(TableLM(vocab_size=draft_vocab), vocab_size=9), vocab_size=9)
+
+
+def test_needs_a_second_checkpoint() -> None:
+    with pytest.raises(InvalidInput, match="draft_model=NAME"):
+        ModelDrafter.build(Parts(TableLM(vocab_size=4), None, SpeculativeConfig()))
+
+
+def test_a_perfect_draft_is_accepted_whole() -> None:
+    engine = make_engine(
+        TableLM(vocab_size=30),
+        frozenset(),
+        SpeculativeConfig(drafter="draft_model", budget=4, controller="fixed"),
+        draft_target=TableLM(vocab_size=30),
+    )
+    seq_id = engine.submit(Request((1, 2, 3), SamplingParams(max_tokens=20)))
+    seq = engine.find(seq_id)
+    assert seq is not None
+    while engine.busy:
+        engine.step()
+    assert seq.stats.rounds == 4  # five tokens a round: four drafted, one of the target's own
+    assert seq.stats.accepted_per_position == [1.0] * 4
+
+
+def test_sampled_tokens_carry_the_law_they_were_drawn_from() -> None:
+    draft = TableLM(vocab_size=8)
+    seq = FakeSeq(0, [1, 2, 3], params=SamplingParams(temperature=0.7), seed=5)
+    trees = ModelDrafter(draft, 8).propose([seq], [Budget(4, 2, width=2)])
+    assert trees.drawn_from is not None
+    assert not trees.drawn_from.replace
+    law = (draft.logits(seq.tokens) / 0.7).softmax(-1)
+    torch.testing.assert_close(trees.drawn_from.laws[0], law)
+    assert trees.drawn_from.rows.tolist()[1:3] == [0, 0]
+
+
+def test_texts_that_pause_drafting_catch_up_later() -> None:
+    """Rounds without a budget leave the draft model behind; it must find its way back, exactly."""
+    requests = [
+        Request((1, 2, 3), SamplingParams(max_tokens=9), budget=Budget(0, 0)),
+        Request((4, 5), SamplingParams(max_tokens=30), budget=Budget(3, 3)),
+    ]
+    outputs = []
+    for drafter in ("none", "draft_model"):
+        engine = make_engine(
+            TableLM(vocab_size=12),
+            frozenset(),
+            SpeculativeConfig(drafter=drafter, controller="fixed"),
+            draft_target=TableLM(vocab_size=12, seed=3),
+        )
+        outputs.append(run(engine, requests)[0])
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,80 @@
+"""Prompt lookup: what is found, what is not, and how it learns to trust itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from forerun.drafters.ngram import NgramDrafter
+from forerun.testing import FakeSeq, check_drafter
+from forerun.types import Budget, Scores, Verdict
+
+
+def draft(tokens: list[int], budget: Budget, **fields: object) -> tuple[list[int], list[int]]:
+    drafter = NgramDrafter()
+    trees = drafter.propose([FakeSeq(0, tokens, **fields)], [budget])  # type: ignore[arg-type]
+    return trees.tokens.tolist(), trees.parents.tolist()
+
+
+def test_the_contract() -> None:
+    check_drafter(NgramDrafter, vocab_size=7)
+
+
+def test_copies_what_followed_the_longest_match() -> None:
+    # "2 3" was followed by 9 last, but "1 2 3" by 4
+    assert draft([1, 2, 3, 4, 5, 7, 2, 3, 9, 1, 2, 3], Budget(3, 3))[0] == [3, 4, 5, 7]
+
+
+def test_the_most_recent_of_equal_matches_wins() -> None:
+    assert draft([1, 2, 5, 1, 2, 6, 8, 1, 2], Budget(2, 2))[0] == [2, 6, 8]
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2, 3, 4], [4, 4, 5]])
+def test_nothing_matches_nothing_is_drafted(tokens: list[int]) -> None:
+    assert draft(tokens, Budget(4, 4)) == ([tokens[-1]], [-1])
+
+
+def test_a_text_that_repeats_itself_is_drafted_past_its_end() -> None:
+    assert draft([1, 2, 3, 1, 2, 3], Budget(7, 7))[0] == [3, 1, 2, 3, 1, 2, 3, 1]
+    assert draft([7, 7], Budget(3, 3))[0] == [7, 7, 7, 7]
+
+
+def test_several_continuations_make_a_tree() -> None:
+    tokens, parents = draft([1, 2, 5, 6, 1, 2, 7, 8, 1, 2], Budget(4, 2, width=2))
+    paths = {tokens[i]: tokens[parents[i]] for i in range(1, 5)}
+    assert paths == {7: 2, 8: 7, 5: 2, 6: 5}
+
+
+def test_stops_at_a_token_that_ends_the_text() -> None:
+    tokens = [1, 2, 3, 0, 9, 9, 1, 2]
+    assert draft(tokens, Budget(4, 4), stop_ids=frozenset({0}))[0] == [2, 3, 0]
+
+
+def test_a_price_keeps_it_from_drafting_on_a_weak_match() -> None:
+    steep = (1.0, 3.0, 3.1, 3.2, 3.3)
+    assert draft([1, 5, 6, 7, 8, 1], Budget(4, 4, price=steep))[0] == [1]
+
+
+def test_trust_grows_with_hits_and_falls_with_misses_without_drafting() -> None:
+    """Budget 0: nothing is put to the target, and yet the rates follow what came."""
+    price = (1.0, 2.6, 2.7, 2.8, 2.9)
+
+    def drafted_after(next_token: int) -> int:
+        drafter, seq, rng = NgramDrafter(), FakeSeq(0, [1, 2, 3] * 5), random.Random(0)
+        for _ in range(60):
+            trees = drafter.propose([seq], [Budget(0, 0)])
+            token = (seq.tokens[-1] % 3) + 1 if next_token == 0 else rng.randrange(1, 6)
+            drafter.observe([seq], trees, Scores(None), Verdict.of([[]], [token], "cpu"))
+            seq.tokens.append(token)
+        return len(drafter.propose([seq], [Budget(4, 4, price=price)]).tokens) - 1
+
+    assert drafted_after(0) == 4
+    assert drafted_after(1) == 0
+
+
+def test_forgets() -> None:
+    drafter, seq = NgramDrafter(), FakeSeq(3, [1, 2, 1])
+    drafter.propose([seq], [Budget(2, 2)])
+    drafter.forget(seq)
+    assert not drafter._texts

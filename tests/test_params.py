@@ -1,0 +1,65 @@
+"""Parameters check themselves, in one line that names value and limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forerun.errors import InvalidInput, UnknownName
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.registry import Registry, drafters
+
+BAD = [
+    (SamplingParams, {"temperature": -0.1}),
+    (SamplingParams, {"temperature": float("nan")}),
+    (SamplingParams, {"top_p": 0.0}),
+    (SamplingParams, {"top_p": 1.2}),
+    (SamplingParams, {"top_k": -1}),
+    (SamplingParams, {"min_p": 2.0}),
+    (SamplingParams, {"max_tokens": 0}),
+    (SamplingParams, {"min_tokens": 9, "max_tokens": 3}),
+    (SamplingParams, {"repetition_penalty": 0.0}),
+    (SamplingParams, {"stop": ("",)}),
+    (SamplingParams, {"bad_words": ((),)}),
+    (SamplingParams, {"logprobs": 65}),
+    (SpeculativeConfig, {"budget": -1}),
+    (SpeculativeConfig, {"width": 0}),
+    (SpeculativeConfig, {"prompt_lookup_min": 5, "prompt_lookup_max": 4}),
+    (EngineConfig, {"max_batch": 0}),
+    (EngineConfig, {"threads": 0}),
+]
+
+
+@pytest.mark.parametrize(("kind", "values"), BAD)
+def test_a_bad_value_is_named(kind: Any, values: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        kind(**values)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert any(name in message for name in values)
+
+
+def test_one_stop_string_is_a_list_of_one() -> None:
+    assert SamplingParams(stop="END").stop == ("END",)
+
+
+def test_vllm_names_are_understood() -> None:
+    config = SpeculativeConfig.from_dict(
+        {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+    )
+    assert (config.drafter, config.budget, config.prompt_lookup_max) == ("ngram", 5, 4)
+    with pytest.raises(InvalidInput, match="num_spec_tokens"):
+        SpeculativeConfig.from_dict({"num_spec_tokens": 3})
+
+
+def test_an_unknown_drafter_names_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'ngram'"):
+        drafters.get("n-gram")
+
+
+def test_a_drafter_registered_at_run_time_is_found() -> None:
+    registry = Registry("drafter")
+    registry.register("mine", "forerun.drafters.none:NoDrafter")
+    assert registry.get("mine").__name__ == "NoDrafter"
+    assert registry.names() == ["mine"]
