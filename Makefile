@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint check bench-cpu clean
 
 demo: $(READY) model  ## a real model answers, drafted tokens in colour
-	$(BIN)/forerun generate "Write a Python function that reverses a string, then explain it." --max-tokens 160
+	$(BIN)/forerun generate --file examples/demo.txt --max-tokens 110
 
 test: lint check  ## what CI runs
 

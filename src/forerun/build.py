@@ -84,6 +84,11 @@ def make_controller(
     return weighing
 
 
+def drafts_with_checkpoint(drafter: str) -> bool:
+    """Does this drafter run a second model? Others take `draft_model` for a head, or not at all."""
+    return bool(getattr(registry.drafters.get(drafter), "uses_checkpoint", False))
+
+
 def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     """Our own decoder where it knows the family, else transformers behind the same protocol."""
     from forerun.models.config import DecoderConfig, supports
@@ -97,7 +102,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
         return Decoder(family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots)
     from forerun.models.hf import HFTarget
 
-    return HFTarget.load(str(checkpoint.path), dtype=dtype, device=device)
+    return HFTarget.load(str(checkpoint.path), dtype=dtype, device=device, kv_slots=config.kv_slots)
 
 
 def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:

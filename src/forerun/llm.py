@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forerun.build import check_vocabulary, cost_file, load_target, make_engine
+from forerun.build import check_vocabulary, cost_file, drafts_with_checkpoint, load_target, make_engine
 from forerun.control.fixed import budget_of
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
@@ -102,7 +102,7 @@ class LLM:
             torch.set_num_threads(settings.threads)
         checkpoint = open_checkpoint(model)
         draft = None
-        if speculative.draft_model is not None:
+        if speculative.draft_model is not None and drafts_with_checkpoint(speculative.drafter):
             small = open_checkpoint(speculative.draft_model)
             check_vocabulary(checkpoint, small)
             draft = load_target(small, settings)

@@ -82,7 +82,9 @@ def test_neighbours_do_not_change_scores(pair: tuple[Any, Decoder]) -> None:
         alone = decoder.score([seq], trees.select([b]), Needs()).logits
         assert together is not None
         assert alone is not None
-        torch.testing.assert_close(together[trees.starts[b] : trees.starts[b + 1]], alone, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            together[trees.starts[b] : trees.starts[b + 1]], alone, atol=1e-5, rtol=1e-5
+        )
         decoder.release(seq)
 
 

@@ -32,7 +32,13 @@ _BASE: dict[str, Any] = {
     "eos_token_id": None,
 }
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+_YARN = {  # numbers at which rounding the range of blended dimensions, or not, shows
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 100.0,
+    "beta_fast": 2.0,
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -60,7 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "llama",
         "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
     },
-    "llama-yarn": {"model_type": "llama", "rope_parameters": _YARN},
+    "llama-yarn": {"model_type": "llama", "head_dim": 16, "rope_parameters": _YARN},
     "smollm2": {"model_type": "llama", "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", "sliding_window": 7},
     "mistral-no-window": {"model_type": "mistral", "sliding_window": None},

@@ -16,7 +16,8 @@ from forerun.models.base import Target
 from forerun.params import SamplingParams
 from forerun.types import Needs, TreeBatch
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # for a benchmark
+QUICK = (1, 2, 4, 8, 16)  # at load: what a controller needs, in about a second
 CONTEXT = 128  # tokens cached while measuring
 
 
@@ -98,7 +99,7 @@ class CostModel:
                 return cls({int(n): float(t) for n, t in json.loads(file.read_text())["seconds"].items()})
             except (ValueError, KeyError, TypeError, AttributeError):
                 file.unlink()  # not ours any more: measure again
-        model = cls.measure(target)
+        model = cls.measure(target, QUICK, repeats=2)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({"seconds": model.seconds}))

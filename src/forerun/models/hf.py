@@ -42,10 +42,16 @@ class HFTarget:
         self.vocab_size = check_trees(self, model)
 
     @classmethod
-    def load(cls, path: str | Path, dtype: torch.dtype, device: torch.device | str) -> HFTarget:
-        """Load a checkpoint directory, or a name that transformers has already fetched."""
+    def load(
+        cls,
+        path: str | Path,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kv_slots: int | None = None,
+    ) -> HFTarget:
+        """Load a checkpoint directory, or a name that transformers has already fetched; never a pickle."""
         try:
-            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, use_safetensors=True)
         except OSError as error:
             reason = str(error).splitlines()[0]
             raise ModelNotFound(
@@ -54,7 +60,7 @@ class HFTarget:
         except ValueError as error:  # transformers' way of saying that it has no such causal model
             reason = str(error).splitlines()[0]
             raise UnsupportedModel(f"transformers cannot run {str(path)!r}: {reason}") from error
-        return cls(model.to(device))
+        return cls(model.to(device), kv_slots=kv_slots)
 
     @property
     def family(self) -> str:
