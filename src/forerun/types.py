@@ -97,6 +97,8 @@ class TreeBatch:
     @classmethod
     def join(cls, parts: Sequence[TreeBatch], order: Sequence[int]) -> TreeBatch:
         """Lay several batches end to end, then put tree i of the whole at place order[i]."""
+        if len(parts) == 1 and list(order) == list(range(len(order))):
+            return parts[0]
         tokens = torch.cat([part.tokens for part in parts])
         parents = torch.cat([part.parents for part in parts])
         sizes = [size for part in parts for size in part.sizes()]
@@ -210,8 +212,12 @@ class Verdict:
         return cls.of([range(1, size) for size in trees.sizes()], bonus, trees.tokens.device)
 
     def path(self, b: int) -> list[int]:
-        path: list[int] = self.paths[b, : int(self.accepted[b])].tolist()
-        return path
+        return self.to_host()[0][b]
+
+    def to_host(self) -> tuple[list[list[int]], list[int]]:
+        """All paths, cut to their lengths, and all bonus tokens: the one read of a round."""
+        rows = zip(self.paths.tolist(), self.accepted.tolist(), strict=True)
+        return [path[:length] for path, length in rows], self.bonus.tolist()
 
 
 @dataclass(frozen=True, slots=True)

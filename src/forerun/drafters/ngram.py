@@ -78,12 +78,12 @@ class NgramDrafter:
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Score the last guesses against what came, proposed or not."""
-        tokens, bonus = trees.tokens.tolist(), verdict.bonus.tolist()
+        tokens, (paths, bonus) = trees.tokens.tolist(), verdict.to_host()
         for b, seq in enumerate(seqs):
             text = self._texts.get(seq.id)
             if text is None or not text.guess:
                 continue
-            came = [*(tokens[trees.starts[b] + node] for node in verdict.path(b)), bonus[b]]
+            came = [*(tokens[trees.starts[b] + node] for node in paths[b]), bonus[b]]
             for i, (guess, token) in enumerate(zip(text.guess, came, strict=False)):
                 text.rates.count(text.match + i, guess == token, memory=0.97)
                 self._all.count(text.match + i, guess == token, memory=0.998)

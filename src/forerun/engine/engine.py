@@ -162,11 +162,11 @@ class Engine:
     ) -> list[Event]:
         """Append what was committed, end what has ended, and tell the controller what the round came to."""
         tokens, depths = trees.tokens.tolist(), trees.depths().tolist()
-        bonus = verdict.bonus.tolist()
+        paths, bonus = verdict.to_host()
         events, deepest, accepted = [], [], []
         for b, seq in enumerate(seqs):
             first, end = trees.starts[b], trees.starts[b + 1]
-            path = verdict.path(b)
+            path = paths[b]
             taken = seq.append([*(tokens[first + node] for node in path), bonus[b]])
             kept = min(len(path), taken)
             deepest.append(max(depths[first:end]))

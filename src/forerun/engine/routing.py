@@ -90,6 +90,6 @@ class VerifierPool:
         for name, which in groups.items():
             part = laws.select(trees.nodes_of(which), which)
             verdict = self.get(name).verify(trees.select(which), part, noise.select(which))
-            for row, b in enumerate(which):
-                paths[b], bonus[b] = verdict.path(row), int(verdict.bonus[row])
+            for b, path, token in zip(which, *verdict.to_host(), strict=True):
+                paths[b], bonus[b] = path, token
         return Verdict.of(paths, bonus, trees.tokens.device)
