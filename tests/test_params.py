@@ -15,7 +15,7 @@ BAD = [
     (SamplingParams, {"temperature": float("nan")}),
     (SamplingParams, {"top_p": 0.0}),
     (SamplingParams, {"top_p": 1.2}),
-    (SamplingParams, {"top_k": -1}),
+    (SamplingParams, {"top_k": -2}),
     (SamplingParams, {"min_p": 2.0}),
     (SamplingParams, {"max_tokens": 0}),
     (SamplingParams, {"min_tokens": 9, "max_tokens": 3}),
@@ -23,6 +23,18 @@ BAD = [
     (SamplingParams, {"stop": ("",)}),
     (SamplingParams, {"bad_words": ((),)}),
     (SamplingParams, {"logprobs": 65}),
+    (SamplingParams, {"temperature": 1e-40}),
+    (SamplingParams, {"temperature": None}),
+    (SamplingParams, {"max_tokens": 2.5}),
+    (SamplingParams, {"max_tokens": None}),
+    (SamplingParams, {"logprobs": True}),
+    (SamplingParams, {"seed": "x"}),
+    (SamplingParams, {"stop": None}),
+    (SamplingParams, {"presence_penalty": float("nan")}),
+    (SamplingParams, {"stop_token_ids": [-1]}),
+    (SamplingParams, {"bad_words": ["hello"]}),
+    (SamplingParams, {"logit_bias": {5: float("inf")}}),
+    (SpeculativeConfig, {"budget": 2.5}),
     (SpeculativeConfig, {"budget": -1}),
     (SpeculativeConfig, {"width": 0}),
     (SpeculativeConfig, {"prompt_lookup_min": 5, "prompt_lookup_max": 4}),
@@ -51,6 +63,13 @@ def test_vllm_names_are_understood() -> None:
     assert (config.drafter, config.budget, config.prompt_lookup_max) == ("ngram", 5, 4)
     with pytest.raises(InvalidInput, match="num_spec_tokens"):
         SpeculativeConfig.from_dict({"num_spec_tokens": 3})
+
+
+def test_vllm_habits() -> None:
+    assert SamplingParams(top_k=-1).top_k == 0
+    assert (
+        SpeculativeConfig.from_dict({"model": "small", "num_speculative_tokens": 3}).drafter == "draft_model"
+    )
 
 
 def test_an_unknown_drafter_names_the_nearest() -> None:

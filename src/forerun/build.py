@@ -17,6 +17,7 @@ from forerun import registry
 from forerun.control.base import Controller
 from forerun.control.cost import CostModel
 from forerun.drafters.base import Drafter, Parts
+from forerun.drafters.hybrid import Routes
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool, VerifierPool
@@ -64,6 +65,14 @@ def make_engine(
     )
 
 
+def check_names(speculative: SpeculativeConfig) -> None:
+    """Unknown names are the caller's error before anything is loaded."""
+    registry.drafters.get(speculative.drafter)
+    registry.controllers.get(speculative.controller)
+    if speculative.verifier != "auto":
+        registry.verifiers.get(speculative.verifier)
+
+
 def make_controller(
     target: Target, drafters: DrafterPool, speculative: SpeculativeConfig, cost_file: Path | None
 ) -> Controller:
@@ -77,7 +86,8 @@ def make_controller(
         return controller
 
     def draft_seconds(seq: Seq) -> float:
-        return drafters.get(getattr(seq, "drafter", speculative.drafter)).cost
+        drafter = drafters.get(getattr(seq, "drafter", speculative.drafter))
+        return drafter.cost_of(seq) if isinstance(drafter, Routes) else drafter.cost
 
     cost = CostModel.measure_or_load(target, cost_file)
     weighing: Controller = cls(cost, speculative.budget, speculative.width, draft_seconds)
@@ -136,6 +146,10 @@ def _device(name: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise InvalidInput(f"device={name!r} is not available: torch sees no GPU; use device='cpu'")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidInput(f"device={name!r} cannot be used here; use auto, cpu or cuda") from error
     return name
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from forerun.build import make_engine
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
-from forerun.errors import InvalidInput
+from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.generate_args import merge_settings, sampling_params, token_ids
 from forerun.models.hf import HFTarget
 from forerun.params import SamplingParams, SpeculativeConfig
@@ -97,7 +97,7 @@ class Wrapped:
         draft, lookup = wish.get("assistant_model"), wish.get("max_matching_ngram_size")
         key = (id(draft), lookup)
         if key not in self._engines:
-            draft_target = None if draft is None else HFTarget(draft)
+            draft_target = None if draft is None else self._draft_target(draft)
             drafter = "ngram" if draft is None else "draft_model"
             speculative = SpeculativeConfig(
                 drafter=drafter, **({"prompt_lookup_max": lookup} if lookup else {})
@@ -109,6 +109,17 @@ class Wrapped:
         engine.max_batch = batch  # the caller has chosen: the whole batch at once, as in transformers
         engine.tokenizer = (wish.get("tokenizer") or self._tokenizer) if wish.get("stop_strings") else None
         return engine
+
+    def _draft_target(self, draft: Any) -> HFTarget:
+        """The assistant as a target; padding may differ, more than that means other tokens."""
+        target = HFTarget(draft)
+        ours, theirs = self._target.vocab_size, target.vocab_size
+        if abs(ours - theirs) > max(ours, theirs) // 100:
+            raise VocabularyMismatch(
+                f"assistant_model ({target.family}) has {theirs} tokens and the model ({self._target.family}) "
+                f"{ours}: they do not share a vocabulary; use one of the same family"
+            )
+        return target
 
     def _warn_of_context(self, longest: int, new: int) -> None:
         if longest + new > self._target.max_length:

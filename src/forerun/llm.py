@@ -6,26 +6,40 @@ print(llm.chat("Why is the sky blue?").text)
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import torch
 
-from forerun.build import check_vocabulary, cost_file, drafts_with_checkpoint, load_target, make_engine
+from forerun.build import (
+    check_names,
+    check_vocabulary,
+    cost_file,
+    drafts_with_checkpoint,
+    load_target,
+    make_engine,
+)
 from forerun.control.fixed import budget_of
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
 from forerun.params import Dtype, EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.prompts import Message, Prompt, as_messages, as_prompts
 from forerun.types import Budget, Event, FinishReason, Request, TokenLogprob
 
 if TYPE_CHECKING:
     from forerun.engine.sequence import Sequence as Text
     from forerun.models.load.tokenizer import Tokenizer
 
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
+
+class Options(TypedDict, total=False):
+    """What one call may set for itself; what it leaves out is the engine's."""
+
+    drafter: str | None
+    verifier: str | None
+    budget: int | Budget | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +59,7 @@ class Completion:
     verifier: str
     exact: bool
     seed: int
-    seconds: float  # from the first round to the last token, beside whatever else ran in the batch
+    seconds: float  # of the engine's work since it was admitted, beside whatever else ran in the batch
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
@@ -62,13 +76,15 @@ class _Writing:
     """A request on its way to a Completion."""
 
     seq: Text
-    started: float
+    seconds: float = 0.0
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    unread: list[Event] = field(default_factory=list)
 
     def take(self, event: Event) -> None:
         self.text += event.text
         self.logprobs.extend(event.logprobs)
+        self.unread.append(event)
 
 
 class LLM:
@@ -76,6 +92,7 @@ class LLM:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, name: str = "") -> None:
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
+        self._writings: dict[int, _Writing] = {}
 
     @classmethod
     def load(
@@ -96,8 +113,11 @@ class LLM:
         from forerun.models.load.catalog import cache_folder
         from forerun.models.load.checkpoint import open_checkpoint
 
+        if config is not None and (dtype, device) != ("auto", "auto"):
+            raise InvalidInput("dtype and device were given beside config; set them in the EngineConfig")
         settings = config or EngineConfig(dtype=dtype, device=device)
         speculative = _speculative(speculative_config, drafter, draft_model)
+        check_names(speculative)
         if settings.threads:
             torch.set_num_threads(settings.threads)
         checkpoint = open_checkpoint(model)
@@ -113,24 +133,36 @@ class LLM:
         engine = make_engine(target, stops, speculative, settings, tokenizer, draft, costs)
         return cls(engine, tokenizer, model)
 
+    @overload  # a string is also a sequence of strings: the first signature that fits is meant
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]
+    ) -> Completion: ...
+    @overload
     def generate(
         self,
-        prompts: Prompt | Sequence[str],
-        params: SamplingParams | None = None,
-        *,
-        drafter: str | None = None,
-        verifier: str | None = None,
-        budget: int | Budget | None = None,
-    ) -> Any:
-        """Write a Completion for a prompt (text, token ids or chat messages), or a list of them for several.
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Unpack[Options],
+    ) -> list[Completion]: ...
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Unpack[Options],
+    ) -> Completion | list[Completion]:
+        """A Completion for a prompt (text, token ids or chat messages), or a list of them for several prompts.
 
         Text is taken as it is; messages go through the model's chat template. `drafter`, `verifier` and `budget`
-        hold for this call only.
+        hold for this call only. Several prompts may share their parameters or bring a list of them.
         """
-        several = not isinstance(prompts, str) and all(isinstance(prompt, str) for prompt in prompts)
-        batch: Sequence[Any] = prompts if several else [prompts]
-        requests = [self._request(prompt, params, drafter, verifier, budget) for prompt in batch]
-        completions = self._write(requests)
+        batch, several = as_prompts(prompts)
+        each = [params] * len(batch) if params is None or isinstance(params, SamplingParams) else [*params]
+        if len(each) != len(batch):
+            raise InvalidInput(
+                f"{len(batch)} prompts came with {len(each)} sets of parameters; give one or as many"
+            )
+        pairs = zip(batch, each, strict=True)
+        completions = self._write([self._request(prompt, wish, options) for prompt, wish in pairs])
         return completions if several else completions[0]
 
     def chat(
@@ -139,75 +171,78 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         system: str | None = None,
-        drafter: str | None = None,
-        verifier: str | None = None,
-        budget: int | Budget | None = None,
+        **options: Unpack[Options],
     ) -> Completion:
         """Answer a chat; a plain string is one user message."""
-        turns = as_messages(messages, system)
-        return self._write([self._request(turns, params, drafter, verifier, budget)])[0]
+        return self._write([self._request(as_messages(messages, system), params, options)])[0]
 
     def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        drafter: str | None = None,
-        verifier: str | None = None,
-        budget: int | Budget | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> Iterator[Event | Completion]:
         """Yield an Event per round as the text grows, then its Completion."""
-        writing = self._start(self._request(prompt, params, drafter, verifier, budget))
+        writing = self._start(self._request(prompt, params, options))
         try:
-            while not writing.seq.finished:
-                for event in self.engine.step():
-                    if event.seq_id == writing.seq.id:
-                        writing.take(event)
-                        yield event
+            while not writing.seq.finished or writing.unread:
+                if not writing.unread:
+                    self._step()
+                while writing.unread:
+                    yield writing.unread.pop(0)
             yield self._complete(writing)
-        finally:
-            self.engine.abort(writing.seq.id)  # the caller may stop listening half-way
+        finally:  # the caller may stop listening half-way
+            self._end(writing)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The token ids of a prompt in any of its forms."""
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt))
         turns = [part for part in prompt if isinstance(part, Mapping)]
-        if turns:
+        if turns and len(turns) == len(prompt):
             return tuple(self.tokenizer.chat_ids(turns))
-        return tuple(part for part in prompt if isinstance(part, int))
+        try:
+            return tuple(operator.index(part) for part in prompt)  # type: ignore[arg-type]
+        except TypeError:
+            raise InvalidInput(
+                f"{prompt!r:.80} is no prompt: give text, token ids or chat messages"
+            ) from None
 
-    def _request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        drafter: str | None,
-        verifier: str | None,
-        budget: int | Budget | None,
-    ) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams | None, options: Options) -> Request:
+        budget = options.get("budget")
         if isinstance(budget, int):
             budget = budget_of(budget, width=1)
-        return Request(self.encode(prompt), params or SamplingParams(), drafter, verifier, budget)
+        names = options.get("drafter"), options.get("verifier")
+        return Request(self.encode(prompt), params or SamplingParams(), *names, budget)
 
     def _start(self, request: Request) -> _Writing:
         seq = self.engine.find(self.engine.submit(request))
         assert seq is not None
-        return _Writing(seq, perf_counter())
+        return self._writings.setdefault(seq.id, _Writing(seq))
+
+    def _step(self) -> None:
+        """One round for everybody; every text gets its own events, whoever asked for the round."""
+        started = perf_counter()
+        events = self.engine.step()
+        spent = perf_counter() - started
+        for event in events:
+            if writing := self._writings.get(event.seq_id):
+                writing.take(event)
+                writing.seconds += spent
 
     def _write(self, requests: Sequence[Request]) -> list[Completion]:
-        writings = {w.seq.id: w for w in [self._start(request) for request in requests]}
-        completions: dict[int, Completion] = {}
+        writings: list[_Writing] = []
         try:
-            while len(completions) < len(writings):
-                for event in self.engine.step():
-                    if writing := writings.get(event.seq_id):
-                        writing.take(event)
-                        if event.finished:
-                            completions[event.seq_id] = self._complete(writing)
+            writings.extend(
+                self._start(request) for request in requests
+            )  # those started end, whatever follows
+            while not all(writing.seq.finished for writing in writings):
+                self._step()
+            return [self._complete(writing) for writing in writings]
         finally:
-            for seq_id in writings:
-                self.engine.abort(seq_id)
-        return [completions[seq_id] for seq_id in writings]
+            for writing in writings:
+                self._end(writing)
+
+    def _end(self, writing: _Writing) -> None:
+        self.engine.abort(writing.seq.id)
+        self._writings.pop(writing.seq.id, None)
 
     def _complete(self, writing: _Writing) -> Completion:
         seq, stats = writing.seq, writing.seq.stats
@@ -225,19 +260,9 @@ class LLM:
             verifier=seq.verifier,
             exact=self.engine.verifiers.get(seq.verifier).exact,
             seed=seq.seed,
-            seconds=perf_counter() - writing.started,
+            seconds=writing.seconds,
             logprobs=writing.logprobs,
         )
-
-
-def as_messages(messages: str | Sequence[Message], system: str | None = None) -> list[Message]:
-    """Chat messages from a plain question or a list, with a system message in front if one is given."""
-    turns: list[Message] = (
-        [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
-    )
-    if not turns:
-        raise InvalidInput("there is no message to answer; give at least one")
-    return [{"role": "system", "content": system}, *turns] if system else turns
 
 
 def _speculative(

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.errors import InvalidInput
+
 _MASK = (1 << 64) - 1
 DRAW, ACCEPT, BLOCK, DRAFT, COUPLE = range(5)  # purposes: two of them never share a number
 
@@ -77,7 +79,7 @@ def draw(law: Tensor, u: float) -> int:
     cdf = law.double().cumsum(-1)
     total = float(cdf[-1])
     if not (total > 0 and math.isfinite(total)):
-        raise ValueError("cannot draw from a law without mass")
+        raise InvalidInput("no token is possible here: bad_words, logit_bias or the grammar ban them all")
     # the first entry whose cumulative mass exceeds u: an entry of mass zero never does first
     token = int(torch.searchsorted(cdf, u * total, right=True))
     return min(token, int(law.nonzero()[-1])) if token >= len(law) else token

@@ -5,6 +5,7 @@ The names are the ones people know from transformers, vLLM and the OpenAI API.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,6 +18,26 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 def _check(ok: bool, name: str, value: object, limit: str) -> None:
     if not ok:
         raise InvalidInput(f"{name}={value!r} is out of range: {limit}")
+
+
+def _check_numbers(settings: object, whole: Sequence[str], real: Sequence[str] = ()) -> None:
+    """Fields that must be integers (or None where they may be), and fields that must be finite numbers."""
+    for name in whole:
+        value = getattr(settings, name)
+        optional = value is None and "None" in str(settings.__dataclass_fields__[name].type)  # type: ignore[attr-defined]
+        _check(
+            optional or (isinstance(value, int) and not isinstance(value, bool)), name, value, "an integer"
+        )
+    for name in real:
+        value = getattr(settings, name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        _check(number and math.isfinite(value), name, value, "a finite number")
+
+
+def _check_tokens(name: str, tokens: object) -> None:
+    ids = list(tokens) if isinstance(tokens, Sequence | Mapping) and not isinstance(tokens, str) else None
+    ok = ids is not None and all(isinstance(token, int) and token >= 0 for token in ids)
+    _check(ok, name, tokens, "token ids, which are integers of 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +68,31 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        if self.top_k == -1:  # vLLM's way of saying off
+            object.__setattr__(self, "top_k", 0)
+        _check_numbers(
+            self,
+            ("max_tokens", "top_k", "min_tokens", "seed", "logprobs"),
+            ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        )
+        _check_tokens("stop_token_ids", self.stop_token_ids)
+        _check_tokens("logit_bias", self.logit_bias)
+        for word in self.bad_words:
+            _check_tokens("bad_words", word)
+        biases = list(self.logit_bias.values())
+        _check(all(bias < math.inf for bias in biases), "logit_bias", biases, "numbers below infinity")
         _check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        _check(0.0 <= self.temperature < float("inf"), "temperature", self.temperature, "0 (greedy) or more")
+        warm = self.temperature == 0.0 or self.temperature >= 1e-4  # below, logits overflow
+        _check(warm, "temperature", self.temperature, "0 (greedy), or at least 0.0001")
         _check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
         _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0, at most 1 (off)")
         _check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 (off) to 1")
         _check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0; 1 = off")
         _check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "0 to max_tokens")
-        _check(all(self.stop), "stop", self.stop, "no empty strings")
+        strings = isinstance(self.stop, Sequence) and all(
+            isinstance(stop, str) and stop for stop in self.stop
+        )
+        _check(strings, "stop", self.stop, "strings, none of them empty")
         _check(all(self.bad_words), "bad_words", self.bad_words, "no empty words")
         _check(self.logprobs is None or 0 <= self.logprobs <= 64, "logprobs", self.logprobs, "0 to 64")
 
@@ -77,6 +115,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 1
 
     def __post_init__(self) -> None:
+        _check_numbers(self, ("budget", "width", "prompt_lookup_max", "prompt_lookup_min"))
         _check(0 <= self.budget <= 256, "budget", self.budget, "0 to 256 nodes")
         _check(1 <= self.width <= 64, "width", self.width, "1 to 64")
         lowest = self.prompt_lookup_min
@@ -88,6 +127,8 @@ class SpeculativeConfig:
         ours = {"method": "drafter", "model": "draft_model", "num_speculative_tokens": "budget"}
         known = set(cls.__dataclass_fields__)
         named = {ours.get(key, key): value for key, value in values.items()}
+        if named.get("draft_model") is not None:
+            named.setdefault("drafter", "draft_model")
         if unknown := sorted(set(named) - known):
             raise InvalidInput(
                 f"unknown speculative setting {unknown[0]!r}; known: {', '.join(sorted(known))}"
@@ -107,6 +148,7 @@ class EngineConfig:
     threads: int | None = None  # CPU threads; None = one per core
 
     def __post_init__(self) -> None:
+        _check_numbers(self, ("max_batch", "max_length", "kv_slots", "threads"))
         _check(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
         _check(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1")
         _check(self.max_length is None or self.max_length >= 2, "max_length", self.max_length, "at least 2")

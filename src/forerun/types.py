@@ -171,6 +171,11 @@ class Scores:
     logits: Tensor | None  # [M, V] fp32, raw; None when a prompt is prefilled
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [M, D]; -1 = after the last norm
 
+    @property
+    def required_logits(self) -> Tensor:
+        assert self.logits is not None, "a pass over trees returns logits"
+        return self.logits
+
 
 @dataclass(frozen=True, slots=True)
 class Laws:
@@ -232,6 +237,10 @@ class Budget:
     depth: int
     width: int = 1
     price: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes < 0 or self.depth < 0 or self.width < 1:
+            raise InvalidInput(f"{self} is out of range: nodes and depth 0 or more, width 1 or more")
 
 
 @dataclass(frozen=True, slots=True)

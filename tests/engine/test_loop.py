@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
 from forerun.types import Budget, Request
 from tests.exactness.harness import Letters, run
+from tests.models.tiny_checkpoints import make_decoder, make_reference, save
 
 
 def make(target: TableLM | None = None, drafter: str = "ngram", **config: int) -> Engine:
@@ -62,6 +65,62 @@ def test_max_tokens_inside_an_accepted_path() -> None:
         assert len(tokens[0]) == limit
 
 
+def test_what_is_cut_off_is_not_counted_as_accepted() -> None:
+    """A path that the end of the text cuts short: no event claims more accepted tokens than it has."""
+    cut = 0
+    for stop in range(12):
+        target, draft = TableLM(vocab_size=12), TableLM(vocab_size=12)  # a perfect drafter: whole paths stand
+        speculative = SpeculativeConfig(drafter="draft_model", controller="fixed", budget=4)
+        engine = make_engine(target, frozenset({stop}), speculative, draft_target=draft)
+        engine.submit(Request((1, 2, 3), SamplingParams(max_tokens=30)))
+        while engine.busy:
+            for event in engine.step():
+                assert event.accepted <= len(event.tokens)
+                cut += event.accepted == len(event.tokens)
+    assert cut  # some texts did end inside a path
+
+
+class Breaks:
+    """Raises where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __call__(self, *args: object) -> None:
+        raise RuntimeError(self.where)
+
+
+@pytest.mark.parametrize("where", ["prefill", "score", "commit"])
+def test_a_round_that_fails_leaves_nothing_behind(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = TableLM(vocab_size=12)
+    engine = make(target)
+    ids = [engine.submit(Request((1, 2, 3), SamplingParams(max_tokens=9, ignore_eos=True))) for _ in range(2)]
+    seqs = [engine.find(seq_id) for seq_id in ids]
+    if where != "prefill":
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(TableLM, where, Breaks(where))
+        with pytest.raises(RuntimeError, match=where):
+            engine.step()
+    while engine.busy:
+        engine.step()
+    assert target.used_slots == 0
+    assert seqs[0] is not None
+    assert seqs[0].finished == "aborted"
+
+
+def test_requests_wait_for_room_on_our_own_decoder(tmp_path: Path) -> None:
+    """Every sequence reserves room for a tree on top of its length: a small store holds one at a time."""
+    config, weights = save(make_reference("smollm2"), tmp_path)
+    for slots in (300, 700):
+        target = make_decoder(config, weights, slots)
+        speculative = SpeculativeConfig(controller="fixed", budget=4)
+        engine = make_engine(target, frozenset(), speculative, EngineConfig(max_batch=4))
+        tokens, _ = run(engine, [Request((1, 2, 3), SamplingParams(max_tokens=8)) for _ in range(4)])
+        assert [len(row) for row in tokens] == [8] * 4
+        assert target.used_slots == 0
+
+
 def test_requests_wait_for_room_and_all_come_through() -> None:
     target = TableLM(vocab_size=12, slots=40)
     engine = make(target, max_batch=3)
@@ -83,12 +142,14 @@ def test_abort_frees_everything() -> None:
     target = TableLM(vocab_size=12)
     engine = make(target, max_batch=1)
     running, waiting = (engine.submit(Request((1, 2), SamplingParams(max_tokens=50))) for _ in range(2))
+    queued = engine.waiting[0] if engine.waiting[0].id == waiting else engine.waiting[1]
     engine.step()
     engine.abort(running)
     engine.abort(waiting)
     engine.abort(12345)
     assert not engine.busy
     assert target.used_slots == 0
+    assert queued.finished == "aborted"
 
 
 def test_logprobs_are_those_of_the_law() -> None:

@@ -1,7 +1,7 @@
 """What the exactness tests share: engines around a TableLM, and an oracle that knows nothing of speculation.
 
 Every drafter of the registry is covered by being registered: the harness builds it as `forerun.build` does,
-with a second TableLM as the draft model.
+with a second TableLM as the draft model, and with a folder of random weights where it is a head.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
 
 import torch
 
@@ -20,6 +23,7 @@ from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
 from forerun.types import Request, TreeBatch
 from forerun.verify.warp import warp
+from tests.drafters.tiny_heads import HEADS, save_head
 
 DRAFTERS = registry.drafters.names()
 VERIFIERS = [name for name in registry.verifiers.names() if registry.verifiers.get(name)().exact]
@@ -42,7 +46,7 @@ SETTINGS = {
         min_tokens=5,
         seed=13,
     ),
-    "stop-strings": SamplingParams(max_tokens=24, temperature=1.0, stop=("b c", "zz"), seed=14),
+    "stop-strings": SamplingParams(max_tokens=24, temperature=1.0, stop=("b c", "zz"), min_tokens=3, seed=14),
 }
 
 
@@ -65,6 +69,14 @@ class Alike(TableLM):
         return (own * 0.6 + table(self.vocab_size)._row("logits", tokens, self.vocab_size)) * self.sharpness
 
 
+@cache
+def head_folder(drafter: str, vocab: int) -> str | None:
+    """A folder with random weights for a drafter that is a head of TableLM; None for any other."""
+    if drafter not in HEADS:
+        return None
+    return str(save_head(drafter, Path(mkdtemp(prefix="forerun-head-")), vocab))
+
+
 def engine_for(
     drafter: str,
     verifier: str,
@@ -75,7 +87,12 @@ def engine_for(
 ) -> Engine:
     nodes, width = SHAPES[shape]
     speculative = SpeculativeConfig(
-        drafter=drafter, verifier=verifier, budget=nodes, width=width, controller="fixed"
+        drafter=drafter,
+        draft_model=head_folder(drafter, vocab),
+        verifier=verifier,
+        budget=nodes,
+        width=width,
+        controller="fixed",
     )
     return make_engine(
         table(vocab),

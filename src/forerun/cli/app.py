@@ -14,13 +14,18 @@ import typer
 from typer.core import TyperGroup
 
 from forerun import __version__
+from forerun.cli.advise import advise
+from forerun.cli.bench import bench
 from forerun.cli.chat import chat
+from forerun.cli.compare import compare
+from forerun.cli.diagnose import diagnose
 from forerun.cli.doctor import doctor
 from forerun.cli.drafters import drafters
 from forerun.cli.generate import generate
 from forerun.cli.models import models
 from forerun.errors import ForerunError
 
+_UsageError: Any = typer.BadParameter.__bases__[0]  # typer shows its base class under no name of its own
 _USER_ERROR, _INTERRUPTED, _NO_READER = 2, 130, 141  # the last two as shells count them: 128 + the signal
 
 
@@ -37,6 +42,12 @@ class Commands(TyperGroup):
             raise SystemExit(_USER_ERROR) from None
         except KeyboardInterrupt:
             raise SystemExit(_INTERRUPTED) from None
+        except _UsageError as error:
+            said = error.format_message()
+            if "\n" in said:  # a whole help page, because no command was named
+                raise
+            print(f"forerun: {said} Try `{error.ctx.command_path} --help`.", file=sys.stderr)
+            raise SystemExit(_USER_ERROR) from None
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered must go somewhere
             raise SystemExit(_NO_READER) from None
@@ -53,6 +64,10 @@ app.command()(generate)
 app.command()(chat)
 app.add_typer(models, name="models")
 app.command()(drafters)
+app.command()(bench)
+app.command()(compare)
+app.command()(advise)
+app.command()(diagnose)
 app.command()(doctor)
 
 

@@ -21,7 +21,8 @@ from forerun.cli.show import Screen, write_text
 from forerun.errors import ForerunError, InvalidInput
 
 if TYPE_CHECKING:
-    from forerun.llm import LLM, Completion, Message
+    from forerun.llm import LLM, Completion
+    from forerun.prompts import Message
 
 _COMMANDS = "/reset forgets the conversation, /stats counts it, /exit or Ctrl-D leaves"
 
@@ -128,7 +129,7 @@ class Conversation:
             print("forerun:", error, file=sys.stderr)
 
     def _prompt(self) -> list[Message]:
-        from forerun.llm import as_messages
+        from forerun.prompts import as_messages
 
         return as_messages(self.turns, self.system)
 

@@ -15,7 +15,8 @@ from forerun.cli.show import Screen, as_document, write_text
 from forerun.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from forerun.llm import LLM, Prompt
+    from forerun.llm import LLM
+    from forerun.prompts import Prompt
 
 
 @with_settings
@@ -86,7 +87,7 @@ def _text_of(data: bytes, where: str) -> str:
 def _in_template(llm: LLM, text: str, system: str | None, raw: bool) -> Prompt:
     """The prompt as the model wants it: a chat message where there is a template for it."""
     if llm.tokenizer.has_chat_template and not raw:
-        from forerun.llm import as_messages
+        from forerun.prompts import as_messages
 
         return as_messages(text.rstrip("\r\n"), system)  # the newline that ends a file is not a part of it
     if system is not None:

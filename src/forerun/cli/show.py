@@ -18,7 +18,8 @@ from forerun.engine.detokenize import Decodes, Detokenizer
 
 if TYPE_CHECKING:
     from forerun.cli.flags import Settings
-    from forerun.llm import LLM, Completion, Prompt
+    from forerun.llm import LLM, Completion
+    from forerun.prompts import Prompt
     from forerun.types import Event
 
 Show = Callable[[str, bool], None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -19,6 +20,7 @@ from forerun.types import Needs, TreeBatch
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # for a benchmark
 QUICK = (1, 2, 4, 8, 16)  # at load: what a controller needs, in about a second
 CONTEXT = 128  # tokens cached while measuring
+STRIDE = 7919  # a prime: steps through the vocabulary without hurry to repeat
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +82,9 @@ class CostModel:
         try:
             for repeat in range(repeats + 1):
                 for size in sizes:
-                    chain = TreeBatch.chains([[1] * size], target.device)
+                    # tokens that differ: on a mixture of experts every node then wakes its own, as in real text
+                    tokens = [(1 + STRIDE * i) % target.vocab_size for i in range(size)]
+                    chain = TreeBatch.chains([tokens], target.device)
                     started = perf_counter()
                     scores = target.score([probe], chain, Needs())
                     assert scores.logits is not None
@@ -101,6 +105,7 @@ class CostModel:
                 file.unlink()  # not ours any more: measure again
         model = cls.measure(target, QUICK, repeats=2)
         if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"seconds": model.seconds}))
+            with suppress(OSError):  # a cache that cannot be written costs time, nothing else
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps({"seconds": model.seconds}))
         return model

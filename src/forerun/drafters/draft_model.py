@@ -38,7 +38,8 @@ class Branch:
     stop_ids: frozenset[int]
     shares_noise: bool
     committed: int  # length of the committed text
-    cached: int = 0  # tokens whose keys and values the draft model holds
+    cached: int = -1  # tokens whose keys and values the draft model holds; -1 = it does not know the text
+    foreign: bool = False  # the text holds a token that the draft model has no id for
 
 
 @dataclass(slots=True)
@@ -76,8 +77,10 @@ class ModelDrafter:
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         laws: list[Tensor] = []
         trees = [_Growth([seq.tokens[-1]], [-1], [-1]) for seq in seqs]
-        live = [b for b, seq in enumerate(seqs) if self._depth(seq, budgets[b]) > 0]
-        branches = {b: self._follow(seqs[b]) for b in live}
+        wanted = [b for b, seq in enumerate(seqs) if self._depth(seq, budgets[b]) > 0]
+        branches = {b: self._follow(seqs[b]) for b in wanted}
+        branches = {b: branch for b, branch in branches.items() if not branch.foreign}
+        live = list(branches)
         if behind := [branch for branch in branches.values() if branch.cached < len(branch.tokens) - 1]:
             self.draft.prefill(behind, self.needs)
             for branch in behind:
@@ -121,7 +124,8 @@ class ModelDrafter:
             fields = (seq.prompt_length, seq.params, seq.seed, length, seq.stop_ids, seq.shares_noise)
             branch = Branch(seq.id, [], *fields, committed=0)
             self._branches[seq.id] = branch
-            branch.cached = -1  # the draft model does not know it yet
+        fresh = seq.tokens[branch.committed :]
+        branch.foreign = branch.foreign or max(fresh, default=0) >= self.draft.vocab_size
         agreed = branch.committed
         end = min(len(branch.tokens), len(seq.tokens))
         while agreed < end and branch.tokens[agreed] == seq.tokens[agreed]:

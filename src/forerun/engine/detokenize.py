@@ -23,6 +23,7 @@ class Detokenizer:
         self.stops = tuple(stops)
         self.text = ""  # all that is decoded, cut at a stop string
         self._taken = 0  # characters already handed out
+        self._passed = 0  # characters written before stop strings began to count
         self._ids: list[int] = []
         self._from = 0  # ids before this one no longer influence what follows
         self._done = 0  # ids before this one are in `text`
@@ -38,9 +39,11 @@ class Detokenizer:
             return False  # an incomplete character: wait for the rest
         fresh = after[len(before) :]
         self._from, self._done = self._done, len(self._ids)
-        searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
+        # a stop string counts if it is completed now: one that was completed while it did not count stays
+        searched = max(self._passed, len(self.text) - max(map(len, self.stops), default=0) + 1)
         self.text += fresh
         if not may_stop:
+            self._passed = len(self.text)
             return False
         hits = [at for stop in self.stops if (at := self.text.find(stop, searched)) >= 0]
         if hits:

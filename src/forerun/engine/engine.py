@@ -6,7 +6,8 @@ engine.submit(Request(prompt)); while engine.busy: events = engine.step()
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 
 from forerun.control.base import Controller
@@ -57,20 +58,20 @@ class Engine:
         seqs = self.running
         if not seqs:
             return []
-        clock = Stopwatch()
-        budgets = self._plan(seqs)
-        trees = self.drafters.propose(seqs, budgets)
-        clock.lap("draft")
-        scores = self.target.score(seqs, trees, self.drafters.needs(seqs))
-        clock.lap("target")
-        assert scores.logits is not None
-        laws = warp(scores.logits, seqs, trees)
-        noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
-        verdict = self.verifiers.verify(seqs, trees, laws, noise)
-        clock.lap("verify")
-        self.target.commit(seqs, trees, verdict)
-        self.drafters.observe(seqs, trees, scores, verdict)
-        events = self._emit(seqs, trees, laws, verdict, clock)
+        with self._release_on_error(seqs):
+            clock = Stopwatch()
+            budgets = self._plan(seqs)
+            trees = self.drafters.propose(seqs, budgets)
+            clock.lap("draft")
+            scores = self.target.score(seqs, trees, self.drafters.needs(seqs))
+            clock.lap("target")
+            laws = warp(scores.required_logits, seqs, trees)
+            noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
+            verdict = self.verifiers.verify(seqs, trees, laws, noise)
+            clock.lap("verify")
+            self.target.commit(seqs, trees, verdict)
+            self.drafters.observe(seqs, trees, scores, verdict)
+            events = self._emit(seqs, trees, laws, verdict, clock)
         self.running = [seq for seq in seqs if not seq.finished]
         return events
 
@@ -103,11 +104,11 @@ class Engine:
 
     def abort(self, seq_id: int) -> None:
         """Drop a request, queued or running; unknown ids are ignored."""
-        self.waiting = deque(seq for seq in self.waiting if seq.id != seq_id)
-        for seq in [seq for seq in self.running if seq.id == seq_id]:
-            seq.finished = "aborted"
-            self._forget(seq)
-            self.running.remove(seq)
+        for queue in (self.waiting, self.running):
+            for seq in [seq for seq in queue if seq.id == seq_id]:
+                queue.remove(seq)
+                seq.finished = "aborted"
+                self._forget(seq)
 
     def find(self, seq_id: int) -> Text | None:
         """The sequence behind an id while it is queued or running."""
@@ -130,21 +131,29 @@ class Engine:
             raise InvalidInput("stop strings need a tokenizer; pass one or use stop_token_ids")
 
     def _admit(self) -> None:
-        """Prefill as many queued requests as there is room for, in order."""
-        admitted: list[Text] = []
-        while self.waiting and len(self.running) + len(admitted) < self.max_batch:
-            if not self.target.has_room(sum(seq.max_length for seq in (*admitted, self.waiting[0]))):
-                break
-            admitted.append(self.waiting.popleft())
-        if not admitted:
-            if self.waiting and not self.running:
-                length = self.waiting.popleft().max_length
-                raise InvalidInput(f"a request of {length} tokens does not fit the KV cache; raise kv_slots")
-            return
-        trees, scores = self.target.prefill(admitted, self.drafters.needs(admitted))
-        verdict = Verdict.whole_chain(trees, [seq.tokens[-1] for seq in admitted])
-        self.drafters.observe(admitted, trees, scores, verdict)
-        self.running = [*self.running, *admitted]
+        """Prefill queued requests in order while there is room: each takes its slots before the next is asked."""
+        while self.waiting and len(self.running) < self.max_batch:
+            seq = self.waiting[0]
+            if not self.target.has_room(seq.max_length):
+                if self.running:
+                    return
+                self.waiting.popleft()
+                limit = f"a request of {seq.max_length} tokens does not fit the KV cache"
+                raise InvalidInput(f"{limit}; raise kv_slots or lower max_tokens")
+            self.running.append(self.waiting.popleft())
+            with self._release_on_error([seq]):
+                trees, scores = self.target.prefill([seq], self.drafters.needs([seq]))
+                self.drafters.observe([seq], trees, scores, Verdict.whole_chain(trees, [seq.tokens[-1]]))
+
+    @contextmanager
+    def _release_on_error(self, seqs: Sequence[Text]) -> Iterator[None]:
+        """A round that fails half-way leaves caches that no longer match their texts: end those texts."""
+        try:
+            yield
+        except BaseException:
+            for seq in list(seqs):
+                self.abort(seq.id)
+            raise
 
     def _plan(self, seqs: Sequence[Text]) -> list[Budget]:
         """The controller's budgets, or a request's own, cut to what the sequence can still take."""

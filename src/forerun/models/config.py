@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forerun.errors import UnsupportedModel
+from forerun.errors import DamagedFile, UnsupportedModel
 from forerun.models.rope import RopeConfig
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -123,6 +123,8 @@ class DecoderConfig:
         except KeyError as missing:
             lacks = f"config.json of {family} lacks {missing}"
             raise UnsupportedModel(f"{lacks}: is it the model's own config?") from missing
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise DamagedFile(f"config.json of {family} has a value that cannot be ({error})") from error
 
 
 def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:

@@ -77,6 +77,7 @@ class TableLM:
             chains.append(seq.tokens[len(known) : -1])
             contexts += [seq.tokens[: i + 1] for i in range(len(known), len(seq.tokens) - 1)]
             self._cached[seq.id] = seq.tokens[:-1]
+        self._check_use([token for chain in chains for token in chain])
         trees = TreeBatch.chains(chains, self.device)
         return trees, Scores(None, self._hidden(contexts, needs))
 
@@ -93,6 +94,7 @@ class TableLM:
                 contexts.append(seq.tokens + [tokens[j] for j in path_to(parents, i)])
                 assert len(contexts[-1]) <= self.max_length, f"sequence {seq.id}: longer than the context"
             self._scored[seq.id] = (tokens, parents)
+        self._check_use(trees.tokens.tolist())
         logits = torch.stack([self.logits(context) for context in contexts])  # [M, V]
         return Scores(logits.to(self.device), self._hidden(contexts, needs))
 
@@ -117,6 +119,11 @@ class TableLM:
     def release(self, seq: Seq) -> None:
         self._cached.pop(seq.id, None)
         self._scored.pop(seq.id, None)
+
+    def _check_use(self, tokens: Iterable[int]) -> None:
+        """A network would read past its embedding, or write past its cache."""
+        assert all(0 <= token < self.vocab_size for token in tokens), "a token lies outside the vocabulary"
+        assert self.slots is None or self.used_slots <= self.slots, "more is cached than there is room for"
 
     def _hidden(self, contexts: Sequence[Sequence[int]], needs: Needs) -> dict[int, Tensor]:
         empty = torch.zeros(0, self.width)

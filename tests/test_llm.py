@@ -1,0 +1,128 @@
+"""The object users hold, around a TableLM: prompts in all forms, streams side by side, errors that leave nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.build import make_engine
+from forerun.errors import InvalidInput, UnknownName
+from forerun.llm import LLM, Completion
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.testing import TableLM
+from forerun.types import Event
+
+
+class Letters:
+    """Token i is a letter; a chat is its contents, one after the other."""
+
+    eos_ids = frozenset({0})
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        return [ord(c) - 97 for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + i) for i in ids)
+
+    def chat_ids(self, messages: Any) -> list[int]:
+        return self.encode("".join(turn["content"] for turn in messages))
+
+
+def make(**config: Any) -> LLM:
+    target = TableLM(vocab_size=26)
+    speculative = SpeculativeConfig(controller="fixed", budget=3)
+    engine = make_engine(target, frozenset({0}), speculative, EngineConfig(**config), Letters())
+    return LLM(engine, Letters())  # type: ignore[arg-type]
+
+
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+def test_prompts_in_every_form_mean_the_same() -> None:
+    llm = make()
+    text = llm.generate("hello", PARAMS).text
+    ids = [7, 4, 11, 11, 14]
+    forms: list[Any] = [ids, tuple(ids), np.array(ids), torch.tensor(ids), [np.int64(i) for i in ids]]
+    forms.append([{"role": "user", "content": "hel"}, {"role": "user", "content": "lo"}])
+    assert [llm.generate(form, PARAMS).text for form in forms] == [text] * len(forms)
+    batches: list[Any] = [
+        ["hello"] * 2,
+        [ids, ids],
+        torch.tensor([ids, ids]),
+        [[{"role": "user", "content": "hello"}]] * 2,
+    ]
+    for batch in batches:
+        assert [completion.text for completion in llm.generate(batch, PARAMS)] == [text] * 2
+
+
+@pytest.mark.parametrize(
+    "prompt", [{"prompt": "hi"}, 7, None, [], [1, "a"], [{"role": "user", "content": "a"}, 3]]
+)
+def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
+    llm = make()
+    with pytest.raises(InvalidInput):
+        llm.generate(prompt, PARAMS)
+    assert not llm.engine.busy
+
+
+def test_several_prompts_may_bring_their_own_parameters() -> None:
+    llm = make()
+    lengths = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 5)]
+    assert [c.tokens for c in llm.generate(["abc", "def"], lengths)] == [3, 5]
+    with pytest.raises(InvalidInput, match="2 prompts came with 1"):
+        llm.generate(["abc", "def"], lengths[:1])
+
+
+def test_streams_side_by_side_keep_their_own_text() -> None:
+    llm = make()
+    alone = [llm.generate(prompt, PARAMS).text for prompt in ("abc", "xyz")]
+    first, second = llm.stream("abc", PARAMS), llm.stream("xyz", PARAMS)
+    texts, ends = ["", ""], []
+    for _ in range(40):
+        for i, stream in enumerate((first, second)):
+            step = next(stream, None)
+            if isinstance(step, Event):
+                texts[i] += step.text
+            elif isinstance(step, Completion):
+                ends.append(step.text)
+    assert texts == alone
+    assert sorted(ends) == sorted(alone)
+
+
+def test_a_call_in_the_middle_of_a_stream_takes_nothing_from_it() -> None:
+    llm = make()
+    alone = llm.generate("abc", PARAMS).text
+    pieces = []
+    for step in llm.stream("abc", PARAMS):
+        if isinstance(step, Event):
+            pieces.append(step.text)
+            llm.generate("xyz", PARAMS)
+    assert "".join(pieces) == alone
+
+
+def test_a_stream_closed_early_frees_its_place() -> None:
+    llm = make()
+    stream = llm.stream("abc", PARAMS)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert not llm.engine.busy
+    assert not llm._writings
+
+
+def test_one_bad_prompt_takes_the_others_back_out_of_the_queue() -> None:
+    llm = make()
+    with pytest.raises(InvalidInput, match="empty"):
+        llm.generate(["abc", ""], PARAMS)
+    assert not llm.engine.busy
+    assert not llm._writings
+
+
+def test_names_are_checked_before_anything_is_loaded() -> None:
+    for wrong in ({"drafter": "nope"}, {"speculative_config": {"verifier": "nope"}}):
+        with pytest.raises(UnknownName, match="nope"):
+            LLM.load("there-is-no-such-model", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="EngineConfig"):
+        LLM.load("smollm2", config=EngineConfig(), dtype="bfloat16")
