@@ -9,10 +9,23 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
-from forerun.noise import ACCEPT, BLOCK, DRAFT, DRAW, Noise, draw, exponential, fresh_seed, uniform
+from forerun.noise import (
+    ACCEPT,
+    BLOCK,
+    DRAFT,
+    DRAW,
+    Noise,
+    _hash32,
+    draw,
+    exponential,
+    fresh_seed,
+    uniform,
+    uniforms,
+)
 
 PURPOSES = (DRAW, ACCEPT, BLOCK, DRAFT)
 
@@ -120,6 +133,15 @@ def test_a_law_without_mass_is_refused(law: list[float]) -> None:
 def test_noise_is_keyed_by_seed_and_absolute_position() -> None:
     noise = Noise([5, 6], [10, 20])
     assert noise.uniform(1, 2, ACCEPT, 3) == uniform(6, 22, ACCEPT, 3)
-    assert torch.equal(noise.exponential(0, 4, torch.zeros(9)), exponential(5, 14, 9))
+    assert torch.equal(noise.uniforms(0, 4, torch.zeros(9)), uniforms(5, 14, 9))
     assert noise.select([1]) == Noise([6], [20])
     assert noise.uniform(0, 3, DRAW) == Noise([5], [13]).uniform(0, 0, DRAW)
+
+
+def test_numpy_and_torch_hash_alike() -> None:
+    """A CPU hashes in numpy (uint32), a GPU in torch (int32): the bits must be the same."""
+    ours = _hash32(np.arange(5000, dtype=np.uint32) * np.uint32(2654435761))
+    theirs = _hash32(
+        torch.from_numpy((np.arange(5000, dtype=np.uint32) * np.uint32(2654435761)).view(np.int32))
+    )
+    assert np.array_equal(ours.view(np.int32), theirs.numpy())

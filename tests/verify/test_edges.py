@@ -35,8 +35,8 @@ class FixedNoise:
     def uniform(self, b: int, depth: int, purpose: int, index: int = 0) -> float:
         return self.draw if purpose == DRAW else self.test
 
-    def exponential(self, b: int, depth: int, like: Tensor) -> Tensor:
-        return torch.ones_like(like)
+    def uniforms(self, b: int, depth: int, like: Tensor) -> Tensor:
+        return torch.full_like(like, 0.5)
 
 
 def verify(

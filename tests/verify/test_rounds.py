@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import Drafter
-from forerun.noise import Noise
+from forerun.noise import Noise, exponential
 from forerun.params import SamplingParams
 from forerun.testing import FakeSeq, LawDrafter, ScriptedDrafter, TableLM, extend
 from forerun.types import Budget, Needs
@@ -54,9 +54,9 @@ class CountedNoise:
         self.asked[self.noise.seeds[b], self.noise.positions[b] + depth, purpose, index] += 1
         return self.noise.uniform(b, depth, purpose, index)
 
-    def exponential(self, b: int, depth: int, like: Tensor) -> Tensor:
+    def uniforms(self, b: int, depth: int, like: Tensor) -> Tensor:
         self.asked[self.noise.seeds[b], self.noise.positions[b] + depth] += 1
-        return self.noise.exponential(b, depth, like)
+        return self.noise.uniforms(b, depth, like)
 
 
 def write(
@@ -151,7 +151,7 @@ def test_a_drafter_that_shares_the_noise_is_accepted_more_often() -> None:
     seqs, agree, bound = seqs_of(300), 0, 0.0
     p, q = TARGET.logits([0, 1]), DRAFT.logits([0, 1])
     for seq in seqs:
-        noise = Noise([seq.seed], [2]).exponential(0, 0, p)
+        noise = exponential(seq.seed, 2, len(p))
         agree += int((p - noise.log()).argmax() == (q - noise.log()).argmax())
     distance = 0.5 * float((p.softmax(-1) - q.softmax(-1)).abs().sum())
     bound = (1 - distance) / (1 + distance)

@@ -33,6 +33,6 @@ def walk_coupled(view: TreeView) -> tuple[list[int], int]:
 
     def say(node: int, depth: int) -> int:
         log_weights = view.log_weights(node)
-        return coupled_token(log_weights, view.noise.exponential(view.b, depth, log_weights))
+        return coupled_token(log_weights, view.noise.uniforms(view.b, depth, log_weights))
 
     return follow(view, say)

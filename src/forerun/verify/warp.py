@@ -54,9 +54,18 @@ def warp_rows(logits: Tensor, seqs: Sequence[Seq], paths: Sequence[Sequence[int]
     return logits
 
 
-def coupled_token(log_weights: Tensor, exponential: Tensor) -> int:
-    """argmin(E / p): the draw from a law [V], given as log-weights, under noise that others may share."""
-    return argmax_rows((log_weights - exponential.log())[None])[0]
+def coupled_token(log_weights: Tensor, uniforms: Tensor) -> int:
+    """argmin(E / p), E = -log(1 - u): the draw from a law [V], given as log-weights, under shared noise.
+
+    E is never less than u. So with the likeliest token as the one to beat, only tokens whose u / p is no more than
+    its E / p can win: a handful, and only theirs need a logarithm.
+    """
+    top = argmax_rows(log_weights[None])[0]
+    weights = (log_weights - log_weights[top]).exp_()  # [V], 1 at the top
+    bar = -torch.log1p(-uniforms[top])
+    rivals = (uniforms <= weights * bar * 1.0001).nonzero()[:, 0]  # a little wider than rounding can shift
+    noise = torch.log1p(-uniforms[rivals]).neg_()
+    return int(rivals[(noise / weights[rivals]).argmin()])
 
 
 def argmax_rows(rows: Tensor) -> list[int]:
