@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from forerun.drafters.hybrid import Routes
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool, VerifierPool
-from forerun.errors import InvalidInput, VocabularyMismatch
+from forerun.errors import InvalidInput, UnsupportedModel, VocabularyMismatch
 from forerun.models.base import Target
 from forerun.params import EngineConfig, SpeculativeConfig
 from forerun.types import Seq
@@ -104,14 +105,27 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     from forerun.models.config import DecoderConfig, supports
 
     device = torch.device(_device(config.device))
-    dtype = _dtype(config.dtype, device)
     if supports(checkpoint.config):
         from forerun.models.decoder import Decoder
+        from forerun.models.native import NativeDecoder, choose_mode
 
         family = DecoderConfig.from_hf(checkpoint.config)
+        if device.type == "cpu":
+            mode = choose_mode(family, checkpoint.weights, config.dtype)
+            if mode is not None:
+                return NativeDecoder(family, checkpoint.weights, mode=mode, kv_slots=config.kv_slots)
+        dtype = _dtype(config.dtype, device)
+        if device.type == "cuda" and dtype != torch.float32:
+            from forerun.models.cuda.target import CudaDecoder
+
+            with suppress(UnsupportedModel):  # parts that its kernels do not have run in torch
+                return CudaDecoder(
+                    family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots
+                )
         return Decoder(family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots)
     from forerun.models.hf import HFTarget
 
+    dtype = _dtype(config.dtype, device)
     return HFTarget.load(str(checkpoint.path), dtype=dtype, device=device, kv_slots=config.kv_slots)
 
 
@@ -133,10 +147,12 @@ def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
 
 def cost_file(checkpoint: Checkpoint, config: EngineConfig, cache: Path) -> Path:
     """Where t(n) of this model on this machine is kept."""
+    from forerun.models.kernels.native_library import isa
+
     stat = checkpoint.path.stat()
     facts = (
         str(checkpoint.path.resolve()), stat.st_size, int(stat.st_mtime), config.dtype, config.device,
-        torch.get_num_threads(), torch.__version__, platform.machine(), platform.node(), os.cpu_count(),
+        torch.get_num_threads(), torch.__version__, platform.machine(), platform.node(), os.cpu_count(), isa(),
     )  # fmt: skip
     return cache / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
 
@@ -156,6 +172,8 @@ def _device(name: str) -> str:
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name in ("gguf", "q8"):
+        raise InvalidInput(f"dtype={name!r} needs a CPU and one of our own families; use float32 or bfloat16")
     if name not in _DTYPES:
-        raise InvalidInput(f"dtype={name!r} is unknown; use auto, {', '.join(_DTYPES)}")
+        raise InvalidInput(f"dtype={name!r} is unknown; use auto, {', '.join(_DTYPES)}, q8 or gguf")
     return _DTYPES[name]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from forerun.errors import InvalidInput
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "q8", "gguf"]
 
 
 def _check(ok: bool, name: str, value: object, limit: str) -> None:
@@ -140,7 +140,7 @@ class SpeculativeConfig:
 class EngineConfig:
     """Where and how large the engine runs."""
 
-    dtype: Dtype = "auto"  # auto = float32 on a CPU, bfloat16 on a GPU
+    dtype: Dtype = "auto"  # auto = a GGUF file's own types or float32 on a CPU, bfloat16 on a GPU
     device: str = "auto"
     max_batch: int = 8  # sequences decoded together
     max_length: int | None = None  # prompt and output together; None = the model's own context

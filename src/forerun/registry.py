@@ -53,6 +53,14 @@ drafters = Registry(
         "none": "forerun.drafters.none:NoDrafter",
         "ngram": "forerun.drafters.ngram:NgramDrafter",
         "draft_model": "forerun.drafters.draft_model:ModelDrafter",
+        "hybrid": "forerun.drafters.hybrid:HybridDrafter",
+        "hybrid_eagle3": "forerun.drafters.hybrid:HybridEagle3Drafter",
+        "hybrid_medusa": "forerun.drafters.hybrid:HybridMedusaDrafter",
+        "medusa": "forerun.drafters.medusa:MedusaDrafter",
+        "hydra": "forerun.drafters.hydra:HydraDrafter",
+        "eagle": "forerun.drafters.eagle.drafter:EagleDrafter",
+        "eagle2": "forerun.drafters.eagle.eagle2:Eagle2Drafter",
+        "eagle3": "forerun.drafters.eagle.eagle3:Eagle3Drafter",
     },
 )
 verifiers = Registry(

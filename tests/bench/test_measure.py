@@ -6,19 +6,32 @@ from collections.abc import Sequence
 
 import pytest
 
-from forerun.bench.machine import is_busy, machine_facts
-from forerun.bench.measure import Contender, Difference, Prompt, Written, alternate, differences, warm_up
-from forerun.bench.report import Ledger, summarise
+from forerun.bench.ledger import Ledger, summarise
+from forerun.bench.machine import is_busy, machine_facts, weight_bytes
+from forerun.bench.measure import (
+    Contender,
+    Difference,
+    Group,
+    Prompt,
+    Run,
+    Written,
+    alternate,
+    differences,
+    group,
+    warm_up,
+)
+from forerun.errors import InvalidInput
 
-PROMPTS = [Prompt("a", "qa", (1,)), Prompt("b", "rag", (2, 2))]
+PROMPTS = [Group.of([Prompt("a", "qa", (1,))]), Group.of([Prompt("b", "rag", (2, 2))])]
 
 
 def pretend(
     name: str, calls: list[str], seconds: float = 1.0, text: Sequence[int] = (5, 6, 7), exact: bool = True
 ) -> Contender:
-    def write(ids: Sequence[int], max_tokens: int) -> Written:
-        calls.append(f"{name}{len(ids)}")
-        return Written(text[:max_tokens], seconds * len(ids), 2, seconds)
+    def write(prompts: Sequence[Sequence[int]], max_tokens: int) -> Written:
+        length = len(prompts[0])
+        calls.append(f"{name}{length}")
+        return Written([text[:max_tokens] for _ in prompts], seconds * length, 2, seconds)
 
     return Contender(name, write, exact)
 
@@ -37,10 +50,27 @@ def test_warming_up_leaves_no_runs_and_reaches_everybody() -> None:
     assert calls == ["x1", "y1"]
 
 
-def test_a_plain_tuple_will_do_for_a_result() -> None:
-    bare = Contender("bare", lambda ids, most: ([1, 2], 0.5, None))  # type: ignore[arg-type, return-value]
-    run = next(alternate([bare], PROMPTS, 4, 1))
-    assert (run.tokens, run.seconds, run.rounds, run.decode_seconds) == ((1, 2), 0.5, None, None)
+def test_what_is_known_is_not_measured_again() -> None:
+    calls: list[str] = []
+    contenders = [pretend(name, calls) for name in "xy"]
+    known = {("x", "a", 0): Run("x", "a", "qa", 0, ((9,),), 7.0)}
+    runs = list(alternate(contenders, PROMPTS, 3, 1, known))
+    assert calls == ["y1", "y2", "x2"]
+    assert runs[0].seconds == 7.0
+
+
+def test_groups_are_of_one_task_where_it_has_enough_and_no_prompt_is_used_twice() -> None:
+    prompts = [Prompt(f"{task}{i}", task, (i,)) for task in ("qa", "rag") for i in range(3)]
+    groups = group(prompts, 2)
+    assert [(one.id, one.task) for one in groups] == [
+        ("qa0+qa1", "qa"),
+        ("rag0+rag1", "rag"),
+        ("qa2+rag2", "mixed"),
+    ]
+    assert [one.id for one in group(prompts, 1)] == [prompt.id for prompt in prompts]
+    assert len(group(prompts, 4)) == 1
+    with pytest.raises(InvalidInput, match="batch=7 needs as many prompts and there are 6"):
+        group(prompts, 7)
 
 
 def test_a_differing_text_is_caught_and_located() -> None:
@@ -58,7 +88,7 @@ def test_a_differing_text_is_caught_and_located() -> None:
 
 def test_a_contender_that_contradicts_itself_is_caught() -> None:
     texts = iter([(1, 2), (1, 2), (1, 2), (1, 3)])
-    fickle = Contender("fickle", lambda ids, most: Written(next(texts), 1.0))
+    fickle = Contender("fickle", lambda ids, most: Written([next(texts)], 1.0))
     assert differences(alternate([fickle], PROMPTS, 2, 2), [fickle]) == [Difference("fickle", "b", 1, 1)]
 
 
@@ -72,7 +102,7 @@ def test_figures_follow_from_the_runs() -> None:
         pretend("blind", calls, seconds=8.0),
     ]
     runs = list(alternate(contenders, PROMPTS, 3, 2))
-    result = summarise(Ledger(runs), contenders, differences(runs, contenders), "plain", "blind")
+    result = summarise(Ledger(runs), contenders, differences(runs, contenders), "blind")
     assert result["ratios"] == {
         "quick_vs_plain": 2.0,
         "slow_vs_plain": 0.8,
@@ -89,15 +119,39 @@ def test_figures_follow_from_the_runs() -> None:
         "tokens_per_second": 2.0,  # 3 tokens in 1 and in 2 seconds
         "decode_tokens_per_second": 3.0,
         "tokens_per_round": 1.5,
+        "accepted_per_position": [],
+        "seconds": None,
     }
     assert result["by_task"]["quick"]["rag"] == {
         "speedup": 2.0,
         "low": 2.0,
         "high": 2.0,
         "tokens_per_round": 1.5,
+        "accepted_per_position": [],
     }
+    assert result["speedup"]["quick"] == {"speedup": 2.0, "low": 2.0, "high": 2.0}
     assert result["mean_over_prompts"]["slow_vs_plain"] == {"mean": 0.8, "low": 0.8, "high": 0.8}
     assert (result["equal"], result["compared"], result["differing"]) == (True, 20, [])
+
+
+def test_rounds_give_acceptance_by_depth_and_where_the_time_went() -> None:
+    passes = ({"draft": 0.1, "target": 0.5, "verify": 0.1, "rest": 0.1}, {"target": 0.2})
+    drafts = (((3, 3, 2), (2, 2, 0)), ((3, 3, 3), (0, 0, 0)))
+    run = Run("x", "a", "qa", 0, ((1, 2, 3, 4), (1, 2, 3, 4, 5)), 2.0, 2, 1.0, passes, drafts)
+    ledger = Ledger([run])
+    assert ledger.acceptance("x") == [pytest.approx(2 / 3), pytest.approx(2 / 3), 0.5]
+    assert ledger.tokens_per_round("x") == 9 / 4  # two texts of two rounds each
+    assert ledger.seconds("x") == pytest.approx(
+        {"prompt": 1.0, "draft": 0.1, "target": 0.7, "verify": 0.1, "host": 0.1}
+    )
+
+
+def test_bytes_of_weights_are_told_or_not_known() -> None:
+    class Told:
+        weight_bytes = 12
+
+    assert weight_bytes(Told()) == 12
+    assert weight_bytes(object()) is None
 
 
 def test_machine_facts_are_there_to_be_read() -> None:

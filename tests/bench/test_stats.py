@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from forerun.bench.stats import Spread, bootstrap_mean, paired_ratio
+from forerun.bench.stats import Pair, Spread, bootstrap_mean, bootstrap_ratio, paired_ratio
 from forerun.errors import InvalidInput
 
 
@@ -40,3 +40,16 @@ def test_bootstrap_is_repeatable_and_knows_no_spread_where_there_is_none() -> No
     assert bootstrap_mean([2.0]) == Spread(2.0, 2.0, 2.0)
     with pytest.raises(InvalidInput, match="nothing to average"):
         bootstrap_mean([])
+
+
+def test_a_ratio_weighs_prompts_by_their_length_and_its_interval_knows_both_spreads() -> None:
+    same = [[Pair(10, 1.0, 10, 2.0)] * 2, [Pair(40, 4.0, 40, 8.0)] * 2]
+    assert bootstrap_ratio(same) == Spread(2.0, 2.0, 2.0)
+    unequal = [[Pair(10, 1.0, 10, 1.0)], [Pair(90, 3.0, 90, 9.0)]]
+    found = bootstrap_ratio(unequal)
+    assert found.value == pytest.approx((100 / 4) / (100 / 10))
+    assert (found.low, found.high) == (1.0, 3.0)  # either prompt twice
+    shaky = [[Pair(10, 1.0, 10, 2.0), Pair(10, 2.0, 10, 2.0)]]
+    assert bootstrap_ratio(shaky).low == 1.0  # the slow repeat twice
+    with pytest.raises(InvalidInput, match="nothing to divide"):
+        bootstrap_ratio([])

@@ -62,6 +62,16 @@ def test_spec_bench_questions_are_filed_by_category(tmp_path: Path) -> None:
     assert items[0].later_turns == ("Second?",)
 
 
+def test_speed_bench_keeps_its_own_categories(tmp_path: Path) -> None:
+    row = {"question_id": "x1", "category": "math", "sub_category": "algebra", "turns": ["Sum?"]}
+    items = load_suite(write(tmp_path / "qualitative.jsonl", [row]))
+    assert [(item.id, item.task) for item in items] == [("x1", "math")]
+
+
+def test_the_built_in_suite_has_a_name() -> None:
+    assert load_suite("builtin") == load_suite()
+
+
 def test_own_chats_lose_the_answer_that_was_recorded(tmp_path: Path) -> None:
     chat = [
         {"role": "system", "content": "Be brief."},

@@ -74,6 +74,11 @@ class Simulation:
 
     def run(self, acceptance: float, rounds: int) -> float:
         """Speed over plain decoding."""
+        tokens, seconds = self.write(acceptance, rounds)
+        return tokens / seconds
+
+    def write(self, acceptance: float, rounds: int) -> tuple[int, float]:
+        """Tokens, and the plain passes that they took the time of."""
         tokens, seconds = 0, 0.0
         for _ in range(rounds):
             depth = self.controller.plan([self.seq])[0].depth
@@ -85,7 +90,7 @@ class Simulation:
             seconds += spent + depth * self.level
             times = {"target": spent, "draft": depth * self.level}
             self.controller.observe(Round((self.seq,), (depth,), (depth,), (accepted,), times))
-        return tokens / seconds
+        return tokens, seconds
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97])

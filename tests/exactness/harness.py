@@ -72,9 +72,8 @@ class Alike(TableLM):
 @cache
 def head_folder(drafter: str, vocab: int) -> str | None:
     """A folder with random weights for a drafter that is a head of TableLM; None for any other."""
-    if drafter not in HEADS:
-        return None
-    return str(save_head(drafter, Path(mkdtemp(prefix="forerun-head-")), vocab))
+    head = drafter.removeprefix("hybrid_")
+    return str(save_head(head, Path(mkdtemp(prefix="forerun-head-")), vocab)) if head in HEADS else None
 
 
 def engine_for(

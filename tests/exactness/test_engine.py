@@ -140,7 +140,7 @@ def test_a_mixed_batch_writes_what_each_request_would_write_alone() -> None:
 
 
 def test_stop_strings_end_the_text_where_they_would_without_drafting() -> None:
-    params = replace(SETTINGS["stop-strings"], stop=("f g", "c"), max_tokens=60)
+    params = replace(SETTINGS["stop-strings"], stop=("f g", "c"), max_tokens=60, min_tokens=0)
     requests = [Request(prompt, replace(params, seed=seed)) for prompt in PROMPTS for seed in range(6)]
     tokens, texts = run(engine_for("draft_model", "coupled", "tree", VOCAB, frozenset()), requests)
     assert (tokens, texts) == run(engine_for("none", "coupled", "chain", VOCAB, frozenset()), requests)

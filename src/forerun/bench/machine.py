@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from forerun.models.config import DecoderConfig
+
 BUSY_SHARE = 0.5  # of the cores: a load above this before we start is somebody else's
 _COPY_BYTES = 128 << 20  # far beyond any cache
 
@@ -64,6 +66,35 @@ def copy_bandwidth(repeats: int = 5) -> float:
         into.copy_(source)
         fastest = min(fastest, perf_counter() - started)
     return 2 * _COPY_BYTES / fastest / 1e9
+
+
+def peak_memory() -> dict[str, float | None]:
+    """The most memory this process has held, in megabytes, and the most that was allocated on a GPU."""
+    try:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        held: float | None = round(peak / (1 << 20 if platform.system() == "Darwin" else 1 << 10), 1)
+    except ImportError:
+        held = None
+    on_gpu = torch.cuda.max_memory_allocated() / (1 << 20) if torch.cuda.is_available() else None
+    return {"process_mb": held, "device_mb": None if on_gpu is None else round(on_gpu, 1)}
+
+
+def weight_bytes(target: object) -> int | None:
+    """Bytes of weights that a pass over one node reads, where the target or its configuration tells."""
+    told = getattr(target, "weight_bytes", None)
+    if isinstance(told, int):
+        return told
+    config = getattr(target, "config", None)
+    if not isinstance(config, DecoderConfig):
+        return None
+    attention = config.width * config.head_dim * 2 * (config.heads + config.kv_heads)
+    moe = config.moe
+    inner = config.inner if moe is None else moe.per_token * moe.inner + (moe.shared_inner or 0)
+    weights = config.layers * (attention + 3 * config.width * inner) + config.vocab_size * config.width
+    dtype = getattr(target, "_dtype", torch.float32)
+    return int(weights * torch.empty((), dtype=dtype).element_size())
 
 
 def _cpu_model() -> str:

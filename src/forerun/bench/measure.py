@@ -1,4 +1,4 @@
-"""The alternating runner: every contender writes on the same prompt, one right after the other.
+"""The alternating runner: every contender writes on the same prompts, one right after the other.
 
 Machines drift (heat, neighbours, caches), so figures taken minutes apart do not compare. Here all contenders
 of a prompt run next to each other in time, in an order that rotates, and only such neighbours are divided by
@@ -7,30 +7,38 @@ each other. Whoever claims to be exact must also have written the same text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from forerun.errors import InvalidInput
+
+MIXED = "mixed"  # the task of a group whose prompts are of several
+
+Drafts = tuple[tuple[int, int, int], ...]  # per round of a text: nodes drafted, depth, accepted
 
 
 class Written(NamedTuple):
     """What a contender hands back."""
 
-    tokens: Sequence[int]  # new ones only
-    seconds: float  # the whole call, prompt included
-    rounds: int | None = None
-    decode_seconds: float | None = None  # the same without the pass over the prompt, where it can be told
+    texts: Sequence[Sequence[int]]  # new tokens only, one text per prompt
+    seconds: float  # the whole call, prompts included
+    rounds: int | None = None  # target passes
+    decode_seconds: float | None = None  # the same without the pass over the prompts, where it can be told
+    passes: Sequence[Mapping[str, float]] = ()  # seconds of each round by part
+    drafts: Sequence[Drafts] = ()  # one per text
 
 
-Write = Callable[[Sequence[int], int], Written]
+Write = Callable[[Sequence[Sequence[int]], int], Written]
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way to write a text; called with prompt ids and the most new tokens."""
+    """A way to write; called with the ids of one or more prompts and the most new tokens for each."""
 
     name: str
     write: Write
-    exact: bool = True  # it promises the text that plain greedy decoding gives
+    exact: bool = True  # it promises the text that the plain loop gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +51,42 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Prompts that are answered together."""
+
+    id: str
+    task: str
+    prompts: tuple[Prompt, ...]
+
+    @classmethod
+    def of(cls, prompts: Sequence[Prompt]) -> Group:
+        tasks = {prompt.task for prompt in prompts}
+        name = "+".join(prompt.id for prompt in prompts)
+        return cls(name, tasks.pop() if len(tasks) == 1 else MIXED, tuple(prompts))
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
-    """One text written by one contender."""
+    """What one contender wrote on one group, once."""
 
     contender: str
-    prompt: str
+    prompt: str  # the group's id: that of its prompt where it has one only
     task: str
     repeat: int
-    tokens: tuple[int, ...]
+    texts: tuple[tuple[int, ...], ...]
     seconds: float
-    rounds: int | None
-    decode_seconds: float | None
+    rounds: int | None = None
+    decode_seconds: float | None = None
+    passes: tuple[Mapping[str, float], ...] = ()
+    drafts: tuple[Drafts, ...] = ()
+    tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", sum(map(len, self.texts)))
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.contender, self.prompt, self.repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +99,61 @@ class Difference:
     position: int  # of the first new token that differs
 
 
-def warm_up(contenders: Sequence[Contender], prompt: Prompt, max_tokens: int) -> None:
+def group(prompts: Sequence[Prompt], batch: int) -> list[Group]:
+    """Prompts in groups of one size: of one task where it has enough, the left-over ones of all tasks mixed.
+
+    No prompt is used twice, since repeating one flatters whoever looks things up; what does not fill a group
+    is left out.
+    """
+    groups, over = [], []
+    for task in dict.fromkeys(prompt.task for prompt in prompts):
+        mine = [prompt for prompt in prompts if prompt.task == task]
+        full = len(mine) // batch * batch
+        groups += [Group.of(mine[i : i + batch]) for i in range(0, full, batch)]
+        over += mine[full:]
+    groups += [Group.of(over[i : i + batch]) for i in range(0, len(over) // batch * batch, batch)]
+    if not groups:
+        raise InvalidInput(f"batch={batch} needs as many prompts and there are {len(prompts)}; raise --limit")
+    return groups
+
+
+def warm_up(contenders: Sequence[Contender], first: Group, max_tokens: int) -> None:
     """Let everybody write once for nothing: first calls allocate, compile and fault pages in."""
     for contender in contenders:
-        contender.write(prompt.ids, max_tokens)
+        contender.write([prompt.ids for prompt in first.prompts], max_tokens)
 
 
 def alternate(
-    contenders: Sequence[Contender], prompts: Sequence[Prompt], max_tokens: int, repeats: int
+    contenders: Sequence[Contender],
+    groups: Sequence[Group],
+    max_tokens: int,
+    repeats: int,
+    known: Mapping[tuple[str, str, int], Run] | None = None,
 ) -> Iterator[Run]:
-    """Measure everybody on everything; the order turns by one with every prompt and every repeat."""
+    """Measure everybody on everything, but for what is known; the order turns with every group and repeat."""
+    known = known or {}
     for repeat in range(repeats):
-        for index, prompt in enumerate(prompts):
+        for index, one in enumerate(groups):
             first = (repeat + index) % len(contenders)
             for contender in (*contenders[first:], *contenders[:first]):
-                tokens, seconds, rounds, decode = Written(*contender.write(prompt.ids, max_tokens))
-                yield Run(
-                    contender.name, prompt.id, prompt.task, repeat, tuple(tokens), seconds, rounds, decode
-                )
+                done = known.get((contender.name, one.id, repeat))
+                yield done or _measure(contender, one, repeat, max_tokens)
+
+
+def _measure(contender: Contender, one: Group, repeat: int, max_tokens: int) -> Run:
+    written = contender.write([prompt.ids for prompt in one.prompts], max_tokens)
+    return Run(
+        contender.name,
+        one.id,
+        one.task,
+        repeat,
+        tuple(tuple(text) for text in written.texts),
+        written.seconds,
+        written.rounds,
+        written.decode_seconds,
+        tuple(written.passes),
+        tuple(written.drafts),
+    )
 
 
 def differences(runs: Iterable[Run], contenders: Sequence[Contender]) -> list[Difference]:
@@ -91,14 +161,16 @@ def differences(runs: Iterable[Run], contenders: Sequence[Contender]) -> list[Di
     exact = {contender.name for contender in contenders if contender.exact}
     reference = next((contender.name for contender in contenders if contender.exact), None)
     runs = [run for run in runs if run.contender in exact]
-    wanted = {run.prompt: run.tokens for run in reversed(runs) if run.contender == reference}
+    wanted = {run.prompt: run.texts for run in reversed(runs) if run.contender == reference}
     return [
-        Difference(run.contender, run.prompt, run.repeat, _first_difference(run.tokens, wanted[run.prompt]))
+        Difference(run.contender, run.prompt, run.repeat, first_difference(mine, theirs))
         for run in runs
-        if run.tokens != wanted[run.prompt]
+        for mine, theirs in zip(run.texts, wanted[run.prompt], strict=True)
+        if mine != theirs
     ]
 
 
-def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """Where two texts part; the length of the shorter where one begins with the other."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -29,7 +29,7 @@ def load_transformers_model(checkpoint: Checkpoint, eos_ids: frozenset[int], dty
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    advice = "pass --skip-transformers"
+    advice = "leave the transformers peers out"
     try:
         config = AutoConfig.for_model(**checkpoint.config)
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -56,8 +56,9 @@ def load_transformers_model(checkpoint: Checkpoint, eos_ids: frozenset[int], dty
 def transformers_contender(name: str, model: Any, **options: Any) -> Contender:
     """`model.generate` with some options, timed; its passes are counted from outside."""
 
-    def write(ids: Sequence[int], max_tokens: int) -> Written:
-        prompt = torch.tensor([list(ids)])  # [1, n]
+    def write(prompts: Sequence[Sequence[int]], max_tokens: int) -> Written:
+        (ids,) = prompts  # transformers speculates at batch 1 only
+        prompt = torch.tensor([list(ids)], device=model.device)  # [1, n]
         passes: list[float] = []  # when each ended; the first is the one over the prompt
         hook = model.register_forward_hook(lambda *_: passes.append(perf_counter()))
         started = perf_counter()
@@ -70,6 +71,6 @@ def transformers_contender(name: str, model: Any, **options: Any) -> Contender:
             ended = perf_counter()
         finally:
             hook.remove()
-        return Written(tokens, ended - started, len(passes), ended - passes[0])
+        return Written([tokens], ended - started, len(passes), ended - passes[0])
 
     return Contender(name, write)

@@ -1,4 +1,4 @@
-"""Prompts to measure with: the built-in suite, Spec-Bench's question file, or a user's own chats.
+"""Prompts to measure with: the built-in suite, Spec-Bench's question file, SPEED-Bench's, or a user's own chats.
 
 The built-in suite was written for this project: eight prompts for each of Spec-Bench's six tasks, and for two
 that people run all day and Spec-Bench lacks: editing a file, and JSON out of a text. Real prompts matter:
@@ -29,6 +29,7 @@ TASKS = (
 _CHAT_CATEGORIES = frozenset(  # Spec-Bench files these under one task
     ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 )
+BUILT_IN = "builtin"
 OWN_TASK = "own"  # what a user's prompts are filed under when they name no task
 
 Message = dict[str, str]
@@ -48,7 +49,8 @@ def load_suite(
     path: str | Path | None = None, tasks: Sequence[str] | None = None, limit: int | None = None
 ) -> list[Item]:
     """The built-in suite, or a JSONL file's; only some tasks, and the first `limit` prompts of each."""
-    source = files("forerun.bench").joinpath("prompts.jsonl") if path is None else Path(path)
+    built_in = path is None or str(path) == BUILT_IN
+    source = files("forerun.bench").joinpath("prompts.jsonl") if built_in else Path(str(path))
     if isinstance(source, Path) and not source.is_file():
         raise InvalidInput(
             f"no prompts at {str(source)!r}; give a JSONL file, or none for the built-in suite"
@@ -102,9 +104,10 @@ def _item(row: Any, name: str, number: int) -> Item:
 
 
 def _task(row: dict[str, Any]) -> str:
-    """The task a line names, or the one that its Spec-Bench category belongs to."""
+    """The task a line names, or the one that its Spec-Bench category belongs to; SPEED-Bench's stand alone."""
     name = str(row.get("task") or row.get("category") or OWN_TASK)
-    return "multi_turn" if "task" not in row and name in _CHAT_CATEGORIES else name
+    is_spec_bench = "task" not in row and "sub_category" not in row
+    return "multi_turn" if is_spec_bench and name in _CHAT_CATEGORIES else name
 
 
 def _messages(given: Any, where: str) -> tuple[Message, ...]:

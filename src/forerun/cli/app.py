@@ -18,11 +18,14 @@ from forerun.cli.advise import advise
 from forerun.cli.bench import bench
 from forerun.cli.chat import chat
 from forerun.cli.compare import compare
+from forerun.cli.data import data
 from forerun.cli.diagnose import diagnose
 from forerun.cli.doctor import doctor
 from forerun.cli.drafters import drafters
 from forerun.cli.generate import generate
+from forerun.cli.inflate import inflate
 from forerun.cli.models import models
+from forerun.cli.train import train
 from forerun.errors import ForerunError
 
 _UsageError: Any = typer.BadParameter.__bases__[0]  # typer shows its base class under no name of its own
@@ -63,11 +66,14 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.add_typer(models, name="models")
-app.command()(drafters)
+app.add_typer(drafters, name="drafters")
+app.command()(train)
+app.add_typer(data, name="data")
 app.command()(bench)
 app.command()(compare)
 app.command()(advise)
 app.command()(diagnose)
+app.command()(inflate)
 app.command()(doctor)
 
 

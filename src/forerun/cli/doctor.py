@@ -78,6 +78,7 @@ def examine() -> Iterator[Finding]:
     yield _default_model()
     yield _cache()
     yield _compiler()
+    yield _kernels()
     for extra, libraries in EXTRAS.items():
         for library in libraries:
             yield _library(library, needed=False, fix=f"pip install 'forerun[{extra}]'")
@@ -139,6 +140,19 @@ def _compiler() -> Finding:
             "C compiler", "missing", ok=False, needed=False, fix="your system's gcc or clang package"
         )
     return Finding("C compiler", found, needed=False)
+
+
+def _kernels() -> Finding:
+    try:
+        library = import_module("forerun.models.kernels.native_library")
+    except ImportError as error:  # torch itself does not load
+        return Finding("native kernels", f"cannot be tried ({error})", ok=False, needed=False)
+    why = library.why_not()
+    if why is not None:
+        lost = f"absent ({why}): passes on the CPU run on torch, several times slower"
+        fix = "gcc or clang, then pip install --force-reinstall --no-deps forerun"
+        return Finding("native kernels", lost, ok=False, needed=False, fix=fix)
+    return Finding("native kernels", library.isa(), needed=False)
 
 
 def _cpu() -> str:

@@ -1,23 +1,69 @@
-"""`forerun drafters`: who can guess ahead, in a line each."""
+"""`forerun drafters`: who can guess ahead, in a line each; `check` holds a trained head against its target."""
 
 from __future__ import annotations
 
 import ast
+import json
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
+import typer
+from rich.console import Console
 from rich.table import Table
 
 from forerun import registry
+from forerun.cli.flags import DEFAULT_MODEL
 from forerun.cli.show import table_console
+from forerun.errors import InvalidInput
+
+drafters = typer.Typer(invoke_without_command=True)
 
 
-def drafters() -> None:
+@drafters.callback()
+def list_drafters(context: typer.Context) -> None:
     """List the drafters that --drafter takes."""
+    if context.invoked_subcommand is not None:
+        return
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
     for name in registry.drafters.names():
         table.add_row(name, describe(registry.drafters.paths.get(name, "")))
     table_console().print(table)
+
+
+@drafters.command()
+def check(
+    folder: Annotated[Path, typer.Argument(help="The folder of a trained head.", show_default=False)],
+    target: Annotated[str, typer.Option(help="The model it is to draft for.")] = DEFAULT_MODEL,
+    convert: Annotated[
+        Path | None, typer.Option(help="Write the head here as safetensors, and check nothing.")
+    ] = None,
+    layout: Annotated[str, typer.Option(help="Of --convert: eagle (the authors') or speculators.")] = "eagle",
+    pickle: Annotated[
+        bool, typer.Option("--pickle", help="Read .pt and .bin files too (weights only).")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Validate a head before use: files, shapes, vocabulary, layers, and what it accepts on a few prompts."""
+    with Console(stderr=True).status(f"checking {folder}"):
+        from forerun.train.check import check_head, convert_head
+
+        if convert is not None:
+            if layout not in ("eagle", "speculators"):
+                raise InvalidInput(f"--layout {layout} is unknown; use eagle or speculators")
+            convert_head(folder, convert, "eagle" if layout == "eagle" else "speculators", pickle=pickle)
+            print(f"written to {convert}")
+            return
+        report = check_head(folder, target)
+    if as_json:
+        print(json.dumps({**asdict(report), "verdict": report.verdict}))
+    else:
+        print(f"{folder}: {report.about}\n{report.verdict}")
+    if not report.fits:
+        raise typer.Exit(2)
 
 
 def describe(path: str) -> str:

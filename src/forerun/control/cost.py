@@ -7,6 +7,7 @@ measured in a second or two on the real target, kept as data, and corrected by e
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -42,16 +43,18 @@ class CostModel:
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self.seconds = dict(sorted(seconds.items()))
+        self._sizes = tuple(self.seconds)
 
     def pass_seconds(self, nodes: int) -> float:
         """Seconds of a pass over so many nodes."""
-        sizes = list(self.seconds)
-        above = next((size for size in sizes if size >= nodes), None)
-        if above is None:
+        sizes = self._sizes
+        place = bisect_left(sizes, nodes)
+        if place == len(sizes):
             return self.seconds[sizes[-1]] * nodes / sizes[-1]
-        below = max((size for size in sizes if size <= nodes), default=above)
-        if above == below:
+        above = sizes[place]
+        if above == nodes or place == 0:
             return self.seconds[above]
+        below = sizes[place - 1]
         share = (nodes - below) / (above - below)
         return self.seconds[below] * (1 - share) + self.seconds[above] * share
 

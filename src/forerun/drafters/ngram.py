@@ -93,9 +93,20 @@ class NgramDrafter:
     def forget(self, seq: Seq) -> None:
         self._texts.pop(seq.id, None)
 
-    def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
+    def confidence(self, seq: Seq) -> float:
+        """How likely the first token it would draft now is right; 0 where nothing matches."""
+        text = self._text(seq)
+        match = next((length for length, _ in self._matches(text, seq.tokens, 1)), 0)
+        return text.rates.rate(match, self._all) if match else 0.0
+
+    def _text(self, seq: Seq) -> _Text:
+        """What is kept for a sequence, brought up to its last token."""
         text = self._texts.setdefault(seq.id, _Text(HitRates.empty(self.longest)))
         self._index(text, seq.tokens)
+        return text
+
+    def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
+        text = self._text(seq)
         sprout = Sprout(seq.tokens[-1])
         text.guess, text.match = [], 0
         left = 1.0  # what the better branches leave over at the root

@@ -72,6 +72,11 @@ class GgufFile:
             )
         self.tensors = _read_tensors(cursor, tensors, self._alignment(cursor))
 
+    def drop_pages(self) -> None:
+        """Let go of the file's pages in memory: they are read again from the file if they are needed again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def blocks(self, name: str) -> Blocks:
         """The bytes of a tensor as they lie in the file (a view of the map, to be read only)."""
         info = self.tensors[name]

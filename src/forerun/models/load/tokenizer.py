@@ -49,6 +49,14 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
+    def save(self, folder: Path) -> None:
+        """Write it as a Hugging Face folder has it: tokenizer.json and tokenizer_config.json."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self._special}
+        if self._template is not None:
+            settings["chat_template"] = self._template
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """The ids of a text; `add_special` adds what the model wants around it (BOS, where it uses one)."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids

@@ -13,25 +13,44 @@
 
 #define FR_API __attribute__((visibility("default")))
 #define FR_INLINE static inline __attribute__((always_inline))
-
-typedef float f32x4 __attribute__((vector_size(16)));
+/* Before loops of a few steps whose arrays must become registers. */
+#if defined(__clang__)
+#define FR_UNROLL _Pragma("unroll")
+#else
+#define FR_UNROLL _Pragma("GCC unroll 8")
+#endif
 
 /* ---- pool.c: one thread pool for the process ---- */
-typedef void (*fr_job)(void *arg, int64_t begin, int64_t end);
+enum { FR_MAX_THREADS = 64 };
+/* `worker` is below FR_MAX_THREADS and differs between chunks that run at the same time. */
+typedef void (*fr_job)(void *arg, int64_t begin, int64_t end, int worker);
 /* Run job over [0, count) in chunks of `grain`, on the caller and the workers; returns when all is done. */
 void fr_parallel(fr_job job, void *arg, int64_t count, int64_t grain);
 FR_API void fr_set_threads(int threads);
 FR_API int fr_threads(void);
 
 /* ---- linear: weights packed in panels of four output rows ---- */
-enum { FR_F32 = 0, FR_BF16 = 1, FR_P4 = 2, FR_P8 = 3, FR_P4W = 4, FR_P8W = 5 };
-enum { FR_BLOCK = 32, FR_PANEL = 4 };
-/* Bytes per panel and block of 32 inputs:
+enum { FR_F32, FR_BF16, FR_P4, FR_P8, FR_P4W, FR_P8W, FR_P8M, FR_KINDS };
+enum { FR_BLOCK = 32, FR_PANEL = 4, FR_GROUP = 4, FR_MOST_PARTS = 3 };
+/* Bytes per panel and block of 32 inputs (integers first, so that loads of them stay aligned):
  *   P4   64 nibbles, 4 fp16 scales, 4 fp16 offsets     weight = scale * nibble + offset
  *   P8  128 int8,    4 fp16 scales                     weight = scale * value
  *   P4W  as P4 with fp32 scales and offsets (Q4_K, whose scales are products)
- *   P8W  as P8 with two fp32 scales per row: one for each half block (Q6_K) */
-enum { FR_P4_BYTES = 80, FR_P8_BYTES = 136, FR_P4W_BYTES = 96, FR_P8W_BYTES = 160 };
+ *   P8W  as P8 with two fp32 scales per row: one for each half block (Q6_K)
+ *   P8M  as P8 with fp32 scales and offsets (Q5_K, Q5_1)
+ * F32 and BF16 are not packed: [outputs, inputs] as they lie. */
+enum { FR_P4_BYTES = 80, FR_P8_BYTES = 136, FR_P4W_BYTES = 96, FR_P8W_BYTES = 160, FR_P8M_BYTES = 160 };
+
+FR_INLINE int64_t fr_block_bytes(int kind) {
+    switch (kind) {
+    case FR_P4: return FR_P4_BYTES;
+    case FR_P8: return FR_P8_BYTES;
+    case FR_P4W: return FR_P4W_BYTES;
+    case FR_P8W: return FR_P8W_BYTES;
+    case FR_P8M: return FR_P8M_BYTES;
+    default: return 0;
+    }
+}
 
 typedef struct {
     int32_t kind;
@@ -40,50 +59,121 @@ typedef struct {
     const float *bias; /* [outputs] or NULL */
 } fr_weight;
 
-/* Activations ready for packed weights: int8 blocks, one scale and one scaled sum per block. */
+/* Weights that share their input and lie side by side in the output, such as queries, keys and values. */
 typedef struct {
-    int8_t *values; /* [rows, inputs] */
-    float *scales;  /* [rows, inputs / 32] */
-    float *sums;    /* [rows, inputs / 32], scale * sum of the block */
+    int64_t count;
+    fr_weight part[FR_MOST_PARTS];
+} fr_weights;
+
+/* Activations ready for packed weights: int8 blocks, one scale and one scaled sum per block. Rows lie in groups
+ * of four, block by block, so that a kernel walks one pointer: [rows / 4, inputs / 32, 4, ...]. */
+typedef struct {
+    int8_t *values; /* ... 32 */
+    float *scales;  /* ... 1 */
+    float *sums;    /* ... 1: scale * sum of the block */
 } fr_quants;
 
-/* Quantised rows needed by packed kinds; scratch must hold fr_quants_bytes. */
 size_t fr_quants_bytes(int64_t rows, int64_t inputs);
 fr_quants fr_quants_at(void *scratch, int64_t rows, int64_t inputs);
 void fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, fr_quants out);
 
-/* y[rows, outputs] = x[rows, inputs] W^T + bias; `q` is needed for packed kinds only. */
-void fr_linear(const fr_weight *w, const float *x, fr_quants q, float *y, int64_t rows);
+/* y[rows, sum of outputs] = x[rows, inputs] W^T + bias; scratch holds fr_quants_bytes(rows, inputs). */
+void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void *scratch);
 
-/* One panel range of fr_linear: y columns 4*begin .. 4*end. The dispatcher picks the best the machine has. */
-typedef void (*fr_panels)(const fr_weight *w, const float *x, fr_quants q, float *y, int64_t rows,
-                          int64_t begin, int64_t end);
-void fr_panels_generic(const fr_weight *w, const float *x, fr_quants q, float *y, int64_t rows, int64_t begin,
-                       int64_t end);
-#if defined(__aarch64__)
-void fr_panels_dotprod(const fr_weight *w, const float *x, fr_quants q, float *y, int64_t rows, int64_t begin,
-                       int64_t end);
-#endif
-FR_API const char *fr_isa(void);
+/* A range of one weight's panels: y columns 4*begin .. 4*end, y's rows are `stride` apart. */
+typedef struct {
+    const fr_weight *w;
+    const float *x;
+    fr_quants q;
+    float *y;
+    int64_t rows, stride, begin, end;
+} fr_range;
+typedef void (*fr_kernel)(const fr_range *range);
+void fr_packed_generic(const fr_range *range);
+void fr_packed_dotprod(const fr_range *range); /* 64-bit ARM */
+void fr_packed_avx2(const fr_range *range);    /* x86-64 */
+void fr_packed_vnni(const fr_range *range);    /* x86-64 */
+void fr_plain(const fr_range *range);          /* F32 and BF16 */
 
-/* ---- ops.c: what stands between the linear layers ---- */
+/* ---- dispatch.c: compiled for the least of machines ---- */
+fr_kernel fr_packed_kernel(void);
+FR_API const char *fr_isa(void); /* "" where the machine lacks what the library is built on */
+FR_API int fr_choose(const char *isa); /* for tests: 0 = chosen, 1 = not on this machine */
+
+/* ---- ops.c, attention.c: what stands between the linear layers ---- */
 void fr_rms_norm(const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t width);
-void fr_rope(float *x, const float *cosines, const float *sines, int64_t rows, int64_t heads, int64_t stride,
-             int64_t head_dim, int64_t rotary);
+void fr_rope(float *x, const float *cosines, const float *sines, const int32_t *position, int64_t rows, int64_t heads,
+             int64_t stride, int64_t head_dim, int64_t rotary);
 void fr_swiglu(const float *gate_up, float *y, int64_t rows, int64_t width);
+void fr_add(float *x, const float *delta, int64_t count);
+
+enum { FR_TOGETHER = 4 }; /* queries that read the same keys at most */
+
+/* What a node sees: `context` slots in a row from `first`, then the slots in its row of `tails`, itself last. */
+typedef struct {
+    const int32_t *first, *context, *tail; /* [nodes]; tail = how many slots its row has */
+    const int32_t *tails;                  /* [nodes, tail_stride] */
+    int64_t tail_stride, most;             /* most = the largest context + tail */
+} fr_reach;
 
 typedef struct {
-    const float *q;       /* [nodes, q_stride] with heads laid end to end */
-    float *out;           /* [nodes, heads * head_dim] */
-    const float *keys;    /* of this layer: + kv_head * head_stride + slot * head_dim */
+    fr_reach reach;
+    const float *q;    /* [nodes, q_stride] with heads laid end to end */
+    float *out;        /* [nodes, heads * head_dim] */
+    const float *keys; /* of this layer: + kv_head * head_stride + slot * head_dim */
     const float *values;
-    const int32_t *slots; /* [nodes, slot_stride] the slots each node sees, by position */
-    const int32_t *seen;  /* [nodes] how many */
-    float *scratch;       /* [nodes * heads, slot_stride] */
-    int64_t nodes, heads, kv_heads, head_dim, q_stride, head_stride, slot_stride;
+    float *scratch;       /* [FR_MAX_THREADS, FR_TOGETHER, reach.most + 4] */
+    const int32_t *tiles; /* [tile_count, 2] from fr_attention_tiles */
+    int64_t tile_count, heads, kv_heads, head_dim, q_stride, head_stride;
     int64_t window; /* 0 = everything, else only the last `window` positions */
     float scale;
 } fr_attention_args;
 void fr_attention(const fr_attention_args *args);
+/* Which queries walk together; tiles has room for nodes * group pairs. Returns how many there are. */
+int64_t fr_attention_tiles(const fr_reach *reach, int64_t nodes, int64_t group, int32_t *tiles);
+
+/* ---- decoder.c: a whole pass ---- */
+typedef struct {
+    const float *attention_norm, *mlp_norm; /* [width] */
+    const float *q_norm, *k_norm;           /* [head_dim] or NULL */
+    fr_weights qkv, output, gate_up, down;
+    int64_t window; /* 0 = everything */
+    int64_t rotate; /* 0: this layer has no positions */
+} fr_layer;
+
+typedef struct {
+    int64_t layers, width, heads, kv_heads, head_dim, rotary, inner, vocab;
+    float eps, attention_scale;
+    const fr_layer *layer;
+    const float *final_norm;
+    fr_weights head;
+} fr_decoder;
+
+typedef struct {
+    int64_t nodes;
+    float *x;                     /* [nodes, width] embedded tokens in, residual stream out */
+    const float *cosines, *sines; /* [positions, rotary / 2] */
+    const int32_t *position;      /* [nodes] which row of them */
+    const int32_t *write;         /* [nodes] slot that takes the node's key and value */
+    fr_reach reach;
+    float *keys, *values; /* [layers, kv_heads, slots, head_dim] by the strides below */
+    int64_t layer_stride, head_stride;
+    const int64_t *hidden_layers; /* [hidden_count] layers whose input is wanted */
+    float *const *hidden;         /* [hidden_count] -> [nodes, width] */
+    int64_t hidden_count;
+    float *normed; /* [nodes, width] after the last norm, or NULL */
+    float *logits; /* [nodes, vocab] or NULL */
+} fr_pass;
+
+FR_API int64_t fr_layout(void);
+FR_API int fr_decode(const fr_decoder *model, const fr_pass *pass);
+FR_API int fr_linear_rows(const fr_weights *w, const float *x, float *y, int64_t rows);
+
+/* ---- pack.c: GGUF types are numbered as in the file ---- */
+FR_API int fr_packed_kind(int type);
+FR_API int64_t fr_packed_bytes(int kind, int64_t outputs, int64_t inputs);
+FR_API void fr_pack(int type, const uint8_t *raw, int64_t row_bytes, int64_t outputs, int64_t inputs, uint8_t *out);
+FR_API void fr_unpack_rows(int type, const uint8_t *raw, int64_t row_bytes, int64_t inputs, const int64_t *rows,
+                           int64_t count, float *out);
 
 #endif

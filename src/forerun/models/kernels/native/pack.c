@@ -1,13 +1,14 @@
 /* GGUF blocks into panels of four output rows: the same numbers in another order, so nothing is lost.
  *
- * Q4_0, Q4_1 -> P4;  Q8_0, Q5_0 -> P8;  Q4_K, Q5_K stay exact in wider forms;  Q6_K -> P8W.
+ * Q4_0, Q4_1 -> P4;  Q8_0, Q5_0 -> P8;  Q4_K -> P4W;  Q5_1, Q5_K -> P8M;  Q6_K -> P8W.
  * Rows past the last output are zero.
  */
 #include "forerun.h"
 
 #include <string.h>
 
-enum { GGUF_Q4_0 = 2, GGUF_Q4_1 = 3, GGUF_Q5_0 = 6, GGUF_Q8_0 = 8, GGUF_Q4_K = 12, GGUF_Q6_K = 14 };
+enum { GGUF_Q4_0 = 2, GGUF_Q4_1 = 3, GGUF_Q5_0 = 6, GGUF_Q5_1 = 7, GGUF_Q8_0 = 8 };
+enum { GGUF_Q4_K = 12, GGUF_Q5_K = 13, GGUF_Q6_K = 14 };
 
 /* 32 weights of one row: value[k] * scale[k / 16] + offset, scales as the file holds them or as products. */
 typedef struct {
@@ -39,6 +40,10 @@ static void nibbles(const uint8_t *p, int8_t *values) {
     }
 }
 
+static void fifth_bits(const uint8_t *p, int zero, int8_t *values) {
+    for (int k = 0; k < 32; k++) values[k] = (int8_t)((values[k] | ((p[k / 8] >> (k % 8)) & 1) << 4) - zero);
+}
+
 /* -8 * d as a half: exact, because only the exponent moves (subnormal d keeps its bits too, shifted). */
 static uint16_t minus_eight(uint16_t d) {
     uint16_t sign = (uint16_t)((d ^ 0x8000) & 0x8000), exponent = (d >> 10) & 31, fraction = d & 0x3ff;
@@ -48,7 +53,8 @@ static uint16_t minus_eight(uint16_t d) {
         while (shifted >= 0x800) shifted >>= 1, exponent++; /* only zero bits fall off: fraction < 2^10 */
         return (uint16_t)(sign | (shifted >= 0x400 ? ((exponent + 1) << 10) | (shifted & 0x3ff) : shifted));
     }
-    return (uint16_t)(sign | ((exponent + 3 > 30 ? 30 : exponent + 3) << 10) | fraction);
+    if (exponent + 3 > 30) return (uint16_t)(sign | 0x7c00); /* no weight is near: infinity, and not a wrong number */
+    return (uint16_t)(sign | ((exponent + 3) << 10) | fraction);
 }
 
 static void scale_min_k4(int j, const uint8_t *s, int *scale, int *min) {
@@ -61,13 +67,18 @@ static void scale_min_k4(int j, const uint8_t *s, int *scale, int *min) {
     }
 }
 
-static void read_q4_k(const uint8_t *p, int j, block32 *out) {
+/* Q4_K, and Q5_K with its fifth bits. */
+static void read_k(const uint8_t *p, int j, const uint8_t *fifth, const uint8_t *q, block32 *out) {
     int scale, min;
     scale_min_k4(j, p + 4, &scale, &min);
-    const uint8_t *q = p + 16 + (j / 2) * 32;
-    for (int k = 0; k < 32; k++) out->values[k] = (int8_t)(j % 2 ? q[k] >> 4 : q[k] & 15);
+    q += j / 2 * 32;
+    for (int k = 0; k < 32; k++) {
+        int v = j % 2 ? q[k] >> 4 : q[k] & 15;
+        if (fifth) v |= ((fifth[k] >> j) & 1) << 4;
+        out->values[k] = (int8_t)v;
+    }
     out->scales[0] = out->scales[1] = half(p) * (float)scale;
-    out->offset = -half(p + 2) * (float)min;
+    out->offset = -(half(p + 2) * (float)min);
 }
 
 static void read_q6_k(const uint8_t *p, int j, block32 *out) {
@@ -98,22 +109,28 @@ static void read_block(int type, const uint8_t *row, int64_t b, block32 *out) {
         memcpy(&out->half_offset, row + 2, 2);
         nibbles(row + 4, out->values);
         break;
-    case GGUF_Q5_0: {
-        uint32_t high;
+    case GGUF_Q5_0:
         row += b * 22;
         memcpy(&out->half_scale, row, 2);
-        memcpy(&high, row + 2, 4);
         nibbles(row + 6, out->values);
-        for (int k = 0; k < 32; k++) out->values[k] = (int8_t)((out->values[k] | (int)(((high >> k) & 1) << 4)) - 16);
+        fifth_bits(row + 2, 16, out->values);
         break;
-    }
+    case GGUF_Q5_1:
+        row += b * 24;
+        out->scales[0] = half(row);
+        out->offset = half(row + 2);
+        nibbles(row + 8, out->values);
+        fifth_bits(row + 4, 0, out->values);
+        break;
     case GGUF_Q8_0:
         row += b * 34;
         memcpy(&out->half_scale, row, 2);
         memcpy(out->values, row + 2, 32);
         break;
-    case GGUF_Q4_K: read_q4_k(row + b / 8 * 144, (int)(b % 8), out); break;
+    case GGUF_Q4_K: row += b / 8 * 144; read_k(row, (int)(b % 8), NULL, row + 16, out); break;
+    case GGUF_Q5_K: row += b / 8 * 176; read_k(row, (int)(b % 8), row + 16, row + 48, out); break;
     case GGUF_Q6_K: read_q6_k(row + b / 8 * 210, (int)(b % 8), out); break;
+    default: break;
     }
 }
 
@@ -135,7 +152,7 @@ static void write_block(int kind, uint8_t *panel, int row, const block32 *in) {
         memcpy(panel + 80 + 4 * row, &in->offset, 4);
     } else {
         memcpy(panel + 128 + 4 * row, &in->scales[0], 4);
-        memcpy(panel + 144 + 4 * row, &in->scales[1], 4);
+        memcpy(panel + 144 + 4 * row, kind == FR_P8M ? &in->offset : &in->scales[1], 4);
     }
 }
 
@@ -145,14 +162,14 @@ FR_API int fr_packed_kind(int type) {
     case GGUF_Q4_0: case GGUF_Q4_1: return FR_P4;
     case GGUF_Q5_0: case GGUF_Q8_0: return FR_P8;
     case GGUF_Q4_K: return FR_P4W;
+    case GGUF_Q5_1: case GGUF_Q5_K: return FR_P8M;
     case GGUF_Q6_K: return FR_P8W;
     default: return -1;
     }
 }
 
 FR_API int64_t fr_packed_bytes(int kind, int64_t outputs, int64_t inputs) {
-    static const int64_t bytes[] = {0, 0, FR_P4_BYTES, FR_P8_BYTES, FR_P4W_BYTES, FR_P8W_BYTES};
-    return (outputs + FR_PANEL - 1) / FR_PANEL * (inputs / FR_BLOCK) * bytes[kind];
+    return (outputs + FR_PANEL - 1) / FR_PANEL * (inputs / FR_BLOCK) * fr_block_bytes(kind);
 }
 
 typedef struct {
@@ -160,18 +177,17 @@ typedef struct {
     const uint8_t *raw;
     uint8_t *out;
     int64_t outputs, inputs, row_bytes;
-    const int32_t *order; /* [outputs] source row of each output, or NULL */
 } pack_job;
 
-static void pack_panels(void *arg, int64_t begin, int64_t end) {
-    pack_job *job = arg;
-    int64_t blocks = job->inputs / FR_BLOCK, bytes = fr_packed_bytes(job->kind, FR_PANEL, FR_BLOCK);
+static void pack_panels(void *arg, int64_t begin, int64_t end, int worker) {
+    (void)worker;
+    const pack_job *job = arg;
+    int64_t blocks = job->inputs / FR_BLOCK, bytes = fr_block_bytes(job->kind);
     for (int64_t p = begin; p < end; p++) {
         uint8_t *panel = job->out + p * blocks * bytes;
         memset(panel, 0, (size_t)(blocks * bytes));
         for (int row = 0; row < FR_PANEL && p * FR_PANEL + row < job->outputs; row++) {
             int64_t source = p * FR_PANEL + row;
-            if (job->order) source = job->order[source];
             for (int64_t b = 0; b < blocks; b++) {
                 block32 block;
                 read_block(job->type, job->raw + source * job->row_bytes, b, &block);
@@ -183,28 +199,23 @@ static void pack_panels(void *arg, int64_t begin, int64_t end) {
 
 /* Pack `outputs` rows of raw GGUF blocks; the caller has checked the sizes. */
 FR_API void fr_pack(int type, const uint8_t *raw, int64_t row_bytes, int64_t outputs, int64_t inputs,
-                    const int32_t *order, uint8_t *out) {
-    pack_job job = {type, fr_packed_kind(type), raw, out, outputs, inputs, row_bytes, order};
+                    uint8_t *out) {
+    pack_job job = {type, fr_packed_kind(type), raw, out, outputs, inputs, row_bytes};
     fr_parallel(pack_panels, &job, (outputs + FR_PANEL - 1) / FR_PANEL, 16);
 }
 
-/* Float rows into P8: a scale of amax/127 per block of 32, as Q8_0 has it. */
-FR_API void fr_pack_floats(const float *rows, int64_t outputs, int64_t inputs, uint8_t *out) {
-    int64_t blocks = inputs / FR_BLOCK;
-    memset(out, 0, (size_t)fr_packed_bytes(FR_P8, outputs, inputs));
-    for (int64_t o = 0; o < outputs; o++)
-        for (int64_t b = 0; b < blocks; b++) {
-            const float *x = rows + o * inputs + b * FR_BLOCK;
-            block32 block = {0};
-            float amax = 0;
-            for (int k = 0; k < 32; k++) amax = __builtin_fabsf(x[k]) > amax ? __builtin_fabsf(x[k]) : amax;
-            _Float16 scale = (_Float16)(amax / 127.0f);
-            float inverse = scale > 0 ? 1.0f / (float)scale : 0;
-            for (int k = 0; k < 32; k++) {
-                float v = __builtin_rintf(x[k] * inverse);
-                block.values[k] = (int8_t)(v > 127 ? 127 : v < -127 ? -127 : v);
-            }
-            memcpy(&block.half_scale, &scale, 2);
-            write_block(FR_P8, out + (o / FR_PANEL * blocks + b) * FR_P8_BYTES, (int)(o % FR_PANEL), &block);
+/* Some rows of raw GGUF blocks as floats: what an embedding looks up. The caller has checked rows and sizes. */
+FR_API void fr_unpack_rows(int type, const uint8_t *raw, int64_t row_bytes, int64_t inputs, const int64_t *rows,
+                           int64_t count, float *out) {
+    int halves = fr_packed_kind(type) == FR_P4 || fr_packed_kind(type) == FR_P8;
+    for (int64_t r = 0; r < count; r++)
+        for (int64_t b = 0; b < inputs / FR_BLOCK; b++) {
+            block32 block;
+            read_block(type, raw + rows[r] * row_bytes, b, &block);
+            if (halves) {
+                block.scales[0] = block.scales[1] = half((const uint8_t *)&block.half_scale);
+                block.offset = half((const uint8_t *)&block.half_offset);
+            } else if (fr_packed_kind(type) != FR_P8W) block.scales[1] = block.scales[0];
+            for (int k = 0; k < FR_BLOCK; k++) *out++ = (float)block.values[k] * block.scales[k / 16] + block.offset;
         }
 }

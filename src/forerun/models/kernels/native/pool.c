@@ -1,7 +1,8 @@
 /* The thread pool: workers take chunks from a shared counter, so that a core that is busy elsewhere does less.
  *
  * Within a pass jobs follow each other within microseconds, so an idle worker watches for a moment before it sleeps;
- * after that it waits in the kernel and costs nothing. Which thread computes a chunk never changes a result.
+ * after that it waits in the kernel and costs nothing. A worker that comes late finds the job closed and leaves: the
+ * caller waits only for those that took part. Which thread computes a chunk never changes a result.
  */
 #include "forerun.h"
 
@@ -9,27 +10,29 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
-#include <unistd.h>
 
-enum { FR_MAX_THREADS = 64, FR_WATCH = 6000 };
+enum { FR_WATCH = 4000 };
 
 static struct {
-    pthread_mutex_t lock;
+    pthread_mutex_t entry; /* one job at a time */
+    pthread_mutex_t lock;  /* with wake: for workers that sleep */
     pthread_cond_t wake;
     pthread_t workers[FR_MAX_THREADS];
-    int threads; /* with the caller; 0 = not started */
+    atomic_int threads; /* with the caller; 0 = not started */
+    bool stop;
     atomic_int sleeping;
     atomic_ulong round; /* counts jobs; a change tells the workers that there is one */
-    atomic_int working; /* workers that have not finished the present job */
+    atomic_bool open;   /* the job below may be joined */
+    atomic_int inside;  /* workers that look at the job or work on it */
     atomic_long next;   /* first index not taken yet */
     fr_job job;
     void *arg;
     long count, grain;
-    bool stop;
-    pid_t owner;
-} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
-
-static pthread_mutex_t entry = PTHREAD_MUTEX_INITIALIZER; /* one job at a time */
+} pool = {
+    .entry = PTHREAD_MUTEX_INITIALIZER,
+    .lock = PTHREAD_MUTEX_INITIALIZER,
+    .wake = PTHREAD_COND_INITIALIZER,
+};
 
 FR_INLINE void pause_core(void) {
 #if defined(__aarch64__)
@@ -39,12 +42,12 @@ FR_INLINE void pause_core(void) {
 #endif
 }
 
-static void take_chunks(void) {
+static void take_chunks(int worker) {
     for (;;) {
         long begin = atomic_fetch_add_explicit(&pool.next, pool.grain, memory_order_relaxed);
         if (begin >= pool.count) return;
         long end = begin + pool.grain < pool.count ? begin + pool.grain : pool.count;
-        pool.job(pool.arg, begin, end);
+        pool.job(pool.arg, begin, end, worker);
     }
 }
 
@@ -62,13 +65,25 @@ static unsigned long wait_for_round(unsigned long seen) {
     return atomic_load(&pool.round);
 }
 
+typedef struct {
+    int worker;
+    unsigned long round;
+} birth;
+
+static birth births[FR_MAX_THREADS];
+
 static void *work(void *arg) {
-    unsigned long seen = (unsigned long)(uintptr_t)arg;
+    const birth *born = arg;
+    int worker = born->worker;
+    unsigned long seen = born->round;
     for (;;) {
         seen = wait_for_round(seen);
-        if (pool.stop) return NULL;
-        take_chunks();
-        atomic_fetch_sub_explicit(&pool.working, 1, memory_order_release);
+        /* first be counted, then look: whoever closes the job looks at the count afterwards */
+        atomic_fetch_add(&pool.inside, 1);
+        if (atomic_load(&pool.open)) take_chunks(worker);
+        bool stop = pool.stop;
+        atomic_fetch_sub(&pool.inside, 1);
+        if (stop) return NULL;
     }
 }
 
@@ -81,51 +96,59 @@ static void announce(void) {
     }
 }
 
-static void start(int threads) {
-    pool.stop = false;
-    pool.threads = 1;
-    pool.owner = getpid();
-    for (int i = 1; i < threads; i++) {
-        void *round = (void *)(uintptr_t)atomic_load(&pool.round);
-        if (pthread_create(&pool.workers[i], NULL, work, round) != 0) break;
-        pool.threads++;
-    }
+/* After a fork the workers are gone: the child works alone until it sets a number of its own. */
+static void forget_workers(void) {
+    pthread_mutex_init(&pool.entry, NULL);
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+    pool.threads = 0;
+    atomic_store(&pool.sleeping, 0);
+    atomic_store(&pool.open, false);
+    atomic_store(&pool.inside, 0);
 }
+
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_workers); }
 
 FR_API void fr_set_threads(int threads) {
     if (threads < 1) threads = 1;
     if (threads > FR_MAX_THREADS) threads = FR_MAX_THREADS;
-    pthread_mutex_lock(&entry);
-    if (pool.threads && pool.owner == getpid()) {
+    pthread_mutex_lock(&pool.entry);
+    if (threads != pool.threads) {
         pool.stop = true;
         announce();
         for (int i = 1; i < pool.threads; i++) pthread_join(pool.workers[i], NULL);
+        pool.stop = false;
+        pool.threads = 1;
+        for (int i = 1; i < threads; i++) {
+            births[i] = (birth){i, atomic_load(&pool.round)};
+            if (pthread_create(&pool.workers[i], NULL, work, &births[i]) != 0) break;
+            pool.threads++;
+        }
     }
-    start(threads);
-    pthread_mutex_unlock(&entry);
+    pthread_mutex_unlock(&pool.entry);
 }
 
 FR_API int fr_threads(void) { return pool.threads ? pool.threads : 1; }
 
 void fr_parallel(fr_job job, void *arg, int64_t count, int64_t grain) {
     if (grain < 1) grain = 1;
-    /* after a fork the workers are gone: the child works alone until it sets its own number */
-    if (pool.threads <= 1 || pool.owner != getpid() || count <= grain) {
-        job(arg, 0, count);
+    if (pool.threads <= 1 || count <= grain) {
+        if (count > 0) job(arg, 0, count, 0);
         return;
     }
-    pthread_mutex_lock(&entry);
+    pthread_mutex_lock(&pool.entry);
     pool.job = job;
     pool.arg = arg;
     pool.count = count;
     pool.grain = grain;
     atomic_store_explicit(&pool.next, 0, memory_order_relaxed);
-    atomic_store_explicit(&pool.working, pool.threads - 1, memory_order_release);
+    atomic_store(&pool.open, true);
     announce();
-    take_chunks();
-    for (int i = 0; atomic_load_explicit(&pool.working, memory_order_acquire) > 0; i++) {
+    take_chunks(0);
+    atomic_store(&pool.open, false);
+    for (int i = 0; atomic_load(&pool.inside) > 0; i++) {
         if (i < FR_WATCH) pause_core();
         else sched_yield(); /* a worker lost its core to another process: let it have ours */
     }
-    pthread_mutex_unlock(&entry);
+    pthread_mutex_unlock(&pool.entry);
 }

@@ -1,0 +1,48 @@
+"""Builds the native kernels with the package; everything else about it is in pyproject.toml.
+
+The library is plain C that is loaded with ctypes: it knows nothing of Python, so one wheel serves every version.
+Where it cannot be built (no compiler, another system) the package installs without it and runs on torch.
+"""
+
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+NATIVE = Path("src/forerun/models/kernels/native")
+
+
+class BuildLibrary(build_ext):
+    """Names the file without a Python version, and asks for no initialiser in it."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return list(ext.export_symbols)
+
+
+class AnyPythonWheel(bdist_wheel):
+    """Tags the wheel for its platform but for every Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "forerun.models.kernels._native",
+            sources=sorted(str(file) for file in NATIVE.glob("*.c")),
+            depends=sorted(str(file) for file in NATIVE.glob("*.h")),
+            extra_compile_args=[
+                "-O3", "-g0", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-pthread",
+            ],
+            extra_link_args=["-pthread"] if sys.platform == "darwin" else ["-pthread", "-lm"],
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": AnyPythonWheel},
+)  # fmt: skip

@@ -1,0 +1,134 @@
+"""Who is measured: our loop, plain and with every way of drafting, and the peers asked for, on one checkpoint."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from forerun.bench.machine import cores
+from forerun.bench.measure import Contender, Written
+from forerun.bench.record import Recorder
+from forerun.bench.settings import ASSISTED, LOOKUP, PLAIN, TRANSFORMERS, Cell, Settings, Way
+from forerun.control.adaptive import AdaptiveController
+from forerun.control.cost import CostModel
+from forerun.control.fixed import budget_of
+from forerun.llm import LLM
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.types import Request
+
+if TYPE_CHECKING:
+    from forerun.params import Dtype
+
+
+def load(settings: Settings) -> tuple[LLM, CostModel]:
+    """The model as a user would load it, and t(n) measured anew, whatever was kept."""
+    threads = settings.threads or cores()
+    torch.set_num_threads(threads)
+    dtype: Dtype = settings.dtype  # type: ignore[assignment]  # checked where it is used
+    config = EngineConfig(
+        dtype=dtype, device=settings.device, threads=threads, max_batch=max(8, *settings.batches)
+    )
+    speculative = SpeculativeConfig(
+        _default_drafter(settings), draft_model=settings.draft_model, budget=settings.budget
+    )
+    llm = LLM.load(settings.model, speculative_config=speculative, config=config)
+    return llm, fresh_costs(llm)
+
+
+def _default_drafter(settings: Settings) -> str:
+    """What `auto` is: n-gram, or whoever the second checkpoint is for."""
+    if settings.draft_model is None:
+        return SpeculativeConfig().drafter
+    named = [way.drafter for way in settings.ways if way.drafter not in (None, "none", "ngram")]
+    return named[0] or "draft_model" if named else "draft_model"
+
+
+def fresh_costs(llm: LLM) -> CostModel:
+    """Measure t(n) now and let the controller go by it."""
+    cost = CostModel.measure(llm.engine.target)
+    if isinstance(llm.engine.controller, AdaptiveController):
+        llm.engine.controller.cost = cost
+    return cost
+
+
+def own_contenders(llm: LLM, settings: Settings, cell: Cell) -> list[Contender]:
+    """Our loop in one cell: plain, then every way of drafting."""
+    ways = [Way(PLAIN, "none"), *settings.ways]
+    return [own_contender(llm, settings, cell, way) for way in ways]
+
+
+def own_contender(llm: LLM, settings: Settings, cell: Cell, way: Way) -> Contender:
+    """One way of drafting in one cell; drafters keep what they learnt between prompts, as in a server."""
+    engine, recorder = llm.engine, recorder_of(llm)
+    budget = None if way.budget is None else budget_of(way.budget, width=1)
+
+    def write(prompts: Sequence[Sequence[int]], max_tokens: int) -> Written:
+        recorder.take()
+        requests = [
+            Request(tuple(ids), _params(settings, cell, ids, max_tokens), way.drafter, cell.verifier, budget)
+            for ids in prompts
+        ]
+        started = perf_counter()
+        seqs = [engine.find(engine.submit(request)) for request in requests]
+        while engine.busy:
+            engine.step()
+        seconds = perf_counter() - started
+        passes, drafts = recorder.take()
+        texts = [seq.tokens[seq.prompt_length :] for seq in seqs if seq is not None]
+        decoding = sum(spent for one in passes for spent in one.values())
+        return Written(texts, seconds, len(passes), decoding, passes, drafts)
+
+    return Contender(way.name, write, exact=is_comparable(llm, cell))
+
+
+def recorder_of(llm: LLM) -> Recorder:
+    """The recorder around this engine's controller, put there when first asked for."""
+    if not isinstance(llm.engine.controller, Recorder):
+        llm.engine.controller = Recorder(llm.engine.controller)
+    return llm.engine.controller
+
+
+def is_comparable(llm: LLM, cell: Cell) -> bool:
+    """Must every drafter write the plain loop's text, token for token?
+
+    At temperature 0 every exact verifier promises that; above it only one that makes the text a function of the
+    seed. The others promise the same law, which a single text cannot show.
+    """
+    name = "coupled" if cell.verifier == "auto" else cell.verifier
+    verifier = llm.engine.verifiers.get(name)
+    return verifier.exact and (cell.temperature == 0.0 or verifier.shares_noise)
+
+
+def _params(settings: Settings, cell: Cell, ids: Sequence[int], max_tokens: int) -> SamplingParams:
+    """Greedy without a seed; else one seed per prompt, the same for every contender."""
+    seed = None if cell.temperature == 0.0 else settings.seed + zlib.crc32(repr(tuple(ids)).encode())
+    return SamplingParams(max_tokens, temperature=cell.temperature, seed=seed, ignore_eos=settings.ignore_eos)
+
+
+def load_peers(llm: LLM, settings: Settings) -> list[Contender]:
+    """The peers asked for, around the same weights; they run in greedy cells of batch 1."""
+    found = []
+    if settings.peers:
+        from forerun.bench.peers import LOOKUP_TOKENS, load_transformers_model, transformers_contender
+        from forerun.models.load.checkpoint import open_checkpoint
+
+        device = llm.engine.target.device
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        ends = frozenset() if settings.ignore_eos else llm.tokenizer.eos_ids
+        model = load_transformers_model(open_checkpoint(settings.model), ends, dtype).to(device)
+        if TRANSFORMERS in settings.peers:
+            found.append(transformers_contender(TRANSFORMERS, model))
+        if LOOKUP in settings.peers:
+            found.append(transformers_contender(LOOKUP, model, prompt_lookup_num_tokens=LOOKUP_TOKENS))
+        if ASSISTED in settings.peers and settings.draft_model is not None:
+            small = load_transformers_model(open_checkpoint(settings.draft_model), ends, dtype).to(device)
+            found.append(transformers_contender(ASSISTED, model, assistant_model=small))
+    if settings.url:
+        from forerun.bench.endpoint import endpoint_contender
+
+        found.append(endpoint_contender(settings.url, settings.ignore_eos))
+    return found

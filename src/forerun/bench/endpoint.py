@@ -1,0 +1,60 @@
+"""Any OpenAI-compatible server by its URL: vLLM, SGLang, llama.cpp, or forerun itself.
+
+The prompt travels as token ids (`/v1/completions` takes them), so that everybody answers the very same prompt.
+What comes back is counted by the server's own usage field. Its text is not held against ours: it may run in
+another number format, or be another model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from forerun.bench.measure import Contender, Written
+from forerun.errors import InvalidInput
+
+PATIENCE = 600.0  # seconds for one answer
+
+
+def endpoint_contender(url: str, ignore_eos: bool = False) -> Contender:
+    """The model that a server lists first, asked greedily, one prompt at a time."""
+    base = url.rstrip("/").removesuffix("/v1")
+    models = _call(f"{base}/v1/models", None).get("data") or []
+    if not models:
+        raise InvalidInput(f"{base}/v1/models lists no model; check that the server has loaded one")
+    name = str(models[0]["id"])
+
+    def write(prompts: Sequence[Sequence[int]], max_tokens: int) -> Written:
+        texts = []
+        started = perf_counter()
+        for ids in prompts:
+            question = {"model": name, "prompt": list(ids), "max_tokens": max_tokens, "temperature": 0.0}
+            answer = _call(
+                f"{base}/v1/completions", {**question, **({"ignore_eos": True} if ignore_eos else {})}
+            )
+            texts.append([0] * int(answer["usage"]["completion_tokens"]))  # counted, not compared
+        return Written(texts, perf_counter() - started)
+
+    return Contender("endpoint", write, exact=False)
+
+
+def _call(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not url.startswith(("http://", "https://")):
+        raise InvalidInput(f"{url!r} is not a web address; write it as http://HOST:PORT")
+    data = None if body is None else json.dumps(body).encode()
+    request = Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urlopen(request, timeout=PATIENCE) as response:
+            answer = json.loads(response.read())
+    except HTTPError as error:
+        detail = " ".join(error.read().decode(errors="replace").split())[:160]
+        raise InvalidInput(f"{url} answered {error.code}: {detail}; check the server") from None
+    except (URLError, OSError, ValueError) as error:
+        raise InvalidInput(f"{url} does not answer ({error}); check the address and the server") from None
+    if not isinstance(answer, dict):
+        raise InvalidInput(f"{url} answered something other than a JSON object; is it an OpenAI endpoint?")
+    return answer

@@ -1,0 +1,37 @@
+"""Every round as it happened: a controller that notes what passes by and leaves deciding to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from forerun.bench.measure import Drafts
+from forerun.control.base import Controller
+from forerun.types import Budget, Round, Seq
+
+
+class Recorder:
+    """Stands in for an engine's controller."""
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
+        self.passes: list[Mapping[str, float]] = []
+        self._drafts: dict[int, list[tuple[int, int, int]]] = {}
+
+    def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
+        return self.controller.plan(seqs)
+
+    def observe(self, outcome: Round) -> None:
+        self.controller.observe(outcome)
+        self.passes.append(dict(outcome.seconds))
+        rows = zip(outcome.seqs, outcome.drafted, outcome.depths, outcome.accepted, strict=True)
+        for seq, drafted, depth, accepted in rows:
+            self._drafts.setdefault(seq.id, []).append((drafted, depth, accepted))
+
+    def forget(self, seq: Seq) -> None:
+        self.controller.forget(seq)
+
+    def take(self) -> tuple[list[Mapping[str, float]], list[Drafts]]:
+        """What happened since the last call: the seconds of each round, and each text's rounds in order."""
+        passes, drafts = self.passes, [tuple(rounds) for _, rounds in sorted(self._drafts.items())]
+        self.passes, self._drafts = [], {}
+        return passes, drafts

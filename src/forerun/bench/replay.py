@@ -1,0 +1,95 @@
+"""What a drafter would have done: its rounds over texts that are already written, without the target.
+
+Verification is exact, so a text does not depend on its drafter. Once the plain loop has written it, any drafter
+that costs nothing and needs nothing from the target can be tried on it, under any price list, as often as one
+likes: which is how a speed-up can be predicted for loads that nobody has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from forerun.bench.measure import Drafts
+from forerun.drafters.base import Drafter
+from forerun.params import SamplingParams
+from forerun.types import Budget, Scores, TreeBatch, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt, what was written on it, and what the pass over the prompt took."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    prompt_seconds: float = 0.0
+    most: int | None = None  # tokens that were allowed; None = as many as were written
+    stop_ids: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class _Seq:
+    """A text being written again; it never meets an engine."""
+
+    id: int
+    tokens: list[int]
+    prompt_length: int
+    max_length: int
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    shares_noise: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Rounds per text, and the seconds a proposal took on average."""
+
+    rounds: tuple[Drafts, ...]
+    seconds_per_round: float
+
+
+def can_replay(drafter: Drafter) -> bool:
+    """Does it know its own confidence, cost nothing, and read nothing of the target?"""
+    return drafter.cost == 0.0 and not drafter.needs.hidden_layers and hasattr(drafter, "confidence")
+
+
+def replay(drafter: Drafter, texts: Sequence[Text], budget: Budget) -> Replay:
+    """Write the texts again, one after the other, with the drafter learning as it would."""
+    found, spent, count = [], 0.0, 0
+    for number, text in enumerate(texts):
+        whole = [*text.prompt, *text.tokens]
+        end = len(text.prompt) + (text.most or len(text.tokens))
+        seq = _Seq(-1 - number, list(text.prompt), len(text.prompt), end, stop_ids=text.stop_ids)
+        rounds: list[tuple[int, int, int]] = []
+        while len(seq.tokens) < len(whole):
+            depth = min(budget.depth, end - len(seq.tokens) - 1)
+            allowed = Budget(budget.nodes if depth > 0 else 0, max(0, depth), budget.width, budget.price)
+            started = perf_counter()
+            trees = drafter.propose([seq], [allowed])
+            path = _walk(trees, whole[len(seq.tokens) :])
+            ahead = whole[len(seq.tokens) + len(path) :]
+            bonus = ahead[0] if ahead else 0  # a drafted token that ends the text has none after it
+            drafter.observe([seq], trees, Scores(None), Verdict.of([path], [bonus], trees.tokens.device))
+            spent += perf_counter() - started
+            rounds.append((len(trees.tokens) - 1, int(trees.depths().max()), len(path)))
+            seq.tokens = whole[: len(seq.tokens) + len(path) + 1]
+        drafter.forget(seq)
+        found.append(tuple(rounds))
+        count += len(rounds)
+    return Replay(tuple(found), spent / max(1, count))
+
+
+def _walk(trees: TreeBatch, ahead: Sequence[int]) -> list[int]:
+    """The nodes below the root that agree with what comes."""
+    tokens, parents = trees.tokens.tolist(), trees.parents.tolist()
+    path: list[int] = []
+    node = 0
+    for token in ahead:
+        child = next((i for i, p in enumerate(parents) if p == node and tokens[i] == token), None)
+        if child is None:
+            break
+        path.append(child)
+        node = child
+    return path

@@ -1,0 +1,123 @@
+"""What a benchmark runs: ways of drafting, times the conditions to try them under, over a suite.
+
+A *way* is a drafter and who sets its budget: `ngram` leaves that to the controller, `ngram:8` drafts eight nodes
+every round whatever they cost, `auto` is what a user gets who sets nothing. A *cell* is one combination of
+verifier, temperature and batch size; every way runs in every cell, next to the plain loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from forerun import registry
+from forerun.errors import InvalidInput, UnknownName
+
+PLAIN, AUTO = "plain", "auto"
+TRANSFORMERS, LOOKUP, ASSISTED = "transformers", "transformers_lookup", "transformers_assisted"
+PEERS = (TRANSFORMERS, LOOKUP, ASSISTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A named way to draft."""
+
+    name: str
+    drafter: str | None  # None = the engine's default
+    budget: int | None = None  # None = the controller decides
+
+    @classmethod
+    def parse(cls, text: str) -> Way:
+        """`auto`, a drafter's name, or `name:nodes` for the same budget every round."""
+        name, colon, nodes = text.partition(":")
+        if name == PLAIN:
+            raise InvalidInput("'plain' is always measured; name the drafters to compare with it")
+        if name != AUTO and name not in registry.drafters.names():
+            registry.drafters.get(name)  # raises, naming what there is
+        if colon and not (nodes.isdigit() and 1 <= int(nodes) <= 256):
+            raise InvalidInput(f"the budget in {text!r} is not usable; write {name}:8, with 1 to 256 nodes")
+        return cls(text, None if name == AUTO else name, int(nodes) if colon else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One combination of conditions."""
+
+    verifier: str = "auto"
+    temperature: float = 0.0
+    batch: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"verifier={self.verifier} temperature={self.temperature:g} batch={self.batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to run."""
+
+    model: str = "smollm2"
+    draft_model: str | None = None
+    ways: tuple[Way, ...] = (Way(AUTO, None),)
+    verifiers: tuple[str, ...] = ("auto",)
+    temperatures: tuple[float, ...] = (0.0,)
+    batches: tuple[int, ...] = (1,)
+    budget: int = 8  # drafted nodes per round at most
+    peers: tuple[str, ...] = ()
+    url: str | None = None  # an OpenAI-compatible endpoint to measure beside
+    suite: str | None = None  # a JSONL file; None = built in
+    tasks: tuple[str, ...] = ()  # () = all
+    limit: int | None = 2  # prompts per task; None = all
+    max_tokens: int = 64
+    repeats: int = 2
+    seed: int = 0  # of the texts, where the temperature is not 0
+    all_turns: bool = False
+    ignore_eos: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None  # None = one per core
+
+    def __post_init__(self) -> None:
+        for name in ("repeats", "max_tokens", "budget"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"{name}={getattr(self, name)} measures nothing; use 1 or more")
+        for batch in self.batches:
+            if batch < 1:
+                raise InvalidInput(f"batch={batch} is out of range; use 1 or more texts at once")
+        for temperature in self.temperatures:
+            if temperature < 0:
+                raise InvalidInput(f"temperature={temperature} is out of range; use 0 (greedy) or more")
+        for name in self.verifiers:
+            if name != "auto" and name not in registry.verifiers.names():
+                registry.verifiers.get(name)  # raises, naming what there is
+        for name in self.peers:
+            if name not in PEERS:
+                raise UnknownName(f"unknown peer {name!r}; known: {', '.join(PEERS)}")
+        if ASSISTED in self.peers and self.draft_model is None:
+            raise InvalidInput(f"the peer {ASSISTED!r} needs a second model; add --draft-model NAME")
+        names = [way.name for way in self.ways]
+        for name in names:
+            if names.count(name) > 1:
+                raise InvalidInput(f"the drafter {name!r} is listed twice; name each once")
+
+    def cells(self) -> list[Cell]:
+        """Every combination, the first of each list first."""
+        return [
+            Cell(verifier, temperature, batch)
+            for verifier in self.verifiers
+            for temperature in self.temperatures
+            for batch in self.batches
+        ]
+
+    def as_document(self) -> dict[str, Any]:
+        """The settings as plain JSON values."""
+        document = asdict(self)
+        document["drafters"] = [way.name for way in self.ways]
+        del document["ways"]
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in document.items()}
+
+
+def ways_of(names: Sequence[str]) -> tuple[Way, ...]:
+    """Ways from the names on a command line."""
+    return tuple(Way.parse(name) for name in names)

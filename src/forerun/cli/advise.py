@@ -1,0 +1,71 @@
+"""`forerun advise`: will drafting pay on your prompts, your model and your machine, and how to set it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from forerun.cli.bench import DraftModel, Model
+from forerun.cli.flags import DEFAULT_MODEL, HELP
+from forerun.cli.show import table_console
+
+
+def advise(
+    model: Model = DEFAULT_MODEL,
+    draft_model: DraftModel = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="What --draft-model is for: draft_model, eagle3, medusa, ...")
+    ] = None,
+    prompts: Annotated[
+        str, typer.Option(help="Your prompts: a JSONL file with 'prompt' or 'messages'; builtin is ours.")
+    ] = "builtin",
+    limit: Annotated[int, typer.Option(help="Prompts per task that are written; 0 is all.")] = 2,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help=HELP["temperature"])] = 0.0,
+    budget: Annotated[int, typer.Option(help="Drafted nodes per round at most.")] = 8,
+    dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = "auto",
+    device: Annotated[str, typer.Option(help=HELP["device"])] = "auto",
+    threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Hold half of the prompts back and measure the prediction on them."),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--out", help="Write the document there too.")] = None,
+) -> None:
+    """Say whether drafting pays on your prompts, with what, and up to which load."""
+    from forerun.bench.settings import Settings, ways_of
+
+    settings = Settings(
+        model=model, draft_model=draft_model, suite=prompts, limit=limit or None, max_tokens=max_tokens,
+        temperatures=(temperature,), budget=budget, dtype=dtype, device=device, threads=threads,
+        ways=ways_of([drafter] if drafter else ["auto"]),
+    )  # fmt: skip
+    from forerun.bench.advice import in_words
+    from forerun.bench.advise import run_advisor
+
+    with Console(stderr=True).status(f"measuring {model}"):
+        found = run_advisor(settings, check)
+    if json_file is not None:
+        json_file.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    if as_json:
+        print(json.dumps(found))
+        return
+    console = table_console()
+    table = Table(title="Predicted speed-up by texts at once", box=None, title_justify="left")
+    table.add_column("")
+    for batch in found["by_batch"]:
+        table.add_column(batch, justify="right")
+    for name in found["by_batch"]["1"]:
+        cells = [rows[name]["speedup"] for rows in found["by_batch"].values()]
+        table.add_row(name, *(f"{c['value']:.2f} ({c['low']:.2f}-{c['high']:.2f})" for c in cells))
+    console.print(table)
+    for line in in_words(found):
+        console.print(line, soft_wrap=True, markup=False)

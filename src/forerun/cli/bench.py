@@ -1,0 +1,123 @@
+"""`forerun bench`: what drafting gains here, measured next to plain decoding, and whether the text was equal.
+
+Tables for a person, then one line of JSON (docs/benchmarking.md says what is in it); `--html` writes the report
+to look at. Exit code 1 when a text that must be equal was not.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forerun.cli.flags import DEFAULT_MODEL, HELP
+from forerun.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from forerun.bench.settings import Settings
+
+Model = Annotated[str, typer.Option("--model", "-m", help=HELP["model"])]
+DraftModel = Annotated[str | None, typer.Option(help="A second model, or a trained head, to draft with.")]
+
+
+def bench(
+    model: Model = DEFAULT_MODEL,
+    draft_model: DraftModel = None,
+    suite: Annotated[
+        str, typer.Option(help="builtin, or a JSONL file: Spec-Bench's, SPEED-Bench's, or your own chats.")
+    ] = "builtin",
+    tasks: Annotated[str, typer.Option(help="Only these tasks of the suite, by comma.")] = "",
+    drafters: Annotated[
+        str,
+        typer.Option(help="By comma; auto is the default a user gets, ngram:8 drafts 8 nodes every round."),
+    ] = "auto",
+    verifier: Annotated[str, typer.Option(help="Verifiers, by comma.")] = "auto",
+    temperature: Annotated[str, typer.Option(help="Temperatures, by comma.")] = "0",
+    batch: Annotated[str, typer.Option(help="Texts written at once, by comma.")] = "1",
+    limit: Annotated[int, typer.Option(help="Prompts per task; 0 is all.")] = 2,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Times that everything is measured.")] = 2,
+    budget: Annotated[int, typer.Option(help="Drafted nodes per round at most.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of the texts, where the temperature is not 0.")] = 0,
+    peers: Annotated[
+        str, typer.Option(help="transformers, transformers_lookup, transformers_assisted; by comma.")
+    ] = "",
+    url: Annotated[
+        str | None, typer.Option(help="An OpenAI-compatible server to measure beside: http://HOST:PORT.")
+    ] = None,
+    all_turns: Annotated[bool, typer.Option("--all-turns", help="Answer the later turns of chats.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help=HELP["ignore_eos"])] = False,
+    dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = "auto",
+    device: Annotated[str, typer.Option(help=HELP["device"])] = "auto",
+    threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Keep raw rounds in this folder; the same command goes on from there.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report, one file that needs nothing.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the JSON document there too.")
+    ] = None,
+) -> None:
+    """Measure drafters against plain decoding, and say whether the text was equal."""
+    from forerun.bench.settings import Settings, ways_of
+
+    settings = Settings(
+        model=model, draft_model=draft_model, suite=suite, tasks=words(tasks), ways=ways_of(words(drafters)),
+        verifiers=words(verifier), temperatures=numbers(temperature, "temperature"),
+        batches=tuple(map(int, numbers(batch, "batch"))), limit=limit or None, max_tokens=max_tokens,
+        repeats=repeats, budget=budget, seed=seed, peers=words(peers), url=url, all_turns=all_turns,
+        ignore_eos=ignore_eos, dtype=dtype, device=device, threads=threads,
+    )  # fmt: skip
+    measure(settings, out, html, json_file)
+
+
+def measure(settings: Settings, out: Path | None, html: Path | None, json_file: Path | None) -> None:
+    """Run, show, and end with the exit code that says whether the texts were equal."""
+    from forerun.bench.report import show
+    from forerun.bench.run import run
+
+    try:
+        result = run(settings, out)
+    except KeyboardInterrupt:
+        if out is not None:
+            print(f"interrupted; the same command goes on from {out}", file=sys.stderr)
+        raise
+    show(result)
+    if html is not None:
+        from forerun.bench.html import write_report
+
+        write_report(result, html)
+    print_document(result, json_file)
+    raise typer.Exit(0 if result["equal"] else 1)
+
+
+def print_document(document: dict[str, Any], file: Path | None) -> None:
+    """The last line of stdout, and the same in a file if one is named."""
+    line = json.dumps(document)
+    if file is not None:
+        try:
+            file.write_text(line + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InvalidInput(
+                f"cannot write {str(file)!r}: {error.strerror}; choose another --json"
+            ) from None
+    print(line)
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Names by comma."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def numbers(text: str, flag: str) -> tuple[float, ...]:
+    """Numbers by comma."""
+    try:
+        found = tuple(float(word) for word in words(text))
+    except ValueError:
+        raise InvalidInput(f"--{flag} {text!r} is not a list of numbers; write --{flag} 0,1") from None
+    if not found:
+        raise InvalidInput(f"--{flag} is empty; write --{flag} 0,1")
+    return found

@@ -1,0 +1,37 @@
+"""`forerun compare`: two benchmark results, before and after."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forerun.cli.show import table_console
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(help="A result that `forerun bench --json` wrote.")],
+    after: Annotated[Path, typer.Argument(help="Another one.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Show what changed between two results, and whether it is more than noise."""
+    from forerun.bench import compare as comparing
+    from forerun.bench.schema import read_result
+
+    found = comparing.compare(read_result(before), read_result(after))
+    if as_json:
+        print(json.dumps(found))
+        return
+    console = table_console()
+    for table in comparing.tables(found):
+        console.print(table)
+    for side, names in (("before", found["only_before"]), ("after", found["only_after"])):
+        if names:
+            console.print(f"only {side}: {', '.join(names)}")
+    for side, equal in zip(("before", "after"), found["equal"], strict=True):
+        if not equal:
+            console.print(f"{side}: a text differed from plain decoding", style="red")

@@ -1,0 +1,60 @@
+"""`forerun data make`: texts to train on, written by the target itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from forerun.cli.train import with_options
+from forerun.train.options import DataOptions
+
+if TYPE_CHECKING:
+    from forerun.train.make_data import DataProgress
+
+HELP: Mapping[str, str] = {
+    "target": "The model that writes: a known name, a .gguf file, a Hugging Face folder, or a hub id.",
+    "out": "Where the shards go; a run that was interrupted there goes on.",
+    "prompts": "A file of prompts (.txt lines, or .jsonl); may be given several times.",
+    "own_prompts": "How many prompts the target is asked to write itself.",
+    "temperatures": "Each prompt is answered once at each; may be given several times.",
+    "max_prompt": "Tokens of a prompt at most, template included.",
+    "max_length": "Tokens of prompt and answer at most.",
+    "batch": "Texts written side by side.",
+    "shard_tokens": "Tokens per shard.",
+    "seed": "Of everything that is drawn.",
+    "device": "auto, cpu, cuda or one of several: cuda:1.",
+}
+
+data = typer.Typer(no_args_is_help=True, help="Texts to train drafters on.")
+
+
+@data.callback()
+def _data() -> None:
+    """Texts to train drafters on."""
+
+
+@with_options(DataOptions, HELP)
+def make(given: Mapping[str, Any]) -> None:
+    """Have the target write prompts and answer them at several temperatures."""
+    options = DataOptions(**given)
+    console = Console(stderr=True)
+    with console.status(f"loading {options.target}"):
+        from forerun.train.make_data import make_data
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(at: DataProgress) -> None:
+            if at.stage not in tasks:
+                tasks[at.stage] = bar.add_task(at.stage, total=at.total)
+            bar.update(tasks[at.stage], completed=at.done, description=f"{at.stage} · {at.tokens} tokens")
+
+        folder = make_data(options, show)
+    print(f"texts are in {folder}")
+
+
+data.command()(make)

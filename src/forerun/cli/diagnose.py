@@ -1,0 +1,59 @@
+"""`forerun diagnose`: why acceptance is low, or the output different. Exit code 1 where something is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from forerun.cli.bench import DraftModel, Model
+from forerun.cli.flags import DEFAULT_MODEL, HELP
+
+
+def diagnose(
+    model: Model = DEFAULT_MODEL,
+    draft_model: DraftModel = None,
+    drafter: Annotated[
+        str, typer.Option(help="The drafter to look at; NAME:8 drafts 8 nodes a round.")
+    ] = "auto",
+    against: Annotated[str, typer.Option(help="What to compare it with; none is plain decoding.")] = "none",
+    prompts: Annotated[
+        str, typer.Option(help="A JSONL file with 'prompt' or 'messages'; builtin is ours.")
+    ] = "builtin",
+    limit: Annotated[int, typer.Option(help="Prompts per task; 0 is all.")] = 1,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help=HELP["temperature"])] = 0.0,
+    verifier: Annotated[str, typer.Option(help=HELP["verifier"])] = "auto",
+    dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = "auto",
+    device: Annotated[str, typer.Option(help=HELP["device"])] = "auto",
+    threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Find out why acceptance is low or the output different."""
+    from forerun.bench.settings import Settings, Way
+
+    way = Way.parse(drafter)
+    settings = Settings(
+        model=model, draft_model=draft_model, suite=prompts, limit=limit or None, max_tokens=max_tokens,
+        temperatures=(temperature,), verifiers=(verifier,), dtype=dtype, device=device, threads=threads,
+        ways=(way,),
+    )  # fmt: skip
+    from forerun.bench.diagnose import run_diagnosis
+
+    with Console(stderr=True).status(f"looking at {model}"):
+        found = run_diagnosis(settings, way, Way.parse(against))
+    if as_json:
+        print(json.dumps(found))
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        styles = {"fine": "green", "look": "yellow", "bad": "red"}
+        for finding in found["findings"]:
+            step = f"; {finding['next_step']}" if finding["next_step"] else ""
+            mark = Text(f"{finding['verdict']:<5}", styles[finding["verdict"]])
+            console.print(mark, Text(f"{finding['about']:<12}{finding['found']}{step}"), sep="")
+    raise typer.Exit(0 if found["ok"] else 1)

@@ -1,0 +1,32 @@
+"""`forerun inflate`: the default model's function at the cost of a large one, to measure with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+
+def inflate(
+    shape: Annotated[str, typer.Argument(help="1b or 8b.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write the checkpoint.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="The small Llama to inflate.")] = "smollm2",
+) -> None:
+    """Write a large checkpoint that says what a small one says: same tokens, same acceptance, larger cost."""
+    from forerun.models.inflate import find_shape
+    from forerun.models.inflate import inflate as write
+    from forerun.models.load.checkpoint import open_checkpoint
+
+    wanted = find_shape(shape)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"inflating {model} to {shape}", total=None)
+        write(
+            open_checkpoint(model),
+            wanted,
+            folder,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    print(folder)

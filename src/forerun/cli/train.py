@@ -1,0 +1,129 @@
+"""`forerun train`: a drafter for a target, from texts that the target wrote."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from forerun.train.options import METHODS, TrainOptions, as_method
+
+if TYPE_CHECKING:
+    from forerun.train.loop import Progress as TrainProgress
+
+HELP: Mapping[str, str] = {
+    "target": "The model to draft for: a known name, a .gguf file, a Hugging Face folder, or a hub id.",
+    "data": "A folder that `forerun data make` filled.",
+    "out": "Where the drafter goes; a run that was interrupted there goes on.",
+    "steps": "Optimiser steps in all.",
+    "batch_tokens": "Tokens per step.",
+    "max_length": "Longer texts are cut.",
+    "lr": "Highest learning rate; default: the recipe's.",
+    "warmup": "Share of the steps over which the rate rises.",
+    "clip": "Largest norm of a gradient.",
+    "weight_decay": "Of matrices.",
+    "seed": "Of weights, order and noise.",
+    "vocab": "Size of the draft vocabulary; 0 is all of the target's.",
+    "levels": "Heads of Medusa and Hydra, training-time steps of EAGLE; 0 is the recipe's.",
+    "blocks": "Blocks per Medusa or Hydra head.",
+    "layers": "Layers of a draft model, taken from the target.",
+    "decay": "What each level counts relative to the one before.",
+    "loss": "Distance between laws.",
+    "train_head": "An LM head of its own; otherwise the target's rows are used and not stored.",
+    "warm_start": "Start EAGLE's layer from the target's last one.",
+    "fc_norm": "EAGLE-3.1: norm every feature before they are fused.",
+    "norm_output": "EAGLE-3.1: feed the normed output back.",
+    "joint": "Medusa-2: the target learns along and is written out too.",
+    "holdout": "Share of the prompts that are held back.",
+    "eval_every": "Steps between simulations on held-back text.",
+    "eval_batches": "Batches per simulation.",
+    "save_every": "Steps between checkpoints.",
+    "compile": "Compile the target's pass.",
+    "device": "auto, cpu, cuda or one of several: cuda:1.",
+}
+
+
+def with_options(
+    owner: type[Any], words: Mapping[str, str]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command a flag for every field of an option class; they reach it as one mapping of what was given."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
+        hints, known = get_type_hints(owner), {f.name: f for f in fields(owner)}
+        flags = [_flag(name, hints[name], known[name].default, words[name]) for name in words]
+
+        def run(**values: Any) -> None:
+            given = {flag.name: values.pop(flag.name) for flag in flags}
+            chosen = {
+                n: v.value if isinstance(v, Enum) else v for n, v in given.items() if v not in (None, [])
+            }
+            command({n: tuple(v) if isinstance(v, list) else v for n, v in chosen.items()}, **values)
+
+        run.__doc__, run.__name__ = command.__doc__, command.__name__
+        run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in [*own, *flags]}
+        return run
+
+    return decorate
+
+
+def _flag(name: str, hint: Any, default: Any, words: str) -> inspect.Parameter:
+    spelt = "--" + name.replace("_", "-")
+    shown = isinstance(default, (int, float, str)) and not isinstance(default, bool)
+    help_text = (
+        f"{words.removesuffix('.')}; default: {default:g}."
+        if shown and not isinstance(default, str)
+        else words
+    )
+    if get_origin(hint) is types.UnionType:
+        hint = next(part for part in get_args(hint) if part is not type(None))
+    if get_origin(hint) is Literal:
+        hint = _choice(name, get_args(hint))
+    if get_origin(hint) is tuple:
+        hint = list[get_args(hint)[0]]  # type: ignore[misc]
+    if hint is bool:
+        spelt = f"{spelt}/--no-{spelt[2:]}"
+    if default is MISSING:
+        option, annotation = typer.Option(..., spelt, help=words, show_default=False), hint
+    else:
+        option, annotation = typer.Option(None, spelt, help=help_text, show_default=False), hint | None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
+
+
+def _choice(name: str, choices: Sequence[str]) -> Any:
+    return Enum(name, {choice: choice for choice in choices}, type=str)
+
+
+@with_options(TrainOptions, HELP)
+def train(
+    given: Mapping[str, Any],
+    method: Annotated[str, typer.Argument(help=f"One of {', '.join(METHODS)}.", show_default=False)],
+) -> None:
+    """Train a drafter: one process, features made on the fly, nothing kept but the drafter and a checkpoint."""
+    options = TrainOptions(method=as_method(method), **given)
+    console = Console(stderr=True)
+    with console.status(f"loading {options.target}"):
+        from forerun.train.run import train as run
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(options.method, total=options.steps)
+        simulated = ""
+
+        def show(at: TrainProgress) -> None:
+            nonlocal simulated
+            if at.tokens_per_round is not None:
+                simulated = f" · {at.tokens_per_round:.2f} tokens per round (any of 10: {at.tree_tokens_per_round:.2f})"
+            speed = f"{at.tokens_per_second / 1000:.1f}k tokens/s"
+            words = f"loss {at.loss:.3f} · acceptance {at.acceptance:.2f} · {speed}{simulated}"
+            bar.update(task, completed=at.step, description=words)
+
+        measured = run(options, show)
+    print(f"{options.out}: {measured.tokens_per_round:.3f} tokens per round on held-back text (simulated)")

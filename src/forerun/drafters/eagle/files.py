@@ -1,0 +1,107 @@
+"""EAGLE heads on disk: the authors' layouts of EAGLE-1 and EAGLE-3, and that of speculators.
+
+In memory the names are those of the authors' EAGLE-3 files (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`),
+whatever the folder holds. Embedding and LM head may be absent: the target lends them. A pickle is read only when
+asked for, and then as weights only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from forerun.drafters.eagle.config import NAMES, EagleConfig, Kind
+from forerun.drafters.head_files import read_config, read_tensors, write_config, write_shards
+from forerun.errors import DamagedFile, InvalidInput
+
+Layout = Literal["eagle", "speculators"]
+
+
+def read_head(
+    folder: Path, *, kind: Kind | None = None, pickle: bool = False
+) -> tuple[EagleConfig, dict[str, Tensor]]:
+    """A head's config and weights, under our names; `kind` is what the caller wants to use it as."""
+    values, weights = read_config(folder), read_tensors(folder, pickle=pickle)
+    weights = {_our_name(name): weight for name, weight in weights.items()}
+    found = kind_of(weights)
+    if found is None:
+        raise InvalidInput(
+            f"{folder} holds no EAGLE head (no fc and layer in it); try `forerun drafters check`"
+        )
+    if kind is not None and found != kind:
+        raise InvalidInput(
+            f"{folder} holds an {NAMES[found]} head, not an {NAMES[kind]} one; use drafter={found!r}"
+        )
+    config = EagleConfig.from_json(values, found)
+    check_shapes(config, weights, folder)
+    return config, weights
+
+
+def write_head(
+    folder: Path, config: EagleConfig, weights: Mapping[str, Tensor], layout: Layout = "eagle"
+) -> None:
+    """config.json and safetensors; a head of more than 15 MiB is cut into several files with an index."""
+    if layout == "speculators" and config.kind != "eagle3":
+        raise InvalidInput("the speculators layout is for EAGLE-3 heads; write an EAGLE-1 head as 'eagle'")
+    write_config(folder, config.to_json() if layout == "eagle" else config.to_speculators_json())
+    prefix = "midlayer." if config.kind == "eagle3" and layout == "eagle" else "layers.0."
+    named = {name.replace("midlayer.", prefix): weight.contiguous().cpu() for name, weight in weights.items()}
+    write_shards(folder, named)
+
+
+def kind_of(weights: Iterable[str]) -> Kind | None:
+    """Which head these weights are; a projection of two widths, or the norms beside it, give EAGLE-3 away."""
+    names = set(weights)
+    if "fc.weight" not in names or "midlayer.self_attn.q_proj.weight" not in names:
+        return None
+    return "eagle3" if "midlayer.hidden_norm.weight" in names else "eagle"
+
+
+def check_shapes(config: EagleConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Every weight against the config, so that a wrong file is named here and not deep in a matrix product."""
+    for name, shape in expected_shapes(config).items():
+        if name not in weights:
+            raise DamagedFile(f"{folder} has no weight {name!r}; is a file missing?")
+        if tuple(weights[name].shape) != shape:
+            given = tuple(weights[name].shape)
+            raise DamagedFile(f"weight {name!r} of {folder} is {given} but its config says {shape}")
+
+
+def expected_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """What must be there; embedding, LM head and vocabulary may be."""
+    width, inner = config.width, config.inner
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    into = 2 * width if config.kind == "eagle3" else width
+    layers = max(1, len(config.layers) or 3)
+    fused = layers * config.target_width if config.kind == "eagle3" else 2 * width
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (width, fused),
+        "midlayer.self_attn.q_proj.weight": (q, into),
+        "midlayer.self_attn.k_proj.weight": (kv, into),
+        "midlayer.self_attn.v_proj.weight": (kv, into),
+        "midlayer.self_attn.o_proj.weight": (width, q),
+        "midlayer.mlp.gate_proj.weight": (inner, width),
+        "midlayer.mlp.up_proj.weight": (inner, width),
+        "midlayer.mlp.down_proj.weight": (width, inner),
+        "midlayer.post_attention_layernorm.weight": (width,),
+    }
+    if config.kind == "eagle3":
+        shapes |= {
+            "midlayer.hidden_norm.weight": (width,),
+            "midlayer.input_layernorm.weight": (width,),
+            "norm.weight": (width,),
+        }
+        if config.fc_norm:
+            shapes |= {f"fc_norm.{i}.weight": (config.target_width,) for i in range(layers)}
+        if config.norm_before_fc:
+            shapes["input_norm.weight"] = (fused,)
+    return shapes
+
+
+def _our_name(name: str) -> str:
+    """The authors' EAGLE-3 name of a weight, from any of the layouts."""
+    name = name.removeprefix("model.").removeprefix("eagle.")
+    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name

@@ -1,0 +1,153 @@
+"""An EAGLE head ready to run: fused weights, and one step of its layer over any rows.
+
+Row t of the head is made of the target's feature of token t and the embedding of token t + 1 (one step ahead of
+the feature), and says what token t + 2 will be. Steps beyond the committed text use the head's own output as
+the feature. What a row may attend to is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.heads import Lent
+from forerun.drafters.matrix import Matrix
+from forerun.drafters.vocab import DraftVocabulary
+from forerun.errors import InvalidInput
+from forerun.models.layers import Rotations, gate, pair_up, rms_norm, rotate_
+from forerun.models.rope import RopeConfig
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [N, H, Dh], k and v [N, Hkv, Dh] -> [N, H Dh]
+
+
+class EagleHead:
+    """Weights of one head, and its layer."""
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        weights: Mapping[str, Tensor],
+        lent: Lent | None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+
+        def get(name: str) -> Tensor:
+            return weights[name].detach().to(self.device, dtype).contiguous()
+
+        def maybe(name: str) -> Tensor | None:
+            return get(name) if name in weights else None
+
+        at, dims = "midlayer.self_attn.", config.head_dim
+        with torch.no_grad(), torch.inference_mode(False):
+            self._fc, self._fc_bias = Matrix(get("fc.weight")), maybe("fc.bias")
+            q, k, v = (get(f"{at}{name}_proj.weight") for name in "qkv")
+            self._qkv = Matrix(torch.cat((pair_up(q, dims, dims), pair_up(k, dims, dims), v)))
+            self._o = Matrix(get(at + "o_proj.weight"))
+            gates = [get(f"midlayer.mlp.{name}_proj.weight") for name in ("gate", "up")]
+            self._gate_up = Matrix(torch.cat(gates))
+            self._down = Matrix(get("midlayer.mlp.down_proj.weight"))
+            self._mlp_norm = get("midlayer.post_attention_layernorm.weight")
+            self._token_norm, self._feature_norm, self._norm = (
+                maybe(name)
+                for name in ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "norm.weight")
+            )
+            self._fc_norms = [get(f"fc_norm.{i}.weight") for i in range(len(config.layers)) if config.fc_norm]
+            self._input_norm = get("input_norm.weight") if config.norm_before_fc else None
+            self.vocabulary = _vocabulary(config, weights).to(self.device)
+            self._embedding = maybe("embed_tokens.weight")
+            self._lent = self._checked(lent, "lm_head.weight" in weights)
+            self._lm_head = Matrix(self._own_or_lent_head(maybe("lm_head.weight")))
+        rope = RopeConfig("default", config.rope_theta, dims, config.max_length)
+        self._rotations = Rotations(rope, self.device)
+        self._turns = self._rotations.at(torch.arange(256, device=self.device), 0)  # [P, 1, R]
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[N, F] of the target -> [N, D], what a row carries of them."""
+        if self.config.kind == "eagle":
+            return features
+        features = features.to(self.dtype)
+        if self._input_norm is not None:
+            features = rms_norm(features, self._input_norm, self.config.norm_eps)
+        if self._fc_norms:
+            parts = zip(features.chunk(len(self._fc_norms), -1), self._fc_norms, strict=True)
+            features = torch.cat([rms_norm(part, norm, self.config.norm_eps) for part, norm in parts], -1)
+        return self._through_fc(features)
+
+    def run(self, tokens: Tensor, carried: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """One pass over N rows -> their output [N, D], before any norm."""
+        config, eps = self.config, self.config.norm_eps
+        embedded = self._embed(tokens)
+        if config.kind == "eagle":
+            x = into = self._through_fc(torch.cat((embedded, carried.to(self.dtype)), -1))
+        else:
+            assert self._token_norm is not None and self._feature_norm is not None  # noqa: PT018
+            normed = rms_norm(carried, self._feature_norm, eps)
+            into = torch.cat((rms_norm(embedded, self._token_norm, eps), normed), -1)
+            x = normed.clone() if config.norm_before_residual else carried.clone()
+        qkv = self._qkv.times(into).view(len(tokens), -1, config.head_dim)
+        turned = qkv[:, : config.heads + config.kv_heads]
+        rotate_(torch.unflatten(turned, -1, (-1, 2)), self._turns_at(positions))
+        q, k, v = torch.split(qkv, [config.heads, config.kv_heads, config.kv_heads], 1)
+        x = self._o.add_to(x.clone() if x is into else x, attend(q, k, v))
+        inner = gate(self._gate_up.times(rms_norm(x, self._mlp_norm, eps)), "silu")
+        return self._down.add_to(x, inner)
+
+    def logits(self, out: Tensor) -> Tensor:
+        """[N, Vd] fp32 of what follows the rows with these outputs."""
+        return self._lm_head.times(self._normed(out)).float()
+
+    def carry(self, out: Tensor) -> Tensor:
+        """What the next row carries after a row with this output."""
+        return self._normed(out) if self.config.norm_output else out
+
+    def _normed(self, out: Tensor) -> Tensor:
+        return out if self._norm is None else rms_norm(out, self._norm, self.config.norm_eps)
+
+    def _turns_at(self, positions: Tensor) -> Tensor:
+        last = int(positions.max()) if self.device.type == "cpu" else len(self._turns)
+        if self.device.type != "cpu":
+            return self._rotations.at(positions, 0)
+        if last >= len(self._turns):
+            self._turns = self._rotations.at(torch.arange(2 * (last + 1)), 0)
+        return self._turns[positions]
+
+    def _through_fc(self, rows: Tensor) -> Tensor:
+        out = self._fc.times(rows)
+        return out if self._fc_bias is None else out.add_(self._fc_bias)
+
+    def _checked(self, lent: Lent | None, own_head: bool) -> Lent | None:
+        """What the target lends, if it fits; what the file leaves out must be lent."""
+        config = self.config
+        if lent is not None:
+            lent.must_fit(config.target_width, config.vocab_size, config.target)
+        elif self._embedding is None or not own_head:
+            raise InvalidInput(
+                "the head shares embedding or LM head with its target and this target lends none; "
+                "use a head that stores its own"
+            )
+        return lent
+
+    def _own_or_lent_head(self, own: Tensor | None) -> Tensor:
+        if own is not None:
+            return own
+        assert self._lent is not None
+        return self._lent.head_rows(self.vocabulary.ids).to(self.device, self.dtype).contiguous()
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """[N, D]"""
+        if self._embedding is not None:
+            return F.embedding(tokens, self._embedding)
+        assert self._lent is not None
+        return self._lent.embed(tokens).to(self.dtype)
+
+
+def _vocabulary(config: EagleConfig, weights: Mapping[str, Tensor]) -> DraftVocabulary:
+    rows = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else config.draft_vocab_size
+    return DraftVocabulary.from_file(weights, rows, config.vocab_size)

@@ -1,0 +1,95 @@
+"""The files of a trained head: a config.json and safetensors in one folder.
+
+Nothing is unpickled unless the caller says so, and then as weights only. A folder is read whole: heads are small.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from forerun.errors import DamagedFile, InvalidInput, ModelNotFound
+
+_SHARD_BYTES = 15 << 20  # small enough for strict hosts; one file where everything fits
+
+
+def write_config(folder: Path, values: Mapping[str, Any]) -> None:
+    """Make the folder, with its config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a head's folder."""
+    if not folder.is_dir():
+        raise ModelNotFound(
+            f"there is no folder {str(folder)!r}; draft_model names the folder of a trained head"
+        )
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelNotFound(
+            f"{folder} has no config.json; give the folder that holds the head's files"
+        ) from None
+    except ValueError as error:
+        raise DamagedFile(f"{folder / 'config.json'} is not JSON ({error}); fetch it again") from None
+    if not isinstance(values, dict):
+        raise DamagedFile(f"{folder / 'config.json'} does not hold an object; fetch it again")
+    return values
+
+
+def read_tensors(folder: Path, *, pickle: bool = False) -> dict[str, Tensor]:
+    """Every tensor of a folder's safetensors files; of its pickles only where that was asked for."""
+    tensors: dict[str, Tensor] = {}
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise DamagedFile(f"{file} cannot be read ({error}); fetch it again") from None
+    pickles = [] if files else sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])
+    if pickles and not pickle:
+        raise InvalidInput(
+            f"{pickles[0]} is a pickle, which is not read by default; convert it with "
+            "`forerun drafters check DIR --pickle --convert OUT`"
+        )
+    for file in pickles:
+        tensors |= torch.load(file, map_location="cpu", weights_only=True)
+    if not tensors:
+        raise ModelNotFound(f"{folder} holds no safetensors file; give the folder of a trained head")
+    return tensors
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], stem: str = "model") -> None:
+    """One safetensors file, or several of at most 15 MiB (a larger tensor has one to itself) and an index."""
+    shards: list[dict[str, Tensor]] = [{}]
+    used = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if used and used + size > _SHARD_BYTES:
+            shards.append({})
+            used = 0
+        shards[-1][name] = tensor
+        used += size
+    for stale in folder.glob(f"{stem}*.safetensors"):
+        stale.unlink()
+    if len(shards) == 1:
+        save_file(shards[0], folder / f"{stem}.safetensors")
+        return
+    places: dict[str, str] = {}
+    for i, shard in enumerate(shards, start=1):
+        name = f"{stem}-{i:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, folder / name)
+        places |= dict.fromkeys(shard, name)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / f"{stem}.safetensors.index.json").write_text(
+        json.dumps(index, indent=1) + "\n", encoding="utf-8"
+    )

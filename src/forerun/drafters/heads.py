@@ -1,0 +1,150 @@
+"""What drafting heads share: what they borrow from the target, what they keep of a text, and what drafting costs.
+
+A head reads the target's hidden rows. They reach it through `observe`: the rows of the root and the accepted
+path of every round, the prompt being a round too. Row t of a text belongs to token t, so a text of n tokens has
+n - 1 rows when a round starts: the last token, the root, has not been through the target yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.errors import InvalidInput, VocabularyMismatch
+from forerun.models.base import Target
+from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """What a target lends to heads that share it, row by row: it may hold neither table as one tensor."""
+
+    embed: Callable[[Tensor], Tensor]  # [N] ids -> [N, D], what enters the first layer
+    head_rows: Callable[[Tensor], Tensor]  # [N] ids -> [N, D] of the LM head
+    vocab_size: int
+    width: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, embedding: Tensor, head: Tensor) -> Lent:
+        """From whole tables [V, D]."""
+        size, width = embedding.shape
+        return cls(
+            lambda ids: F.embedding(ids, embedding), lambda ids: head[ids], size, width, embedding.dtype
+        )
+
+    def must_fit(self, width: int, vocab_size: int, trained_for: str) -> None:
+        """Raise unless a head of this width and vocabulary can use what is lent."""
+        other = f"it was trained for another target ({trained_for or 'unnamed'})"
+        if self.width != width:
+            raise InvalidInput(f"the head is {width} wide and the target {self.width}: {other}")
+        if self.vocab_size < vocab_size:
+            raise VocabularyMismatch(
+                f"the head knows a vocabulary of {vocab_size} and the target one of {self.vocab_size}: {other}"
+            )
+
+
+def borrow(target: Target) -> Lent | None:
+    """What the target offers as `embed(ids)` and `head_rows(ids)`; None where it offers nothing."""
+    embed, head_rows = getattr(target, "embed", None), getattr(target, "head_rows", None)
+    if embed is None or head_rows is None:
+        return None
+    one: Tensor = embed(torch.zeros(1, dtype=torch.long, device=target.device))
+    return Lent(embed, head_rows, target.vocab_size, one.shape[-1], one.dtype)
+
+
+def head_dtype(target: Target, lent: Lent | None) -> torch.dtype:
+    """The number format a head computes in: the target's, as far as it can be told."""
+    if lent is not None:
+        return lent.dtype
+    return torch.float32 if target.device.type == "cpu" else torch.bfloat16
+
+
+def layer_count(target: Target) -> int | None:
+    """How many layers a target has; None if it does not say."""
+    config = getattr(target, "config", None)
+    count = getattr(config, "layers", None) or getattr(config, "num_hidden_layers", None)
+    return int(count) if count else None
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """From a head's probability q to how often such a token stands: scale * q^power, fitted on held-back text."""
+
+    scale: float = 1.0
+    power: float = 1.0
+
+    def log_confidence(self, log_probs: Tensor) -> Tensor:
+        if self.scale == 1.0 and self.power == 1.0:
+            return log_probs
+        return (log_probs * self.power + float(torch.tensor(self.scale).log())).clamp_(max=0.0)
+
+
+class Meter:
+    """Seconds per drafted level, a running mean."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
+
+    def start(self) -> None:
+        self._started = perf_counter()
+
+    def stop(self, levels: int) -> None:
+        if levels:
+            spent = (perf_counter() - self._started) / levels
+            self.seconds = spent if self.seconds == 0.0 else 0.9 * self.seconds + 0.1 * spent
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows of one text that were observed and not yet worked on."""
+
+    features: list[Tensor] = field(default_factory=list)  # each [r, F]
+    tokens: list[int] = field(default_factory=list)  # the token *after* each row
+    seen: int = 0  # rows observed in all
+
+
+def observe_rows(
+    texts: dict[int, Rows],
+    layers: Sequence[int],
+    seqs: Sequence[Seq],
+    trees: TreeBatch,
+    scores: Scores,
+    verdict: Verdict,
+) -> None:
+    """Add the rows of root and path of every tree, each with the token that turned out to follow it."""
+    whole = [scores.hidden[layer] for layer in layers]
+    features = whole[0] if len(whole) == 1 else torch.cat(whole, -1)  # [M, F]
+    tokens, bonus = trees.tokens.tolist(), verdict.bonus.tolist()
+    paths, accepted = verdict.paths.tolist(), verdict.accepted.tolist()
+    for b, seq in enumerate(seqs):
+        first, end = trees.starts[b], trees.starts[b + 1]
+        text = texts.setdefault(seq.id, Rows())
+        if first == end:
+            continue  # a prompt of one token: nothing went through the target
+        path = paths[b][: accepted[b]]
+        nodes = [first, *(first + node for node in path)]
+        straight = nodes[-1] - first == len(path)  # a chain from its start: a slice, not a gather
+        text.features.append(features[first : nodes[-1] + 1] if straight else features[nodes])
+        text.tokens += [*(tokens[node] for node in nodes[1:]), bonus[b]]
+        text.seen += len(nodes)
+
+
+def is_ready(text: Rows | None, seq: Seq, budget: Budget) -> bool:
+    """May this text be drafted for: is there a budget, and are its rows those of its committed tokens?"""
+    wanted = budget.nodes > 0 and budget.depth > 0
+    return wanted and text is not None and text.seen > 0 and text.seen == len(seq.tokens) - 1
+
+
+def wants_sampling(speculative: object) -> bool:
+    """Should nodes be drawn from the head's law, where the verifier can test them? (vLLM's setting)"""
+    method = getattr(speculative, "draft_sample_method", "greedy")
+    if method not in ("greedy", "probabilistic"):
+        raise InvalidInput(f"draft_sample_method={method!r} is unknown; use greedy or probabilistic")
+    return bool(method == "probabilistic")

@@ -1,0 +1,48 @@
+"""A head's weight in the form that this machine multiplies fastest.
+
+On a CPU a draft step is memory traffic, so large matrices are held as int8 blocks where the native kernels are
+there: a quarter of the bytes. A draft may be rounded at will: that costs a rejected guess now and then, and never
+correctness, which is the verifier's. Small matrices, other devices and other formats stay plain tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from forerun.models.kernels import native_library as native
+from forerun.models.kernels.packing import pack_floats, side_by_side
+from forerun.models.layers import linear
+
+SMALLEST = 1 << 16  # numbers in a matrix that is worth packing
+
+
+class Matrix:
+    """[outputs, inputs], to be multiplied with rows."""
+
+    def __init__(self, weight: Tensor, *, packed: bool = True) -> None:
+        self.outputs, self.inputs = weight.shape
+        fits = weight.numel() >= SMALLEST and self.inputs % 32 == 0 and weight.dtype == torch.float32
+        self._plain: Tensor | None = weight
+        if packed and fits and weight.device.type == "cpu" and native.available():
+            self._kept = pack_floats(weight, "q8")  # the struct below points into it
+            self._struct = side_by_side([self._kept])
+            self._plain = None
+
+    def times(self, x: Tensor) -> Tensor:
+        """x [N, inputs] -> [N, outputs]"""
+        if self._plain is not None:
+            return linear(x, self._plain)
+        rows = x.contiguous()
+        out = rows.new_empty(len(rows), self.outputs)
+        native.match_threads(torch.get_num_threads())
+        call = native.library().fr_linear_rows
+        if call(ctypes.byref(self._struct), rows.data_ptr(), out.data_ptr(), len(rows)):
+            raise MemoryError(f"no memory for the blocks of {len(rows)} rows")
+        return out
+
+    def add_to(self, onto: Tensor, x: Tensor) -> Tensor:
+        """onto += times(x), in place."""
+        return onto.add_(self.times(x))

@@ -1,0 +1,289 @@
+"""Medusa heads: each guesses one position ahead from the last hidden row, all at once.
+
+Head k is a few residual blocks, h + SiLU(W h + b), and an LM head: its own, or the target's, which all heads then
+share (one pass over it serves them all). Heads do not see each other's guesses, so the tree has a fixed shape: the
+nodes whose ranks were most often right, by the product of the rates measured on held-back text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.drafters.base import Parts
+from forerun.drafters.growth import Flavour, lay_out, likeliest
+from forerun.drafters.head_files import read_config, read_tensors, write_config, write_shards
+from forerun.drafters.heads import Lent, Meter, Rows, borrow, head_dtype, is_ready, observe_rows
+from forerun.drafters.matrix import Matrix
+from forerun.drafters.trees import best_count
+from forerun.drafters.vocab import DraftVocabulary
+from forerun.errors import DamagedFile, InvalidInput
+from forerun.models.base import Target
+from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+
+Family = Literal["medusa", "hydra"]
+RANKS = 10  # how many of a head's guesses a tree may use
+# Until rates are measured: roughly what Medusa's authors report, falling with depth.
+_RATES = tuple(
+    tuple(0.5 * 0.8**k * r for r in (1.0, 0.25, 0.12, 0.07, 0.05, 0.04, 0.03, 0.02, 0.02, 0.01))
+    for k in range(8)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsConfig:
+    """A set of heads on the last hidden row."""
+
+    family: Family
+    count: int
+    blocks: int  # per head
+    width: int
+    vocab_size: int
+    target: str = ""
+    rates: tuple[
+        tuple[float, ...], ...
+    ] = ()  # [heads][ranks] how often each rank was right, given those before
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], family: Family, width: int, vocab_size: int) -> HeadsConfig:
+        ours = values.get("forerun") or {}
+        try:
+            return cls(
+                family=family,
+                count=int(values[f"{family}_num_heads"]),
+                blocks=int(values.get(f"{family}_num_layers") or 1),
+                width=int(values.get("hidden_size") or width),
+                vocab_size=int(values.get("vocab_size") or vocab_size),
+                target=str(values.get("base_model_name_or_path") or ""),
+                rates=tuple(tuple(map(float, row)) for row in ours.get("rates", ())),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedFile(
+                f"config.json of the head lacks or garbles {error}; is it {family}'s?"
+            ) from None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            f"{self.family}_num_heads": self.count,
+            f"{self.family}_num_layers": self.blocks,
+            "base_model_name_or_path": self.target,
+            "hidden_size": self.width,
+            "vocab_size": self.vocab_size,
+            "forerun": {"rates": self.rates},
+        }
+
+    @property
+    def tree_rates(self) -> tuple[tuple[float, ...], ...]:
+        return (self.rates or _RATES)[: self.count]
+
+
+def read_heads(
+    folder: Path, family: Family, width: int = 0, vocab_size: int = 0, *, pickle: bool = False
+) -> tuple[HeadsConfig, dict[str, Tensor]]:
+    """Config and weights `{head}.{block}.linear.*`, and `{head}.{blocks}.weight` where heads have LM heads."""
+    config = HeadsConfig.from_json(read_config(folder), family, width, vocab_size)
+    weights = read_tensors(folder, pickle=pickle)
+    for i in range(config.count):
+        for j in range(config.blocks):
+            name = f"{i}.{j}.linear.weight"
+            into = config.width * (2 + i) if family == "hydra" and j == 0 else config.width
+            shape = tuple(weights[name].shape) if name in weights else None
+            if shape != (config.width, into):
+                raise DamagedFile(f"weight {name!r} of {folder} is {shape}, not {(config.width, into)}")
+    return config, weights
+
+
+def write_heads(folder: Path, config: HeadsConfig, weights: Mapping[str, Tensor]) -> None:
+    """In the form of `medusa_lm_head.safetensors`."""
+    write_config(folder, config.to_json())
+    tensors = {name: weight.contiguous().cpu() for name, weight in weights.items()}
+    write_shards(folder, tensors, f"{config.family}_lm_head")
+
+
+class HeadSet:
+    """The weights of a set of heads, and what both families compute with them."""
+
+    def __init__(
+        self,
+        config: HeadsConfig,
+        weights: Mapping[str, Tensor],
+        lent: Lent | None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config, self.device, self.dtype = config, torch.device(device), dtype
+
+        def have(name: str) -> Tensor:
+            return weights[name].detach().to(self.device, dtype).contiguous()
+
+        def get(name: str) -> Tensor | None:
+            return have(name) if name in weights else None
+
+        self.weights = [
+            [Matrix(have(f"{i}.{j}.linear.weight")) for j in range(config.blocks)]
+            for i in range(config.count)
+        ]
+        self.biases = [
+            [get(f"{i}.{j}.linear.bias") for j in range(config.blocks)] for i in range(config.count)
+        ]
+        own = [get(f"{i}.{config.blocks}.weight") for i in range(config.count)]
+        self.own_heads = [Matrix(head) for head in own if head is not None]
+        shared = get("lm_head.weight")
+        rows = self.own_heads[0].outputs if self.own_heads else len(shared) if shared is not None else None
+        if rows is None:
+            rows = len(weights["d2t"]) if "d2t" in weights else config.vocab_size
+        self.vocabulary = DraftVocabulary.from_file(weights, rows, config.vocab_size).to(self.device)
+        self._embedding, self._lent = get("embed_tokens.weight"), lent
+        shares = shared is None and not self.own_heads
+        if shares or (config.family == "hydra" and self._embedding is None):
+            if lent is None:
+                raise InvalidInput(
+                    f"these {config.family} heads share the target's weights and this target lends none; "
+                    "use heads that store their own"
+                )
+            lent.must_fit(config.width, config.vocab_size, config.target)
+            if shares:
+                shared = lent.head_rows(self.vocabulary.ids).to(self.device, dtype).contiguous()
+        self.shared_head = None if shared is None else Matrix(shared)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[..., D]"""
+        if self._embedding is not None:
+            return F.embedding(tokens, self._embedding)
+        assert self._lent is not None
+        return self._lent.embed(tokens.flatten()).to(self.dtype).view(*tokens.shape, -1)
+
+    def block(self, head: int, index: int, rows: Tensor, onto: Tensor) -> Tensor:
+        """onto + SiLU(W rows + b)."""
+        into, bias = self.weights[head][index].times(rows), self.biases[head][index]
+        return onto + F.silu(into if bias is None else into.add_(bias))
+
+    def logits(self, head: int, rows: Tensor) -> Tensor:
+        weight = self.own_heads[head] if self.own_heads else self.shared_head
+        assert weight is not None
+        return weight.times(rows).float()
+
+
+class MedusaDrafter:
+    """Heads that guess in parallel; the tree is chosen from measured rates."""
+
+    needs = Needs((-1,))
+
+    def __init__(self, heads: HeadSet) -> None:
+        self.heads = heads
+        self._texts: dict[int, Rows] = {}
+        self._meter = Meter()
+
+    @classmethod
+    def build(cls, parts: Parts) -> MedusaDrafter:
+        return cls(load_heads(parts.speculative.draft_model, parts.target, "medusa"))
+
+    @property
+    def cost(self) -> float:
+        return self._meter.seconds
+
+    @torch.no_grad()
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
+        live = [b for b, seq in enumerate(seqs) if is_ready(self._texts.get(seq.id), seq, budgets[b])]
+        if live:
+            self._meter.start()
+            some = [seqs[b] for b in live]
+            levels = min(self.heads.config.count, max(budgets[b].depth for b in live))
+            guesses = self._guesses(some, levels)
+            for i, b in enumerate(live):
+                trees[b] = _planted(seqs[b].tokens[-1], guesses[i], self.heads.config.tree_rates, budgets[b])
+            self._meter.stop(levels)
+        return lay_out(trees)
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        observe_rows(self._texts, (-1,), seqs, trees, scores, verdict)
+        for seq in seqs:  # only the last row counts
+            text = self._texts[seq.id]
+            if text.features:
+                text.features, text.tokens = [text.features[-1][-1:].clone()], []
+
+    def forget(self, seq: Seq) -> None:
+        self._texts.pop(seq.id, None)
+
+    def _guesses(self, seqs: Sequence[Seq], levels: int) -> list[list[list[int]]]:
+        """[B][levels][ranks] the likeliest tokens of each head."""
+        heads = self.heads
+        hidden = torch.cat([self._texts[seq.id].features[0] for seq in seqs]).to(heads.dtype)  # [B, D]
+        rows = []
+        for i in range(levels):
+            row = hidden
+            for j in range(heads.config.blocks):
+                row = heads.block(i, j, row, row)
+            rows.append(row)
+        if heads.shared_head is not None:
+            logits = torch.unflatten(heads.logits(0, torch.cat(rows)), 0, (levels, len(seqs)))
+        else:
+            logits = torch.stack([heads.logits(i, row) for i, row in enumerate(rows)])  # [levels, B, Vd]
+        flavour = Flavour(seqs, heads.vocabulary, logits.device)
+        count = min(RANKS, len(heads.vocabulary))
+        best = [likeliest(flavour.flavoured(logits[i][:, None], i), count)[1][:, 0] for i in range(levels)]
+        guesses: list[list[list[int]]] = heads.vocabulary.ids[torch.stack(best, 1)].tolist()
+        return guesses
+
+
+def load_heads(folder: str | None, target: Target, family: Family) -> HeadSet:
+    """Heads from their folder, for this target."""
+    if folder is None:
+        raise InvalidInput(f"the drafter {family!r} needs trained heads; pass draft_model=FOLDER")
+    lent = borrow(target)
+    width = 0 if lent is None else lent.width
+    config, weights = read_heads(Path(folder), family, width, target.vocab_size)
+    return HeadSet(config, weights, lent, dtype=head_dtype(target, lent), device=target.device)
+
+
+@lru_cache(maxsize=64)
+def plant(
+    rates: tuple[tuple[float, ...], ...], nodes: int, depth: int, width: int
+) -> tuple[tuple[int, int, float], ...]:
+    """The tree of (parent, rank, survival) with the most expected tokens, root left out; best nodes first.
+
+    Greedy is optimal: a node adds exactly the product of its path's rates, and never more than its parent.
+    """
+    tree: list[tuple[int, int, float]] = []
+    open_nodes = [(1.0, 0, 0)]  # survival, level, index in the tree counting the root
+    taken = {0: 0}  # how many children each node has: the next child has that rank
+    while len(tree) < nodes:
+        best: tuple[float, int, int, int] | None = None
+        for survival, level, index in open_nodes:
+            rank = taken[index]
+            if level < min(depth, len(rates)) and rank < min(width, len(rates[level])):
+                gain = survival * rates[level][rank]
+                if best is None or gain > best[0]:
+                    best = (gain, level, index, rank)
+        if best is None:
+            break
+        gain, level, parent, rank = best
+        taken[parent] += 1
+        tree.append((parent, rank, gain))
+        taken[len(tree)] = 0
+        open_nodes.append((gain, level + 1, len(tree)))
+    return tuple(tree)
+
+
+def _planted(
+    root: int, guesses: list[list[int]], rates: tuple[tuple[float, ...], ...], budget: Budget
+) -> tuple[list[int], list[int]]:
+    """The planted tree with this text's guesses in it."""
+    most = min(budget.width, len(guesses[0]))
+    tree = plant(rates, budget.nodes, min(budget.depth, len(guesses)), most)
+    tree = tree[: best_count([survival for *_, survival in tree], budget.price)]
+    tokens, parents, levels = [root], [-1], [0]
+    for parent, rank, _ in tree:
+        tokens.append(guesses[levels[parent]][rank])
+        parents.append(parent)
+        levels.append(levels[parent] + 1)
+    return tokens, parents

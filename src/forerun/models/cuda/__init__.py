@@ -1,0 +1,1 @@
+"""Our decoder on a GPU: few, large kernels, captured as graphs, whose rows never depend on their neighbours."""

@@ -1,0 +1,212 @@
+"""The steps of a pass as Triton kernels: five launches per layer, and one before and behind all layers.
+
+Which tile a product uses is decided here, from the weight's shape alone and never from the number of rows: that
+is half of why a row's bits do not depend on its neighbours (the other half is in the kernels).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.models.cuda import kernels_attention, kernels_linear
+from forerun.models.cuda.network import Buffers, Model, Run
+from forerun.models.cuda.plan import MAX_ROWS, split_of
+
+SHARED = 104 << 10  # bytes of shared memory that one program may fill: two to a multiprocessor
+NORM_COLUMNS = 32  # at least: a sum over fewer would be laid out differently for few rows and for many
+QKV, GATED, RESIDUAL, LOGITS = range(4)  # as in kernels_linear
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a product is cut up."""
+
+    outputs: int  # BN
+    depth: int  # BK
+    splits: int
+    stages: int
+    warps: int = 4
+
+
+def choose_tile(outputs: int, depth: int, tile: int) -> Tile:
+    """Tiles of 64 outputs keep the memory busy where weights are large; 16 give more programs where not.
+
+    Splits along the depth make up for few tiles, to about two programs per multiprocessor. All of it was found
+    by measuring on an H200.
+    """
+    step = next(size for size in (128, 64, 32, 16) if depth % size == 0)
+    if tile < 64:
+        splits = 2 if depth >= 12 * step and depth % (2 * step) == 0 else 1
+        return Tile(tile, step, splits, depth // step // splits, 2)
+    tiles, splits = outputs // tile, 1
+    while splits < 8 and tiles * splits * 2 <= 288 and depth % (splits * 2 * step) == 0:
+        splits *= 2
+    return Tile(tile, step, splits, 4)
+
+
+def outputs_per_tile(model: Model) -> int:
+    """One width of tile for all products of a model, because norms are handed on tile by tile."""
+    config = model.config
+    most = 64 if config.width * config.inner >= 1 << 22 else 16
+    sizes = config.width, 2 * config.inner, config.kv_heads * config.head_dim, config.heads * config.head_dim
+    return math.gcd(most, *sizes)
+
+
+class FusedSteps:
+    """Implements forerun.models.cuda.network.Steps."""
+
+    def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
+        self.model, self.buffers, self.kv = model, buffers, kv  # kv [L, 2, Hkv, S, D]
+        config, device = model.config, model.device
+        tile = outputs_per_tile(model)
+        heads, self.width = config.heads * config.head_dim, config.width
+        self.qkv_outputs = heads + 2 * config.kv_heads * config.head_dim
+        by_head = config.head_dim if config.qk_norm else tile
+        self.tiles = {
+            "qkv": choose_tile(self.qkv_outputs, self.width, by_head),
+            "o": choose_tile(self.width, heads, tile),
+            "gate": choose_tile(2 * config.inner, self.width, tile),
+            "down": choose_tile(self.width, config.inner, tile),
+            "head": choose_tile(config.vocab_size, self.width, 64 if config.vocab_size >= 1 << 14 else tile),
+        }
+        self.norm_tile = tile
+        self.pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+        self.split_stride = MAX_ROWS * config.heads
+        rows = self.split_stride * (split_of(model.max_length + MAX_ROWS) + 1)
+        self.norm_tiles = self.width // tile
+        self.norm_columns = max(NORM_COLUMNS, _power(self.norm_tiles))
+        self.squares = torch.zeros(MAX_ROWS, self.norm_columns, dtype=torch.float64, device=device)
+        self._described: dict[tuple[int, int, int], Any] = {}
+        self.parts = torch.empty(rows * config.head_dim, device=device)
+        self.tops, self.sums = torch.empty(rows, device=device), torch.empty(rows, device=device)
+        most = max(self._partials(name) for name in ("qkv", "o", "gate", "down", "head"))
+        self.partial = torch.empty(max(1, most), device=device)
+        self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+
+    def _partials(self, name: str) -> int:
+        """Numbers that the splits of one product leave for the last of them."""
+        config, tile = self.model.config, self.tiles[name]
+        sizes = {"qkv": self.qkv_outputs, "gate": 2 * config.inner, "head": config.vocab_size}
+        tiles = -(-sizes.get(name, self.width) // tile.outputs)
+        return tiles * tile.outputs * MAX_ROWS * tile.splits if tile.splits > 1 else 0
+
+    def embed(self, run: Run) -> None:
+        kernels_linear.embed[(run.size.rows,)](
+            run.tokens, self.model.embedding, self.buffers.x, self.buffers.rows, self.squares,
+            self.model.layers[0].attention_norm, WIDTH=self.width, UP=_power(self.width),
+            BN=self.norm_tile, TILES_UP=self.norm_columns, PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
+        )  # fmt: skip
+
+    def qkv(self, run: Run, layer: int) -> None:
+        weights = self.model.layers[layer]
+        self._linear(run, "qkv", QKV, self.buffers.rows, weights.qkv, self.buffers.queries, layer=layer)
+
+    def leave_attention(self, run: Run, layer: int) -> None:
+        weights = self.model.layers[layer]
+        found, rows = self.buffers.found, self.buffers.rows
+        self._linear(run, "o", RESIDUAL, found, weights.o, rows, norm=weights.mlp_norm)
+
+    def gate(self, run: Run, layer: int) -> None:
+        weights = self.model.layers[layer]
+        self._linear(run, "gate", GATED, self.buffers.rows, weights.gate_up, self.buffers.inner)
+
+    def leave_mlp(self, run: Run, layer: int) -> None:
+        weights, norm = self.model.layers[layer], self.model.next_norm(layer)
+        self._linear(run, "down", RESIDUAL, self.buffers.inner, weights.down, self.buffers.rows, norm=norm)
+
+    def normalise(self, run: Run, into: Tensor) -> None:
+        config = self.model.config
+        kernels_linear.normalise[(run.size.rows,)](
+            self.buffers.x, self.model.final_norm, into, config.norm_eps, WIDTH=self.width,
+            UP=_power(self.width), PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
+        )  # fmt: skip
+
+    def head(self, run: Run) -> None:
+        self._linear(run, "head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits)
+
+    def _linear(
+        self,
+        run: Run,
+        name: str,
+        mode: int,
+        rows: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        norm: Tensor | None = None,
+        layer: int = 0,
+    ) -> None:
+        """One product with what rides on it; pointers that a mode does not use stand for nothing."""
+        config, place = self.model.config, self.model.layers[layer]
+        outputs, depth = weight.shape
+        wide = rows_per_tile(run.size.rows)
+        tile = self._tile(name, wide)
+        unused = self.squares
+        grid = -(-run.size.rows // wide), -(-outputs // tile.outputs), tile.splits
+        stages = max(2, min(tile.stages, SHARED // (2 * tile.depth * (tile.outputs + wide))))
+        left, right = weight, rows
+        tma = self.pdl and tile.outputs >= 64 and wide >= 64  # fewer rows are fetched as fast without it
+        if tma:
+            left = self._describe(weight, tile.outputs, tile.depth)
+            right = self._describe(rows, wide, tile.depth)
+        settings: dict[str, Any] = {"num_warps": tile.warps, "num_stages": stages, "launch_pdl": self.pdl}
+        kernels_linear.linear[grid](
+            right, weight, left, out, self.buffers.x, self.squares, unused if norm is None else norm,
+            self.kv[layer, 0], self.kv[layer, 1], _or(place.qkv_bias, unused), _or(place.qk_norm, unused),
+            _or(place.rope, unused), run.positions, run.slots, self.partial, self.counters,
+            run.size.rows, config.norm_eps, self.kv.stride(2),
+            N=outputs, K=depth, MODE=mode, BN=tile.outputs, BK=tile.depth, SPLIT=tile.splits, MT=wide,
+            TILES=self.norm_tiles, TILES_UP=self.norm_columns, H=config.heads, HKV=config.kv_heads,
+            D=config.head_dim, ROT=0 if place.rope is None else place.rope.shape[1],
+            BIAS=place.qkv_bias is not None, HEAD_NORM=place.qk_norm is not None, ROPE=place.rope is not None,
+            TMA=tma, PDL=self.pdl,
+            enable_fp_fusion=False, **settings,
+        )  # fmt: skip
+
+    def _tile(self, name: str, wide: int) -> Tile:
+        """64 rows are worth larger tiles where that changes no sum: the norms' tiles must stay."""
+        tile = self.tiles[name]
+        if wide == 64 and tile.outputs == 64 and name in ("gate", "head"):
+            return Tile(128, tile.depth, tile.splits, 3, tile.warps)
+        return tile
+
+    def _describe(self, tensor: Tensor, rows: int, columns: int) -> Any:
+        """What the copy engine needs to know of a matrix to fetch tiles of it."""
+        key = tensor.data_ptr(), rows, columns
+        if key not in self._described:
+            self._described[key] = kernels_linear.describe(tensor, rows, columns)
+        return self._described[key]
+
+    def attend(self, run: Run, layer: int) -> None:
+        config, window = self.model.config, self.model.layers[layer].window
+        grid = run.size.groups, config.kv_heads, run.size.splits
+        each = _power(config.heads // config.kv_heads)
+        kernels_attention.attend[grid](
+            self.buffers.queries, self.kv[layer, 0], self.kv[layer, 1], run.ints, run.groups, run.positions,
+            self.parts, self.tops, self.sums, config.attention_scale / math.log(2), self.kv.stride(2),
+            self.split_stride, H=config.heads, HKV=config.kv_heads, EACH=each,
+            D=config.head_dim, WINDOW=window, PDL=self.pdl, num_warps=4, num_stages=3, launch_pdl=self.pdl,
+        )  # fmt: skip
+        kernels_attention.combine[(run.size.rows, config.heads)](
+            self.buffers.found, run.positions, self.parts, self.tops, self.sums, self.split_stride,
+            H=config.heads, D=config.head_dim, WINDOW=window, STEP=8,
+            PDL=self.pdl, num_warps=1, launch_pdl=self.pdl,
+        )  # fmt: skip
+
+
+def rows_per_tile(rows: int) -> int:
+    """The width of a product: it decides how fast it is, not what comes out."""
+    return next((size for size in (16, 32, 64) if rows <= size), 128)
+
+
+def _power(value: int) -> int:
+    """The power of two that is no less."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor

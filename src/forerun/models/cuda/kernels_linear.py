@@ -1,0 +1,230 @@
+"""Triton: products of a few rows with a large weight, and everything that can ride on them.
+
+A pass over few nodes is bound by reading the weights once, so a layer is four such products and attention, and
+norms, residuals, rotations, the write to the KV store and the gate are beginnings or ends of them. A norm is
+split: who writes the residual stream also writes it times the next norm's weight, and the sum of squares of
+every tile of columns; who reads it multiplies what comes out by the inverse root mean square.
+
+The bits of a row must not depend on how many rows there are. Weights are the first operand of the product, so
+rows only decide its width; which tile, how many splits and in what order they add up depends on the weight's
+shape alone. Sums across a tile follow the layout in registers, which does change with the number of rows: they
+are sums of squares, and run in double precision. No multiplication is fused with an addition behind the
+compiler's back (`enable_fp_fusion=False` at the launch).
+"""
+
+# mypy: ignore-errors
+# The bodies are Triton's language, not Python: types and operators mean something else there.
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+QKV, GATED, RESIDUAL, LOGITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+def describe(matrix: Any, rows: int, columns: int) -> Any:
+    """What the copy engine needs to know to fetch tiles of a matrix."""
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
+@triton.jit
+def _before(x, squares, tile, rows, live, N: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr,
+            TILES: tl.constexpr, TILES_UP: tl.constexpr):  # fmt: skip
+    """What a tile needs of the rows that go in: the residual stream [BN, MT] where that is added to, else the
+    sums of squares [MT, TILES_UP] that the tiles of columns left, zero beyond the last."""
+    if MODE == RESIDUAL:
+        place = rows[None, :] * N + (tile * BN + tl.arange(0, BN))[:, None]
+        return tl.load(x + place, mask=live[None, :], other=0.0, cache_modifier=".cg")
+    else:  # noqa: RET505  (without it Triton would compile both)
+        columns = tl.arange(0, TILES_UP)
+        inside = live[:, None] & (columns < TILES)[None, :]
+        place = rows[:, None] * TILES_UP + columns[None, :]
+        return tl.load(squares + place, mask=inside, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _sum_of_squares(t):
+    """[BN, MT] -> [MT] in fp64: exact squares, and sums whose order does not reach the 24 bits they are used in."""
+    wide = t.to(tl.float64)
+    return tl.sum(wide * wide, 0)
+
+
+@triton.jit
+def _pairs(t, HALF: tl.constexpr, MT: tl.constexpr):
+    """The even and the odd rows of [2 HALF, MT]."""
+    return tl.split(tl.permute(tl.reshape(t, (HALF, 2, MT)), (0, 2, 1)))
+
+
+@triton.jit
+def _finish_qkv(acc, n0, rows, live, out, keys, values, bias, head_norm, rope, positions, slots, eps, head_stride,
+                H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr,
+                HEAD_NORM: tl.constexpr, ROPE: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr):  # fmt: skip
+    """Norm queries and keys by head, turn them, and put all three where they belong."""
+    n = n0 + tl.arange(0, BN)
+    turned = n0 < (H + HKV) * D
+    if BIAS:
+        acc += tl.load(bias + n).to(tl.float32)[:, None]
+    if HEAD_NORM:  # a tile is a head
+        inverse = tl.rsqrt(_sum_of_squares(acc).to(tl.float32) / D + eps)
+        weight = tl.load(head_norm + n, mask=n < (H + HKV) * D, other=0.0).to(tl.float32)
+        acc = tl.where(turned, acc * inverse[None, :] * weight[:, None], acc)
+    if ROPE:
+        pair = ((n0 + 2 * tl.arange(0, BN // 2)) % D) // 2
+        position = tl.load(positions + rows, mask=live, other=0).to(tl.int64)
+        turn = rope + position[None, :] * (2 * ROT) + pair[:, None] * 2
+        moved = (pair < ROT)[:, None] & live[None, :] & turned
+        cos = tl.load(turn, mask=moved, other=1.0)
+        sin = tl.load(turn + 1, mask=moved, other=0.0)
+        even, odd = _pairs(acc, BN // 2, MT)
+        both = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+        acc = tl.reshape(tl.permute(both, (0, 2, 1)), (BN, MT))
+    found = acc.to(out.dtype.element_ty)
+    if n0 < H * D:
+        tl.store(out + rows[None, :] * (H * D) + n[:, None], found, mask=live[None, :])
+    else:
+        slot = tl.load(slots + rows, mask=live, other=-1).to(tl.int64)
+        column = (n - H * D) % (HKV * D)
+        into = (column // D)[:, None] * head_stride + slot[None, :] * D + (column % D)[:, None]
+        if turned:
+            tl.store(keys + into, found, mask=(slot >= 0)[None, :])
+        else:
+            tl.store(values + into, found, mask=(slot >= 0)[None, :])
+
+
+@triton.jit
+def _finish_residual(acc, old, tile, n0, rows, live, x, out, squares, norm,
+                     N: tl.constexpr, BN: tl.constexpr, TILES_UP: tl.constexpr):  # fmt: skip
+    """Add to the residual stream, and leave what the next norm needs."""
+    n = n0 + tl.arange(0, BN)
+    place = rows[None, :] * N + n[:, None]
+    acc += old
+    tl.store(x + place, acc, mask=live[None, :])
+    scaled = acc * tl.load(norm + n).to(tl.float32)[:, None]
+    tl.store(out + place, scaled.to(out.dtype.element_ty), mask=live[None, :])
+    tl.store(squares + rows * TILES_UP + tile, _sum_of_squares(acc), mask=live)
+
+
+@triton.jit
+def _finish(acc, before, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm, rope, positions,
+            slots, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr,
+            MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr,
+            D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr,
+            ROPE: tl.constexpr):  # fmt: skip
+    """What follows the product of a tile, by kind; `before` is what `_before` found, where it was asked early."""
+    n0 = tile * BN
+    if MT < 128:
+        given = before
+    else:
+        given = _before(x, squares, tile, rows, live, N, MODE, BN, TILES, TILES_UP)
+    if MODE == RESIDUAL:
+        _finish_residual(acc, given, tile, n0, rows, live, x, out, squares, norm, N, BN, TILES_UP)
+    else:
+        acc = acc * tl.rsqrt(tl.sum(given, 1).to(tl.float32) / K + eps)[None, :]
+        if MODE == QKV:
+            _finish_qkv(acc, n0, rows, live, out, keys, values, bias, head_norm, rope, positions, slots, eps,
+                        head_stride, H, HKV, D, ROT, BIAS, HEAD_NORM, ROPE, BN, MT)  # fmt: skip
+        elif MODE == GATED:
+            gate, up = _pairs(acc, BN // 2, MT)
+            n = tile * (BN // 2) + tl.arange(0, BN // 2)
+            inner = gate / (1.0 + tl.exp(-gate)) * up
+            place = rows[None, :] * (N // 2) + n[:, None]
+            tl.store(out + place, inner.to(out.dtype.element_ty), mask=live[None, :])
+        else:
+            n = n0 + tl.arange(0, BN)
+            place = rows[None, :].to(tl.int64) * N + n[:, None]
+            tl.store(out + place, acc, mask=live[None, :] & (n < N)[:, None])
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear(a, w, weights, out, x, squares, norm, keys, values, bias, head_norm, rope, positions, slots, partial,
+           counters, M, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr,
+           BK: tl.constexpr, SPLIT: tl.constexpr, MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr,
+           H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr,
+           HEAD_NORM: tl.constexpr, ROPE: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One tile of BN outputs for MT rows, over one of SPLIT stretches of K; the last split to end adds them up.
+
+    Where the copy engine is used, `a` and `weights` are descriptors of rows and weight. What other kernels
+    of the pass wrote is read past the L1 cache, which a program that started early may share with them.
+    """
+    tile, split = tl.program_id(1), tl.program_id(2)
+    first, k0 = tl.program_id(0) * MT, split * (K // SPLIT)
+    rows = first + tl.arange(0, MT)
+    live = rows < M
+    n = tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    there = (tile * BN + n < N)[:, None]
+    start = w + tile.to(tl.int64) * (BN * K) + k0 + n * K
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    before = 0.0
+    if MT < 128:  # asked for early where there are registers to hold it
+        before = _before(x, squares, tile, rows, live, N, MODE, BN, TILES, TILES_UP)
+    acc = tl.zeros((BN, MT), dtype=tl.float32)
+    if TMA:
+        for k in range(k0, k0 + K // SPLIT, BK):
+            acc = tl.dot(weights.load([tile * BN, k]), a.load([first, k]).T, acc)
+    else:
+        weight = start[:, None] + ks[None, :]
+        row = a + rows[:, None] * K + k0 + ks[None, :]
+        for k in range(0, K // SPLIT, BK):
+            if N % BN == 0:
+                left = tl.load(weight + k, eviction_policy="evict_first")
+            else:
+                left = tl.load(weight + k, mask=there, other=0.0, eviction_policy="evict_first")
+            acc = tl.dot(left, tl.trans(tl.load(row + k, mask=live[:, None], other=0.0)), acc)
+    if PDL:  # not before: the next kernel's programs would take the place of this one's
+        tl.extra.cuda.gdc_launch_dependents()
+    if SPLIT == 1:
+        _finish(acc, before, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm, rope, positions,
+                slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT, BIAS, HEAD_NORM,
+                ROPE)  # fmt: skip
+    else:
+        place = tile * tl.num_programs(0) + tl.program_id(0)
+        part = partial + place * (SPLIT * BN * MT) + n[:, None] * MT + tl.arange(0, MT)[None, :]
+        tl.store(part + split * (BN * MT), acc)
+        tl.debug_barrier()  # all of this program's part is written before it is counted
+        if tl.atomic_add(counters + place, 1, sem="acq_rel") == SPLIT - 1:
+            total = tl.zeros((BN, MT), dtype=tl.float32)
+            for i in tl.static_range(SPLIT):
+                total += tl.load(part + i * (BN * MT), cache_modifier=".cg")
+            tl.store(counters + place, 0)
+            _finish(total, before, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm, rope,
+                    positions, slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT, BIAS,
+                    HEAD_NORM, ROPE)  # fmt: skip
+
+
+@triton.jit
+def embed(tokens, table, x, out, squares, norm, WIDTH: tl.constexpr, UP: tl.constexpr, BN: tl.constexpr,
+          TILES_UP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Start the residual stream of one row, and leave what the first norm needs."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    m = tl.program_id(0)
+    n = tl.arange(0, UP)
+    inside = n < WIDTH
+    token = tl.load(tokens + m).to(tl.int64)
+    row = tl.load(table + token * WIDTH + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x + m * WIDTH + n, row, mask=inside)
+    scaled = row * tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + m * WIDTH + n, scaled.to(out.dtype.element_ty), mask=inside)
+    tile = tl.arange(0, UP // BN)
+    wide = row.to(tl.float64)
+    sums = tl.sum(tl.reshape(wide * wide, (UP // BN, BN)), axis=1)
+    tl.store(squares + m * TILES_UP + tile, sums, mask=tile < WIDTH // BN)
+
+
+@triton.jit
+def normalise(x, norm, out, eps, WIDTH: tl.constexpr, UP: tl.constexpr, PDL: tl.constexpr):
+    """The last norm of one row, where somebody wants to see it: the head itself does without."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    m = tl.program_id(0)
+    n = tl.arange(0, UP)
+    inside = n < WIDTH
+    row = tl.load(x + m * WIDTH + n, mask=inside, other=0.0, cache_modifier=".cg")
+    scale = tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)
+    weight = tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + m * WIDTH + n, (row * scale * weight).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,199 @@
+"""The weights of a model as the GPU wants them, the buffers of a pass, and the order of its steps.
+
+The steps themselves come in two kinds with one set of tests: Triton kernels (fused.py) and plain torch
+(plain.py). Both read and write the same buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.errors import UnsupportedModel
+from forerun.models.blocks import Block, Checkpoint
+from forerun.models.config import DecoderConfig
+from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, Plan, Size
+from forerun.models.moe import Mlp
+from forerun.models.rope import frequencies
+
+TREE_MARGIN = 257  # slots beyond max_length: the root and 256 nodes, the largest budget there is
+HEAD_DIMS = (16, 32, 64, 128, 256)
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+
+
+def check_supported(config: DecoderConfig) -> None:
+    """UnsupportedModel says what the GPU decoder cannot run; the plain decoder may."""
+    reason = ""
+    if config.family not in _FAMILIES or config.moe is not None:
+        reason = f"family {config.family!r} is not one of {', '.join(_FAMILIES)}"
+    elif config.head_dim not in HEAD_DIMS:
+        reason = f"head_dim={config.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    elif config.width % 16 or config.inner % 16:
+        reason = f"width {config.width} and inner width {config.inner} must be multiples of 16"
+    elif any(rope.kind in ("dynamic", "longrope") for rope in config.ropes):
+        reason = f"rope {config.ropes[0].kind!r} depends on the length of the text"
+    elif config.activation != "silu":
+        reason = f"activation {config.activation!r} is not silu"
+    if reason:
+        raise UnsupportedModel(f"the GPU decoder cannot run this model: {reason}; use the plain decoder")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer; rows of `gate_up` are gate and up by turns, so that a tile holds both of a unit."""
+
+    attention_norm: Tensor  # [D]
+    qkv: Tensor  # [(H + 2 Hkv) Dh, D]
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None  # [H + Hkv, Dh]
+    o: Tensor  # [D, H Dh]
+    mlp_norm: Tensor
+    gate_up: Tensor  # [2I, D]
+    down: Tensor  # [D, I]
+    rope: Tensor | None  # [P, R, 2] fp32 cosine and sine; None = no positions in this layer
+    window: int  # positions a node sees, itself included; 0 = all
+
+
+class Model:
+    """A checkpoint on the device."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        check_supported(config)
+        self.config, self.dtype, self.device = config, dtype, device
+        self.max_length = min(config.max_length, LONGEST - TREE_MARGIN)
+        with torch.no_grad(), torch.inference_mode(False):
+            checkpoint = Checkpoint(weights, config, dtype, device)
+            ropes = [self._rope(i) for i in range(len(config.ropes))]
+            self.embedding = checkpoint.embedding()
+            self.head = checkpoint.head(self.embedding)
+            self.final_norm = checkpoint.final_norm()
+            self.layers = [
+                self._layer(checkpoint.block(i), i, None if rope is None else ropes[rope])
+                for i, rope in enumerate(config.layer_ropes)
+            ]
+
+    def next_norm(self, layer: int) -> Tensor:
+        """The norm behind a layer: the next layer's first, or the last of all."""
+        return self.final_norm if layer + 1 == len(self.layers) else self.layers[layer + 1].attention_norm
+
+    def _layer(self, block: Block, index: int, rope: Tensor | None) -> Layer:
+        mlp = block.mlp
+        assert isinstance(mlp, Mlp)
+        if block.o_bias is not None or mlp.gate_up_bias is not None or mlp.down_bias is not None:
+            raise UnsupportedModel(
+                "the GPU decoder has no biases behind attention and feed-forward layers; use the plain decoder"
+            )
+        inner, width = self.config.inner, self.config.width
+        return Layer(
+            attention_norm=block.attention_norm,
+            qkv=block.qkv,
+            qkv_bias=block.qkv_bias,
+            qk_norm=None if block.qk_norm is None else block.qk_norm.contiguous(),
+            o=block.o,
+            mlp_norm=block.mlp_norm,
+            gate_up=mlp.gate_up.view(2, inner, width).transpose(0, 1).reshape(2 * inner, width),
+            down=mlp.down,
+            rope=rope,
+            window=self.config.windows[index] or 0,
+        )
+
+    def _rope(self, index: int) -> Tensor:
+        rates, magnitude = frequencies(self.config.ropes[index], 0)
+        positions = torch.arange(self.max_length + TREE_MARGIN, dtype=torch.float32, device=self.device)
+        angles = positions[:, None] * rates.to(self.device)
+        return torch.stack((angles.cos(), angles.sin()), -1).mul_(magnitude).contiguous()
+
+
+class Buffers:
+    """Where a pass works; one set serves every size, so captured graphs share it."""
+
+    def __init__(self, model: Model) -> None:
+        config, device, dtype = model.config, model.device, model.dtype
+        heads = config.heads * config.head_dim
+        with torch.inference_mode(False):
+            self.ints = torch.zeros(
+                MAX_ROWS + 3 * MAX_ROWS + FIELDS * 2048 + MAX_ROWS * 257, dtype=torch.int32
+            )
+            self.ints[:MAX_ROWS] = torch.arange(MAX_ROWS)
+            self.ints = self.ints.to(device)
+            self.x = torch.empty(MAX_ROWS, config.width, device=device)  # the residual stream, fp32
+            self.rows = torch.empty(
+                MAX_ROWS, config.width, dtype=dtype, device=device
+            )  # times a norm's weight
+            self.queries = torch.empty(MAX_ROWS, heads, dtype=dtype, device=device)
+            self.found = torch.empty(MAX_ROWS, heads, dtype=dtype, device=device)
+            self.inner = torch.empty(MAX_ROWS, config.inner, dtype=dtype, device=device)
+            self.logits = torch.empty(MAX_ROWS, config.vocab_size, device=device)
+        self._model, self._hidden = model, dict[int, Tensor]()
+
+    def hidden(self, layer: int) -> Tensor:
+        if layer not in self._hidden:
+            shape = MAX_ROWS, self._model.config.width
+            with torch.inference_mode(False):
+                self._hidden[layer] = torch.empty(shape, dtype=self._model.dtype, device=self._model.device)
+        return self._hidden[layer]
+
+    def send(self, plan: Plan) -> None:
+        """One copy; the source is pageable, so the call has taken it over when it returns."""
+        end = MAX_ROWS + len(plan.ints)
+        self.ints[MAX_ROWS:end].copy_(torch.from_numpy(plan.ints), non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The integers of a pass of one size, where `Buffers.send` puts them."""
+
+    size: Size
+    ints: Tensor  # all of them: ancestors are counted from its start
+    tokens: Tensor  # [rows]
+    positions: Tensor
+    slots: Tensor
+    groups: Tensor  # [groups, FIELDS]
+
+    @classmethod
+    def of(cls, size: Size, ints: Tensor) -> Run:
+        tokens, positions, slots = ints[MAX_ROWS : MAX_ROWS + 3 * size.rows].view(3, size.rows).unbind(0)
+        first = MAX_ROWS + 3 * size.rows
+        groups = ints[first : first + FIELDS * size.groups].view(size.groups, FIELDS)
+        return cls(size, ints, tokens, positions, slots, groups)
+
+
+class Steps(Protocol):
+    """The steps of a pass. Each reads and writes the buffers; bits of a row depend on that row alone."""
+
+    def embed(self, run: Run) -> None: ...
+    def qkv(self, run: Run, layer: int) -> None: ...
+    def attend(self, run: Run, layer: int) -> None: ...
+    def leave_attention(self, run: Run, layer: int) -> None: ...
+    def gate(self, run: Run, layer: int) -> None: ...
+    def leave_mlp(self, run: Run, layer: int) -> None: ...
+    def normalise(self, run: Run, into: Tensor) -> None: ...
+    def head(self, run: Run) -> None: ...
+
+
+def run_pass(
+    steps: Steps, model: Model, buffers: Buffers, run: Run, hidden: tuple[int, ...], with_logits: bool
+) -> None:
+    """All layers over all rows, from tokens to logits."""
+    rows, layers = run.size.rows, len(model.layers)
+    steps.embed(run)
+    for i in range(layers):
+        if i in hidden:
+            buffers.hidden(i)[:rows].copy_(buffers.x[:rows])
+        steps.qkv(run, i)
+        steps.attend(run, i)
+        steps.leave_attention(run, i)
+        steps.gate(run, i)
+        steps.leave_mlp(run, i)
+    if layers in hidden:
+        buffers.hidden(layers)[:rows].copy_(buffers.x[:rows])
+    if -1 in hidden:
+        steps.normalise(run, buffers.hidden(-1))
+    if with_logits:
+        steps.head(run)

@@ -1,0 +1,109 @@
+"""The steps of a pass in plain torch: for machines without Triton, and what the kernels are tested against."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.models.cuda.network import Buffers, Model, Run
+from forerun.models.cuda.plan import split_start
+
+_ROWS = 16  # rows of attention at a time: keys are gathered per row
+
+
+class PlainSteps:
+    """Implements forerun.models.cuda.network.Steps."""
+
+    def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
+        self.model, self.buffers, self.kv = model, buffers, kv  # kv [L, 2, Hkv, S, D]
+
+    def embed(self, run: Run) -> None:
+        self.buffers.x[: run.size.rows] = F.embedding(run.tokens.long(), self.model.embedding).float()
+
+    def qkv(self, run: Run, layer: int) -> None:
+        config, weights = self.model.config, self.model.layers[layer]
+        rows, heads, dim = run.size.rows, config.heads, config.head_dim
+        found = self._normed(run, weights.attention_norm) @ weights.qkv.t()
+        if weights.qkv_bias is not None:
+            found = found + weights.qkv_bias
+        found = found.view(rows, -1, dim).float()
+        turned = found[:, : heads + config.kv_heads]
+        if weights.qk_norm is not None:
+            turned = F.rms_norm(turned, (dim,), None, config.norm_eps) * weights.qk_norm.float()
+        if weights.rope is not None:
+            turned = _turn(turned, weights.rope[run.positions.long()])
+        self.buffers.queries[:rows] = turned[:, :heads].flatten(1).to(self.model.dtype)
+        there = run.slots >= 0
+        slots = run.slots[there].long()
+        self.kv[layer, 0][:, slots] = turned[there, heads:].transpose(0, 1).to(self.model.dtype)
+        values = found[there, heads + config.kv_heads :]
+        self.kv[layer, 1][:, slots] = values.transpose(0, 1).to(self.model.dtype)
+
+    def attend(self, run: Run, layer: int) -> None:
+        """Gather what every row sees, by position, and attend to it a few rows at a time."""
+        config = self.model.config
+        table, seen = _slots_seen(run, self.model.layers[layer].window)  # [rows, P]
+        keys, values = self.kv[layer, 0], self.kv[layer, 1]
+        shape = run.size.rows, config.kv_heads, -1, config.head_dim
+        queries = self.buffers.queries[: run.size.rows].view(shape)
+        for low in range(0, run.size.rows, _ROWS):
+            some = slice(low, low + _ROWS)
+            k = keys[:, table[some]].float()  # [Hkv, m, P, D]
+            v = values[:, table[some]].float()
+            scores = torch.einsum("mhgd,hmpd->mhgp", queries[some].float(), k) * config.attention_scale
+            scores = scores.masked_fill(~seen[some, None, None], float("-inf"))
+            found = torch.einsum("mhgp,hmpd->mhgd", scores.softmax(-1), v)
+            self.buffers.found[some][: len(found)] = found.flatten(1).to(self.model.dtype)
+
+    def leave_attention(self, run: Run, layer: int) -> None:
+        rows = run.size.rows
+        self.buffers.x[:rows] += (self.buffers.found[:rows] @ self.model.layers[layer].o.t()).float()
+
+    def gate(self, run: Run, layer: int) -> None:
+        weights, rows = self.model.layers[layer], run.size.rows
+        both = (self._normed(run, weights.mlp_norm) @ weights.gate_up.t()).view(rows, -1, 2)
+        self.buffers.inner[:rows] = F.silu(both[..., 0]) * both[..., 1]
+
+    def leave_mlp(self, run: Run, layer: int) -> None:
+        rows = run.size.rows
+        self.buffers.x[:rows] += (self.buffers.inner[:rows] @ self.model.layers[layer].down.t()).float()
+
+    def normalise(self, run: Run, into: Tensor) -> None:
+        into[: run.size.rows] = self._normed(run, self.model.final_norm)
+
+    def head(self, run: Run) -> None:
+        found = self._normed(run, self.model.final_norm) @ self.model.head.t()
+        self.buffers.logits[: run.size.rows] = found.float()
+
+    def _normed(self, run: Run, weight: Tensor) -> Tensor:
+        normed = F.rms_norm(self.buffers.x[: run.size.rows], weight.shape, None, self.model.config.norm_eps)
+        return (normed * weight.float()).to(self.model.dtype)
+
+
+def _turn(pairs: Tensor, turns: Tensor) -> Tensor:
+    """Turn neighbours [m, H, D] by cosines and sines [m, R, 2]; dimensions beyond 2R stay."""
+    dims = 2 * turns.shape[1]
+    even, odd = pairs[..., 0:dims:2], pairs[..., 1:dims:2]
+    cos, sin = turns[:, None, :, 0], turns[:, None, :, 1]
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    return torch.cat((turned, pairs[..., dims:]), -1)
+
+
+def _slots_seen(run: Run, window: int) -> tuple[Tensor, Tensor]:
+    """[rows, P] the slot of every position of a row, and whether it is seen; from the groups, as the kernel."""
+    positions = run.positions.tolist()
+    longest = max(positions) + 1
+    table = torch.zeros(run.size.rows, longest, dtype=torch.long)
+    seen = torch.zeros(run.size.rows, longest, dtype=torch.bool)
+    ints = run.ints.cpu()
+    for low, high, first, count, base, length, ancestors, _ in run.groups.tolist():
+        for row in range(first, first + count if high > low else first):
+            end = min(split_start(high), positions[row] + 1)
+            at = torch.arange(split_start(low), max(end, split_start(low)))
+            behind = (at - length).clamp(min=0)
+            table[row, at] = base + torch.where(at < length, at, length + ints[ancestors + behind])
+            seen[row, at] = at > positions[row] - window if window else torch.ones_like(at, dtype=torch.bool)
+    nothing = ~seen.any(-1)
+    seen[nothing, 0] = True  # padding rows: something finite that nobody reads
+    return table.to(run.ints.device), seen.to(run.ints.device)

@@ -1,0 +1,237 @@
+"""Our decoder on a GPU, behind the same protocol as every target.
+
+Keys and values live in a pool made once; a sequence's slots follow each other, the nodes of a tree are written
+behind its committed tokens, and only an accepted path that is not where it belongs is moved. Nothing here waits
+for the device: plans are made from what the host knows, and logits stay where they are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from forerun.errors import InvalidInput, MissingDependency
+from forerun.models.config import DecoderConfig
+from forerun.models.cuda.graphs import Passes
+from forerun.models.cuda.network import TREE_MARGIN, Buffers, Model, Steps
+from forerun.models.cuda.plain import PlainSteps
+from forerun.models.cuda.plan import MAX_ROWS, Span, plan_pass
+from forerun.models.kv import KVStore
+from forerun.types import Needs, Scores, Seq, TreeBatch, Verdict
+
+log = logging.getLogger(__name__)
+
+CHUNK = 256  # rows of prompts per pass
+POOL_SHARE = 0.8  # of the memory that is free once the weights are loaded
+POOL_TEXTS = 16  # texts of full length that the pool need not exceed
+_QUERIES = 64  # rows that one program of attention has: nodes times heads per key-value head
+
+Kind = Literal["auto", "triton", "torch"]
+
+
+class CudaDecoder:
+    """Implements forerun.models.base.Target."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cuda",
+        kv_slots: int | None = None,
+        kernels: Kind = "auto",
+    ) -> None:
+        self.config, self._device = config, torch.device(device)
+        self.model = Model(config, weights, dtype, self._device)
+        self.buffers = Buffers(self.model)
+        self.kv = KVStore(
+            config.layers,
+            config.kv_heads,
+            config.head_dim,
+            dtype=dtype,
+            device=self._device,
+            capacity=kv_slots or self._pool_slots(),
+        )
+        self._known: set[int] = set()  # sequences that hold slots
+        self.kernels = _pick(kernels, self._device, dtype)
+        steps = self._steps()
+        self.passes = Passes(self.model, self.buffers, steps, capture=self.kernels == "triton")
+        self._group_nodes = _QUERIES // (1 << (config.heads // config.kv_heads - 1).bit_length())
+        log.info("KV pool: %d slots, %.2f GB", self.kv.capacity, self.pool_bytes / 1e9)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_length(self) -> int:
+        return self.model.max_length
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def used_slots(self) -> int:
+        """KV slots that sequences hold now."""
+        return self.kv.used
+
+    @property
+    def pool_bytes(self) -> int:
+        """Memory that the KV pool takes, full or not."""
+        return self.kv.data.numel() * self.kv.data.element_size()
+
+    @torch.no_grad()
+    def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
+        """Cache all tokens that are not cached yet but the last, in passes of at most CHUNK rows."""
+        self._admit(seqs)
+        extents = [self.kv.extent(seq.id) for seq in seqs]
+        fresh = [seq.tokens[extent.length : -1] for seq, extent in zip(seqs, extents, strict=True)]
+        chains = TreeBatch.chains(fresh)
+        layers = self._check(needs)
+        hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+        for first in range(0, len(chains.tokens), CHUNK):
+            end, spans = min(first + CHUNK, len(chains.tokens)), []
+            for b, extent in enumerate(extents):
+                low, high = max(first, chains.starts[b]), min(end, chains.starts[b + 1])
+                if low < high:
+                    rows = fresh[b][low - chains.starts[b] : high - chains.starts[b]]
+                    spans.append(Span(rows, None, extent.base, extent.length))
+                    extent.length += len(rows)
+            self._run(spans, layers, hidden, None)
+        return chains, Scores(None, {layer: self._joined(rows) for layer, rows in hidden.items()})
+
+    @torch.no_grad()
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
+        """One pass over every node, or several where they are more than MAX_ROWS."""
+        tokens, parents = trees.tokens.tolist(), trees.parents.tolist()
+        layers = self._check(needs)
+        hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+        logits: list[Tensor] = []
+        spans: list[Span] = []
+        for b, seq in enumerate(seqs):
+            extent, (first, end) = self.kv.extent(seq.id), trees.starts[b : b + 2]
+            if extent.length + end - first > extent.size or end - first > TREE_MARGIN:
+                raise InvalidInput(
+                    f"a tree of {end - first} nodes on {extent.length} tokens does not fit the {extent.size} "
+                    f"slots of sequence {seq.id}: at most {TREE_MARGIN} nodes beyond its max_length"
+                )
+            if sum(len(span.tokens) for span in spans) + end - first > MAX_ROWS:
+                self._run(spans, layers, hidden, logits)
+                spans = []
+            spans.append(Span(tokens[first:end], parents[first:end], extent.base, extent.length))
+        self._run(spans, layers, hidden, logits)
+        rows = logits[0] if len(logits) == 1 else torch.cat(logits)
+        return Scores(rows, {layer: self._joined(parts) for layer, parts in hidden.items()})
+
+    @torch.no_grad()
+    def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
+        """Paths that are where they belong cost nothing; all others move in one go, in all layers."""
+        sources: list[int] = []
+        places: list[int] = []
+        paths, accepted = verdict.paths.tolist(), verdict.accepted.tolist()
+        for seq, path, count in zip(seqs, paths, accepted, strict=True):
+            extent = self.kv.extent(seq.id)
+            root = extent.base + extent.length
+            for i, node in enumerate(path[:count], start=1):
+                if node != i:
+                    sources.append(root + node)
+                    places.append(root + i)
+            extent.length += 1 + count
+        if sources:
+            both = torch.tensor([sources, places]).to(self._device, non_blocking=True)
+            self.kv.data.index_copy_(3, both[1], self.kv.data.index_select(3, both[0]))
+
+    def truncate(self, seq: Seq, length: int) -> None:
+        self.kv.truncate(seq.id, length)
+
+    def has_room(self, length: int) -> bool:
+        return self.kv.has_room(length + TREE_MARGIN)
+
+    def release(self, seq: Seq) -> None:
+        self.kv.release(seq.id)
+        self._known.discard(seq.id)
+
+    def _admit(self, seqs: Sequence[Seq]) -> None:
+        """Slots for all that have none yet, or for none of them."""
+        new = [seq for seq in seqs if seq.id not in self._known]
+        try:
+            for seq in new:
+                length = max(min(seq.max_length, self.max_length), len(seq.tokens))
+                self.kv.reserve(seq.id, length + TREE_MARGIN)
+                self._known.add(seq.id)
+        except InvalidInput:
+            for seq in new:
+                self.release(seq)
+            raise
+        for seq in seqs:
+            if len(seq.tokens) > (size := self.kv.extent(seq.id).size):
+                raise InvalidInput(
+                    f"sequence {seq.id} has {len(seq.tokens)} tokens but {size} slots: release it first"
+                )
+
+    def _run(
+        self,
+        spans: Sequence[Span],
+        layers: tuple[int, ...],
+        hidden: Mapping[int, list[Tensor]],
+        logits: list[Tensor] | None,
+    ) -> None:
+        """One pass; what it found is copied out of the buffers, which the next pass writes over."""
+        if not spans:
+            return
+        plan = plan_pass(spans, self._group_nodes)
+        self.passes.run(plan, layers, logits is not None)
+        for layer in layers:
+            hidden[layer].append(self.buffers.hidden(layer)[: plan.rows].clone())
+        if logits is not None:
+            logits.append(self.buffers.logits[: plan.rows].clone())
+
+    def _check(self, needs: Needs) -> tuple[int, ...]:
+        for layer in needs.hidden_layers:
+            if not -1 <= layer <= self.config.layers:
+                raise InvalidInput(f"hidden layer {layer} is not one of -1 to {self.config.layers}")
+        return needs.hidden_layers
+
+    def _joined(self, rows: list[Tensor]) -> Tensor:
+        if not rows:
+            return torch.empty(0, self.config.width, dtype=self.model.dtype, device=self._device)
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def _pool_slots(self) -> int:
+        """As many as memory allows, but no more than several texts of full length need."""
+        enough = POOL_TEXTS * (self.max_length + TREE_MARGIN)
+        if self._device.type != "cuda":
+            return min(enough, 1 << 15)
+        free, _ = torch.cuda.mem_get_info(self._device)
+        config, item = self.config, self.model.embedding.element_size()
+        slot = 2 * config.layers * config.kv_heads * config.head_dim * item
+        return max(1, min(enough, int(POOL_SHARE * free) // slot))
+
+    def _steps(self) -> Steps:
+        if self.kernels == "torch":
+            return PlainSteps(self.model, self.buffers, self.kv.data)
+        from forerun.models.cuda.fused import FusedSteps
+
+        return FusedSteps(self.model, self.buffers, self.kv.data)
+
+
+def _pick(kernels: Kind, device: torch.device, dtype: torch.dtype) -> Literal["triton", "torch"]:
+    """Triton where there is a GPU for it; its products are for 16-bit weights."""
+    there = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    fits = dtype in (torch.bfloat16, torch.float16)
+    if kernels == "triton" and not there:
+        raise MissingDependency("kernels='triton' needs a CUDA device and the package triton; use 'torch'")
+    if kernels == "triton" and not fits:
+        raise InvalidInput(
+            f"kernels='triton' cannot run {dtype}: use bfloat16 or float16, or kernels='torch'"
+        )
+    if kernels == "auto":
+        return "triton" if there and fits else "torch"
+    return kernels

@@ -1,0 +1,1 @@
+"""Kernels of our own: native ones for CPUs, built from the C files in native/."""

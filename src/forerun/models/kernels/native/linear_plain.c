@@ -1,0 +1,73 @@
+/* Linear layers with float weights as they lie: four outputs times up to four rows, each sum in four lanes. */
+#include "vector.h"
+
+FR_INLINE float from_bf16(uint16_t h) {
+    uint32_t bits = (uint32_t)h << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+FR_INLINE f32x4 load_weights(const fr_weight *w, int bf16, int64_t at) {
+    if (!bf16) return load4((const float *)w->data + at);
+    const uint16_t *p = (const uint16_t *)w->data + at;
+#if defined(__aarch64__)
+    return (f32x4)vshll_n_u16(vld1_u16(p), 16);
+#elif defined(__x86_64__)
+    return (f32x4)_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)p)), 16);
+#else
+    return (f32x4){from_bf16(p[0]), from_bf16(p[1]), from_bf16(p[2]), from_bf16(p[3])};
+#endif
+}
+
+FR_INLINE float load_weight(const fr_weight *w, int bf16, int64_t at) {
+    return bf16 ? from_bf16(((const uint16_t *)w->data)[at]) : ((const float *)w->data)[at];
+}
+
+FR_INLINE void tile(const fr_range *g, int bf16, int rows, int64_t o, int outputs, int64_t row) {
+    const fr_weight *w = g->w;
+    f32x4 total[4][4];
+    int64_t inputs = w->inputs, whole = inputs / 4 * 4, at[4];
+    const float *x = g->x + row * inputs;
+    FR_UNROLL for (int i = 0; i < 4; i++) {
+        at[i] = (o + (i < outputs ? i : 0)) * inputs; /* past the last output: the first again, and dropped */
+        FR_UNROLL for (int r = 0; r < rows; r++) total[i][r] = all4(0);
+    }
+    for (int64_t k = 0; k < whole; k += 4) {
+        f32x4 v[4];
+        FR_UNROLL for (int i = 0; i < 4; i++) v[i] = load_weights(w, bf16, at[i] + k);
+        FR_UNROLL for (int r = 0; r < rows; r++) {
+            f32x4 in = load4(x + r * inputs + k);
+            FR_UNROLL for (int i = 0; i < 4; i++) total[i][r] = fma4(v[i], in, total[i][r]);
+        }
+    }
+    float sums[4][4]; /* of their own, so that the totals are never indexed by a variable and stay in registers */
+    FR_UNROLL for (int i = 0; i < 4; i++) FR_UNROLL for (int r = 0; r < rows; r++) sums[i][r] = across(total[i][r]);
+    for (int i = 0; i < outputs; i++)
+        for (int r = 0; r < rows; r++) {
+            float sum = sums[i][r];
+            for (int64_t k = whole; k < inputs; k++)
+                sum = __builtin_fmaf(load_weight(w, bf16, at[i] + k), x[r * inputs + k], sum);
+            g->y[(row + r) * g->stride + o + i] = w->bias ? sum + w->bias[o + i] : sum;
+        }
+}
+
+FR_INLINE void plain(const fr_range *g, int bf16) {
+    for (int64_t p = g->begin; p < g->end; p++) {
+        int64_t o = p * FR_PANEL, r = 0;
+        int outputs = g->w->outputs - o < 4 ? (int)(g->w->outputs - o) : 4;
+        for (; r + 4 <= g->rows; r += 4) tile(g, bf16, 4, o, outputs, r);
+        switch (g->rows - r) {
+        case 1: tile(g, bf16, 1, o, outputs, r); break;
+        case 2: tile(g, bf16, 2, o, outputs, r); break;
+        case 3: tile(g, bf16, 3, o, outputs, r); break;
+        default: break;
+        }
+    }
+}
+
+void fr_plain(const fr_range *g) {
+    if (g->w->kind == FR_BF16) plain(g, 1);
+    else plain(g, 0);
+}
+FR_POP_TARGET

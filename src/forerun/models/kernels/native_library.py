@@ -1,0 +1,162 @@
+"""The native library: found next to this file, loaded with ctypes, described in the same words as native/*.h.
+
+It is built with the package where there is a C compiler; without it everything runs on torch. The environment
+variable FORERUN_NATIVE turns it off (0) or names another build of it (a path).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+F32, BF16 = 0, 1  # kinds of weights that are not packed
+BLOCK = 32  # inputs per block of packed kinds
+_MOST_PARTS = 3
+_ABI = 1
+_BUILT = Path(__file__).with_name("_native.so")
+
+Fields = list[tuple[str, Any]]
+
+
+class Weight(Structure):
+    """fr_weight: one matrix [outputs, inputs], packed or plain."""
+
+    _fields_: ClassVar[Fields] = [
+        ("kind", c_int32),
+        ("outputs", c_int32),
+        ("inputs", c_int32),
+        ("data", c_void_p),
+        ("bias", c_void_p),
+    ]
+
+
+class Weights(Structure):
+    """fr_weights: up to three matrices that share their input; their outputs lie side by side."""
+
+    _fields_: ClassVar[Fields] = [("count", c_int64), ("part", Weight * _MOST_PARTS)]
+
+
+class Layer(Structure):
+    """fr_layer."""
+
+    _fields_: ClassVar[Fields] = [
+        *[(name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")],
+        *[(name, Weights) for name in ("qkv", "output", "gate_up", "down")],
+        ("window", c_int64),
+        ("rotate", c_int64),
+    ]
+
+
+class Model(Structure):
+    """fr_decoder."""
+
+    _fields_: ClassVar[Fields] = [
+        *[(name, c_int64) for name in ("layers", "width", "heads", "kv_heads")],
+        *[(name, c_int64) for name in ("head_dim", "rotary", "inner", "vocab")],
+        ("eps", c_float),
+        ("attention_scale", c_float),
+        ("layer", POINTER(Layer)),
+        ("final_norm", c_void_p),
+        ("head", Weights),
+    ]
+
+
+class Reach(Structure):
+    """fr_reach: what each node sees."""
+
+    _fields_: ClassVar[Fields] = [
+        *[(name, c_void_p) for name in ("first", "context", "tail", "tails")],
+        ("tail_stride", c_int64),
+        ("most", c_int64),
+    ]
+
+
+class Pass(Structure):
+    """fr_pass: the rows of one pass and where everything goes."""
+
+    _fields_: ClassVar[Fields] = [
+        ("nodes", c_int64),
+        *[(name, c_void_p) for name in ("x", "cosines", "sines", "position", "write")],
+        ("reach", Reach),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("layer_stride", c_int64),
+        ("head_stride", c_int64),
+        ("hidden_layers", POINTER(c_int64)),
+        ("hidden", POINTER(c_void_p)),
+        ("hidden_count", c_int64),
+        ("normed", c_void_p),
+        ("logits", c_void_p),
+    ]
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "fr_layout": (c_int64, []),
+    "fr_isa": (c_char_p, []),
+    "fr_choose": (c_int, [c_char_p]),
+    "fr_threads": (c_int, []),
+    "fr_set_threads": (None, [c_int]),
+    "fr_packed_kind": (c_int, [c_int]),
+    "fr_packed_bytes": (c_int64, [c_int, c_int64, c_int64]),
+    "fr_pack": (None, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
+    "fr_unpack_rows": (None, [c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p]),
+    "fr_linear_rows": (c_int, [POINTER(Weights), c_void_p, c_void_p, c_int64]),
+    "fr_decode": (c_int, [POINTER(Model), POINTER(Pass)]),
+}
+
+
+def available() -> bool:
+    """Is the library there, built for this version, and able to run on this machine?"""
+    return _load()[0] is not None
+
+
+def isa() -> str:
+    """Which kernels run here, such as neon-dotprod or avx2; "" without the library."""
+    found = _load()[0]
+    return found.fr_isa().decode() if found is not None else ""
+
+
+def why_not() -> str | None:
+    """Why the library is not used, and what would mend it; None where it is."""
+    return _load()[1]
+
+
+def library() -> Any:
+    """The loaded library; only to be called where it is available."""
+    found, reason = _load()
+    assert found is not None, reason
+    return found
+
+
+def match_threads(threads: int) -> None:
+    """Give the pool as many threads as torch has; cheap where it has them already (after a fork it has none)."""
+    if library().fr_threads() != min(threads, 64):
+        library().fr_set_threads(threads)
+
+
+@cache
+def _load() -> tuple[Any, str | None]:
+    setting = os.environ.get("FORERUN_NATIVE", "")
+    if setting == "0":
+        return None, "FORERUN_NATIVE=0 turns it off; unset it"
+    path = Path(setting) if setting else _BUILT
+    if not path.is_file():
+        return None, "it was not built: install a C compiler and then forerun again"
+    try:
+        found = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(found, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        return None, f"{path.name} does not load ({error}): install forerun again"
+    sizes = (ctypes.sizeof(part) for part in (Model, Layer, Pass))
+    expected = _ABI * 10**9 + sum(size * scale for size, scale in zip(sizes, (10**6, 10**3, 1), strict=True))
+    if found.fr_layout() != expected:
+        return None, f"{path.name} is of another version: install forerun again"
+    if not found.fr_isa():
+        return None, "this processor lacks AVX2 and FMA"
+    return found, None

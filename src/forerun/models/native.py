@@ -1,0 +1,177 @@
+"""Our decoder on the native kernels: a Target whose whole pass is one call into the C library.
+
+Weights keep the checkpoint's own quantisation where it has one. Every row of a pass has the same bits whatever
+other rows are in it, so text with and without drafting is bit-equal in every mode. Slots, prompts and trees are
+handled by the torch decoder that this one extends; families with other parts than Llama's stay there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.errors import InvalidInput
+from forerun.models.attention import Span
+from forerun.models.config import DecoderConfig
+from forerun.models.decoder import Decoder
+from forerun.models.kernels import native_library as native
+from forerun.models.kernels.native_weights import Mode, NativeReader
+from forerun.models.kernels.packing import is_packable, unpack_rows
+from forerun.models.kernels.pass_rows import Rows, rows_of
+from forerun.models.kv import KVStore
+from forerun.models.layers import Rotations
+from forerun.models.load.quants import Blocks
+from forerun.models.load.weights import GgufWeights
+from forerun.types import Seq
+
+_PIECE = 512  # positions whose rotations are worked out at once
+
+
+def choose_mode(config: DecoderConfig, weights: Mapping[str, Tensor], dtype: str) -> Mode | None:
+    """How a CPU should hold these weights; None = in torch. Raises where `dtype` asks for what cannot be had."""
+    required = dtype in ("gguf", "q8")
+    if not (native.available() and NativeDecoder.supports(config)):
+        if required:
+            reason = native.why_not() or f"the {config.family} family runs in torch"
+            raise InvalidInput(f"dtype={dtype!r} needs the native kernels: {reason}; or use dtype='float32'")
+        return None
+    if dtype == "gguf" and not isinstance(weights, GgufWeights):
+        raise InvalidInput("dtype='gguf' needs a .gguf file; use q8, float32 or bfloat16 for this checkpoint")
+    if dtype == "auto":
+        return "gguf" if isinstance(weights, GgufWeights) and _all_packable(weights) else "float32"
+    modes: dict[str, Mode] = {"gguf": "gguf", "q8": "q8", "float32": "float32", "bfloat16": "bfloat16"}
+    return modes.get(dtype)
+
+
+def _all_packable(weights: GgufWeights) -> bool:
+    tensors = weights.file.tensors
+    return all(is_packable(tensors[origin.tensor].kind) for origin in weights.origins.values())
+
+
+class NativeDecoder(Decoder):
+    """Implements forerun.models.base.Target."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: Mapping[str, Tensor], *, mode: Mode, kv_slots: int | None
+    ) -> None:
+        # Not the parent's: it would read all weights into torch.
+        self.config = config
+        self.mode = mode
+        self._device, self._dtype = torch.device("cpu"), torch.float32
+        with torch.no_grad(), torch.inference_mode(False):
+            reader = NativeReader(config, weights, mode)
+            self._model = reader.model()
+            self._embedding_rows, self._head_rows = reader.embedding(), reader.head_table()
+            self._kept = reader.kept
+        if isinstance(weights, GgufWeights):
+            weights.file.drop_pages()  # what is needed is packed by now
+        self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
+        self._tables: dict[int, Tensor] = {}  # regime -> [2, N, R]
+        self._lengths = {}
+        self.kv = KVStore(
+            config.layers,
+            config.kv_heads,
+            config.head_dim,
+            dtype=torch.float32,
+            device=self._device,
+            capacity=kv_slots,
+        )
+
+    @staticmethod
+    def supports(config: DecoderConfig) -> bool:
+        """Is it made of the parts that the kernels have?"""
+        return (
+            config.activation == "silu"
+            and config.moe is None
+            and config.attention_softcap is None
+            and config.logit_softcap is None
+            and config.embedding_scale == 1.0
+            and not config.norm_offset
+            and not config.sandwich_norms
+            and len(config.ropes) == 1
+            and config.head_dim % 4 == 0
+            and config.heads % config.kv_heads == 0
+        )
+
+    @torch.inference_mode()
+    def _run(
+        self,
+        tokens: Tensor,
+        spans: Sequence[Span],
+        seqs: Sequence[Seq],
+        hidden: Mapping[int, Tensor],
+        logits: Tensor | None = None,
+    ) -> None:
+        """One pass over M rows; fills the hidden rows and logits given."""
+        x, rows = self.embed(tokens), rows_of(spans)  # [M, D]
+        table = self._turns_at(rows, spans, seqs)
+        data, inner = self.kv.data, [layer for layer in hidden if 0 <= layer < self.config.layers]
+        one = native.Pass(
+            nodes=len(tokens),
+            x=x.data_ptr(),
+            cosines=table.data_ptr(),
+            sines=table.data_ptr() + table.stride(0) * table.element_size(),
+            position=rows.at("position"),
+            write=rows.at("write"),
+            reach=rows.reach(),
+            keys=data.data_ptr(),
+            values=data.data_ptr() + data.stride(1) * data.element_size(),
+            layer_stride=data.stride(0),
+            head_stride=data.stride(2),
+            hidden_layers=(ctypes.c_int64 * len(inner))(*inner),
+            hidden=(ctypes.c_void_p * len(inner))(*[hidden[layer].data_ptr() for layer in inner]),
+            hidden_count=len(inner),
+            normed=hidden[-1].data_ptr() if -1 in hidden else None,
+            logits=None if logits is None else logits.data_ptr(),
+        )
+        native.match_threads(torch.get_num_threads())
+        if native.library().fr_decode(ctypes.byref(self._model), ctypes.byref(one)):
+            raise MemoryError(f"no memory for a pass over {len(tokens)} nodes")
+        if self.config.layers in hidden:
+            hidden[self.config.layers].copy_(x)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[N] -> [N, D] what enters the first layer; heads that share the target's tables read it here."""
+        return _take(self._embedding_rows, ids)
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """[N] -> [N, D] rows of the head."""
+        return _take(self._head_rows, ids)
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a pass over one node reads."""
+        return sum(tensor.nbytes for tensor in self._kept if isinstance(tensor, Tensor))
+
+    def _turns_at(self, rows: Rows, spans: Sequence[Span], seqs: Sequence[Seq]) -> Tensor:
+        """[2, N, R] cosines and sines, and the rows' places in them."""
+        rope, longest = self.config.ropes[0], max(rows.positions, default=0)
+        regimes = [rope.regime(self._lengths[seq.id]) for seq in seqs]
+        if len(set(regimes)) <= 1:
+            return self._table(regimes[0] if regimes else 0, longest)
+        pieces = []  # neighbours of different regimes: a table of just these rows
+        for span, regime in zip(spans, regimes, strict=True):
+            pieces.append(self._table(regime, longest)[:, rows.positions[span.first : span.end]])
+        rows.place(range(len(rows.positions)))
+        return torch.cat(pieces, dim=1)
+
+    def _table(self, regime: int, longest: int) -> Tensor:
+        """[2, N, R] for positions up to `longest` at least; made a piece at a time, so that none ever changes."""
+        table = self._tables.get(regime, torch.empty(2, 0, self.config.ropes[0].dims // 2))
+        while table.shape[1] <= longest:
+            start = table.shape[1]
+            turns = self._rotations[0].at(torch.arange(start, start + _PIECE), regime).squeeze(1)
+            piece = torch.stack((turns.real, turns.imag))  # [2, _PIECE, R]
+            table = self._tables[regime] = torch.cat((table, piece), dim=1)
+        return table
+
+
+def _take(table: Tensor | Blocks, ids: Tensor) -> Tensor:
+    """Rows of a table in float32: [N] -> [N, D]."""
+    if isinstance(table, Tensor):
+        return F.embedding(ids, table).float().contiguous()
+    return unpack_rows(table, ids)

@@ -1,0 +1,1 @@
+"""Training drafters for a target: data that the target wrote itself, recipes, one loop."""

@@ -1,0 +1,140 @@
+"""Is this head one for this target? Its files, its shapes, and what it accepts on a few prompts.
+
+A head for another target, or read as another kind, drafts as fast as the right one and is never right: nothing
+fails, nothing is gained. So a head that accepts next to nothing is named as what it probably is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from forerun.build import load_target, make_engine
+from forerun.drafters.eagle.config import NAMES
+from forerun.drafters.eagle.files import read_head, write_head
+from forerun.drafters.head_files import read_config
+from forerun.drafters.heads import layer_count
+from forerun.drafters.medusa import read_heads, write_heads
+from forerun.errors import InvalidInput, VocabularyMismatch
+from forerun.models.base import Target
+from forerun.models.load.checkpoint import open_checkpoint
+from forerun.models.load.tokenizer import Tokenizer
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.types import Request
+
+HeadKind = Literal["eagle", "eagle3", "medusa", "hydra"]
+PROMPTS = (
+    "Explain why the sky is blue.",
+    "Write a Python function that reverses a list.",
+    "Name three large rivers and the countries they flow through.",
+    "Write a short letter that thanks a friend for a book.",
+)
+TOO_LITTLE = 1.1  # tokens per round under which a head is taken for a stranger
+
+
+@dataclass(frozen=True, slots=True)
+class HeadReport:
+    """What a check found."""
+
+    folder: str
+    kind: HeadKind
+    about: str  # shape in a line
+    trained_for: str
+    tokens_per_round: float
+    accepted_per_position: list[float]
+    fits: bool
+
+    @property
+    def verdict(self) -> str:
+        if self.fits:
+            return f"fits: {self.tokens_per_round:.2f} tokens per round"
+        named = f" (its config names {self.trained_for!r})" if self.trained_for else ""
+        return (
+            f"accepts next to nothing ({self.tokens_per_round:.2f} tokens per round): "
+            f"it was trained for another target{named}, on other layers, or hardly at all"
+        )
+
+
+def kind_of_head(folder: Path, *, pickle: bool = False) -> HeadKind:
+    """What a folder holds, by its config and its weights."""
+    values = read_config(folder)
+    if "medusa_num_heads" in values:
+        return "medusa"
+    if "hydra_num_heads" in values:
+        return "hydra"
+    return read_head(folder, pickle=pickle)[0].kind
+
+
+def check_head(
+    folder: Path, model: str, config: EngineConfig | None = None, *, tokens: int = 64
+) -> HeadReport:
+    """Hold a head against a target; what cannot work at all raises and says why."""
+    kind = kind_of_head(folder)
+    checkpoint = open_checkpoint(model)
+    target = load_target(checkpoint, config or EngineConfig())
+    about, trained_for = _compare(folder, kind, target)
+    per_round, rates = _accepted(folder, kind, target, checkpoint.tokenizer(), tokens)
+    return HeadReport(str(folder), kind, about, trained_for, per_round, rates, per_round >= TOO_LITTLE)
+
+
+def convert_head(folder: Path, out: Path, layout: Literal["eagle", "speculators"], *, pickle: bool) -> None:
+    """The same head as safetensors, in the layout asked for."""
+    kind = kind_of_head(folder, pickle=pickle)
+    if kind in ("medusa", "hydra"):
+        write_heads(out, *read_heads(folder, "medusa" if kind == "medusa" else "hydra", pickle=pickle))
+    else:
+        write_head(out, *read_head(folder, pickle=pickle), layout)
+
+
+def _compare(folder: Path, kind: HeadKind, target: Target) -> tuple[str, str]:
+    """Shapes, vocabulary and layers against the target's."""
+    if kind in ("medusa", "hydra"):
+        heads, _ = read_heads(folder, "medusa" if kind == "medusa" else "hydra", vocab_size=target.vocab_size)
+        _check_vocabulary(heads.vocab_size, target, heads.target)
+        return f"{heads.count} heads of {heads.blocks} blocks, {heads.width} wide", heads.target
+    config, _ = read_head(folder)
+    _check_vocabulary(config.vocab_size, target, config.target)
+    count = layer_count(target)
+    beyond = [layer for layer in config.layers if count is not None and layer > count]
+    if beyond:
+        raise InvalidInput(
+            f"the head reads layer {beyond[0]} and the target has {count}: it was trained for another target "
+            f"({config.target or 'unnamed'})"
+        )
+    layers = (
+        "the last row" if kind == "eagle" else f"layers {', '.join(map(str, config.layers)) or 'by default'}"
+    )
+    size = f"{config.width} wide, {config.draft_vocab_size} of {config.vocab_size} tokens"
+    return f"{NAMES[config.kind]}, {size}, reads {layers}", config.target
+
+
+def _check_vocabulary(size: int, target: Target, trained_for: str) -> None:
+    if size > target.vocab_size or target.vocab_size - size > 1024:
+        raise VocabularyMismatch(
+            f"the head was trained for a vocabulary of {size}, the target has {target.vocab_size}: "
+            f"it belongs to another target ({trained_for or 'unnamed'})"
+        )
+
+
+def _accepted(
+    folder: Path, kind: HeadKind, target: Target, tokenizer: Tokenizer, tokens: int
+) -> tuple[float, list[float]]:
+    """Tokens per round of greedy chains, and how often they stood to each depth."""
+    speculative = SpeculativeConfig(drafter=kind, draft_model=str(folder), budget=5, controller="fixed")
+    engine = make_engine(target, tokenizer.eos_ids, speculative, EngineConfig(max_batch=len(PROMPTS)))
+    prompts: Sequence[list[int]] = [
+        tokenizer.chat_ids([{"role": "user", "content": text}])
+        if tokenizer.has_chat_template
+        else tokenizer.encode(text)
+        for text in PROMPTS
+    ]
+    ids = [engine.submit(Request(tuple(ids), SamplingParams(max_tokens=tokens))) for ids in prompts]
+    seqs = [seq for seq in map(engine.find, ids) if seq is not None]
+    while engine.busy:
+        engine.step()
+    rows = [seq.stats.accepted_per_position for seq in seqs]
+    depth = max((len(row) for row in rows), default=0)
+    rates = [sum(row[i] for row in rows if i < len(row)) / len(rows) for i in range(depth)]
+    return sum(seq.stats.tokens for seq in seqs) / sum(seq.stats.rounds for seq in seqs), rates

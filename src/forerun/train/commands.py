@@ -1,0 +1,91 @@
+"""Training and data making from a shell, with nothing but torch and transformers installed.
+
+    python -m forerun.train eagle3 --target smollm2 --data DIR --out DIR --steps 4000
+    python -m forerun.train data --target smollm2 --out DIR --own-prompts 20000
+
+The flags are the fields of the option classes; progress is logged. `forerun train` and `forerun data make` say the
+same, with bars.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from time import monotonic
+from typing import Any, get_args, get_origin, get_type_hints
+
+from forerun.errors import ForerunError
+from forerun.train.options import METHODS, DataOptions, TrainOptions
+
+log = logging.getLogger("forerun.train")
+SAY_EVERY = 5.0  # seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0 if it went well."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    parser = argparse.ArgumentParser(prog="python -m forerun.train", description=__doc__.split("\n")[0])
+    parser.add_argument("method", choices=[*METHODS, "data"])
+    known, _ = parser.parse_known_args(arguments)
+    owner: type[Any] = DataOptions if known.method == "data" else TrainOptions
+    for field in fields(owner):
+        if field.name != "method":
+            _add_flag(parser, field, get_type_hints(owner)[field.name])
+    values = {k: v for k, v in vars(parser.parse_args(arguments)).items() if v is not None}
+    try:
+        _run(values)
+    except ForerunError as error:
+        log.error("%s", " ".join(str(error).split()))
+        return 2
+    return 0
+
+
+def _run(values: Mapping[str, Any]) -> None:
+    spoken = [monotonic()]
+
+    def due(force: bool = False) -> bool:
+        if force or monotonic() - spoken[0] >= SAY_EVERY:
+            spoken[0] = monotonic()
+            return True
+        return False
+
+    if values["method"] == "data":
+        from forerun.train.make_data import DataProgress, make_data
+
+        def say_data(at: DataProgress) -> None:
+            if due(at.done == at.total):
+                log.info("%s %d/%d, %d tokens", at.stage, at.done, at.total, at.tokens)
+
+        make_data(DataOptions(**{k: v for k, v in values.items() if k != "method"}), say_data)
+        return
+    from forerun.train.loop import Progress
+    from forerun.train.run import train
+
+    def say(at: Progress) -> None:
+        if due(at.tokens_per_round is not None):
+            shown = "" if at.tokens_per_round is None else f", {at.tokens_per_round:.3f} tokens per round"
+            tree = "" if at.tree_tokens_per_round is None else f" (tree {at.tree_tokens_per_round:.3f})"
+            head = f"step {at.step}/{at.steps}, loss {at.loss:.4f}, acceptance {at.acceptance:.3f}"
+            log.info("%s, %.0f tokens/s%s%s", head, at.tokens_per_second, shown, tree)
+
+    train(TrainOptions(**values), say)
+
+
+def _add_flag(parser: argparse.ArgumentParser, field: Field[Any], hint: Any) -> None:
+    name = "--" + field.name.replace("_", "-")
+    required = field.default is MISSING
+    if hint is bool:
+        parser.add_argument(name, action=argparse.BooleanOptionalAction, default=None)
+    elif get_origin(hint) is tuple:
+        parser.add_argument(name, nargs="*", type=get_args(hint)[0], default=None, action=_AsTuple)
+    else:
+        kinds = [kind for kind in (get_args(hint) or (hint,)) if kind in (int, float, str)]
+        choices = [choice for choice in get_args(hint) if isinstance(choice, str)] or None
+        parser.add_argument(name, type=kinds[0] if kinds else str, choices=choices, required=required)
+
+
+class _AsTuple(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, tuple(values))

@@ -1,0 +1,157 @@
+"""Texts to learn from, in shards on disk, and the batches that a step number stands for.
+
+A shard is a safetensors file: the token ids of its texts end to end (two bytes each where they fit), where each
+text starts, how many of its tokens are prompt and so not to be learnt, the temperature it was written at and its
+number. Batches are rectangles of texts of like length. Which texts a step sees is a function of the seed and the
+step alone, so a run that was killed goes on as if nothing had happened. Texts are held back by their prompt: its
+answers are all held back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun.errors import InvalidInput, ModelNotFound
+
+Span = tuple[int, int, int]  # first token, end, first token of the answer
+_WIDTHS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One text: its tokens, and how many of them are prompt."""
+
+    tokens: Sequence[int]
+    prompt_length: int
+    temperature: float = 1.0
+    number: int = 0  # which of the texts ordered it is
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A rectangle of texts, padded on the right."""
+
+    tokens: Tensor  # [B, T] int64
+    learnt: Tensor  # [B, T] bool: answers, never padding
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.tokens.to(device, non_blocking=True), self.learnt.to(device, non_blocking=True))
+
+
+def write_shard(file: Path, texts: Sequence[Text]) -> None:
+    """One shard; it appears under its name only when it is whole."""
+    flat = [token for text in texts for token in text.tokens]
+    small = max(flat, default=0) < 1 << 16
+    starts = np.cumsum([0, *(len(text.tokens) for text in texts)])
+    tensors = {
+        "tokens": torch.tensor(flat, dtype=torch.uint16 if small else torch.int32),
+        "starts": torch.from_numpy(starts.astype(np.int64)),
+        "prompt_lengths": torch.tensor([text.prompt_length for text in texts], dtype=torch.int32),
+        "temperatures": torch.tensor([text.temperature for text in texts], dtype=torch.float32),
+        "numbers": torch.tensor([text.number for text in texts], dtype=torch.int64),
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    save_file(tensors, part)
+    part.replace(file)
+
+
+def shards_of(folder: Path) -> list[Path]:
+    """The shards of a data folder, in order."""
+    files = sorted(folder.glob("shard-*.safetensors"))
+    if not files:
+        raise ModelNotFound(f"{folder} holds no shards; make some with `forerun data make --out {folder}`")
+    return files
+
+
+def hash_of(folder: Path) -> str:
+    """What the data was, for the record."""
+    digest = hashlib.sha256()
+    for file in shards_of(folder):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+class Corpus:
+    """All texts of a data folder in memory, split into those to learn and those held back."""
+
+    def __init__(self, folder: Path, *, max_length: int, holdout: float) -> None:
+        parts = [load_file(file) for file in shards_of(folder)]
+        self.tokens = torch.cat([part["tokens"].to(torch.int32) for part in parts])
+        self.max_length = max_length
+        self.training, self.held_back = list[Span](), list[Span]()
+        ids, base = self.tokens.numpy(), 0
+        for part in parts:
+            starts, prompts = (part["starts"] + base).tolist(), part["prompt_lengths"].tolist()
+            for (first, end), prompt in zip(pairwise(starts), prompts, strict=True):
+                share = zlib.crc32(ids[first : first + prompt].tobytes()) / 2**32
+                span = (first, min(end, first + max_length), first + prompt)
+                if span[1] > span[2]:
+                    (self.held_back if share < holdout else self.training).append(span)
+            base += len(part["tokens"])
+        if not self.training or not self.held_back:
+            count = sum(len(part["numbers"]) for part in parts)
+            raise InvalidInput(
+                f"{count} texts in {folder} leave none to learn or none to hold back; make more data"
+            )
+
+    def count_tokens(self, vocab_size: int) -> Tensor:
+        """[V] how often each id is to be learnt."""
+        answers = [self.tokens[answer:end] for _, end, answer in self.training]
+        return torch.bincount(torch.cat(answers).long(), minlength=vocab_size)
+
+    def rectangle(self, spans: Sequence[Span], rows: int, width: int) -> Batch:
+        tokens = torch.zeros(rows, width, dtype=torch.long)
+        learnt = torch.zeros(rows, width, dtype=torch.bool)
+        for row, (first, end, answer) in enumerate(spans):
+            tokens[row, : end - first] = self.tokens[first:end]
+            learnt[row, answer - first : end - first] = True
+        return Batch(tokens, learnt)
+
+
+class Batches:
+    """A never-ending series of batches over some texts, in an order fixed by the seed."""
+
+    def __init__(self, corpus: Corpus, spans: Sequence[Span], batch_tokens: int, seed: int) -> None:
+        self.corpus, self.spans, self.batch_tokens, self.seed = corpus, spans, batch_tokens, seed
+        self._of_epoch = lru_cache(maxsize=2)(self._plan)
+
+    def __len__(self) -> int:
+        """Batches per pass over the texts."""
+        return len(self._of_epoch(0))
+
+    def at(self, step: int) -> Batch:
+        """The batch of a step."""
+        epoch, index = divmod(step, len(self))
+        width, members = self._of_epoch(epoch)[index]
+        spans = [self.spans[i] for i in members]
+        return self.corpus.rectangle(spans, self._rows(width), width)
+
+    def _rows(self, width: int) -> int:
+        return max(1, self.batch_tokens // width)
+
+    def _plan(self, epoch: int) -> list[tuple[int, list[int]]]:
+        """Texts shuffled, gathered by width, cut into batches, and these shuffled."""
+        random = np.random.default_rng([self.seed, epoch])
+        by_width: dict[int, list[int]] = {}
+        for i in random.permutation(len(self.spans)).tolist():
+            first, end, _ = self.spans[i]
+            width = next((w for w in _WIDTHS if w >= end - first), end - first)
+            by_width.setdefault(min(width, max(self.corpus.max_length, end - first)), []).append(i)
+        batches = [
+            (width, members[low : low + self._rows(width)])
+            for width, members in sorted(by_width.items())
+            for low in range(0, len(members), self._rows(width))
+        ]
+        return [batches[i] for i in random.permutation(len(batches)).tolist()]

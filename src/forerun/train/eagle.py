@@ -1,0 +1,252 @@
+"""Recipes for EAGLE heads: EAGLE-1, HASS and EAGLE-3, which differ in the head, the steps and the loss.
+
+A head that runs ahead lives on its own outputs, so it must meet them in training. Step 0 is a causal pass over the
+target's true features. Step j continues, from every row t at once, the draft that started there: it reads the
+output of step j - 1 at t and the token at t + 1 + j, sits at position t + j, and attends to the true rows up to
+t and to its own earlier steps, which are the diagonals of the steps before. Everything else is masked with -inf.
+That is EAGLE-3's training-time test, and HASS's context alignment as well, counted from the draft's start instead
+of from its end; HASS stops gradients between the steps.
+
+    eagle   one step; smooth-L1 on features + 0.1 law loss; noise on features
+    hass    three steps, detached; the same, + the top-K loss
+    eagle3  seven steps, gradients through them; law loss only, 0.8 per step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.eagle.files import write_head
+from forerun.drafters.vocab import DraftVocabulary
+from forerun.train.corpus import Batch
+from forerun.train.losses import LawLoss
+from forerun.train.network import CausalNet, split_layer
+from forerun.train.options import TrainOptions
+from forerun.train.recipe import Measured, Output, Reading, read_teacher, shifted
+from forerun.train.teacher import NetTeacher, Teacher
+
+
+class EagleLayer(nn.Module):
+    """The head's layer; parameters are named as files name them."""
+
+    rates: Tensor
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        width, into = config.width, config.width * (2 if config.kind == "eagle3" else 1)
+        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.config = config
+        self.self_attn = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(into, q, bias=False),
+                "k_proj": nn.Linear(into, kv, bias=False),
+                "v_proj": nn.Linear(into, kv, bias=False),
+                "o_proj": nn.Linear(q, width, bias=False),
+            }
+        )
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(width, config.inner, bias=False),
+                "up_proj": nn.Linear(width, config.inner, bias=False),
+                "down_proj": nn.Linear(config.inner, width, bias=False),
+            }
+        )
+        self.post_attention_layernorm = nn.RMSNorm(width, config.norm_eps)
+        if config.kind == "eagle3":
+            self.hidden_norm = nn.RMSNorm(width, config.norm_eps)
+            self.input_layernorm = nn.RMSNorm(width, config.norm_eps)
+        dims = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+        self.register_buffer("rates", config.rope_theta**-dims, persistent=False)
+
+    def forward(self, x: Tensor, into: Tensor, first: int, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Residual x and input [B, T, .] of step `len(past)`, rows at positions first + t; grows `past`."""
+        heads, dim = self.config.heads, self.config.head_dim
+        q, k, v = (
+            self.self_attn[f"{name}_proj"](into).unflatten(-1, (-1, dim)).transpose(1, 2) for name in "qkv"
+        )
+        q, k = self._turn(q, first), self._turn(k, first)
+        repeat = heads // self.config.kv_heads
+        past.append((k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)))
+        found = attend_rollout(q, past).transpose(1, 2).flatten(2)
+        x = x + self.self_attn["o_proj"](found)
+        rows = self.post_attention_layernorm(x)
+        inner = F.silu(self.mlp["gate_proj"](rows)) * self.mlp["up_proj"](rows)
+        out: Tensor = x + self.mlp["down_proj"](inner)
+        return out
+
+    def _turn(self, x: Tensor, first: int) -> Tensor:
+        """Rotate halves of x [B, H, T, Dh], as checkpoints order them."""
+        positions = torch.arange(first, first + x.shape[2], device=x.device).float()
+        angles = positions[:, None] * self.rates  # [T, Dh / 2]
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def attend_rollout(q: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Queries [B, H, T, Dh] of the last step: causal over the first step's rows, own row only of the later ones."""
+    scale, length = q.shape[-1] ** -0.5, q.shape[2]
+    keys, values = past[0]
+    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    scores = [(q @ keys.transpose(-1, -2)).float().masked_fill(future, -torch.inf)]
+    scores += [(q * k).sum(-1, keepdim=True).float() for k, _ in past[1:]]
+    weights = (torch.cat(scores, -1) * scale).softmax(-1).to(q.dtype)  # [B, H, T, T + steps]
+    found: Tensor = weights[..., :length] @ values
+    for i, (_, v) in enumerate(past[1:]):
+        found = found + weights[..., length + i, None] * v
+    return found
+
+
+class EagleModule(nn.Module):
+    """Everything of a head that can learn; its state_dict is the head's file."""
+
+    def __init__(self, config: EagleConfig, *, own_head: bool) -> None:
+        super().__init__()
+        self.config = config
+        fused = 2 * config.width if config.kind == "eagle" else config.feature_width
+        self.fc = nn.Linear(fused, config.width, bias=False)
+        self.midlayer = EagleLayer(config)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                [nn.RMSNorm(config.target_width, config.norm_eps) for _ in config.layers]
+            )
+        if config.kind == "eagle3":
+            self.norm = nn.RMSNorm(config.width, config.norm_eps)
+        if own_head:
+            self.lm_head = nn.Linear(config.width, config.draft_vocab_size, bias=False)
+
+    def forward(
+        self, embedded: Tensor, features: Tensor, steps: int, detach: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """(rows for the LM head, raw outputs) of every step; embeddings [B, T, D] of token t at t."""
+        carried, past = self.fuse(features), list[tuple[Tensor, Tensor]]()
+        for step in range(steps):
+            token = shifted(embedded, step + 1)
+            if self.config.kind == "eagle":
+                x = into = self.fc(torch.cat((token, carried), -1))
+            else:
+                layer = self.midlayer
+                x, into = carried, torch.cat((layer.input_layernorm(token), layer.hidden_norm(carried)), -1)
+            out: Tensor = self.midlayer(x, into, step, past)
+            normed = self.norm(out) if self.config.kind == "eagle3" else out
+            yield normed, out
+            carried = normed if self.config.norm_output else out
+            if detach:
+                carried = carried.detach()
+                past = [(k.detach(), v.detach()) if i else (k, v) for i, (k, v) in enumerate(past)]
+
+    def fuse(self, features: Tensor) -> Tensor:
+        if self.config.kind == "eagle":
+            return features
+        if self.config.fc_norm:
+            parts = zip(features.chunk(len(self.fc_norm), -1), self.fc_norm, strict=True)
+            features = torch.cat([norm(part) for part, norm in parts], -1)
+        fused: Tensor = self.fc(features)
+        return fused
+
+
+class EagleRecipe:
+    """An EAGLE head learning from a frozen target."""
+
+    def __init__(
+        self, options: TrainOptions, teacher: Teacher, config: EagleConfig, vocabulary: DraftVocabulary
+    ) -> None:
+        self.options, self.teacher, self.config = options, teacher, config
+        self.vocabulary = vocabulary.to(teacher.head.device)
+        own_head = config.kind == "eagle3" and options.train_head
+        self._module = EagleModule(config, own_head=own_head).to(teacher.head.device)
+        self._truth_head = self.vocabulary.rows_of(teacher.head)
+        self.law_loss = LawLoss(options.loss, top_weight=10.0 if options.method == "hass" else 0.0)
+        self.feature_weight = 0.0 if config.kind == "eagle3" else 1.0
+        self.law_weight = 1.0 if config.kind == "eagle3" else 0.1  # HASS's top-K loss counts 1.0: ten tenths
+        self._start()
+
+    def module(self) -> nn.Module:
+        return self._module
+
+    def rates(self) -> dict[str, float]:
+        return {}
+
+    def lm_head(self) -> Tensor:
+        return self._module.lm_head.weight if hasattr(self._module, "lm_head") else self._truth_head
+
+    def truth_head(self) -> Tensor:
+        return self._truth_head
+
+    def read(self, batch: Batch) -> Reading:
+        kept = self.teacher.features(batch.tokens, self.config.layers)
+        with torch.no_grad():
+            return read_teacher(kept, self.teacher.head, self.vocabulary)
+
+    def outputs(self, batch: Batch, reading: Reading, noise: torch.Generator | None) -> Iterator[Output]:
+        features = torch.cat([reading.features[layer] for layer in self.config.layers], -1)
+        embedded = F.embedding(batch.tokens, self.teacher.embedding)
+        if not torch.is_autocast_enabled(features.device.type):
+            features, embedded = features.float(), embedded.float()
+        if noise is not None and self.config.kind == "eagle":
+            spread = torch.rand(features.shape, generator=noise, device=features.device) - 0.5
+            features = features + (spread * (0.2 * 512 / max(512, features.shape[1]))).to(features.dtype)
+        steps, detach = self.options.depth, self.options.method == "hass"
+        rolled = self._module(embedded, features, steps, detach)
+        for step, (rows, out) in enumerate(rolled):
+            predicted = out if self.config.kind == "eagle" else None
+            weight = self.options.decay**step if self.config.kind == "eagle3" else 1.0
+            yield Output(rows, step + 1, weight, predicted)
+
+    def export(self, folder: Path, measured: Measured) -> None:
+        config = replace(self.config, calibration=measured.calibration, rates=measured.rates)
+        weights = {
+            name: weight.detach().to(torch.bfloat16) for name, weight in self._module.state_dict().items()
+        }
+        if not self.vocabulary.is_whole:
+            weights |= self.vocabulary.tensors()
+        write_head(folder, config, weights)
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        """Begin near the target: its rows in the LM head, and its last layer where shapes allow."""
+        if hasattr(self._module, "lm_head"):
+            self._module.lm_head.weight.copy_(self._truth_head)
+        if not self.options.warm_start or not isinstance(self.teacher, NetTeacher):
+            return
+        net: CausalNet = self.teacher.net
+        layer, width = self._module.midlayer, self.config.width
+        theirs = split_layer(net.layers[-1])  # type: ignore[arg-type]
+        for name, weight in layer.named_parameters():
+            given = theirs.get(name)
+            if given is None:
+                continue
+            if (
+                name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+                and weight.shape[1] == 2 * width
+            ):
+                weight[:, width:].copy_(given)
+                weight[:, :width].mul_(0.1)
+            elif weight.shape == given.shape and name != "input_layernorm.weight":
+                weight.copy_(given)
+        if self.config.kind == "eagle3":
+            self._module.norm.weight.copy_(net.norm)
+            layer.hidden_norm.weight.copy_(theirs["input_layernorm.weight"])
+
+
+def eagle_config(
+    options: TrainOptions, checkpoint_config: dict[str, object], layers: tuple[int, ...], vocab: int
+) -> EagleConfig:
+    """A head shaped like one layer of its target."""
+    kind = "eagle3" if options.method == "eagle3" else "eagle"
+    read = EagleConfig.from_json({**checkpoint_config, "draft_vocab_size": vocab}, "eagle3")
+    return replace(
+        read,
+        kind=kind,  # type: ignore[arg-type]
+        layers=layers if kind == "eagle3" else (-1,),
+        fc_norm=options.fc_norm,
+        norm_output=options.norm_output and kind == "eagle3",
+        target=options.target,
+    )

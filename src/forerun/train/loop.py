@@ -1,0 +1,205 @@
+"""The training loop: steps, checkpoints, resumption, and what is said on the way. The same for every recipe.
+
+Everything random is a function of the seed and the step, and a checkpoint holds weights and optimiser state in
+full, so a run that was killed and resumed has the loss curve of one that was not. With several GPUs (accelerate)
+every process takes its own batches and gradients are averaged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun.errors import InvalidInput
+from forerun.train.corpus import Batches, Corpus
+from forerun.train.options import TrainOptions
+from forerun.train.recipe import Measured, Recipe, loss_of
+from forerun.train.simulate import measure
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run is."""
+
+    step: int  # steps done
+    steps: int
+    loss: float
+    acceptance: float  # mean overlap of the laws at the first level
+    lr: float
+    tokens_per_second: float
+    tokens_per_round: float | None = None  # simulated on held-back text, where it was measured
+    tree_tokens_per_round: float | None = None
+
+
+Report = Callable[[Progress], None]
+
+
+class Trainer:
+    """One run of one recipe."""
+
+    def __init__(
+        self, options: TrainOptions, recipe: Recipe, corpus: Corpus, folder: Path, accelerator: Any = None
+    ) -> None:
+        self.options, self.recipe, self.folder, self.accelerator = options, recipe, folder, accelerator
+        self.device = recipe.truth_head().device
+        self.batches = Batches(corpus, corpus.training, options.batch_tokens, options.seed)
+        self.tests = Batches(corpus, corpus.held_back, options.batch_tokens, options.seed + 1)
+        self.named = {n: p for n, p in recipe.module().named_parameters() if p.requires_grad}
+        self.optimizer = self._make_optimizer()
+        self.step = 0
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator is None or bool(self.accelerator.is_main_process)
+
+    def run(self, report: Report) -> Measured:
+        """From wherever the run is to its end; the last measurement."""
+        self.resume()
+        measured: Measured | None = None
+        while self.step < self.options.steps:
+            progress = self.one_step()
+            ends = self.step == self.options.steps
+            if self.step % self.options.eval_every == 0 or ends:
+                measured = self.measure()
+                values = {**asdict(progress), "tokens_per_round": measured.tokens_per_round}
+                values["tree_tokens_per_round"] = measured.tree_tokens_per_round
+                progress = Progress(**values)
+            if self.is_main:
+                self._log(progress)
+                report(progress)
+                if self.step % self.options.save_every == 0 or ends:
+                    self.save()
+        return measured or self.measure()
+
+    def one_step(self) -> Progress:
+        """One optimiser step."""
+        started = perf_counter()
+        share, first = (1, 0)
+        if self.accelerator is not None:
+            share, first = self.accelerator.num_processes, self.accelerator.process_index
+        batch = self.batches.at(self.step * share + first).to(self.device)
+        noise = torch.Generator(self.device).manual_seed(self.options.seed * 1_000_003 + self.step)
+        lr = self._set_rates()
+        with self._precision():
+            loss, acceptance = loss_of(self.recipe, batch, noise)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if share > 1:
+            for parameter in self.named.values():
+                if parameter.grad is not None:
+                    parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
+        torch.nn.utils.clip_grad_norm_(self.named.values(), self.options.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        said = float(loss.detach())  # waits for the device
+        if not math.isfinite(said):
+            raise InvalidInput(f"the loss is {said} at step {self.step}; resume with a lower --lr")
+        seconds = perf_counter() - started
+        speed = batch.tokens.numel() * share / seconds
+        return Progress(self.step, self.options.steps, said, float(acceptance), lr, speed)
+
+    def measure(self) -> Measured:
+        """Simulated tokens per round on held-back text."""
+        count = min(self.options.eval_batches, len(self.tests))
+        with self._precision():
+            return measure(self.recipe, (self.tests.at(i) for i in range(count)), self.device)
+
+    def save(self) -> None:
+        """A checkpoint, whole or not at all."""
+        part, kept = self.folder / "checkpoint.part", self.folder / "checkpoint"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        save_file({n: p.detach().contiguous() for n, p in self.named.items()}, part / "weights.safetensors")
+        state = self.optimizer.state_dict()["state"]
+        moments: dict[str, Tensor] = {}
+        for i, name in enumerate(self.named):
+            for key, value in state.get(i, {}).items():
+                moments[f"{name}|{key}"] = torch.as_tensor(value).detach().clone()
+        save_file(moments, part / "optimizer.safetensors")
+        (part / "run.json").write_text(
+            json.dumps({"step": self.step, "options": asdict(self.options)}, indent=1)
+        )
+        shutil.rmtree(kept, ignore_errors=True)
+        part.replace(kept)
+
+    def resume(self) -> bool:
+        """Go on from the checkpoint in the folder, if there is one of this run."""
+        kept = self.folder / "checkpoint"
+        if not (kept / "run.json").is_file():
+            return False
+        known = json.loads((kept / "run.json").read_text())
+        free = ("steps", "eval_every", "eval_batches", "save_every", "device", "compile", "out")
+        ours = json.loads(json.dumps(asdict(self.options)))
+        for name, value in known["options"].items():
+            if name not in free and ours.get(name) != value:
+                raise InvalidInput(
+                    f"{self.folder} holds a run with {name}={value!r}, not {ours.get(name)!r}; "
+                    "resume with the same settings or give another --out"
+                )
+        weights = load_file(kept / "weights.safetensors", device=str(self.device))
+        with torch.no_grad():
+            for name, parameter in self.named.items():
+                parameter.copy_(weights[name])
+        moments = load_file(kept / "optimizer.safetensors")
+        state: dict[int, dict[str, Tensor]] = {}
+        for i, name in enumerate(self.named):
+            found = {k.partition("|")[2]: v for k, v in moments.items() if k.partition("|")[0] == name}
+            if found:
+                state[i] = found
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        self.step = int(known["step"])
+        self._cut_log()
+        return True
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        """AdamW, one group per parameter so that a checkpoint can name its state."""
+        slow = self.recipe.rates()
+        groups = [
+            {
+                "params": [parameter],
+                "share": next((rate for start, rate in slow.items() if name.startswith(start)), 1.0),
+                "weight_decay": self.options.weight_decay if parameter.dim() > 1 else 0.0,
+            }
+            for name, parameter in self.named.items()
+        ]
+        fused = self.device.type == "cuda"
+        return torch.optim.AdamW(groups, lr=self.options.rate, betas=(0.9, 0.95), fused=fused)
+
+    def _set_rates(self) -> float:
+        """Warmup, then a cosine down to a tenth; parts that learn slower start after the warmup."""
+        warm = max(1, int(self.options.warmup * self.options.steps))
+        lr = self.options.rate * min(1.0, (self.step + 1) / warm)
+        if self.step >= warm:
+            done = (self.step - warm) / max(1, self.options.steps - warm)
+            lr = self.options.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["share"] * (1.0 if group["share"] == 1.0 or self.step >= warm else 0.0)
+        return lr
+
+    def _precision(self) -> Any:
+        if self.device.type == "cuda":
+            return torch.autocast("cuda", dtype=torch.bfloat16)
+        return nullcontext()
+
+    def _log(self, progress: Progress) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
+            log.write(json.dumps(asdict(progress)) + "\n")
+
+    def _cut_log(self) -> None:
+        """Steps after the checkpoint will be made again."""
+        file = self.folder / "log.jsonl"
+        if file.is_file():
+            lines = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= self.step]
+            file.write_text("".join(f"{line}\n" for line in lines))

@@ -1,0 +1,146 @@
+"""Texts that the target wrote itself: prompts, then answers at several temperatures, in shards.
+
+Answers must be the target's own: a drafter learns to guess this model, not the language. Two stages, each of
+which picks up where an interrupted run stopped: prompts.jsonl first, then one shard after the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from forerun.build import load_target, make_engine
+from forerun.engine.engine import Engine
+from forerun.models.config import DecoderConfig, supports
+from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.train.corpus import Text, write_shard
+from forerun.train.network import is_plain
+from forerun.train.options import DataOptions
+from forerun.train.prompts import Chats, Novelty, around_user_turn, read_prompts
+from forerun.train.provenance import write_provenance
+from forerun.train.teacher import device_of, load_net
+from forerun.train.writer import BatchWriter, Order, Written
+from forerun.types import Request
+
+Write = Callable[[Iterable[Order]], Iterator[Written]]
+
+
+@dataclass(frozen=True, slots=True)
+class DataProgress:
+    """Where a run is."""
+
+    stage: str  # "prompts" or "answers"
+    done: int
+    total: int
+    tokens: int  # in the answers so far, or in the prompts
+
+
+Report = Callable[[DataProgress], None]
+
+
+def make_data(options: DataOptions, report: Report = lambda progress: None) -> Path:
+    """Prompts and answers into `options.out`."""
+    checkpoint = open_checkpoint(options.target)
+    tokenizer = checkpoint.tokenizer()
+    write = _writer(checkpoint, options)
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    prompts = write_prompts(options, tokenizer, write, folder, report)
+    tokens = write_answers(options, tokenizer, write, folder, prompts, report)
+    write_provenance(folder, options, prompts=len(prompts), answer_tokens=tokens)
+    return folder
+
+
+def _writer(checkpoint: Checkpoint, options: DataOptions) -> Write:
+    """One static batch for the plain families; the engine, without drafting, for all others."""
+    stops, device = checkpoint.tokenizer().eos_ids, device_of(options.device)
+    if supports(checkpoint.config) and is_plain(DecoderConfig.from_hf(checkpoint.config)):
+        net = load_net(checkpoint, device)
+        length = options.max_length
+        return BatchWriter(net, stops, rows=options.batch, max_length=length, seed=options.seed).write
+    target = load_target(checkpoint, EngineConfig(device=str(device)))
+    speculative = SpeculativeConfig(drafter="none", verifier="exact", controller="fixed")
+    engine = make_engine(target, stops, speculative, EngineConfig(max_batch=options.batch))
+    return lambda orders: write_with_engine(engine, orders)
+
+
+def write_with_engine(engine: Engine, orders: Iterable[Order]) -> Iterator[Written]:
+    """Texts by way of the engine: any target, at the pace of a loop on the host."""
+    waiting, running = iter(orders), dict[int, tuple[Order, list[int]]]()
+    while True:
+        for order in islice(waiting, engine.max_batch - len(running)):
+            params = SamplingParams(
+                max_tokens=order.max_length - len(order.prompt), temperature=order.temperature
+            )
+            running[engine.submit(Request(tuple(order.prompt), params))] = (order, list(order.prompt))
+        if not running:
+            return
+        for event in engine.step():
+            order, tokens = running[event.seq_id]
+            tokens += event.tokens
+            if event.finished:
+                del running[event.seq_id]
+                yield Written(order, tokens, event.finished == "stop")
+
+
+def write_prompts(
+    options: DataOptions, tokenizer: Chats, write: Write, folder: Path, report: Report
+) -> list[str]:
+    """The prompts of all files, and those that the target writes; no two alike."""
+    kept = folder / "prompts.jsonl"
+    if kept.is_file():
+        return [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
+    novelty = Novelty()
+    prompts = [text for text in read_prompts(map(Path, options.prompts)) if novelty.is_new(text)]
+    before, _ = around_user_turn(tokenizer) if options.own_prompts else ("", "")
+    start = tokenizer.encode(before, add_special=False) if before else [0]
+    orders = (Order(start, 1.0, options.max_prompt, i) for i in range(options.own_prompts))
+    tokens = 0
+    for done, written in enumerate(write(orders) if options.own_prompts else (), start=1):
+        text = tokenizer.decode(written.tokens[len(start) :]).strip()
+        tokens += len(written.tokens) - len(start)
+        if written.ended and len(text) > 8 and novelty.is_new(text):
+            prompts.append(text)
+        report(DataProgress("prompts", done, options.own_prompts, tokens))
+    part = kept.with_suffix(".part")
+    part.write_text("".join(json.dumps(text) + "\n" for text in prompts), encoding="utf-8")
+    part.replace(kept)
+    return prompts
+
+
+def write_answers(
+    options: DataOptions, tokenizer: Chats, write: Write, folder: Path, prompts: list[str], report: Report
+) -> int:
+    """Every prompt once at each temperature, shard by shard; what earlier runs left in shards is not written again."""
+    shards = sorted(folder.glob("shard-*.safetensors"))
+    known = {n for file in shards for n in load_file(file)["numbers"].tolist()}
+    orders = [order for order in _orders(options, tokenizer, prompts) if order.number not in known]
+    texts: list[Text] = []
+    tokens = held = 0
+    for done, written in enumerate(write(orders), start=len(known) + 1):
+        order, answer = written.order, len(written.tokens) - len(written.order.prompt)
+        texts.append(Text(written.tokens, len(order.prompt), order.temperature, order.number))
+        tokens, held = tokens + answer, held + len(written.tokens)
+        report(DataProgress("answers", done, len(orders) + len(known), tokens))
+        if held >= options.shard_tokens:
+            write_shard(folder / f"shard-{len(shards):05}.safetensors", texts)
+            shards.append(folder)
+            texts, held = [], 0
+    if texts:
+        write_shard(folder / f"shard-{len(shards):05}.safetensors", texts)
+    return tokens
+
+
+def _orders(options: DataOptions, tokenizer: Chats, prompts: Iterable[str]) -> Iterator[Order]:
+    heats = options.temperatures
+    for i, text in enumerate(prompts):
+        asked = tokenizer.encode(tokenizer.chat_text([{"role": "user", "content": text}]), add_special=False)
+        if len(asked) <= options.max_length - 16:
+            for j, heat in enumerate(heats):
+                yield Order(asked, heat, options.max_length, i * len(heats) + j)

@@ -1,0 +1,223 @@
+"""A causal transformer for whole batches: the frozen target while heads learn, a student, a writer of data.
+
+The same weights and arithmetic as forerun.models.decoder, in another shape: rectangles of tokens [B, T] in one
+pass, gradients where wanted, and for writing a static cache that can be captured as a graph. It runs the plain
+families (Llama, Mistral without a window, Qwen 2 and 3, SmolLM 2); the others are run by transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forerun.errors import UnsupportedModel
+from forerun.models.blocks import Block, Checkpoint
+from forerun.models.config import DecoderConfig
+from forerun.models.moe import Mlp
+from forerun.models.rope import frequencies
+
+
+def is_plain(config: DecoderConfig) -> bool:
+    """Can this network run the model?"""
+    special = config.attention_softcap or config.logit_softcap or config.sandwich_norms or config.norm_offset
+    ropes = set(config.layer_ropes) == {0} and config.ropes[0].kind not in ("dynamic", "longrope")
+    windows = all(window is None for window in config.windows)
+    return not special and config.moe is None and ropes and windows and config.embedding_scale == 1.0
+
+
+class Layer(nn.Module):
+    """One block; query and key rows are ordered for rotations of neighbours, as in our decoder."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+    def __init__(self, config: DecoderConfig, block: Block) -> None:
+        super().__init__()
+        assert isinstance(block.mlp, Mlp)
+        self.config = config
+        for name, weight in {
+            "attention_norm": block.attention_norm,
+            "qkv": block.qkv,
+            "qkv_bias": block.qkv_bias,
+            "qk_norm": block.qk_norm,
+            "o": block.o,
+            "o_bias": block.o_bias,
+            "mlp_norm": block.mlp_norm,
+            "gate_up": block.mlp.gate_up,
+            "gate_up_bias": block.mlp.gate_up_bias,
+            "down": block.mlp.down,
+            "down_bias": block.mlp.down_bias,
+        }.items():
+            parameter = None if weight is None else nn.Parameter(weight, requires_grad=False)
+            self.register_parameter(name, parameter)
+
+    def forward(self, x: Tensor, turns: Tensor, cache: Tensor | None, positions: Tensor | None) -> Tensor:
+        config, eps = self.config, self.config.norm_eps
+        batch, length = x.shape[:2]
+        qkv = F.linear(F.rms_norm(x, x.shape[-1:], self.attention_norm, eps), self.qkv, self.qkv_bias)
+        qkv = qkv.view(batch, length, -1, config.head_dim)
+        q, k, v = torch.split(qkv, [config.heads, config.kv_heads, config.kv_heads], 2)
+        if self.qk_norm is not None:
+            qk = F.rms_norm(torch.cat((q, k), 2), (config.head_dim,), None, eps) * self.qk_norm
+            q, k = torch.split(qk, [config.heads, config.kv_heads], 2)
+        q, k = turn(q, turns), turn(k, turns)
+        if cache is None or positions is None:
+            found = F.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                is_causal=True,
+                scale=config.attention_scale,
+                enable_gqa=config.heads != config.kv_heads,
+            ).transpose(1, 2)
+        else:
+            found = attend_cached(q, k, v, cache, positions, config)
+        x = x + F.linear(found.reshape(batch, length, -1), self.o, self.o_bias)
+        gate, up = F.linear(
+            F.rms_norm(x, x.shape[-1:], self.mlp_norm, eps), self.gate_up, self.gate_up_bias
+        ).chunk(2, -1)
+        return x + F.linear(F.silu(gate) * up, self.down, self.down_bias)
+
+
+class CausalNet(nn.Module):
+    """Tokens [B, T] to hidden rows. Rows may be padded on the right: what follows cannot be seen."""
+
+    rates: Tensor
+    untied_head: Tensor | None
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        which: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        if not is_plain(config):
+            raise UnsupportedModel(f"{config.family} is not one of the plain families; transformers runs it")
+        self.config = config
+        with torch.no_grad():
+            source = Checkpoint(weights, config, dtype, torch.device(device))
+            embedding = source.embedding()
+            self.embedding = nn.Parameter(embedding, requires_grad=False)
+            layers = range(config.layers) if which is None else which
+            self.layers = nn.ModuleList([Layer(config, source.block(i)) for i in layers])
+            self.norm = nn.Parameter(source.final_norm(), requires_grad=False)
+            head = None if config.tied else nn.Parameter(source.head(embedding), requires_grad=False)
+            self.register_parameter("untied_head", head)
+        rates, self._magnitude = frequencies(config.ropes[0], 0)
+        self.register_buffer("rates", rates.to(device), persistent=False)
+
+    @property
+    def head(self) -> Tensor:
+        """[V, D]"""
+        return self.embedding if self.untied_head is None else self.untied_head
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def forward(self, tokens: Tensor, keep: Sequence[int] = ()) -> tuple[dict[int, Tensor], Tensor]:
+        """The inputs of the layers named, and the last hidden rows after the norm: [B, T, D] each."""
+        turns = self.turns(torch.arange(tokens.shape[1], device=tokens.device))
+        return self._through(F.embedding(tokens, self.embedding), turns, keep)
+
+    def step(self, tokens: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
+        """One more token [B] each at positions [B] -> [B, D]; keys and values go into cache [L, 2, B, Hkv, S, Dh]."""
+        turns = self.turns(positions)[:, None]
+        x = F.embedding(tokens, self.embedding)[:, None]
+        for layer, slots in zip(self.layers, cache, strict=True):
+            x = layer(x, turns, slots, positions)
+        return F.rms_norm(x[:, 0], x.shape[-1:], self.norm, self.config.norm_eps)
+
+    def _through(self, x: Tensor, turns: Tensor, keep: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
+        kept: dict[int, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            if i in keep:
+                kept[i] = x
+            x = layer(x, turns, None, None)
+        if len(self.layers) in keep:
+            kept[len(self.layers)] = x
+        last = F.rms_norm(x, x.shape[-1:], self.norm, self.config.norm_eps)
+        if -1 in keep:
+            kept[-1] = last
+        return kept, last
+
+    def turns(self, positions: Tensor) -> Tensor:
+        """[..., R, 2] cosine and sine of every pair's angle."""
+        angles = positions[..., None].float() * self.rates
+        return torch.stack((angles.cos(), angles.sin()), -1) * self._magnitude
+
+
+def turn(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotate neighbours of x [B, T, H, Dh] by turns [(B,) T, R, 2], in fp32 as our decoder does."""
+    count = 2 * turns.shape[-2]
+    a, b = torch.unflatten(x[..., :count].float(), -1, (-1, 2)).unbind(-1)
+    cos, sin = turns.unsqueeze(-3).unbind(-1)
+    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
+    return turned if count == x.shape[-1] else torch.cat((turned, x[..., count:]), -1)
+
+
+def attend_cached(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, positions: Tensor, config: DecoderConfig
+) -> Tensor:
+    """One query each over a static cache [2, B, Hkv, S, Dh]; a kv head's queries go as rows of one call."""
+    batch = len(positions)
+    rows = torch.arange(batch, device=positions.device)
+    cache[0][rows, :, positions] = k[:, 0]
+    cache[1][rows, :, positions] = v[:, 0]
+    grouped = q.view(batch, config.kv_heads, -1, config.head_dim)
+    seen = torch.arange(cache.shape[3], device=positions.device) <= positions[:, None]
+    mask = seen[:, None, None].expand(-1, 1, grouped.shape[2], -1)
+    found = F.scaled_dot_product_attention(
+        grouped, cache[0], cache[1], attn_mask=mask, scale=config.attention_scale
+    )
+    return found.reshape(batch, 1, -1, config.head_dim)
+
+
+def unpair(weight: Tensor, head_dim: int, dims: int) -> Tensor:
+    """Query or key rows back in the order of checkpoints: the inverse of forerun.models.layers.pair_up."""
+    heads = weight.reshape(-1, head_dim, *weight.shape[1:])
+    turned = heads[:, :dims].reshape(len(heads), dims // 2, 2, *weight.shape[1:])
+    halves = turned.transpose(1, 2).reshape(len(heads), dims, *weight.shape[1:])
+    return torch.cat((halves, heads[:, dims:]), 1).reshape(weight.shape)
+
+
+def split_layer(layer: Layer) -> dict[str, Tensor]:
+    """One layer's weights under the names and in the order of checkpoints."""
+    config = layer.config
+    sizes = [config.heads * config.head_dim, *[config.kv_heads * config.head_dim] * 2]
+    dims = config.ropes[0].dims
+    named: dict[str, Tensor] = {
+        "input_layernorm.weight": layer.attention_norm,
+        "post_attention_layernorm.weight": layer.mlp_norm,
+        "self_attn.o_proj.weight": layer.o,
+        "mlp.down_proj.weight": layer.down,
+    }
+    for kind, fused in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
+        if fused is not None:
+            for name, part in zip("qkv", torch.split(fused, sizes), strict=True):
+                kept = part if name == "v" else unpair(part, config.head_dim, dims)
+                named[f"self_attn.{name}_proj.{kind}"] = kept
+    for name, part in zip(("gate", "up"), layer.gate_up.chunk(2), strict=True):
+        named[f"mlp.{name}_proj.weight"] = part
+    if layer.qk_norm is not None:
+        heads = {"q_norm": layer.qk_norm[0], "k_norm": layer.qk_norm[-1]}
+        named |= {
+            f"self_attn.{name}.weight": unpair(row, config.head_dim, dims) for name, row in heads.items()
+        }
+    return {name: weight.detach().contiguous() for name, weight in named.items()}

@@ -1,0 +1,108 @@
+"""What a training run or a data run may set: frozen, checked when made, and free of torch, so help comes at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from forerun.errors import InvalidInput
+
+Method = Literal["medusa", "hydra", "eagle", "eagle3", "hass", "draft-model"]
+METHODS: tuple[Method, ...] = ("medusa", "hydra", "eagle", "eagle3", "hass", "draft-model")
+_RATES: dict[str, float] = {
+    "medusa": 1e-3, "hydra": 1e-3, "eagle": 3e-4, "eagle3": 3e-4, "hass": 3e-4, "draft-model": 2e-4,
+}  # fmt: skip
+_STEPS: dict[str, int] = {"medusa": 4, "hydra": 4, "eagle": 1, "eagle3": 7, "hass": 3, "draft-model": 1}
+
+
+def as_method(name: str) -> Method:
+    """The method of that name."""
+    for method in METHODS:
+        if method == name:
+            return method
+    raise InvalidInput(f"there is no method {name!r} to train; use one of {', '.join(METHODS)}")
+
+
+def _check(ok: bool, name: str, value: object, limit: str) -> None:
+    if not ok:
+        raise InvalidInput(f"{name}={value!r} is out of range: {limit}")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """One training run. None and 0 mean what the method's own recipe says."""
+
+    method: Method
+    target: str
+    data: str
+    out: str
+    steps: int = 2000  # optimiser steps in all
+    batch_tokens: int = 16384  # per step
+    max_length: int = 512  # longer texts are cut
+    lr: float | None = None
+    warmup: float = 0.04  # share of the steps
+    clip: float = 0.5
+    weight_decay: float = 0.0
+    seed: int = 0
+    vocab: int = 0  # size of the draft vocabulary; 0 = all of the target's
+    levels: int = 0  # heads of Medusa and Hydra, training-time steps of EAGLE
+    blocks: int = 1  # per Medusa or Hydra head
+    layers: int = 4  # of a draft model, pruned from the target
+    decay: float = 0.8  # weight of each level relative to the one before
+    loss: Literal["kl", "lk_hybrid"] = "kl"
+    train_head: bool = True  # an LM head of its own; False = the target's rows, stored nowhere
+    warm_start: bool = True  # EAGLE's layer starts from the target's last one
+    fc_norm: bool = False  # EAGLE-3.1
+    norm_output: bool = False  # EAGLE-3.1
+    joint: bool = False  # Medusa-2: the target learns along with the heads
+    holdout: float = 0.02  # share of the prompts that are held back
+    eval_every: int = 200
+    eval_batches: int = 4
+    save_every: int = 200
+    compile: bool = False
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check(self.method in METHODS, "method", self.method, ", ".join(METHODS))
+        _check(self.steps >= 1, "steps", self.steps, "at least 1")
+        _check(self.max_length >= 16, "max_length", self.max_length, "at least 16 tokens")
+        _check(self.batch_tokens >= 16, "batch_tokens", self.batch_tokens, "at least 16")
+        _check(0 < self.holdout < 1, "holdout", self.holdout, "above 0, below 1")
+        _check(0 <= self.warmup < 1, "warmup", self.warmup, "0 up to 1")
+        _check(self.levels >= 0, "levels", self.levels, "0 (the recipe's) or more")
+        _check(not self.joint or self.method == "medusa", "joint", self.joint, "only for medusa")
+
+    @property
+    def rate(self) -> float:
+        return _RATES[self.method] if self.lr is None else self.lr
+
+    @property
+    def depth(self) -> int:
+        return self.levels or _STEPS[self.method]
+
+
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    """One run of data making."""
+
+    target: str
+    out: str
+    prompts: tuple[str, ...] = ()  # files of the user's own: .txt lines or .jsonl with "prompt" or "turns"
+    own_prompts: int = 1000  # how many the target is asked to write itself
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # each prompt is answered once at each
+    max_prompt: int = 160  # tokens of a prompt, template included
+    max_length: int = 512  # prompt and answer
+    batch: int = 64  # texts written side by side
+    shard_tokens: int = 2_000_000
+    seed: int = 0
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check(bool(self.temperatures), "temperatures", self.temperatures, "at least one")
+        _check(all(t >= 0 for t in self.temperatures), "temperatures", self.temperatures, "0 or more")
+        _check(8 <= self.max_prompt < self.max_length, "max_prompt", self.max_prompt, "8 to below max_length")
+        _check(self.batch >= 1, "batch", self.batch, "at least 1")
+        _check(self.own_prompts >= 0, "own_prompts", self.own_prompts, "0 or more")
+        _check(
+            self.own_prompts > 0 or bool(self.prompts), "own_prompts", 0, "above 0, or give --prompts FILE"
+        )

@@ -1,0 +1,84 @@
+"""Prompts to answer: the user's own files, and what the target writes when it is given an empty user turn.
+
+A chat model that is asked to continue from the start of a user turn writes questions as its training data had
+them, which is as close to its domain as text can be had without any. Near-duplicates are dropped: a few min-hashes
+over word triples, in bands; two prompts that agree in a band are taken for the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from forerun.errors import InvalidInput
+
+_BANDS, _DEPTH = 4, 3
+_MARK = "\x02forerun\x03"  # stands for what the user says while a template is taken apart
+
+
+class Chats(Protocol):
+    """What of a tokenizer is needed here."""
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str: ...
+    def encode(self, text: str, add_special: bool = True) -> list[int]: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+
+class Novelty:
+    """Tells whether a text is new, and remembers it."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[int, ...]] = set()
+
+    def is_new(self, text: str) -> bool:
+        words = re.findall(r"\w+", text.lower())
+        triples = {" ".join(words[i : i + 3]) for i in range(max(1, len(words) - 2))} if words else {text}
+        hashes = [
+            min(zlib.crc32(f"{salt}{triple}".encode()) for triple in triples)
+            for salt in range(_BANDS * _DEPTH)
+        ]
+        bands = [(band, *hashes[band * _DEPTH : (band + 1) * _DEPTH]) for band in range(_BANDS)]
+        fresh = not any(band in self._seen for band in bands)
+        self._seen.update(bands)
+        return fresh
+
+
+def around_user_turn(tokenizer: Chats) -> tuple[str, str]:
+    """What the chat template writes before and after a user's words (the start of the answer included)."""
+    text = tokenizer.chat_text([{"role": "user", "content": _MARK}])
+    before, mark, after = text.partition(_MARK)
+    if not mark:
+        raise InvalidInput("the model's chat template does not show what the user said; give --prompts FILE")
+    return before, after
+
+
+def read_prompts(files: Iterable[Path]) -> Iterator[str]:
+    """Prompts of the user's own: lines of text, or JSON lines with "prompt", "question" or "turns"."""
+    for file in files:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInput(
+                f"cannot read the prompt file {str(file)!r} ({error}); check the path"
+            ) from None
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            yield _from_json(line, file, number) if file.suffix == ".jsonl" else line
+
+
+def _from_json(line: str, file: Path, number: int) -> str:
+    try:
+        row = json.loads(line)
+        if isinstance(row, str):
+            return row
+        found = row.get("prompt") or row.get("question") or row["turns"][0]
+    except (ValueError, KeyError, IndexError, AttributeError):
+        raise InvalidInput(
+            f'line {number} of {file} is no JSON object with "prompt", "question" or "turns"; fix or drop it'
+        ) from None
+    return str(found)

@@ -1,0 +1,85 @@
+"""Tokens per round on held-back text, without decoding: where would each level's guess have stood?
+
+The text is taken as what the target says. A draft started at row t follows it as long as each guess equals
+the token that came: then the next level saw exactly what it would see in a real round, so the count is what a
+chain would have had (and, with any of the likeliest few in the place of the first, an upper bound for a tree).
+Rows whose levels would reach past the text's end are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.heads import Calibration
+from forerun.train.corpus import Batch
+from forerun.train.recipe import Measured, Recipe, learnt_rows, shifted
+
+RANKS = 10
+
+
+@torch.no_grad()
+def measure(recipe: Recipe, batches: Iterable[Batch], device: torch.device, chunk: int = 4096) -> Measured:
+    """Simulate rounds over some batches."""
+    ranks, sure = [], []
+    for batch in batches:
+        found, probabilities = _ranks(recipe, batch.to(device), chunk)
+        ranks.append(found)
+        sure.append(probabilities)
+    return summarise(torch.cat(ranks), torch.cat(sure))
+
+
+def summarise(ranks: Tensor, sure: Tensor) -> Measured:
+    """From ranks [N, levels] (RANKS = not among the likeliest) and the first guess's probabilities [N, levels]."""
+    levels = ranks.shape[1]
+    chain, tree = 1.0, 1.0
+    alive = torch.ones(len(ranks), dtype=torch.bool, device=ranks.device)
+    near = alive.clone()
+    rates: list[tuple[float, ...]] = []
+    for level in range(levels):
+        rank = ranks[:, level]
+        base = near.sum().clamp(min=1)
+        rates.append(tuple(float((near & (rank == r)).sum() / base) for r in range(RANKS)))
+        alive &= rank == 0
+        near &= rank < RANKS
+        chain += float(alive.float().mean()) if len(ranks) else 0.0
+        tree += float(near.float().mean()) if len(ranks) else 0.0
+    return Measured(chain, tree, tuple(rates), fit_calibration(sure.flatten(), (ranks == 0).flatten()))
+
+
+def fit_calibration(probabilities: Tensor, stood: Tensor) -> Calibration:
+    """scale * q^power with the least squared error; the scale makes the mean right."""
+    q, hits = probabilities.double().clamp(1e-6, 1.0), stood.double()
+    best, best_error = Calibration(), float("inf")
+    if not len(q) or not float(hits.sum()):
+        return best
+    for power in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5):
+        raised = q**power
+        scale = min(float(hits.mean() / raised.mean()), 2.0)
+        error = float((((raised * scale).clamp(max=1.0) - hits) ** 2).mean())
+        if error < best_error:
+            best, best_error = Calibration(round(scale, 4), power), error
+    return best
+
+
+def _ranks(recipe: Recipe, batch: Batch, chunk: int) -> tuple[Tensor, Tensor]:
+    """Of every row whose levels lie within the answer: where the true token ranked, level by level."""
+    outputs = list(recipe.outputs(batch, recipe.read(batch), None))
+    usable = torch.stack([learnt_rows(batch, output.shift) for output in outputs]).all(0)  # [B, T]
+    head, ids = recipe.lm_head(), recipe.vocabulary.ids.to(batch.tokens.device)
+    ranks, sure = [], []
+    for output in outputs:
+        rows, truth = output.rows[usable], shifted(batch.tokens, output.shift + 1)[usable]
+        parts = []
+        for low in range(0, len(rows), chunk):
+            logits = (rows[low : low + chunk].to(head.dtype) @ head.t()).float()
+            top = logits.topk(min(RANKS, logits.shape[-1]))
+            hit = ids[top.indices] == truth[low : low + chunk, None]
+            rank = torch.where(hit.any(-1), hit.int().argmax(-1), RANKS)
+            parts.append((rank, (top.values[:, 0] - logits.logsumexp(-1)).exp()))
+        empty = (truth.new_zeros(0), rows.new_zeros(0))
+        ranks.append(torch.cat([rank for rank, _ in parts] or [empty[0]]))
+        sure.append(torch.cat([q.float() for _, q in parts] or [empty[1].float()]))
+    return torch.stack(ranks, 1), torch.stack(sure, 1)

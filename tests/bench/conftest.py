@@ -1,0 +1,111 @@
+"""Two tiny models: a random transformer behind every model's name, and a table behind an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from forerun.build import make_engine
+from forerun.llm import LLM
+from forerun.models.load import checkpoint as loading
+from forerun.params import EngineConfig, SpeculativeConfig
+from forerun.testing import TableLM
+
+VOCAB = 64
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+
+
+class Letters:
+    """A tokenizer of one token per character."""
+
+    eos_ids = frozenset({1})
+    bos_id = None
+    vocab_size = VOCAB
+    has_chat_template = False
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        return [2 + ord(letter) % (VOCAB - 2) for letter in text]
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return "".join(chr(64 + token) for token in ids)
+
+    def vocabulary(self) -> dict[str, int]:
+        return {chr(64 + token): token for token in range(VOCAB)}
+
+
+def random_weights() -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(7)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng) / shape[-1] ** 0.5
+
+    shapes = {
+        "self_attn.q_proj": (32, 32),
+        "self_attn.k_proj": (16, 32),
+        "self_attn.v_proj": (16, 32),
+        "self_attn.o_proj": (32, 32),
+        "mlp.gate_proj": (48, 32),
+        "mlp.up_proj": (48, 32),
+        "mlp.down_proj": (32, 48),
+    }
+    weights = {"model.embed_tokens.weight": draw(VOCAB, 32), "model.norm.weight": torch.ones(32)}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        weights |= {f"{prefix}.{name}.weight": draw(*shape) for name, shape in shapes.items()}
+        norms = ("input_layernorm", "post_attention_layernorm")
+        weights |= {f"{prefix}.{name}.weight": torch.ones(32) for name in norms}
+    return weights
+
+
+@pytest.fixture
+def tiny_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Every name opens the tiny model; the number of threads is put back."""
+    file = tmp_path / "tiny"
+    file.touch()
+    opened = SimpleNamespace(
+        name="tiny", path=file, config=CONFIG, weights=random_weights(), tokenizer=Letters
+    )
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(loading, "open_checkpoint", lambda name: opened)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def table_llm(drafter: str = "ngram", controller: str = "fixed", budget: int = 4, order: int = 1) -> LLM:
+    """A model that goes round in circles, and its draft model: the same table, a little blurred."""
+    speculative = SpeculativeConfig(drafter, budget=budget, controller=controller)
+    target, draft = (TableLM(VOCAB, order=order, seed=18, sharpness=sharp) for sharp in (3.0, 2.5))
+    config = EngineConfig(max_batch=8)
+    engine = make_engine(target, Letters.eos_ids, speculative, config, Letters(), draft)
+    return LLM(engine, Letters(), "table")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> str:
+    rows = [
+        {"question_id": 1, "category": "writing", "turns": ["tell tell tell me", "tell me more"]},
+        {"question_id": 2, "category": "qa", "turns": ["why why why why?"]},
+    ]
+    path = tmp_path / "question.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)

@@ -1,0 +1,131 @@
+"""The advisor: what it recommends follows from its evidence, and it says "do not" when that is the truth."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from forerun.bench import advise
+from forerun.bench.advice import document, in_words
+from forerun.bench.evidence import BATCHES, Evidence, gather, prospects
+from forerun.bench.measure import Prompt
+from forerun.bench.predict import Costs, Drafting
+from forerun.bench.replay import Text
+from forerun.bench.settings import Settings, ways_of
+from forerun.cli import app
+from forerun.control.cost import CostModel
+from forerun.errors import InvalidInput
+from forerun.params import SpeculativeConfig
+from tests.bench.conftest import table_llm
+
+FLAT = CostModel({1: 1.0, 8: 1.2, 64: 4.0})
+STEEP = CostModel({1: 1.0, 2: 3.0, 64: 40.0})
+COPYING = Text((1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 5, 6, 7, 8) * 4)
+FRESH = Text((1,), tuple(range(100, 140)))
+
+
+def evidence(cost: CostModel, *texts: Text, draft_model: bool = False) -> Evidence:
+    rounds = tuple(((4, 4, 3),) * (len(text.tokens) // 4) for text in texts)
+    draftings = {"draft_model": Drafting(rounds, level=0.1)} if draft_model else {}
+    return Evidence(list(texts), Costs(cost, 0.0), 1000.0, draftings, ("ngram",), 8, SpeculativeConfig())
+
+
+def test_copied_texts_on_flat_costs_are_worth_drafting() -> None:
+    found = document(evidence(FLAT, COPYING, COPYING), "m", None, object())
+    assert found["pays"]
+    assert found["recommended"] == {"drafter": "ngram", "budget": None}
+    assert found["by_batch"]["1"]["ngram"]["speedup"]["value"] > 3.0
+    assert found["forerun"] == "forerun serve --model m --drafter ngram"
+    assert found["vllm"]["method"] == "ngram"
+    assert found["vllm"]["num_speculative_tokens"] >= 5
+    assert found["accepted_per_position"]["ngram"][0] > 0.9
+    assert in_words(found)[0].startswith("Draft with ngram: expect ")
+    json.dumps(found)
+
+
+def test_fresh_texts_are_not_and_it_says_so() -> None:
+    found = document(evidence(STEEP, FRESH, FRESH), "m", None, object())
+    assert not found["pays"]
+    assert found["recommended"]["drafter"] == "none"
+    assert found["vllm"] is None
+    assert found["off_from_batch"] == 1
+    assert in_words(found)[0].startswith("Do not draft")
+
+
+def test_the_load_from_which_on_it_stops_paying() -> None:
+    bend = CostModel({1: 1.0, 16: 1.05, 17: 3.0, 64: 30.0})
+    found = document(evidence(bend, COPYING, FRESH), "m", None, object())
+    assert found["pays"]
+    assert found["off_from_batch"] in BATCHES[2:]
+    ranges = found["vllm"]["num_speculative_tokens_per_batch_size"]
+    assert ranges[0][0] == 1
+    assert all(one[1] + 1 == two[0] for one, two in pairwise(ranges))
+    assert ranges[-1][1] == BATCHES[-1]
+
+
+def test_a_draft_model_is_set_to_the_length_that_pays() -> None:
+    found = document(evidence(FLAT, FRESH, draft_model=True), "m", "small", object())
+    assert found["recommended"]["drafter"] == "draft_model"
+    assert found["recommended"]["budget"] in (3, 4)
+    assert found["forerun"].endswith("--drafter draft_model --draft-model small")
+    assert found["vllm"]["model"] == "small"
+    best = prospects(evidence(FLAT, FRESH, draft_model=True), 1)[0]
+    assert best.tokens_per_round == 4.0
+
+
+def test_whether_a_head_would_pay_depends_on_what_passes_cost() -> None:
+    cheap = document(evidence(FLAT, FRESH), "m", None, object())["head"]
+    dear = document(evidence(STEEP, FRESH), "m", None, object())["head"]
+    assert cheap["pays"]
+    assert not dear["pays"]
+    assert cheap["break_even"] < 0.2
+    assert dear["break_even"] is None or dear["break_even"] > 0.7
+    assert cheap["capture_hours"] == pytest.approx(2_000_000 / 1000 / 3600, abs=0.01)
+
+
+def test_gathering_writes_every_prompt_with_every_drafter_that_is_there() -> None:
+    prompts = [Prompt("a", "qa", tuple(range(2, 9))), Prompt("b", "qa", (40, 41, 40, 41))]
+    settings = Settings(max_tokens=12, ways=ways_of(["auto"]))
+    found = gather(table_llm(), FLAT, prompts, settings)
+    assert found.free == ("ngram",)
+    assert list(found.draftings) == ["draft_model"]
+    assert [len(text.tokens) for text in found.texts] == [12, 12]
+    assert len(found.draftings["draft_model"].rounds) == 2
+
+
+def test_the_command_answers_and_checks_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(advise, "load", lambda settings: (table_llm(), FLAT))
+    for flags in (["--json"], []):
+        words = ["advise", "--max-tokens", "8", "--limit", "1", "--check", *flags]
+        monkeypatch.setattr("sys.argv", ["forerun", *words])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        assert not ended.value.code
+        printed = capsys.readouterr().out
+        if flags:
+            found: dict[str, Any] = json.loads(printed)
+            assert found["check"]["equal"] is True
+            assert found["check"]["prompts"] == 8
+            assert set(found["by_batch"]) == {str(batch) for batch in BATCHES}
+        else:
+            assert "Checked on 8 prompts held back" in printed
+            assert "Predicted speed-up by texts at once" in printed
+
+
+def test_nothing_to_check_with_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="leave none to check with"):
+        advise.split([Prompt("a", "qa", (1,))])
+
+
+@pytest.mark.model
+def test_the_default_model_gets_an_answer(smollm2_path: str, tmp_path: Any) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text(json.dumps({"prompt": "Repeat this: the cat sat on the mat."}))
+    found = advise.run_advisor(Settings(smollm2_path, suite=str(file), max_tokens=12, threads=1))
+    assert found["by_batch"]["1"]["ngram"]["speedup"]["value"] > 0
+    assert found["texts"] == 1

@@ -1,0 +1,139 @@
+"""The hybrid drafter: who drafts, who learns, and that nothing but speed depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from forerun.build import make_engine
+from forerun.control.adaptive import AdaptiveController
+from forerun.control.cost import CostModel
+from forerun.drafters.base import Parts
+from forerun.drafters.hybrid import HybridDrafter, Routes
+from forerun.drafters.ngram import NgramDrafter
+from forerun.params import SamplingParams, SpeculativeConfig
+from forerun.testing import FakeSeq, LawDrafter, ScriptedDrafter, TableLM, check_drafter
+from forerun.types import Budget, Request, Scores, Seq, TreeBatch, Verdict
+
+CHAIN = Budget(3, 3)
+
+
+def nines(seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
+    """A chain of nines: easy to tell from what n-gram would copy."""
+    return [seq.tokens[-1], 9, 9, 9], [-1, 0, 1, 2]
+
+
+def hybrid(cost: float = 0.5) -> tuple[HybridDrafter, ScriptedDrafter]:
+    second = ScriptedDrafter(nines, cost=cost)
+    return HybridDrafter(NgramDrafter(), second), second
+
+
+def judge(drafter: HybridDrafter, seqs: Sequence[FakeSeq], accepted: Sequence[int]) -> TreeBatch:
+    """One round in which so many of each chain's nodes stand."""
+    trees = drafter.propose(seqs, [CHAIN] * len(seqs))
+    verdict = Verdict.of([range(1, n + 1) for n in accepted], [0] * len(seqs), "cpu")
+    drafter.observe(seqs, trees, Scores(None), verdict)
+    return trees
+
+
+def tokens_of(trees: TreeBatch, b: int) -> list[int]:
+    return trees.tokens[trees.starts[b] : trees.starts[b + 1]].tolist()
+
+
+COPY = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6]  # the end has been seen before, six tokens long
+FRESH = [11, 12, 13, 14]
+
+
+def test_copied_text_is_looked_up_and_the_rest_goes_to_the_second() -> None:
+    drafter, _ = hybrid()
+    seqs = [FakeSeq(0, [*FRESH]), FakeSeq(1, [*COPY]), FakeSeq(2, [*FRESH, 15])]
+    trees = drafter.propose(seqs, [CHAIN] * 3)
+    assert tokens_of(trees, 0) == [14, 9, 9, 9]
+    assert tokens_of(trees, 1) == [6, 7, 8, 1]
+    assert tokens_of(trees, 2) == [15, 9, 9, 9]
+
+
+def test_the_controller_is_told_what_the_chosen_one_costs() -> None:
+    drafter, _ = hybrid(cost=0.5)
+    assert isinstance(drafter, Routes)
+    assert drafter.cost_of(FakeSeq(0, [*COPY])) == 0.0
+    assert drafter.cost_of(FakeSeq(1, [*FRESH])) == 0.5
+    assert not isinstance(NgramDrafter(), Routes)
+
+
+def test_a_second_that_is_always_right_takes_over_weak_matches() -> None:
+    weak = [7, 3, 8, 5, 3]  # one token was seen before: a match of length one
+    drafter, _ = hybrid()
+    seq = FakeSeq(0, [*weak])
+    for _ in range(12):
+        seq.tokens = [*seq.tokens, 20 + len(seq.tokens)]  # nothing matches: the second's turn
+        judge(drafter, [seq], [3])
+    seq.tokens = [*seq.tokens, 3]
+    assert drafter.cost_of(seq) == 0.5
+    for _ in range(30):
+        seq.tokens = [*seq.tokens, 20 + len(seq.tokens)]
+        judge(drafter, [seq], [0])
+    seq.tokens = [*seq.tokens, 3]
+    assert drafter.cost_of(seq) == 0.0
+
+
+def test_where_the_second_may_not_draft_any_match_will_do() -> None:
+    drafter, second = hybrid()
+    seq = FakeSeq(0, [5, 1, 2, 3, 4])
+    drafter.propose([seq], [Budget(0, 0)])  # no match, so the second's turn, and it got nothing
+    seq.tokens = [*seq.tokens, 5]
+    assert drafter.cost_of(seq) == 0.0
+    assert tokens_of(drafter.propose([seq], [CHAIN]), 0)[:2] == [5, 1]
+    assert second.cost == 0.5
+
+
+def test_everybody_is_shown_everything_and_forgets() -> None:
+    drafter, second = hybrid()
+    seqs = [FakeSeq(0, [*FRESH]), FakeSeq(1, [*COPY])]
+    judge(drafter, seqs, [1, 2])
+    assert second.observed == [(0, 1), (1, 2)]
+    for seq in seqs:
+        drafter.forget(seq)
+    assert second.forgotten == [0, 1]
+    assert not drafter._texts
+
+
+def test_plan_and_proposal_agree_on_the_route() -> None:
+    drafter, _ = hybrid(cost=0.05)
+    cost = CostModel({1: 1.0, 16: 1.3})
+    controller = AdaptiveController(cost, 6, 1, drafter.cost_of)
+    seqs = [FakeSeq(0, [*COPY]), FakeSeq(1, [*FRESH])]
+    copying, fresh = controller.plan(seqs)
+    assert copying.price is not None  # n-gram cuts its own tree
+    assert fresh.price is None
+    trees = drafter.propose(seqs, [copying, fresh])
+    assert tokens_of(trees, 1)[1:2] == [9]
+
+
+def test_it_keeps_the_contract_of_drafters() -> None:
+    law = TableLM(24, order=1, seed=3).law
+    check_drafter(lambda: HybridDrafter(NgramDrafter(), LawDrafter(law, "sampled")), vocab_size=24)
+
+
+def test_the_text_is_the_plain_loops_at_every_temperature() -> None:
+    def write(drafter: str, temperature: float) -> list[int]:
+        speculative = SpeculativeConfig(drafter, budget=4, controller="fixed")
+        target, draft = TableLM(16, order=1, seed=5), TableLM(16, order=1, seed=5, sharpness=1.2)
+        engine = make_engine(target, frozenset(), speculative, draft_target=draft)
+        params = SamplingParams(40, temperature=temperature, seed=None if temperature == 0 else 7)
+        seq = engine.find(engine.submit(Request((1, 2, 3), params)))
+        assert seq is not None
+        while engine.busy:
+            engine.step()
+        return seq.tokens
+
+    with torch.no_grad():
+        for temperature in (0.0, 0.8):
+            assert write("hybrid", temperature) == write("none", temperature)
+
+
+def test_it_is_built_from_a_draft_model() -> None:
+    target = TableLM(8)
+    parts = Parts(target, TableLM(8), SpeculativeConfig("hybrid"))
+    assert type(HybridDrafter.build(parts).second).__name__ == "ModelDrafter"

@@ -1,0 +1,94 @@
+"""Random heads for targets whose hidden rows are a few columns wide, TableLM's eight by default."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.eagle.config import EagleConfig, Kind
+from forerun.drafters.eagle.files import expected_shapes, write_head
+from forerun.drafters.medusa import Family, HeadsConfig, write_heads
+from forerun.drafters.vocab import DraftVocabulary
+
+HEADS = ("medusa", "hydra", "eagle", "eagle2", "eagle3")
+
+
+def eagle_config(
+    kind: Kind, vocab: int, width: int = 8, draft_vocab: int | None = None, **more: bool
+) -> EagleConfig:
+    return EagleConfig(
+        kind=kind,
+        width=width,
+        inner=2 * width,
+        heads=4,
+        kv_heads=2,
+        head_dim=4,
+        vocab_size=vocab,
+        draft_vocab_size=draft_vocab or vocab,
+        layers=(-1,) if kind == "eagle" else (1, 2, 3),
+        target_width=width,
+        max_length=1 << 20,
+        **more,
+    )
+
+
+def eagle_weights(config: EagleConfig, seed: int = 0, borrows: bool = False) -> dict[str, Tensor]:
+    """Random weights, large enough that everything matters; norms near one."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(shape: tuple[int, ...]) -> Tensor:
+        scale = 0.1 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5
+        return torch.randn(shape, generator=generator) * scale + (1.0 if len(shape) == 1 else 0.0)
+
+    weights = {name: random(shape) for name, shape in expected_shapes(config).items()}
+    if not borrows:
+        weights["embed_tokens.weight"] = torch.randn(config.vocab_size, config.width, generator=generator)
+        weights["lm_head.weight"] = 1.5 * torch.randn(
+            config.draft_vocab_size, config.width, generator=generator
+        )
+    if config.draft_vocab_size < config.vocab_size:
+        counts = torch.rand(config.vocab_size, generator=generator) * 1000
+        weights |= DraftVocabulary.most_frequent(counts, config.draft_vocab_size).tensors()
+    return weights
+
+
+def heads_config(family: Family, vocab: int, width: int = 8, blocks: int = 2) -> HeadsConfig:
+    rates = ((0.5, 0.3, 0.1), (0.4, 0.2, 0.1), (0.3, 0.2, 0.1), (0.2, 0.1, 0.1))
+    return HeadsConfig(family, count=4, blocks=blocks, width=width, vocab_size=vocab, rates=rates)
+
+
+def heads_weights(config: HeadsConfig, seed: int = 0, own: bool = False) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, Tensor] = {}
+    for i in range(config.count):
+        for j in range(config.blocks):
+            into = config.width * (2 + i) if config.family == "hydra" and j == 0 else config.width
+            weights[f"{i}.{j}.linear.weight"] = (
+                torch.randn(config.width, into, generator=generator) * into**-0.5
+            )
+            weights[f"{i}.{j}.linear.bias"] = torch.randn(config.width, generator=generator) * 0.1
+        if own:
+            weights[f"{i}.{config.blocks}.weight"] = torch.randn(
+                config.vocab_size, config.width, generator=generator
+            )
+    if not own:
+        weights["lm_head.weight"] = torch.randn(config.vocab_size, config.width, generator=generator)
+    if config.family == "hydra":
+        weights["embed_tokens.weight"] = torch.randn(config.vocab_size, config.width, generator=generator)
+    return weights
+
+
+def save_head(drafter: str, folder: Path, vocab: int) -> Path:
+    """Random weights for a drafter, on disk."""
+    seed = zlib.crc32(drafter.encode())
+    if drafter in ("medusa", "hydra"):
+        heads = heads_config("medusa" if drafter == "medusa" else "hydra", vocab)
+        write_heads(folder, heads, heads_weights(heads, seed, own=drafter == "medusa"))
+    else:
+        kind: Kind = "eagle3" if drafter == "eagle3" else "eagle"
+        config = eagle_config(kind, vocab, draft_vocab=vocab - 2 if kind == "eagle3" else None)
+        write_head(folder, config, eagle_weights(config, seed))
+    return folder

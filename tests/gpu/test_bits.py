@@ -1,0 +1,100 @@
+"""Bits of a node are the same in a tree, in a chain, alone, and in a batch: bf16 text cannot depend on drafting."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.models.cuda.target import CudaDecoder
+from forerun.testing import FakeSeq, path_to, random_tree
+from forerun.types import Needs, TreeBatch, Verdict
+from tests.gpu.tiny import VOCAB, make_target, need_cuda
+
+pytestmark = pytest.mark.gpu
+
+
+def _text(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def _score(target: CudaDecoder, seqs: list[FakeSeq], trees: TreeBatch) -> Tensor:
+    logits = target.score(seqs, trees, Needs()).logits
+    assert logits is not None
+    return logits
+
+
+@pytest.mark.parametrize("name", ["smollm2", "wide-heads", "mistral", "qwen3", "large"])
+def test_a_node_has_the_same_bits_in_any_company(name: str) -> None:
+    need_cuda()
+    rng = random.Random(7)
+    target, alone = [make_target(name, "cuda", torch.bfloat16, "triton") for _ in range(2)]
+    seqs = [
+        FakeSeq(i, _text(rng, length), max_length=2000) for i, length in enumerate([2, 129, 700, 1500, 60])
+    ]
+    target.prefill(seqs, Needs())
+    grown = [random_tree(rng, seq.tokens[-1], VOCAB, 24) for seq in seqs]
+    trees = TreeBatch.trees(grown)
+    logits = _score(target, seqs, trees)
+    for b, (seq, (tokens, parents)) in enumerate(zip(seqs, grown, strict=True)):
+        single = _score(target, [seq], TreeBatch.trees([(tokens, parents)]))
+        batched = logits[trees.starts[b] : trees.starts[b + 1]]
+        assert torch.equal(single, batched), "a tree differs from itself in a batch"
+        for node in rng.sample(range(len(tokens)), min(6, len(tokens))):
+            path = [tokens[i] for i in path_to(parents, node)]
+            chain = _score(target, [seq], TreeBatch.chains([[tokens[0], *path]]))
+            assert torch.equal(chain[-1], single[node]), f"node {node} differs in a chain"
+            plain = FakeSeq(100 + node, [*seq.tokens, *path], max_length=2000)
+            alone.prefill([plain], Needs())
+            root = _score(alone, [plain], TreeBatch.chains([plain.tokens[-1:]]))
+            alone.release(plain)
+            assert torch.equal(root[0], single[node]), f"node {node} differs alone"
+
+
+@pytest.mark.parametrize("name", ["smollm2", "large"])
+def test_a_row_has_the_same_bits_at_every_width(name: str) -> None:
+    need_cuda()
+    rng = random.Random(3)
+    target = make_target(name, "cuda", torch.bfloat16, "triton")
+    seq = FakeSeq(1, _text(rng, 300), max_length=900)
+    target.prefill([seq], Needs())
+    chain = [seq.tokens[-1], *_text(rng, 256)]
+    wanted = _score(target, [seq], TreeBatch.chains([chain]))
+    for count in [1, 2, 8, 16, 17, 32, 33, 64, 65, 128, 129]:
+        got = _score(target, [seq], TreeBatch.chains([chain[:count]]))
+        assert torch.equal(got, wanted[:count]), (
+            f"{int((got != wanted[:count]).sum())} differ at {count} rows"
+        )
+
+
+def test_plain_decoding_goes_the_way_of_one_large_chain() -> None:
+    need_cuda()
+    rng = random.Random(5)
+    target = make_target("large", "cuda", torch.bfloat16, "triton")
+    seq = FakeSeq(1, _text(rng, 120), max_length=400)
+    target.prefill([seq], Needs())
+    wanted = _score(target, [seq], TreeBatch.chains([[seq.tokens[-1], *(text := _text(rng, 20))]]))
+    for i, token in enumerate(text):
+        root = TreeBatch.chains([seq.tokens[-1:]])
+        assert torch.equal(_score(target, [seq], root)[0], wanted[i]), f"token {i} differs"
+        target.commit([seq], root, _nothing(root, token))
+        seq.tokens.append(token)
+
+
+def _nothing(trees: TreeBatch, bonus: int) -> Verdict:
+    return Verdict.of([[]], [bonus], trees.tokens.device)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "mistral", "qwen3", "large"])
+def test_kernels_agree_with_plain_torch_on_random_trees(name: str) -> None:
+    need_cuda()
+    rng = random.Random(11)
+    fused, plain = [make_target(name, "cuda", torch.bfloat16, kind) for kind in ("triton", "torch")]
+    seqs = [FakeSeq(i, _text(rng, length), max_length=1800) for i, length in enumerate([1, 140, 1100])]
+    trees = TreeBatch.trees([random_tree(rng, seq.tokens[-1], VOCAB, 40) for seq in seqs])
+    found = []
+    for target in (fused, plain):
+        target.prefill(seqs, Needs())
+        found.append(_score(target, seqs, trees))
+    off, spread = float((found[0] - found[1]).abs().max()), float(found[1].std())
+    assert off < 0.1 * spread, f"off by {off:.3g} at a spread of {spread:.3g}"

@@ -1,0 +1,57 @@
+"""What the host tells the device: every node's positions, in order, through the groups that attention works on."""
+
+import random
+
+import pytest
+
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Span, plan_pass, split_of, split_start
+from forerun.testing import path_to, random_tree
+
+
+def test_splits_cover_positions_in_order() -> None:
+    starts = [split_start(s) for s in range(60)]
+    assert starts == sorted(set(starts))
+    for position in [0, 127, 128, 1023, 1024, 1279, 1280, 4095, 4096, 5119, 5120, 32_767]:
+        split = split_of(position)
+        assert split_start(split) <= position < split_start(split + 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("group_nodes", [1, 16, 64])
+def test_every_node_sees_its_text_and_its_ancestors(seed: int, group_nodes: int) -> None:
+    rng = random.Random(seed)
+    spans, wanted = [], []
+    for b in range(3):
+        length, base = rng.choice([0, 5, 127, 128, 1020, 4090]), 10_000 * b
+        tokens, parents = random_tree(rng, 1, 50, rng.randint(0, 30))
+        spans.append(Span(tokens, parents if b else None, base, length))
+        for node in range(len(tokens)):
+            path = [0, *path_to(parents, node)] if b else list(range(node + 1))
+            wanted.append([*range(base, base + length), *(base + length + i for i in path)])
+    plan = plan_pass(spans, group_nodes)
+    assert _slots(plan.ints, plan.size.rows, plan.size.groups)[: plan.rows] == wanted
+    positions = plan.ints[plan.size.rows : plan.size.rows + plan.rows].tolist()
+    assert positions == [len(slots) - 1 for slots in wanted]
+    written = plan.ints[2 * plan.size.rows : 3 * plan.size.rows].tolist()
+    assert written[: plan.rows] == [
+        s.base + s.length + i for s, span in zip(spans, spans, strict=True) for i in range(len(span.tokens))
+    ]
+    assert all(slot == -1 for slot in written[plan.rows :])
+    assert plan.size.splits > split_of(max(positions))
+
+
+def _slots(ints: object, rows: int, groups: int) -> list[list[int]]:
+    """[rows] the slots each row sees, by position, walked as the kernel walks them."""
+    everything = [*range(MAX_ROWS), *ints.tolist()]  # type: ignore[attr-defined]
+    positions = everything[MAX_ROWS + rows : MAX_ROWS + 2 * rows]
+    first = MAX_ROWS + 3 * rows
+    seen: list[dict[int, int]] = [{} for _ in range(rows)]
+    for g in range(groups):
+        group = everything[first + FIELDS * g : first + FIELDS * (g + 1)]
+        low, high, row, count, base, length, ancestors, _ = group
+        for r in range(row, row + count if high > low else row):
+            for p in range(split_start(low), min(split_start(high), positions[r] + 1)):
+                assert p not in seen[r], "a position was seen twice"
+                seen[r][p] = base + (p if p < length else length + everything[ancestors + p - length])
+    assert all(sorted(row) == list(range(len(row))) for row in seen)
+    return [[row[p] for p in range(len(row))] for row in seen]

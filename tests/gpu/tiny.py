@@ -1,0 +1,86 @@
+"""Small random checkpoints in shapes that the GPU decoder takes, and targets made of them."""
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from forerun.models.config import DecoderConfig
+from forerun.models.cuda.target import CudaDecoder
+
+VOCAB = 200
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "smollm2": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "hidden_size": 96,
+        "num_attention_heads": 6,
+    },
+    "wide-heads": {"model_type": "llama", "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "mistral": {"model_type": "mistral", "sliding_window": 7},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
+    "large": {  # what takes the large tiles: products split along their depth
+        "model_type": "llama",
+        "hidden_size": 1536,
+        "intermediate_size": 3072,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_hidden_layers": 2,
+    },
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu])]
+
+
+def need_cuda(device: str = "cuda") -> None:
+    """Skip where there is no GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
+def make_reference(name: str) -> Any:
+    """transformers' model of a shape, fp32, with norms and biases that are not trivial."""
+    settings = {**_BASE, **SHAPES[name]}
+    torch.manual_seed(sorted(SHAPES).index(name))
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            weight.normal_(0.0, 0.6 / weight.shape[-1] ** 0.5 if weight.dim() > 1 else 0.2)
+            if "norm" in key:
+                weight.add_(1.0)
+    return model
+
+
+def weights_of(model: Any) -> tuple[DecoderConfig, dict[str, Tensor]]:
+    values = {**model.config.to_dict(), "model_type": model.config.model_type}
+    return DecoderConfig.from_hf(values), dict(model.state_dict())
+
+
+def make_target(
+    name: str,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    kernels: Literal["auto", "triton", "torch"] = "auto",
+    kv_slots: int = 20_000,
+) -> CudaDecoder:
+    config, weights = weights_of(make_reference(name))
+    return CudaDecoder(config, weights, dtype=dtype, device=device, kv_slots=kv_slots, kernels=kernels)

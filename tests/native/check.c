@@ -1,0 +1,164 @@
+/* The native kernels by themselves: every variant of this machine against the plain one, on exact-sized buffers.
+ *
+ * Built with the library's own files, also with sanitizers and for other architectures. Prints the variants seen and
+ * exits with 0 where every variant gives the same bits and a node's logits do not depend on what stands beside it.
+ */
+#include "forerun.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static uint32_t state = 1;
+static uint32_t next(void) { return state = state * 1664525u + 1013904223u; }
+static float number(void) { return (float)(next() >> 8) / (1 << 23) - 1.0f; }
+
+static float *floats(int64_t count) {
+    float *p = malloc((size_t)count * sizeof(float));
+    for (int64_t i = 0; i < count; i++) p[i] = number();
+    return p;
+}
+
+typedef struct {
+    int type, weights, bytes, halves[2];
+} layout;
+
+static const layout layouts[] = {{2, 32, 18, {0, -1}},   {3, 32, 20, {0, 2}},    {6, 32, 22, {0, -1}}, {7, 32, 24, {0, 2}},
+                                 {8, 32, 34, {0, -1}},   {12, 256, 144, {0, 2}}, {13, 256, 176, {0, 2}},
+                                 {14, 256, 210, {208, -1}}};
+enum { LAYOUTS = sizeof layouts / sizeof *layouts };
+static const char *const variants[] = {"avx512-vnni", "avx2", "neon-dotprod"};
+
+/* Random blocks of a type, with scales that are small and finite. */
+static fr_weight packed_weight(const layout *l, int outputs, int inputs) {
+    int64_t row = inputs / l->weights * l->bytes;
+    uint8_t *raw = malloc((size_t)(outputs * row));
+    for (int64_t i = 0; i < outputs * row; i++) raw[i] = (uint8_t)(next() >> 24);
+    for (int64_t b = 0; b < outputs * row / l->bytes; b++)
+        for (int j = 0; j < 2; j++)
+            if (l->halves[j] >= 0) {
+                uint16_t half = (uint16_t)(0x1000 + (next() >> 16) % 0x1800);
+                memcpy(raw + b * l->bytes + l->halves[j], &half, 2);
+            }
+    fr_weight w = {fr_packed_kind(l->type), outputs, inputs, NULL, NULL};
+    void *data = malloc((size_t)fr_packed_bytes(w.kind, outputs, inputs));
+    fr_pack(l->type, raw, row, outputs, inputs, data);
+    free(raw);
+    w.data = data;
+    return w;
+}
+
+static fr_weight float_weight(int kind, int outputs, int inputs) {
+    float *f = floats((int64_t)outputs * inputs);
+    if (kind == FR_BF16) {
+        uint16_t *h = malloc((size_t)outputs * (size_t)inputs * 2);
+        for (int64_t i = 0; i < (int64_t)outputs * inputs; i++) memcpy(h + i, (char *)(f + i) + 2, 2);
+        free(f);
+        return (fr_weight){kind, outputs, inputs, h, NULL};
+    }
+    return (fr_weight){kind, outputs, inputs, f, NULL};
+}
+
+static int differ(const char *what, const float *a, const float *b, int64_t count) {
+    if (!memcmp(a, b, (size_t)count * sizeof(float))) return 0;
+    printf("%s differs\n", what);
+    return 1;
+}
+
+/* All variants and every way to cut the rows give the bits of the plain kernel. */
+static int check_linear(fr_weight w, int rows) {
+    fr_weights all = {1, {w}};
+    float *bias = floats(w.outputs), *x = floats((int64_t)rows * w.inputs);
+    float *y = floats((int64_t)rows * w.outputs), *z = floats((int64_t)rows * w.outputs);
+    all.part[0].bias = rows % 2 ? bias : NULL;
+    fr_choose("generic");
+    int bad = fr_linear_rows(&all, x, y, rows);
+    for (size_t i = 0; i < sizeof variants / sizeof *variants; i++) {
+        if (fr_choose(variants[i])) continue;
+        bad |= fr_linear_rows(&all, x, z, rows) | differ(variants[i], y, z, (int64_t)rows * w.outputs);
+        for (int r = 0; r < rows; r++) fr_linear_rows(&all, x + r * w.inputs, z + r * w.outputs, 1);
+        bad |= differ("a row alone", y, z, (int64_t)rows * w.outputs);
+    }
+    free(bias), free(x), free(y), free(z), free((void *)w.data);
+    return bad;
+}
+
+enum { LAYERS = 2, WIDTH = 64, HEADS = 6, DIM = 20, INNER = 96, VOCAB = 37, SLOTS = 24, NODES = 7 };
+
+static int KV; /* key heads */
+
+static fr_weights one(fr_weight w) { return (fr_weights){1, {w}}; }
+
+/* A pass over `count` of the nodes listed; parents are given as places in a tree behind CONTEXT slots. */
+enum { CONTEXT = 9 };
+static void run(const fr_decoder *m, float *kv, const float *rows, const int *parents, const int *nodes, int count,
+                float *logits) {
+    float *x = malloc(sizeof(float) * WIDTH * (size_t)count), *turns = malloc(sizeof(float) * 8 * (size_t)count);
+    int32_t first[NODES], context[NODES], tail[NODES], tails[NODES * NODES], write[NODES], position[NODES];
+    for (int i = 0; i < count; i++) {
+        int node = nodes[i], depth = 0, path[NODES];
+        for (int at = node; at >= 0; at = parents[at]) path[depth++] = at;
+        for (int j = 0; j < depth; j++) tails[i * NODES + j] = CONTEXT + path[depth - 1 - j];
+        first[i] = 0, context[i] = CONTEXT, tail[i] = depth, write[i] = CONTEXT + node, position[i] = i;
+        memcpy(x + i * WIDTH, rows + node * WIDTH, sizeof(float) * WIDTH);
+        for (int j = 0; j < 8; j++) turns[i * 8 + j] = 1.0f / (float)(1 + j + depth);
+    }
+    fr_pass pass = {.nodes = count, .x = x, .cosines = turns, .sines = turns, .position = position, .write = write,
+                    .reach = {first, context, tail, tails, NODES, CONTEXT + NODES}, .keys = kv,
+                    .values = kv + KV * SLOTS * DIM, .layer_stride = 2 * KV * SLOTS * DIM,
+                    .head_stride = SLOTS * DIM, .logits = logits};
+    if (fr_decode(m, &pass)) exit(2);
+    free(x), free(turns);
+}
+
+static int check_decoder(int key_heads, int64_t window) {
+    static const int parents[NODES] = {-1, 0, 0, 1, 1, 3, 2}, all[NODES] = {0, 1, 2, 3, 4, 5, 6};
+    fr_layer layers[LAYERS];
+    KV = key_heads;
+    for (int i = 0; i < LAYERS; i++)
+        layers[i] = (fr_layer){
+            .attention_norm = floats(WIDTH), .mlp_norm = floats(WIDTH), .q_norm = floats(DIM), .k_norm = floats(DIM),
+            .qkv = {3, {packed_weight(&layouts[0], HEADS * DIM, WIDTH), packed_weight(&layouts[4], KV * DIM, WIDTH),
+                        float_weight(FR_F32, KV * DIM, WIDTH)}},
+            .output = one(float_weight(FR_BF16, WIDTH, HEADS * DIM)),
+            .gate_up = {2, {packed_weight(&layouts[1], INNER, WIDTH), packed_weight(&layouts[3], INNER, WIDTH)}},
+            .down = one(packed_weight(&layouts[2], WIDTH, INNER)), .window = window, .rotate = 1 - i};
+    fr_decoder m = {LAYERS, WIDTH, HEADS, KV, DIM, 16, INNER, VOCAB, 1e-5f, 0.2f, layers, floats(WIDTH),
+                    one(packed_weight(&layouts[4], VOCAB, WIDTH))};
+    float *kv = floats(LAYERS * 2 * KV * SLOTS * DIM), *rows = floats(NODES * WIDTH);
+    float *tree = floats(NODES * VOCAB), *alone = floats(NODES * VOCAB);
+    run(&m, kv, rows, parents, all, NODES, tree);
+    for (int i = 0; i < NODES; i++) run(&m, kv, rows, parents, all + i, 1, alone + i * VOCAB);
+    int bad = differ("a node alone", tree, alone, NODES * VOCAB);
+    for (int i = 0; i < LAYERS; i++) {
+        const fr_layer *l = &layers[i];
+        const float *const norms[] = {l->attention_norm, l->mlp_norm, l->q_norm, l->k_norm};
+        const fr_weights *const all_weights[] = {&l->qkv, &l->output, &l->gate_up, &l->down};
+        for (int j = 0; j < 4; j++) {
+            free((void *)norms[j]);
+            for (int k = 0; k < all_weights[j]->count; k++) free((void *)all_weights[j]->part[k].data);
+        }
+    }
+    free((void *)m.final_norm), free((void *)m.head.part[0].data), free(kv), free(rows), free(tree), free(alone);
+    return bad;
+}
+
+int main(void) {
+    int bad = 0;
+    fr_set_threads(3);
+    for (int i = 0; i < LAYOUTS; i++)
+        for (int n = 0; n < 12; n++)
+            bad |= check_linear(packed_weight(&layouts[i], 1 + (int)(next() >> 16) % 41,
+                                              layouts[i].weights * (1 + (int)(next() >> 16) % 3)), 1 + n);
+    for (int n = 0; n < 12; n++)
+        bad |= check_linear(float_weight(n % 2, 1 + (int)(next() >> 16) % 21, 1 + (int)(next() >> 16) % 70), 1 + n);
+    for (size_t i = 0; i < sizeof variants / sizeof *variants; i++)
+        if (!fr_choose(variants[i])) {
+            for (int heads = 2; heads <= HEADS; heads += HEADS - 2) /* several queries to a key head, and one */
+                for (int window = 0; window < 6; window++) bad |= check_decoder(heads, window);
+            printf("%s\n", variants[i]);
+        }
+    fr_set_threads(1);
+    puts(bad ? "bad" : "ok");
+    return bad;
+}

@@ -1,0 +1,180 @@
+"""The native decoder: torch's logits in float32, and in every mode the same bits in a tree, a chain or alone."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.errors import DamagedFile, InvalidInput
+from forerun.models import decoder as decoder_module
+from forerun.models.config import DecoderConfig
+from forerun.models.kernels import native_library
+from forerun.models.load.checkpoint import open_checkpoint
+from forerun.models.native import Mode, NativeDecoder, choose_mode
+from forerun.testing import FakeSeq, path_to, random_tree, tree_of
+from forerun.types import Needs, TreeBatch
+from tests.models.tiny_checkpoints import FAMILIES, VOCAB, make_decoder, make_reference, save, score_chain
+from tests.models.tiny_gguf import write_tiny
+from tests.native.blocks import needs_native
+
+pytestmark = needs_native
+
+LENGTH = 22
+FAMILIES_HERE = [
+    "llama2", "llama3.1", "llama-biases", "smollm2", "mistral", "qwen2", "qwen2-window", "qwen3", "smollm3",
+    "smollm3-window", "phi3", "phi3-longrope",
+]  # fmt: skip
+Checkpoint = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+def _text(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def _native(checkpoint: Checkpoint, mode: Mode = "float32", kv_slots: int | None = None) -> NativeDecoder:
+    config, weights = checkpoint
+    return NativeDecoder(DecoderConfig.from_hf(config), weights, mode=mode, kv_slots=kv_slots)
+
+
+@pytest.fixture(scope="module", params=FAMILIES_HERE)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return save(make_reference(request.param), tmp_path_factory.mktemp("checkpoint"))
+
+
+def test_every_other_family_is_left_to_torch() -> None:
+    for name, settings in FAMILIES.items():
+        kinds = ("gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe")
+        config = DecoderConfig.from_hf(make_reference(name).config.to_dict()) if settings else None
+        assert config is not None
+        assert NativeDecoder.supports(config) == (settings["model_type"] not in kinds)
+
+
+@pytest.mark.parametrize("cached", [0, 13])
+def test_chains_equal_torch(checkpoint: Checkpoint, cached: int) -> None:
+    text = _text(1, LENGTH)
+    got = score_chain(_native(checkpoint), text, cached, LENGTH)
+    wanted = score_chain(make_decoder(*checkpoint), text, cached, LENGTH)
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+
+
+def test_trees_and_hidden_rows_equal_torch(checkpoint: Checkpoint) -> None:
+    rng, needs = random.Random(2), Needs((-1, 0, 2, 3))
+    seqs = [FakeSeq(b, _text(b, n), max_length=LENGTH) for b, n in enumerate((11, 1, 17))]
+    trees = TreeBatch.trees([random_tree(rng, seq.tokens[-1], VOCAB, 6) for seq in seqs])
+    ours, theirs = _native(checkpoint), make_decoder(*checkpoint)
+    ours.prefill(seqs, needs)
+    theirs.prefill(seqs, needs)
+    got, wanted = ours.score(seqs, trees, needs), theirs.score(seqs, trees, needs)
+    torch.testing.assert_close(got.logits, wanted.logits, atol=1e-4, rtol=0)
+    for layer in needs.hidden_layers:
+        torch.testing.assert_close(got.hidden[layer], wanted.hidden[layer], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "q8"])
+def test_bits_do_not_depend_on_neighbours(checkpoint: Checkpoint, mode: Mode) -> None:
+    """A node's logits: in a tree of a batch, in a chain of its own path, and as a root after prefill."""
+    target, rng = _native(checkpoint, mode), random.Random(3)
+    seqs = [FakeSeq(b, _text(b, n), max_length=LENGTH + 8) for b, n in enumerate((12, 5))]
+    target.prefill(seqs, Needs())
+    trees = TreeBatch.trees([random_tree(rng, seq.tokens[-1], VOCAB, 7) for seq in seqs])
+    together = _logits(target, seqs, trees)
+    for b, seq in enumerate(seqs):
+        tokens, parents = tree_of(trees, b)
+        for i in range(len(tokens)):
+            node = together[trees.starts[b] + i]
+            path = [tokens[j] for j in path_to(parents, i)]  # without the root
+            chain = _logits(target, [seq], TreeBatch.chains([[seq.tokens[-1], *path]]))
+            assert torch.equal(chain[-1], node)
+            alone = FakeSeq(99, seq.tokens + path, max_length=LENGTH + 8)
+            target.prefill([alone], Needs())
+            assert torch.equal(_logits(target, [alone], TreeBatch.chains([alone.tokens[-1:]]))[0], node)
+            target.release(alone)
+
+
+def _logits(target: NativeDecoder, seqs: Sequence[FakeSeq], trees: TreeBatch) -> Tensor:
+    logits = target.score(seqs, trees, Needs()).logits
+    assert logits is not None
+    return logits
+
+
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "q8"])
+def test_it_lends_its_tables(mode: Mode, tmp_path: Path) -> None:
+    for name, head in (("smollm2", "model.embed_tokens.weight"), ("qwen3", "lm_head.weight")):
+        checkpoint = save(make_reference(name), tmp_path / name)
+        target, ids = _native(checkpoint, mode), torch.tensor([5, 0, 60])
+        for rows, weight in ((target.embed(ids), "model.embed_tokens.weight"), (target.head_rows(ids), head)):
+            assert rows.dtype == torch.float32
+            torch.testing.assert_close(rows, checkpoint[1][weight][ids], atol=0, rtol=0.01)
+        assert 0 < target.weight_bytes <= 4 * sum(weight.numel() for weight in checkpoint[1].values())
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_prompts_in_pieces_have_the_same_bits(
+    chunk: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkpoint = save(make_reference("mistral"), tmp_path)
+    seq = FakeSeq(0, _text(4, 30), max_length=40)
+    results = []
+    for size in (512, chunk):
+        monkeypatch.setattr(decoder_module, "CHUNK", size)
+        target = _native(checkpoint, "q8")
+        _, scores = target.prefill([seq], Needs((-1,)))
+        results.append((_logits(target, [seq], TreeBatch.chains([seq.tokens[-1:]])), scores.hidden[-1]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "smollm3"])
+def test_gguf_files_keep_their_own_types(family: str, tmp_path: Path) -> None:
+    """Against torch with the dequantised weights: only the rows' rounding to int8 differs, where it is used."""
+    opened = open_checkpoint(str(write_tiny(tmp_path / "tiny.gguf", family)))
+    config = DecoderConfig.from_hf(opened.config)
+    text = [random.Random(5).randrange(24) for _ in range(12)]
+    results = []
+    for mode in ("gguf", "float32"):
+        target = NativeDecoder(config, opened.weights, mode=mode, kv_slots=None)  # type: ignore[arg-type]
+        results.append(score_chain(target, text, 4, 20))
+    wanted = score_chain(make_decoder(opened.config, dict(opened.weights)), text, 4, 20)
+    assert float((results[0] - wanted).norm() / wanted.norm()) < 0.05
+    assert float((results[1] - wanted).norm() / wanted.norm()) < 1e-4
+
+
+def test_modes_follow_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = open_checkpoint(str(write_tiny(tmp_path / "tiny.gguf")))
+    config = DecoderConfig.from_hf(opened.config)
+    assert choose_mode(config, opened.weights, "auto") == "gguf"
+    assert choose_mode(config, opened.weights, "q8") == "q8"
+    assert choose_mode(config, opened.weights, "float16") is None
+    floats = dict(opened.weights)
+    assert choose_mode(config, floats, "auto") == "float32"
+    with pytest.raises(InvalidInput, match=r"needs a \.gguf file"):
+        choose_mode(config, floats, "gguf")
+    monkeypatch.setattr(native_library, "available", lambda: False)
+    monkeypatch.setattr(native_library, "why_not", lambda: "it was not built")
+    assert choose_mode(config, opened.weights, "auto") is None
+    with pytest.raises(InvalidInput, match="it was not built"):
+        choose_mode(config, opened.weights, "gguf")
+
+
+def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
+    config, weights = save(make_reference("llama2"), tmp_path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    with pytest.raises(DamagedFile, match=name):
+        _native((config, {key: weight for key, weight in weights.items() if key != name}))
+    with pytest.raises(DamagedFile, match=name):
+        _native((config, {**weights, name: weights[name][:-1]}))
+
+
+def test_limits_are_said(tmp_path: Path) -> None:
+    target = _native(save(make_reference("llama2"), tmp_path), kv_slots=600)
+    seqs = [FakeSeq(b, [1, 2, 3], max_length=30) for b in range(3)]
+    target.prefill(seqs[:1], Needs())
+    with pytest.raises(InvalidInput, match="kv_slots"):
+        target.prefill(seqs[1:], Needs())
+    with pytest.raises(InvalidInput, match="286 nodes"):
+        target.score(seqs[:1], TreeBatch.chains([[3] * 286]), Needs())

@@ -1,0 +1,136 @@
+"""The library as a whole: how it is found, its threads, and its C code under sanitizers and on other machines."""
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.models.kernels import native_library
+from forerun.models.kernels.linear_op import apply
+from forerun.models.kernels.packing import PackedWeight, pack_blocks
+from tests.native.blocks import needs_native, random_blocks
+
+NATIVE = Path(native_library.__file__).parent / "native"
+CHECK = Path(__file__).with_name("check.c")
+FLAGS = ["-std=gnu11", "-ffp-contract=off", "-pthread", f"-I{NATIVE}"]
+
+
+def _ask(setting: str) -> str:
+    """What another process says of the library under a setting of FORERUN_NATIVE."""
+    code = (
+        "from forerun.models.kernels import native_library as n; print(n.available(), n.isa(), n.why_not())"
+    )
+    environment = {**os.environ, "FORERUN_NATIVE": setting}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_it_can_be_turned_off_and_says_why_it_is_missing(tmp_path: Path) -> None:
+    assert _ask("0").startswith("False  FORERUN_NATIVE=0")
+    assert "was not built" in _ask(str(tmp_path / "absent.so"))
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"\x7fELF, but no more")
+    assert "does not load" in _ask(str(broken))
+
+
+@needs_native
+def test_it_says_what_runs_here() -> None:
+    assert native_library.why_not() is None
+    assert native_library.isa() in ("neon-dotprod", "avx2", "avx512-vnni", "generic")
+    assert native_library.library().fr_choose(b"no such thing") == 1
+
+
+def _work() -> tuple[PackedWeight, torch.Tensor]:
+    return pack_blocks(random_blocks("Q4_1", 300, 256)), torch.randn(6, 256)
+
+
+@needs_native
+def test_threads_do_not_change_results() -> None:
+    packed, x = _work()
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 5, 3):
+            torch.set_num_threads(threads)
+            results.append(apply(packed, x))
+            assert native_library.library().fr_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@needs_native
+def test_two_callers_at_once() -> None:
+    packed, x = _work()
+    wanted = apply(packed, x)
+    with ThreadPoolExecutor(4) as callers:
+        results = list(callers.map(lambda _: apply(packed, x), range(200)))
+    assert all(torch.equal(result, wanted) for result in results)
+
+
+def _in_child(answers: "Queue[bool]", packed: PackedWeight, x: torch.Tensor, wanted: torch.Tensor) -> None:
+    lonely = native_library.library().fr_threads() == 1
+    torch.set_num_threads(1)  # torch's own pool does not survive a fork
+    alone = torch.equal(apply(packed, x), wanted)
+    native_library.match_threads(2)
+    answers.put(lonely and alone and native_library.library().fr_threads() == 2)
+
+
+@needs_native
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_starts_its_own_threads() -> None:
+    packed, x = _work()
+    wanted = apply(packed, x)
+    native_library.match_threads(3)
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    child = context.Process(target=_in_child, args=(answers, packed, x, wanted))
+    child.start()
+    assert answers.get(timeout=60)
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def _build(compiler: str, flags: list[str], into: Path) -> bool:
+    sources = [str(CHECK), *sorted(str(file) for file in NATIVE.glob("*.c"))]
+    command = [compiler, *FLAGS, *flags, *sources, "-lm", "-o", str(into)]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_the_code_is_clean_under_sanitizers(tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    trial = tmp_path / "trial.c"
+    trial.write_text("int main(void) { return 0; }\n")
+    sanitize = ["-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    tried = subprocess.run([compiler, *sanitize, str(trial), "-o", str(tmp_path / "trial")], check=False)
+    if tried.returncode or subprocess.run([tmp_path / "trial"], check=False).returncode:
+        pytest.skip("the compiler has no sanitizers")
+    assert _build(compiler, sanitize, tmp_path / "check")
+    ran = subprocess.run([tmp_path / "check"], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.split()[-1] == "ok"
+
+
+@pytest.mark.slow
+def test_x86_kernels_give_the_same_bits(tmp_path: Path) -> None:
+    """AVX2 in an emulator; AVX-512 is compiled and, where the emulator has it, run."""
+    compiler, emulator = shutil.which("x86_64-linux-gnu-gcc"), shutil.which("qemu-x86_64")
+    if compiler is None or emulator is None:
+        pytest.skip("needs x86_64-linux-gnu-gcc and qemu-x86_64")
+    assert _build(compiler, ["-O2"], tmp_path / "check")
+    command = [emulator, "-L", "/usr/x86_64-linux-gnu", "-cpu", "max", tmp_path / "check"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "avx2" in ran.stdout
+    assert ran.stdout.split()[-1] == "ok"

@@ -1,0 +1,135 @@
+"""Packed linear layers: right numbers for every type and shape, the same bits however rows are put together."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from forerun.models.kernels import native_library
+from forerun.models.kernels.linear_op import apply, linear
+from forerun.models.kernels.packing import PackedWeight, is_packable, pack_blocks, pack_floats, unpack_rows
+from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
+from tests.native.blocks import HALVES, KINDS, as_int8, needs_native, random_blocks
+
+pytestmark = needs_native
+
+
+@pytest.fixture
+def chosen() -> Iterator[None]:
+    """Puts the machine's own kernels back."""
+    best = native_library.isa().encode()
+    yield
+    assert native_library.library().fr_choose(best) == 0
+
+
+def _rows(rows: int, inputs: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", sorted(HALVES))
+def test_products_are_right(name: str) -> None:
+    blocks = random_blocks(name, 70, 512)
+    x, bias = _rows(9, 512), torch.randn(70)
+    got = apply(pack_blocks(blocks, bias), x).double()
+    weight = dequantize(blocks).double()
+    exact = as_int8(x) @ weight.T + bias
+    torch.testing.assert_close(got, exact, atol=2e-5, rtol=2e-5)
+    plain = x.double() @ weight.T + bias
+    assert float((got - plain).norm() / plain.norm()) < 0.015  # what rounding rows to int8 costs
+
+
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "q8"])
+def test_float_weights(mode: str) -> None:
+    weight, x, bias = torch.randn(37, 96), _rows(5, 96), torch.randn(37)
+    packed = pack_floats(weight, mode, bias)  # type: ignore[arg-type]
+    wanted = x @ weight.T + bias
+    tolerance = {"float32": 1e-6, "bfloat16": 0.005, "q8": 0.015}[mode]
+    assert float((apply(packed, x) - wanted).norm() / wanted.norm()) < tolerance
+
+
+def test_odd_widths_stay_exact() -> None:
+    weight, x = torch.randn(7, 45), _rows(3, 45)
+    torch.testing.assert_close(apply(pack_floats(weight, "q8"), x), x @ weight.T, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*sorted(HALVES), "F32", "BF16"])
+def test_fuzzed_shapes_rows_and_splits(name: str, chosen: None) -> None:
+    """Bit-equal: plain C and this machine's kernels, any number of rows, any way to cut them."""
+    rng = random.Random(name)
+    whole = LAYOUTS[KINDS[name]].weights if name in KINDS else 1
+    best = native_library.isa().encode()
+    for case in range(12):
+        inputs = whole * rng.randint(1, 3) if name in KINDS else rng.randint(1, 200)
+        outputs, rows = rng.randint(1, 45), case + 1 if case < 4 else rng.randint(1, 17)
+        bias = torch.randn(outputs) if case % 2 else None
+        packed = _weight(name, outputs, inputs, bias)
+        x = _rows(rows, inputs, case)
+        assert native_library.library().fr_choose(b"generic") == 0
+        wanted = apply(packed, x)
+        assert native_library.library().fr_choose(best) == 0
+        assert torch.equal(apply(packed, x), wanted)
+        cut = rng.randint(1, rows)
+        pieces = [apply(packed, x[:cut]), *(apply(packed, row[None]) for row in x[cut:])]
+        assert torch.equal(torch.cat(pieces), wanted)
+        order = torch.randperm(rows)
+        assert torch.equal(apply(packed, x[order]), wanted[order])
+
+
+def _weight(name: str, outputs: int, inputs: int, bias: torch.Tensor | None) -> PackedWeight:
+    if name in KINDS:
+        return pack_blocks(random_blocks(name, outputs, inputs, outputs), bias)
+    weight = torch.randn(outputs, inputs)
+    return pack_floats(weight, "float32" if name == "F32" else "bfloat16", bias)
+
+
+@pytest.mark.parametrize("name", sorted(HALVES))
+def test_rows_can_be_read_alone(name: str) -> None:
+    blocks, rows = random_blocks(name, 9, 512), torch.tensor([3, 8, 3, 0])
+    assert torch.equal(unpack_rows(blocks, rows), dequantize(blocks)[rows])
+    for row in (9, -1):
+        with pytest.raises(IndexError):
+            unpack_rows(blocks, torch.tensor([0, row]))
+
+
+def test_rows_of_zeros_and_of_large_numbers() -> None:
+    packed = pack_blocks(random_blocks("Q4_1", 12, 64))
+    x = torch.stack([torch.zeros(64), torch.full((64,), 1e30), torch.full((64,), -1e-30)])
+    got = apply(packed, x)
+    assert torch.equal(got[0], torch.zeros(12))
+    assert bool(got.isfinite().all())
+
+
+def test_rows_that_are_not_numbers_do_not_spread() -> None:
+    packed = pack_blocks(random_blocks("Q8_0", 12, 64))
+    x = _rows(4, 64)
+    wanted = apply(packed, x)
+    x[2, 5] = float("nan")
+    x[1, 40] = float("inf")
+    got = apply(packed, x)
+    assert torch.equal(got[[0, 3]], wanted[[0, 3]])
+    assert not bool(got[1].isfinite().any())
+
+
+def test_a_scale_too_large_for_its_offset_is_not_a_wrong_number() -> None:
+    blocks = random_blocks("Q4_0", 4, 32)
+    blocks.data.view(4, 18)[:, :2] = torch.tensor([60000.0]).half().view(torch.uint8)
+    assert not bool(apply(pack_blocks(blocks), torch.ones(1, 32)).isfinite().any())
+
+
+def test_types_without_a_packed_form_stay_exact() -> None:
+    half = torch.randn(6, 32).half()
+    packed = pack_blocks(Blocks(1, (6, 32), half.view(torch.uint8).flatten()))
+    assert torch.equal(packed.data, half.float())
+    assert is_packable(1)
+    assert not is_packable(20)  # IQ4_NL
+
+
+def test_it_is_a_torch_op() -> None:
+    packed = pack_blocks(random_blocks("Q8_0", 20, 64), torch.randn(20))
+    x = _rows(3, 64)
+    arguments = (x, packed.data, packed.kind, packed.outputs, packed.bias)
+    assert torch.equal(torch.ops.forerun.linear(*arguments), apply(packed, x))
+    torch.library.opcheck(linear, arguments, test_utils=("test_schema", "test_faketensor"))
+    strided = torch.randn(64, 3).T
+    assert torch.equal(apply(packed, strided), apply(packed, strided.contiguous()))

@@ -1,0 +1,133 @@
+"""The commands: flags become options, errors are one line, a head is held against its target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from forerun.build import load_target
+from forerun.cli.app import app
+from forerun.drafters.eagle.files import write_head
+from forerun.errors import InvalidInput, VocabularyMismatch
+from forerun.models.load.checkpoint import Checkpoint
+from forerun.params import EngineConfig
+from forerun.train.check import HeadReport, _compare, check_head, convert_head, kind_of_head
+from forerun.train.commands import main
+from tests.drafters.tiny_heads import eagle_config, eagle_weights, heads_config, heads_weights, save_head
+from tests.models.tiny_checkpoints import VOCAB
+
+
+def test_a_run_from_the_shell_without_typer_or_rich(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
+    flags = ["--target", str(tiny.path), "--data", str(texts), "--out", str(tmp_path), "--steps", "2"]
+    flags += [
+        "--batch-tokens",
+        "256",
+        "--max-length",
+        "48",
+        "--holdout",
+        "0.15",
+        "--levels",
+        "2",
+        "--no-warm-start",
+    ]
+    assert main(["eagle3", *flags, "--device", "cpu"]) == 0
+    record = json.loads((tmp_path / "provenance.json").read_text())
+    assert record["arguments"]["warm_start"] is False
+    assert main(["eagle3", *flags, "--device", "cpu", "--seed", "5"]) == 2  # the folder holds another run
+
+
+def test_a_run_from_the_command_line(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
+    words = ["train", "medusa", "--target", str(tiny.path), "--data", str(texts), "--out", str(tmp_path)]
+    words += [
+        "--steps",
+        "2",
+        "--batch-tokens",
+        "256",
+        "--max-length",
+        "48",
+        "--holdout",
+        "0.15",
+        "--device",
+        "cpu",
+    ]
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 0, ended.output
+    assert "tokens per round" in ended.output
+    assert kind_of_head(tmp_path) == "medusa"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "eagle9", "--target", "t", "--data", "d", "--out", "o"], "eagle9"),
+        (["data", "make", "--target", "t", "--out", "o", "--own-prompts", "0"], "own_prompts"),
+        (["drafters", "check", "nowhere"], "nowhere"),
+    ],
+)
+def test_errors_are_one_line(words: list[str], said: str) -> None:
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 2
+    assert said in ended.output
+    assert "Traceback" not in ended.output
+
+
+def test_a_head_for_another_target_is_named(tiny: Checkpoint, tmp_path: Path) -> None:
+    target = load_target(tiny, EngineConfig(device="cpu", dtype="float32"))
+    wide = eagle_config("eagle3", 5000, width=32)
+    write_head(tmp_path / "vocabulary", wide, eagle_weights(wide))
+    with pytest.raises(VocabularyMismatch, match="another target"):
+        _compare(tmp_path / "vocabulary", "eagle3", target)
+    from dataclasses import replace
+
+    deep = replace(eagle_config("eagle3", VOCAB, width=32), layers=(2, 20, 30), target="some/other")
+    write_head(tmp_path / "layers", deep, eagle_weights(deep))
+    with pytest.raises(InvalidInput, match=r"layer 20 .* another target \(some/other\)"):
+        _compare(tmp_path / "layers", "eagle3", target)
+    stranger = HeadReport("f", "eagle3", "", "some/other", 1.02, [0.02], fits=False)
+    assert "another target" in stranger.verdict
+    assert "some/other" in stranger.verdict
+
+
+def test_check_measures_acceptance(tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random head of the right shape is told that it accepts next to nothing."""
+
+    class Letters:
+        eos_ids = frozenset({0})
+        has_chat_template = False
+
+        def encode(self, text: str) -> list[int]:
+            return [1 + ord(letter) % (VOCAB - 1) for letter in text][:12]
+
+        def decode(self, ids: list[int]) -> str:
+            return "".join(chr(97 + i % 26) for i in ids)
+
+    monkeypatch.setattr(Checkpoint, "tokenizer", lambda self: Letters())
+    config = eagle_config("eagle3", VOCAB, width=32)
+    write_head(tmp_path, config, eagle_weights(config))
+    report = check_head(tmp_path, str(tiny.path), EngineConfig(device="cpu", dtype="float32"), tokens=12)
+    assert report.kind == "eagle3"
+    assert not report.fits or report.tokens_per_round >= 1.1
+    assert "EAGLE-3, 32 wide" in report.about
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "medusa", "hydra"])
+def test_a_head_is_recognised_and_converted(name: str, tmp_path: Path) -> None:
+    save_head(name, tmp_path / "a", VOCAB)
+    assert kind_of_head(tmp_path / "a") == name
+    layout: Any = "speculators" if name == "eagle3" else "eagle"
+    convert_head(tmp_path / "a", tmp_path / "b", layout, pickle=False)
+    assert kind_of_head(tmp_path / "b") == name
+
+
+def test_a_pickled_head_can_be_converted(tmp_path: Path) -> None:
+    config = heads_config("medusa", VOCAB)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config.to_json()))
+    torch.save(heads_weights(config), tmp_path / "a" / "medusa_lm_head.pt")
+    convert_head(tmp_path / "a", tmp_path / "b", "eagle", pickle=True)
+    assert (tmp_path / "b" / "medusa_lm_head.safetensors").is_file()

@@ -1,0 +1,35 @@
+"""Half precision as a GPU has it, on a CPU: a bfloat16 teacher, autocast, float32 parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.models.config import DecoderConfig
+from forerun.models.load.checkpoint import Checkpoint
+from forerun.train.corpus import Corpus
+from forerun.train.loop import Trainer
+from forerun.train.network import CausalNet
+from forerun.train.options import METHODS, Method
+from forerun.train.run import make_recipe
+from forerun.train.teacher import NetTeacher
+from tests.train.test_recipes import options_for
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_recipe_learns_under_autocast(
+    method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path
+) -> None:
+    more = {"vocab": 40} if method == "eagle3" else {}
+    extra = {"fc_norm": True, "norm_output": True} if method == "eagle3" else {}
+    options = options_for(method, tiny, texts, tmp_path, steps=12, warmup=0.1, **more, **extra)
+    net = CausalNet(DecoderConfig.from_hf(tiny.config), tiny.weights, dtype=torch.bfloat16)
+    corpus = Corpus(texts, max_length=48, holdout=0.15)
+    trainer = Trainer(options, make_recipe(options, tiny, NetTeacher(net), corpus), corpus, tmp_path)
+    trainer._precision = lambda: torch.autocast("cpu", dtype=torch.bfloat16)  # type: ignore[method-assign]
+    assert all(parameter.dtype == torch.float32 for parameter in trainer.named.values())
+    losses = [trainer.one_step().loss for _ in range(12)]
+    assert sum(losses[-3:]) < sum(losses[:3])
+    assert trainer.measure().tokens_per_round >= 1.0
