@@ -113,9 +113,16 @@ class SpeculativeConfig:
     controller: str = "adaptive"
     prompt_lookup_max: int = 16  # longest suffix that ngram looks up
     prompt_lookup_min: int = 1
+    draft_sample_method: Literal["greedy", "probabilistic"] = (
+        "greedy"  # heads: chosen trees, or sampled chains
+    )
 
     def __post_init__(self) -> None:
         _check_numbers(self, ("budget", "width", "prompt_lookup_max", "prompt_lookup_min"))
+        methods = ("greedy", "probabilistic")
+        _check(
+            self.draft_sample_method in methods, "draft_sample_method", self.draft_sample_method, str(methods)
+        )
         _check(0 <= self.budget <= 256, "budget", self.budget, "0 to 256 nodes")
         _check(1 <= self.width <= 64, "width", self.width, "1 to 64")
         lowest = self.prompt_lookup_min

@@ -13,6 +13,7 @@ from forerun.errors import InvalidInput
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.train.corpus import Batch, Corpus
 from forerun.train.loop import Trainer
+from forerun.train.options import Method
 from forerun.train.run import make_recipe
 from forerun.train.teacher import NetTeacher, TransformersTeacher, device_of, load_teacher
 from tests.models.tiny_checkpoints import VOCAB, make_reference, save
@@ -45,6 +46,22 @@ def test_other_families_are_taught_by_transformers(texts: Path, tmp_path: Path) 
     trainer = Trainer(options, make_recipe(options, checkpoint, teacher, corpus), corpus, tmp_path / "out")
     losses = [trainer.one_step().loss for _ in range(2)]
     assert all(loss > 0 for loss in losses)
+
+
+@pytest.mark.parametrize("method", ["draft-model", "medusa"])
+def test_the_teacher_does_not_move_while_others_learn(
+    method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path
+) -> None:
+    """A student starts from the same file: were memory shared, it would drag its teacher along."""
+    options = options_for(method, tiny, texts, tmp_path, joint=method == "medusa")
+    corpus, teacher = Corpus(texts, max_length=48, holdout=0.15), load_teacher(tiny, CPU)
+    trainer = Trainer(options, make_recipe(options, tiny, teacher, corpus), corpus, tmp_path)
+    before = [teacher.embedding.clone(), tiny.weights["model.norm.weight"].clone()]
+    for _ in range(4):  # past the warmup
+        trainer.one_step()
+    assert torch.equal(teacher.embedding, before[0])
+    assert torch.equal(tiny.weights["model.norm.weight"], before[1])
+    assert not torch.equal(next(iter(trainer.named.values())), before[0])
 
 
 class Second:

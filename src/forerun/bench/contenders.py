@@ -120,13 +120,15 @@ def load_peers(llm: LLM, settings: Settings) -> list[Contender]:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         ends = frozenset() if settings.ignore_eos else llm.tokenizer.eos_ids
         model = load_transformers_model(open_checkpoint(settings.model), ends, dtype).to(device)
+        # quantised weights and other roundings write other texts: then our own plain loop is the reference
+        alike = device.type == "cpu" and getattr(llm.engine.target, "mode", "float32") == "float32"
         if TRANSFORMERS in settings.peers:
-            found.append(transformers_contender(TRANSFORMERS, model))
+            found.append(transformers_contender(TRANSFORMERS, model, alike))
         if LOOKUP in settings.peers:
-            found.append(transformers_contender(LOOKUP, model, prompt_lookup_num_tokens=LOOKUP_TOKENS))
+            found.append(transformers_contender(LOOKUP, model, alike, prompt_lookup_num_tokens=LOOKUP_TOKENS))
         if ASSISTED in settings.peers and settings.draft_model is not None:
             small = load_transformers_model(open_checkpoint(settings.draft_model), ends, dtype).to(device)
-            found.append(transformers_contender(ASSISTED, model, assistant_model=small))
+            found.append(transformers_contender(ASSISTED, model, alike, assistant_model=small))
     if settings.url:
         from forerun.bench.endpoint import endpoint_contender
 

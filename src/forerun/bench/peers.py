@@ -53,8 +53,11 @@ def load_transformers_model(checkpoint: Checkpoint, eos_ids: frozenset[int], dty
     return model.eval()
 
 
-def transformers_contender(name: str, model: Any, **options: Any) -> Contender:
-    """`model.generate` with some options, timed; its passes are counted from outside."""
+def transformers_contender(name: str, model: Any, exact: bool = True, **options: Any) -> Contender:
+    """`model.generate` with some options, timed; its passes are counted from outside.
+
+    `exact` says that its texts can be held against ours: where both compute in one precision.
+    """
 
     def write(prompts: Sequence[Sequence[int]], max_tokens: int) -> Written:
         (ids,) = prompts  # transformers speculates at batch 1 only
@@ -73,4 +76,4 @@ def transformers_contender(name: str, model: Any, **options: Any) -> Contender:
             hook.remove()
         return Written([tokens], ended - started, len(passes), ended - passes[0])
 
-    return Contender(name, write)
+    return Contender(name, write, exact)

@@ -89,7 +89,7 @@ def measure(
             "sampling": "greedy" if settings.temperatures == (0.0,) else "sampled",
             "batch": settings.batches[0],
             "timed": "whole calls, prompt included; drafters keep what they learnt between prompts",
-            "reference": contenders[0].name,
+            "reference": next((each.name for each in contenders if each.exact), contenders[0].name),
             "prompts": len(prompts),
             "prompt_tokens": sum(len(prompt.ids) for prompt in prompts),
             "load_after": load_average(),

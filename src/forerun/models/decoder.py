@@ -75,6 +75,14 @@ class Decoder:
         """KV slots that sequences hold now."""
         return self.kv.used
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """[..., D] rows of the embedding, for heads that share it."""
+        return F.embedding(ids.to(self._device), self._embedding)
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """[N, D] rows of the LM head, for heads that start from it."""
+        return self._head[ids.to(self._device)]
+
     @torch.no_grad()
     def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
         """Cache all tokens that are not cached yet but the last, in passes of at most CHUNK rows."""

@@ -87,6 +87,16 @@ class HFTarget:
     def has_room(self, length: int) -> bool:
         return self._kv_slots is None or sum(self._reserved.values()) + length <= self._kv_slots
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """[..., D] rows of the embedding, for heads that share it."""
+        rows: Tensor = self.model.get_input_embeddings()(ids.to(self.device))
+        return rows
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """[N, D] rows of the LM head, for heads that start from it."""
+        rows: Tensor = self.model.get_output_embeddings().weight[ids.to(self.device)]
+        return rows
+
     def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
         rows = [seq.tokens[self._cache.length(seq.id) : -1] for seq in seqs]
         self._reserved |= {seq.id: seq.max_length for seq in seqs}

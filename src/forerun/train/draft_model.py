@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ class DraftModelRecipe:
         config = DecoderConfig.from_hf(checkpoint.config)
         which = spread_layers(config.layers, options.layers)
         device = teacher.head.device
-        self.student = CausalNet(config, checkpoint.weights, device=device, which=which).requires_grad_(True)
+        student = CausalNet(config, checkpoint.weights, device=device, which=which)
+        # a copy: tensors read from a file may share its memory with those of the teacher
+        self.student = copy.deepcopy(student).requires_grad_(True)
         self.vocabulary = DraftVocabulary.whole(len(teacher.head), device)
         self.law_loss = LawLoss(options.loss)
 
@@ -99,4 +102,4 @@ def save_tokenizer(folder: Path, checkpoint: Checkpoint) -> None:
             if (checkpoint.path / name).is_file():
                 (folder / name).write_bytes((checkpoint.path / name).read_bytes())
         return
-    checkpoint.tokenizer()._backend.save(str(folder / "tokenizer.json"))
+    checkpoint.tokenizer().save(folder)

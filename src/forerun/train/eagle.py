@@ -33,6 +33,13 @@ from forerun.train.recipe import Measured, Output, Reading, read_teacher, shifte
 from forerun.train.teacher import NetTeacher, Teacher
 
 
+class Norm(nn.RMSNorm):
+    """In the weight's own precision: a fused kernel wants both alike."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class EagleLayer(nn.Module):
     """The head's layer; parameters are named as files name them."""
 
@@ -58,10 +65,10 @@ class EagleLayer(nn.Module):
                 "down_proj": nn.Linear(config.inner, width, bias=False),
             }
         )
-        self.post_attention_layernorm = nn.RMSNorm(width, config.norm_eps)
+        self.post_attention_layernorm = Norm(width, config.norm_eps)
         if config.kind == "eagle3":
-            self.hidden_norm = nn.RMSNorm(width, config.norm_eps)
-            self.input_layernorm = nn.RMSNorm(width, config.norm_eps)
+            self.hidden_norm = Norm(width, config.norm_eps)
+            self.input_layernorm = Norm(width, config.norm_eps)
         dims = torch.arange(0, config.head_dim, 2).float() / config.head_dim
         self.register_buffer("rates", config.rope_theta**-dims, persistent=False)
 
@@ -114,11 +121,9 @@ class EagleModule(nn.Module):
         self.fc = nn.Linear(fused, config.width, bias=False)
         self.midlayer = EagleLayer(config)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(
-                [nn.RMSNorm(config.target_width, config.norm_eps) for _ in config.layers]
-            )
+            self.fc_norm = nn.ModuleList([Norm(config.target_width, config.norm_eps) for _ in config.layers])
         if config.kind == "eagle3":
-            self.norm = nn.RMSNorm(config.width, config.norm_eps)
+            self.norm = Norm(config.width, config.norm_eps)
         if own_head:
             self.lm_head = nn.Linear(config.width, config.draft_vocab_size, bias=False)
 

@@ -38,7 +38,9 @@ class NetTeacher:
 
     def __init__(self, net: CausalNet, *, compiled: bool = False) -> None:
         self.net = net
-        self._forward: Any = torch.compile(net, dynamic=False) if compiled else net
+        if compiled:  # one layer stands for all of them, and one program for all shapes
+            for layer in net.layers:
+                layer.compile(dynamic=True)
 
     @property
     def embedding(self) -> Tensor:
@@ -54,7 +56,7 @@ class NetTeacher:
 
     @torch.no_grad()
     def features(self, tokens: Tensor, keep: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
-        found: tuple[dict[int, Tensor], Tensor] = self._forward(tokens, tuple(keep))
+        found: tuple[dict[int, Tensor], Tensor] = self.net(tokens, tuple(keep))
         return found
 
 

@@ -87,6 +87,14 @@ class CudaDecoder:
         """Memory that the KV pool takes, full or not."""
         return self.kv.data.numel() * self.kv.data.element_size()
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """[..., D] rows of the embedding, for heads that share it."""
+        return self.model.embedding[ids.to(self.device)]
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """[N, D] rows of the LM head, for heads that start from it."""
+        return self.model.head[ids.to(self.device)]
+
     @torch.no_grad()
     def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
         """Cache all tokens that are not cached yet but the last, in passes of at most CHUNK rows."""
