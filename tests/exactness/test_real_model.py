@@ -14,6 +14,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.types import Request
+from tests.drafters.tiny_heads import HEADS
 from tests.exactness.harness import run
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -75,7 +76,11 @@ def oracle(checkpoint: Any, prompts: list[tuple[int, ...]]) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.parametrize("drafter", registry.drafters.names())
+# heads are covered on the TableLM; they join here once one that was trained for this model is in the box
+WITHOUT_HEADS = [name for name in registry.drafters.names() if name.removeprefix("hybrid_") not in HEADS]
+
+
+@pytest.mark.parametrize("drafter", WITHOUT_HEADS)
 def test_greedy_text_equals_transformers(
     drafter: str,
     target: Decoder,
