@@ -24,6 +24,8 @@ from forerun.params import SamplingParams
 from forerun.types import Budget, Draws, Laws, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.warp import warp
 
+CATCH_UP = 8  # tokens; a draft model that is further behind reads them as a prompt, without logits
+
 
 @dataclass(slots=True, eq=False)
 class Branch:
@@ -81,7 +83,8 @@ class ModelDrafter:
         branches = {b: self._follow(seqs[b]) for b in wanted}
         branches = {b: branch for b, branch in branches.items() if not branch.foreign}
         live = list(branches)
-        if behind := [branch for branch in branches.values() if branch.cached < len(branch.tokens) - 1]:
+        behind = [b for b in branches.values() if b.cached < 0 or len(b.tokens) - b.cached > CATCH_UP]
+        if behind:
             self.draft.prefill(behind, self.needs)
             for branch in behind:
                 branch.cached = len(branch.tokens) - 1
@@ -176,18 +179,22 @@ class ModelDrafter:
                 branches[b].tokens.append(picked[0])
 
     def _step(self, branches: list[Branch]) -> Laws:
-        """One plain pass of the draft model: the law after each branch's last token, in the target's ids."""
+        """One pass of the draft model: the law after each branch's last token, in the target's ids."""
         if not branches:
             return Laws(torch.zeros(0, self.vocab_size), ())
-        roots = TreeBatch.chains([[branch.tokens[-1]] for branch in branches], self.draft.device)
-        logits = self.draft.score(branches, roots, self.needs).logits
-        assert logits is not None
-        self.draft.commit(
-            branches, roots, Verdict.of([[]] * len(branches), [0] * len(branches), logits.device)
-        )
+        # what the draft model has not seen yet, most often one token, goes through it as one chain
+        fresh = [branch.tokens[branch.cached :] for branch in branches]
         for branch in branches:
+            del branch.tokens[branch.cached + 1 :]  # for the draft model, the text ends at the chain's root
+        chains = TreeBatch.chains(fresh, self.draft.device)
+        logits = self.draft.score(branches, chains, self.needs).required_logits
+        self.draft.commit(branches, chains, Verdict.whole_chain(chains, [0] * len(branches)))
+        for branch, tokens in zip(branches, fresh, strict=True):
+            branch.tokens += tokens[1:]
             branch.cached = len(branch.tokens)
-        return warp(_fit(logits, self.vocab_size), branches, roots)
+        roots = TreeBatch.chains([[branch.tokens[-1]] for branch in branches], self.draft.device)
+        last = [end - 1 for end in chains.starts[1:]]
+        return warp(_fit(logits[last], self.vocab_size), branches, roots)
 
     def _pick(
         self, branch: Branch, step: Laws, i: int, width: int, laws: list[Tensor]
