@@ -114,7 +114,7 @@ def test_requests_wait_for_room_on_our_own_decoder(tmp_path: Path) -> None:
     config, weights = save(make_reference("smollm2"), tmp_path)
     for slots in (300, 700):
         target = make_decoder(config, weights, slots)
-        speculative = SpeculativeConfig(controller="fixed", budget=4)
+        speculative = SpeculativeConfig(controller="adaptive", budget=4)  # its cost probe must fit as well
         engine = make_engine(target, frozenset(), speculative, EngineConfig(max_batch=4))
         tokens, _ = run(engine, [Request((1, 2, 3), SamplingParams(max_tokens=8)) for _ in range(4)])
         assert [len(row) for row in tokens] == [8] * 4

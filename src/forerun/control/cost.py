@@ -78,8 +78,10 @@ class CostModel:
     @classmethod
     def measure(cls, target: Target, sizes: Sequence[int] = SIZES, repeats: int = 3) -> CostModel:
         """Time passes over chains of several sizes on a scratch sequence; the best of a few, as noise only adds."""
-        context = min(CONTEXT, target.max_length - max(sizes) - 1)
-        probe = _Probe([1] * max(2, context))
+        context = max(2, min(CONTEXT, target.max_length - max(sizes) - 1))
+        while context > 2 and not target.has_room(context + 1):
+            context //= 2  # a small store: measure on a shorter text
+        probe = _Probe([1] * context, prompt_length=context, max_length=context + 1)
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
         target.prefill([probe], Needs())
         try:
