@@ -33,11 +33,11 @@ def test_a_run_from_the_shell_without_typer_or_rich(tiny: Checkpoint, texts: Pat
         "0.15",
         "--levels",
         "2",
-        "--no-warm-start",
+        "--no-train-head",
     ]
     assert main(["eagle3", *flags, "--device", "cpu"]) == 0
     record = json.loads((tmp_path / "provenance.json").read_text())
-    assert record["arguments"]["warm_start"] is False
+    assert record["arguments"]["train_head"] is False
     assert main(["eagle3", *flags, "--device", "cpu", "--seed", "5"]) == 2  # the folder holds another run
 
 

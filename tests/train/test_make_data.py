@@ -36,7 +36,8 @@ class Words:
 def scripted(orders: Iterable[Order]) -> Iterator[Written]:
     """Writes the order's number after the prompt; every fifth prompt is one that it wrote before."""
     for order in orders:
-        said = f"Tell me about thing number {order.number % 5} {'x' * (order.number % 5) * 3} and others"
+        thing = ("rivers", "clocks", "bread", "whales", "chess")[order.number % 5]
+        said = f"Tell me about {thing}: how do {thing} work, and who likes {thing}?"
         tokens = [*order.prompt, *(ord(letter) for letter in said)]
         yield Written(order, [*tokens, 0][: order.max_length], True)
 
@@ -70,6 +71,18 @@ def test_prompts_come_from_an_empty_user_turn_without_repeats(tmp_path: Path) ->
         options, Words(), lambda orders: pytest.fail("written again"), tmp_path, lambda p: None
     )
     assert again == prompts
+
+
+def test_prompts_begin_as_asked_and_may_then_be_cut(tmp_path: Path) -> None:
+    options = options_for(tmp_path, openings=("", "Summarize: "), own_prompts=4)
+
+    def write(orders: Iterable[Order]) -> Iterator[Written]:
+        for order in orders:
+            said = f"text {'abcd'[order.number] * 9}"
+            yield Written(order, [*order.prompt, *(ord(letter) for letter in said)], False)
+
+    prompts = write_prompts(options, Words(), write, tmp_path, lambda progress: None)
+    assert prompts == ["Summarize: text bbbbbbbbb", "Summarize: text ddddddddd"]
 
 
 def test_answers_go_on_where_a_run_was_killed(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ HELP: Mapping[str, str] = {
     "out": "Where the shards go; a run that was interrupted there goes on.",
     "prompts": "A file of prompts (.txt lines, or .jsonl); may be given several times.",
     "own_prompts": "How many prompts the target is asked to write itself.",
+    "openings": "How these begin, in turn (several flags); default: as the target likes.",
     "temperatures": "Each prompt is answered once at each; may be given several times.",
     "max_prompt": "Tokens of a prompt at most, template included.",
     "max_length": "Tokens of prompt and answer at most.",

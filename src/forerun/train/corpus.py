@@ -43,10 +43,10 @@ class Batch:
     """A rectangle of texts, padded on the right."""
 
     tokens: Tensor  # [B, T] int64
-    learnt: Tensor  # [B, T] bool: answers, never padding
+    learnt: Tensor  # [B, T] bool: answers, never padding; stays on the host, where shapes are decided
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(self.tokens.to(device, non_blocking=True), self.learnt.to(device, non_blocking=True))
+        return Batch(self.tokens.to(device, non_blocking=True), self.learnt)
 
 
 def write_shard(file: Path, texts: Sequence[Text]) -> None:
@@ -67,27 +67,32 @@ def write_shard(file: Path, texts: Sequence[Text]) -> None:
     part.replace(file)
 
 
-def shards_of(folder: Path) -> list[Path]:
-    """The shards of a data folder, in order."""
-    files = sorted(folder.glob("shard-*.safetensors"))
-    if not files:
-        raise ModelNotFound(f"{folder} holds no shards; make some with `forerun data make --out {folder}`")
-    return files
+def shards_of(data: str | Path) -> list[Path]:
+    """The shards of one data folder, or of several with commas between, in order."""
+    found = list[Path]()
+    for folder in str(data).split(","):
+        files = sorted(Path(folder).glob("shard-*.safetensors"))
+        if not files:
+            raise ModelNotFound(
+                f"{folder} holds no shards; make some with `forerun data make --out {folder}`"
+            )
+        found += files
+    return found
 
 
-def hash_of(folder: Path) -> str:
+def hash_of(data: str | Path) -> str:
     """What the data was, for the record."""
     digest = hashlib.sha256()
-    for file in shards_of(folder):
+    for file in shards_of(data):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
 class Corpus:
-    """All texts of a data folder in memory, split into those to learn and those held back."""
+    """All texts of the data in memory, split into those to learn and those held back."""
 
-    def __init__(self, folder: Path, *, max_length: int, holdout: float) -> None:
-        parts = [load_file(file) for file in shards_of(folder)]
+    def __init__(self, data: str | Path, *, max_length: int, holdout: float) -> None:
+        parts = [load_file(file) for file in shards_of(data)]
         self.tokens = torch.cat([part["tokens"].to(torch.int32) for part in parts])
         self.max_length = max_length
         self.training, self.held_back = list[Span](), list[Span]()
@@ -103,7 +108,7 @@ class Corpus:
         if not self.training or not self.held_back:
             count = sum(len(part["numbers"]) for part in parts)
             raise InvalidInput(
-                f"{count} texts in {folder} leave none to learn or none to hold back; make more data"
+                f"{count} texts in {data} leave none to learn or none to hold back; make more data"
             )
 
     def count_tokens(self, vocab_size: int) -> Tensor:

@@ -14,8 +14,9 @@ of from its end; HASS stops gradients between the steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -27,10 +28,9 @@ from forerun.drafters.eagle.files import write_head
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.train.corpus import Batch
 from forerun.train.losses import LawLoss
-from forerun.train.network import CausalNet, split_layer
 from forerun.train.options import TrainOptions
 from forerun.train.recipe import Measured, Output, Reading, read_teacher, shifted
-from forerun.train.teacher import NetTeacher, Teacher
+from forerun.train.teacher import Teacher
 
 
 class Norm(nn.RMSNorm):
@@ -99,16 +99,33 @@ class EagleLayer(nn.Module):
 
 def attend_rollout(q: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Queries [B, H, T, Dh] of the last step: causal over the first step's rows, own row only of the later ones."""
-    scale, length = q.shape[-1] ** -0.5, q.shape[2]
     keys, values = past[0]
-    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    scores = [(q @ keys.transpose(-1, -2)).float().masked_fill(future, -torch.inf)]
-    scores += [(q * k).sum(-1, keepdim=True).float() for k, _ in past[1:]]
-    weights = (torch.cat(scores, -1) * scale).softmax(-1).to(q.dtype)  # [B, H, T, T + steps]
-    found: Tensor = weights[..., :length] @ values
+    if len(past) == 1:
+        return F.scaled_dot_product_attention(q, keys, values, is_causal=True)
+    own = torch.stack([(q * k).sum(-1) for k, _ in past[1:]], -1)  # [B, H, T, steps]
+    weigh = _weigh_for(q.device.type)
+    weights, shares = weigh(q @ keys.transpose(-1, -2), own, q.shape[-1] ** -0.5)
+    found: Tensor = weights @ values
     for i, (_, v) in enumerate(past[1:]):
-        found = found + weights[..., length + i, None] * v
+        found = found + shares[..., i, None] * v
     return found
+
+
+def weigh_rollout(scores: Tensor, own: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One softmax over true rows up to the query's [B, H, T, T] and the draft's own earlier steps [B, H, T, n]."""
+    places = torch.arange(scores.shape[-1], device=scores.device)
+    seen = (scores.float() * scale).masked_fill(places > places[:, None], -torch.inf)
+    near = own.float() * scale
+    top = torch.maximum(seen.amax(-1, keepdim=True), near.amax(-1, keepdim=True)).detach()
+    far, near = (seen - top).exp(), (near - top).exp()
+    total = far.sum(-1, keepdim=True) + near.sum(-1, keepdim=True)
+    return (far / total).to(scores.dtype), (near / total).to(scores.dtype)
+
+
+@cache
+def _weigh_for(device: str) -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+    """Fused on a GPU: written out, the passes over [B, H, T, T] were a third of a step."""
+    return torch.compile(weigh_rollout, dynamic=True) if device == "cuda" else weigh_rollout
 
 
 class EagleModule(nn.Module):
@@ -216,29 +233,13 @@ class EagleRecipe:
 
     @torch.no_grad()
     def _start(self) -> None:
-        """Begin near the target: its rows in the LM head, and its last layer where shapes allow."""
+        """Begin with the target's own rows in the LM head, where the head has one.
+
+        Nothing of the target's layers: they are made for a residual stream of another size (in a SmolLM2 a
+        hundred times that of a head's), and a head that began with one learnt more slowly than from noise.
+        """
         if hasattr(self._module, "lm_head"):
             self._module.lm_head.weight.copy_(self._truth_head)
-        if not self.options.warm_start or not isinstance(self.teacher, NetTeacher):
-            return
-        net: CausalNet = self.teacher.net
-        layer, width = self._module.midlayer, self.config.width
-        theirs = split_layer(net.layers[-1])  # type: ignore[arg-type]
-        for name, weight in layer.named_parameters():
-            given = theirs.get(name)
-            if given is None:
-                continue
-            if (
-                name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
-                and weight.shape[1] == 2 * width
-            ):
-                weight[:, width:].copy_(given)
-                weight[:, :width].mul_(0.1)
-            elif weight.shape == given.shape and name != "input_layernorm.weight":
-                weight.copy_(given)
-        if self.config.kind == "eagle3":
-            self._module.norm.weight.copy_(net.norm)
-            layer.hidden_norm.weight.copy_(theirs["input_layernorm.weight"])
 
 
 def eagle_config(
@@ -250,6 +251,7 @@ def eagle_config(
     return replace(
         read,
         kind=kind,  # type: ignore[arg-type]
+        inner=options.inner or read.inner,
         layers=layers if kind == "eagle3" else (-1,),
         fc_norm=options.fc_norm,
         norm_output=options.norm_output and kind == "eagle3",

@@ -52,7 +52,7 @@ def law_terms(
     z: Tensor, t: Tensor, kind: str, top_k: int, top_weight: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [n], gradients with respect to the logits z [n, Vd], and acceptances [n]; t are the target's logits."""
-    log_q, log_p = z.log_softmax(-1), t.log_softmax(-1)
+    log_q, log_p = z.float().log_softmax(-1), t.float().log_softmax(-1)
     q, p = log_q.exp(), log_p.exp()
     loss = (p * (log_p - log_q)).sum(-1)
     slope = q - p
@@ -71,10 +71,18 @@ def law_terms(
     return loss, slope, accepted
 
 
+def weighted_terms(
+    z: Tensor, t: Tensor, weights: Tensor, dtype: torch.dtype, kind: str, top_k: int, top_weight: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, weighted: sums of losses and acceptances, and gradients as the products want them."""
+    losses, slope, accepted = law_terms(z, t, kind, top_k, top_weight)
+    return (losses * weights).sum(), (slope * weights[:, None]).to(dtype), (accepted * weights).sum()
+
+
 @cache
 def _terms_for(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Fused on a GPU, where the passes over [n, Vd] would cost more than the products."""
-    return torch.compile(law_terms) if device == "cuda" else law_terms
+    return torch.compile(weighted_terms, dynamic=True) if device == "cuda" else weighted_terms
 
 
 class _ChunkedLaw(torch.autograd.Function):
@@ -98,11 +106,10 @@ class _ChunkedLaw(torch.autograd.Function):
         terms = _terms_for(rows.device.type)
         for low in range(0, len(rows), chunk):
             part, some = slice(low, low + chunk), weights[low : low + chunk]
-            z, t = (small[part] @ narrow.t()).float(), (truth[part] @ truth_head.t()).float()
-            losses, slope, alphas = terms(z, t, loss.kind, loss.top_k, loss.top_weight)
-            total += (losses * some).sum()
-            accepted += (alphas * some).sum()
-            slope = (slope * some[:, None]).to(dtype)
+            z, t = small[part] @ narrow.t(), truth[part] @ truth_head.t()
+            losses, slope, alphas = terms(z, t, some, dtype, loss.kind, loss.top_k, loss.top_weight)
+            total += losses
+            accepted += alphas
             torch.mm(slope, narrow, out=slopes[part])
             if head_slope is not None:
                 head_slope += slope.t() @ small[part]

@@ -99,13 +99,15 @@ def write_prompts(
     novelty = Novelty()
     prompts = [text for text in read_prompts(map(Path, options.prompts)) if novelty.is_new(text)]
     before, _ = around_user_turn(tokenizer) if options.own_prompts else ("", "")
-    start = tokenizer.encode(before, add_special=False) if before else [0]
-    orders = (Order(start, 1.0, options.max_prompt, i) for i in range(options.own_prompts))
+    starts = [tokenizer.encode(before + opening, add_special=False) or [0] for opening in options.openings]
+    turns = len(tokenizer.encode(before, add_special=False))
+    orders = (Order(starts[i % len(starts)], 1.0, options.max_prompt, i) for i in range(options.own_prompts))
     tokens = 0
     for done, written in enumerate(write(orders) if options.own_prompts else (), start=1):
-        text = tokenizer.decode(written.tokens[len(start) :]).strip()
-        tokens += len(written.tokens) - len(start)
-        if written.ended and len(text) > 8 and novelty.is_new(text):
+        text = tokenizer.decode(written.tokens[turns:]).strip()
+        tokens += len(written.tokens) - len(written.order.prompt)
+        whole = written.ended or bool(options.openings[written.order.number % len(starts)])
+        if whole and len(text) > 8 and novelty.is_new(text):  # a passage may be cut, a question may not
             prompts.append(text)
         report(DataProgress("prompts", done, options.own_prompts, tokens))
     part = kept.with_suffix(".part")
@@ -120,14 +122,15 @@ def write_answers(
     """Every prompt once at each temperature, shard by shard; what earlier runs left in shards is not written again."""
     shards = sorted(folder.glob("shard-*.safetensors"))
     known = {n for file in shards for n in load_file(file)["numbers"].tolist()}
-    orders = [order for order in _orders(options, tokenizer, prompts) if order.number not in known]
+    orders = (order for order in _orders(options, tokenizer, prompts) if order.number not in known)
+    total = len(prompts) * len(options.temperatures)
     texts: list[Text] = []
     tokens = held = 0
     for done, written in enumerate(write(orders), start=len(known) + 1):
         order, answer = written.order, len(written.tokens) - len(written.order.prompt)
         texts.append(Text(written.tokens, len(order.prompt), order.temperature, order.number))
         tokens, held = tokens + answer, held + len(written.tokens)
-        report(DataProgress("answers", done, len(orders) + len(known), tokens))
+        report(DataProgress("answers", done, total, tokens))
         if held >= options.shard_tokens:
             write_shard(folder / f"shard-{len(shards):05}.safetensors", texts)
             shards.append(folder)
@@ -138,9 +141,9 @@ def write_answers(
 
 
 def _orders(options: DataOptions, tokenizer: Chats, prompts: Iterable[str]) -> Iterator[Order]:
-    heats = options.temperatures
+    heats, (before, after) = options.temperatures, around_user_turn(tokenizer)
     for i, text in enumerate(prompts):
-        asked = tokenizer.encode(tokenizer.chat_text([{"role": "user", "content": text}]), add_special=False)
+        asked = tokenizer.encode(f"{before}{text}{after}", add_special=False)
         if len(asked) <= options.max_length - 16:
             for j, heat in enumerate(heats):
                 yield Order(asked, heat, options.max_length, i * len(heats) + j)

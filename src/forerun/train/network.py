@@ -181,6 +181,10 @@ def attend_cached(
     cache[0][rows, :, positions] = k[:, 0]
     cache[1][rows, :, positions] = v[:, 0]
     grouped = q.view(batch, config.kv_heads, -1, config.head_dim)
+    if q.is_cuda:
+        from forerun.train.attend_rows import attend_rows  # Triton is there with CUDA only
+
+        return attend_rows(grouped, cache, positions, config.attention_scale).view(q.shape)
     seen = torch.arange(cache.shape[3], device=positions.device) <= positions[:, None]
     mask = seen[:, None, None].expand(-1, 1, grouped.shape[2], -1)
     found = F.scaled_dot_product_attention(

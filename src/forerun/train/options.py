@@ -34,7 +34,7 @@ class TrainOptions:
 
     method: Method
     target: str
-    data: str
+    data: str  # one folder of `forerun data make`, or several with commas between
     out: str
     steps: int = 2000  # optimiser steps in all
     batch_tokens: int = 16384  # per step
@@ -48,10 +48,13 @@ class TrainOptions:
     levels: int = 0  # heads of Medusa and Hydra, training-time steps of EAGLE
     blocks: int = 1  # per Medusa or Hydra head
     layers: int = 4  # of a draft model, pruned from the target
+    inner: int = 0  # width of the MLP of an EAGLE head; 0 = the target's
+    features: tuple[
+        int, ...
+    ] = ()  # hidden layers that EAGLE-3 reads; none named = three, low, middle and high
     decay: float = 0.8  # weight of each level relative to the one before
     loss: Literal["kl", "lk_hybrid"] = "kl"
     train_head: bool = True  # an LM head of its own; False = the target's rows, stored nowhere
-    warm_start: bool = True  # EAGLE's layer starts from the target's last one
     fc_norm: bool = False  # EAGLE-3.1
     norm_output: bool = False  # EAGLE-3.1
     joint: bool = False  # Medusa-2: the target learns along with the heads
@@ -89,6 +92,7 @@ class DataOptions:
     out: str
     prompts: tuple[str, ...] = ()  # files of the user's own: .txt lines or .jsonl with "prompt" or "turns"
     own_prompts: int = 1000  # how many the target is asked to write itself
+    openings: tuple[str, ...] = ("",)  # how these begin, in turn; "" = as the target likes
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # each prompt is answered once at each
     max_prompt: int = 160  # tokens of a prompt, template included
     max_length: int = 512  # prompt and answer

@@ -14,9 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from forerun.errors import InvalidInput
 
 _BANDS, _DEPTH = 4, 3
+_ODD, _SALT = np.random.default_rng(0).integers(
+    1, 1 << 62, (2, _BANDS * _DEPTH), dtype=np.uint64
+) | np.uint64(1)
+_HIGH = np.uint64(32)  # the better half of a product
 _MARK = "\x02forerun\x03"  # stands for what the user says while a template is taken apart
 
 
@@ -37,10 +43,8 @@ class Novelty:
     def is_new(self, text: str) -> bool:
         words = re.findall(r"\w+", text.lower())
         triples = {" ".join(words[i : i + 3]) for i in range(max(1, len(words) - 2))} if words else {text}
-        hashes = [
-            min(zlib.crc32(f"{salt}{triple}".encode()) for triple in triples)
-            for salt in range(_BANDS * _DEPTH)
-        ]
+        marks = np.array([zlib.crc32(triple.encode()) for triple in triples], dtype=np.uint64)
+        hashes = ((marks[:, None] * _ODD + _SALT) >> _HIGH).min(0).tolist()
         bands = [(band, *hashes[band * _DEPTH : (band + 1) * _DEPTH]) for band in range(_BANDS)]
         fresh = not any(band in self._seen for band in bands)
         self._seen.update(bands)

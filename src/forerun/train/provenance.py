@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from forerun.train.options import DataOptions, TrainOptions
 
 
 def write_provenance(folder: Path, options: TrainOptions | DataOptions, **facts: Any) -> None:
-    """provenance.json beside what was made."""
+    """provenance.json beside what was made; FORERUN_COMMIT names the commit where git cannot be asked."""
     record = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -33,6 +34,8 @@ def write_provenance(folder: Path, options: TrainOptions | DataOptions, **facts:
 
 def _commit() -> str:
     here = Path(__file__).parent
+    if named := os.environ.get("FORERUN_COMMIT"):
+        return named
     try:
         asked = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10, check=False

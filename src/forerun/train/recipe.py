@@ -105,19 +105,21 @@ def loss_of(recipe: Recipe, batch: Batch, noise: torch.Generator | None) -> tupl
     head, truth_head = recipe.lm_head(), recipe.truth_head()
     total: Tensor = torch.zeros((), device=batch.tokens.device)
     first: Tensor | None = None
+    last = reading.last.flatten(0, 1)
     for output in recipe.outputs(batch, reading, noise):
-        weights = learnt_rows(batch, output.shift).float()
+        said = learnt_rows(batch, output.shift)  # prompts and padding need no logits
+        spoken = said + output.shift  # the rows where the target says the same; never past a text's end
+        weights = torch.ones(len(said), device=said.device)
         if reading.inside is not None:
-            weights = weights * shifted(reading.inside, output.shift)
+            weights = reading.inside.flatten()[spoken].float()
         count = weights.sum().clamp(min=1.0)
-        truth = shifted(reading.last, output.shift)
-        said = weights > 0  # prompts and padding need no logits
-        loss, accepted = recipe.law_loss(output.rows[said], head, truth[said], truth_head, weights[said])
+        rows, truth = output.rows.flatten(0, 1)[said], last[spoken]
+        loss, accepted = recipe.law_loss(rows, head, truth, truth_head, weights)
         part = recipe.law_weight * loss / count
         if output.features is not None and recipe.feature_weight:
-            learnt = learnt_rows(batch, output.shift)
-            gaps = F.smooth_l1_loss(output.features.float(), truth.float(), reduction="none").mean(-1)
-            part = part + recipe.feature_weight * (gaps * learnt).sum() / learnt.sum().clamp(min=1)
+            guess = output.features.flatten(0, 1)[said]
+            gaps = F.smooth_l1_loss(guess.float(), truth.float(), reduction="none").mean(-1)
+            part = part + recipe.feature_weight * gaps.sum() / max(1, len(said))
         total = total + output.weight * part
         first = accepted / count if first is None else first
     assert first is not None, "a recipe has at least one output"
@@ -133,5 +135,6 @@ def shifted(values: Tensor, shift: int) -> Tensor:
 
 
 def learnt_rows(batch: Batch, shift: int) -> Tensor:
-    """[B, T] does output `shift` of row t speak of a token to be learnt?"""
-    return shifted(batch.learnt, shift + 1)
+    """Which rows of [B T] speak, in an output with this shift, of a token to be learnt; known without the device."""
+    rows = shifted(batch.learnt, shift + 1).flatten().nonzero()[:, 0]
+    return rows.to(batch.tokens.device, non_blocking=True)

@@ -32,7 +32,7 @@ def train(options: TrainOptions, report: Report = lambda progress: None) -> Meas
     device = device_of(options.device) if accelerator is None else accelerator.device
     checkpoint = open_checkpoint(options.target)
     teacher = load_teacher(checkpoint, device, compiled=options.compile)
-    corpus = Corpus(Path(options.data), max_length=options.max_length, holdout=options.holdout)
+    corpus = Corpus(options.data, max_length=options.max_length, holdout=options.holdout)
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
         recipe = make_recipe(options, checkpoint, teacher, corpus)
@@ -42,7 +42,7 @@ def train(options: TrainOptions, report: Report = lambda progress: None) -> Meas
     if trainer.is_main:
         recipe.export(folder, measured)
         learnt = sum(parameter.numel() for parameter in trainer.named.values())
-        facts = {"data_hash": hash_of(Path(options.data)), "parameters": learnt, "measured": asdict(measured)}
+        facts = {"data_hash": hash_of(options.data), "parameters": learnt, "measured": asdict(measured)}
         write_provenance(folder, options, **facts)
     return measured
 
@@ -59,7 +59,7 @@ def make_recipe(options: TrainOptions, checkpoint: Checkpoint, teacher: Teacher,
         family = "medusa" if options.method == "medusa" else "hydra"
         heads = HeadsConfig(family, options.depth, options.blocks, width, vocab, target=options.target)  # type: ignore[arg-type]
         return HeadsRecipe(options, teacher, heads, vocabulary, checkpoint)
-    layers = default_layers(teacher.layer_count)
+    layers = options.features or default_layers(teacher.layer_count)
     config = eagle_config(options, checkpoint.config, layers, len(vocabulary))
     return EagleRecipe(options, teacher, config, vocabulary)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.drafters.heads import Calibration
 from forerun.train.corpus import Batch
-from forerun.train.recipe import Measured, Recipe, learnt_rows, shifted
+from forerun.train.recipe import Measured, Recipe, shifted
 
 RANKS = 10
 
@@ -67,7 +67,8 @@ def fit_calibration(probabilities: Tensor, stood: Tensor) -> Calibration:
 def _ranks(recipe: Recipe, batch: Batch, chunk: int) -> tuple[Tensor, Tensor]:
     """Of every row whose levels lie within the answer: where the true token ranked, level by level."""
     outputs = list(recipe.outputs(batch, recipe.read(batch), None))
-    usable = torch.stack([learnt_rows(batch, output.shift) for output in outputs]).all(0)  # [B, T]
+    inside = torch.stack([shifted(batch.learnt, output.shift + 1) for output in outputs]).all(0)  # [B, T]
+    usable = inside.to(batch.tokens.device)
     head, ids = recipe.lm_head(), recipe.vocabulary.ids.to(batch.tokens.device)
     ranks, sure = [], []
     for output in outputs:

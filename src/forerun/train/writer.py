@@ -41,6 +41,24 @@ class Written:
     ended: bool  # by one of the stop ids, which is the last token
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The batch at one moment, on the host."""
+
+    done: Tensor  # [rows]
+    places: Tensor  # [rows]
+    text: Tensor  # [rows, max_length]
+    made: Any  # a CUDA event to wait for
+    turns: list[int]  # which text each row was at
+
+    def ended(self, turns: Sequence[int]) -> list[int]:
+        """Rows whose text has ended and not been taken yet: a row taken since is at another turn."""
+        if self.made is not None:
+            self.made.synchronize()
+        found = self.done.nonzero()[:, 0].tolist()
+        return [row for row in found if self.turns[row] == turns[row]]
+
+
 class BatchWriter:
     """Rows of one batch, each at its own place in its own text."""
 
@@ -58,9 +76,11 @@ class BatchWriter:
         self._limits = torch.ones(rows, dtype=torch.long, device=device)
         self._heat = torch.zeros(rows, device=device)
         self._done = torch.ones(rows, dtype=torch.bool, device=device)
-        self._stops = torch.tensor(sorted(stop_ids) or [-1], device=device)
+        self._stop_ids = frozenset(stop_ids)
+        self._stops = torch.tensor(sorted(self._stop_ids) or [-1], device=device)
         self._noise = torch.Generator(device).manual_seed(seed)
         self._orders: list[Order | None] = [None] * rows
+        self._turns = [0] * rows
         self._step: Callable[[], None] = self._advance
         if device.type == "cuda":
             self._step = self._captured()
@@ -70,12 +90,14 @@ class BatchWriter:
         """Every text, in the order in which they end."""
         waiting = iter(orders)
         self._fill(waiting, range(self.rows))
+        seen: Look | None = None
         while any(order is not None for order in self._orders):
             for _ in range(LOOK_EVERY):
                 self._step()
-            ended = [row for row in self._done.nonzero()[:, 0].tolist() if self._orders[row] is not None]
-            if ended:
-                yield from self._collect(ended)
+            before, seen = seen, self._look()  # the device goes on while the last look is worked on
+            if before is not None:
+                ended = [row for row in before.ended(self._turns) if self._orders[row] is not None]
+                yield from self._collect(before, ended)
                 self._fill(waiting, ended)
 
     def _fill(self, waiting: Iterator[Order], free: Iterable[int]) -> None:
@@ -87,10 +109,11 @@ class BatchWriter:
                     f"a prompt of {len(order.prompt)} tokens leaves no room to {order.max_length}"
                 )
             self._orders[row] = order
-            self._text[row, : len(order.prompt)] = torch.tensor(order.prompt, device=self.device)
         if orders:
             index = torch.tensor(rows[: len(orders)], device=self.device)
             lengths = [len(order.prompt) for order in orders]
+            padded = [[*order.prompt, *[0] * (max(lengths) - len(order.prompt))] for order in orders]
+            self._text[index, : max(lengths)] = torch.tensor(padded, device=self.device)
             limits = [min(order.max_length, self.max_length) for order in orders]
             self._places[index] = 0
             self._prompts[index] = torch.tensor(lengths, device=self.device)
@@ -98,16 +121,27 @@ class BatchWriter:
             self._heat[index] = torch.tensor([order.temperature for order in orders], device=self.device)
             self._done[index] = False
 
-    def _collect(self, rows: Sequence[int]) -> Iterator[Written]:
-        index = torch.tensor(rows, device=self.device)
-        texts, places = self._text[index].tolist(), self._places[index].tolist()
-        stops = set(self._stops.tolist())
-        for row, text, place in zip(rows, texts, places, strict=True):
+    def _look(self) -> Look:
+        """A copy of the batch as it is after the steps ordered so far; reading it waits for these only."""
+        pinned = self.device.type == "cuda"
+        parts = []
+        for source in (self._done, self._places, self._text):
+            parts.append(torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned))
+            parts[-1].copy_(source, non_blocking=True)
+        made = None
+        if pinned:
+            made = torch.cuda.Event()
+            made.record()
+        return Look(*parts, made, [*self._turns])
+
+    def _collect(self, look: Look, rows: Sequence[int]) -> Iterator[Written]:
+        for row in rows:
             order = self._orders[row]
             assert order is not None
             self._orders[row] = None
-            tokens = text[: place + 1]
-            yield Written(order, tokens, tokens[-1] in stops)
+            self._turns[row] += 1
+            tokens = look.text[row, : int(look.places[row]) + 1].tolist()
+            yield Written(order, tokens, tokens[-1] in self._stop_ids)
 
     def _advance(self) -> None:
         """Feed one token per row and note the next: the prompt's, or one drawn from the target's law."""

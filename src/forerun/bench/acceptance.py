@@ -1,0 +1,91 @@
+"""Tokens per round of trained drafters over a suite: what a head is worth, before any clock is asked.
+
+    python -m forerun.bench.acceptance --target M --suite builtin --drafters runs/eagle3,runs/medusa
+
+Every folder is drafted with as a chain of five and as a tree of at most 60 nodes (a draft model as a chain), at the
+temperatures given, in batches; verdicts are the exact verifier's. No timing is taken, so it may share its machine.
+The last line is one JSON document. It needs torch and transformers only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from forerun.bench.suites import Item, load_suite
+from forerun.llm import LLM
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.train.check import kind_of_head
+from forerun.types import Budget
+
+CHAIN, TREE = Budget(5, 5, 1), Budget(60, 7, 10)
+SEED = 20261115
+
+
+def drafter_of(folder: Path) -> str:
+    """The drafter that runs what is in a folder."""
+    if (folder / "tokenizer.json").is_file():
+        return "draft_model"
+    kind = kind_of_head(folder)
+    return "eagle2" if kind == "eagle" else kind  # the same head, with a tree that follows its confidence
+
+
+def measure(
+    target: str,
+    folder: Path,
+    items: Sequence[Item],
+    temperatures: Sequence[float],
+    tokens: int,
+    config: EngineConfig,
+) -> list[dict[str, Any]]:
+    """One row per shape and temperature: tokens per round by task and in all."""
+    drafter = drafter_of(folder)
+    fixed = SpeculativeConfig(controller="fixed", drafter=drafter, draft_model=str(folder), verifier="exact")
+    llm = LLM.load(target, speculative_config=fixed, config=config)
+    shapes = {"chain of 5": CHAIN} | ({} if drafter == "draft_model" else {"tree of 60": TREE})
+    rows = []
+    for heat in temperatures:
+        params = SamplingParams(max_tokens=tokens, temperature=heat, seed=SEED if heat else None)
+        for shape, budget in shapes.items():
+            done = llm.generate([list(item.messages) for item in items], params, budget=budget)
+            counts: dict[str, list[int]] = {"all": [0, 0]}
+            for item, text in zip(items, done, strict=True):
+                for name in ("all", item.task):
+                    pair = counts.setdefault(name, [0, 0])
+                    pair[0] += round(text.tokens_per_round * text.rounds)  # the prompt's own token is not a round's
+                    pair[1] += text.rounds
+            by_task = {name: round(pair[0] / max(1, pair[1]), 3) for name, pair in counts.items()}
+            row = {"folder": folder.name, "drafter": drafter, "temperature": heat, "shape": shape, **by_task}
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print; the last line is the document."""
+    parser = argparse.ArgumentParser(prog="python -m forerun.bench.acceptance", description=__doc__)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--drafters", required=True, help="folders, with commas between")
+    parser.add_argument("--suite", default="builtin")
+    parser.add_argument("--limit", type=int, help="prompts per task")
+    parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0, 1.0])
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--device", default="auto")
+    given = parser.parse_args(arguments)
+    items = load_suite(given.suite, limit=given.limit)
+    config = EngineConfig(device=given.device, max_batch=given.batch)
+    rows = []
+    for folder in map(Path, given.drafters.split(",")):
+        rows += measure(given.target, folder, items, given.temperatures, given.max_tokens, config)
+    conditions = {"suite": Path(given.suite).name, "prompts": len(items), "max_tokens": given.max_tokens}
+    made = datetime.now(UTC).isoformat(timespec="seconds")
+    print(json.dumps({"made": made, "conditions": conditions, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
