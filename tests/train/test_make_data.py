@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from forerun.testing import TableLM
 from forerun.train.corpus import Corpus
 from forerun.train.make_data import write_answers, write_prompts, write_with_engine
 from forerun.train.options import DataOptions
-from forerun.train.prompts import around_user_turn
+from forerun.train.prompts import around_user_turn, read_prompts
 from forerun.train.writer import Order, Written
 
 
@@ -71,6 +72,13 @@ def test_prompts_come_from_an_empty_user_turn_without_repeats(tmp_path: Path) ->
         options, Words(), lambda orders: pytest.fail("written again"), tmp_path, lambda p: None
     )
     assert again == prompts
+
+
+def test_a_separator_inside_a_prompt_is_no_end_of_line(tmp_path: Path) -> None:
+    asked = "one\u2028two\x85three"
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps({"prompt": asked}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert list(read_prompts([file])) == [asked]
 
 
 def test_prompts_begin_as_asked_and_may_then_be_cut(tmp_path: Path) -> None:

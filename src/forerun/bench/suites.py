@@ -70,7 +70,7 @@ def load_suite(
 
 def _parse(text: str, name: str) -> Iterator[Item]:
     seen: set[str] = set()
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:

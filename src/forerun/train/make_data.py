@@ -95,7 +95,7 @@ def write_prompts(
     """The prompts of all files, and those that the target writes; no two alike."""
     kept = folder / "prompts.jsonl"
     if kept.is_file():
-        return [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in kept.read_text(encoding="utf-8").split("\n") if line]
     novelty = Novelty()
     prompts = [text for text in read_prompts(map(Path, options.prompts)) if novelty.is_new(text)]
     before, _ = around_user_turn(tokenizer) if options.own_prompts else ("", "")

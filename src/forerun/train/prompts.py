@@ -64,7 +64,7 @@ def read_prompts(files: Iterable[Path]) -> Iterator[str]:
     """Prompts of the user's own: lines of text, or JSON lines with "prompt", "question" or "turns"."""
     for file in files:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8").split("\n")  # a text may hold other separators
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput(
                 f"cannot read the prompt file {str(file)!r} ({error}); check the path"
