@@ -143,8 +143,10 @@ static int check_decoder(int key_heads, int64_t window) {
     return bad;
 }
 
+int check_heads(void); /* check_head.c */
+
 int main(void) {
-    int bad = 0;
+    int bad = check_heads();
     fr_set_threads(3);
     for (int i = 0; i < LAYOUTS; i++)
         for (int n = 0; n < 12; n++)

@@ -18,7 +18,7 @@ from forerun.models.kernels.packing import PackedWeight, pack_blocks
 from tests.native.blocks import needs_native, random_blocks
 
 NATIVE = Path(native_library.__file__).parent / "native"
-CHECK = Path(__file__).with_name("check.c")
+CHECKS = [Path(__file__).with_name(name) for name in ("check.c", "check_head.c")]
 FLAGS = ["-std=gnu11", "-ffp-contract=off", "-pthread", f"-I{NATIVE}"]
 
 
@@ -100,7 +100,7 @@ def test_a_forked_child_starts_its_own_threads() -> None:
 
 
 def _build(compiler: str, flags: list[str], into: Path) -> bool:
-    sources = [str(CHECK), *sorted(str(file) for file in NATIVE.glob("*.c"))]
+    sources = [str(file) for file in (*CHECKS, *sorted(NATIVE.glob("*.c")))]
     command = [compiler, *FLAGS, *flags, *sources, "-lm", "-o", str(into)]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 

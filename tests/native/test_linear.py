@@ -76,6 +76,18 @@ def test_fuzzed_shapes_rows_and_splits(name: str, chosen: None) -> None:
         assert torch.equal(apply(packed, x[order]), wanted[order])
 
 
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "Q6_K"])
+def test_rows_of_every_magnitude(name: str, chosen: None) -> None:
+    """Kernels that scale sums in one fused step must not round where plain C does not, whatever the scales are."""
+    best = native_library.isa().encode()
+    packed, x = _weight(name, 40, 512, None), _rows(64, 512)
+    x *= 10 ** (_rows(64, 512, 2) * 3).clamp(-25, 25)
+    assert native_library.library().fr_choose(b"generic") == 0
+    wanted = apply(packed, x)
+    assert native_library.library().fr_choose(best) == 0
+    assert torch.equal(apply(packed, x), wanted)
+
+
 def _weight(name: str, outputs: int, inputs: int, bias: torch.Tensor | None) -> PackedWeight:
     if name in KINDS:
         return pack_blocks(random_blocks(name, outputs, inputs, outputs), bias)

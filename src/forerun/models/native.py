@@ -138,6 +138,11 @@ class NativeDecoder(Decoder):
         """[N] -> [N, D] what enters the first layer; heads that share the target's tables read it here."""
         return _take(self._embedding_rows, ids)
 
+    @property
+    def embedding_table(self) -> Tensor | Blocks:
+        """What `embed` looks rows up in, for heads that read it in place."""
+        return self._embedding_rows
+
     def head_rows(self, ids: Tensor) -> Tensor:
         """[N] -> [N, D] rows of the head."""
         return _take(self._head_rows, ids)

@@ -10,7 +10,7 @@
 
 #include <math.h>
 
-enum { TOGETHER = FR_TOGETHER, COLUMNS = 4 };
+enum { TOGETHER = FR_TOGETHER, KEYS = 4, COLUMNS = 4 };
 
 /* One query of a tile. Positions lo..hi are the same slots for all queries of the tile. */
 typedef struct {
@@ -34,59 +34,58 @@ FR_INLINE int64_t slot_at(const query *q, int64_t i) {
 
 FR_INLINE int64_t later(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Scores of `count` queries against `keys` keys in a row, each summed in two times four lanes. */
-FR_INLINE void dot_keys(const tile *t, const query *queries, int count, const float *const k[2], int keys, int64_t at) {
-    f32x4 even[TOGETHER][2], odd[TOGETHER][2];
-    int64_t d = 0, dim = t->dim;
-    FR_UNROLL for (int i = 0; i < count; i++) FR_UNROLL for (int j = 0; j < keys; j++) even[i][j] = odd[i][j] = all4(0);
-    for (; d + 8 <= dim; d += 8)
+/* Scores of `count` queries against `keys` keys in a row (1 or KEYS), each summed in four lanes. */
+FR_INLINE void dot_keys(const tile *t, const query *queries, int count, const float *k, int keys, int64_t at) {
+    f32x4 sum[TOGETHER][KEYS];
+    int64_t dim = t->dim;
+    FR_UNROLL for (int i = 0; i < count; i++) FR_UNROLL for (int j = 0; j < keys; j++) sum[i][j] = all4(0);
+    for (int64_t d = 0; d < dim; d += 4) {
+        f32x4 key[KEYS];
+        FR_UNROLL for (int j = 0; j < keys; j++) key[j] = load4(k + j * dim + d);
         FR_UNROLL for (int i = 0; i < count; i++) {
-            f32x4 a = load4(queries[i].q + d), b = load4(queries[i].q + d + 4);
-            FR_UNROLL for (int j = 0; j < keys; j++) {
-                even[i][j] = fma4(a, load4(k[j] + d), even[i][j]);
-                odd[i][j] = fma4(b, load4(k[j] + d + 4), odd[i][j]);
-            }
+            f32x4 q = load4(queries[i].q + d);
+            FR_UNROLL for (int j = 0; j < keys; j++) sum[i][j] = fma4(q, key[j], sum[i][j]);
         }
-    if (d < dim)
-        FR_UNROLL for (int i = 0; i < count; i++)
-            FR_UNROLL for (int j = 0; j < keys; j++)
-                even[i][j] = fma4(load4(queries[i].q + d), load4(k[j] + d), even[i][j]);
-    FR_UNROLL for (int i = 0; i < count; i++)
-        FR_UNROLL for (int j = 0; j < keys; j++) queries[i].weights[at + j] = across(even[i][j] + odd[i][j]) * t->scale;
+    }
+    FR_UNROLL for (int i = 0; i < count; i++) {
+        if (keys == KEYS) store4(queries[i].weights + at, across4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]) * all4(t->scale));
+        else queries[i].weights[at] = across(sum[i][0]) * t->scale;
+    }
 }
 
 FR_INLINE void score_alone(const tile *t, const query *q, int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; i++) {
-        const float *k[2] = {t->keys + slot_at(q, i) * t->dim, NULL};
-        dot_keys(t, q, 1, k, 1, i);
-    }
+    for (int64_t i = from; i < to; i++) dot_keys(t, q, 1, t->keys + slot_at(q, i) * t->dim, 1, i);
 }
 
 FR_INLINE void score_together(const tile *t, int count) {
     int64_t i = t->lo, start = t->queries[0].first * t->dim;
     const float *keys = t->keys + start, *values = t->values + start;
-    for (; i + 2 <= t->hi; i += 2) {
+    for (; i + KEYS <= t->hi; i += KEYS) {
         /* values are read in stripes, which no prefetcher foresees: ask for them while the keys come in */
-        for (int64_t d = 0; d < 2 * t->dim; d += 16) __builtin_prefetch(values + i * t->dim + d);
-        const float *k[2] = {keys + i * t->dim, keys + (i + 1) * t->dim};
-        dot_keys(t, t->queries, count, k, 2, i);
+        for (int64_t d = 0; d < KEYS * t->dim; d += 16) __builtin_prefetch(values + i * t->dim + d);
+        dot_keys(t, t->queries, count, keys + i * t->dim, KEYS, i);
     }
-    if (i < t->hi) {
-        const float *k[2] = {keys + i * t->dim, NULL};
-        dot_keys(t, t->queries, count, k, 1, i);
-    }
+    for (; i < t->hi; i++) dot_keys(t, t->queries, count, keys + i * t->dim, 1, i);
 }
 
-/* Scores to weights, and their sum, added one by one: how positions fall into vectors must not matter. */
+/* Scores to weights, and their sum: each lane adds every fourth position, whatever else is in the pass. */
 static void soften(query *q) {
-    float *weights = q->weights, most = -INFINITY, total = 0;
-    for (int64_t i = q->from; i < q->seen; i++) most = weights[i] > most ? weights[i] : most;
-    for (int64_t i = q->from; i < q->seen; i += 4) { /* there is room for three beyond the last */
+    float *weights = q->weights, most = -INFINITY;
+    int64_t i = q->from, whole = q->from + (q->seen - q->from) / 4 * 4;
+    f32x4 highest = all4(-INFINITY), total = all4(0);
+    for (; i < whole; i += 4) highest = max4(highest, load4(weights + i));
+    for (; i < q->seen; i++) most = weights[i] > most ? weights[i] : most;
+    for (int j = 0; j < 4; j++) most = highest[j] > most ? highest[j] : most;
+    for (i = q->from; i < whole; i += 4) {
         f32x4 w = exp4(load4(weights + i) - all4(most));
         store4(weights + i, w);
-        for (int j = 0; j < 4 && i + j < q->seen; j++) total += w[j];
+        total += w;
     }
-    q->total = total;
+    for (int j = 0; i < q->seen; i++, j++) {
+        weights[i] = exp4(all4(weights[i] - most))[0];
+        total[j] += weights[i];
+    }
+    q->total = across(total);
 }
 
 /* out += weighted values of positions from..to, `vectors` times four columns at once, in registers. */
@@ -95,7 +94,18 @@ FR_INLINE void mix(const tile *t, const query *queries, int count, int alone, in
     f32x4 sum[TOGETHER][COLUMNS];
     FR_UNROLL for (int i = 0; i < count; i++)
         FR_UNROLL for (int j = 0; j < vectors; j++) sum[i][j] = load4(queries[i].out + column + 4 * j);
-    for (int64_t p = from; p < to; p++) {
+    int64_t p = from;
+    for (; !alone && p + 4 <= to; p += 4) { /* four weights at a time, so that they come as one vector */
+        const float *values = t->values + (queries->first + p) * t->dim + column;
+        f32x4 w[TOGETHER];
+        FR_UNROLL for (int i = 0; i < count; i++) w[i] = load4(queries[i].weights + p);
+        FR_UNROLL for (int k = 0; k < 4; k++)
+            FR_UNROLL for (int j = 0; j < vectors; j++) {
+                f32x4 v = load4(values + k * t->dim + 4 * j);
+                FR_UNROLL for (int i = 0; i < count; i++) sum[i][j] = fma4(all4(w[i][k]), v, sum[i][j]);
+            }
+    }
+    for (; p < to; p++) {
         int64_t slot = alone ? slot_at(queries, p) : queries->first + p;
         const float *values = t->values + slot * t->dim + column;
         FR_UNROLL for (int j = 0; j < vectors; j++) {

@@ -65,17 +65,17 @@ typedef struct {
     fr_weight part[FR_MOST_PARTS];
 } fr_weights;
 
-/* Activations ready for packed weights: int8 blocks, one scale and one scaled sum per block. Rows lie in groups
- * of four, block by block, so that a kernel walks one pointer: [rows / 4, inputs / 32, 4, ...]. */
+/* Activations ready for packed weights: four rows of one block of inputs. Groups lie block by block, [rows / 4,
+ * inputs / 32], so that a kernel walks one pointer. */
 typedef struct {
-    int8_t *values; /* ... 32 */
-    float *scales;  /* ... 1 */
-    float *sums;    /* ... 1: scale * sum of the block */
-} fr_quants;
+    int8_t values[2][FR_GROUP][FR_BLOCK / 2];
+    float scales[FR_GROUP];   /* 16 significant bits at most */
+    float sums[FR_GROUP];     /* scale * sum of the block */
+    float backs[FR_GROUP][4]; /* -1.5 * 2^23 * scale, four times over: see linear_dotprod.c */
+} fr_group;
 
 size_t fr_quants_bytes(int64_t rows, int64_t inputs);
-fr_quants fr_quants_at(void *scratch, int64_t rows, int64_t inputs);
-void fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, fr_quants out);
+void fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, fr_group *out);
 
 /* y[rows, sum of outputs] = x[rows, inputs] W^T + bias; scratch holds fr_quants_bytes(rows, inputs). */
 void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void *scratch);
@@ -84,7 +84,7 @@ void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void
 typedef struct {
     const fr_weight *w;
     const float *x;
-    fr_quants q;
+    const fr_group *q;
     float *y;
     int64_t rows, stride, begin, end;
 } fr_range;
@@ -168,6 +168,55 @@ typedef struct {
 FR_API int64_t fr_layout(void);
 FR_API int fr_decode(const fr_decoder *model, const fr_pass *pass);
 FR_API int fr_linear_rows(const fr_weights *w, const float *x, float *y, int64_t rows);
+
+/* ---- topk.c: the likeliest entries of rows of logits ---- */
+typedef struct {
+    int64_t rows, count, k;   /* 1 <= k <= count */
+    const float *x;           /* [rows, count] */
+    const float *scale;       /* [rows] or NULL: x times this */
+    const float *noise;       /* [.., count] or NULL: taken off x */
+    const int32_t *noise_row; /* [rows] which row of it; -1 = none */
+    float *values;            /* [rows, k] best first; log-probabilities where totals are asked for */
+    int32_t *indices;         /* [rows, k] */
+    float *totals;            /* [rows] or NULL: log of the sum of all exponentials */
+} fr_top;
+FR_API int fr_top_rows(const fr_top *top);
+FR_API void fr_log_noise(const int32_t *ids, int64_t count, uint32_t low, uint32_t high, float *out);
+
+/* ---- head.c: an EAGLE head ---- */
+typedef struct {
+    int64_t width, heads, kv_heads, head_dim, inner;
+    int64_t features, parts; /* numbers in the features of a true row, and of how many layers they are */
+    int64_t joins_token;     /* EAGLE-1: fc reads token and feature; EAGLE-3: fc reads the features of true rows */
+    int64_t norm_before_residual, norm_output;
+    float eps, attention_scale;
+    const float *token_norm, *feature_norm, *mlp_norm; /* [width]; the first two not for EAGLE-1 */
+    const float *out_norm;                             /* [width] or NULL */
+    const float *input_norm, *part_norms;              /* [features] or NULL */
+    fr_weights fc, qkv, output, gate_up, down, lm_head;
+    int64_t embedding_type, embedding_bytes; /* a GGUF type and bytes per row; -1 = float32 */
+    const void *embedding;
+} fr_head;
+
+typedef struct {
+    int64_t rows;
+    const int64_t *tokens;        /* [rows] */
+    const float *embedded;        /* [rows, width] or NULL: look the tokens up in the head's table */
+    const float *features;        /* [rows, features] of true rows; NULL = the rows are drafted */
+    const float *before;          /* outputs of the rows before drafted ones, [.., width] */
+    const int32_t *parents;       /* [rows] which of them */
+    float *out;                   /* [rows, width] */
+    const float *cosines, *sines; /* [positions, head_dim / 2] */
+    const int32_t *position;      /* [rows] which row of them */
+    const int32_t *write;         /* [rows] slot that takes the row's key and value */
+    fr_reach reach;
+    float *keys, *values; /* [kv_heads, slots, head_dim] */
+    int64_t head_stride;
+} fr_head_pass;
+
+FR_API int64_t fr_head_layout(void);
+FR_API int fr_head_run(const fr_head *head, const fr_head_pass *pass);
+FR_API int fr_head_rank(const fr_head *head, const float *out, float *logits, const fr_top *top);
 
 /* ---- pack.c: GGUF types are numbered as in the file ---- */
 FR_API int fr_packed_kind(int type);

@@ -6,63 +6,67 @@
 FR_INLINE int64_t groups_of(int64_t rows) { return (rows + FR_GROUP - 1) / FR_GROUP; }
 
 size_t fr_quants_bytes(int64_t rows, int64_t inputs) {
-    size_t blocks = (size_t)(groups_of(rows) * FR_GROUP * (inputs / FR_BLOCK));
-    return blocks * (FR_BLOCK + 2 * sizeof(float)) + 64;
-}
-
-fr_quants fr_quants_at(void *scratch, int64_t rows, int64_t inputs) {
-    int64_t blocks = groups_of(rows) * FR_GROUP * (inputs / FR_BLOCK);
-    fr_quants q;
-    q.scales = (float *)scratch;
-    q.sums = q.scales + blocks;
-    q.values = (int8_t *)(q.sums + blocks);
-    return q;
+    return (size_t)(groups_of(rows) * (inputs / FR_BLOCK)) * sizeof(fr_group);
 }
 
 /* The even elements of two vectors: from wide integers to narrow ones that hold the same small numbers. */
 typedef int16_t i16x8 __attribute__((vector_size(16)));
 typedef int8_t i8x16 __attribute__((vector_size(16)));
+typedef uint32_t u32x4 __attribute__((vector_size(16)));
 #if defined(__clang__)
 #define EVEN(type, a, b, ...) __builtin_shufflevector((type)(a), (type)(b), __VA_ARGS__)
 #else
 #define EVEN(type, a, b, ...) __builtin_shuffle((type)(a), (type)(b), (type){__VA_ARGS__})
 #endif
 
-FR_INLINE i16x8 narrow16(i32x4 a, i32x4 b) { return EVEN(i16x8, a, b, 0, 2, 4, 6, 8, 10, 12, 14); }
+FR_INLINE i16x8 narrow16(u32x4 a, u32x4 b) { return EVEN(i16x8, a, b, 0, 2, 4, 6, 8, 10, 12, 14); }
 FR_INLINE i8x16 narrow8(i16x8 a, i16x8 b) {
     return EVEN(i8x16, a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
 }
 
+/* amax/127 to the nearest number of 16 significant bits, so that small integers times it are exact. */
+FR_INLINE float scale_of(float amax) {
+    float scale = amax * (1.0f / 127.0f);
+    uint32_t bits;
+    memcpy(&bits, &scale, 4);
+    bits = (bits + 0x80) & 0xffffff00u;
+    memcpy(&scale, &bits, 4);
+    return scale;
+}
+
 /* Nearest multiple of amax/127 per block of 32; ties to even, by adding a number whose unit is one. */
-static void quantize_block(const float *x, int8_t *values, float *scale, float *sum) {
+static void quantize_block(const float *x, fr_group *out, int row) {
     const f32x4 shift = all4(12582912.0f);
     const i32x4 magnitude = {0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff};
-    f32x4 most = all4(0);
-    for (int i = 0; i < FR_BLOCK; i += 4) {
-        f32x4 a = (f32x4)((i32x4)load4(x + i) & magnitude);
-        i32x4 more = a > most;
-        most = (f32x4)(((i32x4)a & more) | ((i32x4)most & ~more));
-    }
-    float amax = most[0];
-    for (int i = 1; i < 4; i++) amax = most[i] > amax ? most[i] : amax;
+    f32x4 most[FR_BLOCK / 4];
+    for (int i = 0; i < FR_BLOCK / 4; i++) most[i] = (f32x4)((i32x4)load4(x + 4 * i) & magnitude);
+    for (int step = FR_BLOCK / 8; step > 0; step /= 2)
+        for (int i = 0; i < step; i++) most[i] = max4(most[i], most[i + step]);
+    float low = most[0][0] > most[0][1] ? most[0][0] : most[0][1];
+    float high = most[0][2] > most[0][3] ? most[0][2] : most[0][3];
+    float amax = low > high ? low : high;
     f32x4 inverse = all4(amax > 0.0f ? 127.0f / amax : 0.0f);
-    i32x4 total = {0, 0, 0, 0}, v[FR_BLOCK / 4];
-    for (int i = 0; i < FR_BLOCK / 4; i++) { /* a NaN becomes some number: its block's scale is not finite anyway */
-        v[i] = ((i32x4)(load4(x + 4 * i) * inverse + shift) - (i32x4)shift) << 24 >> 24;
+    /* the low byte of a sum with SHIFT is the integer, and the bits of SHIFT itself cancel in the total of all */
+    u32x4 total = {0, 0, 0, 0}, v[FR_BLOCK / 4];
+    for (int i = 0; i < FR_BLOCK / 4; i++) {
+        v[i] = (u32x4)(load4(x + 4 * i) * inverse + shift);
         total += v[i];
     }
     for (int i = 0; i < FR_BLOCK / 4; i += 4) {
         i8x16 bytes = narrow8(narrow16(v[i], v[i + 1]), narrow16(v[i + 2], v[i + 3]));
-        memcpy(values + 4 * i, &bytes, 16);
+        memcpy(out->values[i / 4][row], &bytes, 16);
     }
-    *scale = amax * (1.0f / 127.0f);
-    *sum = *scale * (float)((total[0] + total[1]) + (total[2] + total[3]));
+    int32_t sum = (int32_t)((total[0] + total[1]) + (total[2] + total[3]) - FR_BLOCK * 0x4B400000u);
+    float scale = scale_of(amax);
+    out->scales[row] = scale;
+    out->sums[row] = scale * (float)sum;
+    store4(out->backs[row], -shift * all4(scale));
 }
 
 typedef struct {
     const float *x;
     int64_t inputs;
-    fr_quants q;
+    fr_group *q;
 } quantize_job;
 
 static void quantize_range(void *arg, int64_t begin, int64_t end, int worker) {
@@ -70,22 +74,19 @@ static void quantize_range(void *arg, int64_t begin, int64_t end, int worker) {
     const quantize_job *job = arg;
     int64_t blocks = job->inputs / FR_BLOCK;
     for (int64_t r = begin; r < end; r++)
-        for (int64_t b = 0; b < blocks; b++) {
-            int64_t at = (r / FR_GROUP * blocks + b) * FR_GROUP + r % FR_GROUP;
-            quantize_block(job->x + r * job->inputs + b * FR_BLOCK, job->q.values + at * FR_BLOCK,
-                           job->q.scales + at, job->q.sums + at);
-        }
+        for (int64_t b = 0; b < blocks; b++)
+            quantize_block(job->x + r * job->inputs + b * FR_BLOCK, job->q + r / FR_GROUP * blocks + b, r % FR_GROUP);
 }
 
-void fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, fr_quants out) {
+void fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, fr_group *out) {
     quantize_job job = {x, inputs, out};
-    fr_parallel(quantize_range, &job, rows, 16); /* few rows are done before a worker would wake */
+    fr_parallel(quantize_range, &job, rows, FR_GROUP); /* few rows are done before a worker would wake */
 }
 
 typedef struct {
     const fr_weights *weights;
     const float *x;
-    fr_quants q;
+    fr_group *q;
     float *y;
     int64_t rows, stride;
     fr_kernel packed;
@@ -121,7 +122,7 @@ void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void
         packed |= w->part[i].kind > FR_BF16;
     }
     if (packed) {
-        job.q = fr_quants_at(scratch, rows, inputs);
+        job.q = scratch;
         fr_quantize_rows(x, rows, inputs, job.q);
     }
     int64_t grain = panels / (fr_threads() * 4);

@@ -5,7 +5,7 @@
  * its group of four, whose results are dropped.
  */
 FR_INLINE __m256i both_rows(const int8_t *x) {
-    __m128i a = _mm_loadu_si128((const __m128i *)x), b = _mm_loadu_si128((const __m128i *)(x + FR_BLOCK));
+    __m128i a = _mm_loadu_si128((const __m128i *)x), b = _mm_loadu_si128((const __m128i *)(x + FR_BLOCK / 2));
     return _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1);
 }
 
@@ -47,15 +47,15 @@ FR_INLINE __m256i spread(__m256i x, int at) {
 }
 
 FR_INLINE __m256 add_scaled(__m256i sum, __m256 d, __m256 scales, __m256 total) {
-    return _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(sum), d), scales, total);
+    return _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(sum), scales), d, total);
 }
 
 /* One panel, `pairs` (1 or 2) pairs of rows of one group: pairs and kind are constants where this is inlined. */
-FR_INLINE void panel_pairs(const uint8_t *panel, int kind, int pairs, int64_t blocks, const fr_quants *q,
+FR_INLINE void panel_pairs(const uint8_t *panel, int kind, int pairs, int64_t blocks, const fr_group *q,
                            __m256 total[2]) {
     int four = kind == FR_P4 || kind == FR_P4W;
     total[0] = total[1] = _mm256_setzero_ps();
-    for (int64_t b = 0; b < blocks; b++, panel += fr_block_bytes(kind)) {
+    for (int64_t b = 0; b < blocks; b++, q++, panel += fr_block_bytes(kind)) {
         __m256 d, d2 = _mm256_setzero_ps(), m = _mm256_setzero_ps();
         if (kind == FR_P4) d = halves(panel + 64), m = halves(panel + 72);
         else if (kind == FR_P8) d = halves(panel + 128);
@@ -64,9 +64,8 @@ FR_INLINE void panel_pairs(const uint8_t *panel, int kind, int pairs, int64_t bl
         else d = floats(panel + 128), d2 = floats(panel + 144);
         __m256i low[2], high[2], first[2], last[2];
         FR_UNROLL for (int p = 0; p < pairs; p++) {
-            const int8_t *x = q->values + (b * FR_GROUP + 2 * p) * FR_BLOCK;
             low[p] = high[p] = _mm256_setzero_si256();
-            first[p] = both_rows(x), last[p] = both_rows(x + 16);
+            first[p] = both_rows(q->values[0][2 * p]), last[p] = both_rows(q->values[1][2 * p]);
         }
         FR_UNROLL for (int g = 0; g < 4; g++) {
             __m256i v = weights_of(panel, four, g), w = weights_of(panel, four, g + 4);
@@ -76,13 +75,12 @@ FR_INLINE void panel_pairs(const uint8_t *panel, int kind, int pairs, int64_t bl
             }
         }
         FR_UNROLL for (int p = 0; p < pairs; p++) {
-            __m256 scales = both_floats(q->scales + b * FR_GROUP + 2 * p);
+            __m256 scales = both_floats(q->scales + 2 * p);
+            if (four || kind == FR_P8M) total[p] = _mm256_fmadd_ps(m, both_floats(q->sums + 2 * p), total[p]);
             if (kind == FR_P8W) {
                 total[p] = add_scaled(low[p], d, scales, total[p]);
                 total[p] = add_scaled(high[p], d2, scales, total[p]);
             } else total[p] = add_scaled(_mm256_add_epi32(low[p], high[p]), d, scales, total[p]);
-            if (four || kind == FR_P8M)
-                total[p] = _mm256_fmadd_ps(m, both_floats(q->sums + b * FR_GROUP + 2 * p), total[p]);
         }
     }
 }
@@ -95,11 +93,10 @@ FR_INLINE void store(const fr_range *g, int64_t row, int64_t panel, __m128 total
 }
 
 FR_INLINE void group_rows(const fr_range *g, int kind, int rows, int64_t first, int64_t panel) {
-    int64_t blocks = g->w->inputs / FR_BLOCK, at = first * blocks;
-    fr_quants q = {g->q.values + at * FR_BLOCK, g->q.scales + at, g->q.sums + at};
+    int64_t blocks = g->w->inputs / FR_BLOCK;
     const uint8_t *data = (const uint8_t *)g->w->data + panel * blocks * fr_block_bytes(kind);
     __m256 total[2];
-    panel_pairs(data, kind, rows > 2 ? 2 : 1, blocks, &q, total);
+    panel_pairs(data, kind, rows > 2 ? 2 : 1, blocks, g->q + first / FR_GROUP * blocks, total);
     for (int r = 0; r < rows; r++) {
         __m256 pair = total[r / 2];
         store(g, first + r, panel, r % 2 ? _mm256_extractf128_ps(pair, 1) : _mm256_castps256_ps128(pair));

@@ -33,6 +33,7 @@ FR_INLINE f32x4 load4(const float *p) {
 }
 FR_INLINE void store4(float *p, f32x4 v) { memcpy(p, &v, 16); }
 FR_INLINE f32x4 all4(float f) { return (f32x4){f, f, f, f}; }
+FR_INLINE f32x4 choose4(i32x4 where, f32x4 a, f32x4 b) { return (f32x4)(((i32x4)a & where) | ((i32x4)b & ~where)); }
 FR_INLINE float across(f32x4 v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 
 #if defined(__aarch64__)
@@ -40,12 +41,17 @@ FR_INLINE float across(f32x4 v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 FR_INLINE f32x4 fma4(f32x4 a, f32x4 b, f32x4 c) {
     return (f32x4)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 }
+/* The larger and the smaller of two numbers; where `x` is not a number they give x. */
+FR_INLINE f32x4 max4(f32x4 y, f32x4 x) { return (f32x4)vmaxq_f32((float32x4_t)y, (float32x4_t)x); }
+FR_INLINE f32x4 min4(f32x4 y, f32x4 x) { return (f32x4)vminq_f32((float32x4_t)y, (float32x4_t)x); }
 /* The sums across four vectors, each in the order of `across`. */
 FR_INLINE f32x4 across4(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
     return (f32x4)vpaddq_f32(vpaddq_f32((float32x4_t)a, (float32x4_t)b), vpaddq_f32((float32x4_t)c, (float32x4_t)d));
 }
 #elif defined(__x86_64__)
 FR_INLINE f32x4 fma4(f32x4 a, f32x4 b, f32x4 c) { return (f32x4)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c); }
+FR_INLINE f32x4 max4(f32x4 y, f32x4 x) { return (f32x4)_mm_max_ps((__m128)y, (__m128)x); }
+FR_INLINE f32x4 min4(f32x4 y, f32x4 x) { return (f32x4)_mm_min_ps((__m128)y, (__m128)x); }
 FR_INLINE f32x4 across4(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
     return (f32x4)_mm_hadd_ps(_mm_hadd_ps((__m128)a, (__m128)b), _mm_hadd_ps((__m128)c, (__m128)d));
 }
@@ -54,6 +60,8 @@ FR_INLINE f32x4 fma4(f32x4 a, f32x4 b, f32x4 c) {
     return (f32x4){__builtin_fmaf(a[0], b[0], c[0]), __builtin_fmaf(a[1], b[1], c[1]),
                    __builtin_fmaf(a[2], b[2], c[2]), __builtin_fmaf(a[3], b[3], c[3])};
 }
+FR_INLINE f32x4 max4(f32x4 y, f32x4 x) { return choose4(y > x, y, x); }
+FR_INLINE f32x4 min4(f32x4 y, f32x4 x) { return choose4(y < x, y, x); }
 FR_INLINE f32x4 across4(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
     return (f32x4){across(a), across(b), across(c), across(d)};
 }

@@ -1,0 +1,174 @@
+/* One level of an EAGLE head in two calls: its layer over some rows, and the likeliest tokens after some outputs.
+ *
+ * A true row carries the target's features, a drafted one the output of the row before it. EAGLE-1 puts token and
+ * feature side by side through `fc`; EAGLE-3 fuses the features of three layers with it and norms both instead.
+ */
+#include "forerun.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+    float *embedded, *features, *carried, *into, *qkv, *attended, *normed, *gate_up, *mlp, *delta, *scores;
+    int32_t *tiles;
+    void *quants;
+} buffers;
+
+enum { BUFFERS = 12 };
+
+static int64_t most_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static void *take_buffers(const fr_head *h, const fr_head_pass *p, buffers *b) {
+    int64_t n = p->rows, attended = h->heads * h->head_dim;
+    int64_t widest = most_of(most_of(h->features, 2 * h->width), most_of(h->inner, attended));
+    int64_t floats[BUFFERS] = {n * h->width,
+                               p->features ? n * h->features : 0,
+                               n * h->width,
+                               2 * n * h->width,
+                               n * (attended + 2 * h->kv_heads * h->head_dim),
+                               n * attended,
+                               n * h->width,
+                               2 * n * h->inner,
+                               n * h->inner,
+                               n * h->width,
+                               FR_MAX_THREADS * FR_TOGETHER * (p->reach.most + 4),
+                               2 * n * h->heads / h->kv_heads};
+    void **at[BUFFERS] = {(void **)&b->embedded, (void **)&b->features, (void **)&b->carried, (void **)&b->into,
+                          (void **)&b->qkv,      (void **)&b->attended, (void **)&b->normed,  (void **)&b->gate_up,
+                          (void **)&b->mlp,      (void **)&b->delta,    (void **)&b->scores,  (void **)&b->tiles};
+    size_t bytes = fr_quants_bytes(n, widest);
+    for (int i = 0; i < BUFFERS; i++) bytes += (size_t)(floats[i] + 15) / 16 * 64;
+    char *block = malloc(bytes + 64), *next = block;
+    if (!block) return NULL;
+    next += 64 - (uintptr_t)block % 64;
+    for (int i = 0; i < BUFFERS; i++) {
+        *at[i] = next;
+        next += (floats[i] + 15) / 16 * 64;
+    }
+    b->quants = next;
+    return block;
+}
+
+static void copy_rows(const float *from, float *to, int64_t count) { memcpy(to, from, (size_t)count * sizeof(float)); }
+
+static void embed(const fr_head *h, const int64_t *tokens, int64_t rows, float *out) {
+    if (h->embedding_type >= 0) {
+        fr_unpack_rows((int)h->embedding_type, h->embedding, h->embedding_bytes, h->width, tokens, rows, out);
+        return;
+    }
+    for (int64_t r = 0; r < rows; r++) copy_rows((const float *)h->embedding + tokens[r] * h->width, out + r * h->width, h->width);
+}
+
+/* The target's features as a row carries them. */
+static const float *fuse(const fr_head *h, const fr_head_pass *p, const buffers *b) {
+    const float *features = p->features;
+    if (h->joins_token) return features;
+    if (h->input_norm) {
+        fr_rms_norm(features, h->input_norm, h->eps, b->features, p->rows, h->features);
+        features = b->features;
+    }
+    if (h->part_norms) {
+        int64_t part = h->features / h->parts;
+        for (int64_t r = 0; r < p->rows * h->parts; r++)
+            fr_rms_norm(features + r * part, h->part_norms + r % h->parts * part, h->eps, b->features + r * part, 1, part);
+        features = b->features;
+    }
+    fr_linear(&h->fc, features, b->carried, p->rows, b->quants);
+    return b->carried;
+}
+
+/* What a row carries after the row before it. */
+static const float *carry(const fr_head *h, const fr_head_pass *p, const buffers *b) {
+    for (int64_t r = 0; r < p->rows; r++) {
+        const float *before = p->before + (int64_t)p->parents[r] * h->width;
+        if (h->norm_output && h->out_norm) fr_rms_norm(before, h->out_norm, h->eps, b->carried + r * h->width, 1, h->width);
+        else copy_rows(before, b->carried + r * h->width, h->width);
+    }
+    return b->carried;
+}
+
+/* What the layer reads, and into p->out the residual stream. */
+static const float *enter(const fr_head *h, const fr_head_pass *p, const buffers *b, const float *carried) {
+    int64_t n = p->rows, d = h->width;
+    if (!p->embedded) embed(h, p->tokens, n, b->embedded);
+    const float *tokens = p->embedded ? p->embedded : b->embedded;
+    for (int64_t r = 0; r < n; r++) {
+        const float *token = tokens + r * d, *feature = carried + r * d;
+        float *into = b->into + 2 * r * d;
+        if (h->joins_token) {
+            copy_rows(token, into, d);
+            copy_rows(feature, into + d, d);
+        } else {
+            fr_rms_norm(token, h->token_norm, h->eps, into, 1, d);
+            fr_rms_norm(feature, h->feature_norm, h->eps, into + d, 1, d);
+            copy_rows(h->norm_before_residual ? into + d : feature, p->out + r * d, d);
+        }
+    }
+    if (!h->joins_token) return b->into;
+    fr_linear(&h->fc, b->into, p->out, n, b->quants);
+    return p->out;
+}
+
+static void write_cache(const fr_head *h, const fr_head_pass *p, const float *qkv, int64_t stride) {
+    size_t bytes = (size_t)h->head_dim * sizeof(float);
+    for (int64_t r = 0; r < p->rows; r++)
+        for (int64_t g = 0; g < h->kv_heads; g++) {
+            int64_t at = g * p->head_stride + (int64_t)p->write[r] * h->head_dim;
+            const float *k = qkv + r * stride + (h->heads + g) * h->head_dim;
+            memcpy(p->keys + at, k, bytes);
+            memcpy(p->values + at, k + h->kv_heads * h->head_dim, bytes);
+        }
+}
+
+static void attend(const fr_head *h, const fr_head_pass *p, const buffers *b, int64_t stride) {
+    fr_attention_args args = {
+        .reach = p->reach, .q = b->qkv, .out = b->attended, .scratch = b->scores, .keys = p->keys, .values = p->values,
+        .tiles = b->tiles, .tile_count = fr_attention_tiles(&p->reach, p->rows, h->heads / h->kv_heads, b->tiles),
+        .heads = h->heads, .kv_heads = h->kv_heads, .head_dim = h->head_dim, .q_stride = stride,
+        .head_stride = p->head_stride, .scale = h->attention_scale,
+    };
+    fr_attention(&args);
+}
+
+/* Changes with everything the caller must agree on. */
+FR_API int64_t fr_head_layout(void) {
+    return (int64_t)sizeof(fr_head) * 1000000 + (int64_t)sizeof(fr_head_pass) * 1000 + (int64_t)sizeof(fr_top);
+}
+
+/* The layer over some rows. 0 = done, 1 = out of memory. */
+FR_API int fr_head_run(const fr_head *h, const fr_head_pass *p) {
+    buffers b;
+    void *block = take_buffers(h, p, &b);
+    if (!block) return 1;
+    int64_t n = p->rows, stride = (h->heads + 2 * h->kv_heads) * h->head_dim;
+    const float *into = enter(h, p, &b, p->features ? fuse(h, p, &b) : carry(h, p, &b));
+    fr_linear(&h->qkv, into, b.qkv, n, b.quants);
+    fr_rope(b.qkv, p->cosines, p->sines, p->position, n, h->heads + h->kv_heads, stride, h->head_dim, h->head_dim);
+    write_cache(h, p, b.qkv, stride);
+    attend(h, p, &b, stride);
+    fr_linear(&h->output, b.attended, b.delta, n, b.quants);
+    fr_add(p->out, b.delta, n * h->width);
+    fr_rms_norm(p->out, h->mlp_norm, h->eps, b.normed, n, h->width);
+    fr_linear(&h->gate_up, b.normed, b.gate_up, n, b.quants);
+    fr_swiglu(b.gate_up, b.mlp, n, h->inner);
+    fr_linear(&h->down, b.mlp, b.delta, n, b.quants);
+    fr_add(p->out, b.delta, n * h->width);
+    free(block);
+    return 0;
+}
+
+/* Logits after rows with the outputs given, into top->x, and the best of them. 0 = done, 1 = out of memory. */
+FR_API int fr_head_rank(const fr_head *h, const float *out, float *logits, const fr_top *top) {
+    int64_t n = top->rows;
+    size_t normed = ((size_t)(n * h->width) * sizeof(float) + 63) / 64 * 64;
+    char *block = malloc(normed + fr_quants_bytes(n, h->width));
+    if (!block) return 1;
+    const float *rows = out;
+    if (h->out_norm) {
+        fr_rms_norm(out, h->out_norm, h->eps, (float *)block, n, h->width);
+        rows = (float *)block;
+    }
+    fr_linear(&h->lm_head, rows, logits, n, block + normed);
+    free(block);
+    return fr_top_rows(top);
+}
