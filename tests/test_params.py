@@ -67,9 +67,8 @@ def test_vllm_names_are_understood() -> None:
 
 def test_vllm_habits() -> None:
     assert SamplingParams(top_k=-1).top_k == 0
-    assert (
-        SpeculativeConfig.from_dict({"model": "small", "num_speculative_tokens": 3}).drafter == "draft_model"
-    )
+    config = SpeculativeConfig.from_dict({"model": "small", "num_speculative_tokens": 3})
+    assert (config.drafter, config.draft_model, config.budget) == ("auto", "small", 3)
 
 
 def test_an_unknown_drafter_names_the_nearest() -> None:

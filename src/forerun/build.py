@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +19,21 @@ from forerun import registry
 from forerun.control.base import Controller
 from forerun.control.cost import CostModel
 from forerun.drafters.base import Drafter, Parts
-from forerun.drafters.hybrid import Routes
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool, VerifierPool
 from forerun.errors import InvalidInput, UnsupportedModel, VocabularyMismatch
+from forerun.heads import find_head, open_head
 from forerun.models.base import Target
 from forerun.params import EngineConfig, SpeculativeConfig
+from forerun.quotes import Quote, claim_of, quote_of
 from forerun.types import Seq
 
 if TYPE_CHECKING:
     from forerun.models.load.checkpoint import Checkpoint
 
+MOST_NODES, MOST_WIDTH = 60, 10  # what a controller that weighs costs may come to, where nobody set a limit
+FIXED_NODES = 8  # what one that does not drafts
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -44,6 +48,8 @@ def make_engine(
 ) -> Engine:
     """An engine around a target that is already in memory."""
     speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
+    if speculative.drafter == "auto":
+        speculative = replace(speculative, drafter="ngram" if draft_target is None else "draft_model")
     parts = Parts(target, draft_target, speculative)
 
     def make_drafter(name: str) -> Drafter:
@@ -68,7 +74,8 @@ def make_engine(
 
 def check_names(speculative: SpeculativeConfig) -> None:
     """Unknown names are the caller's error before anything is loaded."""
-    registry.drafters.get(speculative.drafter)
+    if speculative.drafter != "auto":
+        registry.drafters.get(speculative.drafter)
     registry.controllers.get(speculative.controller)
     if speculative.verifier != "auto":
         registry.verifiers.get(speculative.verifier)
@@ -83,16 +90,52 @@ def make_controller(
         "fixed" if speculative.drafter == "none" and name == "adaptive" else name
     )
     if not getattr(cls, "weighs_costs", False):
-        controller: Controller = cls(speculative.budget, speculative.width)
+        nodes = FIXED_NODES if speculative.budget is None else speculative.budget
+        controller: Controller = cls(nodes, speculative.width or 1)
         return controller
 
-    def draft_seconds(seq: Seq) -> float:
-        drafter = drafters.get(getattr(seq, "drafter", speculative.drafter))
-        return drafter.cost_of(seq) if isinstance(drafter, Routes) else drafter.cost
+    def drafter_of(seq: Seq) -> Drafter:
+        return drafters.get(getattr(seq, "drafter", speculative.drafter))
+
+    def quote(seq: Seq) -> Quote:
+        return quote_of(drafter_of(seq), seq)
+
+    def claim(seq: Seq) -> float | None:
+        return claim_of(drafter_of(seq), seq)
 
     cost = CostModel.measure_or_load(target, cost_file)
-    weighing: Controller = cls(cost, speculative.budget, speculative.width, draft_seconds)
+    nodes = MOST_NODES if speculative.budget is None else speculative.budget
+    weighing: Controller = cls(cost, nodes, speculative.width or MOST_WIDTH, quote, claim)
     return weighing
+
+
+def choose_drafter(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> SpeculativeConfig:
+    """The same with its drafter settled: by what draft_model is, else by what comes with the package."""
+    drafter, given = speculative.drafter, speculative.draft_model
+    if given is not None:
+        if drafter != "auto":
+            return speculative
+        head = open_head(Path(given).expanduser())
+        return replace(speculative, drafter="draft_model" if head is None else head.drafter)
+    if drafter == "auto" or needs_head(drafter):
+        boxed = find_head(checkpoint.config, _names_of(checkpoint), drafter)
+        if boxed is not None:
+            chosen = boxed.drafter if drafter == "auto" else drafter
+            return replace(speculative, drafter=chosen, draft_model=str(boxed.path))
+    return replace(speculative, drafter="ngram") if drafter == "auto" else speculative
+
+
+def needs_head(drafter: str) -> bool:
+    """Does this drafter run a trained head?"""
+    return drafter.removeprefix("hybrid_") in ("eagle", "eagle2", "eagle3", "medusa", "hydra")
+
+
+def _names_of(checkpoint: Checkpoint) -> list[str]:
+    """What a model may be called: as asked for, by its file, and by the short name of that file."""
+    from forerun.models.load.catalog import known_models
+
+    known = [model.name for model in known_models() if model.path == checkpoint.path]
+    return [checkpoint.name, checkpoint.path.name, *known]
 
 
 def drafts_with_checkpoint(drafter: str) -> bool:
@@ -116,12 +159,16 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
                 return NativeDecoder(family, checkpoint.weights, mode=mode, kv_slots=config.kv_slots)
         dtype = _dtype(config.dtype, device)
         if device.type == "cuda" and dtype != torch.float32:
+            from forerun.models.cuda.packed import WeightKind
             from forerun.models.cuda.target import CudaDecoder
 
-            with suppress(UnsupportedModel):  # parts that its kernels do not have run in torch
+            kind: WeightKind = config.dtype if config.dtype in ("int8", "fp8") else "plain"
+            # parts that its kernels do not have run in torch, which has no weights of one byte
+            with suppress(UnsupportedModel) if kind == "plain" else nullcontext():
                 return CudaDecoder(
-                    family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots
-                )
+                    family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots,
+                    weight_kind=kind,
+                )  # fmt: skip
         return Decoder(family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots)
     from forerun.models.hf import HFTarget
 
@@ -172,8 +219,14 @@ def _device(name: str) -> str:
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name in ("int8", "fp8"):
+        if device.type != "cuda":
+            raise InvalidInput(f"dtype={name!r} needs a CUDA device; on a CPU use q8")
+        return torch.bfloat16  # of rows: weights are read as one byte each
     if name in ("gguf", "q8"):
         raise InvalidInput(f"dtype={name!r} needs a CPU and one of our own families; use float32 or bfloat16")
     if name not in _DTYPES:
-        raise InvalidInput(f"dtype={name!r} is unknown; use auto, {', '.join(_DTYPES)}, q8 or gguf")
+        raise InvalidInput(
+            f"dtype={name!r} is unknown; use auto, {', '.join(_DTYPES)}, int8, fp8, q8 or gguf"
+        )
     return _DTYPES[name]

@@ -17,6 +17,7 @@ import torch
 from forerun.build import (
     check_names,
     check_vocabulary,
+    choose_drafter,
     cost_file,
     drafts_with_checkpoint,
     load_target,
@@ -108,7 +109,8 @@ class LLM:
     ) -> LLM:
         """Load a model by known name, GGUF file, Hugging Face folder or hub id, and a drafter for it.
 
-        `speculative_config` also takes vLLM's names; `drafter` and `draft_model` override it.
+        `draft_model` is a smaller model or the folder of a trained head; a head that comes with the package is used
+        where it fits. `speculative_config` also takes vLLM's names; `drafter` and `draft_model` override it.
         """
         from forerun.models.load.catalog import cache_folder
         from forerun.models.load.checkpoint import open_checkpoint
@@ -121,6 +123,7 @@ class LLM:
         if settings.threads:
             torch.set_num_threads(settings.threads)
         checkpoint = open_checkpoint(model)
+        speculative = choose_drafter(speculative, checkpoint)
         draft = None
         if speculative.draft_model is not None and drafts_with_checkpoint(speculative.drafter):
             small = open_checkpoint(speculative.draft_model)
@@ -273,7 +276,7 @@ def _speculative(
     )
     fields = {name: getattr(config, name) for name in SpeculativeConfig.__dataclass_fields__}
     if draft_model is not None:
-        fields.update(draft_model=draft_model, drafter="draft_model")
+        fields.update(draft_model=draft_model, drafter="auto")
     if drafter is not None:
         fields["drafter"] = drafter
     return SpeculativeConfig(**fields)

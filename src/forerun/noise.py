@@ -50,14 +50,19 @@ def uniform(seed: int, position: int, purpose: int, index: int = 0) -> float:
     return (_key(seed, position, purpose, index) >> 11) * 2.0**-53
 
 
+def coupling_key(seed: int, position: int) -> tuple[int, int]:
+    """Two numbers of 31 bits from which `uniforms` hashes; native kernels do it themselves."""
+    key = _key(seed, position, COUPLE)
+    return key & 0x7FFFFFFF, key >> 33
+
+
 def uniforms(seed: int, position: int, size: int, device: torch.device | str = "cpu") -> Tensor:
     """[V] fp32 numbers in (0, 1), one per token, the same for every node at this position.
 
     32-bit arithmetic, because it vectorises everywhere; 31 bits go into each number and small values, which
     decide what is drawn, keep full relative precision.
     """
-    key = _key(seed, position, COUPLE)
-    low, high = key & 0x7FFFFFFF, key >> 33
+    low, high = coupling_key(seed, position)
     if torch.device(device).type == "cpu":  # numpy does it in a third of the time
         h: Any = _hash32(_hash32(np.arange(size, dtype=np.uint32) ^ low) ^ high) & 0x7FFFFFFF
         numbers = torch.from_numpy(h.astype(np.float32))

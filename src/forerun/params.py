@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from forerun.errors import InvalidInput
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16", "q8", "gguf"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "q8", "gguf"]
 
 
 def _check(ok: bool, name: str, value: object, limit: str) -> None:
@@ -105,10 +105,10 @@ class SamplingParams:
 class SpeculativeConfig:
     """How to draft. `from_dict` also takes vLLM's names."""
 
-    drafter: str = "ngram"
-    draft_model: str | None = None
-    budget: int = 8  # drafted nodes per round at most; 0 = do not draft
-    width: int = 1  # children per node at most: 1 = a chain
+    drafter: str = "auto"  # auto = by draft_model; without one, a head that comes for this model, else ngram
+    draft_model: str | None = None  # a checkpoint, or the folder of a trained head
+    budget: int | None = None  # drafted nodes per round at most; 0 = do not draft; None = what may pay
+    width: int | None = None  # children per node at most: 1 = a chain; None = what may pay
     verifier: str = "auto"  # auto = coupled when a seed is given, else exact
     controller: str = "adaptive"
     prompt_lookup_max: int = 16  # longest suffix that ngram looks up
@@ -123,8 +123,8 @@ class SpeculativeConfig:
         _check(
             self.draft_sample_method in methods, "draft_sample_method", self.draft_sample_method, str(methods)
         )
-        _check(0 <= self.budget <= 256, "budget", self.budget, "0 to 256 nodes")
-        _check(1 <= self.width <= 64, "width", self.width, "1 to 64")
+        _check(self.budget is None or 0 <= self.budget <= 256, "budget", self.budget, "0 to 256 nodes")
+        _check(self.width is None or 1 <= self.width <= 64, "width", self.width, "1 to 64")
         lowest = self.prompt_lookup_min
         _check(1 <= lowest <= self.prompt_lookup_max, "prompt_lookup_min", lowest, "1 to prompt_lookup_max")
 
@@ -134,8 +134,6 @@ class SpeculativeConfig:
         ours = {"method": "drafter", "model": "draft_model", "num_speculative_tokens": "budget"}
         known = set(cls.__dataclass_fields__)
         named = {ours.get(key, key): value for key, value in values.items()}
-        if named.get("draft_model") is not None:
-            named.setdefault("drafter", "draft_model")
         if unknown := sorted(set(named) - known):
             raise InvalidInput(
                 f"unknown speculative setting {unknown[0]!r}; known: {', '.join(sorted(known))}"

@@ -8,7 +8,7 @@ prompt is a chain whose every node is accepted: there is one kind of round.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -66,13 +66,21 @@ class TreeBatch:
     def sizes(self) -> list[int]:
         return [self.starts[b + 1] - self.starts[b] for b in range(len(self))]
 
-    def depths(self) -> Tensor:
+    def to_host(self) -> tuple[list[int], list[int]]:
+        """Tokens and parents of all nodes; trees that were grown on a device may have been read already."""
+        return self.tokens.tolist(), self.parents.tolist()
+
+    def host_depths(self) -> list[int]:
         """[M] distance of every node from its root."""
-        depths, parents = [0] * len(self.tokens), self.parents.tolist()
+        parents = self.to_host()[1]
+        depths = [0] * len(parents)
         for first, end in zip(self.starts, self.starts[1:], strict=False):
             for i in range(first, end):
                 depths[i] = 0 if parents[i] < 0 else depths[first + parents[i]] + 1
-        return torch.tensor(depths, device=self.tokens.device)
+        return depths
+
+    def depths(self) -> Tensor:
+        return torch.tensor(self.host_depths(), device=self.tokens.device)  # [M]
 
     def is_plain(self) -> bool:
         """Nothing was drafted: every tree is its root."""
@@ -99,8 +107,9 @@ class TreeBatch:
         """Lay several batches end to end, then put tree i of the whole at place order[i]."""
         if len(parts) == 1 and list(order) == list(range(len(order))):
             return parts[0]
-        tokens = torch.cat([part.tokens for part in parts])
-        parents = torch.cat([part.parents for part in parts])
+        device = parts[0].tokens.device
+        tokens = torch.cat([part.tokens.to(device) for part in parts])
+        parents = torch.cat([part.parents.to(device) for part in parts])
         sizes = [size for part in parts for size in part.sizes()]
         whole = cls(tokens, parents, offsets(sizes), _join_draws(parts))
         return whole.select(sorted(range(len(order)), key=lambda i: order[i]))
@@ -170,6 +179,8 @@ class Scores:
 
     logits: Tensor | None  # [M, V] fp32, raw; None when a prompt is prefilled
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [M, D]; -1 = after the last norm
+    settle: Callable[[], Verdict] | None = None  # the greedy verdict on these trees, worked out on the device
+    drafting: float = 0.0  # seconds of the draft that a device had still before it when the pass was launched
 
     @property
     def required_logits(self) -> Tensor:
@@ -186,6 +197,7 @@ class Laws:
 
     log_weights: Tensor  # [M, V] fp32
     greedy: tuple[bool, ...]  # [B]
+    settle: Callable[[], Verdict] | None = None  # where all are greedy: the verdict, read from the device
 
     def probs(self, node: int) -> Tensor:
         return self.log_weights[node].softmax(-1)  # [V]
@@ -229,14 +241,17 @@ class Verdict:
 class Budget:
     """How much one sequence may draft this round, fixed before anything is drawn.
 
-    `price` says what a pass of 1, 2, ... nodes costs, in passes of one node; None = more nodes are free. A
-    drafter whose nodes are chosen may stop early where its own confidence says that more would not pay.
+    `price` and `level` are in tokens: what would have been written in the time that they take. A drafter whose
+    nodes are chosen leaves out those that its own confidence does not deem worth their price.
     """
 
     nodes: int  # below the root; 0 = do not draft
     depth: int
     width: int = 1
-    price: tuple[float, ...] | None = None
+    price: tuple[float, ...] | None = (
+        None  # of a pass over the root and 0, 1, ... more nodes; None = all alike
+    )
+    level: float | None = None  # of drafting one level; 0 = only what costs nothing; None = nobody weighed it
 
     def __post_init__(self) -> None:
         if self.nodes < 0 or self.depth < 0 or self.width < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -76,6 +77,22 @@ def test_a_draft_model_is_set_to_the_length_that_pays() -> None:
     assert best.tokens_per_round == 4.0
 
 
+def test_heads_and_hybrids_are_left_to_the_controller() -> None:
+    tree = Drafting((((12, 4, 4), (4, 2, 2)) * 4,), level=0.05)
+    found = evidence(FLAT, FRESH)
+    found = replace(found, draftings={"hybrid_eagle3": tree, "eagle3": tree.cut(1)})
+    best = prospects(found, 1)[0]
+    assert (best.drafter, best.budget) == ("hybrid_eagle3", None)
+    # rounds of four tokens on average: passes over 13 and 5 nodes and three levels, on average
+    assert best.speedup.value == pytest.approx(4.0 / ((1.45 + 1.1143) / 2 + 3 * 0.05), rel=0.01)
+    said = document(found, "m", "folder", object())
+    assert said["recommended"] == {"drafter": "hybrid_eagle3", "budget": None}
+    assert said["vllm"]["method"] == "eagle3"
+    assert said["vllm"]["num_speculative_tokens"] >= 2
+    assert "A trained head is there already" in " ".join(in_words(said))
+    assert tree.cut(2).rounds[0][0] == (6, 2, 2)
+
+
 def test_whether_a_head_would_pay_depends_on_what_passes_cost() -> None:
     cheap = document(evidence(FLAT, FRESH), "m", None, object())["head"]
     dear = document(evidence(STEEP, FRESH), "m", None, object())["head"]
@@ -91,7 +108,7 @@ def test_gathering_writes_every_prompt_with_every_drafter_that_is_there() -> Non
     settings = Settings(max_tokens=12, ways=ways_of(["auto"]))
     found = gather(table_llm(), FLAT, prompts, settings)
     assert found.free == ("ngram",)
-    assert list(found.draftings) == ["draft_model"]
+    assert list(found.draftings) == ["draft_model", "hybrid"]
     assert [len(text.tokens) for text in found.texts] == [12, 12]
     assert len(found.draftings["draft_model"].rounds) == 2
 

@@ -132,5 +132,5 @@ def test_flags_are_fields_and_leave_defaults_alone() -> None:
 
 def test_flags_that_imply_others() -> None:
     assert Settings.of({"budget": 3}).speculative == SpeculativeConfig(budget=3, controller="fixed")
-    assert Settings.of({"draft_model": "x"}).speculative.drafter == "draft_model"
+    assert Settings.of({"draft_model": "x"}).speculative.drafter == "auto"
     assert Settings.of({"draft_model": "x", "drafter": "ngram"}).speculative.drafter == "ngram"

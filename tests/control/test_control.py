@@ -1,18 +1,22 @@
-"""Costs and budgets: in a simulator, because a clock in a test proves nothing."""
+"""Costs, and the arithmetic of what pays."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import random
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from forerun.control.adaptive import AdaptiveController, best_length
+from forerun.control.allot import Levels, allot, best_depth, deepest, shortest_that_pays, widest
 from forerun.control.cost import CostModel
 from forerun.control.fixed import FixedController, budget_of
+from forerun.control.record import Record
 from forerun.testing import FakeSeq, TableLM
-from forerun.types import Round
 
 STEEP = CostModel({1: 1.0, 2: 2.9, 4: 3.0, 8: 3.4, 16: 6.0})
 FLAT = CostModel({1: 1.0, 2: 1.05, 4: 1.15, 8: 1.3, 16: 1.8})
@@ -26,10 +30,18 @@ def test_costs_between_and_beyond_the_measured_sizes() -> None:
     assert STEEP.price(3)[3] == pytest.approx(3.0)
 
 
-def test_neighbours_make_every_node_dearer() -> None:
+def test_neighbours_make_every_node_dearer_and_so_does_a_text_that_goes_well() -> None:
     line = CostModel({1: 1.0, 16: 2.5})
     assert line.price(4)[4] == pytest.approx(1.4)
     assert line.price(4, neighbours=3)[4] == pytest.approx(1 + 4 * 0.4 / 1.3)
+    fast = line.price(4, rate=2.0)
+    assert fast[4] - fast[0] == pytest.approx(2 * 0.4)
+
+
+def test_nodes_are_charged_on_top_of_those_that_others_draft() -> None:
+    alone, behind = STEEP.price(2), STEEP.price(2, others=3)
+    assert alone[1] - alone[0] == pytest.approx(1.9)
+    assert behind[1] - behind[0] == pytest.approx(0.1)
 
 
 def test_the_curve_follows_real_rounds_and_shrugs_off_a_pause() -> None:
@@ -39,6 +51,18 @@ def test_the_curve_follows_real_rounds_and_shrugs_off_a_pause() -> None:
     assert model.pass_seconds(1) == pytest.approx(1.5, rel=0.01)
     model.observe(1, 1000.0)
     assert model.pass_seconds(1) < 1.6
+
+
+def test_a_machine_that_becomes_slower_does_so_for_every_size() -> None:
+    model = CostModel({1: 1.0, 2: 1.3, 4: 1.9, 8: 3.4})
+    for _ in range(100):
+        model.observe(1, 3.0)  # nobody drafts for a while
+    assert model.pass_seconds(2) > 1.12 * model.pass_seconds(1)
+    for _ in range(800):  # and every size finds its own level, whatever it was taken for
+        model.observe(1, 2.0)
+        model.observe(4, 3.0)
+    assert model.pass_seconds(1) == pytest.approx(2.0, rel=0.02)
+    assert model.pass_seconds(4) == pytest.approx(3.0, rel=0.02)
 
 
 def test_measures_a_real_target_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -52,73 +76,132 @@ def test_measures_a_real_target_and_leaves_nothing_behind(tmp_path: Path) -> Non
     json.loads(file.read_text())
 
 
+@pytest.mark.parametrize(("device", "largest"), [("cpu", 16), ("cuda", 64)])
+def test_a_gpu_is_measured_up_to_the_size_of_large_trees(
+    device: str, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's passes are nearly flat: a straight line from 16 nodes on would make trees look far too dear."""
+    asked: list[int] = []
+
+    def measure(target: object, sizes: Sequence[int], repeats: int) -> CostModel:
+        asked.extend(sizes)
+        return CostModel(dict.fromkeys(sizes, 1.0))
+
+    monkeypatch.setattr(CostModel, "measure", measure)
+    target: Any = SimpleNamespace(device=torch.device(device))
+    assert CostModel.measure_or_load(target, None).pass_seconds(largest) == 1.0
+    assert max(asked) == largest
+
+
 def test_a_fixed_budget() -> None:
     assert FixedController(6, 2).plan([FakeSeq(0, [1])]) == [budget_of(6, 2)]
     assert budget_of(0, 1).nodes == budget_of(0, 1).depth == 0
 
 
-def test_length_rises_with_acceptance_and_falls_with_cost() -> None:
+def chain(acceptance: float, level: float = 0.0, most: int = 8) -> Levels:
+    return Levels([acceptance**depth for depth in range(1, most + 1)], level)
+
+
+def test_depth_rises_with_acceptance_and_falls_with_cost() -> None:
     flat, steep = FLAT.price(8), STEEP.price(8)
-    assert best_length(0.1, flat, 0.1) < best_length(0.6, flat, 0.1) < best_length(0.95, flat, 0.1)
-    assert best_length(0.6, steep, 0.1) == 0
-    assert best_length(0.999, steep, 0.4) <= best_length(0.999, steep, 0.0)
+    low, middle, high = (best_depth(chain(a, 0.1), flat)[0] for a in (0.1, 0.6, 0.95))
+    assert low < middle < high
+    assert best_depth(chain(0.6, 0.1), steep) == (0, 0.0)
+    assert best_depth(chain(0.999, 0.4), steep)[0] <= best_depth(chain(0.999), steep)[0]
 
 
-class Simulation:
-    """Rounds of one sequence whose drafts stand with a known probability; time is counted, not measured."""
-
-    def __init__(self, cost: CostModel, level: float) -> None:
-        self.cost, self.level = cost, level
-        self.controller = AdaptiveController(CostModel(cost.seconds), 8, 1, lambda seq: level)
-        self.seq, self.rng = FakeSeq(0, [1]), random.Random(1)
-
-    def run(self, acceptance: float, rounds: int) -> float:
-        """Speed over plain decoding."""
-        tokens, seconds = self.write(acceptance, rounds)
-        return tokens / seconds
-
-    def write(self, acceptance: float, rounds: int) -> tuple[int, float]:
-        """Tokens, and the plain passes that they took the time of."""
-        tokens, seconds = 0, 0.0
-        for _ in range(rounds):
-            depth = self.controller.plan([self.seq])[0].depth
-            accepted = 0
-            while accepted < depth and self.rng.random() < acceptance:
-                accepted += 1
-            spent = self.cost.pass_seconds(depth + 1)
-            tokens += accepted + 1
-            seconds += spent + depth * self.level
-            times = {"target": spent, "draft": depth * self.level}
-            self.controller.observe(Round((self.seq,), (depth,), (depth,), (accepted,), times))
-        return tokens, seconds
+def test_depth_is_the_best_there_is() -> None:
+    price = FLAT.price(8, rate=1.3)
+    gains = [sum(0.7**i - 0.1 for i in range(1, n + 1)) - price[n] + price[0] for n in range(9)]
+    assert best_depth(chain(0.7, 0.1), price) == (gains.index(max(gains)), pytest.approx(max(gains)))
 
 
-@pytest.mark.parametrize("acceptance", [0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97])
-@pytest.mark.parametrize("cost", [STEEP, FLAT])
-@pytest.mark.parametrize("level", [0.05, 0.2, 0.4])
-def test_never_settles_far_below_plain_and_finds_most_of_the_gain(
-    acceptance: float, cost: CostModel, level: float
-) -> None:
-    simulation = Simulation(cost, level)
-    simulation.run(acceptance, 100)
-    speed = simulation.run(acceptance, 2000)
-    price = cost.price(8)
-    tokens = [sum(acceptance**i for i in range(n + 1)) for n in range(9)]
-    best = max(tokens[n] / (price[n] + n * level) for n in range(9))
-    assert speed >= 0.97
-    assert speed >= 0.85 * best
+def test_levels_of_several_nodes_are_charged_for_all_of_them() -> None:
+    price = FLAT.price(16, rate=2.0)
+    assert best_depth(Levels([0.5, 0.4, 0.3], 0.0, nodes=4.0), price)[0] == 2
+    assert best_depth(Levels([0.5, 0.4, 0.3], 0.0, nodes=1.0), price)[0] == 3
 
 
-def test_follows_a_change_of_text() -> None:
-    simulation = Simulation(FLAT, 0.1)
-    simulation.run(0.95, 200)
-    assert simulation.controller.plan([simulation.seq])[0].depth >= 6
-    simulation.run(0.1, 20)
-    assert simulation.controller.plan([simulation.seq])[0].depth <= 1
+def test_nodes_go_to_whoever_is_likeliest_to_keep_them() -> None:
+    sure, unsure, hopeless = allot([chain(a) for a in (0.9, 0.5, 0.01)], lambda n: 0.15 * n)
+    assert sure > unsure > hopeless == 0
 
 
-def test_forgets_and_never_runs_what_cannot_pay() -> None:
-    simulation = Simulation(STEEP, 2.0)  # drafting costs more than the target
-    assert simulation.run(1.0, 50) == 1.0
-    simulation.controller.forget(simulation.seq)
-    assert not simulation.controller._records
+@pytest.mark.parametrize("acceptances", [(0.8, 0.6), (0.9, 0.3), (0.5, 0.5)])
+def test_the_shared_choice_is_the_best_there_is(acceptances: tuple[float, float]) -> None:
+    levels, most = (0.02, 0.05), 4
+    extra = [0.0, 0.5, 0.55, 0.6, 0.9, 1.0, 1.4, 1.5, 1.6]
+
+    def gain(depths: tuple[int, ...]) -> float:
+        rows = zip(acceptances, depths, levels, strict=True)
+        tokens = sum(sum(a**i - level for i in range(1, n + 1)) for a, n, level in rows)
+        return tokens - 1.2 * extra[sum(depths)]
+
+    offers = [chain(a, level, most) for a, level in zip(acceptances, levels, strict=True)]
+    found = allot(offers, lambda nodes: 1.2 * extra[nodes])
+    best = max(itertools.product(range(most + 1), repeat=2), key=gain)
+    assert gain(tuple(found)) == pytest.approx(gain(best))
+
+
+def test_trials_are_as_short_as_can_pay() -> None:
+    assert shortest_that_pays(FLAT.price(8), 0.1) == 1
+    assert shortest_that_pays(STEEP.price(8), 0.1) == 3
+    assert shortest_that_pays(STEEP.price(8), 0.1, acceptance=0.5) == 0
+
+
+def test_flat_costs_allow_wide_and_deep_trees_and_steep_ones_do_not() -> None:
+    gpu, cpu = CostModel({1: 1.0, 64: 1.2}), CostModel({1: 1.0, 2: 1.33, 4: 1.9, 8: 3.4, 16: 6.0})
+    assert widest(gpu.price(60, rate=3.0), 10) == 10
+    assert widest(cpu.price(60, rate=1.3), 10) == 1
+    assert deepest(gpu.price(60, rate=3.0)) == 60
+    assert 5 <= deepest(cpu.price(60, rate=1.5)) <= 20
+    assert deepest(CostModel({1: 1.0, 2: 3.0, 64: 120.0}).price(60)) == 0
+
+
+def test_a_short_memory_notices_success_and_is_not_fooled_by_one() -> None:
+    record = Record()
+    for _ in range(60):
+        record.count(1, 0)
+    low = record.acceptance
+    record.count(1, 1)
+    assert record.acceptance < low + 0.1
+    for _ in range(4):
+        record.count(1, 1)
+    assert record.acceptance > 0.4
+
+
+def test_acceptance_is_kept_by_depth() -> None:
+    record = Record()
+    for _ in range(60):
+        record.count(4, 2)  # the first two always stand, the third never does
+    first, second, third, fourth = record.survivals(4)
+    assert first > 0.9
+    assert second > 0.85
+    assert third < 0.25
+    assert fourth < third
+
+
+def test_claims_that_do_not_come_true_lose_their_weight() -> None:
+    honest, boastful = Record(), Record()
+    for _ in range(40):
+        honest.hold_to(1.5, 1)
+        honest.hold_to(1.5, 2)
+        boastful.hold_to(3.0, 1)
+    assert honest.trust == pytest.approx(1.0, abs=0.1)
+    assert boastful.trust < 0.5
+    assert Record.after(boastful).trust < 0.8
+
+
+def test_a_new_text_starts_from_the_others_and_soon_outweighs_them() -> None:
+    record = Record()
+    for _ in range(50):
+        record.count(3, 3)
+        record.settle(2.0)
+    fresh = Record.after(record)
+    assert fresh.acceptance > 0.9
+    assert fresh.mean_gain > 1.5
+    for _ in range(12):
+        fresh.count(3, 0)
+        fresh.settle(-0.5)
+    assert fresh.acceptance < 0.4
+    assert fresh.mean_gain < 0.2

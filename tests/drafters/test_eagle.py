@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.drafters.base import Parts
 from forerun.drafters.eagle.config import EagleConfig, Kind
-from forerun.drafters.eagle.drafter import EagleDrafter, _Walk
+from forerun.drafters.eagle.drafter import EagleDrafter
 from forerun.drafters.eagle.eagle2 import Eagle2Drafter
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.files import read_head, write_head
@@ -76,7 +76,7 @@ def test_training_in_parallel_equals_drafting_step_by_step(kind: Kind, more: dic
         text = tokens[0, : row + 2].tolist()
         seq = shown(drafter, text, features[0, : row + 1])
         with torch.no_grad():
-            walk = _Walk(drafter.head, drafter._shelf, [0], drafter._catch_up([seq], STEPS), STEPS)
+            walk = drafter._runner.begin([seq], [drafter._texts[0]], [Budget(STEPS, STEPS)])
             said = walk.first()[0]
             for step in range(min(STEPS, LENGTH - 1 - row)):
                 torch.testing.assert_close(said, rolled[step][0, row], rtol=1e-4, atol=1e-4)
@@ -100,7 +100,7 @@ def test_the_dynamic_tree_is_that_of_brute_force(kind: Kind) -> None:
         fresh = drafter_of(config, weights)
         observe_prompts(fresh, TableLM(VOCAB), [seq])
         with torch.no_grad():
-            walk = _Walk(fresh.head, fresh._shelf, [0], fresh._catch_up([seq], 8), 8)
+            walk = fresh._runner.begin([seq], [fresh._texts[0]], [Budget(8, 8)])
             said = walk.first()[0]
             for token in path:
                 said = walk.after(torch.zeros(1, 1, dtype=torch.long), torch.tensor([[token]]))[0, 0]

@@ -10,9 +10,10 @@ from forerun.build import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.drafters.base import Parts
-from forerun.drafters.hybrid import HybridDrafter, Routes
+from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.params import SamplingParams, SpeculativeConfig
+from forerun.quotes import Quote, claim_of, quote_of
 from forerun.testing import FakeSeq, LawDrafter, ScriptedDrafter, TableLM, check_drafter
 from forerun.types import Budget, Request, Scores, Seq, TreeBatch, Verdict
 
@@ -54,12 +55,30 @@ def test_copied_text_is_looked_up_and_the_rest_goes_to_the_second() -> None:
     assert tokens_of(trees, 2) == [15, 9, 9, 9]
 
 
-def test_the_controller_is_told_what_the_chosen_one_costs() -> None:
+def is_lookup(drafter: HybridDrafter, seq: FakeSeq, budget: Budget = CHAIN) -> bool:
+    """Did n-gram draft this round?"""
+    tokens = tokens_of(drafter.propose([seq], [budget]), 0)
+    return len(tokens) > 1 and tokens[1] != 9
+
+
+def test_the_controller_is_told_what_both_have_to_offer() -> None:
     drafter, _ = hybrid(cost=0.5)
-    assert isinstance(drafter, Routes)
-    assert drafter.cost_of(FakeSeq(0, [*COPY])) == 0.0
-    assert drafter.cost_of(FakeSeq(1, [*FRESH])) == 0.5
-    assert not isinstance(NgramDrafter(), Routes)
+    copying, fresh = (drafter.quote(FakeSeq(i, [*text])) for i, text in enumerate((COPY, FRESH)))
+    assert copying.level == fresh.level == 0.5
+    assert not copying.chosen  # nobody said that the second chooses its nodes
+    assert copying.free[0] > 0.5
+    assert list(copying.free) == sorted(copying.free, reverse=True)
+    assert fresh.free == ()
+    assert hybrid(cost=0.0)[0].quote(FakeSeq(0, [1])).level > 0  # never taken for free
+
+
+def test_the_controllers_word_holds() -> None:
+    drafter, _ = hybrid()
+    seq = FakeSeq(0, [*COPY])
+    assert is_lookup(drafter, seq, Budget(3, 3, level=0.0))
+    assert not is_lookup(drafter, seq, Budget(3, 3, level=0.2))
+    nothing = drafter.propose([FakeSeq(1, [*FRESH])], [Budget(3, 3, level=0.0)])
+    assert nothing.is_plain()
 
 
 def test_a_second_that_is_always_right_takes_over_weak_matches() -> None:
@@ -70,22 +89,55 @@ def test_a_second_that_is_always_right_takes_over_weak_matches() -> None:
         seq.tokens = [*seq.tokens, 20 + len(seq.tokens)]  # nothing matches: the second's turn
         judge(drafter, [seq], [3])
     seq.tokens = [*seq.tokens, 3]
-    assert drafter.cost_of(seq) == 0.5
+    assert not is_lookup(drafter, seq)
     for _ in range(30):
         seq.tokens = [*seq.tokens, 20 + len(seq.tokens)]
         judge(drafter, [seq], [0])
     seq.tokens = [*seq.tokens, 3]
-    assert drafter.cost_of(seq) == 0.0
+    assert is_lookup(drafter, seq)
 
 
 def test_where_the_second_may_not_draft_any_match_will_do() -> None:
-    drafter, second = hybrid()
+    drafter, _ = hybrid()
     seq = FakeSeq(0, [5, 1, 2, 3, 4])
     drafter.propose([seq], [Budget(0, 0)])  # no match, so the second's turn, and it got nothing
     seq.tokens = [*seq.tokens, 5]
-    assert drafter.cost_of(seq) == 0.0
     assert tokens_of(drafter.propose([seq], [CHAIN]), 0)[:2] == [5, 1]
-    assert second.cost == 0.5
+
+
+CHEAP = tuple(1.0 + 0.01 * n for n in range(13))
+DEAR = tuple(1.0 + 0.6 * n for n in range(13))
+
+
+def test_what_is_at_hand_stands_beside_the_tree_where_nodes_are_cheap() -> None:
+    drafter, _ = hybrid()
+    seq = FakeSeq(0, [*COPY])
+    trees = drafter.propose([seq], [Budget(12, 6, 4, CHEAP, level=0.2)])
+    assert tokens_of(trees, 0)[:4] == [6, 9, 9, 9]
+    assert tokens_of(trees, 0)[4:6] == [7, 8]
+    assert trees.parents.tolist()[4:6] == [0, 4]
+    assert claim_of(drafter, seq) is None
+    alone = drafter.propose([seq], [Budget(12, 6, 4, DEAR, level=0.2)])
+    assert tokens_of(alone, 0) == [6, 9, 9, 9]
+
+
+def test_a_match_that_agrees_makes_the_tree_longer() -> None:
+    second = ScriptedDrafter(lambda seq, budget: ([seq.tokens[-1], 7, 8], [-1, 0, 1]), cost=0.5)
+    drafter = HybridDrafter(NgramDrafter(), second)
+    trees = drafter.propose([FakeSeq(0, [*COPY])], [Budget(12, 6, 4, CHEAP, level=0.2)])
+    assert tokens_of(trees, 0)[:5] == [6, 7, 8, 1, 2]
+    assert trees.parents.tolist()[:5] == [-1, 0, 1, 2, 3]
+
+
+def test_matches_that_are_never_right_beside_the_tree_are_left_out() -> None:
+    drafter, _ = hybrid()
+    budget = Budget(12, 6, 4, tuple(1.0 + 0.05 * n for n in range(13)), level=0.2)
+    seq = FakeSeq(0, [*COPY])
+    assert len(drafter.propose([seq], [budget]).tokens) > 4
+    for _ in range(40):  # the target goes with the second, whatever n-gram has
+        trees = drafter.propose([seq], [budget])
+        drafter.observe([seq], trees, Scores(None), Verdict.of([[1, 2, 3]], [0], "cpu"))
+    assert len(drafter.propose([seq], [budget]).tokens) == 4
 
 
 def test_everybody_is_shown_everything_and_forgets() -> None:
@@ -102,13 +154,23 @@ def test_everybody_is_shown_everything_and_forgets() -> None:
 def test_plan_and_proposal_agree_on_the_route() -> None:
     drafter, _ = hybrid(cost=0.05)
     cost = CostModel({1: 1.0, 16: 1.3})
-    controller = AdaptiveController(cost, 6, 1, drafter.cost_of)
+    controller = AdaptiveController(cost, 6, 1, drafter.quote, drafter.claim)
     seqs = [FakeSeq(0, [*COPY]), FakeSeq(1, [*FRESH])]
     copying, fresh = controller.plan(seqs)
+    assert copying.level == 0.0
     assert copying.price is not None  # n-gram cuts its own tree
+    assert fresh.level
     assert fresh.price is None
     trees = drafter.propose(seqs, [copying, fresh])
+    assert tokens_of(trees, 0)[1:2] == [7]
     assert tokens_of(trees, 1)[1:2] == [9]
+
+
+def test_drafters_that_do_not_quote_are_taken_at_their_cost() -> None:
+    seq = FakeSeq(0, [1])
+    assert quote_of(ScriptedDrafter(nines, cost=0.5), seq) == Quote(0.5, chosen=False)
+    assert quote_of(ScriptedDrafter(nines), seq) == Quote()
+    assert claim_of(ScriptedDrafter(nines), seq) is None
 
 
 def test_it_keeps_the_contract_of_drafters() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.drafters.trees import Sprout, best_count
+from forerun.drafters.trees import Sprout, best_count, pays_to_deepen
 
 BRANCHES = st.lists(
     st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), min_size=1, max_size=6), min_size=1, max_size=6
@@ -50,14 +50,23 @@ def test_what_is_drafted_never_costs_more_than_it_is_expected_to_bring(
 ) -> None:
     price = (1.0, *rest)
     count = best_count(survivals, price)
-    rate = (1 + sum(survivals[:count])) / price[count]
-    assert rate >= 1.0
-    assert all(
-        rate >= (1 + sum(survivals[:n])) / price[n] - 1e-9 for n in range(min(len(survivals), len(rest)) + 1)
-    )
+    gains = [sum(survivals[:n]) - price[n] + 1.0 for n in range(min(len(survivals), len(rest)) + 1)]
+    assert gains[count] >= -1e-9
+    assert gains[count] >= max(gains) - 1e-9
 
 
 def test_a_steep_price_means_no_draft_and_a_flat_one_all_of_it() -> None:
     assert best_count([0.6, 0.5, 0.4], (1.0, 3.0, 3.1, 3.2)) == 0
     assert best_count([0.9, 0.8, 0.7], (1.0, 1.0, 1.0, 1.0)) == 3
     assert best_count([0.95, 0.9, 0.9, 0.85, 0.8], (1.0, 3.0, 3.0, 3.1, 3.1, 3.1)) == 5  # only the whole pays
+
+
+def test_a_level_must_pay_for_its_drafting_and_its_places() -> None:
+    price = tuple(1.0 + 0.3 * n for n in range(9))
+    assert pays_to_deepen([0.9], 1, price, 0.3)
+    assert not pays_to_deepen([0.9], 1, price, 0.6)
+    assert not pays_to_deepen([0.3], 1, price, 0.0)
+    assert pays_to_deepen([0.5, 0.45], 1, price, 0.2)  # together, not each
+    assert not pays_to_deepen([0.5], 1, price, 0.2)
+    leap = (1.0, 2.9, 3.0, 3.1, 3.2, 3.3)
+    assert pays_to_deepen([0.9], 0, leap, 0.1)  # dear at first, cheap behind

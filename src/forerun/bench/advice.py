@@ -16,11 +16,13 @@ from forerun.bench.evidence import (
     Evidence,
     Prospect,
     acceptance,
+    fixed_chain,
     fixed_lookup,
     prospects,
     spread,
 )
 from forerun.bench.predict import Costs, at_acceptance
+from forerun.build import needs_head
 from forerun.models.config import DecoderConfig
 
 HARMLESS = 0.97  # what other prompts of the kind may cost at worst
@@ -71,7 +73,7 @@ def document(evidence: Evidence, model: str, draft_model: str | None, target: ob
         "texts": len(evidence.texts),
         "tokens": sum(len(text.tokens) for text in evidence.texts),
         "forerun": _flags(model, draft_model, name),
-        "vllm": _vllm(evidence, name, draft_model, by_batch) if pays else None,
+        "vllm": _vllm(evidence, name, draft_model) if pays else None,
     }
 
 
@@ -82,9 +84,7 @@ def _flags(model: str, draft_model: str | None, name: str) -> str:
     return " ".join(words)
 
 
-def _vllm(
-    evidence: Evidence, name: str, draft_model: str | None, by_batch: Mapping[int, list[Prospect]]
-) -> dict[str, Any] | None:
+def _vllm(evidence: Evidence, name: str, draft_model: str | None) -> dict[str, Any] | None:
     """The nearest `--speculative-config`: a fixed budget, by batch size where it should change."""
     if name in evidence.free:
         budgets, shortest = fixed_lookup(evidence, name)
@@ -96,12 +96,12 @@ def _vllm(
             "prompt_lookup_min": shortest,
             "prompt_lookup_max": max(5, shortest),
         }
-    elif name in _VLLM:
-        found = {batch: next(p for p in by_batch[batch] if p.drafter == name) for batch in BATCHES}
-        budgets = {batch: prospect.budget or 0 for batch, prospect in found.items()}
-        config = {"method": _VLLM[name], "model": draft_model, "num_speculative_tokens": budgets[1]}
     else:
-        return None
+        method = _VLLM.get(name.removeprefix("hybrid_"))  # it has no hybrids: the part that is dearer to miss
+        budgets = fixed_chain(evidence, name)
+        if method is None or draft_model is None or not budgets[1]:
+            return None
+        config = {"method": method, "model": draft_model, "num_speculative_tokens": budgets[1]}
     if len(set(budgets.values())) > 1:
         config["num_speculative_tokens_per_batch_size"] = _ranges(budgets)
     return config
@@ -126,6 +126,7 @@ def _head(evidence: Evidence, best: Prospect | None, target: object) -> dict[str
     today = best.speedup.value if best is not None else 1.0
     hours = HEAD_TOKENS / evidence.prompt_rate / 3600 if evidence.prompt_rate else None
     return {
+        "trained": [name for name in evidence.draftings if needs_head(name)],
         "level_share": round(share, 4),
         "acceptance": list(HEAD_ACCEPTANCE),
         "speedup": [round(gain, 4) for gain in gains],
@@ -177,7 +178,9 @@ def in_words(found: Mapping[str, Any]) -> list[str]:
             f"Do not draft: nothing tried here would gain 5%. Predicted over plain decoding: {tried}."
         )
     head = found["head"]
-    if head["break_even"] is None:
+    if head["trained"]:
+        lines.append(f"A trained head is there already, and was measured: {', '.join(head['trained'])}.")
+    elif head["break_even"] is None:
         lines.append("Training a head would not pay: not even a perfect one would, at what passes cost here.")
     else:
         low, high = head["speedup"]

@@ -1,15 +1,16 @@
 """What the advisor goes by: texts, what rounds cost, and what every drafter would have done on those texts.
 
 The plain loop writes the prompts once, which gives the texts, the cost of a real round and that of the prompts.
-Every drafter then writes them once more, drafting as much as it may, which shows what passes over more nodes really
-cost. Those that cost nothing can besides be replayed on the texts, under the price list of any batch size.
-Together with t(n) that predicts the speed-up of each at every batch size.
+Every drafter then writes them once more: heads and hybrids as the controller has them, the others drafting as much as
+they may, which shows what passes over more nodes really cost. Those that cost nothing can besides be replayed on
+the texts, under the price list of any batch size. Together with t(n) that predicts the speed-up of each at every
+batch size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from forerun import registry
@@ -19,6 +20,8 @@ from forerun.bench.predict import Costs, Drafting, estimate, predict
 from forerun.bench.replay import Text, can_replay, replay
 from forerun.bench.settings import PLAIN, Cell, Settings, Way
 from forerun.bench.stats import Spread
+from forerun.build import needs_head
+from forerun.control.allot import deepest
 from forerun.control.cost import CostModel
 from forerun.drafters.base import Drafter, Parts
 from forerun.errors import ForerunError, InvalidInput
@@ -29,6 +32,7 @@ from forerun.types import Budget
 BATCHES = (1, 2, 4, 8, 16, 32)
 WORTH_IT = 1.05  # a predicted gain below this is not worth a setting
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8)
+LONGEST = 24  # nodes of a chain that a controller would have drafted
 _SHORTEST = (1, 2, 3, 4)  # matches that n-gram may go by, where its budget is fixed
 
 
@@ -37,7 +41,7 @@ class Prospect:
     """What one drafter would do at one batch size."""
 
     drafter: str
-    budget: int | None  # None = the controller decides; 0 = none pays
+    budget: int | None  # None = the controller decides; 0 = nothing pays
     speedup: Spread
     tokens_per_round: float
 
@@ -71,28 +75,34 @@ def gather(llm: LLM, cost: CostModel, prompts: Sequence[Prompt], settings: Setti
     drafters = _available(llm)
     drafted: dict[str, list[Run]] = {}
     for name in drafters:
-        contender = own_contender(llm, settings, cell, Way(name, name, settings.budget))
+        budget = None if knows_its_confidence(name) else settings.nodes
+        contender = own_contender(llm, settings, cell, Way(name, name, budget))
         warm_up([contender], groups[0], min(8, settings.max_tokens))
         drafted[name] = list(alternate([contender], groups, settings.max_tokens, 1))
     costs = calibrate(cost, runs, [run for some in drafted.values() for run in some])
     free = [name for name, drafter in drafters.items() if can_replay(drafter)]
     draftings = {name: _drafting(some, costs) for name, some in drafted.items() if name not in free}
-    speculative = SpeculativeConfig(budget=settings.budget)
+    speculative = SpeculativeConfig(budget=settings.nodes)
     rate = sum(len(text.prompt) for text in texts) / spent if spent else 0.0
-    return Evidence(texts, costs, rate, draftings, tuple(free), settings.budget, speculative)
+    return Evidence(texts, costs, rate, draftings, tuple(free), settings.nodes, speculative)
 
 
 def _available(llm: LLM) -> dict[str, Drafter]:
     """The drafters that can be built around this engine as it is; those that need a file not given are left out."""
     found: dict[str, Drafter] = {}
     for name in registry.drafters.names():
-        if name == "none" or name.startswith("hybrid"):
+        if name == "none":
             continue
         try:
             found[name] = llm.engine.drafters.get(name)
         except ForerunError:
             continue
     return found
+
+
+def knows_its_confidence(name: str) -> bool:
+    """Does this drafter cost something and still cut its own trees? Then only the controller sets its budget."""
+    return needs_head(name) or name.startswith("hybrid")
 
 
 def calibrate(cost: CostModel, plain: Sequence[Run], drafted: Sequence[Run]) -> Costs:
@@ -132,8 +142,28 @@ def prospects(evidence: Evidence, batch: int) -> list[Prospect]:
     found = [_adaptive(evidence, name, batch) for name in evidence.free]
     for name, drafting in evidence.draftings.items():
         options = [(length, drafting.cut(length)) for length in _LENGTHS if length <= evidence.nodes]
-        found.append(_best(name, options, evidence, batch))
+        best = _best(name, [*options, (evidence.nodes + 1, drafting)], evidence, batch)
+        if best.budget and knows_its_confidence(name):
+            best = replace(best, budget=None)
+        elif best.budget:
+            best = replace(best, budget=min(best.budget, evidence.nodes))
+        found.append(best)
     return sorted(found, key=lambda prospect: -prospect.speedup.value)
+
+
+def fixed_chain(evidence: Evidence, name: str) -> dict[int, int]:
+    """The best fixed chain of a drafter by batch size: for engines that do not weigh costs."""
+    drafting = evidence.draftings[name]
+    lengths = [length for length in _LENGTHS if length <= evidence.nodes]
+    gains = {
+        batch: {
+            length: estimate(drafting.cut(length), evidence.texts, evidence.costs, batch)
+            for length in lengths
+        }
+        for batch in BATCHES
+    }
+    best = {batch: max(lengths, key=found.__getitem__) for batch, found in gains.items()}
+    return {batch: length if gains[batch][length] > 1.0 else 0 for batch, length in best.items()}
 
 
 def acceptance(evidence: Evidence, name: str) -> list[float]:
@@ -145,9 +175,13 @@ def acceptance(evidence: Evidence, name: str) -> list[float]:
 
 
 def _adaptive(evidence: Evidence, name: str, batch: int) -> Prospect:
-    """A drafter that cuts its own trees by the price list of this batch size."""
-    price = evidence.costs.target.price(evidence.nodes, neighbours=batch - 1)
-    drafting = _replayed(evidence, name, Budget(evidence.nodes, evidence.nodes, 1, price))
+    """A drafter that cuts its own trees by the price list of this batch size, and of how fast it then writes."""
+    rate, drafting = 1.0, Drafting(())
+    for _ in range(2):
+        price = evidence.costs.target.price(LONGEST, batch - 1, rate)
+        depth = max(1, deepest(price))
+        drafting = _replayed(evidence, name, Budget(depth, depth, 1, price[: depth + 1]))
+        rate = max(1.0, estimate(drafting, evidence.texts, evidence.costs, batch))
     speedup = predict(drafting, evidence.texts, evidence.costs, batch)
     return Prospect(name, None, speedup, drafting.tokens_per_round())
 

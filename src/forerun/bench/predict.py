@@ -39,9 +39,9 @@ class Drafting:
     host: float = 0.0  # seconds per sequence and round beyond a plain round's
 
     def cut(self, depth: int) -> Drafting:
-        """The same with chains of at most so many nodes: what came first came whatever was drafted after it."""
+        """The same at most so deep, trees with their share of nodes: what came first came whatever followed it."""
         rounds = tuple(
-            tuple((min(n, depth), min(deep, depth), min(kept, depth)) for n, deep, kept in text)
+            tuple((_share(n, deep, depth), min(deep, depth), min(kept, depth)) for n, deep, kept in text)
             for text in self.rounds
         )
         return Drafting(rounds, self.level, self.host)
@@ -59,6 +59,10 @@ class Drafting:
             reached = [kept >= level for _, deep, kept in flat if deep >= level]
             shares.append(sum(reached) / len(reached))
         return shares
+
+
+def _share(nodes: int, deep: int, depth: int) -> int:
+    return nodes if deep <= depth else round(nodes * depth / deep)
 
 
 def predict(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int) -> Spread:

@@ -25,6 +25,7 @@ from forerun.cli.drafters import drafters
 from forerun.cli.generate import generate
 from forerun.cli.inflate import inflate
 from forerun.cli.models import models
+from forerun.cli.quality import quality
 from forerun.cli.train import train
 from forerun.errors import ForerunError
 
@@ -73,6 +74,7 @@ app.command()(bench)
 app.command()(compare)
 app.command()(advise)
 app.command()(diagnose)
+app.command()(quality)
 app.command()(inflate)
 app.command()(doctor)
 

@@ -32,7 +32,9 @@ def bench(
     tasks: Annotated[str, typer.Option(help="Only these tasks of the suite, by comma.")] = "",
     drafters: Annotated[
         str,
-        typer.Option(help="By comma; auto is the default a user gets, ngram:8 drafts 8 nodes every round."),
+        typer.Option(
+            help="By comma; auto is what a user gets, ngram:8 drafts 8 nodes a round, eagle3=DIR is a head."
+        ),
     ] = "auto",
     verifier: Annotated[str, typer.Option(help="Verifiers, by comma.")] = "auto",
     temperature: Annotated[str, typer.Option(help="Temperatures, by comma.")] = "0",
@@ -40,10 +42,12 @@ def bench(
     limit: Annotated[int, typer.Option(help="Prompts per task; 0 is all.")] = 2,
     max_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 64,
     repeats: Annotated[int, typer.Option(help="Times that everything is measured.")] = 2,
-    budget: Annotated[int, typer.Option(help="Drafted nodes per round at most.")] = 8,
+    budget: Annotated[
+        int | None, typer.Option(help="Drafted nodes per round at most; default: what may pay.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the texts, where the temperature is not 0.")] = 0,
     peers: Annotated[
-        str, typer.Option(help="transformers, transformers_lookup, transformers_assisted; by comma.")
+        str, typer.Option(help="By comma: transformers[_lookup|_assisted], llama_cpp[_lookup_3|_lookup_10].")
     ] = "",
     url: Annotated[
         str | None, typer.Option(help="An OpenAI-compatible server to measure beside: http://HOST:PORT.")

@@ -31,6 +31,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "serve": ("fastapi", "uvicorn", "pydantic", "prometheus-client"),
     "train": ("accelerate",),
     "bench": ("matplotlib",),
+    "llama": ("llama-cpp-python",),
     "ray": ("ray",),
 }
 NEEDED = ("transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "numpy")

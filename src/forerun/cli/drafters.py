@@ -17,19 +17,22 @@ from forerun import registry
 from forerun.cli.flags import DEFAULT_MODEL
 from forerun.cli.show import table_console
 from forerun.errors import InvalidInput
+from forerun.heads import heads_in_the_box
 
 drafters = typer.Typer(invoke_without_command=True)
 
 
 @drafters.callback()
 def list_drafters(context: typer.Context) -> None:
-    """List the drafters that --drafter takes."""
+    """List the drafters that --drafter takes, and the trained heads that come with the package."""
     if context.invoked_subcommand is not None:
         return
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
     for name in registry.drafters.names():
         table.add_row(name, describe(registry.drafters.paths.get(name, "")))
     table_console().print(table)
+    for head in heads_in_the_box():
+        print(f"head {head.path.name}: {head.kind} for {head.target}, {head.size / 1e6:.1f} MB")
 
 
 @drafters.command()

@@ -41,7 +41,7 @@ HELP: Mapping[str, str] = {
     "ignore_eos": "Write on past the model's own end, up to --max-tokens.",
     "seed": "Makes the text a function of the seed alone, whatever the drafter.",
     "drafter": "Who guesses ahead; `forerun drafters` lists them, none is plain decoding.",
-    "draft_model": "A smaller model of the same vocabulary to draft with; implies --drafter draft_model.",
+    "draft_model": "A smaller model of the same vocabulary, or the folder of a trained head, to draft with.",
     "budget": "Draft exactly this many tokens a round, instead of what pays; 0 drafts nothing.",
     "width": "Children per node of a drafted tree at most; 1 is a chain.",
     "verifier": f"auto, {', '.join(registry.verifiers.paths)}; auto is coupled with a seed, else exact.",
@@ -52,6 +52,7 @@ HELP: Mapping[str, str] = {
 }
 _DEFAULTS_IN_WORDS = {
     "budget": "what pays",
+    "width": "what pays",
     "seed": "a fresh one",
     "threads": "one per core",
     "max_length": "the model's context",
@@ -71,8 +72,6 @@ class Settings:
     def of(cls, given: Mapping[str, Any]) -> Settings:
         """Settings from flags by name; None and an empty list mean that the flag was not given."""
         values = {name: value for name, value in given.items() if value is not None and value != []}
-        if "draft_model" in values:
-            values.setdefault("drafter", "draft_model")
         made = {
             panel: owner(**{f.name: _plain(values[f.name]) for f in fields(owner) if f.name in values})
             for panel, owner in PANELS.items()
@@ -89,7 +88,8 @@ def _speculative(values: Mapping[str, Any]) -> SpeculativeConfig:
     if "budget" in ours:
         ours["controller"] = "fixed"
     config = SpeculativeConfig(**ours)
-    _check_known(registry.drafters, config.drafter)
+    if config.drafter != "auto":
+        _check_known(registry.drafters, config.drafter)
     if config.drafter == "draft_model" and config.draft_model is None:
         raise InvalidInput("--drafter draft_model needs a model to draft with; add --draft-model NAME")
     if config.verifier != "auto":

@@ -14,6 +14,9 @@ def inflate(
     shape: Annotated[str, typer.Argument(help="1b or 8b.")],
     folder: Annotated[Path, typer.Argument(help="Where to write the checkpoint.")],
     model: Annotated[str, typer.Option("--model", "-m", help="The small Llama to inflate.")] = "smollm2",
+    head: Annotated[
+        Path | None, typer.Option("--head", help="Inflate this head of the small model, and not the model.")
+    ] = None,
 ) -> None:
     """Write a large checkpoint that says what a small one says: same tokens, same acceptance, larger cost."""
     from forerun.models.inflate import find_shape
@@ -21,6 +24,11 @@ def inflate(
     from forerun.models.load.checkpoint import open_checkpoint
 
     wanted = find_shape(shape)
+    if head is not None:
+        from forerun.drafters.eagle.inflate import inflate_head_folder
+
+        print(inflate_head_folder(head, wanted, folder))
+        return
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"inflating {model} to {shape}", total=None)
         write(

@@ -1,14 +1,15 @@
 """Draft only as much as pays, by what passes cost here and how often this text's drafts stood.
 
-A drafter that costs nothing and knows its own confidence (n-gram) gets the whole budget and the price list,
-and cuts its tree itself. For one that must run to draft (a model), the length is fixed beforehand from the
-acceptance seen so far: K maximises (1 + a + ... + a^K) / (t(K+1)/t(1) + K c). Several sequences in one pass
-share its nodes: the likeliest to survive come first, whoever's they are, for as long as tokens per second rise.
+Per sequence and round there are up to three ways: what is at hand at no cost (n-gram), a drafter that must run
+(a head, a model), or nothing. The one with the highest expected gain is taken, in tokens beyond those that would have
+been written in the same time. A drafter that knows its confidence gets the price list and cuts its own tree; for
+one that cannot stop by itself, depth is fixed beforehand from the acceptance seen at each depth. Flat costs thus
+give wide and deep trees, steep ones short chains or nothing, by one rule.
 
-Where no length pays, trying again is the only way to learn that the text has changed, and it costs. So there is
-an allowance: every token earns a fiftieth of a pass, every drafting round is charged what it cost beyond the
-tokens it brought, and a trial is made only when the allowance covers its worst case. Trials are as short as can
-pay, so that they come often. Whatever the text does, the loss stays within that fiftieth.
+Where nothing pays, trying again is the only way to learn that the text has changed, and it costs. So there is
+an allowance: every token earns a small part of a pass, every round of a drafter that costs is charged what it cost
+beyond the tokens it brought, and a trial is made only when the allowance covers its worst case. Trials are as short
+as can pay, so that they come often. Whatever the text does, the loss stays within that part.
 """
 
 from __future__ import annotations
@@ -16,38 +17,39 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from forerun.control.allot import Levels, allot, best_depth, deepest, shortest_that_pays, widest
 from forerun.control.cost import CostModel
+from forerun.control.record import Record
+from forerun.quotes import Quote
 from forerun.types import Budget, Round, Seq
 
-EARNED = 0.02  # passes that a token adds to the allowance
-MOST_SAVED = 12.0  # passes; more would only be spent at once when a text goes bad
-HOPEFUL = 0.95  # the acceptance a trial hopes for
-RECENT, MARGIN = 0.25, 0.2  # weight of the newest position in the short memory, and what it must be ahead by
+EARNED = 0.015  # passes that a token adds to the allowance
+MOST_SAVED = 4.0  # passes; more would only be spent at once when a text goes bad
+PACE = 0.97  # memory of the rate, per round
+WORTH_IT = 0.05  # tokens a round: less is not worth the noise
+CLOSE = 0.05  # of trust: what is not worth correcting
+REFRESH = 16  # rounds for which a price list holds
+NOTHING = Budget(0, 0, level=0.0)
 
 
-@dataclass(slots=True)
-class Record:
-    """How often drafts stood: a running rate over the positions that were tested.
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a sequence is to do in the coming round."""
 
-    A second one with a short memory notices a text that has become easy; being noisy, it must beat the first by
-    a margin. The other way round nothing is needed: failures of long chains are many and costly enough.
-    """
+    quote: Quote
+    offer: Levels
+    asks: bool = False  # the drafter that costs
+    idle: bool = False  # nothing pays
+    depth: int = 0
 
-    hits: float = 2.1  # to begin with, an acceptance of 0.7 worth three tries
-    tries: float = 3.0
-    recent: float = 0.7
 
-    def count(self, depth: int, accepted: int) -> None:
-        tried = min(accepted + 1, depth)
-        memory = 0.95**tried
-        self.hits = self.hits * memory + accepted
-        self.tries = self.tries * memory + tried
-        for stood in [*[1.0] * accepted, *[0.0] * (tried - accepted)]:
-            self.recent += RECENT * (stood - self.recent)
+@dataclass(frozen=True, slots=True)
+class PriceList:
+    """What nodes cost, and how long a chain and how wide a tree can at best be worth it."""
 
-    @property
-    def acceptance(self) -> float:
-        return min(max(self.hits / self.tries, self.recent - MARGIN), 0.999)
+    price: tuple[float, ...]
+    deepest: int
+    widest: int
 
 
 class AdaptiveController:
@@ -56,114 +58,180 @@ class AdaptiveController:
     weighs_costs = True
 
     def __init__(
-        self, cost: CostModel, nodes: int, width: int, draft_seconds: Callable[[Seq], float]
+        self,
+        cost: CostModel,
+        nodes: int,
+        width: int,
+        quote: Callable[[Seq], Quote],
+        claim: Callable[[Seq], float | None] = lambda seq: None,
     ) -> None:
         self.cost, self.nodes, self.width = cost, nodes, width
-        self.draft_seconds = draft_seconds  # per drafted level, by the sequence's own drafter
-        self.allowance = 6.0  # passes that may still be lost on trials
+        self.quote = quote  # what the sequence's own drafter would cost
+        self.claim = claim  # how many tokens it expected to stand of what it drafted last
+        self.allowance = MOST_SAVED / 2  # passes that may still be lost on trials
         self._records: dict[int, Record] = {}
         self._latest = Record()  # what a new text starts from
-        self._levels: dict[int, float] = {}  # what a drafted level costs, by sequence, in this round
+        self._quotes: dict[int, Quote] = {}  # of this round's sequences
+        self._asked: dict[int, int] = {}  # of these, whose costly drafter was asked, and how deep it may go
+        self._usual: dict[int, float] = {}  # nodes that a sequence drafts on average
+        self._written, self._passes = 1.0, 1.0
+        self._prices: dict[tuple[int, float, int], PriceList] = {}
+        self._rounds = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens that a sequence writes in the time of a plain pass, of late."""
+        return max(1.0, self._written / self._passes)
 
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
-        price = self.cost.price(self.nodes, neighbours=len(seqs) - 1)
-        self._levels = {seq.id: self._level(seq) for seq in seqs}
-        costly = [seq for seq in seqs if self._levels[seq.id]]
-        lengths = dict(zip([seq.id for seq in costly], self._lengths(costly, len(seqs)), strict=True))
-        spare = self.allowance
-        budgets = []
-        for seq in seqs:
-            if seq.id not in lengths:
-                budgets.append(Budget(self.nodes, self.nodes, self.width, price))
-                continue
-            length = lengths[seq.id] if self.allowance > -MOST_SAVED else 0
-            if not length and (trial := shortest_that_pays(HOPEFUL, price, self._levels[seq.id])):
-                worst = price[trial] + trial * self._levels[seq.id] - 1.0
-                if spare >= worst:
-                    length, spare = trial, spare - worst
-            budgets.append(Budget(length, length))
+        self._quotes = {seq.id: self.quote(seq) for seq in seqs}
+        costly = sum(quote.level > 0.0 for quote in self._quotes.values())
+        options = [self._option(seq, len(seqs), costly) for seq in seqs]
+        others = [0] * len(seqs)
+        if len(seqs) > 1:
+            options, others = self._share(options, len(seqs))
+        spare, budgets = self.allowance, []
+        self._asked = {}
+        for seq, option, nodes in zip(seqs, options, others, strict=True):
+            length, worst = self._trial(option, len(seqs), costly) if option.idle else (0, 0.0)
+            if length and spare >= worst:
+                spare -= worst
+                depth = 2 * length if option.quote.stops else length  # it goes on only where it is sure
+                option = Option(option.quote, option.offer, asks=True, depth=depth)
+            if option.asks:
+                self._asked[seq.id] = option.depth
+            budgets.append(self._budget(seq, option, len(seqs), costly, nodes))
         return budgets
 
     def observe(self, outcome: Round) -> None:
-        if len(outcome.seqs) == 1:
+        batch, nodes = len(outcome.seqs), sum(outcome.drafted)
+        if batch == 1:
             # with the verdict, because a device that works on its own is waited for only there
-            spent = outcome.seconds["target"] + outcome.seconds.get("verify", 0.0)
-            self.cost.observe(outcome.drafted[0] + 1, spent)
-        price = self.cost.price(max(outcome.drafted, default=0), neighbours=len(outcome.seqs) - 1)
+            self.cost.observe(nodes + 1, outcome.seconds["target"] + outcome.seconds.get("verify", 0.0))
+        plain, taken = self.cost.pass_seconds(batch), self.cost.pass_seconds(batch + nodes)
+        drafting = self._drafting_seconds(outcome) / plain
+        if any(quote.chosen or quote.level for quote in self._quotes.values()):  # plain texts tell nothing
+            self._written = self._written * PACE + 1.0 + sum(outcome.accepted) / batch
+            self._passes = self._passes * PACE + taken / plain + drafting
+        self._rounds += 1
+        if self._rounds % REFRESH == 0:
+            self._prices.clear()
         rows = zip(outcome.seqs, outcome.drafted, outcome.depths, outcome.accepted, strict=True)
         for seq, drafted, depth, accepted in rows:
-            level = self._levels.get(seq.id, 0.0)  # as planned: a drafter may go another way next time
-            if not level:
-                continue
-            self.allowance += EARNED * (accepted + 1)
-            if depth:
-                self._record(seq).count(depth, accepted)
-                self._latest.count(depth, accepted)
-                self.allowance += accepted + 1 - price[drafted] - depth * level
+            usual = self._usual.get(seq.id, 0.0)
+            self._usual[seq.id] = usual + 0.2 * (drafted - usual)
+            if self._quotes.get(seq.id, Quote()).level:
+                self.allowance += EARNED * (accepted + 1)
+            if seq.id in self._asked:
+                added = taken - self.cost.pass_seconds(batch + nodes - drafted)
+                spent = batch * (max(0.0, added) / plain + drafting / len(self._asked))
+                self._settle(seq, drafted, depth, accepted, spent)
             self.allowance = min(self.allowance, MOST_SAVED)
 
     def forget(self, seq: Seq) -> None:
-        self._records.pop(seq.id, None)
+        for kept in (self._records, self._quotes, self._usual):
+            kept.pop(seq.id, None)
 
-    def _level(self, seq: Seq) -> float:
-        """What drafting one level costs, in plain passes."""
-        return self.draft_seconds(seq) / self.cost.pass_seconds(1)
+    def _settle(self, seq: Seq, drafted: int, depth: int, accepted: int, spent: float) -> None:
+        """Book what a drafter that costs brought, against the passes that it took."""
+        self.allowance += accepted - spent
+        claimed = self.claim(seq)
+        for record in (self._record(seq), self._latest):
+            if depth:
+                record.count(depth, accepted, drafted)
+            if claimed is not None:
+                record.hold_to(claimed, accepted)
+            # what a drafter expects, corrected by how it errs, is a steadier measure than what chance gave
+            stood = accepted if claimed is None else record.trust * claimed
+            record.settle(stood - self.rate * spent)
+
+    def _drafting_seconds(self, outcome: Round) -> float:
+        """What drafting took; a pause of the machine is not held against the drafter."""
+        longest = most = 0.0
+        for seq, depth in zip(outcome.seqs, outcome.depths, strict=True):
+            if seq.id in self._asked:
+                quote = self._quotes[seq.id]
+                levels = max(1, depth) if quote.stops else self._asked[seq.id]  # whatever came of them
+                longest = max(longest, quote.start + levels * quote.level)
+                most = max(most, quote.start + 2 * (levels + 1) * quote.level)
+        return min(outcome.seconds.get("draft", longest), most) if len(outcome.seqs) == 1 else longest
+
+    def _option(self, seq: Seq, batch: int, costly: int) -> Option:
+        """What is at hand for nothing, or what the drafter that costs would bring: whichever gains more."""
+        quote = self._quotes[seq.id]
+        free = Option(quote, Levels(quote.free))
+        if not quote.level:
+            return free
+        others = round(sum(self._usual.get(i, 0.0) for i in self._quotes if i != seq.id))
+        listed = self._price(batch, self.rate, others)
+        at_hand = best_depth(free.offer, listed.price)[1]
+        record = self._record(seq)
+        level = self._in_tokens(quote.level, batch, costly)
+        survivals = record.survivals(self.nodes, least=level)
+        levels = Levels(survivals, level, max(1.0, record.nodes) if quote.chosen else 1.0)
+        depth, gain = best_depth(levels, listed.price)
+        if quote.stops:  # what it gains by stopping in time, only its rounds can tell
+            hoped = 2 * shortest_that_pays(listed.price, level)  # less could not pay, however sure it were
+            depth, gain = min(listed.deepest, max(depth + 1, hoped)), record.mean_gain
+        elif quote.chosen:  # what it left out was not tested, so that its rates flatter it
+            gain = min(gain, record.mean_gain)
+        left = (seq.max_length - len(seq.tokens)) / (1.0 + sum(levels.survivals[:depth]))  # rounds
+        pays = gain > max(at_hand, WORTH_IT) and gain * left > self._in_tokens(quote.start, batch, 1)
+        if pays and depth and self.allowance > -MOST_SAVED:
+            return Option(quote, levels, asks=True, depth=depth)
+        return Option(quote, free.offer, idle=not at_hand)
+
+    def _share(self, options: list[Option], batch: int) -> tuple[list[Option], list[int]]:
+        """The same with one pass for everybody: how deep each goes, and how many nodes the others have."""
+        plain, rate = self.cost.pass_seconds(batch), self.rate
+
+        def price(nodes: int) -> float:
+            return rate * batch * (self.cost.pass_seconds(batch + nodes) / plain - 1.0)
+
+        depths = allot([option.offer for option in options], price)
+        nodes = [round(depth * option.offer.nodes) for depth, option in zip(depths, options, strict=True)]
+        shared = [
+            Option(one.quote, one.offer, one.asks and depth > 0, one.idle or (one.asks and not depth), depth)
+            for one, depth in zip(options, depths, strict=True)
+        ]
+        return shared, [sum(nodes) - own for own in nodes]
+
+    def _trial(self, option: Option, batch: int, costly: int) -> tuple[int, float]:
+        """The shortest draft that could pay, and what it costs in passes if nothing of it stands."""
+        quote, price = option.quote, self._price(batch, 1.0, 0).price
+        level = quote.level * batch / costly / self.cost.pass_seconds(batch)
+        length = shortest_that_pays(price, level)
+        start = quote.start * batch / self.cost.pass_seconds(batch)
+        return length, price[length] - 1.0 + length * level + start
+
+    def _budget(self, seq: Seq, option: Option, batch: int, costly: int, others: int) -> Budget:
+        if option.idle:
+            return NOTHING
+        quote, listed = option.quote, self._price(batch, self.rate, others)
+        if not option.asks:
+            nodes = listed.deepest if listed.widest == 1 else self.nodes if listed.deepest else 0
+            return Budget(nodes, listed.deepest, listed.widest, listed.price[: nodes + 1], 0.0)
+        level = self._in_tokens(quote.level, batch, costly)
+        if not quote.chosen:
+            return Budget(option.depth, option.depth, level=level)
+        nodes = option.depth if listed.widest == 1 else self.nodes
+        price, trust = listed.price[: nodes + 1], self._record(seq).trust
+        if abs(trust - 1.0) > CLOSE:
+            price, level = tuple(cost / trust for cost in price), level / trust
+        return Budget(nodes, option.depth, listed.widest, price, level)
+
+    def _price(self, batch: int, rate: float, others: int) -> PriceList:
+        key = batch, round(rate * 20) / 20, others
+        if key not in self._prices:
+            price = self.cost.price(self.nodes, batch - 1, key[1], others)
+            self._prices[key] = PriceList(price, deepest(price), widest(price, self.width))
+        return self._prices[key]
+
+    def _in_tokens(self, seconds: float, batch: int, sharing: int) -> float:
+        """What else would have been written in that time, per sequence of those that share it."""
+        return self.rate * batch * seconds / self.cost.pass_seconds(batch) / sharing
 
     def _record(self, seq: Seq) -> Record:
         if seq.id not in self._records:
-            share = 3.0 / self._latest.tries
-            self._records[seq.id] = Record(
-                self._latest.hits * share, 3.0, self._latest.hits / self._latest.tries
-            )
+            self._records[seq.id] = Record.after(self._latest)
         return self._records[seq.id]
-
-    def _lengths(self, costly: Sequence[Seq], batch: int) -> list[int]:
-        """Chain lengths of the sequences whose drafter costs, chosen together."""
-        plain = self.cost.pass_seconds(batch)
-        extra = [self.cost.pass_seconds(batch + n) / plain for n in range(len(costly) * self.nodes + 1)]
-        share = self.cost.pass_seconds(1) / plain  # levels are counted in passes over one node
-        levels = [self._levels[seq.id] * share for seq in costly]
-        acceptances = [self._record(seq).acceptance for seq in costly]
-        return best_lengths(acceptances, levels, batch, extra, self.nodes)
-
-
-def best_lengths(
-    acceptances: Sequence[float], levels: Sequence[float], batch: int, extra: Sequence[float], most: int
-) -> list[int]:
-    """Chain lengths that give `batch` sequences the most tokens per second together.
-
-    Nodes are added in the order of their survival. extra[n] is what a pass with n drafted nodes costs, in passes
-    without any; a level is drafted for everybody at once, so the slowest chain says what drafting costs.
-    """
-    lengths, best = [0] * len(acceptances), [0] * len(acceptances)
-    survivals = list(acceptances)
-    tokens = best_rate = float(batch)
-    for nodes in range(1, len(extra)):
-        open_ = [i for i, length in enumerate(lengths) if length < most]
-        if not open_:
-            break
-        chosen = max(open_, key=lambda i: survivals[i])
-        tokens += survivals[chosen]
-        lengths[chosen] += 1
-        survivals[chosen] *= acceptances[chosen]
-        drafting = max(length * level for length, level in zip(lengths, levels, strict=True))
-        rate = tokens / (extra[nodes] + drafting)
-        if rate > best_rate:
-            best, best_rate = [*lengths], rate
-    return best
-
-
-def best_length(acceptance: float, price: Sequence[float], level: float) -> int:
-    """The chain length with the most tokens per second for one sequence; 0 where none beats a plain pass."""
-    return best_lengths([acceptance], [level], 1, price, len(price) - 1)[0]
-
-
-def shortest_that_pays(acceptance: float, price: Sequence[float], level: float) -> int:
-    """The shortest chain that beats a plain pass at this acceptance; 0 where none does."""
-    tokens, survival = 1.0, 1.0
-    for length in range(1, len(price)):
-        survival *= acceptance
-        tokens += survival
-        if tokens > price[length] + length * level:
-            return length
-    return 0

@@ -20,6 +20,8 @@ from forerun.types import Needs, TreeBatch
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # for a benchmark
 QUICK = (1, 2, 4, 8, 16)  # at load: what a controller needs, in about a second
+WIDE = (*QUICK, 32, 64)  # where passes are nearly flat, trees are large
+ALIKE = 0.9  # of what one size is slower by: what the others are expected to be
 CONTEXT = 128  # tokens cached while measuring
 STRIDE = 7919  # a prime: steps through the vocabulary without hurry to repeat
 
@@ -59,21 +61,26 @@ class CostModel:
         return self.seconds[below] * (1 - share) + self.seconds[above] * share
 
     def observe(self, nodes: int, seconds: float) -> None:
-        """Move the curve towards what a real round took; outliers (a pause of the machine) count little."""
-        if nodes in self.seconds:
-            known = self.seconds[nodes]
-            self.seconds[nodes] += 0.05 * (min(max(seconds, 0.5 * known), 2.0 * known) - known)
+        """Move the curve towards what a real round took; outliers (a pause of the machine) count little.
 
-    def price(self, nodes: int, neighbours: int = 0) -> tuple[float, ...]:
-        """What 0..nodes more nodes cost one of several sequences that share a pass, in plain passes.
+        A machine that has become slower is so for every size: the whole curve moves along, this size a bit more.
+        """
+        known = self.pass_seconds(nodes)
+        step = 0.05 * (min(max(seconds / known, 0.5), 2.0) - 1.0)
+        for size in self._sizes:
+            self.seconds[size] *= 1.0 + (step if size == nodes else ALIKE * step)
 
-        More nodes for one sequence delay its neighbours too: it is charged for all of them.
+    def price(self, nodes: int, neighbours: int = 0, rate: float = 1.0, others: int = 0) -> tuple[float, ...]:
+        """What a pass with 0..nodes more nodes of one sequence costs it, in tokens: what else it would have written.
+
+        `rate` is how many tokens a sequence writes in the time of a plain pass. More nodes for one delay its
+        neighbours too: it is charged for all of them, on top of the nodes that the others draft.
         """
         batch = neighbours + 1
-        plain = self.pass_seconds(batch)
-        return tuple(
-            1.0 + batch * max(0.0, self.pass_seconds(batch + n) - plain) / plain for n in range(nodes + 1)
-        )
+        plain, before = self.pass_seconds(batch), self.pass_seconds(batch + others)
+        share = rate * batch / plain
+        more = range(batch + others, batch + others + nodes + 1)
+        return tuple(rate + share * max(0.0, self.pass_seconds(size) - before) for size in more)
 
     @classmethod
     def measure(cls, target: Target, sizes: Sequence[int] = SIZES, repeats: int = 3) -> CostModel:
@@ -103,12 +110,16 @@ class CostModel:
     @classmethod
     def measure_or_load(cls, target: Target, file: Path | None) -> CostModel:
         """The curve kept in a file, else measured now and kept there."""
+        sizes = QUICK if target.device.type == "cpu" else WIDE
         if file is not None and file.is_file():
             try:
-                return cls({int(n): float(t) for n, t in json.loads(file.read_text())["seconds"].items()})
+                kept = {int(n): float(t) for n, t in json.loads(file.read_text())["seconds"].items()}
             except (ValueError, KeyError, TypeError, AttributeError):
-                file.unlink()  # not ours any more: measure again
-        model = cls.measure(target, QUICK, repeats=2)
+                kept = {}
+            if set(sizes) <= set(kept):
+                return cls(kept)
+            file.unlink()  # not ours any more: measure again
+        model = cls.measure(target, sizes, repeats=2)
         if file is not None:
             with suppress(OSError):  # a cache that cannot be written costs time, nothing else
                 file.parent.mkdir(parents=True, exist_ok=True)

@@ -17,13 +17,17 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import Parts
+from forerun.drafters.heads import Meter
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
 from forerun.noise import DRAFT, draw, exponential, uniform
 from forerun.params import SamplingParams
+from forerun.quotes import Quote
 from forerun.types import Budget, Draws, Laws, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.warp import warp
 
+UNMEASURED = 2e-3  # seconds per level, until the first draft has shown better
+READING = 0.25  # of a level: what reading a token of a prompt takes, until one was read
 CATCH_UP = 8  # tokens; a draft model that is further behind reads them as a prompt, without logits
 
 
@@ -67,8 +71,21 @@ class ModelDrafter:
 
     def __init__(self, draft: Target, vocab_size: int) -> None:
         self.draft, self.vocab_size = draft, vocab_size
-        self.cost = 0.0  # seconds per drafted level, a running mean
+        self._meter = Meter()
+        self._reading = 0.0  # seconds per token of a prompt
         self._branches: dict[int, Branch] = {}
+
+    @property
+    def cost(self) -> float:
+        return self._meter.seconds
+
+    def quote(self, seq: Seq) -> Quote:
+        """A level, and reading the text before the first one; a chain that may be sampled, so of fixed length."""
+        level = self.cost or UNMEASURED
+        branch = self._branches.get(seq.id)
+        unread = len(seq.tokens) - max(0, branch.cached if branch is not None else 0)
+        start = unread * (self._reading or READING * level) if unread > CATCH_UP else 0.0
+        return Quote(level, start, chosen=False)
 
     @classmethod
     def build(cls, parts: Parts) -> ModelDrafter:
@@ -85,10 +102,13 @@ class ModelDrafter:
         live = list(branches)
         behind = [b for b in branches.values() if b.cached < 0 or len(b.tokens) - b.cached > CATCH_UP]
         if behind:
+            started, unread = perf_counter(), sum(len(b.tokens) - max(0, b.cached) for b in behind)
             self.draft.prefill(behind, self.needs)
+            spent = (perf_counter() - started) / unread
+            self._reading = spent if self._reading == 0.0 else 0.5 * self._reading + 0.5 * spent
             for branch in behind:
                 branch.cached = len(branch.tokens) - 1
-        started = perf_counter()
+        self._meter.start()
         widths = {b: max(1, min(budgets[b].width, budgets[b].nodes)) for b in live}
         first = self._heads(live, branches, widths, trees, laws)
         for rank in range(max(widths.values(), default=0)):
@@ -100,10 +120,7 @@ class ModelDrafter:
                 b: min(self._depth(seqs[b], budgets[b]), budgets[b].nodes // widths[b]) for b in with_head
             }
             self._chains(with_head, branches, tips, depths, trees, laws)
-        levels = max((max(_depths(tree.parents)) for tree in trees), default=0)
-        if levels:
-            spent = (perf_counter() - started) / levels
-            self.cost = spent if self.cost == 0.0 else 0.9 * self.cost + 0.1 * spent
+        self._meter.stop(max((max(_depths(tree.parents)) for tree in trees), default=0))
         rows = torch.tensor([row for tree in trees for row in tree.rows])
         drawn = Draws(torch.stack(laws), rows, replace=False) if laws else None
         return TreeBatch.trees([(tree.tokens, tree.parents) for tree in trees], drawn)

@@ -7,6 +7,7 @@ n - 1 rows when a round starts: the last token, the root, has not been through t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.models.base import Target
+from forerun.models.load.quants import Blocks
 from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 
 
@@ -29,13 +31,19 @@ class Lent:
     vocab_size: int
     width: int
     dtype: torch.dtype
+    table: Tensor | Blocks | None = None  # [V, D] what `embed` reads, where others can read it in place
 
     @classmethod
     def of(cls, embedding: Tensor, head: Tensor) -> Lent:
         """From whole tables [V, D]."""
         size, width = embedding.shape
         return cls(
-            lambda ids: F.embedding(ids, embedding), lambda ids: head[ids], size, width, embedding.dtype
+            lambda ids: F.embedding(ids, embedding),
+            lambda ids: head[ids],
+            size,
+            width,
+            embedding.dtype,
+            embedding,
         )
 
     def must_fit(self, width: int, vocab_size: int, trained_for: str) -> None:
@@ -55,7 +63,8 @@ def borrow(target: Target) -> Lent | None:
     if embed is None or head_rows is None:
         return None
     one: Tensor = embed(torch.zeros(1, dtype=torch.long, device=target.device))
-    return Lent(embed, head_rows, target.vocab_size, one.shape[-1], one.dtype)
+    table = getattr(target, "embedding_table", None)
+    return Lent(embed, head_rows, target.vocab_size, one.shape[-1], one.dtype, table)
 
 
 def head_dtype(target: Target, lent: Lent | None) -> torch.dtype:
@@ -79,26 +88,45 @@ class Calibration:
     scale: float = 1.0
     power: float = 1.0
 
-    def log_confidence(self, log_probs: Tensor) -> Tensor:
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise InvalidInput(
+                f"a calibration's scale of {self.scale} is out of range: above 0; fit it again"
+            )
+
+    def log_confidences(self, log_probs: list[float]) -> list[float]:
         if self.scale == 1.0 and self.power == 1.0:
             return log_probs
-        return (log_probs * self.power + float(torch.tensor(self.scale).log())).clamp_(max=0.0)
+        shift, power = math.log(self.scale), self.power
+        return [min(value * power + shift, 0.0) for value in log_probs]
 
 
 class Meter:
-    """Seconds per drafted level, a running mean."""
+    """Seconds per drafted level, a running mean.
+
+    The first draft of all warms up and tells little: it counts for a tenth, and the second replaces it. Pauses of the
+    machine count little too, because a drafter that seems too dear is not asked again and could not clear its name.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._started = 0.0
+        self._drafts = 0
 
     def start(self) -> None:
         self._started = perf_counter()
 
+    def elapsed(self) -> float:
+        return perf_counter() - self._started
+
     def stop(self, levels: int) -> None:
         if levels:
-            spent = (perf_counter() - self._started) / levels
-            self.seconds = spent if self.seconds == 0.0 else 0.9 * self.seconds + 0.1 * spent
+            spent, self._drafts = self.elapsed() / levels, self._drafts + 1
+            if self._drafts <= 2:
+                self.seconds = spent if self._drafts == 2 else 0.1 * spent
+            else:
+                weight = 0.3 if spent < self.seconds else 0.1
+                self.seconds += weight * (min(spent, 2.0 * self.seconds) - self.seconds)
 
 
 @dataclass(slots=True)
@@ -121,7 +149,7 @@ def observe_rows(
     """Add the rows of root and path of every tree, each with the token that turned out to follow it."""
     whole = [scores.hidden[layer] for layer in layers]
     features = whole[0] if len(whole) == 1 else torch.cat(whole, -1)  # [M, F]
-    tokens, bonus = trees.tokens.tolist(), verdict.bonus.tolist()
+    (tokens, _), bonus = trees.to_host(), verdict.bonus.tolist()
     paths, accepted = verdict.paths.tolist(), verdict.accepted.tolist()
     for b, seq in enumerate(seqs):
         first, end = trees.starts[b], trees.starts[b + 1]
@@ -138,7 +166,7 @@ def observe_rows(
 
 def is_ready(text: Rows | None, seq: Seq, budget: Budget) -> bool:
     """May this text be drafted for: is there a budget, and are its rows those of its committed tokens?"""
-    wanted = budget.nodes > 0 and budget.depth > 0
+    wanted = budget.nodes > 0 and budget.depth > 0 and budget.level != 0.0
     return wanted and text is not None and text.seen > 0 and text.seen == len(seq.tokens) - 1
 
 

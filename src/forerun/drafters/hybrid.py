@@ -2,32 +2,33 @@
 
 Looking things up costs nothing and is right for long stretches of copied text; a model is right more often in
 the stretches between. Who drafts is decided per sequence and round from the committed text and from how often each
-was right, before anything is proposed: never from the tokens it would propose. Both are shown every round,
-whoever drafted it.
+was right, before anything is proposed: by the controller, which sees both offers, or, where budgets are fixed, here.
+Where nodes are cheap, what n-gram has at hand is put beside the other's tree. Both are shown every round, whoever
+drafted it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from itertools import accumulate
+from operator import mul
+from typing import ClassVar, Protocol
 
 from forerun import registry
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.trees import best_count
+from forerun.quotes import Quote, claim_of, quote_of
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
-HANDICAP = 0.1  # of acceptance: what the costlier drafter must be ahead by
+HANDICAP = 0.1  # of acceptance: what the costlier drafter must be ahead by, where nobody weighs costs
 MEMORY = 0.95  # per position tested
+UNMEASURED = 1e-3  # seconds per level, until the first draft has shown better
+BESIDE = 0.15  # how often n-gram is right where the other says otherwise, to begin with
+LONGEST_BESIDE = 8
 
-
-@runtime_checkable
-class Routes(Protocol):
-    """A drafter whose cost depends on the sequence, because it hands it on."""
-
-    def cost_of(self, seq: Seq) -> float:
-        """Seconds to draft one more level for this sequence in the coming round."""
-        ...
+Tree = tuple[list[int], list[int]]  # tokens and parents, the root first
 
 
 class Confident(Drafter, Protocol):
@@ -37,6 +38,12 @@ class Confident(Drafter, Protocol):
         """How likely the first token it would draft now is right; 0 = it has nothing to say."""
         ...
 
+    def chain(self, seq: Seq, length: int) -> Iterator[tuple[int, float]]:
+        """What it would draft now: tokens, and how likely each stands if those before it do."""
+        ...
+
+    def quote(self, seq: Seq) -> Quote: ...
+
 
 @dataclass(slots=True)
 class _Text:
@@ -44,14 +51,16 @@ class _Text:
 
     hits: float = 2.1  # of the second drafter: to begin with, an acceptance of 0.7 worth three tries
     tries: float = 3.0
-    silenced: bool = False  # the controller gave the second drafter nothing when it was last its turn
-    length: int = -1  # of the text when the route was decided
-    to_first: bool = False
+    silenced: bool = False  # the second drafter was given nothing when it was last its turn
     drafted: bool = False  # the second drafter made the tree that is being judged
+    beside_hits: float = 4.0 * BESIDE  # of n-gram, where it parted from the other's tree
+    beside_tries: float = 4.0
+    parting: tuple[int, int] | None = None  # node where it did, and the token it would have there
+    merged: bool = False
 
 
 class HybridDrafter:
-    """Routes each sequence, each round, to one of two drafters."""
+    """Hands each sequence, each round, to one of two drafters."""
 
     uses_checkpoint = True
     second_name: ClassVar[str] = "draft_model"
@@ -73,12 +82,19 @@ class HybridDrafter:
     def cost(self) -> float:
         return self.second.cost
 
-    def cost_of(self, seq: Seq) -> float:
-        """What the drafter costs that this sequence is routed to."""
-        return self.first.cost if self._goes_first(seq) else self.second.cost
+    def quote(self, seq: Seq) -> Quote:
+        """What the second costs, and what the first has at hand."""
+        second = quote_of(self.second, seq)
+        free = self.first.quote(seq).free
+        return Quote(second.level or UNMEASURED, second.start, second.chosen, second.stops, free)
+
+    def claim(self, seq: Seq) -> float | None:
+        """What the second expected of a tree that is all its own."""
+        text = self._texts.get(seq.id)
+        return claim_of(self.second, seq) if text is not None and text.drafted and not text.merged else None
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        ours = [self._goes_first(seq) for seq in seqs]
+        ours = [self._goes_first(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
         # the first drafter is asked about everybody: it scores its own guesses, used or not, at no cost
         nothing = Budget(0, 0)
         asked = [budget if mine else nothing for budget, mine in zip(budgets, ours, strict=True)]
@@ -86,24 +102,28 @@ class HybridDrafter:
         theirs = [b for b, mine in enumerate(ours) if not mine]
         for b, seq in enumerate(seqs):
             text = self._texts[seq.id]
-            text.drafted = not ours[b]
+            text.drafted, text.parting, text.merged = not ours[b], None, False
             if not ours[b]:
                 text.silenced = budgets[b].nodes == 0
         if not theirs:
             return trees
-        second = self.second.propose([seqs[b] for b in theirs], [budgets[b] for b in theirs])
+        some, wishes = [seqs[b] for b in theirs], [budgets[b] for b in theirs]
+        second = self._with_matches(self.second.propose(some, wishes), some, wishes)
         mine = [b for b in range(len(seqs)) if ours[b]]
         return TreeBatch.join([trees.select(mine), second] if mine else [second], [*mine, *theirs])
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        depths: list[int] | None = None
-        accepted = verdict.accepted.tolist()
+        tokens, depths = trees.to_host()[0], trees.host_depths()
+        paths, bonus = verdict.to_host()
         for b, seq in enumerate(seqs):
-            text = self._texts.get(seq.id)
-            if text is not None and text.drafted:
-                depths = depths or trees.depths().tolist()
-                _count(text, max(depths[trees.starts[b] : trees.starts[b + 1]]), accepted[b])
-                text.drafted = False
+            text, first, end = self._texts.get(seq.id), trees.starts[b], trees.starts[b + 1]
+            if text is None or not text.drafted:
+                continue
+            _count(text, max(depths[first:end]), len(paths[b]))
+            if text.parting is not None:
+                nodes = [0, *paths[b]]
+                came = [*(tokens[first + node] for node in paths[b]), bonus[b]]
+                _count_parting(text, dict(zip(nodes, came, strict=True)))
         for member in (self.first, self.second):
             member.observe(seqs, trees, scores, verdict)
 
@@ -112,15 +132,54 @@ class HybridDrafter:
         self.first.forget(seq)
         self.second.forget(seq)
 
-    def _goes_first(self, seq: Seq) -> bool:
-        """Is this round the first drafter's? Decided once per round; plan and proposal agree."""
+    def _goes_first(self, seq: Seq, budget: Budget) -> bool:
+        """Is this round the first drafter's? The controller has said so, or the better record decides."""
         text = self._texts.setdefault(seq.id, _Text())
-        if text.length != len(seq.tokens):
-            rival = 0.0 if text.silenced else text.hits / text.tries - HANDICAP
-            confidence = self.first.confidence(seq)
-            text.to_first = confidence > 0.0 and confidence >= rival
-            text.length = len(seq.tokens)
-        return text.to_first
+        if budget.level is not None:
+            return budget.level == 0.0
+        rival = 0.0 if text.silenced else text.hits / text.tries - HANDICAP
+        confidence = self.first.confidence(seq)
+        return confidence > 0.0 and confidence >= rival
+
+    def _with_matches(self, trees: TreeBatch, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        """The second's trees, with what n-gram has at hand beside them where that pays."""
+        if trees.drawn_from is not None or trees.is_plain() or not any(budget.price for budget in budgets):
+            return trees
+        tokens, parents = trees.to_host()
+        made: list[Tree] = []
+        for b, (seq, budget) in enumerate(zip(seqs, budgets, strict=True)):
+            span = slice(trees.starts[b], trees.starts[b + 1])
+            made.append(self._merged(seq, budget, (tokens[span], parents[span])))
+        if not any(self._texts[seq.id].merged for seq in seqs):
+            return trees
+        return TreeBatch.trees(made, device=trees.tokens.device)
+
+    def _merged(self, seq: Seq, budget: Budget, tree: Tree) -> Tree:
+        tokens, parents = tree
+        room = budget.nodes - len(tokens) + 1
+        if budget.price is None or room <= 0 or len(tokens) == 1:
+            return tree
+        chain = list(self.first.chain(seq, min(LONGEST_BESIDE, budget.depth)))
+        known = {(parents[i], tokens[i]): i for i in range(1, len(tokens))}
+        node, shared = 0, 0
+        while shared < len(chain) and (node, chain[shared][0]) in known:
+            node = known[node, chain[shared][0]]
+            shared += 1
+        if shared == len(chain):
+            return tree
+        text = self._texts[seq.id]
+        survivals = list(accumulate((rate for _, rate in chain), mul))
+        if node in parents:  # they part here
+            text.parting = node, chain[shared][0]
+            doubt = text.beside_hits / text.beside_tries / chain[shared][1]
+            survivals = [survival * min(1.0, doubt) for survival in survivals]
+        price = budget.price[len(tokens) - 1 :]
+        more = best_count(survivals[shared : shared + room], price) if price else 0
+        text.merged = more > 0
+        for token, _ in chain[shared : shared + more]:
+            tokens, parents = [*tokens, token], [*parents, node]
+            node = len(tokens) - 1
+        return tokens, parents
 
 
 class HybridEagle3Drafter(HybridDrafter):
@@ -142,3 +201,12 @@ def _count(text: _Text, depth: int, accepted: int) -> None:
     memory = MEMORY**tried
     text.hits = text.hits * memory + accepted
     text.tries = text.tries * memory + tried
+
+
+def _count_parting(text: _Text, came: dict[int, int]) -> None:
+    """Where n-gram parted from the tree and the text came that way: was it right?"""
+    assert text.parting is not None
+    node, token = text.parting
+    if node in came:
+        text.beside_hits = text.beside_hits * MEMORY + (came[node] == token)
+        text.beside_tries = text.beside_tries * MEMORY + 1.0

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import Parts
-from forerun.drafters.growth import grow_trees, lay_out, sample_chains
+from forerun.drafters.growth import grow_trees, lay_out
 from forerun.drafters.heads import Calibration, Meter, Rows, is_ready, observe_rows, wants_sampling
 from forerun.drafters.medusa import HeadSet, load_heads
+from forerun.drafters.sampled import sample_chains
+from forerun.quotes import Quote
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 
@@ -37,6 +39,10 @@ class HydraDrafter:
     @property
     def cost(self) -> float:
         return self._meter.seconds
+
+    def quote(self, seq: Seq) -> Quote:
+        """A level of heads; a millisecond until the first draft has shown better."""
+        return Quote(self.cost or 1e-3, chosen=not self.sampled)
 
     @torch.no_grad()
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
@@ -99,4 +105,4 @@ class _Walk:
 
 
 def _within(budget: Budget, levels: int) -> Budget:
-    return Budget(budget.nodes, min(budget.depth, levels), budget.width, budget.price)
+    return Budget(budget.nodes, min(budget.depth, levels), budget.width, budget.price, budget.level)

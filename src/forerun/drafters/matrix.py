@@ -13,10 +13,20 @@ import torch
 from torch import Tensor
 
 from forerun.models.kernels import native_library as native
-from forerun.models.kernels.packing import pack_floats, side_by_side
+from forerun.models.kernels.packing import PackedWeight, pack_floats, side_by_side
 from forerun.models.layers import linear
 
 SMALLEST = 1 << 16  # numbers in a matrix that is worth packing
+
+
+def is_worth_packing(weight: Tensor) -> bool:
+    return weight.numel() >= SMALLEST and weight.shape[1] % 32 == 0 and weight.dtype == torch.float32
+
+
+def packed_form(weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
+    """A weight as the kernels read it: int8 blocks, or float32 where it is small or odd."""
+    weight = weight.detach().float()
+    return pack_floats(weight, "q8" if is_worth_packing(weight) else "float32", bias)
 
 
 class Matrix:
@@ -24,9 +34,8 @@ class Matrix:
 
     def __init__(self, weight: Tensor, *, packed: bool = True) -> None:
         self.outputs, self.inputs = weight.shape
-        fits = weight.numel() >= SMALLEST and self.inputs % 32 == 0 and weight.dtype == torch.float32
         self._plain: Tensor | None = weight
-        if packed and fits and weight.device.type == "cpu" and native.available():
+        if packed and is_worth_packing(weight) and weight.device.type == "cpu" and native.available():
             self._kept = pack_floats(weight, "q8")  # the struct below points into it
             self._struct = side_by_side([self._kept])
             self._plain = None

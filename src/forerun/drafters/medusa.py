@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.drafters.base import Parts
-from forerun.drafters.growth import Flavour, lay_out, likeliest
+from forerun.drafters.flavour import Flavour, likeliest
+from forerun.drafters.growth import lay_out
 from forerun.drafters.head_files import read_config, read_tensors, write_config, write_shards
 from forerun.drafters.heads import Lent, Meter, Rows, borrow, head_dtype, is_ready, observe_rows
 from forerun.drafters.matrix import Matrix
@@ -26,6 +27,7 @@ from forerun.drafters.trees import best_count
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.base import Target
+from forerun.quotes import Quote
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 Family = Literal["medusa", "hydra"]
@@ -189,6 +191,10 @@ class MedusaDrafter:
     @property
     def cost(self) -> float:
         return self._meter.seconds
+
+    def quote(self, seq: Seq) -> Quote:
+        """A level of heads; a millisecond until the first draft has shown better."""
+        return Quote(self.cost or 1e-3)
 
     @torch.no_grad()
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:

@@ -8,14 +8,16 @@ walks up the lengths, because each token that is right makes the match one longe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from forerun.drafters.base import Parts
 from forerun.drafters.trees import Sprout
+from forerun.quotes import Quote
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 KEYS = (4, 2, 1)  # n-gram lengths that are indexed; longer matches are found by walking back from these
+AT_HAND, NEGLIGIBLE = 24, 0.05  # tokens of a match that a quote looks ahead, and the least worth naming
 CANDIDATES = 32  # earlier places looked at per key: the most recent ones
 _PRIOR = (0.2, 0.3, 0.45, 0.55, 0.62, 0.68, 0.72, 0.76, 0.8, 0.82, 0.84, 0.86, 0.87, 0.88, 0.89, 0.9)
 
@@ -56,6 +58,8 @@ class _Text:
     indexed: int = 0  # tokens in the index
     guess: list[int] = field(default_factory=list)  # best continuation at the last proposal
     match: int = 0  # and the length of its match
+    looked: int = -1  # length of the text when matches were last looked up
+    found: list[tuple[int, int]] = field(default_factory=list)
 
 
 class NgramDrafter:
@@ -78,7 +82,7 @@ class NgramDrafter:
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Score the last guesses against what came, proposed or not."""
-        tokens, (paths, bonus) = trees.tokens.tolist(), verdict.to_host()
+        (tokens, _), (paths, bonus) = trees.to_host(), verdict.to_host()
         for b, seq in enumerate(seqs):
             text = self._texts.get(seq.id)
             if text is None or not text.guess:
@@ -95,9 +99,24 @@ class NgramDrafter:
 
     def confidence(self, seq: Seq) -> float:
         """How likely the first token it would draft now is right; 0 where nothing matches."""
+        return next((rate for _, rate in self.chain(seq, 1)), 0.0)
+
+    def chain(self, seq: Seq, length: int) -> Iterator[tuple[int, float]]:
+        """What follows the longest match: tokens, and how likely each stands if those before it do."""
         text = self._text(seq)
-        match = next((length for length, _ in self._matches(text, seq.tokens, 1)), 0)
-        return text.rates.rate(match, self._all) if match else 0.0
+        for match, end in self._matches(text, seq.tokens, 1):
+            for i, token in enumerate(_copy(seq.tokens, end, length, seq.stop_ids)):
+                yield token, text.rates.rate(match + i, self._all)
+
+    def quote(self, seq: Seq) -> Quote:
+        """What is at hand: how likely each token of the longest match's chain is to stand."""
+        survivals, survival = [], 1.0
+        for _, rate in self.chain(seq, AT_HAND):
+            survival *= rate
+            if survival < NEGLIGIBLE:
+                break
+            survivals.append(survival)
+        return Quote(free=tuple(survivals))
 
     def _text(self, seq: Seq) -> _Text:
         """What is kept for a sequence, brought up to its last token."""
@@ -131,6 +150,11 @@ class NgramDrafter:
 
     def _matches(self, text: _Text, tokens: list[int], width: int) -> list[tuple[int, int]]:
         """(length, end) of the longest matches, recent ones first among equals, with different next tokens."""
+        if text.looked != len(tokens):
+            text.looked, text.found = len(tokens), self._look_up(text, tokens)
+        return text.found[:width]
+
+    def _look_up(self, text: _Text, tokens: list[int]) -> list[tuple[int, int]]:
         for n in KEYS:
             places = text.places.get(tuple(tokens[-n:]), ()) if n <= len(tokens) else ()
             found = [(self._length(tokens, end, n), end) for end in places[-CANDIDATES:]]
@@ -139,7 +163,7 @@ class NgramDrafter:
             for match, end in found:
                 nexts.setdefault(tokens[end], (match, end))
             if nexts:
-                return list(nexts.values())[:width]
+                return list(nexts.values())
         return []
 
     def _length(self, tokens: list[int], end: int, known: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forerun.quotes import Quote
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 
@@ -12,6 +13,9 @@ class NoDrafter:
 
     needs = Needs()
     cost = 0.0
+
+    def quote(self, seq: Seq) -> Quote:
+        return Quote(chosen=False)  # there is nothing to choose
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         return TreeBatch.chains([[seq.tokens[-1]] for seq in seqs])

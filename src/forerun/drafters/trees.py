@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+DEEPER = 0.9  # of what reaches a frontier, the share hoped to stand one level below
+_AHEAD = (1, 2, 4, 8, 16)  # more nodes that a further level may come to
+
 
 class Sprout:
     """A tree under construction; node 0 is the root and certain."""
@@ -41,15 +44,35 @@ class Sprout:
 
 
 def best_count(survivals: Sequence[float], price: Sequence[float] | None) -> int:
-    """How many nodes, taken in this order, give the most tokens per unit of time.
+    """How many nodes, taken in this order, bring most beyond what their time is worth.
 
-    price[n] is what a pass over the root and n more nodes costs, in passes over one; None = nothing.
+    price[n] is what a pass over the root and n more nodes costs, in tokens; None = they all cost the same.
     """
     if price is None:
         return len(survivals)
-    best, best_rate, tokens = 0, 1.0, 1.0
+    best, best_gain, gain = 0, 0.0, price[0]
     for count, survival in enumerate(survivals[: len(price) - 1], start=1):
-        tokens += survival
-        if tokens / price[count] > best_rate:
-            best, best_rate = count, tokens / price[count]
+        gain += survival
+        if gain - price[count] > best_gain:
+            best, best_gain = count, gain - price[count]
     return best
+
+
+def gain_of(survivals: Sequence[float], price: Sequence[float]) -> float:
+    """What the best of these nodes bring beyond their price, in tokens; 0 where none pays."""
+    count = best_count(survivals, price)
+    return sum(survivals[:count]) - price[count] + price[0]
+
+
+def pays_to_deepen(survivals: Sequence[float], drafted: int, price: Sequence[float], level: float) -> bool:
+    """Is one more level worth drafting below a frontier of these survivals, with so many nodes already there?
+
+    Of what reaches the frontier, some share stands one level deeper; each such node must pay for its place in the
+    pass, and all of them together for the drafting of the level. Deeper levels may still pay where this one just
+    does not: that is why the share is generous.
+    """
+    last = min(drafted, len(price) - 1)
+    ahead = [min(last + step, len(price) - 1) for step in _AHEAD]
+    # a curve may leap at first and be flat behind: what counts is the best that several more nodes could do
+    place = min(((price[n] - price[last]) / (n - last) for n in ahead if n > last), default=1.0)
+    return sum(max(0.0, DEEPER * survival - place) for survival in survivals) > level

@@ -65,10 +65,11 @@ class Engine:
             clock.lap("draft")
             scores = self.target.score(seqs, trees, self.drafters.needs(seqs))
             clock.lap("target")
-            laws = warp(scores.required_logits, seqs, trees)
+            laws = warp(scores.required_logits, seqs, trees, scores.settle)
             noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
             verdict = self.verifiers.verify(seqs, trees, laws, noise)
             clock.lap("verify")
+            clock.move(scores.drafting, "verify", "draft")  # the device drafted while nobody waited for it
             self.target.commit(seqs, trees, verdict)
             self.drafters.observe(seqs, trees, scores, verdict)
             events = self._emit(seqs, trees, laws, verdict, clock)
@@ -163,15 +164,15 @@ class Engine:
             wish = seq.request.budget or plan
             depth = min(wish.depth, seq.room - 1)
             nodes = wish.nodes if depth > 0 else 0
-            budgets.append(Budget(nodes, depth, wish.width, wish.price))
+            budgets.append(Budget(nodes, depth, wish.width, wish.price, wish.level))
         return budgets
 
     def _emit(
         self, seqs: Sequence[Text], trees: TreeBatch, laws: Laws, verdict: Verdict, clock: Stopwatch
     ) -> list[Event]:
         """Append what was committed, end what has ended, and tell the controller what the round came to."""
-        tokens, depths = trees.tokens.tolist(), trees.depths().tolist()
         paths, bonus = verdict.to_host()
+        (tokens, _), depths = trees.to_host(), trees.host_depths()
         events, deepest, accepted = [], [], []
         for b, seq in enumerate(seqs):
             first, end = trees.starts[b], trees.starts[b + 1]
@@ -220,3 +221,9 @@ class Stopwatch:
         now = self._now()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now
+
+    def move(self, seconds: float, part: str, other: str) -> None:
+        """Book so much of one part, as far as it has it, under another."""
+        seconds = min(seconds, self.seconds[part])
+        self.seconds[part] -= seconds
+        self.seconds[other] += seconds

@@ -39,6 +39,10 @@ class DrafterPool:
             self._made[name] = self._make(name)
         return self._made[name]
 
+    def add(self, name: str, drafter: Drafter) -> None:
+        """Put a drafter behind a name of its own, such as a second head of one kind."""
+        self._made[name] = drafter
+
     def needs(self, seqs: Sequence[Text]) -> Needs:
         needs = Needs()
         for name in {seq.drafter for seq in seqs}:
@@ -59,7 +63,7 @@ class DrafterPool:
             if len(groups) == 1:
                 self.get(name).observe(seqs, trees, scores, verdict)
                 continue
-            nodes, rows = trees.nodes_of(which), torch.tensor(which, device=trees.tokens.device)
+            nodes, rows = trees.nodes_of(which), torch.tensor(which, device=verdict.paths.device)
             hidden = {layer: rows_[nodes] for layer, rows_ in scores.hidden.items()}
             part = Scores(None if scores.logits is None else scores.logits[nodes], hidden)
             chosen = Verdict(verdict.paths[rows], verdict.accepted[rows], verdict.bonus[rows])

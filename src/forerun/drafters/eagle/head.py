@@ -41,18 +41,21 @@ class EagleHead:
         def get(name: str) -> Tensor:
             return weights[name].detach().to(self.device, dtype).contiguous()
 
+        def matrix(weight: Tensor) -> Matrix:  # exact: packed heads run natively
+            return Matrix(weight, packed=False)
+
         def maybe(name: str) -> Tensor | None:
             return get(name) if name in weights else None
 
         at, dims = "midlayer.self_attn.", config.head_dim
         with torch.no_grad(), torch.inference_mode(False):
-            self._fc, self._fc_bias = Matrix(get("fc.weight")), maybe("fc.bias")
+            self._fc, self._fc_bias = matrix(get("fc.weight")), maybe("fc.bias")
             q, k, v = (get(f"{at}{name}_proj.weight") for name in "qkv")
-            self._qkv = Matrix(torch.cat((pair_up(q, dims, dims), pair_up(k, dims, dims), v)))
-            self._o = Matrix(get(at + "o_proj.weight"))
+            self._qkv = matrix(torch.cat((pair_up(q, dims, dims), pair_up(k, dims, dims), v)))
+            self._o = matrix(get(at + "o_proj.weight"))
             gates = [get(f"midlayer.mlp.{name}_proj.weight") for name in ("gate", "up")]
-            self._gate_up = Matrix(torch.cat(gates))
-            self._down = Matrix(get("midlayer.mlp.down_proj.weight"))
+            self._gate_up = matrix(torch.cat(gates))
+            self._down = matrix(get("midlayer.mlp.down_proj.weight"))
             self._mlp_norm = get("midlayer.post_attention_layernorm.weight")
             self._token_norm, self._feature_norm, self._norm = (
                 maybe(name)
@@ -60,10 +63,10 @@ class EagleHead:
             )
             self._fc_norms = [get(f"fc_norm.{i}.weight") for i in range(len(config.layers)) if config.fc_norm]
             self._input_norm = get("input_norm.weight") if config.norm_before_fc else None
-            self.vocabulary = _vocabulary(config, weights).to(self.device)
+            self.vocabulary = vocabulary_of(config, weights).to(self.device)
             self._embedding = maybe("embed_tokens.weight")
-            self._lent = self._checked(lent, "lm_head.weight" in weights)
-            self._lm_head = Matrix(self._own_or_lent_head(maybe("lm_head.weight")))
+            self._lent = checked_loan(config, weights, lent)
+            self._lm_head = matrix(self._own_or_lent_head(maybe("lm_head.weight")))
         rope = RopeConfig("default", config.rope_theta, dims, config.max_length)
         self._rotations = Rotations(rope, self.device)
         self._turns = self._rotations.at(torch.arange(256, device=self.device), 0)  # [P, 1, R]
@@ -122,18 +125,6 @@ class EagleHead:
         out = self._fc.times(rows)
         return out if self._fc_bias is None else out.add_(self._fc_bias)
 
-    def _checked(self, lent: Lent | None, own_head: bool) -> Lent | None:
-        """What the target lends, if it fits; what the file leaves out must be lent."""
-        config = self.config
-        if lent is not None:
-            lent.must_fit(config.target_width, config.vocab_size, config.target)
-        elif self._embedding is None or not own_head:
-            raise InvalidInput(
-                "the head shares embedding or LM head with its target and this target lends none; "
-                "use a head that stores its own"
-            )
-        return lent
-
     def _own_or_lent_head(self, own: Tensor | None) -> Tensor:
         if own is not None:
             return own
@@ -148,6 +139,19 @@ class EagleHead:
         return self._lent.embed(tokens).to(self.dtype)
 
 
-def _vocabulary(config: EagleConfig, weights: Mapping[str, Tensor]) -> DraftVocabulary:
+def checked_loan(config: EagleConfig, weights: Mapping[str, Tensor], lent: Lent | None) -> Lent | None:
+    """What the target lends, if it fits; what the file leaves out must be lent."""
+    if lent is not None:
+        lent.must_fit(config.target_width, config.vocab_size, config.target)
+    elif "embed_tokens.weight" not in weights or "lm_head.weight" not in weights:
+        raise InvalidInput(
+            "the head shares embedding or LM head with its target and this target lends none; "
+            "use a head that stores its own"
+        )
+    return lent
+
+
+def vocabulary_of(config: EagleConfig, weights: Mapping[str, Tensor]) -> DraftVocabulary:
+    """The tokens that the head can draft."""
     rows = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else config.draft_vocab_size
     return DraftVocabulary.from_file(weights, rows, config.vocab_size)

@@ -1,0 +1,160 @@
+"""What the host tells the device about a draft: one array of integers, laid out once per form.
+
+First the rows of the last round, which the head takes in with the target's true features, then one pass per level.
+Positions, slots and groups follow from where a text lies and how long it is; tokens of the levels and the ways of
+their nodes are for the device to fill in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from forerun.models.cuda.grown import Form
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, SPLIT_SIZES, Ints, Size, Template, round_up, split_of
+
+PATIENCE = 3  # times that a form is asked for before it is worth a graph of its own
+
+
+@dataclass(frozen=True, slots=True)
+class DraftForm:
+    """What drafts must agree in to be replays of one graph."""
+
+    texts: int  # B
+    nodes: int  # below the root
+    depth: int
+    width: int
+    behind: int  # rows of the last round per text, at most
+    caught: Size  # the pass over these rows
+    level: Size  # the pass over a level
+
+    @property
+    def trees(self) -> Form:
+        return Form(self.texts, self.nodes + 1, self.depth, chain=self.width == 1)
+
+    @property
+    def roots_at(self) -> int:
+        """Where the roots' tokens are, and behind them each text's last row."""
+        return extent_of(self.caught)
+
+    def level_at(self, level: int) -> int:
+        return extent_of(self.caught) + 2 * aligned(self.texts) + level * extent_of(self.level)
+
+    def ways_at(self, level: int) -> int:
+        """Level i has i + 1 steps per node."""
+        return self.level_at(self.depth - 1) + aligned(self.level.rows) * (level * (level + 1) // 2)
+
+
+def plan_draft(
+    places: Sequence[tuple[int, int]],
+    fresh: Sequence[Sequence[int]],
+    roots: Sequence[int],
+    shape: tuple[int, int, int],
+    group_nodes: int,
+) -> tuple[DraftForm, Ints]:
+    """The integers of a draft of (nodes, depth, width) for texts at these base slots and lengths.
+
+    `fresh` has, per text, the tokens after the rows that are new.
+    """
+    nodes, depth, width = shape
+    texts, behind = len(places), max(depth + 1, *map(len, fresh))
+    after = [(base, length + len(new)) for (base, length), new in zip(places, fresh, strict=True)]
+    splits = round_up(1 + split_of(max(length for _, length in after) + depth), SPLIT_SIZES)
+    groups = -(-behind // group_nodes) * texts
+    level = -(-width // group_nodes) * texts + (texts * width if width > 1 else 0)
+    level = 1 << (level - 1).bit_length()
+    caught, drafted = Size(texts * behind, groups, splits), Size(texts * width, level, splits)
+    form = DraftForm(texts, nodes, depth, width, behind, caught, drafted)
+    ints = _catch_up(places, fresh, roots, behind, group_nodes)
+    if depth > 1:
+        ints = np.concatenate((ints, _levels(form, group_nodes).fill(after, depth)))
+    return form, ints
+
+
+def _catch_up(
+    places: Sequence[tuple[int, int]],
+    fresh: Sequence[Sequence[int]],
+    roots: Sequence[int],
+    behind: int,
+    group_nodes: int,
+) -> Ints:
+    """[tokens | positions | slots | groups | roots | last rows] of the new rows; pads are written nowhere."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    groups: list[int] = []
+    ends: list[int] = []
+    for b, ((base, length), new) in enumerate(zip(places, fresh, strict=True)):
+        count, pads = len(new), behind - len(new)
+        tokens += [*new, *[0] * pads]
+        positions += [*range(length, length + count), *[0] * pads]
+        slots += [*range(base + length, base + length + count), *[-1] * pads]
+        ends.append(b * behind + count - 1)
+        high = split_of(length + count - 1) + 1
+        for low in range(0, behind, group_nodes):
+            rows = min(max(count - low, 0), group_nodes)
+            groups += (0, high if rows else 0, b * behind + low, rows, base, length, 0, 0)
+    parts = (tokens, positions, slots, groups, roots, ends)
+    return np.array([value for part in parts for value in (*part, *[0] * (-len(part) % 4))], dtype=np.int32)
+
+
+@lru_cache(maxsize=256)
+def _levels(form: DraftForm, group_nodes: int) -> Template:
+    """Of every level [tokens | positions | slots | groups]."""
+    template, width = Template(), form.width
+    rows, size = aligned(form.level.rows), extent_of(form.level)
+    for level in range(form.depth - 1):
+        first = level * size
+        template.pad_to(first + rows)
+        for text in range(form.texts):
+            for _ in range(width):
+                template.add(text, level, 0, 1)
+        template.pad_to(first + 2 * rows)
+        for text in range(form.texts):
+            for node in range(width):
+                template.add(text, level * width + node, 1, 1)
+        template.pad_to(first + 3 * rows)
+        ways = None if width == 1 else MAX_ROWS + form.ways_at(level)
+        for text in range(form.texts):
+            mine = range(text * width, (text + 1) * width)
+            template.add_groups(text, mine, group_nodes, ways, level + 1)
+        template.pad_to(first + size)
+    return template
+
+
+def extent_of(size: Size) -> int:
+    """Integers of one pass."""
+    return 3 * aligned(size.rows) + FIELDS * size.groups
+
+
+def aligned(count: int) -> int:
+    """16 bytes: kernels are compiled for integers that start so."""
+    return -(-count // 4) * 4
+
+
+@dataclass(slots=True)
+class Repertoire:
+    """Which shapes of draft are worth a graph: capturing one costs as much as many rounds.
+
+    A budget that is new (the end of a text, a controller that tries something) is met with what is there and fits,
+    or not at all, until it has been asked for several times.
+    """
+
+    known: dict[int, set[tuple[int, int, int]]] = field(
+        default_factory=dict
+    )  # texts -> (nodes, depth, width)
+    asked: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
+
+    def choose(self, texts: int, shape: tuple[int, int, int]) -> tuple[int, int, int] | None:
+        known = self.known.setdefault(texts, set())
+        if shape in known:
+            return shape
+        count = self.asked[(texts, *shape)] = self.asked.get((texts, *shape), 0) + 1
+        smaller = [other for other in known if all(map(int.__le__, other, shape))]
+        if known and count < PATIENCE:
+            return max(smaller, default=None)
+        known.add(shape)
+        return shape

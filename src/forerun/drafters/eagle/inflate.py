@@ -1,0 +1,112 @@
+"""A head inflated with its target: one layer of the large shape that says what the small head says.
+
+A draft beside an inflated target is only honest if drafting costs what it would cost there. The layer is inflated as
+the target's layers are; what reads two or three rows side by side is inflated part by part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.eagle.files import read_head, write_head
+from forerun.errors import UnsupportedModel
+from forerun.models.inflate import InflatedWeights, Shape
+
+_LAYER, _INNER = "midlayer.", "model.layers.0."
+_WIDE = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
+
+
+class HeadInflater:
+    """Makes the weights of a larger head one by one."""
+
+    def __init__(
+        self, config: EagleConfig, shape: Shape, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        if config.target_width != config.width:
+            raise UnsupportedModel(
+                f"a head {config.width} wide on a target {config.target_width} wide cannot be inflated: "
+                "only heads as wide as their target can"
+            )
+        self.small, self.shape, self.dtype, self.device = config, shape, dtype, torch.device(device)
+
+    def inflate(self, name: str, weight: Tensor) -> Tensor:
+        inner = name.removeprefix(_LAYER)
+        if name in ("d2t", "t2d"):
+            return weight
+        if name == "fc.weight":
+            return self._fuse(weight)
+        if name in ("lm_head.weight", "embed_tokens.weight"):
+            new = torch.zeros(len(weight), self.shape.width, dtype=self.dtype, device=self.device)
+            new[:, : self.small.width] = weight.to(new)
+            return new
+        if weight.dim() == 1:
+            return self._vector(weight, 0.0 if name == "fc.bias" else 1.0)
+        if inner in _WIDE:
+            return torch.cat(
+                [self._inner(inner, part) for part in torch.split(weight, self.small.width, 1)], 1
+            )
+        return self._inner(inner, weight)
+
+    def _inner(self, name: str, weight: Tensor) -> Tensor:
+        """As a layer of a model is inflated."""
+        values = {
+            "model_type": "llama", "hidden_size": self.small.width, "intermediate_size": self.small.inner,
+            "num_hidden_layers": 1, "num_attention_heads": self.small.heads, "head_dim": self.small.head_dim,
+            "num_key_value_heads": self.small.kv_heads, "vocab_size": self.small.vocab_size,
+        }  # fmt: skip
+        whole = InflatedWeights(
+            values, {_INNER + name: weight}, self.shape, dtype=self.dtype, device=self.device
+        )
+        return whole[_INNER + name]
+
+    def _fuse(self, weight: Tensor) -> Tensor:
+        """[d, k d] -> [D, k D]: columns that are added read zeros, rows that are added write zeros."""
+        width, wide = self.small.width, self.shape.width
+        parts = torch.split(weight, width, 1)
+        new = torch.empty(wide, len(parts) * wide, dtype=self.dtype, device=self.device)
+        new.normal_(0.0, 0.02, generator=torch.Generator(self.device).manual_seed(len(parts)))
+        for i, part in enumerate(parts):
+            new[:, i * wide : i * wide + width] = 0
+            new[:width, i * wide : i * wide + width] = part.to(new)
+        return new
+
+    def _vector(self, weight: Tensor, filling: float) -> Tensor:
+        """Norms, one or several side by side, divide by a smaller root mean square; a bias stays what it is."""
+        width, wide = self.small.width, self.shape.width
+        parts = torch.split(weight, width)
+        new = torch.full((len(parts), wide), filling, dtype=self.dtype, device=self.device)
+        scale = math.sqrt(width / wide) if filling else 1.0
+        for i, part in enumerate(parts):
+            new[i, :width] = (part.float() * scale).to(new)
+        return new.flatten()
+
+
+def inflate_head(
+    config: EagleConfig,
+    weights: Mapping[str, Tensor],
+    shape: Shape,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+) -> tuple[EagleConfig, dict[str, Tensor]]:
+    """The head of a target inflated to `shape`; the layers it reads stay, since others are added behind them."""
+    inflater = HeadInflater(config, shape, dtype, device)
+    larger = replace(
+        config, width=shape.width, inner=shape.inner, heads=shape.heads, kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim, target_width=shape.width, norm_eps=config.norm_eps * config.width / shape.width,
+    )  # fmt: skip
+    return larger, {name: inflater.inflate(name, weight) for name, weight in weights.items()}
+
+
+def inflate_head_folder(head: Path, shape: Shape, folder: Path) -> Path:
+    """Write a head's folder anew, for its target at a larger shape."""
+    config, weights = read_head(head)
+    write_head(folder, *inflate_head(config, weights, shape))
+    return folder

@@ -1,0 +1,125 @@
+"""An EAGLE head as the native kernels hold it: int8 blocks, and the target's embedding where it lies.
+
+A draft step on a CPU is memory traffic and the number of operations, so here it is a quarter of the bytes and two
+calls. Rounding costs a rejected guess now and then, and never correctness, which is the verifier's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.eagle.head import checked_loan, vocabulary_of
+from forerun.drafters.heads import Lent
+from forerun.drafters.matrix import packed_form
+from forerun.errors import VocabularyMismatch
+from forerun.models.kernels import head_library
+from forerun.models.kernels.head_library import Head
+from forerun.models.kernels.native_library import Weights, library
+from forerun.models.kernels.packing import side_by_side
+from forerun.models.load.quants import Blocks
+
+
+class NativeHead:
+    """Weights of one head, packed, and the struct that points to them."""
+
+    def __init__(self, config: EagleConfig, weights: Mapping[str, Tensor], lent: Lent | None) -> None:
+        self.config, self.device = config, torch.device("cpu")
+        self._weights, self._kept = weights, list[Tensor]()
+        self.vocabulary = vocabulary_of(config, weights)
+        self._lent = checked_loan(config, weights, lent)
+        self._table = self._embedding_table()
+        with torch.no_grad(), torch.inference_mode(False):
+            self.struct = self._struct()
+        self.ids: list[int] = self.vocabulary.ids.tolist()
+        self.int32_ids = self.vocabulary.ids.to(torch.int32)
+        del self._weights  # what is needed is packed by now
+
+    @staticmethod
+    def supports(config: EagleConfig, device: torch.device) -> bool:
+        """Can the kernels run such a head here?"""
+        fits = config.head_dim % 4 == 0 and config.heads % config.kv_heads == 0
+        return fits and device.type == "cpu" and head_library.available()
+
+    def embedded(self, tokens: list[int]) -> Tensor | None:
+        """[N, D] of these tokens; None where the kernels look them up themselves."""
+        if self._table is not None:
+            if max(tokens) >= self._table.shape[0]:  # C would read what is not there
+                raise VocabularyMismatch(
+                    f"token {max(tokens)} is beyond the head's {self._table.shape[0]}: use a head of this target"
+                )
+            return None
+        assert self._lent is not None
+        return self._lent.embed(torch.tensor(tokens)).float().contiguous()
+
+    def _struct(self) -> Head:
+        config, at, table = self.config, "midlayer.self_attn.", self._table
+        fused = config.kind == "eagle3"
+        parts = [self._weights[f"fc_norm.{i}.weight"] for i in range(len(config.layers)) if config.fc_norm]
+        own = self._weights.get("lm_head.weight")
+        if own is None:
+            assert self._lent is not None
+            own = self._lent.head_rows(self.vocabulary.ids)
+        return Head(
+            width=config.width,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            inner=config.inner,
+            features=config.feature_width,
+            parts=max(1, len(config.layers)),
+            joins_token=not fused,
+            norm_before_residual=config.norm_before_residual,
+            norm_output=config.norm_output,
+            eps=config.norm_eps,
+            attention_scale=config.head_dim**-0.5,
+            token_norm=self._vector("midlayer.input_layernorm.weight") if fused else None,
+            feature_norm=self._vector("midlayer.hidden_norm.weight") if fused else None,
+            mlp_norm=self._vector("midlayer.post_attention_layernorm.weight"),
+            out_norm=self._vector("norm.weight"),
+            input_norm=self._vector("input_norm.weight") if config.norm_before_fc else None,
+            part_norms=self._keep(torch.cat(parts)) if parts else None,
+            fc=self._linear(self._weights["fc.weight"], bias=self._weights.get("fc.bias")),
+            qkv=self._linear(*(self._weights[f"{at}{name}_proj.weight"] for name in "qkv")),
+            output=self._linear(self._weights[at + "o_proj.weight"]),
+            gate_up=self._linear(
+                *(self._weights[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+            ),
+            down=self._linear(self._weights["midlayer.mlp.down_proj.weight"]),
+            lm_head=self._linear(own),
+            embedding_type=table.kind if isinstance(table, Blocks) else -1,
+            embedding_bytes=table.data.numel() // table.shape[0] if isinstance(table, Blocks) else 0,
+            embedding=None if table is None else _address(table),
+        )
+
+    def _embedding_table(self) -> Tensor | Blocks | None:
+        """What tokens are looked up in; None where only the target can do it."""
+        own = self._weights.get("embed_tokens.weight")
+        if own is not None:
+            return own.detach().float().contiguous()
+        assert self._lent is not None
+        table = self._lent.table
+        if isinstance(table, Blocks):
+            return table if library().fr_packed_kind(table.kind) >= 0 else None
+        plain = isinstance(table, Tensor) and table.dtype == torch.float32 and table.is_contiguous()
+        return table if plain else None
+
+    def _linear(self, *weights: Tensor, bias: Tensor | None = None) -> Weights:
+        packed = [packed_form(weight, bias) for weight in weights]
+        self._kept.extend(part.data for part in packed)
+        self._kept.extend(part.bias for part in packed if part.bias is not None)
+        return side_by_side(packed)
+
+    def _vector(self, name: str) -> int | None:
+        return self._keep(self._weights[name]) if name in self._weights else None
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor.detach().to(torch.float32, copy=True).contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def _address(table: Tensor | Blocks) -> int:
+    return table.data.data_ptr() if isinstance(table, Blocks) else table.data_ptr()

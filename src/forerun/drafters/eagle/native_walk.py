@@ -1,0 +1,239 @@
+"""A head at work on the native kernels: a level is two calls, and everything else plain integers.
+
+What each row sees is said as in the decoder's passes: a run of slots, the text's own rows, and then its ancestors
+in the draft. Texts lie side by side in one pass without padding, and no row knows of its neighbours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.eagle.native_head import NativeHead
+from forerun.drafters.eagle.shelf import Shelf
+from forerun.drafters.eagle.walk import CHUNK, frontier_sizes
+from forerun.drafters.flavour import Seasoning
+from forerun.drafters.growth import Frontier, Ranked
+from forerun.drafters.heads import Rows
+from forerun.models.kernels import native_library as native
+from forerun.models.kernels.head_library import HeadPass, Ranking, run_rows
+from forerun.models.kernels.native_library import Reach
+from forerun.models.layers import Rotations
+from forerun.models.rope import RopeConfig
+from forerun.types import Budget, Seq, offsets
+
+_PIECE = 512  # positions whose rotations are worked out at once
+
+
+class NativeRunner:
+    """Keeps what the head knows of each text, and starts drafts."""
+
+    def __init__(self, head: NativeHead) -> None:
+        self.head, config = head, head.config
+        self.shelf = Shelf(config, torch.float32, head.device)
+        self._last: dict[
+            int, tuple[Tensor, int]
+        ] = {}  # where the output of each text's last row is: [N, D], row
+        self._rotations = Rotations(
+            RopeConfig("default", config.rope_theta, config.head_dim, config.max_length), head.device
+        )
+        self._turns = torch.empty(2, 0, config.head_dim // 2)  # cosines and sines
+        self._ranking = Ranking(1, 1, head.int32_ids)
+        self._outs = [torch.empty(1, config.width) for _ in range(2)]
+
+    def begin(self, seqs: Sequence[Seq], texts: Sequence[Rows], budgets: Sequence[Budget]) -> NativeWalk:
+        """Catch up with what was observed of these texts; they can then be drafted for."""
+        native.match_threads(torch.get_num_threads())
+        sizes = frontier_sizes(budgets)
+        for seq, text in zip(seqs, texts, strict=True):
+            self.shelf.admit(seq.id, text.seen + sum(sizes))
+        self._turns_to(max(text.seen for text in texts) + len(sizes))
+        one = self._new_pass()
+        self._catch_up(one, seqs, texts)
+        lasts = [self._last[seq.id] for seq in seqs]
+        out, row = lasts[0]
+        if len(lasts) > 1:
+            out, row = torch.stack([rows[i] for rows, i in lasts]), 0
+        return NativeWalk(self, one, [seq.id for seq in seqs], (out, row))
+
+    def forget(self, seq_id: int) -> None:
+        self._last.pop(seq_id, None)
+        self.shelf.release(seq_id)
+
+    def ranking(self, rows: int, count: int) -> Ranking:
+        """Room for the best of so many rows."""
+        have = self._ranking
+        if rows > have.rows or count > have.count:
+            have = Ranking(max(rows, have.rows), max(count, have.count), self.head.int32_ids)
+            self._ranking = have
+        return have
+
+    def outputs(self, level: int, rows: int) -> Tensor:
+        """Room for the outputs of a level [N, D]; those of the level before it stay."""
+        if rows > self._outs[0].shape[0]:
+            self._outs = [torch.empty(rows, self.head.config.width) for _ in range(2)]
+        return self._outs[level % 2]
+
+    def run(self, one: HeadPass, tokens: list[int], columns: Sequence[list[int]], tails: list[int]) -> None:
+        """A pass over these rows; columns are first, context, tail, position, write and, of drafted rows, parent."""
+        count = len(tokens)
+        flat = [number for column in columns for number in column]
+        numbers = (ctypes.c_int32 * (len(flat) + len(tails)))(*flat, *tails)
+        ids = (ctypes.c_int64 * count)(*tokens)
+        first, context, tail, position, write, *more = range(
+            ctypes.addressof(numbers), ctypes.addressof(numbers) + 4 * len(flat) + 1, 4 * count
+        )
+        stride, most = columns[2][0], max(columns[1]) + columns[2][0]
+        one.rows, one.tokens, one.position, one.write = count, ctypes.addressof(ids), position, write
+        one.parents = more[0]
+        one.reach = Reach(first, context, tail, more[-1], stride, most)
+        embedded = self.head.embedded(tokens)
+        if embedded is not None:
+            one.embedded = embedded.data_ptr()
+        run_rows(self.head.struct, one)
+
+    def _new_pass(self) -> HeadPass:
+        """A pass over this head's slots, as they lie now; what it runs over is yet to be said."""
+        data, turns = self.shelf.data, self._turns
+        keys, cosines = data.data_ptr(), turns.data_ptr()
+        return HeadPass(
+            cosines=cosines,
+            sines=cosines + turns.nbytes // 2,
+            keys=keys,
+            values=keys + data.nbytes // 2,
+            head_stride=data.shape[3] * data.shape[4],
+        )
+
+    def _catch_up(self, one: HeadPass, seqs: Sequence[Seq], texts: Sequence[Rows]) -> None:
+        """Run the rows that came since each text was last drafted for."""
+        features = [_joined(text.features) for text in texts]
+        longest = max(len(text.tokens) for text in texts)
+        for low in range(0, longest, CHUNK):
+            tokens, given, ends = list[int](), list[Tensor](), dict[int, int]()
+            columns: list[list[int]] = [[], [], [], [], []]
+            for seq, text, rows in zip(seqs, texts, features, strict=True):
+                fresh = text.tokens[low : low + CHUNK]
+                if not fresh:
+                    continue
+                base, length, count = self.shelf.base(seq.id), self.shelf.lengths[seq.id], len(fresh)
+                places = range(length, length + count)  # a row sees those before it, and itself as its tail
+                own = range(base + length, base + length + count)
+                new = ([base] * count, places, [1] * count, places, own)
+                for column, numbers in zip(columns, new, strict=True):
+                    column += numbers
+                tokens += fresh
+                given.append(rows if count == len(rows) else rows[low : low + count])
+                ends[seq.id] = len(tokens)
+                self.shelf.lengths[seq.id] = length + count
+            joined = given[0] if len(given) == 1 else torch.cat(given)
+            out = torch.empty(len(tokens), self.head.config.width)
+            one.features, one.out = joined.data_ptr(), out.data_ptr()
+            self.run(one, tokens, columns, columns[4])
+            self._last |= {seq_id: (out, end - 1) for seq_id, end in ends.items()}
+        for text in texts:
+            text.features, text.tokens = [], []
+
+    def _turns_to(self, last: int) -> None:
+        """Rotations of positions up to `last` at least."""
+        while self._turns.shape[1] <= last:
+            start = self._turns.shape[1]
+            turns = self._rotations.at(torch.arange(start, start + _PIECE), 0).squeeze(1)
+            self._turns = torch.cat((self._turns, torch.stack((turns.real, turns.imag))), dim=1)
+
+
+class NativeWalk:
+    """The draft of one batch: rows written behind the true ones, each seen by its descendants only."""
+
+    def __init__(
+        self, runner: NativeRunner, one: HeadPass, ids: Sequence[int], last: tuple[Tensor, int]
+    ) -> None:
+        self.runner, self.levels = runner, 1
+        self.size = len(runner.head.ids)
+        self._pass, one.features = one, None
+        self._bases = [runner.shelf.base(i) for i in ids]
+        self._lengths = [runner.shelf.lengths[i] for i in ids]
+        self._free = [base + length for base, length in zip(self._bases, self._lengths, strict=True)]
+        self._out, row = last  # [N, D] of the last frontiers, texts end to end
+        self._at = self._out.data_ptr() + 4 * row * runner.head.config.width
+        self._rows = len(ids)
+        self._paths: list[list[list[int]]] = [
+            [[]] for _ in ids
+        ]  # of each frontier node: its ancestors' slots
+        self._seasoning: Seasoning | None = None
+
+    def ranks(self, seqs: Sequence[Seq]) -> NativeWalk:
+        self._seasoning = Seasoning(seqs)
+        return self
+
+    def roots(self, count: int) -> list[Ranked]:
+        return self._ranked(count)
+
+    def below(self, frontiers: Sequence[Frontier], count: int) -> list[Ranked]:
+        self._step(frontiers)
+        return self._ranked(count)
+
+    def first(self) -> Tensor:
+        return self._logits()
+
+    def after(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        rows = zip(parents.tolist(), tokens.tolist(), strict=True)
+        self._step([list(zip(*row, strict=True)) for row in rows])
+        return self._logits().view(*tokens.shape, -1)
+
+    def _step(self, frontiers: Sequence[Frontier]) -> None:
+        """Put one frontier of each text through the layer."""
+        tokens, parents, start = list[int](), list[int](), 0
+        first, context, position = list[int](), list[int](), list[int]()
+        write, tails, level = list[int](), list[int](), self.levels
+        for b, frontier in enumerate(frontiers):
+            wide, length, free, before = len(frontier), self._lengths[b], self._free[b], self._paths[b]
+            paths = [[*before[place], free + i] for i, (place, _) in enumerate(frontier)]
+            tokens += [token for _, token in frontier]
+            parents += [start + place for place, _ in frontier]
+            first += [self._bases[b]] * wide
+            context += [length] * wide
+            position += [length + level - 1] * wide
+            write += range(free, free + wide)
+            for path in paths:
+                tails += path
+            start += len(before)
+            self._paths[b], self._free[b] = paths, free + wide
+        out = self.runner.outputs(level, len(tokens))
+        self._pass.before, self._pass.out = self._at, out.data_ptr()
+        columns = (first, context, [level] * len(tokens), position, write, parents)
+        self.runner.run(self._pass, tokens, columns, tails)
+        self._out, self._at, self._rows = out, out.data_ptr(), len(tokens)
+        self.levels += 1
+
+    def _ranked(self, count: int) -> list[Ranked]:
+        seasoning, head = self._seasoning, self.runner.head
+        assert seasoning is not None
+        sizes = [len(paths) for paths in self._paths]
+        ranking = self.runner.ranking(self._rows, count)
+        noise = seasoning.noise(sizes, self.levels - 1) if seasoning.is_noisy else ((), None)
+        ranking.set_noise(*noise)
+        values, places = ranking.rank(head.struct, self._at, self._rows, count, seasoning.scales(sizes))
+        ids = head.ids
+        tokens = places if head.vocabulary.is_whole else [ids[place] for place in places]
+        if len(sizes) == 1:
+            return [(values, tokens)]
+        ends = offsets([size * count for size in sizes])
+        return [(values[a:b], tokens[a:b]) for a, b in pairwise(ends)]
+
+    def _logits(self) -> Tensor:
+        """[N, Vd] after the last frontiers."""
+        ranking = self.runner.ranking(self._rows, 1)
+        ranking.set_noise((), None)
+        ranking.rank(self.runner.head.struct, self._at, self._rows, 1)
+        return ranking.logits[: self._rows].clone()
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """[N, F] float32 in one piece."""
+    if not pieces:
+        return torch.empty(0, 0)
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).float().contiguous()

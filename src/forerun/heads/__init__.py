@@ -1,0 +1,127 @@
+"""Trained heads that come with the package, and what a folder with a head says of itself. No torch here.
+
+Each lies in a folder of its own beside this file: config.json and safetensors, as `forerun train` writes them. One
+is only used where it fits: the config names the target it was trained for, and widths, vocabulary and layers
+must be that target's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BOX = Path(__file__).parent
+_FAMILIES = ("medusa", "hydra")
+_FORMAT = re.compile(r"([._-](i?q\d\w*|b?f16|fp16|f32|fp32))?(\.gguf)?$")
+# What drafts best with a head of each kind: n-gram costs nothing, so it comes first where there is a hybrid.
+_DRAFTERS = {"eagle3": "hybrid_eagle3", "medusa": "hybrid_medusa", "eagle": "eagle2", "hydra": "hydra"}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFolder:
+    """A head on disk, told by its config.json."""
+
+    path: Path
+    kind: str  # eagle | eagle3 | medusa | hydra
+    target: str  # what it was trained for, as the trainer named it
+    width: int | None  # the target's
+    vocab_size: int | None  # the target's
+    layers: int | None  # how many the target must have; None = not said
+    size: int  # bytes
+
+    @property
+    def drafter(self) -> str:
+        """The drafter that makes the most of it."""
+        return _DRAFTERS[self.kind]
+
+    def serves(self, drafter: str) -> bool:
+        """Can this drafter run it?"""
+        kind = drafter.removeprefix("hybrid_")
+        return kind == self.kind or (kind, self.kind) == ("eagle2", "eagle")
+
+    def fits(self, config: Mapping[str, Any], names: Iterable[str]) -> bool:
+        """Is this the head of a model with this configuration, known by these names?"""
+        known = (
+            ("hidden_size", self.width),
+            ("vocab_size", self.vocab_size),
+            ("num_hidden_layers", self.layers),
+        )
+        same = all(value is None or config.get(key) == value for key, value in known)
+        wanted = _plain(self.target)
+        return same and bool(wanted) and wanted in {_plain(name) for name in names}
+
+
+def heads_in_the_box(box: Path = BOX) -> list[HeadFolder]:
+    """Every head that comes with the package, by name."""
+    found = (open_head(folder) for folder in sorted(box.iterdir()) if folder.is_dir())
+    return [head for head in found if head is not None]
+
+
+def find_head(
+    config: Mapping[str, Any], names: Iterable[str], drafter: str = "auto", box: Path = BOX
+) -> HeadFolder | None:
+    """The head of the box for this model, and for this drafter if one is named; EAGLE-3 first."""
+    names = list(names)
+    fitting = [
+        head
+        for head in heads_in_the_box(box)
+        if head.fits(config, names) and (drafter == "auto" or head.serves(drafter))
+    ]
+    return min(fitting, key=lambda head: list(_DRAFTERS).index(head.kind), default=None)
+
+
+def open_head(folder: Path) -> HeadFolder | None:
+    """What a folder says of its head; None if it holds none."""
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    kind = _kind_of(values, folder) if isinstance(values, dict) else None
+    if kind is None:
+        return None
+    shape = {**values, **(values.get("transformer_layer_config") or {})}
+    nested = (values.get("speculators_config") or {}).get("verifier") or {}
+    target = values.get("target_model") or values.get("base_model_name_or_path") or nested.get("name_or_path")
+    width = values.get("target_hidden_size") or shape.get("hidden_size")
+    layers = (values.get("forerun") or {}).get("target_layers")
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return HeadFolder(folder, kind, str(target or ""), width, shape.get("vocab_size"), layers, size)
+
+
+def _kind_of(values: Mapping[str, Any], folder: Path) -> str | None:
+    for family in _FAMILIES:
+        if f"{family}_num_heads" in values:
+            return family
+    names = " ".join(map(str, values.get("architectures") or ())).lower()
+    if "eagle3" in names or values.get("speculators_model_type") == "eagle3":
+        return "eagle3"
+    if "eagle" in names:
+        return "eagle"
+    weights = _weights_in(folder)  # EAGLE-1's authors call theirs an ordinary model
+    if "fc.weight" in weights and any("self_attn" in name for name in weights):
+        return "eagle3" if any(name.endswith("hidden_norm.weight") for name in weights) else "eagle"
+    return None
+
+
+def _weights_in(folder: Path) -> set[str]:
+    """The names in the headers of a folder's safetensors files, which are small JSON documents."""
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        try:
+            with file.open("rb") as opened:
+                (length,) = struct.unpack("<Q", opened.read(8))
+                names |= set(json.loads(opened.read(min(length, 1 << 24))))
+        except (OSError, ValueError, struct.error):
+            continue  # whoever loads it says what is wrong
+    return {name.removeprefix("model.") for name in names}
+
+
+def _plain(name: str) -> str:
+    """A model's name without its owner, its format and its quantisation, in small letters and digits."""
+    bare = _FORMAT.sub("", name.rstrip("/").rsplit("/", 1)[-1].lower())
+    return "".join(letter for letter in bare if letter.isalnum())

@@ -1,0 +1,31 @@
+"""`forerun drafters`: what --drafter takes, and the heads in the box."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forerun.cli import app, drafters
+from forerun.cli.flags import Settings
+from forerun.heads import HeadFolder
+
+
+def test_heads_of_the_box_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = HeadFolder(Path("box/quick"), "eagle3", "Tiny-24M", 8, 24, None, 12_300_000)
+    monkeypatch.setattr(drafters, "heads_in_the_box", lambda: [head])
+    monkeypatch.setattr("sys.argv", ["forerun", "drafters"])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert not ended.value.code
+    printed = capsys.readouterr().out
+    assert "ngram " in printed
+    assert "head quick: eagle3 for Tiny-24M, 12.3 MB" in printed
+
+
+def test_what_a_folder_is_for_is_found_out_later() -> None:
+    assert Settings.of({}).speculative.drafter == "auto"
+    assert Settings.of({"draft_model": "folder"}).speculative.drafter == "auto"
+    assert Settings.of({"draft_model": "folder", "drafter": "eagle3"}).speculative.drafter == "eagle3"

@@ -1,0 +1,73 @@
+"""A head inflated with its target drafts the same trees."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.drafters.eagle.config import Kind
+from forerun.drafters.eagle.drafter import EagleDrafter
+from forerun.drafters.eagle.eagle2 import Eagle2Drafter
+from forerun.drafters.eagle.eagle3 import Eagle3Drafter
+from forerun.drafters.eagle.files import read_head, write_head
+from forerun.drafters.eagle.head import EagleHead
+from forerun.drafters.eagle.inflate import inflate_head, inflate_head_folder
+from forerun.errors import UnsupportedModel
+from forerun.models.inflate import Shape
+from forerun.testing import FakeSeq
+from forerun.types import Budget, Scores, TreeBatch, Verdict
+from tests.drafters.rounds import as_lists
+from tests.drafters.tiny_heads import eagle_config, eagle_weights
+
+VOCAB, WIDTH = 23, 16
+SHAPE = Shape(width=40, layers=5, heads=12, kv_heads=4, head_dim=8, inner=70)
+
+
+def drafter_of(head: EagleHead) -> EagleDrafter:
+    return (Eagle3Drafter if head.config.kind == "eagle3" else Eagle2Drafter)(head)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("eagle3", {}),
+        ("eagle3", {"fc_norm": True, "norm_output": True}),
+        ("eagle3", {"norm_before_fc": True}),
+        ("eagle", {}),
+    ],
+)
+def test_an_inflated_head_drafts_the_same_trees(kind: Kind, more: dict[str, bool]) -> None:
+    config = eagle_config(kind, VOCAB, WIDTH, VOCAB - 4 if kind == "eagle3" else None, **more)
+    weights = eagle_weights(config, seed=3)
+    larger, large_weights = inflate_head(config, weights, SHAPE, dtype=torch.float32)
+    assert larger.feature_width == len(config.layers) * SHAPE.width
+    torch.manual_seed(1)
+    tokens, rows = torch.randint(VOCAB, (9,)).tolist(), torch.randn(8, len(config.layers), WIDTH)
+    found = []
+    for settings, values, width in ((config, weights, WIDTH), (larger, large_weights, SHAPE.width)):
+        drafter = drafter_of(EagleHead(settings, values, None))
+        hidden = {
+            layer: torch.nn.functional.pad(rows[:, i], (0, width - WIDTH))
+            for i, layer in enumerate(config.layers)
+        }
+        seq, chain = FakeSeq(0, tokens), TreeBatch.chains([tokens[:-1]])
+        drafter.observe([seq], chain, Scores(None, hidden), Verdict.whole_chain(chain, [tokens[-1]]))
+        found.append(as_lists(drafter.propose([seq], [Budget(12, 4, 3)])))
+    assert found[0] == found[1]
+    assert len(found[0][0][0]) == 13
+
+
+def test_a_folder_is_inflated_into_a_folder(tmp_path: Path) -> None:
+    config = eagle_config("eagle3", VOCAB, WIDTH, VOCAB - 4)
+    write_head(tmp_path / "small", config, eagle_weights(config))
+    inflate_head_folder(tmp_path / "small", SHAPE, tmp_path / "large")
+    larger, weights = read_head(tmp_path / "large", kind="eagle3")
+    assert (larger.width, larger.draft_vocab_size, larger.layers) == (40, VOCAB - 4, config.layers)
+    assert weights["lm_head.weight"].shape == (VOCAB - 4, 40)
+
+
+def test_a_head_that_is_not_as_wide_as_its_target_is_refused() -> None:
+    config = eagle_config("eagle3", VOCAB, WIDTH)
+    with pytest.raises(UnsupportedModel, match="on a target 99 wide"):
+        inflate_head(replace(config, target_width=99), {}, SHAPE)

@@ -1,0 +1,26 @@
+"""What a level costs: a warm-up and a pause of the machine must not stick."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.drafters import heads
+from forerun.drafters.heads import Meter
+
+
+def test_a_slow_start_and_a_pause_count_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(heads, "perf_counter", lambda: now[0])
+    meter = Meter()
+
+    def draft(seconds: float, levels: int = 1) -> float:
+        meter.start()
+        now[0] += seconds
+        meter.stop(levels)
+        return meter.seconds
+
+    assert draft(5.0) == pytest.approx(0.5)  # the first warms up
+    assert draft(2.0, levels=2) == pytest.approx(1.0)  # the second is what it takes
+    assert draft(100.0) == pytest.approx(1.1)
+    assert draft(0.1) == pytest.approx(0.8)  # falls are followed sooner than rises
+    assert draft(9.0, levels=0) == pytest.approx(0.8)  # nothing was drafted

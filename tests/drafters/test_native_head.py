@@ -1,0 +1,194 @@
+"""EAGLE heads on the native kernels, against the same heads in torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.drafters.eagle.config import EagleConfig, Kind
+from forerun.drafters.eagle.drafter import EagleDrafter
+from forerun.drafters.eagle.eagle2 import Eagle2Drafter
+from forerun.drafters.eagle.eagle3 import Eagle3Drafter
+from forerun.drafters.eagle.head import EagleHead
+from forerun.drafters.eagle.native_head import NativeHead
+from forerun.drafters.heads import Calibration, Lent
+from forerun.errors import InvalidInput, VocabularyMismatch
+from forerun.models.kernels import head_library
+from forerun.models.kernels.packing import unpack_rows
+from forerun.params import SamplingParams
+from forerun.testing import FakeSeq, TableLM
+from forerun.types import Budget, Scores, TreeBatch, Verdict
+from tests.drafters.rounds import as_lists, observe_prompts
+from tests.drafters.tiny_heads import eagle_config, eagle_weights
+from tests.native.blocks import random_blocks
+
+pytestmark = pytest.mark.skipif(not head_library.available(), reason="no native kernels that draft")
+
+VOCAB = 13
+KINDS = [
+    ("eagle", {}),
+    ("eagle3", {}),
+    ("eagle3", {"fc_norm": True, "norm_output": True}),
+    ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
+]
+
+
+def both(config: EagleConfig, weights: dict[str, Tensor], lent: Lent | None = None) -> list[EagleDrafter]:
+    cls = Eagle3Drafter if config.kind == "eagle3" else Eagle2Drafter
+    return [cls(EagleHead(config, weights, lent)), cls(NativeHead(config, weights, lent))]
+
+
+def show(drafter: EagleDrafter, seq: FakeSeq, features: Tensor) -> None:
+    """The rows [n - 1, F] of a text, observed as its prompt."""
+    chain, layers = TreeBatch.chains([seq.tokens[:-1]]), drafter.head.config.layers
+    hidden = dict(zip(layers, features.chunk(len(layers), -1), strict=True))
+    drafter.observe([seq], chain, Scores(None, hidden), Verdict.whole_chain(chain, [seq.tokens[-1]]))
+
+
+@torch.no_grad()
+def said(drafter: EagleDrafter, seqs: list[FakeSeq]) -> list[Tensor]:
+    """Logits of a draft with branches: two nodes below each root, then three below them."""
+    texts = [drafter._texts[seq.id] for seq in seqs]
+    walk = drafter._runner.begin(seqs, texts, [Budget(9, 3, 3)] * len(seqs))
+    found = [walk.first()]
+    for parents, tokens in (([0, 0], [5, 7]), ([1, 0, 1], [2, 4, 6])):
+        rows = [torch.tensor(numbers).expand(len(seqs), -1) for numbers in (parents, tokens)]
+        found.append(walk.after(*rows))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "more"), KINDS)
+def test_small_heads_say_the_same(kind: Kind, more: dict[str, bool]) -> None:
+    config = eagle_config(kind, VOCAB, **more)
+    drafters = both(config, eagle_weights(config, seed=3))
+    seqs = [FakeSeq(0, [1, 2, 3, 4, 5, 6, 7]), FakeSeq(1, [9, 8, 7])]
+    torch.manual_seed(0)
+    for seq in seqs:
+        features = torch.randn(len(seq.tokens) - 1, config.feature_width)
+        for drafter in drafters:
+            show(drafter, seq, features)
+    for wanted, found in zip(*(said(drafter, seqs) for drafter in drafters), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_large_heads_are_rounded_and_choose_the_same(kind: Kind) -> None:
+    """Matrices of this size are int8 blocks: logits within a fraction of their spread, and the same best."""
+    config = replace(
+        eagle_config(kind, 4096, width=128, draft_vocab=2048 if kind == "eagle3" else None),
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        inner=512,
+    )
+    drafters = both(config, eagle_weights(config, seed=5))
+    torch.manual_seed(1)
+    seq = FakeSeq(0, torch.randint(4096, (30,)).tolist())
+    features = torch.randn(29, config.feature_width)
+    for drafter in drafters:
+        show(drafter, seq, features)
+    agreed = 0
+    for wanted, found in zip(*(said(drafter, [seq]) for drafter in drafters), strict=True):
+        assert 0.0 < float((found - wanted).abs().max()) < 0.2 * float(wanted.std())
+        best, near = (logits.topk(8).indices.flatten(0, -2) for logits in (wanted, found))
+        assert torch.equal(best[:, 0], near[:, 0])
+        agreed += sum(len(set(a) & set(b)) for a, b in zip(best.tolist(), near.tolist(), strict=True))
+    assert agreed >= 0.9 * 8 * 6
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.6}, {"temperature": 4.0, "noise": True}])
+@pytest.mark.parametrize(
+    "budget", [Budget(4, 4), Budget(9, 3, 3), Budget(6, 4, 3, price=(1.0,) * 4 + (2.0,) * 3)]
+)
+def test_trees_are_the_same(params: dict[str, float | bool], budget: Budget) -> None:
+    config = replace(eagle_config("eagle3", VOCAB, draft_vocab=9), calibration=Calibration(1.2, 0.8))
+    drafters = both(config, eagle_weights(config, seed=8))
+    sampling = SamplingParams(temperature=float(params.get("temperature", 0.0)))
+    seqs = [
+        FakeSeq(
+            i, [i, 3, 1, 4, 1, 5][: 3 + i], params=sampling, seed=i, shares_noise=bool(params.get("noise"))
+        )
+        for i in range(3)
+    ]
+    trees = []
+    for drafter in drafters:
+        observe_prompts(drafter, TableLM(VOCAB), seqs)
+        trees.append(as_lists(drafter.propose(seqs, [budget, Budget(2, 2), budget])))
+    assert trees[0] == trees[1]
+    claims = [[drafter.claim(seq) for seq in seqs] for drafter in drafters]
+    assert claims[1] == pytest.approx(claims[0], rel=1e-3)
+
+
+def test_a_row_has_its_own_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, beside others, with other threads, read at once or in pieces."""
+    config = replace(eagle_config("eagle3", 64, width=64), heads=4, kv_heads=2, head_dim=16, inner=1024)
+    head = NativeHead(config, eagle_weights(config), None)
+    torch.manual_seed(2)
+    seqs = [FakeSeq(i, torch.randint(64, (20 + i,)).tolist()) for i in range(3)]
+    features = [torch.randn(len(seq.tokens) - 1, config.feature_width) for seq in seqs]
+
+    def run(which: list[int]) -> list[Tensor]:
+        drafter = Eagle3Drafter(head)
+        for i in which:
+            show(drafter, seqs[i], features[i])
+        return said(drafter, [seqs[i] for i in which])
+
+    alone, before = [run([i]) for i in range(3)], torch.get_num_threads()
+    monkeypatch.setattr("forerun.drafters.eagle.native_walk.CHUNK", 6)
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            together = run([0, 1, 2])
+            assert all(torch.equal(together[j][i], alone[i][j][0]) for i in range(3) for j in range(3))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("how", ["blocks", "float", "call"])
+def test_the_targets_tables_are_read_where_they_lie(how: str) -> None:
+    config = eagle_config("eagle3", 40, width=32)
+    blocks, head = random_blocks("Q8_0", 40, 32), torch.randn(40, 32)
+    table = unpack_rows(blocks, torch.arange(40)) * 50
+    lent = Lent.of(table, head)
+    if how != "float":
+        lent = replace(lent, table=None)
+    if how == "blocks":
+        lent = replace(lent, embed=lambda ids: unpack_rows(blocks, ids), table=blocks)
+    drafters = both(config, eagle_weights(config, borrows=True), lent)
+    seq = FakeSeq(0, [1, 39, 7, 2])
+    features = torch.randn(3, config.feature_width)
+    for drafter in drafters:
+        show(drafter, seq, features)
+    for wanted, found in zip(*(said(drafter, [seq]) for drafter in drafters), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_a_text_that_the_head_cannot_read_is_refused() -> None:
+    config = eagle_config("eagle3", VOCAB)
+    drafter = Eagle3Drafter(NativeHead(config, eagle_weights(config), None))
+    seq = FakeSeq(0, [1, 2, VOCAB, 3])
+    show(drafter, seq, torch.randn(3, config.feature_width))
+    with pytest.raises(VocabularyMismatch, match="token 13"):
+        drafter.propose([seq], [Budget(2, 2)])
+    with pytest.raises(InvalidInput, match="lends none"):
+        NativeHead(config, eagle_weights(config, borrows=True), None)
+
+
+def test_a_quote_counts_what_is_to_be_read() -> None:
+    config = eagle_config("eagle3", VOCAB)
+    drafter = Eagle3Drafter(NativeHead(config, eagle_weights(config), None))
+    seq = FakeSeq(0, [i % VOCAB for i in range(100)])
+    show(drafter, seq, torch.randn(99, config.feature_width))
+    before = drafter.quote(seq)
+    drafter.propose([seq], [Budget(3, 3)])
+    after = drafter.quote(seq)
+    assert before.start > 0.0 == after.start
+    assert after.level > 0.0
+    assert after.chosen
+    assert after.stops
+    assert drafter.claim(seq) is not None
+    drafter.forget(seq)
+    assert drafter.claim(seq) is None

@@ -1,0 +1,155 @@
+"""Heads that come with the package: told by their config, and used only where they fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun import build, heads
+from forerun.build import choose_drafter, make_engine
+from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.eagle.files import write_head
+from forerun.heads import HeadFolder, find_head, heads_in_the_box, open_head
+from forerun.params import SamplingParams, SpeculativeConfig
+from forerun.testing import TableLM
+from forerun.types import Request
+from tests.drafters.tiny_heads import HEADS, eagle_config, eagle_weights, save_head
+
+MODEL = {"hidden_size": 8, "vocab_size": 24, "num_hidden_layers": 4}
+
+
+def boxed(box: Path, name: str = "one", target: str = "org/Tiny-24M-Instruct", **ours: Any) -> Path:
+    """A random EAGLE-3 head for a target of this name."""
+    config = eagle_config("eagle3", 24)
+    values = {field: getattr(config, field) for field in EagleConfig.__dataclass_fields__}
+    folder = box / name
+    named = EagleConfig(**{**values, "target": target})
+    write_head(folder, named, eagle_weights(named))
+    if ours:
+        document = json.loads((folder / "config.json").read_text())
+        document["forerun"] |= ours
+        (folder / "config.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.mark.parametrize("drafter", HEADS)
+def test_a_folder_with_a_head_is_recognised(tmp_path: Path, drafter: str) -> None:
+    found = open_head(save_head(drafter, tmp_path, 24))
+    assert found is not None
+    assert found.serves(drafter)
+    assert not found.serves("draft_model")
+    assert found.drafter in ("hybrid_eagle3", "hybrid_medusa", "eagle2", "hydra")
+    assert found.size > 0
+
+
+def test_eagle_heads_whose_config_calls_them_ordinary_models_are_told_by_their_weights(
+    tmp_path: Path,
+) -> None:
+    for drafter in ("eagle", "eagle3"):
+        folder = save_head(drafter, tmp_path / drafter, 24)
+        values = json.loads((folder / "config.json").read_text())
+        values["architectures"] = ["LlamaForCausalLM"]
+        (folder / "config.json").write_text(json.dumps(values))
+        found = open_head(folder)
+        assert found is not None
+        assert found.kind == drafter
+
+
+def test_what_holds_no_head_is_left_alone(tmp_path: Path) -> None:
+    assert open_head(tmp_path) is None
+    assert open_head(tmp_path / "nowhere") is None
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert open_head(tmp_path) is None
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
+    assert open_head(tmp_path) is None
+    (tmp_path / "config.json").write_text("[1, 2")
+    assert open_head(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [
+        ("Tiny-24M-Instruct", True),
+        ("other/tiny-24m-instruct", True),
+        ("Tiny-24M-Instruct.Q4_1.gguf", True),
+        ("Tiny-24M-Instruct-bf16.gguf", True),
+        ("Tiny-24M", False),
+        ("Tiny-24M-Instruct-v2", False),
+        ("", False),
+    ],
+)
+def test_a_head_is_for_the_model_it_names(tmp_path: Path, name: str, fits: bool) -> None:
+    boxed(tmp_path)
+    assert (find_head(MODEL, [name], box=tmp_path) is not None) == fits
+
+
+def test_and_only_if_everything_else_agrees(tmp_path: Path) -> None:
+    boxed(tmp_path, target_layers=4)
+    names = ["Tiny-24M-Instruct"]
+    assert find_head(MODEL, names, box=tmp_path) is not None
+    for key in MODEL:
+        assert find_head(MODEL | {key: 99}, names, box=tmp_path) is None
+    assert find_head(MODEL, names, "eagle3", tmp_path) is not None
+    assert find_head(MODEL, names, "medusa", tmp_path) is None
+
+
+def test_the_box_is_read_and_may_be_empty(tmp_path: Path) -> None:
+    assert heads_in_the_box(tmp_path) == []
+    boxed(tmp_path, "b")
+    boxed(tmp_path, "a")
+    (tmp_path / "c").mkdir()
+    assert [head.path.name for head in heads_in_the_box(tmp_path)] == ["a", "b"]
+    assert all(isinstance(head, HeadFolder) and head.target for head in heads_in_the_box())
+
+
+class Named:
+    """As much of a checkpoint as choosing a drafter looks at."""
+
+    name, path, config = "Tiny-24M-Instruct", Path("Tiny-24M-Instruct.gguf"), MODEL
+
+
+def chosen(**wish: Any) -> tuple[str, str | None]:
+    found = choose_drafter(SpeculativeConfig(**wish), Named)  # type: ignore[arg-type]
+    return found.drafter, found.draft_model
+
+
+def test_the_default_is_the_head_of_the_box_or_ngram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(config: Any, names: Any, drafter: str) -> HeadFolder | None:
+        return heads.find_head(config, names, drafter, tmp_path / "box")
+
+    (tmp_path / "box").mkdir()
+    monkeypatch.setattr(build, "find_head", find)
+    assert chosen() == ("ngram", None)
+    assert chosen(drafter="eagle3") == ("eagle3", None)
+    folder = str(boxed(tmp_path / "box"))
+    assert chosen() == ("hybrid_eagle3", folder)
+    assert chosen(drafter="eagle3") == ("eagle3", folder)
+    assert chosen(drafter="ngram") == ("ngram", None)
+    assert chosen(drafter="medusa") == ("medusa", None)
+
+
+def test_what_draft_model_is_decides_the_drafter(tmp_path: Path) -> None:
+    head = str(save_head("medusa", tmp_path / "m", 24))
+    assert chosen(draft_model=head) == ("hybrid_medusa", head)
+    assert chosen(draft_model=head, drafter="medusa") == ("medusa", head)
+    assert chosen(draft_model="smollm2") == ("draft_model", "smollm2")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_head_under_the_controller_writes_the_plain_text(tmp_path: Path, temperature: float) -> None:
+    folder = str(boxed(tmp_path))
+
+    def write(drafter: str) -> list[list[int]]:
+        target = TableLM(24, order=1, seed=5, sharpness=3.0)
+        engine = make_engine(target, frozenset(), SpeculativeConfig(drafter, draft_model=folder))
+        params = SamplingParams(40, temperature=temperature, seed=7)
+        ids = [engine.submit(Request((1, 2, 3, i), params)) for i in range(3)]
+        seqs = [engine.find(i) for i in ids]
+        while engine.busy:
+            engine.step()
+        return [seq.tokens for seq in seqs if seq is not None]
+
+    assert write("hybrid_eagle3") == write("eagle3") == write("none")
