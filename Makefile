@@ -20,8 +20,8 @@ lint: $(READY)
 check: $(READY) model
 	$(BIN)/pytest -q -n 2 --dist loadfile
 
-bench-cpu: $(READY) model  ## ratios over transformers and over our own plain loop, in one run
-	$(BIN)/python -m forerun.bench.cpu
+bench-cpu: $(READY) model llama  ## ratios over transformers, llama.cpp and our own plain loop, in one run
+	$(BIN)/python -m forerun.bench.cpu --json bench-out/cpu.json --plot bench-out/cpu.png $(ARGS)
 
 bench-gpu: $(READY) model  ## t(n), plain and speculative text on a GPU, bits included
 	$(BIN)/python -m forerun.bench.gpu
@@ -29,6 +29,13 @@ bench-gpu: $(READY) model  ## t(n), plain and speculative text on a GPU, bits in
 .PHONY: model
 model: $(READY)
 	@$(BIN)/forerun models pull smollm2 --quiet
+
+.PHONY: llama
+llama: $(READY)  ## llama.cpp to compare with: pip builds it, which takes minutes; where it cannot, we go on without
+	@$(BIN)/python -c "import llama_cpp" 2>/dev/null \
+	|| { echo "building llama-cpp-python, once, to compare with"; \
+	nice $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt llama-cpp-python; } \
+	|| echo "llama-cpp-python could not be installed: the benchmark goes on without llama.cpp"
 
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard src/forerun/models/kernels/native/*)
 	$(PYTHON) -m venv $(VENV)

@@ -12,9 +12,19 @@ from forerun.bench import cpu, run
 from forerun.bench.contenders import load, load_peers, own_contenders
 from forerun.bench.measure import Contender, Written
 from forerun.bench.settings import Cell, Settings, ways_of
-from tests.bench.conftest import Letters
+from forerun.drafters.medusa import write_heads
+from forerun.errors import InvalidInput
+from tests.bench.conftest import VOCAB, Letters
+from tests.drafters.tiny_heads import heads_config, heads_weights
 
-pytestmark = pytest.mark.usefixtures("tiny_checkpoint")
+pytestmark = pytest.mark.usefixtures("tiny_checkpoint", "same_process")
+HELD = {"torch_mb": 1.0, "above_torch_mb": 3.0, "model_mb": 2.0, "loaded_mb": 1.5, "peak_mb": 9.0}
+
+
+@pytest.fixture
+def same_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh process would not know the tiny model."""
+    monkeypatch.setattr(cpu, "resident", lambda model, dtype, threads: HELD)
 
 
 def bench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any], str]:
@@ -32,23 +42,97 @@ def test_the_last_line_is_the_document(
     assert code == 0, result["differing"]
     assert json.loads(saved.read_text()) == result
     assert result["equal"] is True
-    assert result["compared"] == 2 * 2 * 6  # prompts, repeats, contenders
-    ours = ["plain", "ngram", "draft_model", "ngram_fixed"]
-    assert list(result["contenders"]) == ["transformers", "transformers_lookup", *ours]
-    assert set(result["by_task"]) == {"ngram", "draft_model", "ngram_fixed"}
+    assert result["compared"] == 2 * 2 * 8  # prompts, repeats, contenders
+    drafters = ["auto", "ngram", "draft_model", "hybrid", "ngram_fixed"]
+    peers = ["transformers", "transformers_lookup"]
+    assert list(result["contenders"]) == [*peers, "plain", *drafters]
+    assert set(result["by_task"]) == set(drafters)
     assert set(result["by_task"]["ngram"]) == {"multi_turn", "qa"}
     assert {"speedup", "low", "high", "tokens_per_round"} <= set(result["by_task"]["ngram"]["qa"])
+    assert set(result["by_task_vs_peers"]) == set(peers)
+    assert set(result["by_task_vs_peers"]["transformers"]) == {"plain", *drafters}
     assert {"plain_vs_transformers", "worst_drafter_vs_plain", "ngram_vs_plain"} <= set(result["ratios"])
-    assert {"1", "2", "64"} <= set(result["t"])
-    assert {"cpu", "cores", "threads", "model", "max_tokens", "load_before", "busy"} <= set(
+    same = {"plain": "transformers", "equal": 4, "texts": 4}
+    assert result["equal_to_own_plain"] == {"transformers_lookup": same}
+    assert {"1", "2", "4", "8", "64"} <= set(result["t"])
+    assert {"cpu", "cores", "threads", "model", "max_tokens", "load_before", "busy", "commit", "date"} <= set(
         result["conditions"]
     )
     assert "By task" in printed
-    assert "24 of 24" in printed
+    assert "32 of 32" in printed
+
+
+def test_formats_are_measured_and_what_is_absent_is_null(
+    capsys: pytest.CaptureFixture[str], suite: str
+) -> None:
+    words = ["--suite", suite, "--max-tokens", "4", "--repeats", "1", "--skip-transformers", "--threads", "1"]
+    assert cpu.main(words) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out.splitlines()[-1])
+    assert "left out: llama.cpp reads .gguf files only" in printed.err
+    for name in ("plain_vs_transformers", "plain_vs_llama_cpp", "best_vs_llama_cpp"):
+        assert result["ratios"][name] is None
+    assert result["ratios"]["worst_drafter_vs_plain"] > 0
+    assert set(result["modes"]) == {"gguf", "q8", "bfloat16", "float32"}
+    assert result["modes"]["gguf"]["t"] is None
+    assert "gguf" in result["modes"]["gguf"]["why_not"]
+    float32 = result["modes"]["float32"]
+    assert set(float32["t"]) == set(result["t"])
+    assert float32["weight_bytes"] > 0
+    assert result["bandwidth"]["gb_per_s"]["best"] > 0
+    assert result["memory"] == {"dtype": "auto", **HELD}
+    assert "gguf left out" in printed.out
+
+
+def test_the_headline_names_the_best_on_both_sides() -> None:
+    rates = {"transformers": 10.0, "llama_cpp": 80.0, "llama_cpp_lookup_3": 50.0, "plain": 90.0}
+    rates |= {"auto": 100.0, "ngram": 95.0}
+    figures = {name: {"tokens_per_second": r, "decode_tokens_per_second": 2 * r} for name, r in rates.items()}
+    pairs = {f"{a}_vs_{b}": ra / rb for a, ra in rates.items() for b, rb in rates.items()}
+    result: dict[str, Any] = {"contenders": figures, "speedup": {"auto": {}, "ngram": {}}, "ratios": pairs}
+    result["spread"] = {name: [ratio - 0.1, ratio + 0.1] for name, ratio in pairs.items()}
+    cpu.add_headline(result)
+    assert result["best"] == {"drafter": "auto", "llama_cpp": "llama_cpp"}
+    assert result["ratios"]["best_vs_llama_cpp"] == 1.25
+    assert result["spread"]["best_vs_llama_cpp"] == [1.15, 1.35]
+    assert result["decode_ratios"] == {"plain_vs_transformers": 9.0, "plain_vs_llama_cpp": 1.125}
+
+
+def test_quick_measures_less_and_the_default_tasks_are_spec_benchs() -> None:
+    flags, quick = cpu.parse([]), cpu.parse(["--quick", "--repeats", "5"])
+    assert (flags.limit, flags.repeats, flags.max_tokens) == (2, 3, 64)
+    assert (quick.limit, quick.repeats, quick.max_tokens) == (1, 5, 40)
+    assert len(flags.tasks) == 6
+    assert "code_edit" not in flags.tasks
+    assert cpu.parse(["--tasks", "all"]).tasks == ()
+
+
+def test_a_head_in_a_folder_is_measured_beside_the_others(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    config = heads_config("medusa", VOCAB, width=32)
+    write_heads(folder, config, heads_weights(config))
+    assert cpu.drafters_of(["auto"], "tiny", str(folder)) == ["auto", "medusa"]
+    assert cpu.drafters_of(["auto"], "tiny", "tiny") == ["auto", "draft_model", "hybrid"]
+    assert cpu.drafters_of(["auto"], "tiny", None) == ["auto"]
+    settings = Settings(ways=ways_of(["ngram", f"medusa:3={folder}"]), threads=1)
+    assert [way.name for way in settings.ways] == ["ngram", "medusa:3=mine"]
+    llm, _ = load(settings)
+    plain, ngram, head = own_contenders(llm, settings, Cell())
+    ids = Letters().encode("tell tell tell me")
+    texts = [list(each.write([ids], 12).texts[0]) for each in (plain, ngram)]
+    written = head.write([ids], 12)
+    assert [*texts, list(written.texts[0])] == [texts[0]] * 3
+    assert max(nodes for nodes, _, _ in written.drafts[0]) == 3
+    with pytest.raises(InvalidInput, match="names no head"):
+        ways_of(["auto=x"])
+    with pytest.raises(InvalidInput, match="'none' has no head"):
+        load(Settings(ways=ways_of([f"none={folder}"]), threads=1))
 
 
 def test_figures_count_passes_as_they_were(capsys: pytest.CaptureFixture[str], suite: str) -> None:
-    _, result, _ = bench(capsys, "--suite", suite, "--max-tokens", "8", "--repeats", "1", "--ignore-eos")
+    _, result, _ = bench(
+        capsys, "--suite", suite, "--max-tokens", "8", "--repeats", "1", "--ignore-eos", "--skip-modes"
+    )
     assert result["contenders"]["plain"]["tokens_per_round"] == 1.0
     assert result["contenders"]["transformers"]["tokens_per_round"] == 1.0
     assert result["contenders"]["ngram_fixed"]["tokens_per_round"] >= 1.0
@@ -85,7 +169,7 @@ def test_a_wrong_text_turns_the_exit_code(
 
     monkeypatch.setattr(run, "own_contenders", with_a_liar)
     code, result, _ = bench(
-        capsys, "--suite", suite, "--max-tokens", "4", "--repeats", "1", "--skip-transformers"
+        capsys, "--suite", suite, "--max-tokens", "4", "--repeats", "1", "--skip-transformers", "--skip-modes"
     )
     assert code == 1
     assert result["equal"] is False
@@ -107,6 +191,7 @@ def test_a_plot_is_drawn(capsys: pytest.CaptureFixture[str], suite: str, tmp_pat
     picture = tmp_path / "speed.png"
     words = ("--suite", suite, "--max-tokens", "4", "--repeats", "1", "--skip-transformers")
     bench(capsys, *words, "--plot", str(picture))
+    assert picture.stat().st_size > 10_000
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

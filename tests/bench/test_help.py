@@ -7,7 +7,7 @@ from tests.test_imports import HEAVY, imported_by
 HELP = """
 import contextlib, io, sys
 from forerun.cli.app import main
-for word in ("bench", "compare", "advise", "diagnose"):
+for word in ("bench", "compare", "advise", "diagnose", "quality"):
     sys.argv = ["forerun", word, "--help"]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:

@@ -15,6 +15,7 @@ from forerun.bench.measure import (
     Prompt,
     Run,
     Written,
+    agreement,
     alternate,
     differences,
     group,
@@ -166,3 +167,13 @@ def test_machine_facts_are_there_to_be_read() -> None:
 @pytest.mark.parametrize(("load", "busy"), [(None, False), (0.9, False), (1.1, True)])
 def test_a_load_of_half_the_cores_is_busy(load: float | None, busy: bool) -> None:
     assert is_busy(load, available=2) is busy
+
+
+def test_a_peer_is_held_against_its_own_plain_loop() -> None:
+    calls: list[str] = []
+    lookup = Contender("lookup", pretend("lookup", calls, text=(5, 6, 8)).write, False, like="peer")
+    contenders = [pretend("peer", calls, exact=False), lookup, pretend("plain", calls, text=(1,))]
+    runs = list(alternate(contenders, PROMPTS, max_tokens=3, repeats=2))
+    short = list(alternate(contenders, PROMPTS, max_tokens=2, repeats=1))
+    assert agreement(runs, contenders) == {"lookup": ("peer", 0, 4)}
+    assert agreement(short, contenders) == {"lookup": ("peer", 2, 2)}

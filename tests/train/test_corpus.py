@@ -86,7 +86,7 @@ def test_calibration_finds_the_power() -> None:
     q = torch.rand(20000, generator=torch.Generator().manual_seed(0))
     stood = torch.rand(20000, generator=torch.Generator().manual_seed(1)) < q**0.5
     assert fit_calibration(q, stood).power == pytest.approx(0.5, abs=0.11)
-    confident = Calibration(1.3, 0.5).log_confidence(torch.tensor([-0.01, -4.0]))
+    confident = Calibration(1.3, 0.5).log_confidences([-0.01, -4.0])
     assert confident[0] == 0.0
     assert confident[1] < confident[0]
 

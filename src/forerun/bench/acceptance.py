@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from forerun.bench.suites import Item, load_suite
+from forerun.heads import open_head
 from forerun.llm import LLM
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.train.check import kind_of_head
 from forerun.types import Budget
 
 CHAIN, TREE = Budget(5, 5, 1), Budget(60, 7, 10)
@@ -28,10 +28,10 @@ SEED = 20261115
 
 def drafter_of(folder: Path) -> str:
     """The drafter that runs what is in a folder."""
-    if (folder / "tokenizer.json").is_file():
+    head = open_head(folder)
+    if head is None:
         return "draft_model"
-    kind = kind_of_head(folder)
-    return "eagle2" if kind == "eagle" else kind  # the same head, with a tree that follows its confidence
+    return "eagle2" if head.kind == "eagle" else head.kind  # the same head, with a tree that follows its confidence
 
 
 def measure(

@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from forerun import registry
 from forerun.bench.machine import cores
 from forerun.bench.measure import Contender, Written
 from forerun.bench.record import Recorder
-from forerun.bench.settings import ASSISTED, LOOKUP, PLAIN, TRANSFORMERS, Cell, Settings, Way
+from forerun.bench.settings import LLAMA_CPP, PLAIN, Cell, Settings, Way
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.control.fixed import budget_of
+from forerun.drafters.base import Drafter, Parts
+from forerun.errors import InvalidInput
 from forerun.llm import LLM
+from forerun.models.load import checkpoint as loading
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.types import Request
 
@@ -32,19 +36,23 @@ def load(settings: Settings) -> tuple[LLM, CostModel]:
     config = EngineConfig(
         dtype=dtype, device=settings.device, threads=threads, max_batch=max(8, *settings.batches)
     )
-    speculative = SpeculativeConfig(
-        _default_drafter(settings), draft_model=settings.draft_model, budget=settings.budget
-    )
+    speculative = SpeculativeConfig(draft_model=settings.draft_model, budget=settings.budget)
     llm = LLM.load(settings.model, speculative_config=speculative, config=config)
+    for way in settings.ways:
+        if way.head is not None:
+            llm.engine.drafters.add(way.name, build_head(llm, way))
     return llm, fresh_costs(llm)
 
 
-def _default_drafter(settings: Settings) -> str:
-    """What `auto` is: n-gram, or whoever the second checkpoint is for."""
-    if settings.draft_model is None:
-        return SpeculativeConfig().drafter
-    named = [way.drafter for way in settings.ways if way.drafter not in (None, "none", "ngram")]
-    return named[0] or "draft_model" if named else "draft_model"
+def build_head(llm: LLM, way: Way) -> Drafter:
+    """A drafter with a head of its own, beside whatever the engine drafts with."""
+    assert way.drafter is not None
+    cls = registry.drafters.get(way.drafter)
+    if not hasattr(cls, "build"):
+        raise InvalidInput(f"the drafter {way.drafter!r} has no head; write {way.drafter} without a folder")
+    speculative = SpeculativeConfig(way.drafter, draft_model=way.head)
+    drafter: Drafter = cls.build(Parts(llm.engine.target, None, speculative))
+    return drafter
 
 
 def fresh_costs(llm: LLM) -> CostModel:
@@ -65,11 +73,12 @@ def own_contender(llm: LLM, settings: Settings, cell: Cell, way: Way) -> Contend
     """One way of drafting in one cell; drafters keep what they learnt between prompts, as in a server."""
     engine, recorder = llm.engine, recorder_of(llm)
     budget = None if way.budget is None else budget_of(way.budget, width=1)
+    drafter = way.drafter if way.head is None else way.name
 
     def write(prompts: Sequence[Sequence[int]], max_tokens: int) -> Written:
         recorder.take()
         requests = [
-            Request(tuple(ids), _params(settings, cell, ids, max_tokens), way.drafter, cell.verifier, budget)
+            Request(tuple(ids), _params(settings, cell, ids, max_tokens), drafter, cell.verifier, budget)
             for ids in prompts
         ]
         started = perf_counter()
@@ -111,24 +120,18 @@ def _params(settings: Settings, cell: Cell, ids: Sequence[int], max_tokens: int)
 
 def load_peers(llm: LLM, settings: Settings) -> list[Contender]:
     """The peers asked for, around the same weights; they run in greedy cells of batch 1."""
-    found = []
-    if settings.peers:
-        from forerun.bench.peers import LOOKUP_TOKENS, load_transformers_model, transformers_contender
-        from forerun.models.load.checkpoint import open_checkpoint
+    found: list[Contender] = []
+    ends = frozenset() if settings.ignore_eos else llm.tokenizer.eos_ids
+    if names := [name for name in settings.peers if not name.startswith(LLAMA_CPP)]:
+        from forerun.bench.peers import load_transformers_peers
 
-        device = llm.engine.target.device
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        ends = frozenset() if settings.ignore_eos else llm.tokenizer.eos_ids
-        model = load_transformers_model(open_checkpoint(settings.model), ends, dtype).to(device)
-        # quantised weights and other roundings write other texts: then our own plain loop is the reference
-        alike = device.type == "cpu" and getattr(llm.engine.target, "mode", "float32") == "float32"
-        if TRANSFORMERS in settings.peers:
-            found.append(transformers_contender(TRANSFORMERS, model, alike))
-        if LOOKUP in settings.peers:
-            found.append(transformers_contender(LOOKUP, model, alike, prompt_lookup_num_tokens=LOOKUP_TOKENS))
-        if ASSISTED in settings.peers and settings.draft_model is not None:
-            small = load_transformers_model(open_checkpoint(settings.draft_model), ends, dtype).to(device)
-            found.append(transformers_contender(ASSISTED, model, alike, assistant_model=small))
+        target = llm.engine.target
+        found += load_transformers_peers(names, settings.model, settings.draft_model, ends, target)
+    if names := [name for name in settings.peers if name.startswith(LLAMA_CPP)]:
+        from forerun.bench.llama_cpp import load_llama_cpp_peers
+
+        file, threads = loading.open_checkpoint(settings.model).path, torch.get_num_threads()
+        found += load_llama_cpp_peers(names, file, ends, llm.engine.max_length, threads)
     if settings.url:
         from forerun.bench.endpoint import endpoint_contender
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from forerun.bench.measure import Contender, Difference, Run
+from forerun.bench.measure import Contender, Difference, Run, agreement
 from forerun.bench.settings import PLAIN
 from forerun.bench.stats import Pair, Spread, bootstrap_mean, bootstrap_ratio, paired_ratio
 
@@ -132,6 +132,14 @@ def summarise(
         },
         "contenders": {name: _figures(ledger, name) for name in names},
         "by_task": by_task,
+        "by_task_vs_peers": {
+            base: {name: _by_task_vs(ledger, name, base) for name in ours}
+            for base in names[: names.index(PLAIN)]
+        },
+        "equal_to_own_plain": {
+            name: {"plain": other, "equal": equal, "texts": texts}
+            for name, (other, equal, texts) in agreement(ledger.runs, contenders).items()
+        },
         "equal": None if len(exact) < 2 else not found,
         "compared": compared,
         "differing": [
@@ -148,6 +156,10 @@ def _by_task(ledger: Ledger, name: str, task: str) -> dict[str, Any]:
         "tokens_per_round": None if per_round is None else round(per_round, 3),
         "accepted_per_position": [round(share, 4) for share in ledger.acceptance(name, task)],
     }
+
+
+def _by_task_vs(ledger: Ledger, name: str, base: str) -> dict[str, dict[str, float]]:
+    return {task: _interval(ledger.speedup(name, base, task), "speedup") for task in ledger.tasks}
 
 
 def _figures(ledger: Ledger, name: str) -> dict[str, Any]:

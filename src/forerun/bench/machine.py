@@ -8,15 +8,14 @@ import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 
+from forerun.bench.bandwidth import copy_bandwidth
 from forerun.models.config import DecoderConfig
 
 BUSY_SHARE = 0.5  # of the cores: a load above this before we start is somebody else's
-_COPY_BYTES = 128 << 20  # far beyond any cache
 
 
 def cores() -> int:
@@ -50,22 +49,11 @@ def machine_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": _version("transformers"),
+        "llama_cpp_python": _version("llama-cpp-python"),
         "forerun": _version("forerun"),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def copy_bandwidth(repeats: int = 5) -> float:
-    """GB/s of a large copy, read and written bytes counted; the best of a few, since noise only slows."""
-    source = torch.ones(_COPY_BYTES // 4)
-    into = torch.empty_like(source)
-    fastest = float("inf")
-    for _ in range(repeats + 1):  # the first one maps the pages
-        started = perf_counter()
-        into.copy_(source)
-        fastest = min(fastest, perf_counter() - started)
-    return 2 * _COPY_BYTES / fastest / 1e9
 
 
 def peak_memory() -> dict[str, float | None]:

@@ -39,6 +39,7 @@ class Contender:
     name: str
     write: Write
     exact: bool = True  # it promises the text that the plain loop gives
+    like: str | None = None  # another contender whose text it promises: a peer's own plain one
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,18 @@ def differences(runs: Iterable[Run], contenders: Sequence[Contender]) -> list[Di
         for mine, theirs in zip(run.texts, wanted[run.prompt], strict=True)
         if mine != theirs
     ]
+
+
+def agreement(runs: Iterable[Run], contenders: Sequence[Contender]) -> dict[str, tuple[str, int, int]]:
+    """Of contenders that promise another's text: whose, how many texts were equal to it, and of how many."""
+    by_key = {run.key: run for run in runs}
+    found = {}
+    for contender in contenders:
+        if contender.like is not None:
+            mine = [run for run in by_key.values() if run.contender == contender.name]
+            equal = sum(run.texts == by_key[contender.like, run.prompt, run.repeat].texts for run in mine)
+            found[contender.name] = contender.like, equal, len(mine)
+    return found
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:

@@ -13,12 +13,37 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forerun.bench.measure import Contender, Written
+from forerun.bench.settings import ASSISTED, LOOKUP, TRANSFORMERS
 from forerun.errors import UnsupportedModel
+from forerun.models.load import checkpoint as loading
 
 if TYPE_CHECKING:
+    from forerun.models.base import Target
     from forerun.models.load.checkpoint import Checkpoint
 
 LOOKUP_TOKENS = 10  # what transformers' documentation uses for prompt lookup
+
+
+def load_transformers_peers(
+    names: Sequence[str], name: str, draft: str | None, ends: frozenset[int], beside: Target
+) -> list[Contender]:
+    """Those of its ways to write that are asked for, around the weights of the checkpoint `name`."""
+    device = beside.device
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    model = load_transformers_model(loading.open_checkpoint(name), ends, dtype).to(device)
+    # quantised weights and other roundings write other texts: then our own plain loop is the reference
+    alike = device.type == "cpu" and getattr(beside, "mode", "float32") == "float32"
+    like = TRANSFORMERS if TRANSFORMERS in names else None
+    found = []
+    if TRANSFORMERS in names:
+        found.append(transformers_contender(TRANSFORMERS, model, alike))
+    if LOOKUP in names:
+        options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+        found.append(transformers_contender(LOOKUP, model, alike, like, **options))
+    if ASSISTED in names and draft is not None:
+        small = load_transformers_model(loading.open_checkpoint(draft), ends, dtype).to(device)
+        found.append(transformers_contender(ASSISTED, model, alike, like, assistant_model=small))
+    return found
 
 
 def load_transformers_model(checkpoint: Checkpoint, eos_ids: frozenset[int], dtype: torch.dtype) -> Any:
@@ -53,10 +78,13 @@ def load_transformers_model(checkpoint: Checkpoint, eos_ids: frozenset[int], dty
     return model.eval()
 
 
-def transformers_contender(name: str, model: Any, exact: bool = True, **options: Any) -> Contender:
+def transformers_contender(
+    name: str, model: Any, exact: bool = True, like: str | None = None, **options: Any
+) -> Contender:
     """`model.generate` with some options, timed; its passes are counted from outside.
 
-    `exact` says that its texts can be held against ours: where both compute in one precision.
+    `exact` says that its texts can be held against ours: where both compute in one precision. `like` names the
+    contender that is the same model's plain loop.
     """
 
     def write(prompts: Sequence[Sequence[int]], max_tokens: int) -> Written:
@@ -76,4 +104,4 @@ def transformers_contender(name: str, model: Any, exact: bool = True, **options:
             hook.remove()
         return Written([tokens], ended - started, len(passes), ended - passes[0])
 
-    return Contender(name, write, exact)
+    return Contender(name, write, exact, like)

@@ -1,4 +1,4 @@
-"""Two pictures of a run: what a pass costs, and what drafting gained by task."""
+"""Pictures of a run on a CPU: what a pass costs, who writes how fast, and what drafting gained by task."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from forerun.bench.settings import PLAIN
 from forerun.errors import MissingDependency
+
+_OURS, _THEIRS = "tab:blue", "tab:gray"
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Draw t(n) and the speed-up by task into an image file."""
+    """Draw t(n) by number format, tokens/s by contender and the speed-up by task into an image file."""
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -20,42 +23,62 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     mpl.use("Agg")  # there may be no screen
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(12, 4.5), width_ratios=(2, 3), layout="constrained"
+    figure, (left, middle, right) = pyplot.subplots(
+        1, 3, figsize=(17, 4.8), width_ratios=(2, 2, 3), layout="constrained"
     )
-    _draw_costs(left, result["t"])
+    _draw_costs(left, _curves(result))
+    _draw_rates(middle, result["contenders"])
     _draw_tasks(right, result["by_task"], result["conditions"]["tasks"])
     facts = result["conditions"]
-    figure.suptitle(f"{facts['model']}, {facts['cpu']}, {facts['threads']} threads, {facts['dtype']}")
+    figure.suptitle(
+        f"{facts['model']}, {facts['cpu']}, {facts['threads']} threads, {facts['date'][:10]}, "
+        f"commit {facts['commit']}"
+    )
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
-def _draw_costs(axes: Any, curve: Mapping[str, float]) -> None:
-    sizes = [int(size) for size in curve]
-    one = curve["1"]
-    axes.plot(sizes, [seconds / one for seconds in curve.values()], marker="o", label="measured")
-    axes.plot(sizes, sizes, linestyle=":", color="grey", label="n separate passes")
+def _curves(result: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
+    """t(n) by number format where that was measured, else the one that was run."""
+    modes = {name: found["t"] for name, found in result.get("modes", {}).items() if found["t"]}
+    return modes or {result["conditions"]["dtype"]: result["t"]}
+
+
+def _draw_costs(axes: Any, curves: Mapping[str, Mapping[str, float]]) -> None:
+    sizes = [int(size) for size in next(iter(curves.values()))]
+    for name, curve in curves.items():
+        points = [1000 * seconds for seconds in curve.values()]
+        axes.plot([int(size) for size in curve], points, marker="o", markersize=4, label=name)
     axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="nodes n",
-        ylabel="t(n) / t(1)",
-        title="Cost of one pass over n nodes",
+        xscale="log", yscale="log", xlabel="nodes n", ylabel="t(n), ms", title="Cost of one pass over n nodes"
     )
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
+    axes.grid(alpha=0.3)
     axes.legend()
 
 
+def _draw_rates(axes: Any, contenders: Mapping[str, Any]) -> None:
+    """Bars from the top in the order of the tables; ours begin with the plain loop."""
+    names = list(contenders)
+    rates = [figures["tokens_per_second"] for figures in contenders.values()]
+    first = names.index(PLAIN)
+    bars = axes.barh(names, rates, color=[_OURS if i >= first else _THEIRS for i in range(len(names))])
+    axes.bar_label(bars, fmt="%.1f", padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set(xlabel="tokens/s, prompts included", title="All tasks")
+
+
 def _draw_tasks(axes: Any, by_task: Mapping[str, Any], tasks: list[str]) -> None:
-    """Grouped bars; the whiskers are the lowest and the highest repeat."""
+    """Grouped bars; the whiskers are 95% intervals."""
     width = 0.8 / max(1, len(by_task))
     for index, (name, cells) in enumerate(by_task.items()):
         places = [place + (index - (len(by_task) - 1) / 2) * width for place in range(len(tasks))]
-        heights = [cells[task]["speedup"] for task in tasks]
-        below = [cells[task]["speedup"] - cells[task]["low"] for task in tasks]
-        above = [cells[task]["high"] - cells[task]["speedup"] for task in tasks]
+        found = [cells[task] for task in tasks]
+        heights = [cell["speedup"] for cell in found]
+        below = [max(0.0, cell["speedup"] - cell["low"]) for cell in found]
+        above = [max(0.0, cell["high"] - cell["speedup"]) for cell in found]
         axes.bar(places, heights, width, yerr=(below, above), capsize=2, label=name)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(tasks)), tasks, rotation=25, ha="right")

@@ -65,7 +65,8 @@ def replay(drafter: Drafter, texts: Sequence[Text], budget: Budget) -> Replay:
         rounds: list[tuple[int, int, int]] = []
         while len(seq.tokens) < len(whole):
             depth = min(budget.depth, end - len(seq.tokens) - 1)
-            allowed = Budget(budget.nodes if depth > 0 else 0, max(0, depth), budget.width, budget.price)
+            nodes = budget.nodes if depth > 0 else 0
+            allowed = Budget(nodes, max(0, depth), budget.width, budget.price, budget.level)
             started = perf_counter()
             trees = drafter.propose([seq], [allowed])
             path = _walk(trees, whole[len(seq.tokens) :])

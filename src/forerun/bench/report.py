@@ -9,16 +9,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from forerun.bench.settings import PLAIN, TRANSFORMERS
+from forerun.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS
 from forerun.bench.stats import Spread
 
-WIDTH = 110  # columns of a table that is not on a terminal
+WIDTH = 132  # columns of a table that is not on a terminal
 
 
 def show(result: Mapping[str, Any]) -> None:
     """Print what a run came to."""
-    wide = Console()
-    console = wide if wide.is_terminal else Console(width=WIDTH)
+    console = _console()
     tables = [_speed_table(result), _task_table(result), _split_table(result), _cost_table(result["t"])]
     if len(result["cells"]) > 1:
         tables.append(_cell_table(result))
@@ -28,8 +27,56 @@ def show(result: Mapping[str, Any]) -> None:
     wrong = sum(len(cell["differing"]) for cell in result["cells"])
     reference = result["conditions"]["reference"]
     console.print(f"Texts: {total - wrong} of {total} equal what {reference} wrote.")
+    for name, found in result["equal_to_own_plain"].items():
+        console.print(f"{name}: {found['equal']} of {found['texts']} texts equal those of {found['plain']}.")
     if any(cell["equal"] is None for cell in result["cells"]):
         console.print("Some cells promise the law, not the text, and were not compared.")
+
+
+def show_modes(result: Mapping[str, Any]) -> None:
+    """What a run on a CPU has besides: t(n) by number format, the memory's rate, memory, and the ratios to look for."""
+    console = _console()
+    if LLAMA_CPP in result["by_task_vs_peers"]:
+        console.print(_peer_table(result["by_task_vs_peers"][LLAMA_CPP], LLAMA_CPP))
+    if "modes" in result:
+        console.print(_mode_table(result["modes"]))
+        for name, found in result["modes"].items():
+            if found["t"] is None:
+                console.print(f"{name} left out: {found['why_not']}")
+        rates = ", ".join(f"{name} {rate:g}" for name, rate in result["bandwidth"]["gb_per_s"].items())
+        console.print(f"Memory gives, in GB/s: {rates}.")
+        held = result["memory"]
+        console.print(
+            f"A fresh process holds {held['above_torch_mb']:.0f} MB above the interpreter and torch once it has "
+            f"written a text, {held['model_mb']:.0f} of them beyond imported code ({held['dtype']})."
+        )
+    wanted = (f"{PLAIN}_vs_{TRANSFORMERS}", f"{PLAIN}_vs_{LLAMA_CPP}", f"best_vs_{LLAMA_CPP}")
+    for name in (*wanted, f"worst_drafter_vs_{PLAIN}", f"worst_task_vs_{PLAIN}"):
+        console.print(f"{name}: {number(result['ratios'].get(name))}")
+
+
+def _peer_table(columns: Mapping[str, Any], base: str) -> Table:
+    """Our loop, plain and with every drafter, against a peer's plain one."""
+    table = _table(f"By task: x {base} (95% interval)", "", *columns)
+    for task in next(iter(columns.values())):
+        cells = [column[task] for column in columns.values()]
+        table.add_row(task, *(str(Spread(cell["speedup"], cell["low"], cell["high"])) for cell in cells))
+    return table
+
+
+def _mode_table(modes: Mapping[str, Any]) -> Table:
+    curves = {name: found["t"] for name, found in modes.items() if found["t"]}
+    sizes = list(next(iter(curves.values()), {}))
+    table = _table("t(n) in ms by number format; share of the memory's rate at n = 1", "", *sizes, "share")
+    for name, curve in curves.items():
+        share = modes[name].get("bandwidth_share")
+        table.add_row(name, *(f"{1000 * curve[size]:.1f}" for size in sizes), number(share))
+    return table
+
+
+def _console() -> Console:
+    wide = Console()
+    return wide if wide.is_terminal else Console(width=WIDTH)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -40,7 +87,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _speed_table(result: Mapping[str, Any]) -> Table:
-    bases = [name for name in (TRANSFORMERS, PLAIN) if name in result["contenders"]]
+    bases = [name for name in (TRANSFORMERS, LLAMA_CPP, PLAIN) if name in result["contenders"]]
     columns = ("tokens/s", "decoding only", "tokens/round", *(f"x {base}" for base in bases))
     table = _table("All tasks", "", *columns)
     for name, figures in result["contenders"].items():

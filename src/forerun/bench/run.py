@@ -120,6 +120,8 @@ def _engine_facts(llm: LLM, cost: CostModel, copy_rate: float) -> dict[str, Any]
     )
     return {
         "device": str(target.device),
+        "default_drafter": llm.engine.default_drafter,
+        "mode": getattr(target, "mode", None),  # how the native kernels hold the weights; None = torch's
         "memory": peak_memory(),
         "weight_bytes": read,
         "bandwidth_share": None if share is None else round(share, 3),

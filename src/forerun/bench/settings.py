@@ -1,7 +1,8 @@
 """What a benchmark runs: ways of drafting, times the conditions to try them under, over a suite.
 
 A *way* is a drafter and who sets its budget: `ngram` leaves that to the controller, `ngram:8` drafts eight nodes
-every round whatever they cost, `auto` is what a user gets who sets nothing. A *cell* is one combination of
+every round whatever they cost, `eagle3=FOLDER` drafts with the head in that folder, `auto` is what a user gets who
+sets nothing. A *cell* is one combination of
 verifier, temperature and batch size; every way runs in every cell, next to the plain loop.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from forerun import registry
@@ -16,7 +18,10 @@ from forerun.errors import InvalidInput, UnknownName
 
 PLAIN, AUTO = "plain", "auto"
 TRANSFORMERS, LOOKUP, ASSISTED = "transformers", "transformers_lookup", "transformers_assisted"
-PEERS = (TRANSFORMERS, LOOKUP, ASSISTED)
+LLAMA_CPP = "llama_cpp"
+LLAMA_CPP_LOOKUPS = {f"{LLAMA_CPP}_lookup_{tokens}": tokens for tokens in (3, 10)}  # tokens that it looks up
+FIXED_NODES = 8
+PEERS = (TRANSFORMERS, LOOKUP, ASSISTED, LLAMA_CPP, *LLAMA_CPP_LOOKUPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +31,13 @@ class Way:
     name: str
     drafter: str | None  # None = the engine's default
     budget: int | None = None  # None = the controller decides
+    head: str | None = None  # the folder of its head, where that is not the engine's own
 
     @classmethod
     def parse(cls, text: str) -> Way:
-        """`auto`, a drafter's name, or `name:nodes` for the same budget every round."""
+        """`auto`, a drafter's name, `name:nodes` for the same budget every round, `name=folder` for a head."""
+        if "=" in text:
+            return cls._with_head(text)
         name, colon, nodes = text.partition(":")
         if name == PLAIN:
             raise InvalidInput("'plain' is always measured; name the drafters to compare with it")
@@ -38,6 +46,15 @@ class Way:
         if colon and not (nodes.isdigit() and 1 <= int(nodes) <= 256):
             raise InvalidInput(f"the budget in {text!r} is not usable; write {name}:8, with 1 to 256 nodes")
         return cls(text, None if name == AUTO else name, int(nodes) if colon else None)
+
+    @classmethod
+    def _with_head(cls, text: str) -> Way:
+        """`eagle3=folder` or `eagle3:8=folder`, named after the drafter and the folder's last part."""
+        drafter, _, folder = text.partition("=")
+        plain = cls.parse(drafter)
+        if plain.drafter is None or not folder:
+            raise InvalidInput(f"{text!r} names no head; write eagle3=FOLDER, with the drafter it is for")
+        return cls(f"{drafter}={Path(folder).name}", plain.drafter, plain.budget, folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +80,7 @@ class Settings:
     verifiers: tuple[str, ...] = ("auto",)
     temperatures: tuple[float, ...] = (0.0,)
     batches: tuple[int, ...] = (1,)
-    budget: int = 8  # drafted nodes per round at most
+    budget: int | None = None  # drafted nodes per round at most; None = what may pay
     peers: tuple[str, ...] = ()
     url: str | None = None  # an OpenAI-compatible endpoint to measure beside
     suite: str | None = None  # a JSONL file; None = built in
@@ -80,8 +97,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("repeats", "max_tokens", "budget"):
-            if getattr(self, name) < 1:
-                raise InvalidInput(f"{name}={getattr(self, name)} measures nothing; use 1 or more")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidInput(f"{name}={value} measures nothing; use 1 or more")
         for batch in self.batches:
             if batch < 1:
                 raise InvalidInput(f"batch={batch} is out of range; use 1 or more texts at once")
@@ -100,6 +118,11 @@ class Settings:
         for name in names:
             if names.count(name) > 1:
                 raise InvalidInput(f"the drafter {name!r} is listed twice; name each once")
+
+    @property
+    def nodes(self) -> int:
+        """What is drafted by whoever does not weigh costs."""
+        return self.budget or FIXED_NODES
 
     def cells(self) -> list[Cell]:
         """Every combination, the first of each list first."""

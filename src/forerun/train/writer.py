@@ -123,16 +123,17 @@ class BatchWriter:
 
     def _look(self) -> Look:
         """A copy of the batch as it is after the steps ordered so far; reading it waits for these only."""
-        pinned = self.device.type == "cuda"
-        parts = []
-        for source in (self._done, self._places, self._text):
-            parts.append(torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned))
-            parts[-1].copy_(source, non_blocking=True)
-        made = None
-        if pinned:
-            made = torch.cuda.Event()
+        done, places, text = (self._copied(part) for part in (self._done, self._places, self._text))
+        made: Any = None
+        if self.device.type == "cuda":
+            make_event: Any = torch.cuda.Event
+            made = make_event()
             made.record()
-        return Look(*parts, made, [*self._turns])
+        return Look(done, places, text, made, [*self._turns])
+
+    def _copied(self, source: Tensor) -> Tensor:
+        kept = torch.empty(source.shape, dtype=source.dtype, pin_memory=self.device.type == "cuda")
+        return kept.copy_(source, non_blocking=True)
 
     def _collect(self, look: Look, rows: Sequence[int]) -> Iterator[Written]:
         for row in rows:

@@ -1,0 +1,99 @@
+"""llama.cpp as a contender: with a model that pretends, and with the real one where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.bench import llama_cpp
+from forerun.bench.llama_cpp import llama_cpp_contender, load_llama_cpp_peers, pass_seconds, why_not
+from forerun.errors import InvalidInput, MissingDependency
+from forerun.models.load.catalog import known_models
+
+DEFAULT = next((model.path for model in known_models() if model.name == "smollm2"), None)
+PEERS = ("llama_cpp", "llama_cpp_lookup_3", "llama_cpp_lookup_10")
+
+
+class Counting:
+    """Counts upwards from the last token of the prompt; keeps what it has read unless it is reset."""
+
+    draft_model: Any = None
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def n_ctx(self) -> int:
+        return 32
+
+    def reset(self) -> None:
+        self.read = []
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        self.read += tokens
+
+    def generate(self, tokens: Sequence[int], temp: float, repeat_penalty: float) -> Iterator[int]:
+        assert (temp, repeat_penalty) == (0.0, 1.0)
+        assert not self.read, "a prompt must not be found in the cache"
+        while True:
+            self.eval(tokens)
+            tokens = [self.read[-1] + 1]
+            yield tokens[0]
+
+
+def test_texts_end_where_ours_would_and_passes_are_counted() -> None:
+    model = Counting()
+    contender = llama_cpp_contender("x", model, frozenset({9}))
+    assert not contender.exact
+    for _ in range(2):
+        written = contender.write([(4, 5)], 3)
+        assert written.texts == [[6, 7, 8]]
+        assert written.rounds == 3
+        assert 0 <= (written.decode_seconds or 0.0) <= written.seconds
+    assert contender.write([(4, 5)], 20).texts == [[6, 7, 8, 9]]
+    assert model.eval == Counting.eval.__get__(model), "counting must end with the call"
+
+
+def test_a_prompt_beyond_its_context_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="30 tokens and 3 more exceed"):
+        llama_cpp_contender("x", Counting(), frozenset()).write([[1] * 30], 3)
+
+
+def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ImportError(name)
+
+    def broken(name: str) -> None:
+        raise OSError("libllama.so: wrong machine")
+
+    assert "'a/folder' is none" in (why_not("a/folder") or "")
+    monkeypatch.setattr(llama_cpp, "import_module", absent)
+    assert "pip install 'forerun[llama]'" in (why_not("x.gguf") or "")
+    with pytest.raises(MissingDependency, match="the peer 'llama_cpp' cannot run: llama-cpp-python is not"):
+        load_llama_cpp_peers(PEERS, Path("x.gguf"), frozenset(), 64, 1)
+    monkeypatch.setattr(llama_cpp, "import_module", broken)
+    assert "does not load (libllama.so: wrong machine)" in (why_not("x.gguf") or "")
+
+
+@pytest.mark.model
+@pytest.mark.skipif(DEFAULT is None, reason="the default model is absent; run: forerun models pull smollm2")
+@pytest.mark.skipif(why_not("x.gguf") is not None, reason="llama-cpp-python is not installed")
+def test_the_real_one_writes_the_same_text_again() -> None:
+    from forerun.models.load.checkpoint import open_checkpoint
+
+    assert DEFAULT is not None
+    tokenizer = open_checkpoint("smollm2").tokenizer()
+    ids = tokenizer.encode("The mill on the river was built in 1874. The mill on the river was")
+    plain, *lookups = load_llama_cpp_peers(PEERS, DEFAULT, frozenset(), 128, 1)
+    first, second = plain.write([ids], 24), plain.write([ids], 24)
+    assert first.texts == second.texts
+    assert first.rounds == len(first.texts[0]) == 24
+    assert [lookup.like for lookup in lookups] == ["llama_cpp", "llama_cpp"]
+    drafted = lookups[0].write([ids], 24)
+    assert len(drafted.texts[0]) == 24
+    assert (drafted.rounds or 0) < 24
+    curve = pass_seconds(DEFAULT, 1, sizes=(1, 4), repeats=1)
+    assert curve.keys() == {1, 4}
+    assert all(0 < seconds < 1e6 for seconds in curve.values())
