@@ -1,7 +1,12 @@
 """The stand-ins of the GPU benchmark: trees that keep the drafters' contract, weights that a decoder takes."""
 
+from pathlib import Path
+
+import pytest
 import torch
 
+from forerun.bench import gpu_rounds
+from forerun.bench.gpu_plot import draw_passes
 from forerun.bench.gpu_stand_ins import AnswerTrees, RandomWeights
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
@@ -9,6 +14,7 @@ from forerun.models.inflate import Shape
 from forerun.testing import FakeSeq
 from forerun.testing.conformance import check_trees
 from forerun.types import Budget, Needs, TreeBatch
+from tests.gpu.tiny import make_target
 
 
 def test_answer_trees_hold_the_answer_among_others() -> None:
@@ -39,3 +45,26 @@ def test_random_weights_make_a_model() -> None:
     assert logits is not None
     assert logits.shape == (2, 50)
     assert bool(logits.isfinite().all())
+
+
+def test_rounds_and_long_contexts_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_rounds, "ROUNDS", 2)
+    monkeypatch.setattr(gpu_rounds, "FORMS", {"chain of 2": Budget(2, 2), "tree of 7": Budget(7, 2, 3)})
+    target = make_target("llama", "cpu")
+    rows = gpu_rounds.measure_rounds(target, "tiny", ["plain"], [2], context=20)
+    assert [row["form"] for row in rows] == ["chain of 2", "tree of 7"]
+    assert all(row["round_ms"] > 0.0 and row["draft_ms"] > 0.0 for row in rows)
+    row = gpu_rounds.measure_long_context(target, "tiny", length=60)
+    assert {"1 node", "chain of 64", "tree of 64"} <= set(row)
+    assert target.used_slots == 0
+
+
+def test_the_curve_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    passes = [{"batch": 1, "nodes": n, "pass_ms": 4.0 + n / 60} for n in (1, 8, 64)]
+    shapes = [
+        {"shape": "8b", "weights": kind, "weights_ms": 3.5, "passes": passes} for kind in ("plain", "int8")
+    ]
+    draw_passes({"shapes": shapes, "machine": {"gpu": "none"}, "context": 512}, tmp_path / "t.png")
+    assert (tmp_path / "t.png").stat().st_size > 5000
+    draw_passes({"shapes": [], "machine": {}, "context": 512}, tmp_path / "nothing.png")

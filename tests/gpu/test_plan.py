@@ -29,7 +29,7 @@ def test_every_node_sees_its_text_and_its_ancestors(seed: int, group_nodes: int)
             path = [0, *path_to(parents, node)] if b else list(range(node + 1))
             wanted.append([*range(base, base + length), *(base + length + i for i in path)])
     plan = plan_pass(spans, group_nodes)
-    assert _slots(plan.ints, plan.size.rows, plan.size.groups)[: plan.rows] == wanted
+    assert slots_seen(plan.ints, plan.size.rows, plan.size.groups)[: plan.rows] == wanted
     positions = plan.ints[plan.size.rows : plan.size.rows + plan.rows].tolist()
     assert positions == [len(slots) - 1 for slots in wanted]
     written = plan.ints[2 * plan.size.rows : 3 * plan.size.rows].tolist()
@@ -40,7 +40,7 @@ def test_every_node_sees_its_text_and_its_ancestors(seed: int, group_nodes: int)
     assert plan.size.splits > split_of(max(positions))
 
 
-def _slots(ints: object, rows: int, groups: int) -> list[list[int]]:
+def slots_seen(ints: object, rows: int, groups: int) -> list[list[int]]:
     """[rows] the slots each row sees, by position, walked as the kernel walks them."""
     everything = [*range(MAX_ROWS), *ints.tolist()]  # type: ignore[attr-defined]
     positions = everything[MAX_ROWS + rows : MAX_ROWS + 2 * rows]

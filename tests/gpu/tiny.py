@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder
 
 VOCAB = 200
@@ -81,6 +82,15 @@ def make_target(
     dtype: torch.dtype = torch.float32,
     kernels: Literal["auto", "triton", "torch"] = "auto",
     kv_slots: int = 20_000,
+    weight_kind: WeightKind = "plain",
 ) -> CudaDecoder:
     config, weights = weights_of(make_reference(name))
-    return CudaDecoder(config, weights, dtype=dtype, device=device, kv_slots=kv_slots, kernels=kernels)
+    return CudaDecoder(
+        config,
+        weights,
+        dtype=dtype,
+        device=device,
+        kv_slots=kv_slots,
+        kernels=kernels,
+        weight_kind=weight_kind,
+    )

@@ -18,7 +18,7 @@ from forerun.drafters.heads import borrow
 from forerun.errors import ForerunError
 from forerun.models.base import Target
 from forerun.models.cuda.target import CudaDecoder
-from forerun.quotes import Quote
+from forerun.quotes import Quote, quote_of
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 if TYPE_CHECKING:

@@ -130,7 +130,7 @@ class DeviceDraft:
         self._held.discard(seq.id)
 
     def unread(self, seq: Seq) -> Tensor | None:
-        """Features [T, F] of all rows of a text that the head has taken none of yet; None = it has, or there are none."""
+        """Features [T, F] of all rows of a text, while the head has taken in none of them; None = it has."""
         text = self._texts.get(seq.id)
         return torch.cat(text.features) if text is not None and 0 < text.seen == len(text.tokens) else None
 

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.models.cuda import kernels_attention, kernels_linear
+from forerun.models.cuda import kernels_attention, kernels_head, kernels_linear
+from forerun.models.cuda.head import HeadModel
 from forerun.models.cuda.network import Buffers, Model, Run
+from forerun.models.cuda.packed import Weight
 from forerun.models.cuda.plan import MAX_ROWS, split_of
 
 SHARED = 104 << 10  # bytes of shared memory that one program may fill: two to a multiprocessor
@@ -68,7 +70,7 @@ class FusedSteps:
         self.qkv_outputs = heads + 2 * config.kv_heads * config.head_dim
         by_head = config.head_dim if config.qk_norm else tile
         self.tiles = {
-            "qkv": choose_tile(self.qkv_outputs, self.width, by_head),
+            "qkv": choose_tile(self.qkv_outputs, model.layers[0].qkv.shape[1], by_head),
             "o": choose_tile(self.width, heads, tile),
             "gate": choose_tile(2 * config.inner, self.width, tile),
             "down": choose_tile(self.width, config.inner, tile),
@@ -135,27 +137,34 @@ class FusedSteps:
         name: str,
         mode: int,
         rows: Tensor,
-        weight: Tensor,
+        weight: Weight,
         out: Tensor,
         norm: Tensor | None = None,
         layer: int = 0,
+        normed: bool = False,
     ) -> None:
-        """One product with what rides on it; pointers that a mode does not use stand for nothing."""
+        """One product with what rides on it; pointers that a mode does not use stand for nothing.
+
+        `normed`: the rows come with their norm applied, and not as x times its weight.
+        """
         config, place = self.model.config, self.model.layers[layer]
         outputs, depth = weight.shape
         wide = rows_per_tile(run.size.rows)
         tile = self._tile(name, wide)
         unused = self.squares
         grid = -(-run.size.rows // wide), -(-outputs // tile.outputs), tile.splits
-        stages = max(2, min(tile.stages, SHARED // (2 * tile.depth * (tile.outputs + wide))))
-        left, right = weight, rows
+        data, scales = (weight, unused) if isinstance(weight, Tensor) else (weight.data, weight.scales)
+        stage = tile.depth * (data.element_size() * tile.outputs + 2 * wide)  # bytes
+        stages = max(2, min(tile.stages * 2 // data.element_size(), SHARED // stage))
+        left: Any = data
+        right: Any = rows
         tma = self.pdl and tile.outputs >= 64 and wide >= 64  # fewer rows are fetched as fast without it
         if tma:
-            left = self._describe(weight, tile.outputs, tile.depth)
+            left = self._describe(data, tile.outputs, tile.depth)
             right = self._describe(rows, wide, tile.depth)
         settings: dict[str, Any] = {"num_warps": tile.warps, "num_stages": stages, "launch_pdl": self.pdl}
         kernels_linear.linear[grid](
-            right, weight, left, out, self.buffers.x, self.squares, unused if norm is None else norm,
+            right, data, left, scales, out, self.buffers.x, self.squares, unused if norm is None else norm,
             self.kv[layer, 0], self.kv[layer, 1], _or(place.qkv_bias, unused), _or(place.qk_norm, unused),
             _or(place.rope, unused), run.positions, run.slots, self.partial, self.counters,
             run.size.rows, config.norm_eps, self.kv.stride(2),
@@ -163,7 +172,7 @@ class FusedSteps:
             TILES=self.norm_tiles, TILES_UP=self.norm_columns, H=config.heads, HKV=config.kv_heads,
             D=config.head_dim, ROT=0 if place.rope is None else place.rope.shape[1],
             BIAS=place.qkv_bias is not None, HEAD_NORM=place.qk_norm is not None, ROPE=place.rope is not None,
-            TMA=tma, PDL=self.pdl,
+            TMA=tma, PDL=self.pdl, W8=data is not weight, NORMED=normed,
             enable_fp_fusion=False, **settings,
         )  # fmt: skip
 
@@ -196,6 +205,27 @@ class FusedSteps:
             H=config.heads, D=config.head_dim, WINDOW=window, STEP=8,
             PDL=self.pdl, num_warps=1, launch_pdl=self.pdl,
         )  # fmt: skip
+
+
+class FusedHeadSteps(FusedSteps):
+    """Implements forerun.models.cuda.head.HeadSteps."""
+
+    def __init__(self, model: HeadModel, buffers: Buffers, kv: Tensor) -> None:
+        super().__init__(model, buffers, kv)
+        self._head_model = model
+        self.entered = torch.empty(MAX_ROWS, 2 * self.width, dtype=model.dtype, device=model.device)
+
+    def enter(self, run: Run, carried: Tensor) -> None:
+        model = self._head_model
+        kernels_head.enter[(run.size.rows,)](
+            run.tokens, model.embedding, carried, model.token_norm, model.feature_norm, self.entered,
+            self.buffers.x, model.config.norm_eps, WIDTH=self.width, UP=_power(self.width),
+            NORMED_RESIDUAL=model.normed_residual, PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
+        )  # fmt: skip
+
+    def qkv(self, run: Run, layer: int) -> None:
+        weights = self.model.layers[layer]
+        self._linear(run, "qkv", QKV, self.entered, weights.qkv, self.buffers.queries, normed=True)
 
 
 def rows_per_tile(rows: int) -> int:

@@ -8,16 +8,19 @@ compiled on disk) and no memory beyond the buffers, which all graphs share.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Hashable
 from time import perf_counter
+from typing import Any
 
 import torch
 
+from forerun.models.cuda.grown import Form
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, run_pass
 from forerun.models.cuda.plan import Plan, Size
 
 log = logging.getLogger(__name__)
 
-_Key = tuple[Size, tuple[int, ...], bool]
+_Key = tuple[Size, tuple[int, ...], bool, Form | None]
 
 
 class Passes:
@@ -27,7 +30,7 @@ class Passes:
         self.model, self.buffers, self.steps, self.capture = model, buffers, steps, capture
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
-        self._last: _Key = Size(0, 0, 0), (), False
+        self._last: _Key = Size(0, 0, 0), (), False, None
 
     @property
     def captured(self) -> int:
@@ -35,10 +38,10 @@ class Passes:
         return len(self._graphs)
 
     @torch.inference_mode()
-    def run(self, plan: Plan, hidden: tuple[int, ...], with_logits: bool) -> None:
-        """Results lie in the buffers until the next pass."""
+    def run(self, plan: Plan, hidden: tuple[int, ...], with_logits: bool, grown: Form | None = None) -> None:
+        """Results lie in the buffers until the next pass; with trees grown on the device, their verdict too."""
         self.buffers.send(plan)
-        self._last = plan.size, hidden, with_logits
+        self._last = plan.size, hidden, with_logits, grown
         self.replay_last()
 
     @torch.inference_mode()
@@ -52,16 +55,49 @@ class Passes:
         self._graphs[self._last].replay()
 
     def _launch(self, key: _Key) -> None:
-        size, hidden, with_logits = key
-        run = Run.of(size, self.buffers.ints)
-        run_pass(self.steps, self.model, self.buffers, run, hidden, with_logits)
+        size, hidden, with_logits, form = key
+        run, buffers = Run.of(size, self.buffers.ints), self.buffers
+        if form is None:
+            run_pass(self.steps, self.model, buffers, run, hidden, with_logits)
+            return
+        buffers.grown.fill(run.ints, size, form)
+        run_pass(self.steps, self.model, buffers, run, hidden, with_logits)
+        buffers.grown.settle(run.ints, size, form, buffers.logits[: form.rows])
 
     def _capture(self, key: _Key) -> torch.cuda.CUDAGraph:
         started = perf_counter()
-        graph = torch.cuda.CUDAGraph()
-        self._launch(key)  # compiles, and makes buffers that are made when first needed
-        torch.cuda.synchronize(self.model.device)
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._launch(key)
+        graph = capture(lambda: self._launch(key), self.model.device, self._pool)
         log.info("captured a pass of %s in %.1f s", key[0], perf_counter() - started)
         return graph
+
+
+class Replays:
+    """Small pieces of work by name: captured when first done on a GPU, plain calls elsewhere."""
+
+    def __init__(self, device: torch.device, capture: bool) -> None:
+        self.device, self.capture = device, capture
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if capture else None
+
+    def knows(self, name: Hashable) -> bool:
+        return name in self._graphs
+
+    @torch.inference_mode()
+    def do(self, name: Hashable, work: Callable[[], None]) -> None:
+        """Do what `work` does, once; it must be the same work on the same memory whenever it has this name."""
+        if not self.capture:
+            work()
+        elif name in self._graphs:
+            self._graphs[name].replay()
+        else:
+            self._graphs[name] = capture(work, self.device, self._pool)
+
+
+def capture(work: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
+    """A graph of some work, which is done once on the way: that compiles kernels and makes buffers when needed."""
+    graph = torch.cuda.CUDAGraph()
+    work()
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph, pool=pool):
+        work()
+    return graph

@@ -111,7 +111,7 @@ def _finish(acc, before, tile, rows, live, out, x, squares, norm, keys, values, 
             slots, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr,
             MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr,
             D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr,
-            ROPE: tl.constexpr):  # fmt: skip
+            ROPE: tl.constexpr, NORMED: tl.constexpr):  # fmt: skip
     """What follows the product of a tile, by kind; `before` is what `_before` found, where it was asked early."""
     n0 = tile * BN
     if MT < 128:
@@ -121,7 +121,8 @@ def _finish(acc, before, tile, rows, live, out, x, squares, norm, keys, values, 
     if MODE == RESIDUAL:
         _finish_residual(acc, given, tile, n0, rows, live, x, out, squares, norm, N, BN, TILES_UP)
     else:
-        acc = acc * tl.rsqrt(tl.sum(given, 1).to(tl.float32) / K + eps)[None, :]
+        if not NORMED:
+            acc = acc * tl.rsqrt(tl.sum(given, 1).to(tl.float32) / K + eps)[None, :]
         if MODE == QKV:
             _finish_qkv(acc, n0, rows, live, out, keys, values, bias, head_norm, rope, positions, slots, eps,
                         head_stride, H, HKV, D, ROT, BIAS, HEAD_NORM, ROPE, BN, MT)  # fmt: skip
@@ -138,14 +139,16 @@ def _finish(acc, before, tile, rows, live, out, x, squares, norm, keys, values, 
 
 
 @triton.jit(do_not_specialize=["M"])
-def linear(a, w, weights, out, x, squares, norm, keys, values, bias, head_norm, rope, positions, slots, partial,
+def linear(a, w, weights, scales, out, x, squares, norm, keys, values, bias, head_norm, rope, positions, slots, partial,
            counters, M, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr,
            BK: tl.constexpr, SPLIT: tl.constexpr, MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr,
            H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr,
-           HEAD_NORM: tl.constexpr, ROPE: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+           HEAD_NORM: tl.constexpr, ROPE: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+           W8: tl.constexpr, NORMED: tl.constexpr):  # fmt: skip
     """One tile of BN outputs for MT rows, over one of SPLIT stretches of K; the last split to end adds them up.
 
-    Where the copy engine is used, `a` and `weights` are descriptors of rows and weight. What other kernels
+    Weights of one byte (W8) are widened here, and their scale multiplies the finished sum. Where the copy engine
+    is used, `a` and `weights` are descriptors of rows and weight. What other kernels
     of the pass wrote is read past the L1 cache, which a program that started early may share with them.
     """
     tile, split = tl.program_id(1), tl.program_id(2)
@@ -164,7 +167,8 @@ def linear(a, w, weights, out, x, squares, norm, keys, values, bias, head_norm, 
     acc = tl.zeros((BN, MT), dtype=tl.float32)
     if TMA:
         for k in range(k0, k0 + K // SPLIT, BK):
-            acc = tl.dot(weights.load([tile * BN, k]), a.load([first, k]).T, acc)
+            right = a.load([first, k])
+            acc = tl.dot(weights.load([tile * BN, k]).to(right.dtype), right.T, acc)
     else:
         weight = start[:, None] + ks[None, :]
         row = a + rows[:, None] * K + k0 + ks[None, :]
@@ -173,13 +177,19 @@ def linear(a, w, weights, out, x, squares, norm, keys, values, bias, head_norm, 
                 left = tl.load(weight + k, eviction_policy="evict_first")
             else:
                 left = tl.load(weight + k, mask=there, other=0.0, eviction_policy="evict_first")
-            acc = tl.dot(left, tl.trans(tl.load(row + k, mask=live[:, None], other=0.0)), acc)
+            right = tl.load(row + k, mask=live[:, None], other=0.0)
+            acc = tl.dot(left.to(right.dtype), tl.trans(right), acc)
     if PDL:  # not before: the next kernel's programs would take the place of this one's
         tl.extra.cuda.gdc_launch_dependents()
+    scale = 1.0
+    if W8:
+        scale = tl.load(scales + tile * BN + n, mask=tile * BN + n < N, other=0.0)[:, None]
     if SPLIT == 1:
+        if W8:
+            acc = acc * scale
         _finish(acc, before, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm, rope, positions,
                 slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT, BIAS, HEAD_NORM,
-                ROPE)  # fmt: skip
+                ROPE, NORMED)  # fmt: skip
     else:
         place = tile * tl.num_programs(0) + tl.program_id(0)
         part = partial + place * (SPLIT * BN * MT) + n[:, None] * MT + tl.arange(0, MT)[None, :]
@@ -190,9 +200,11 @@ def linear(a, w, weights, out, x, squares, norm, keys, values, bias, head_norm, 
             for i in tl.static_range(SPLIT):
                 total += tl.load(part + i * (BN * MT), cache_modifier=".cg")
             tl.store(counters + place, 0)
+            if W8:
+                total = total * scale
             _finish(total, before, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm, rope,
                     positions, slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT, BIAS,
-                    HEAD_NORM, ROPE)  # fmt: skip
+                    HEAD_NORM, ROPE, NORMED)  # fmt: skip
 
 
 @triton.jit

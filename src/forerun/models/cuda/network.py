@@ -16,6 +16,8 @@ from torch import Tensor
 from forerun.errors import UnsupportedModel
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.grown import GrownBuffers
+from forerun.models.cuda.packed import Weight, WeightKind, pack
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, Plan, Size
 from forerun.models.moe import Mlp
 from forerun.models.rope import frequencies
@@ -47,13 +49,13 @@ class Layer:
     """One layer; rows of `gate_up` are gate and up by turns, so that a tile holds both of a unit."""
 
     attention_norm: Tensor  # [D]
-    qkv: Tensor  # [(H + 2 Hkv) Dh, D]
+    qkv: Weight  # [(H + 2 Hkv) Dh, D]
     qkv_bias: Tensor | None
     qk_norm: Tensor | None  # [H + Hkv, Dh]
-    o: Tensor  # [D, H Dh]
+    o: Weight  # [D, H Dh]
     mlp_norm: Tensor
-    gate_up: Tensor  # [2I, D]
-    down: Tensor  # [D, I]
+    gate_up: Weight  # [2I, D]
+    down: Weight  # [D, I]
     rope: Tensor | None  # [P, R, 2] fp32 cosine and sine; None = no positions in this layer
     window: int  # positions a node sees, itself included; 0 = all
 
@@ -62,16 +64,21 @@ class Model:
     """A checkpoint on the device."""
 
     def __init__(
-        self, config: DecoderConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: WeightKind = "plain",
     ) -> None:
         check_supported(config)
-        self.config, self.dtype, self.device = config, dtype, device
+        self.config, self.dtype, self.device, self.kind = config, dtype, device, kind
         self.max_length = min(config.max_length, LONGEST - TREE_MARGIN)
         with torch.no_grad(), torch.inference_mode(False):
             checkpoint = Checkpoint(weights, config, dtype, device)
             ropes = [self._rope(i) for i in range(len(config.ropes))]
             self.embedding = checkpoint.embedding()
-            self.head = checkpoint.head(self.embedding)
+            self.head = pack(checkpoint.head(self.embedding), kind)
             self.final_norm = checkpoint.final_norm()
             self.layers = [
                 self._layer(checkpoint.block(i), i, None if rope is None else ropes[rope])
@@ -89,25 +96,30 @@ class Model:
             raise UnsupportedModel(
                 "the GPU decoder has no biases behind attention and feed-forward layers; use the plain decoder"
             )
-        inner, width = self.config.inner, self.config.width
         return Layer(
             attention_norm=block.attention_norm,
-            qkv=block.qkv,
+            qkv=pack(block.qkv, self.kind),
             qkv_bias=block.qkv_bias,
             qk_norm=None if block.qk_norm is None else block.qk_norm.contiguous(),
-            o=block.o,
+            o=pack(block.o, self.kind),
             mlp_norm=block.mlp_norm,
-            gate_up=mlp.gate_up.view(2, inner, width).transpose(0, 1).reshape(2 * inner, width),
-            down=mlp.down,
+            gate_up=pack(by_turns(mlp.gate_up), self.kind),
+            down=pack(mlp.down, self.kind),
             rope=rope,
             window=self.config.windows[index] or 0,
         )
 
     def _rope(self, index: int) -> Tensor:
+        """[P, R, 2] turns at every position that a text may have, and a tree behind it."""
         rates, magnitude = frequencies(self.config.ropes[index], 0)
         positions = torch.arange(self.max_length + TREE_MARGIN, dtype=torch.float32, device=self.device)
         angles = positions[:, None] * rates.to(self.device)
         return torch.stack((angles.cos(), angles.sin()), -1).mul_(magnitude).contiguous()
+
+
+def by_turns(gate_up: Tensor) -> Tensor:
+    """[2I, D], all gates and then all ups, as gate and up by turns."""
+    return gate_up.view(2, -1, gate_up.shape[1]).transpose(0, 1).reshape(gate_up.shape)
 
 
 class Buffers:
@@ -130,6 +142,7 @@ class Buffers:
             self.found = torch.empty(MAX_ROWS, heads, dtype=dtype, device=device)
             self.inner = torch.empty(MAX_ROWS, config.inner, dtype=dtype, device=device)
             self.logits = torch.empty(MAX_ROWS, config.vocab_size, device=device)
+        self.grown = GrownBuffers(device)
         self._model, self._hidden = model, dict[int, Tensor]()
 
     def hidden(self, layer: int) -> Tensor:

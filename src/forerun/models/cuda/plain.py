@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.models.cuda.network import Buffers, Model, Run
+from forerun.models.cuda.network import Buffers, Layer, Model, Run
+from forerun.models.cuda.packed import times
 from forerun.models.cuda.plan import split_start
 
 _ROWS = 16  # rows of attention at a time: keys are gathered per row
@@ -24,7 +25,7 @@ class PlainSteps:
     def qkv(self, run: Run, layer: int) -> None:
         config, weights = self.model.config, self.model.layers[layer]
         rows, heads, dim = run.size.rows, config.heads, config.head_dim
-        found = self._normed(run, weights.attention_norm) @ weights.qkv.t()
+        found = times(self._into_attention(run, weights), weights.qkv)
         if weights.qkv_bias is not None:
             found = found + weights.qkv_bias
         found = found.view(rows, -1, dim).float()
@@ -58,23 +59,26 @@ class PlainSteps:
 
     def leave_attention(self, run: Run, layer: int) -> None:
         rows = run.size.rows
-        self.buffers.x[:rows] += (self.buffers.found[:rows] @ self.model.layers[layer].o.t()).float()
+        self.buffers.x[:rows] += times(self.buffers.found[:rows], self.model.layers[layer].o).float()
 
     def gate(self, run: Run, layer: int) -> None:
         weights, rows = self.model.layers[layer], run.size.rows
-        both = (self._normed(run, weights.mlp_norm) @ weights.gate_up.t()).view(rows, -1, 2)
+        both = times(self._normed(run, weights.mlp_norm), weights.gate_up).view(rows, -1, 2)
         self.buffers.inner[:rows] = F.silu(both[..., 0]) * both[..., 1]
 
     def leave_mlp(self, run: Run, layer: int) -> None:
         rows = run.size.rows
-        self.buffers.x[:rows] += (self.buffers.inner[:rows] @ self.model.layers[layer].down.t()).float()
+        self.buffers.x[:rows] += times(self.buffers.inner[:rows], self.model.layers[layer].down).float()
 
     def normalise(self, run: Run, into: Tensor) -> None:
         into[: run.size.rows] = self._normed(run, self.model.final_norm)
 
     def head(self, run: Run) -> None:
-        found = self._normed(run, self.model.final_norm) @ self.model.head.t()
+        found = times(self._normed(run, self.model.final_norm), self.model.head)
         self.buffers.logits[: run.size.rows] = found.float()
+
+    def _into_attention(self, run: Run, weights: Layer) -> Tensor:
+        return self._normed(run, weights.attention_norm)
 
     def _normed(self, run: Run, weight: Tensor) -> Tensor:
         normed = F.rms_norm(self.buffers.x[: run.size.rows], weight.shape, None, self.model.config.norm_eps)

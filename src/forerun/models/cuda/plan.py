@@ -82,9 +82,9 @@ def plan_pass(spans: Sequence[Span], group_nodes: int) -> Plan:
             positions += [span.length + depth for depth in depths]
             groups += _tree_groups(span, first, depths, paths, group_nodes, ancestors)
     size = Size(
-        _round(len(tokens), ROW_SIZES),
+        round_up(len(tokens), ROW_SIZES),
         1 << max(0, len(groups) - 1).bit_length(),
-        _round(1 + split_of(max(positions)), SPLIT_SIZES),
+        round_up(1 + split_of(max(positions)), SPLIT_SIZES),
     )
     return Plan(size, len(tokens), _pack(size, tokens, positions, slots, groups, ancestors))
 
@@ -156,5 +156,61 @@ def _pack(
     return ints
 
 
-def _round(count: int, sizes: Sequence[int]) -> int:
+class Template:
+    """Integers that are sums of a few numbers of their own tree: laid out once, filled in by one product.
+
+    A tree's numbers are (1, base slot, length, split in which it starts, split behind its deepest node).
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, ...]] = []  # tree, then a factor for each of its numbers
+        self._ready: tuple[Ints, Ints] | None = None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, tree: int, *factors: int) -> None:
+        """One integer: so many times each of the tree's numbers."""
+        self._rows.append((tree, *factors, *[0] * (5 - len(factors))))
+
+    def add_groups(
+        self, tree: int, rows: Sequence[int], group_nodes: int, ways: int | None, steps: int
+    ) -> None:
+        """The groups of one tree's rows, which share committed text; `ways`: where the first row's ancestors start.
+
+        None = a chain, whose nodes share everything. A split beyond a node's own position is walked in vain:
+        nobody reads what is found there. Where no split is wholly committed, the shared groups are empty.
+        """
+        for low in range(0, len(rows), group_nodes):
+            count = min(group_nodes, len(rows) - low)
+            end = (0, 0, 0, 0, 1) if ways is None else (0, 0, 0, 1, 0)
+            self._add_group((0, 0, 0, 0, 0), end, tree, rows[low], count, 0)
+        for row in rows if ways is not None else ():
+            self._add_group((0, 0, 0, 1, 0), (0, 0, 0, 0, 1), tree, row, 1, (ways or 0) + row * steps)
+
+    def _add_group(
+        self, low: tuple[int, ...], high: tuple[int, ...], tree: int, row: int, count: int, ancestors: int
+    ) -> None:
+        for factors in (low, high, (row,), (count,), (0, 1), (0, 0, 1), (ancestors,), (0,)):
+            self.add(tree, *factors)
+
+    def pad_to(self, size: int, value: int = 0) -> None:
+        for _ in range(size - len(self)):
+            self.add(0, value)
+
+    def fill(self, places: Sequence[tuple[int, int]], depth: int) -> Ints:
+        """For trees at these base slots and lengths that are so deep."""
+        if self._ready is None:
+            table = np.array(self._rows, dtype=np.int32)
+            self._ready = np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1:].T)
+        trees, factors = self._ready
+        numbers = [(1, base, n, split_of(n), split_of(n + depth) + 1) for base, n in places]
+        if len(places) == 1:
+            return np.dot(np.array(numbers[0], dtype=np.int32), factors)  # type: ignore[no-any-return]
+        found: Ints = (np.array(numbers, dtype=np.int32)[trees].T * factors).sum(0, dtype=np.int32)
+        return found
+
+
+def round_up(count: int, sizes: Sequence[int]) -> int:
+    """The first of several sizes, ascending, that is no less."""
     return sizes[bisect_left(sizes, count)]

@@ -15,13 +15,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from forerun.errors import InvalidInput, MissingDependency
+from forerun.errors import ForerunError, InvalidInput, MissingDependency
 from forerun.models.config import DecoderConfig
-from forerun.models.cuda.graphs import Passes
+from forerun.models.cuda.graphs import Passes, Replays
+from forerun.models.cuda.grown import Form, GrownTrees, plan_grown
 from forerun.models.cuda.network import TREE_MARGIN, Buffers, Model, Steps
+from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.plain import PlainSteps
 from forerun.models.cuda.plan import MAX_ROWS, Span, plan_pass
-from forerun.models.kv import KVStore
+from forerun.models.kv import Extent, KVStore
 from forerun.types import Needs, Scores, Seq, TreeBatch, Verdict
 
 log = logging.getLogger(__name__)
@@ -46,9 +48,10 @@ class CudaDecoder:
         device: torch.device | str = "cuda",
         kv_slots: int | None = None,
         kernels: Kind = "auto",
+        weight_kind: WeightKind = "plain",
     ) -> None:
         self.config, self._device = config, torch.device(device)
-        self.model = Model(config, weights, dtype, self._device)
+        self.model = Model(config, weights, dtype, self._device, weight_kind)
         self.buffers = Buffers(self.model)
         self.kv = KVStore(
             config.layers,
@@ -62,6 +65,9 @@ class CudaDecoder:
         self.kernels = _pick(kernels, self._device, dtype)
         steps = self._steps()
         self.passes = Passes(self.model, self.buffers, steps, capture=self.kernels == "triton")
+        self._moves = Replays(self._device, capture=self.kernels == "triton")
+        self._settled: Verdict | None = None  # the verdict that was read from the device last
+        self._takes_grown = True  # until a pass over trees that only the device knows has failed
         self._group_nodes = _QUERIES // (1 << (config.heads // config.kv_heads - 1).bit_length())
         log.info("KV pool: %d slots, %.2f GB", self.kv.capacity, self.pool_bytes / 1e9)
 
@@ -93,7 +99,7 @@ class CudaDecoder:
 
     def head_rows(self, ids: Tensor) -> Tensor:
         """[N, D] rows of the LM head, for heads that start from it."""
-        return self.model.head[ids.to(self.device)]
+        return self.model.head[ids.to(self.device)].to(self.model.dtype)
 
     @torch.no_grad()
     def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
@@ -118,18 +124,22 @@ class CudaDecoder:
     @torch.no_grad()
     def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
         """One pass over every node, or several where they are more than MAX_ROWS."""
-        tokens, parents = trees.tokens.tolist(), trees.parents.tolist()
         layers = self._check(needs)
+        if isinstance(trees, GrownTrees) and trees.form.rows <= MAX_ROWS and self._takes_grown:
+            try:
+                return self._score_grown(seqs, trees, layers)
+            except ForerunError:
+                raise
+            except Exception as error:  # compiling or capturing: the same trees can go the way of all others
+                self._takes_grown = False
+                log.warning("trees on the device are read by the host, as their own pass failed: %r", error)
+        tokens, parents = trees.to_host()
         hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
         logits: list[Tensor] = []
         spans: list[Span] = []
         for b, seq in enumerate(seqs):
-            extent, (first, end) = self.kv.extent(seq.id), trees.starts[b : b + 2]
-            if extent.length + end - first > extent.size or end - first > TREE_MARGIN:
-                raise InvalidInput(
-                    f"a tree of {end - first} nodes on {extent.length} tokens does not fit the {extent.size} "
-                    f"slots of sequence {seq.id}: at most {TREE_MARGIN} nodes beyond its max_length"
-                )
+            first, end = trees.starts[b : b + 2]
+            extent = self._extent_for(seq, end - first)
             if sum(len(span.tokens) for span in spans) + end - first > MAX_ROWS:
                 self._run(spans, layers, hidden, logits)
                 spans = []
@@ -138,12 +148,28 @@ class CudaDecoder:
         rows = logits[0] if len(logits) == 1 else torch.cat(logits)
         return Scores(rows, {layer: self._joined(parts) for layer, parts in hidden.items()})
 
+    def _score_grown(self, seqs: Sequence[Seq], trees: GrownTrees, layers: tuple[int, ...]) -> Scores:
+        """Trees that only the device knows: nothing is read; logits stay in the buffer, until the next pass."""
+        form = trees.form
+        extents = [self._extent_for(seq, form.nodes) for seq in seqs]
+        plan = plan_grown([(extent.base, extent.length) for extent in extents], form, self._group_nodes)
+        self.buffers.grown.take(trees)
+        self.passes.run(plan, layers, True, form)
+        hidden = {layer: self.buffers.hidden(layer)[: form.rows].clone() for layer in layers}
+        logits = self.buffers.logits[: form.rows]
+        return Scores(logits, hidden, lambda: self._settle(trees), trees.seconds)
+
+    def _settle(self, trees: GrownTrees) -> Verdict:
+        self._settled = self.buffers.grown.read(trees)
+        return self._settled
+
     @torch.no_grad()
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
         """Paths that are where they belong cost nothing; all others move in one go, in all layers."""
         sources: list[int] = []
         places: list[int] = []
         paths, accepted = verdict.paths.tolist(), verdict.accepted.tolist()
+        known = self.is_settled(verdict)  # the device has worked out the moves itself
         for seq, path, count in zip(seqs, paths, accepted, strict=True):
             extent = self.kv.extent(seq.id)
             root = extent.base + extent.length
@@ -152,9 +178,26 @@ class CudaDecoder:
                     sources.append(root + node)
                     places.append(root + i)
             extent.length += 1 + count
-        if sources:
+        if sources and known and isinstance(trees, GrownTrees):
+            self._moves.do(trees.form, lambda: self._move(trees.form))
+        elif sources:
             both = torch.tensor([sources, places]).to(self._device, non_blocking=True)
             self.kv.data.index_copy_(3, both[1], self.kv.data.index_select(3, both[0]))
+
+    def _move(self, form: Form) -> None:
+        """As the last verdict on the device says; a slot that stays is written onto itself."""
+        sources, places = self.buffers.grown.moves[:, : form.trees * form.depth]
+        self.kv.data.index_copy_(3, places, self.kv.data.index_select(3, sources))
+
+    def is_settled(self, verdict: Verdict) -> bool:
+        """Is this the verdict that was read from the device last?"""
+        return verdict is self._settled
+
+    def gather_path(self, layers: Sequence[int], form: Form, into: Tensor) -> None:
+        """Hidden rows of root and path of every tree scored last, into [B, depth + 1, F]; for capturing."""
+        rows = self.buffers.grown.path_rows(form)
+        parts = [self.buffers.hidden(layer).index_select(0, rows) for layer in layers]
+        into.copy_(torch.cat(parts, -1).view(into.shape))
 
     def truncate(self, seq: Seq, length: int) -> None:
         self.kv.truncate(seq.id, length)
@@ -165,6 +208,16 @@ class CudaDecoder:
     def release(self, seq: Seq) -> None:
         self.kv.release(seq.id)
         self._known.discard(seq.id)
+
+    def _extent_for(self, seq: Seq, nodes: int) -> Extent:
+        """A sequence's slots, if they take a tree of so many nodes."""
+        extent = self.kv.extent(seq.id)
+        if extent.length + nodes > extent.size or nodes > TREE_MARGIN:
+            raise InvalidInput(
+                f"a tree of {nodes} nodes on {extent.length} tokens does not fit the {extent.size} "
+                f"slots of sequence {seq.id}: at most {TREE_MARGIN} nodes beyond its max_length"
+            )
+        return extent
 
     def _admit(self, seqs: Sequence[Seq]) -> None:
         """Slots for all that have none yet, or for none of them."""

@@ -1,0 +1,33 @@
+#!/bin/sh
+# What needs a GPU, in two commands of about two minutes each (mostly compiling, the first time).
+#   sh tests/gpu/check.sh tests OUT                 the GPU tests in five processes; the end of each log is printed
+#   sh tests/gpu/check.sh bench OUT [arguments]     a short benchmark; arguments go to forerun.bench.gpu
+# OUT gets the logs, bench.json and passes.png. PYTHON names the interpreter.
+what=$1 out=$2
+shift 2
+mkdir -p "$out"
+python=${PYTHON:-python3}
+export PYTHONPATH=src PYTHONUNBUFFERED=1 OMP_NUM_THREADS=2
+check() {
+    name=$1
+    shift
+    timeout 140 "$python" -m pytest -q --maxfail=4 --tb=short -p no:cacheprovider "$@" >"$out/$name.log" 2>&1
+    echo "$name: exit $?" >>"$out/$name.log"
+}
+if [ "$what" = tests ]; then
+    check grown tests/gpu/test_grown.py -m gpu &
+    check draft tests/gpu/test_draft.py -m gpu -k "not captured" &
+    check captured tests/gpu/test_draft.py -m gpu -k captured &
+    check packed tests/gpu/test_packed.py -m gpu &
+    check bits tests/gpu/test_bits.py -k "smollm2 or large" &
+    wait
+    for name in grown draft captured packed bits; do
+        echo "== $name"
+        tail -n 16 "$out/$name.log"
+    done
+    exit
+fi
+"$python" -m forerun.bench.gpu --quick --model "" --json "$out/bench.json" --plot "$out/passes.png" "$@" \
+    >"$out/bench.log" 2>&1
+echo "bench: exit $?"
+grep -v '^{' "$out/bench.log" | tail -n 40

@@ -1,0 +1,47 @@
+"""Random EAGLE-3 heads for the small targets of these tests."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.eagle.device import DeviceEagle
+from forerun.drafters.eagle.eagle3 import Eagle3Drafter
+from forerun.drafters.eagle.graphs import DeviceDraft
+from forerun.drafters.eagle.head import EagleHead
+from forerun.drafters.eagle.way_in import make_net
+from forerun.drafters.heads import borrow
+from forerun.models.cuda.packed import WeightKind
+from forerun.models.cuda.target import CudaDecoder
+from tests.drafters.tiny_heads import eagle_config, eagle_weights
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"draft_vocab": 130},
+    {"fc_norm": True, "norm_output": True},
+    {"norm_before_fc": True, "norm_before_residual": True},
+]
+
+
+def make_head(
+    target: CudaDecoder, *, draft_vocab: int | None = None, borrows: bool = False, **more: bool
+) -> tuple[EagleConfig, dict[str, Tensor]]:
+    config = eagle_config("eagle3", target.vocab_size, target.config.width, draft_vocab, **more)
+    shape = target.config
+    config = replace(
+        config, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, inner=shape.inner,
+        max_length=2048, layers=(0, 1, 2),
+    )  # fmt: skip
+    return config, eagle_weights(config, seed=5, borrows=borrows)
+
+
+def both_drafters(
+    target: CudaDecoder, kind: WeightKind | None = None, **more: Any
+) -> tuple[DeviceEagle, Eagle3Drafter]:
+    """A head drafting on the device, and the same head as everywhere."""
+    config, weights = make_head(target, **more)
+    head = EagleHead(config, weights, borrow(target), dtype=target.model.dtype, device=target.device)
+    plain = Eagle3Drafter(head)
+    draft = DeviceDraft(*make_net(config, weights, target, kind), target)
+    return DeviceEagle(draft, lambda: plain), plain

@@ -1,0 +1,299 @@
+"""Drafts on the device are the drafts of the same head run as everywhere; a text is the same with and without."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.build import make_engine
+from forerun.drafters.eagle.device import DeviceEagle, on_device
+from forerun.drafters.eagle.draft_plan import Repertoire, aligned
+from forerun.drafters.eagle.files import write_head
+from forerun.drafters.eagle.way_in import why_not
+from forerun.models.cuda.growth import Frontier, Habit, Pool, cut_trees, grow_level, grow_plainly
+from forerun.models.cuda.network import Run
+from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.cuda.target import CudaDecoder
+from forerun.params import SamplingParams, SpeculativeConfig
+from forerun.testing import FakeSeq, path_to
+from forerun.testing.conformance import check_trees
+from forerun.types import Budget, Request, TreeBatch, Verdict
+from tests.drafters.rounds import as_lists
+from tests.gpu.heads import VARIANTS, both_drafters, make_head
+from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
+
+BUDGETS = [Budget(5, 5), Budget(7, 3, 2), Budget(14, 4, 3), Budget(1, 1), Budget(40, 3, 4)]
+
+
+@pytest.mark.parametrize("more", VARIANTS)
+def test_trees_are_those_of_the_head_as_everywhere(
+    more: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over several rounds, texts of different lengths, one leaving, paths of any length accepted."""
+    longest = 0
+    target = make_target("llama", "cpu")
+    device, plain = both_drafters(target, **more)
+    rng = random.Random(2)
+    seqs = [
+        FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=900)
+        for b, n in enumerate((2, 9, 300))
+    ]
+    for seq in seqs:
+        trees, scores = target.prefill([seq], device.needs)
+        for drafter in (device, plain):
+            drafter.observe([seq], trees, scores, Verdict.whole_chain(trees, [seq.tokens[-1]]))
+    for turn in range(8):
+        some = seqs if turn < 5 else seqs[1:]
+        budgets = [BUDGETS[turn % len(BUDGETS)]] * len(some)
+        grown, wanted = device.propose(some, budgets), plain.propose(some, budgets)
+        assert as_lists(grown) == as_lists(wanted), f"round {turn}"
+        check_trees(grown, some, budgets, VOCAB)
+        _agree(target, grown, rng, monkeypatch)
+        scores = target.score(some, grown, device.needs)
+        assert scores.settle is not None
+        verdict = scores.settle()
+        longest = max(longest, *verdict.accepted.tolist())
+        if turn == 3:  # another verifier decides otherwise: rows come the ordinary way
+            verdict = Verdict.of([[] for _ in some], [rng.randrange(VOCAB) for _ in some], "cpu")
+        target.commit(some, grown, verdict)
+        for drafter in (device, plain):
+            drafter.observe(some, grown, scores, verdict)
+        for seq, (tokens, _), path, bonus in zip(some, as_lists(wanted), *verdict.to_host(), strict=True):
+            seq.tokens += [*(tokens[node] for node in path), bonus]
+        if turn == 4:
+            device.forget(seqs[0])
+            plain.forget(seqs[0])
+    assert longest > 2, "paths must be long enough to matter"
+    for seq in seqs:
+        device.forget(seq)
+    assert device.draft.net.kv.used == 0
+
+
+def _agree(
+    target: CudaDecoder, trees: TreeBatch, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Make the target say, after most nodes, what one of their children says."""
+    said = {}
+    for first, (tokens, parents) in zip(trees.starts, as_lists(trees), strict=False):
+        for node in range(len(tokens)):
+            children = [i for i, parent in enumerate(parents) if parent == node]
+            if children and rng.random() < 0.8:
+                said[first + node] = tokens[rng.choice(children)]
+    steps = target.passes.steps
+
+    def head(run: Run) -> None:
+        type(steps).head(steps, run)
+        for row, token in said.items():
+            target.buffers.logits[row, token] = 1e4
+
+    monkeypatch.setattr(steps, "head", head)
+
+
+def test_texts_that_are_sampled_or_have_no_budget_are_drafted_for_as_everywhere() -> None:
+    target = make_target("llama", "cpu")
+    device, _ = both_drafters(target)
+    warm = SamplingParams(temperature=0.7)
+    seqs = [FakeSeq(0, [3, 4, 5]), FakeSeq(1, [5, 6, 7, 8], params=warm), FakeSeq(2, [9, 9, 1])]
+    trees, scores = target.prefill(seqs, device.needs)
+    device.observe(seqs, trees, scores, Verdict.whole_chain(trees, [seq.tokens[-1] for seq in seqs]))
+    budgets = [Budget(4, 4), Budget(3, 3), Budget(0, 0)]
+    proposed = device.propose(seqs, budgets)
+    check_trees(proposed, seqs, budgets, VOCAB)
+    assert proposed.sizes() == [5, 4, 1]
+    scores = target.score(seqs, proposed, device.needs)
+    assert scores.settle is None
+    device.observe(seqs, proposed, scores, Verdict.of([[1], [], []], [1, 2, 3], "cpu"))
+
+
+def test_a_text_longer_than_the_head_knows_is_not_drafted_for() -> None:
+    target = make_target("llama", "cpu")
+    device, _ = both_drafters(target)
+    device.draft.net.model.max_length = 6
+    seq = FakeSeq(0, [1, 2, 3, 4, 5, 6, 7])
+    trees, scores = target.prefill([seq], device.needs)
+    device.observe([seq], trees, scores, Verdict.whole_chain(trees, [7]))
+    assert device.propose([seq], [Budget(3, 3)]).is_plain()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("width", "vocab"), [(1, 200), (3, 5000), (10, 16384), (8, 32000)])
+def test_kernels_grow_what_torch_grows(width: int, vocab: int) -> None:
+    need_cuda()
+    torch.manual_seed(width)
+    trees, depth = 3, 4
+    ids = torch.randperm(vocab, device="cuda").sort().values + 7
+    habit = Habit(ids, -0.1, 0.9)
+    pools = [Pool(trees, width, width, depth, torch.device("cuda")) for _ in range(2)]
+    frontiers = [Frontier.of_roots(trees, torch.device("cuda"))] * 2
+    for level in range(depth):
+        rows = trees * (width if level else 1)
+        logits = 3 * torch.randn(rows, vocab, device="cuda")
+        frontiers = [
+            grow_level(pools[0], frontiers[0], logits, habit),
+            grow_plainly(pools[1], frontiers[1], logits, habit),
+        ]
+        for name in ("tokens", "places", "parents", "ways"):
+            assert torch.equal(getattr(frontiers[0], name), getattr(frontiers[1], name)), (level, name)
+        torch.testing.assert_close(frontiers[0].standing, frontiers[1].standing, atol=1e-4, rtol=1e-4)
+    roots = torch.tensor([1, 2, 3], device="cuda")
+    nodes = min(20, pools[0].scores.shape[1])
+    assert torch.equal(cut_trees(pools[0], roots, nodes), cut_trees(pools[1], roots, nodes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "kind"), [("smollm2", "plain"), ("large", "int8")])
+def test_a_captured_draft_agrees_with_the_head_in_torch(name: str, kind: str) -> None:
+    """In 16 bits near-ties may fall either way: most chains agree in their first tokens, none is malformed."""
+    need_cuda()
+    target = make_target(name, "cuda", torch.bfloat16)
+    device, plain = both_drafters(target, kind)  # type: ignore[arg-type]
+    rng = random.Random(4)
+    agreed = []
+    for text in range(12):
+        seq = FakeSeq(text, [rng.randrange(VOCAB) for _ in range(20 + 30 * text)], max_length=600)
+        trees, scores = target.prefill([seq], device.needs)
+        for drafter in (device, plain):
+            drafter.observe([seq], trees, scores, Verdict.whole_chain(trees, [seq.tokens[-1]]))
+        for budget in (Budget(5, 5), Budget(20, 5, 4), Budget(20, 5, 4)):
+            grown = device.propose([seq], [budget])
+            check_trees(grown, [seq], [budget], VOCAB)
+            wanted = plain.propose([seq], [budget])
+            ours, theirs = as_lists(grown)[0], as_lists(wanted)[0]
+            agreed.append(len(_paths(*ours) & _paths(*theirs)) / len(ours[0]))
+            scores = target.score([seq], grown, device.needs)
+            assert scores.settle is not None
+            verdict = scores.settle()
+            target.commit([seq], grown, verdict)
+            for drafter in (device, plain):
+                drafter.observe([seq], grown, scores, verdict)
+            (path,), (bonus,) = verdict.to_host()
+            seq.tokens += [*(ours[0][node] for node in path), bonus]
+        target.release(seq)
+    share = sum(agreed) / len(agreed)
+    assert share > (0.7 if kind == "plain" else 0.5), f"only {share:.0%} of the nodes agree"
+
+
+def _paths(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
+    """Of every node the tokens from the root down to it."""
+    return {tuple(tokens[i] for i in path_to(parents, node)) for node in range(len(tokens))}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_reach_the_head_however_a_round_is_observed(device: str) -> None:
+    """A round read from the device, and the same round shown as an ordinary one, leave the same text behind."""
+    need_cuda(device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    target = make_target("llama", device, dtype)
+    drafters = [both_drafters(target)[0] for _ in range(2)]
+    seq = FakeSeq(0, list(range(20)), max_length=200)
+    trees, scores = target.prefill([seq], drafters[0].needs)
+    for drafter in drafters:
+        drafter.observe([seq], trees, scores, Verdict.whole_chain(trees, [19]))
+    for _ in range(4):
+        grown = [drafter.propose([seq], [Budget(12, 4, 3)]) for drafter in drafters]
+        assert as_lists(grown[0]) == as_lists(grown[1])
+        scores = target.score([seq], grown[0], drafters[0].needs)
+        assert scores.settle is not None
+        verdict = scores.settle()
+        target.commit([seq], grown[0], verdict)
+        plain = TreeBatch.trees(as_lists(grown[0]), device=device)
+        drafters[0].observe([seq], grown[0], scores, verdict)
+        drafters[1].observe([seq], plain, scores, Verdict(verdict.paths, verdict.accepted, verdict.bonus))
+        (path,), (bonus,) = verdict.to_host()
+        seq.tokens += [*(as_lists(plain)[0][0][node] for node in path), bonus]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("budget", [Budget(5, 5), Budget(24, 5, 4)])
+def test_a_text_is_the_same_with_and_without_drafts(device: str, budget: Budget) -> None:
+    """Engine, controller, verifier and all, alone and in a batch; bit-equal kernels make it exact in bf16 too."""
+    need_cuda(device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    target = make_target("llama", device, dtype)
+    drafter = both_drafters(target, borrows=True)[0]
+    engine = make_engine(target, frozenset({1}), SpeculativeConfig(drafter="none", controller="fixed"))
+    engine.drafters.add("device", drafter)
+    prompts = [(3, 4, 5), (7,), tuple(range(2, 150))]
+    texts = {}
+    for name in ("none", "device"):
+        for batch in (1, 3):
+            engine.max_batch = batch
+            params = SamplingParams(max_tokens=20, ignore_eos=True)
+            ids = [engine.submit(Request(prompt, params, drafter=name, budget=budget)) for prompt in prompts]
+            found: dict[int, list[int]] = {seq_id: [] for seq_id in ids}
+            while engine.busy:
+                for event in engine.step():
+                    found[event.seq_id] += event.tokens
+            texts[name, batch] = list(found.values())
+    assert texts["device", 1] == texts["none", 1]
+    assert texts["device", 3] == texts["none", 1]
+    assert target.used_slots == drafter.draft.net.kv.used == 0
+
+
+def test_a_head_is_found_fit_for_the_device_or_not(tmp_path: Path) -> None:
+    target = make_target("llama", "cpu")
+    config, weights = make_head(target, borrows=True)
+    write_head(tmp_path / "head", config, weights)
+    assert isinstance(on_device(tmp_path / "head", target, lambda: pytest.fail("not needed")), DeviceEagle)
+    odd = replace(config, head_dim=8)
+    assert "head_dim=8" in why_not(odd, target)
+    assert why_not(config, object())
+
+
+def test_a_new_budget_is_met_with_what_is_there_until_it_comes_often() -> None:
+    forms = Repertoire()
+    assert forms.choose(1, (60, 6, 10)) == (60, 6, 10), "nothing is there yet"
+    assert forms.choose(1, (5, 5, 1)) is None, "nothing that is there fits"
+    assert forms.choose(1, (5, 5, 1)) is None
+    assert forms.choose(1, (5, 5, 1)) == (5, 5, 1)
+    assert forms.choose(1, (60, 5, 10)) == (5, 5, 1)
+    assert forms.choose(1, (60, 5, 10)) == (5, 5, 1)
+    assert forms.choose(1, (60, 5, 10)) == (60, 5, 10), "asked for often enough"
+    assert forms.choose(1, (60, 5, 10)) == (60, 5, 10)
+    assert forms.choose(2, (3, 3, 1)) == (3, 3, 1), "other batches have graphs of their own"
+
+
+def test_where_no_graph_fits_nothing_is_drafted_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target("llama", "cpu")
+    drafter, plain = both_drafters(target)
+    seq = FakeSeq(0, [3, 4, 5, 6], max_length=90)
+    trees, scores = target.prefill([seq], drafter.needs)
+    for each in (drafter, plain):
+        each.observe([seq], trees, scores, Verdict.whole_chain(trees, [6]))
+    for refused in (True, False, True, False):
+        with monkeypatch.context() as patch:
+            if refused:
+                patch.setattr(drafter.draft, "propose", lambda *_: None)
+            grown = drafter.propose([seq], [Budget(3, 3)])
+        assert grown.is_plain() == refused
+        wanted = plain.propose([seq], [Budget(3, 3)])
+        assert refused or as_lists(grown) == as_lists(wanted)
+        scores = target.score([seq], grown, drafter.needs)
+        verdict = Verdict.of([[]], [9], "cpu")
+        target.commit([seq], grown, verdict)
+        for each in (drafter, plain):
+            each.observe([seq], grown, scores, verdict)
+        seq.tokens.append(9)
+
+
+def test_a_wide_and_deep_draft_stays_in_the_slots_of_its_text() -> None:
+    target = make_target("llama", "cpu")
+    drafter, _ = both_drafters(target)
+    seqs = [FakeSeq(b, [3 + b, 4, 5], max_length=5) for b in range(2)]
+    trees, scores = target.prefill(seqs, drafter.needs)
+    drafter.observe(seqs, trees, scores, Verdict.whole_chain(trees, [5, 5]))
+    budgets = [Budget(200, 12, 60)] * 2
+    grown = drafter.propose(seqs, budgets)
+    check_trees(grown, seqs, budgets, VOCAB)
+    kv = drafter.draft.net.kv
+    run = drafter.draft.ints[MAX_ROWS:]
+    assert kv.extent(0).base + kv.extent(0).size == kv.extent(1).base
+    form = drafter.draft._last
+    assert form is not None
+    level = form.level_at(form.depth - 2) + 2 * aligned(form.level.rows)
+    slots = run[level : level + form.level.rows].tolist()
+    for b in range(2):
+        mine = slots[b * form.width : (b + 1) * form.width]
+        assert kv.extent(b).base <= min(mine) <= max(mine) < kv.extent(b).base + kv.extent(b).size

@@ -1,0 +1,164 @@
+"""Trees that only the device knows: their pass, their verdict and their commit are those of trees the host knows."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.engine.engine import Stopwatch
+from forerun.models.cuda.grown import Form, GrownBuffers, GrownTrees, plan_grown, trace
+from forerun.models.cuda.plan import MAX_ROWS
+from forerun.noise import Noise
+from forerun.testing import FakeSeq, path_to
+from forerun.types import Needs, TreeBatch
+from forerun.verify.exact import ExactVerifier
+from forerun.verify.warp import warp
+from tests.gpu.test_plan import slots_seen
+from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
+
+
+def _random_trees(rng: random.Random, form: Form) -> list[tuple[list[int], list[int]]]:
+    trees = []
+    for _ in range(form.trees):
+        parents, depths = [-1], [0]
+        while len(parents) < form.nodes:
+            parent = len(parents) - 1 if form.chain else rng.randrange(len(parents))
+            if depths[parent] < form.depth:
+                parents.append(parent)
+                depths.append(depths[parent] + 1)
+        trees.append((rng.sample(range(VOCAB), form.nodes), parents))
+    return trees
+
+
+def _grown(trees: list[tuple[list[int], list[int]]], form: Form, device: str) -> GrownTrees:
+    both = [[x for tree in trees for x in tree[i]] for i in (0, 1)]
+    return GrownTrees.of(torch.tensor(both, device=device), form)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("group_nodes", [1, 16, 64])
+def test_the_device_completes_what_the_host_lays_out(seed: int, group_nodes: int) -> None:
+    rng = random.Random(seed)
+    form = Form(3, rng.randint(2, 30), rng.randint(5, 8)) if seed else Form(3, 7, 6, chain=True)
+    trees = _random_trees(rng, form)
+    places = [(10_000 * b, rng.choice([0, 5, 127, 128, 1020, 4090])) for b in range(3)]
+    plan = plan_grown(places, form, group_nodes)
+    ints = torch.from_numpy(np.concatenate((np.arange(MAX_ROWS, dtype=np.int32), plan.ints)))
+    buffers = GrownBuffers(torch.device("cpu"))
+    buffers.take(_grown(trees, form, "cpu"))
+    buffers.fill(ints, plan.size, form)
+    buffers.fill(ints, plan.size, form)  # a replay: nothing may add up
+    wanted = []
+    for (base, length), (_, parents) in zip(places, trees, strict=True):
+        for node in range(form.nodes):
+            path = [0, *path_to(parents, node)]
+            wanted.append([*range(base, base + length), *(base + length + i for i in path)])
+    filled = ints[MAX_ROWS:].numpy()
+    assert slots_seen(filled, plan.size.rows, plan.size.groups)[: form.rows] == wanted
+    assert filled[: form.rows].tolist() == [token for tokens, _ in trees for token in tokens]
+    slots = filled[2 * plan.size.rows : 3 * plan.size.rows].tolist()
+    assert slots[: form.rows] == [way[-1] for way in wanted], "a node is written where it sees itself"
+    assert all(slot == -1 for slot in slots[form.rows :])
+
+
+def test_ways_lead_from_the_root() -> None:
+    depths, ways = trace(torch.tensor([[-1, 0, 0, 1, 3, 2]]), 4)
+    assert depths.tolist() == [[0, 1, 1, 2, 3, 2]]
+    assert ways[0, 4].tolist() == [0, 1, 3, 4, 4]
+    assert ways[0, 0].tolist() == [0, 0, 0, 0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(5))
+def test_kernels_do_what_torch_does(seed: int) -> None:
+    need_cuda()
+    rng, device = random.Random(seed), torch.device("cuda")
+    form = Form(3, rng.randint(2, 60), rng.randint(3, 9)) if seed else Form(2, 6, 5, chain=True)
+    trees = _grown(_random_trees(rng, form), form, "cuda")
+    plan = plan_grown([(1000 * b, 100 * b + 7) for b in range(form.trees)], form, 16)
+    logits = torch.randn(form.rows, VOCAB, device=device)
+    for b in range(form.trees):  # some of what the target says is there
+        for node in range(1, form.nodes):
+            row = b * form.nodes + node
+            if rng.random() < 0.6:
+                logits[b * form.nodes + int(trees.parents[row]), int(trees.tokens[row])] = 9.0 + rng.random()
+    found = []
+    for fused in (False, True):
+        buffers = GrownBuffers(device, fused)
+        ints = torch.cat((torch.arange(MAX_ROWS, dtype=torch.int32), torch.from_numpy(plan.ints))).to(device)
+        buffers.take(trees)
+        buffers.fill(ints, plan.size, form)
+        buffers.settle(ints, plan.size, form, logits)
+        found.append((ints, buffers.outcome, buffers.moves))
+    for name, plain, by_kernel in zip(("ints", "outcome", "moves"), *found, strict=True):
+        assert torch.equal(plain, by_kernel), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_round_on_the_device_is_a_round(device: str, chain: bool) -> None:
+    """Same logits, same verdict, and the same logits once more after the commit, several rounds long."""
+    need_cuda(device)
+    rng = random.Random(3)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    ours, theirs = [make_target("llama", device, dtype) for _ in range(2)]
+    seqs = [
+        FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=400) for b, n in enumerate((3, 130))
+    ]
+    for target in (ours, theirs):
+        target.prefill(seqs, Needs())
+    needs, accepted = Needs((-1, 1)), 0
+    for turn in range(6):
+        form = Form(2, 6, 5, chain=True) if chain else Form(2, 9, 4)
+        trees = _random_trees(rng, form)
+        for b, (tokens, parents) in enumerate(trees):
+            tokens[0] = seqs[b].tokens[-1]
+            if turn % 3:
+                _plant(theirs, seqs[b], tokens, parents, rng)
+        plain = TreeBatch.trees(trees)
+        wanted = theirs.score(seqs, plain, needs)
+        grown = _grown(trees, form, device)
+        got = ours.score(seqs, grown, needs)
+        atol = 1e-4 if device == "cpu" else 0.0
+        torch.testing.assert_close(got.required_logits, wanted.required_logits, atol=atol, rtol=0.0)
+        torch.testing.assert_close(got.hidden[1], wanted.hidden[1], atol=atol, rtol=0.0)
+        noise = Noise([0, 0], [1, 1])
+        verdict = ExactVerifier().verify(grown, warp(got.required_logits, seqs, grown, got.settle), noise)
+        known = ExactVerifier().verify(plain, warp(wanted.required_logits, seqs, plain), noise)
+        assert verdict.to_host() == known.to_host()
+        assert grown.lists == [plain.tokens.tolist(), plain.parents.tolist()]
+        ours.commit(seqs, grown, verdict)
+        theirs.commit(seqs, plain, known)
+        paths, bonus = known.to_host()
+        for b, seq in enumerate(seqs):
+            seq.tokens += [*(trees[b][0][node] for node in paths[b]), bonus[b]]
+            accepted += len(paths[b])
+    assert accepted > 6, "paths must be long enough to be moved"
+
+
+def _plant(target: object, seq: FakeSeq, tokens: list[int], parents: list[int], rng: random.Random) -> None:
+    """Write what the target will say along one path of the tree, found node by node."""
+    node = 0
+    for _ in range(3):
+        tree = TreeBatch.trees([(tokens, parents)])
+        logits = target.score([seq], tree, Needs()).required_logits  # type: ignore[attr-defined]
+        children = [i for i, parent in enumerate(parents) if parent == node]
+        if not children:
+            return
+        top = int(logits[node].argmax())
+        if any(tokens[i] == top for i in children):
+            return
+        node = rng.choice(children)
+        tokens[node] = top
+
+
+def test_a_draft_that_nobody_waited_for_is_booked_as_a_draft() -> None:
+    now = iter([0.0, 1.0, 5.0])
+    clock = Stopwatch(lambda: next(now))
+    clock.lap("draft")
+    clock.lap("verify")
+    clock.move(0.5, "verify", "draft")
+    assert clock.seconds == {"draft": 1.5, "verify": 3.5}
+    clock.move(9.0, "verify", "draft")
+    assert clock.seconds == {"draft": 5.0, "verify": 0.0}, "no more than there is"

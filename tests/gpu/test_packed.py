@@ -1,0 +1,96 @@
+"""Weights of one byte: near the plain ones, a target like any other, and bits that company does not change."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from forerun.build import load_target
+from forerun.errors import InvalidInput
+from forerun.models.cuda.packed import Packed, WeightKind, pack, times
+from forerun.models.cuda.target import CudaDecoder
+from forerun.params import EngineConfig
+from forerun.testing import FakeSeq, check_target, random_tree
+from forerun.types import Needs, TreeBatch
+from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
+
+KINDS: list[WeightKind] = ["int8", "fp8"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_weight_is_near_the_plain_one(kind: WeightKind) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(48, 64) * torch.logspace(-3, 3, 48)[:, None]  # outputs of very different size
+    packed = pack(weight, kind)
+    assert isinstance(packed, Packed)
+    assert packed.nbytes < weight.nbytes / 3
+    rows = torch.randn(5, 64)
+    wanted = rows @ weight.t()
+    off = (times(rows, packed) - wanted).norm(dim=0) / wanted.norm(dim=0)
+    assert float(off.mean()) < (0.01 if kind == "int8" else 0.04), off
+    torch.testing.assert_close(
+        packed[torch.tensor([3, 4])], weight[3:5], rtol=0.07, atol=float(weight[4].max()) / 100
+    )
+    assert pack(weight, "plain") is weight
+    assert not bool(torch.isnan(times(rows, pack(torch.zeros(4, 64), kind))).any())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_target_of_packed_weights_is_a_target(kind: WeightKind) -> None:
+    check_target(
+        lambda: make_target("qwen3", "cpu", weight_kind=kind),
+        vocab_size=VOCAB,
+        rounds=3,
+        needs=Needs((-1, 1)),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["smollm2", "large"])
+def test_logits_are_near_those_of_plain_weights(name: str, kind: WeightKind, device: str) -> None:
+    need_cuda(device)
+    if name == "large" and device == "cpu":
+        pytest.skip("one shape is enough on a CPU")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    plain, packed = make_target(name, device, dtype), make_target(name, device, dtype, weight_kind=kind)
+    found = [_scored(target, 40) for target in (plain, packed)]
+    off = float((found[0] - found[1]).norm() / found[0].norm())
+    assert off < 0.2, f"off by {off:.1%}"
+    assert off > 0.0, "the weights were not packed"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["smollm2", "qwen3", "large"])
+def test_packed_kernels_agree_with_torch_and_keep_their_bits(name: str, kind: WeightKind) -> None:
+    need_cuda()
+    fused, plain = [
+        make_target(name, "cuda", torch.bfloat16, kernels, weight_kind=kind)
+        for kernels in ("triton", "torch")
+    ]
+    wanted, got = _scored(plain, 70), _scored(fused, 70)
+    off, spread = float((got - wanted).abs().max()), float(wanted.std())
+    assert off < 0.1 * spread, f"off by {off:.3g} at a spread of {spread:.3g}"
+    rng = random.Random(1)
+    seq = FakeSeq(9, [rng.randrange(VOCAB) for _ in range(200)], max_length=600)
+    fused.prefill([seq], Needs())
+    chain = [seq.tokens[-1], *(rng.randrange(VOCAB) for _ in range(150))]
+    whole = fused.score([seq], TreeBatch.chains([chain]), Needs()).required_logits
+    for count in (1, 8, 17, 33, 64, 65, 129):
+        some = fused.score([seq], TreeBatch.chains([chain[:count]]), Needs()).required_logits
+        assert torch.equal(some, whole[:count]), f"bits differ at {count} rows"
+
+
+def _scored(target: CudaDecoder, nodes: int) -> torch.Tensor:
+    rng = random.Random(0)
+    seq = FakeSeq(1, [rng.randrange(VOCAB) for _ in range(30)], max_length=300)
+    target.prefill([seq], Needs())
+    return target.score([seq], TreeBatch.trees([random_tree(rng, 5, VOCAB, nodes)]), Needs()).required_logits
+
+
+def test_one_byte_weights_need_a_gpu() -> None:
+    unknown = SimpleNamespace(config={"model_type": "unknown"}, path=None)
+    with pytest.raises(InvalidInput, match="use q8"):
+        load_target(unknown, EngineConfig(dtype="int8", device="cpu"))  # type: ignore[arg-type]
