@@ -31,7 +31,9 @@ def drafter_of(folder: Path) -> str:
     head = open_head(folder)
     if head is None:
         return "draft_model"
-    return "eagle2" if head.kind == "eagle" else head.kind  # the same head, with a tree that follows its confidence
+    return (
+        "eagle2" if head.kind == "eagle" else head.kind
+    )  # the same head, with a tree that follows its confidence
 
 
 def measure(
@@ -56,7 +58,9 @@ def measure(
             for item, text in zip(items, done, strict=True):
                 for name in ("all", item.task):
                     pair = counts.setdefault(name, [0, 0])
-                    pair[0] += round(text.tokens_per_round * text.rounds)  # the prompt's own token is not a round's
+                    pair[0] += round(
+                        text.tokens_per_round * text.rounds
+                    )  # the prompt's own token is not a round's
                     pair[1] += text.rounds
             by_task = {name: round(pair[0] / max(1, pair[1]), 3) for name, pair in counts.items()}
             row = {"folder": folder.name, "drafter": drafter, "temperature": heat, "shape": shape, **by_task}
