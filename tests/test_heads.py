@@ -111,8 +111,8 @@ class Named:
     name, path, config = "Tiny-24M-Instruct", Path("Tiny-24M-Instruct.gguf"), MODEL
 
 
-def chosen(**wish: Any) -> tuple[str, str | None]:
-    found = choose_drafter(SpeculativeConfig(**wish), Named)  # type: ignore[arg-type]
+def chosen(device: str = "cuda", **wish: Any) -> tuple[str, str | None]:
+    found = choose_drafter(SpeculativeConfig(**wish), Named, device)  # type: ignore[arg-type]
     return found.drafter, found.draft_model
 
 
@@ -122,10 +122,12 @@ def test_the_default_is_the_head_of_the_box_or_ngram(tmp_path: Path, monkeypatch
 
     (tmp_path / "box").mkdir()
     monkeypatch.setattr(build, "find_head", find)
+    monkeypatch.setattr(build, "_device", lambda name: name)
     assert chosen() == ("ngram", None)
     assert chosen(drafter="eagle3") == ("eagle3", None)
     folder = str(boxed(tmp_path / "box"))
     assert chosen() == ("hybrid_eagle3", folder)
+    assert chosen("cpu") == ("ngram", None)  # there it does not pay everywhere
     assert chosen(drafter="eagle3") == ("eagle3", folder)
     assert chosen(drafter="ngram") == ("ngram", None)
     assert chosen(drafter="medusa") == ("medusa", None)

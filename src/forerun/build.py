@@ -109,15 +109,21 @@ def make_controller(
     return weighing
 
 
-def choose_drafter(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> SpeculativeConfig:
-    """The same with its drafter settled: by what draft_model is, else by what comes with the package."""
+def choose_drafter(
+    speculative: SpeculativeConfig, checkpoint: Checkpoint, device: str = "auto"
+) -> SpeculativeConfig:
+    """The same with its drafter settled: by what draft_model is, else by what comes with the package.
+
+    A head that comes with the package drafts unasked on a GPU. On a CPU one more node and the level that drafts it take
+    half a pass, which no head has yet earned on every kind of text (docs/benchmarks.md); n-gram never loses.
+    """
     drafter, given = speculative.drafter, speculative.draft_model
     if given is not None:
         if drafter != "auto":
             return speculative
         head = open_head(Path(given).expanduser())
         return replace(speculative, drafter="draft_model" if head is None else head.drafter)
-    if drafter == "auto" or needs_head(drafter):
+    if needs_head(drafter) or (drafter == "auto" and not _device(device).startswith("cpu")):
         boxed = find_head(checkpoint.config, _names_of(checkpoint), drafter)
         if boxed is not None:
             chosen = boxed.drafter if drafter == "auto" else drafter

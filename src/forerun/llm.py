@@ -123,7 +123,7 @@ class LLM:
         if settings.threads:
             torch.set_num_threads(settings.threads)
         checkpoint = open_checkpoint(model)
-        speculative = choose_drafter(speculative, checkpoint)
+        speculative = choose_drafter(speculative, checkpoint, settings.device)
         draft = None
         if speculative.draft_model is not None and drafts_with_checkpoint(speculative.drafter):
             small = open_checkpoint(speculative.draft_model)

@@ -111,7 +111,7 @@ def test_a_head_in_a_folder_is_measured_beside_the_others(tmp_path: Path) -> Non
     folder = tmp_path / "mine"
     config = heads_config("medusa", VOCAB, width=32)
     write_heads(folder, config, heads_weights(config))
-    assert cpu.drafters_of(["auto"], "tiny", str(folder)) == ["auto", "medusa"]
+    assert cpu.drafters_of(["auto"], "tiny", str(folder)) == ["auto", "medusa", "hybrid_medusa"]
     assert cpu.drafters_of(["auto"], "tiny", "tiny") == ["auto", "draft_model", "hybrid"]
     assert cpu.drafters_of(["auto"], "tiny", None) == ["auto"]
     settings = Settings(ways=ways_of(["ngram", f"medusa:3={folder}"]), threads=1)

@@ -85,8 +85,10 @@ def test_unknown_models_are_named(forerun: Run, cache: Path, command: str) -> No
 
 
 def test_drafters_are_described(forerun: Run) -> None:
-    lines = dict(line.split(maxsplit=1) for line in forerun("drafters").out.splitlines())
+    said = forerun("drafters").out.splitlines()
+    lines = dict(line.split(maxsplit=1) for line in said if not line.startswith("head "))
     assert list(lines) == registry.drafters.names()
+    assert "head smollm2-135m-eagle3: eagle3 for SmolLM2-135M-Instruct" in said[-1]
     assert lines["none"].startswith("No drafting")
 
 

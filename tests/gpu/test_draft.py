@@ -107,6 +107,16 @@ def test_texts_that_are_sampled_or_have_no_budget_are_drafted_for_as_everywhere(
     device.observe(seqs, proposed, scores, Verdict.of([[1], [], []], [1, 2, 3], "cpu"))
 
 
+def test_trees_of_a_large_batch_fit_into_one_pass() -> None:
+    target = make_target("llama", "cpu")
+    device, _ = both_drafters(target)
+    seqs = [FakeSeq(i, [3, 4, 5 + i], max_length=80) for i in range(20)]
+    trees, scores = target.prefill(seqs, device.needs)
+    device.observe(seqs, trees, scores, Verdict.whole_chain(trees, [seq.tokens[-1] for seq in seqs]))
+    sizes = device.propose(seqs, [Budget(60, 5, 8)] * 20).sizes()
+    assert set(sizes) == {MAX_ROWS // 20}
+
+
 def test_a_text_longer_than_the_head_knows_is_not_drafted_for() -> None:
     target = make_target("llama", "cpu")
     device, _ = both_drafters(target)

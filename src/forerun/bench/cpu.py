@@ -103,11 +103,13 @@ def settings_of(flags: argparse.Namespace) -> Settings:
 
 def drafters_of(named: Sequence[str], model: str, draft: str | None) -> list[str]:
     """Those named, and those that run the second model given, or a head that comes with the package."""
-    settled = choose_drafter(SpeculativeConfig(draft_model=draft), loading.open_checkpoint(model))
+    wish = SpeculativeConfig(drafter="hybrid_eagle3" if draft is None else "auto", draft_model=draft)
+    settled = choose_drafter(wish, loading.open_checkpoint(model))
     more: list[str] = []
     if settled.draft_model is not None:
         with_model = drafts_with_checkpoint(settled.drafter)
-        more = ["draft_model", "hybrid"] if with_model else [settled.drafter.removeprefix("hybrid_")]
+        alone = settled.drafter.removeprefix("hybrid_")
+        more = ["draft_model", "hybrid"] if with_model else [alone, settled.drafter]
     return [*dict.fromkeys([*named, *more])]
 
 

@@ -23,7 +23,7 @@ from forerun.control.record import Record
 from forerun.quotes import Quote
 from forerun.types import Budget, Round, Seq
 
-EARNED = 0.015  # passes that a token adds to the allowance
+EARNED = 0.01  # passes that a token adds to the allowance
 MOST_SAVED = 4.0  # passes; more would only be spent at once when a text goes bad
 PACE = 0.97  # memory of the rate, per round
 WORTH_IT = 0.05  # tokens a round: less is not worth the noise
@@ -125,15 +125,19 @@ class AdaptiveController:
             if seq.id in self._asked:
                 added = taken - self.cost.pass_seconds(batch + nodes - drafted)
                 spent = batch * (max(0.0, added) / plain + drafting / len(self._asked))
-                self._settle(seq, drafted, depth, accepted, spent)
+                once = min(spent, batch * self._quotes[seq.id].start / plain / len(self._asked))
+                self._settle(seq, drafted, depth, accepted, spent, once)
             self.allowance = min(self.allowance, MOST_SAVED)
 
     def forget(self, seq: Seq) -> None:
         for kept in (self._records, self._quotes, self._usual):
             kept.pop(seq.id, None)
 
-    def _settle(self, seq: Seq, drafted: int, depth: int, accepted: int, spent: float) -> None:
-        """Book what a drafter that costs brought, against the passes that it took."""
+    def _settle(self, seq: Seq, drafted: int, depth: int, accepted: int, spent: float, once: float) -> None:
+        """Book what a drafter that costs brought, against the passes that it took.
+
+        Those that went into reading the text so far come once: they tell nothing of the rounds to come.
+        """
         self.allowance += accepted - spent
         claimed = self.claim(seq)
         for record in (self._record(seq), self._latest):
@@ -143,7 +147,7 @@ class AdaptiveController:
                 record.hold_to(claimed, accepted)
             # what a drafter expects, corrected by how it errs, is a steadier measure than what chance gave
             stood = accepted if claimed is None else record.trust * claimed
-            record.settle(stood - self.rate * spent)
+            record.settle(stood - self.rate * (spent - once))
 
     def _drafting_seconds(self, outcome: Round) -> float:
         """What drafting took; a pause of the machine is not held against the drafter."""

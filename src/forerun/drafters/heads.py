@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -129,13 +129,35 @@ class Meter:
                 self.seconds += weight * (min(spent, 2.0 * self.seconds) - self.seconds)
 
 
-@dataclass(slots=True)
 class Rows:
     """Rows of one text that were observed and not yet worked on."""
 
-    features: list[Tensor] = field(default_factory=list)  # each [r, F]
-    tokens: list[int] = field(default_factory=list)  # the token *after* each row
-    seen: int = 0  # rows observed in all
+    __slots__ = ("_features", "_noted", "seen", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []  # the token *after* each row
+        self.seen = 0  # rows observed in all
+        self._features: list[Tensor] = []
+        self._noted: list[tuple[list[Tensor], slice | list[int]]] = []
+
+    @property
+    def features(self) -> list[Tensor]:
+        """Each [r, F]; layers are put side by side when they are asked for, and in many rounds nobody asks."""
+        for layers, rows in self._noted:
+            parts = [layer[rows] for layer in layers]
+            self._features.append(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
+        self._noted = []
+        return self._features
+
+    @features.setter
+    def features(self, features: list[Tensor]) -> None:
+        self._features, self._noted = features, []
+
+    def note(self, layers: list[Tensor], rows: slice | list[int]) -> None:
+        """These rows of a pass; what lies on a device may be overwritten by the next one and is copied at once."""
+        self._noted.append((layers, rows))
+        if layers[0].device.type != "cpu":
+            self.features  # noqa: B018
 
 
 def observe_rows(
@@ -148,18 +170,16 @@ def observe_rows(
 ) -> None:
     """Add the rows of root and path of every tree, each with the token that turned out to follow it."""
     whole = [scores.hidden[layer] for layer in layers]
-    features = whole[0] if len(whole) == 1 else torch.cat(whole, -1)  # [M, F]
-    (tokens, _), bonus = trees.to_host(), verdict.bonus.tolist()
-    paths, accepted = verdict.paths.tolist(), verdict.accepted.tolist()
+    tokens, (every, bonus) = trees.to_host()[0], verdict.to_host()
     for b, seq in enumerate(seqs):
         first, end = trees.starts[b], trees.starts[b + 1]
         text = texts.setdefault(seq.id, Rows())
         if first == end:
             continue  # a prompt of one token: nothing went through the target
-        path = paths[b][: accepted[b]]
+        path = every[b]
         nodes = [first, *(first + node for node in path)]
         straight = nodes[-1] - first == len(path)  # a chain from its start: a slice, not a gather
-        text.features.append(features[first : nodes[-1] + 1] if straight else features[nodes])
+        text.note(whole, slice(first, nodes[-1] + 1) if straight else nodes)
         text.tokens += [*(tokens[node] for node in nodes[1:]), bonus[b]]
         text.seen += len(nodes)
 

@@ -99,26 +99,26 @@ class HybridDrafter:
         nothing = Budget(0, 0)
         asked = [budget if mine else nothing for budget, mine in zip(budgets, ours, strict=True)]
         trees = self.first.propose(seqs, asked)
-        theirs = [b for b, mine in enumerate(ours) if not mine]
+        theirs = [b for b, mine in enumerate(ours) if not mine and budgets[b].nodes]
         for b, seq in enumerate(seqs):
             text = self._texts[seq.id]
-            text.drafted, text.parting, text.merged = not ours[b], None, False
+            text.drafted, text.parting, text.merged = b in theirs, None, False
             if not ours[b]:
                 text.silenced = budgets[b].nodes == 0
         if not theirs:
             return trees
         some, wishes = [seqs[b] for b in theirs], [budgets[b] for b in theirs]
         second = self._with_matches(self.second.propose(some, wishes), some, wishes)
-        mine = [b for b in range(len(seqs)) if ours[b]]
+        mine = [b for b in range(len(seqs)) if b not in theirs]
         return TreeBatch.join([trees.select(mine), second] if mine else [second], [*mine, *theirs])
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        tokens, depths = trees.to_host()[0], trees.host_depths()
-        paths, bonus = verdict.to_host()
-        for b, seq in enumerate(seqs):
-            text, first, end = self._texts.get(seq.id), trees.starts[b], trees.starts[b + 1]
-            if text is None or not text.drafted:
-                continue
+        judged = [b for b, seq in enumerate(seqs) if seq.id in self._texts and self._texts[seq.id].drafted]
+        if judged:
+            tokens, depths = trees.to_host()[0], trees.host_depths()
+            paths, bonus = verdict.to_host()
+        for b in judged:
+            text, first, end = self._texts[seqs[b].id], trees.starts[b], trees.starts[b + 1]
             _count(text, max(depths[first:end]), len(paths[b]))
             if text.parting is not None:
                 nodes = [0, *paths[b]]

@@ -17,6 +17,7 @@ from forerun.drafters.eagle.way_in import make_net, why_not
 from forerun.drafters.heads import borrow
 from forerun.errors import ForerunError
 from forerun.models.base import Target
+from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
 from forerun.quotes import Quote, quote_of
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
@@ -102,11 +103,12 @@ class DeviceEagle:
         return "device" if wanted and self.draft.is_ready(seq, budget.depth) else "idle"
 
     def _grow(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        """Trees of one form: what every budget allows."""
+        """Trees of one form: what every budget allows, and what one pass over all of them takes."""
         nodes, depth, width = (
             min(getattr(budget, name) for budget in budgets) for name in ("nodes", "depth", "width")
         )
-        if len(seqs) > MOST:
+        nodes = min(nodes, MAX_ROWS // len(seqs) - 1)
+        if len(seqs) > MOST or nodes < 1:
             return _lone_roots(seqs, budgets)
         unread = [] if self._proven else [self.draft.unread(seq) for seq in seqs]
         try:
