@@ -23,7 +23,7 @@ from forerun.control.record import Record
 from forerun.quotes import Quote
 from forerun.types import Budget, Round, Seq
 
-EARNED = 0.01  # passes that a token adds to the allowance
+EARNED = 0.015  # passes that a token adds to the allowance
 MOST_SAVED = 4.0  # passes; more would only be spent at once when a text goes bad
 PACE = 0.97  # memory of the rate, per round
 WORTH_IT = 0.05  # tokens a round: less is not worth the noise
