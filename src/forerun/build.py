@@ -115,7 +115,7 @@ def choose_drafter(
     """The same with its drafter settled: by what draft_model is, else by what comes with the package.
 
     A head that comes with the package drafts unasked on a GPU. On a CPU one more node and the level that drafts it take
-    half a pass, which no head has yet earned on every kind of text (docs/benchmarks.md); n-gram never loses.
+    half a pass, which no head has yet earned on every kind of text (docs/benchmarks.md); a request may ask for it.
     """
     drafter, given = speculative.drafter, speculative.draft_model
     if given is not None:
@@ -123,10 +123,11 @@ def choose_drafter(
             return speculative
         head = open_head(Path(given).expanduser())
         return replace(speculative, drafter="draft_model" if head is None else head.drafter)
-    if needs_head(drafter) or (drafter == "auto" and not _device(device).startswith("cpu")):
+    if drafter == "auto" or needs_head(drafter):
         boxed = find_head(checkpoint.config, _names_of(checkpoint), drafter)
         if boxed is not None:
-            chosen = boxed.drafter if drafter == "auto" else drafter
+            unasked = "ngram" if _device(device).startswith("cpu") else boxed.drafter
+            chosen = unasked if drafter == "auto" else drafter
             return replace(speculative, drafter=chosen, draft_model=str(boxed.path))
     return replace(speculative, drafter="ngram") if drafter == "auto" else speculative
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun.errors import InvalidInput
 
-CHUNK = 1024  # slots; an unbounded store grows by at least this many
+CHUNK = 512  # slots; an unbounded store grows by at least this many
 
 
 class FreeList:
