@@ -127,7 +127,7 @@ def test_the_default_is_the_head_of_the_box_or_ngram(tmp_path: Path, monkeypatch
     assert chosen(drafter="eagle3") == ("eagle3", None)
     folder = str(boxed(tmp_path / "box"))
     assert chosen() == ("hybrid_eagle3", folder)
-    assert chosen("cpu") == ("ngram", folder)  # there it does not pay everywhere: only who asks for it gets it
+    assert chosen("cpu") == ("ngram", folder)  # it does not pay everywhere there
     assert chosen(drafter="eagle3") == ("eagle3", folder)
     assert chosen(drafter="ngram") == ("ngram", None)
     assert chosen(drafter="medusa") == ("medusa", None)
