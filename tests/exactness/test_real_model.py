@@ -144,7 +144,7 @@ def test_the_head_in_the_box_is_one_for_this_model(
     )
     engine = make_engine(target, checkpoint.tokenizer().eos_ids, speculative)
     tokens = steps = 0
-    for prompt in prompts:
+    for prompt in prompts[:6]:
         engine.submit(Request(prompt, SamplingParams(max_tokens=TOKENS)))
         while engine.busy:
             tokens += sum(len(event.tokens) for event in engine.step())

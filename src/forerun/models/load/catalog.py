@@ -15,6 +15,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
@@ -153,11 +154,10 @@ def _download(name: str, source: _Source, folder: Path, report: Progress) -> Pat
 
 def _weigh(folder: Path) -> int:
     total = 0
-    for file in folder.rglob("*"):
-        try:
-            total += file.stat().st_size if file.is_file() else 0
-        except OSError:  # pip moves its files about while we look
-            continue
+    for place, _, files in os.walk(folder):  # pip moves files and folders about while we look
+        for file in files:
+            with suppress(OSError):
+                total += (Path(place) / file).stat().st_size
     return total
 
 
