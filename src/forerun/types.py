@@ -72,11 +72,10 @@ class TreeBatch:
 
     def host_depths(self) -> list[int]:
         """[M] distance of every node from its root."""
-        parents = self.to_host()[1]
-        depths = [0] * len(parents)
-        for first, end in zip(self.starts, self.starts[1:], strict=False):
-            for i in range(first, end):
-                depths[i] = 0 if parents[i] < 0 else depths[first + parents[i]] + 1
+        parents, depths = self.to_host()[1], list[int]()
+        for first, size in zip(self.starts, self.sizes(), strict=False):
+            for parent in parents[first : first + size]:
+                depths.append(0 if parent < 0 else depths[first + parent] + 1)
         return depths
 
     def depths(self) -> Tensor:
