@@ -24,6 +24,8 @@ from forerun.train.writer import Order, Written
 class Words:
     """A tokenizer of single characters, with a chat template."""
 
+    eos_ids = frozenset({0})
+
     def chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         return "<u>" + str(messages[0]["content"]) + "</u><a>"
 

@@ -19,6 +19,8 @@ HELP: Mapping[str, str] = {
     "target": "The model that writes: a known name, a .gguf file, a Hugging Face folder, or a hub id.",
     "out": "Where the shards go; a run that was interrupted there goes on.",
     "prompts": "A file of prompts (.txt lines, or .jsonl); may be given several times.",
+    "passages": "A folder filled earlier, whose answers long prompts are made of; may be given several times.",
+    "wrapped": "How many prompts to make of passages at most (0: one of each).",
     "own_prompts": "How many prompts the target is asked to write itself.",
     "openings": "How these begin, in turn (several flags); default: as the target likes.",
     "temperatures": "Each prompt is answered once at each; may be given several times.",

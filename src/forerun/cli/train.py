@@ -22,6 +22,7 @@ HELP: Mapping[str, str] = {
     "target": "The model to draft for: a known name, a .gguf file, a Hugging Face folder, or a hub id.",
     "data": "A folder that `forerun data make` filled.",
     "out": "Where the drafter goes; a run that was interrupted there goes on.",
+    "init": "The folder of a finished head of the same method and shape to start from.",
     "steps": "Optimiser steps in all.",
     "batch_tokens": "Tokens per step.",
     "max_length": "Longer texts are cut.",

@@ -30,7 +30,10 @@ from forerun.train.corpus import Batch
 from forerun.train.losses import LawLoss
 from forerun.train.options import TrainOptions
 from forerun.train.recipe import Measured, Output, Reading, read_teacher, shifted
+from forerun.train.scaling import ScaledLinear, Sizes, fold
 from forerun.train.teacher import Teacher
+
+SIMULATED = 6  # levels of a simulation, however many steps were learnt
 
 
 class Norm(nn.RMSNorm):
@@ -45,32 +48,43 @@ class EagleLayer(nn.Module):
 
     rates: Tensor
 
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: EagleConfig, sizes: Sizes) -> None:
         super().__init__()
         width, into = config.width, config.width * (2 if config.kind == "eagle3" else 1)
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.config = config
         self.self_attn = nn.ModuleDict(
             {
-                "q_proj": nn.Linear(into, q, bias=False),
-                "k_proj": nn.Linear(into, kv, bias=False),
-                "v_proj": nn.Linear(into, kv, bias=False),
-                "o_proj": nn.Linear(q, width, bias=False),
+                "q_proj": ScaledLinear(into, q),
+                "k_proj": ScaledLinear(into, kv),
+                "v_proj": ScaledLinear(into, kv),
+                "o_proj": ScaledLinear(q, width),
             }
         )
         self.mlp = nn.ModuleDict(
             {
-                "gate_proj": nn.Linear(width, config.inner, bias=False),
-                "up_proj": nn.Linear(width, config.inner, bias=False),
-                "down_proj": nn.Linear(config.inner, width, bias=False),
+                "gate_proj": ScaledLinear(width, config.inner),
+                "up_proj": ScaledLinear(width, config.inner),
+                "down_proj": ScaledLinear(config.inner, width),
             }
         )
         self.post_attention_layernorm = Norm(width, config.norm_eps)
         if config.kind == "eagle3":
             self.hidden_norm = Norm(width, config.norm_eps)
             self.input_layernorm = Norm(width, config.norm_eps)
+        else:
+            self._scale(sizes)
         dims = torch.arange(0, config.head_dim, 2).float() / config.head_dim
         self.register_buffer("rates", config.rope_theta**-dims, persistent=False)
+
+    def _scale(self, sizes: Sizes) -> None:
+        """An EAGLE-1 head's residual stream has the size of the features it predicts, dimension by dimension."""
+        for name, layer in [*self.self_attn.items(), *self.mlp.items()]:
+            assert isinstance(layer, ScaledLinear)
+            if name in ("o_proj", "down_proj"):
+                layer.scale(writes=sizes.feature)
+            else:  # the MLP reads behind a norm over all dimensions
+                layer.scale(reads=sizes.feature / (sizes.row if name in ("gate_proj", "up_proj") else 1.0))
 
     def forward(self, x: Tensor, into: Tensor, first: int, past: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Residual x and input [B, T, .] of step `len(past)`, rows at positions first + t; grows `past`."""
@@ -129,14 +143,16 @@ def _weigh_for(device: str) -> Callable[[Tensor, Tensor, float], tuple[Tensor, T
 
 
 class EagleModule(nn.Module):
-    """Everything of a head that can learn; its state_dict is the head's file."""
+    """Everything of a head that can learn; its state_dict, folded, is the head's file."""
 
-    def __init__(self, config: EagleConfig, *, own_head: bool) -> None:
+    def __init__(self, config: EagleConfig, *, own_head: bool, sizes: Sizes | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, sizes = config, sizes or Sizes.ones(config.width)
         fused = 2 * config.width if config.kind == "eagle" else config.feature_width
-        self.fc = nn.Linear(fused, config.width, bias=False)
-        self.midlayer = EagleLayer(config)
+        self.fc = ScaledLinear(fused, config.width)
+        if config.kind == "eagle":
+            self.fc.scale(torch.cat((sizes.token, sizes.feature)), sizes.feature)
+        self.midlayer = EagleLayer(config, sizes)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList([Norm(config.target_width, config.norm_eps) for _ in config.layers])
         if config.kind == "eagle3":
@@ -178,12 +194,19 @@ class EagleRecipe:
     """An EAGLE head learning from a frozen target."""
 
     def __init__(
-        self, options: TrainOptions, teacher: Teacher, config: EagleConfig, vocabulary: DraftVocabulary
+        self,
+        options: TrainOptions,
+        teacher: Teacher,
+        config: EagleConfig,
+        vocabulary: DraftVocabulary,
+        sizes: Sizes | None = None,
     ) -> None:
+        """Sizes, of EAGLE-1's features, are for training alone: the head that is written is the same."""
         self.options, self.teacher, self.config = options, teacher, config
         self.vocabulary = vocabulary.to(teacher.head.device)
         own_head = config.kind == "eagle3" and options.train_head
-        self._module = EagleModule(config, own_head=own_head).to(teacher.head.device)
+        self._module = EagleModule(config, own_head=own_head, sizes=sizes).to(teacher.head.device)
+        self._unit = None if sizes is None else sizes.feature.to(teacher.head.device)
         self._truth_head = self.vocabulary.rows_of(teacher.head)
         self.law_loss = LawLoss(options.loss, top_weight=10.0 if options.method == "hass" else 0.0)
         self.feature_weight = 0.0 if config.kind == "eagle3" else 1.0
@@ -216,17 +239,19 @@ class EagleRecipe:
             spread = torch.rand(features.shape, generator=noise, device=features.device) - 0.5
             features = features + (spread * (0.2 * 512 / max(512, features.shape[1]))).to(features.dtype)
         steps, detach = self.options.depth, self.options.method == "hass"
+        if (
+            noise is None
+        ):  # a simulation goes as deep for a head that learnt one step as for one that learnt six
+            steps = max(steps, SIMULATED)
         rolled = self._module(embedded, features, steps, detach)
         for step, (rows, out) in enumerate(rolled):
             predicted = out if self.config.kind == "eagle" else None
             weight = self.options.decay**step if self.config.kind == "eagle3" else 1.0
-            yield Output(rows, step + 1, weight, predicted)
+            yield Output(rows, step + 1, weight, predicted, self._unit)
 
     def export(self, folder: Path, measured: Measured) -> None:
         config = replace(self.config, calibration=measured.calibration, rates=measured.rates)
-        weights = {
-            name: weight.detach().to(torch.bfloat16) for name, weight in self._module.state_dict().items()
-        }
+        weights = {name: weight.to(torch.bfloat16) for name, weight in fold(self._module).items()}
         if not self.vocabulary.is_whole:
             weights |= self.vocabulary.tensors()
         write_head(folder, config, weights)

@@ -25,6 +25,7 @@ from forerun.train.losses import LawLoss
 from forerun.train.network import CausalNet
 from forerun.train.options import TrainOptions
 from forerun.train.recipe import Measured, Output, Reading, read_teacher, shifted
+from forerun.train.scaling import ScaledLinear, Sizes, fold
 from forerun.train.teacher import NetTeacher, Teacher
 
 HEADS_WEIGHT = 0.2  # Medusa-2: what the heads' losses count beside the target's own
@@ -33,14 +34,17 @@ HEADS_WEIGHT = 0.2  # Medusa-2: what the heads' losses count beside the target's
 class HeadsModule(nn.Module):
     """Blocks of all heads; `{head}.{block}.linear` as files name them."""
 
-    def __init__(self, config: HeadsConfig) -> None:
+    def __init__(self, config: HeadsConfig, sizes: Sizes | None = None) -> None:
         super().__init__()
         self.config = config
         for i in range(config.count):
             blocks = nn.ModuleDict()
             for j in range(config.blocks):
                 into = config.width * (2 + i) if config.family == "hydra" and j == 0 else config.width
-                linear = nn.Linear(into, config.width)
+                linear = ScaledLinear(into, config.width, bias=True)
+                if sizes is not None:
+                    tokens = into // config.width - 1
+                    linear.scale(torch.cat((sizes.feature, *([sizes.token] * tokens))))
                 nn.init.zeros_(linear.bias)
                 if config.family == "medusa":  # every head starts as the target's own next-token guess
                     nn.init.zeros_(linear.weight)
@@ -74,13 +78,15 @@ class HeadsRecipe:
         config: HeadsConfig,
         vocabulary: DraftVocabulary,
         checkpoint: Checkpoint,
+        sizes: Sizes | None = None,
     ) -> None:
+        """Sizes of what heads read are for training alone: the heads that are written are the same."""
         self.options, self.teacher, self.config, self.checkpoint = options, teacher, config, checkpoint
         self.vocabulary = vocabulary.to(teacher.head.device)
         self.law_loss = LawLoss(options.loss)
         self._truth_head = self.vocabulary.rows_of(teacher.head)
-        heads = HeadsModule(config).to(teacher.head.device)
-        self._heads = heads
+        heads = HeadsModule(config, sizes).to(teacher.head.device)
+        self.heads = heads
         self.student: CausalNet | None = None
         self._module: nn.Module = heads
         if options.joint:
@@ -114,16 +120,14 @@ class HeadsRecipe:
         embedded = F.embedding(batch.tokens, self.teacher.embedding)
         if not torch.is_autocast_enabled(hidden.device.type):
             hidden, embedded = hidden.float(), embedded.float()
-        for i, rows in enumerate(self._heads(hidden, embedded)):
+        for i, rows in enumerate(self.heads(hidden, embedded)):
             yield Output(rows, i + 1, scale * self.options.decay ** (i + 1))
         if self.student is not None and noise is not None:
             yield Output(hidden, 0)  # while it learns; a simulation counts heads only
 
     def export(self, folder: Path, measured: Measured) -> None:
         config = replace(self.config, rates=measured.rates)
-        weights = {
-            name: weight.detach().to(torch.bfloat16) for name, weight in self._heads.state_dict().items()
-        }
+        weights = {name: weight.to(torch.bfloat16) for name, weight in fold(self.heads).items()}
         if not self.vocabulary.is_whole:
             weights |= self.vocabulary.tensors()
         write_heads(folder, config, weights)

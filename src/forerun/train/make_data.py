@@ -1,13 +1,14 @@
 """Texts that the target wrote itself: prompts, then answers at several temperatures, in shards.
 
-Answers must be the target's own: a drafter learns to guess this model, not the language. Two stages, each of
-which picks up where an interrupted run stopped: prompts.jsonl first, then one shard after the other.
+Answers must be the target's own: a drafter learns to guess this model, not the language. Long prompts are made of
+the answers of an earlier run, which cost nothing to write again. Two stages, each of which picks up where an
+interrupted run stopped: prompts.jsonl first, then one shard after the other.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,20 +23,23 @@ from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.train.corpus import Text, write_shard
 from forerun.train.network import is_plain
 from forerun.train.options import DataOptions
-from forerun.train.prompts import Chats, Novelty, around_user_turn, read_prompts
+from forerun.train.passages import read_passages
+from forerun.train.prompts import Chats, Novelty, Prompt, Renderer, around_user_turn, read_prompts
 from forerun.train.provenance import write_provenance
 from forerun.train.teacher import device_of, load_net
+from forerun.train.wrap import FRAME, Wrapper
 from forerun.train.writer import BatchWriter, Order, Written
 from forerun.types import Request
 
 Write = Callable[[Iterable[Order]], Iterator[Written]]
+_LEAST_ANSWER = 32  # tokens left for the answer to a prompt made of passages
 
 
 @dataclass(frozen=True, slots=True)
 class DataProgress:
     """Where a run is."""
 
-    stage: str  # "prompts" or "answers"
+    stage: str  # "prompts", "wrapped" or "answers"
     done: int
     total: int
     tokens: int  # in the answers so far, or in the prompts
@@ -91,13 +95,16 @@ def write_with_engine(engine: Engine, orders: Iterable[Order]) -> Iterator[Writt
 
 def write_prompts(
     options: DataOptions, tokenizer: Chats, write: Write, folder: Path, report: Report
-) -> list[str]:
-    """The prompts of all files, and those that the target writes; no two alike."""
+) -> list[Prompt]:
+    """The prompts of all files, those that the target writes, and those made of passages; no two alike."""
     kept = folder / "prompts.jsonl"
     if kept.is_file():
         return [json.loads(line) for line in kept.read_text(encoding="utf-8").split("\n") if line]
     novelty = Novelty()
-    prompts = [text for text in read_prompts(map(Path, options.prompts)) if novelty.is_new(text)]
+    prompts: list[Prompt] = [
+        text for text in read_prompts(map(Path, options.prompts)) if novelty.is_new(text)
+    ]
+    wrapped = _wrapped(options, tokenizer, report)  # first: a folder that will not do should be known at once
     before, _ = around_user_turn(tokenizer) if options.own_prompts else ("", "")
     starts = [tokenizer.encode(before + opening, add_special=False) or [0] for opening in options.openings]
     turns = len(tokenizer.encode(before, add_special=False))
@@ -110,14 +117,36 @@ def write_prompts(
         if whole and len(text) > 8 and novelty.is_new(text):  # a passage may be cut, a question may not
             prompts.append(text)
         report(DataProgress("prompts", done, options.own_prompts, tokens))
+    prompts += wrapped
     part = kept.with_suffix(".part")
-    part.write_text("".join(json.dumps(text) + "\n" for text in prompts), encoding="utf-8")
+    part.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
     part.replace(kept)
     return prompts
 
 
+def _wrapped(options: DataOptions, tokenizer: Chats, report: Report) -> list[Prompt]:
+    """Prompts made of the answers of earlier runs."""
+    if not options.passages:
+        return []
+    limit = min(options.max_prompt, options.max_length - _LEAST_ANSWER)
+    most = limit - Renderer(tokenizer).frame - FRAME
+    passages = read_passages(options.passages, tokenizer, most=most, count=options.wrapped, seed=options.seed)
+    total, tokens = options.wrapped or len(passages), 0
+    prompts = list[Prompt]()
+    for wrapped in Wrapper(tokenizer, passages, limit, options.seed).wrap(total):
+        prompts.append(wrapped.prompt)
+        tokens += wrapped.length
+        report(DataProgress("wrapped", len(prompts), total, tokens))
+    return prompts
+
+
 def write_answers(
-    options: DataOptions, tokenizer: Chats, write: Write, folder: Path, prompts: list[str], report: Report
+    options: DataOptions,
+    tokenizer: Chats,
+    write: Write,
+    folder: Path,
+    prompts: Sequence[Prompt],
+    report: Report,
 ) -> int:
     """Every prompt once at each temperature, shard by shard; what earlier runs left in shards is not written again."""
     shards = sorted(folder.glob("shard-*.safetensors"))
@@ -140,10 +169,10 @@ def write_answers(
     return tokens
 
 
-def _orders(options: DataOptions, tokenizer: Chats, prompts: Iterable[str]) -> Iterator[Order]:
-    heats, (before, after) = options.temperatures, around_user_turn(tokenizer)
-    for i, text in enumerate(prompts):
-        asked = tokenizer.encode(f"{before}{text}{after}", add_special=False)
+def _orders(options: DataOptions, tokenizer: Chats, prompts: Iterable[Prompt]) -> Iterator[Order]:
+    heats, render = options.temperatures, Renderer(tokenizer)
+    for i, prompt in enumerate(prompts):
+        asked = render(prompt)
         if len(asked) <= options.max_length - 16:
             for j, heat in enumerate(heats):
                 yield Order(asked, heat, options.max_length, i * len(heats) + j)

@@ -36,6 +36,7 @@ class TrainOptions:
     target: str
     data: str  # one folder of `forerun data make`, or several with commas between
     out: str
+    init: str = ""  # a finished head of the same method and shape to start from
     steps: int = 2000  # optimiser steps in all
     batch_tokens: int = 16384  # per step
     max_length: int = 512  # longer texts are cut
@@ -73,6 +74,7 @@ class TrainOptions:
         _check(0 < self.holdout < 1, "holdout", self.holdout, "above 0, below 1")
         _check(0 <= self.warmup < 1, "warmup", self.warmup, "0 up to 1")
         _check(self.levels >= 0, "levels", self.levels, "0 (the recipe's) or more")
+        _check(not self.init or self.method != "draft-model", "init", self.init, "not for draft-model")
         _check(not self.joint or self.method == "medusa", "joint", self.joint, "only for medusa")
 
     @property
@@ -91,6 +93,8 @@ class DataOptions:
     target: str
     out: str
     prompts: tuple[str, ...] = ()  # files of the user's own: .txt lines or .jsonl with "prompt" or "turns"
+    passages: tuple[str, ...] = ()  # folders of earlier runs, whose answers long prompts are made of
+    wrapped: int = 0  # how many of these; 0 = one per passage
     own_prompts: int = 1000  # how many the target is asked to write itself
     openings: tuple[str, ...] = ("",)  # how these begin, in turn; "" = as the target likes
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # each prompt is answered once at each
@@ -107,6 +111,8 @@ class DataOptions:
         _check(8 <= self.max_prompt < self.max_length, "max_prompt", self.max_prompt, "8 to below max_length")
         _check(self.batch >= 1, "batch", self.batch, "at least 1")
         _check(self.own_prompts >= 0, "own_prompts", self.own_prompts, "0 or more")
-        _check(
-            self.own_prompts > 0 or bool(self.prompts), "own_prompts", 0, "above 0, or give --prompts FILE"
-        )
+        _check(self.wrapped >= 0, "wrapped", self.wrapped, "0 or more")
+        _check(not self.wrapped or bool(self.passages), "wrapped", self.wrapped, "0, or give --passages DIR")
+        _check(self.out not in self.passages, "passages", self.passages, "folders other than out")
+        sources = self.own_prompts > 0 or bool(self.prompts) or bool(self.passages)
+        _check(sources, "own_prompts", 0, "above 0, or give --prompts FILE or --passages DIR")

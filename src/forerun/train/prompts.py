@@ -23,11 +23,14 @@ _ODD, _SALT = np.random.default_rng(0).integers(
     1, 1 << 62, (2, _BANDS * _DEPTH), dtype=np.uint64
 ) | np.uint64(1)
 _HIGH = np.uint64(32)  # the better half of a product
+Prompt = str | list[dict[str, str]]  # one question, or the messages of a conversation
 _MARK = "\x02forerun\x03"  # stands for what the user says while a template is taken apart
 
 
 class Chats(Protocol):
     """What of a tokenizer is needed here."""
+
+    eos_ids: frozenset[int]
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str: ...
     def encode(self, text: str, add_special: bool = True) -> list[int]: ...
@@ -58,6 +61,25 @@ def around_user_turn(tokenizer: Chats) -> tuple[str, str]:
     if not mark:
         raise InvalidInput("the model's chat template does not show what the user said; give --prompts FILE")
     return before, after
+
+
+def as_messages(prompt: Prompt) -> list[dict[str, str]]:
+    """The prompt as a conversation."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+class Renderer:
+    """Prompts as the target reads them, up to where it begins to answer."""
+
+    def __init__(self, tokenizer: Chats) -> None:
+        self._tokenizer = tokenizer
+        self._before, self._after = around_user_turn(tokenizer)
+        self.frame = len(self(""))  # tokens that the chat template spends on one question
+
+    def __call__(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(f"{self._before}{prompt}{self._after}", add_special=False)
+        return self._tokenizer.encode(self._tokenizer.chat_text(prompt), add_special=False)
 
 
 def read_prompts(files: Iterable[Path]) -> Iterator[str]:

@@ -19,10 +19,11 @@ from forerun.train.options import DataOptions, TrainOptions
 
 def write_provenance(folder: Path, options: TrainOptions | DataOptions, **facts: Any) -> None:
     """provenance.json beside what was made; FORERUN_COMMIT names the commit where git cannot be asked."""
+    named = {name: Path(given).name for name in ("data", "init") if (given := getattr(options, name, ""))}
     record = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "arguments": {**asdict(options), "data": Path(getattr(options, "data", "")).name, "out": folder.name},
+        "arguments": {**asdict(options), **named, "out": folder.name},
         "versions": {name: _version(name) for name in ("forerun", "torch", "transformers", "safetensors")},
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),

@@ -32,6 +32,7 @@ class Output:
     features: Tensor | None = (
         None  # [B, T, D] a prediction of the target's own rows, where the recipe has one
     )
+    unit: Tensor | None = None  # [D] what a gap between features is measured in
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,9 @@ def loss_of(recipe: Recipe, batch: Batch, noise: torch.Generator | None) -> tupl
         loss, accepted = recipe.law_loss(rows, head, truth, truth_head, weights)
         part = recipe.law_weight * loss / count
         if output.features is not None and recipe.feature_weight:
-            guess = output.features.flatten(0, 1)[said]
-            gaps = F.smooth_l1_loss(guess.float(), truth.float(), reduction="none").mean(-1)
+            unit = 1.0 if output.unit is None else output.unit
+            guess, wanted = output.features.flatten(0, 1)[said].float() / unit, truth.float() / unit
+            gaps = F.smooth_l1_loss(guess, wanted, reduction="none").mean(-1)
             part = part + recipe.feature_weight * gaps.sum() / max(1, len(said))
         total = total + output.weight * part
         first = accepted / count if first is None else first

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from forerun.drafters.eagle.config import default_layers
+from forerun.drafters.eagle.config import EagleConfig, default_layers
 from forerun.drafters.medusa import HeadsConfig
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import MissingDependency
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.train.corpus import Corpus, hash_of
+from forerun.train.corpus import Batches, Corpus, hash_of
 from forerun.train.draft_model import DraftModelRecipe
 from forerun.train.eagle import EagleRecipe, eagle_config
 from forerun.train.heads import HeadsRecipe
@@ -23,6 +23,8 @@ from forerun.train.loop import Report, Trainer
 from forerun.train.options import TrainOptions
 from forerun.train.provenance import write_provenance
 from forerun.train.recipe import Measured, Recipe
+from forerun.train.scaling import Sizes, measure_sizes
+from forerun.train.start import Start, read_start
 from forerun.train.teacher import Teacher, device_of, load_teacher
 
 
@@ -35,7 +37,8 @@ def train(options: TrainOptions, report: Report = lambda progress: None) -> Meas
     corpus = Corpus(options.data, max_length=options.max_length, holdout=options.holdout)
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
-        recipe = make_recipe(options, checkpoint, teacher, corpus)
+        start = read_start(options, teacher.head.shape[1], len(teacher.head))
+        recipe = make_recipe(options, checkpoint, teacher, corpus, start)
     folder = Path(options.out)
     trainer = Trainer(options, recipe, corpus, folder, accelerator)
     measured = trainer.run(report)
@@ -43,25 +46,56 @@ def train(options: TrainOptions, report: Report = lambda progress: None) -> Meas
         recipe.export(folder, measured)
         learnt = sum(parameter.numel() for parameter in trainer.named.values())
         facts = {"data_hash": hash_of(options.data), "parameters": learnt, "measured": asdict(measured)}
+        if start is not None:
+            facts["init"] = start.record()
         write_provenance(folder, options, **facts)
     return measured
 
 
-def make_recipe(options: TrainOptions, checkpoint: Checkpoint, teacher: Teacher, corpus: Corpus) -> Recipe:
-    """The recipe of a method."""
+def make_recipe(
+    options: TrainOptions,
+    checkpoint: Checkpoint,
+    teacher: Teacher,
+    corpus: Corpus,
+    start: Start | None = None,
+) -> Recipe:
+    """The recipe of a method, at its beginning or with the weights of a finished head."""
     if options.method == "draft-model":
         return DraftModelRecipe(options, teacher, checkpoint)
     vocab, width = teacher.head.shape
     vocabulary = DraftVocabulary.whole(vocab)
-    if 0 < options.vocab < vocab:
+    if start is not None:
+        vocabulary = start.vocabulary
+    elif 0 < options.vocab < vocab:
         vocabulary = DraftVocabulary.most_frequent(corpus.count_tokens(vocab), options.vocab)
     if options.method in ("medusa", "hydra"):
         family = "medusa" if options.method == "medusa" else "hydra"
-        heads = HeadsConfig(family, options.depth, options.blocks, width, vocab, target=options.target)  # type: ignore[arg-type]
-        return HeadsRecipe(options, teacher, heads, vocabulary, checkpoint)
-    layers = options.features or default_layers(teacher.layer_count)
-    config = eagle_config(options, checkpoint.config, layers, len(vocabulary))
-    return EagleRecipe(options, teacher, config, vocabulary)
+        shape = HeadsConfig(family, options.depth, options.blocks, width, vocab, target=options.target)  # type: ignore[arg-type]
+        if start is not None:
+            start.must_fit(shape)
+        heads = HeadsRecipe(options, teacher, shape, vocabulary, checkpoint, _sizes(options, teacher, corpus))
+        if start is not None:
+            start.fill(heads.heads, teacher.embedding)
+        return heads
+    theirs = start.config if start is not None and isinstance(start.config, EagleConfig) else None
+    layers = options.features or (() if theirs is None else theirs.layers)
+    config = eagle_config(
+        options, checkpoint.config, layers or default_layers(teacher.layer_count), len(vocabulary)
+    )
+    if theirs is not None and not options.inner:
+        config = replace(config, inner=theirs.inner)
+    if start is not None:
+        start.must_fit(config)
+    sizes = _sizes(options, teacher, corpus) if config.kind == "eagle" else None
+    eagle = EagleRecipe(options, teacher, config, vocabulary, sizes)
+    if start is not None:
+        start.fill(eagle.module(), teacher.embedding)
+    return eagle
+
+
+def _sizes(options: TrainOptions, teacher: Teacher, corpus: Corpus) -> Sizes:
+    """Of what the target says of the first batch, whichever step a run is at."""
+    return measure_sizes(teacher, Batches(corpus, corpus.training, options.batch_tokens, options.seed).at(0))
 
 
 def _accelerator() -> Any:

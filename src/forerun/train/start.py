@@ -1,0 +1,111 @@
+"""A run that starts from a finished head: its weights, its draft vocabulary, and what must be the same.
+
+The head must be of the run's method and shape, so that the first step computes what the head did. One thing may
+differ: the MLP of an EAGLE head may become wider, by units whose outputs count nothing yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.eagle.files import read_head
+from forerun.drafters.eagle.head import vocabulary_of
+from forerun.drafters.head_files import read_config
+from forerun.drafters.medusa import HeadsConfig, read_heads
+from forerun.drafters.vocab import DraftVocabulary
+from forerun.errors import InvalidInput
+from forerun.train.options import TrainOptions
+from forerun.train.scaling import unfold
+
+_FREE = ("inner", "target", "calibration", "rates", "max_length", "draft_vocab_size")
+_BESIDE = ("d2t", "t2d", "embed_tokens.weight")  # what a head's file may hold that does not learn
+_WIDER = ("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight", "midlayer.mlp.down_proj.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A finished head to start from."""
+
+    folder: Path
+    config: EagleConfig | HeadsConfig
+    weights: dict[str, Tensor]  # as files hold them
+    vocabulary: DraftVocabulary
+
+    def must_fit(self, config: EagleConfig | HeadsConfig) -> None:
+        """Raise where the run's head is another than this one."""
+        for name in config.__slots__:
+            theirs, ours = getattr(self.config, name), getattr(config, name)
+            unnamed = name == "layers" and not theirs  # then those that are read by default
+            if name not in _FREE and theirs != ours and not unnamed:
+                _refuse(self.folder, f"{name}={theirs!r}", f"{name}={ours!r}")
+        theirs, ours = (getattr(one, "inner", 0) for one in (self.config, config))
+        if ours < theirs:
+            _refuse(self.folder, f"inner={theirs}", f"inner={ours}, which is less")
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, embedding: Tensor) -> None:
+        """Give a module this head's weights, as the module learns them."""
+        own = self.weights.get("embed_tokens.weight")
+        if own is not None and not torch.allclose(own.float(), embedding.float().cpu(), rtol=0.02, atol=1e-3):
+            _refuse(self.folder, "an embedding of its own", "the target's")
+        learnt = {name: weight for name, weight in self.weights.items() if name not in _BESIDE}
+        known = dict(module.named_parameters())
+        if unknown := sorted(learnt.keys() - known.keys()):
+            _refuse(self.folder, f"the weight {unknown[0]!r}", "none of that name")
+        for name, weight in unfold(module, learnt).items():
+            parameter, shape = known[name], tuple(weight.shape)
+            if name not in _WIDER and shape != tuple(parameter.shape):
+                _refuse(self.folder, f"{name!r} of {shape}", f"{tuple(parameter.shape)}")
+            if name.endswith("down_proj.weight"):
+                parameter.zero_()  # new units say nothing yet
+            parameter[tuple(slice(size) for size in shape)] = weight.to(parameter.device)
+
+    def record(self) -> dict[str, Any]:
+        """What provenance says of it."""
+        digest = hashlib.sha256()
+        for file in sorted(self.folder.glob("*.safetensors")):
+            digest.update(file.read_bytes())
+        record: dict[str, Any] = {"folder": self.folder.resolve().name, "sha256": digest.hexdigest()}
+        if (kept := self.folder / "provenance.json").is_file():
+            record["provenance"] = json.loads(kept.read_text(encoding="utf-8"))
+        return record
+
+
+def read_start(options: TrainOptions, width: int, vocab_size: int) -> Start | None:
+    """The head that a run starts from, if it names one."""
+    if not options.init:
+        return None
+    folder = Path(options.init)
+    found = _family_of(read_config(folder))
+    wanted = options.method if options.method in ("medusa", "hydra") else "eagle"
+    if found != wanted:
+        _refuse(folder, f"a head of the family {found}", options.method)
+    if options.method == "medusa" or options.method == "hydra":
+        heads, weights = read_heads(folder, options.method, width, vocab_size)
+        rows = len(weights["d2t"]) if "d2t" in weights else heads.vocab_size
+        start = Start(folder, heads, weights, DraftVocabulary.from_file(weights, rows, heads.vocab_size))
+    else:
+        config, weights = read_head(folder)
+        start = Start(folder, config, weights, vocabulary_of(config, weights))
+    if options.vocab not in (0, len(start.vocabulary)):
+        _refuse(folder, f"a draft vocabulary of {len(start.vocabulary)}", f"vocab={options.vocab}")
+    return start
+
+
+def _family_of(values: Mapping[str, Any]) -> str:
+    return next((name for name in ("medusa", "hydra") if f"{name}_num_heads" in values), "eagle")
+
+
+def _refuse(folder: Path, theirs: str, ours: str) -> None:
+    raise InvalidInput(
+        f"the head in {folder} has {theirs} and this run {ours}; give the run the head's, or another --init"
+    )

@@ -1,0 +1,131 @@
+"""A run that starts from a finished head: it is that head, in the units it learns in; another shape is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.drafters.eagle.files import read_head
+from forerun.drafters.medusa import read_heads
+from forerun.errors import InvalidInput
+from forerun.models.load.checkpoint import Checkpoint
+from forerun.train.corpus import Batches, Corpus
+from forerun.train.options import Method, TrainOptions
+from forerun.train.recipe import Recipe
+from forerun.train.run import make_recipe, train
+from forerun.train.scaling import fold
+from forerun.train.start import read_start
+from forerun.train.teacher import Teacher, load_teacher
+from tests.train.test_recipes import options_for
+
+HEADS: list[Method] = ["eagle", "hass", "eagle3", "medusa", "hydra"]
+
+
+def begun(options: TrainOptions, tiny: Checkpoint, teacher: Teacher) -> Recipe:
+    start = read_start(options, teacher.head.shape[1], len(teacher.head))
+    corpus = Corpus(options.data, max_length=options.max_length, holdout=options.holdout)
+    return make_recipe(options, tiny, teacher, corpus, start)
+
+
+def said(recipe: Recipe, options: TrainOptions) -> list[Tensor]:
+    corpus = Corpus(options.data, max_length=options.max_length, holdout=options.holdout)
+    batch = Batches(corpus, corpus.held_back, 256, 0).at(0)
+    with torch.no_grad():
+        return [output.rows for output in recipe.outputs(batch, recipe.read(batch), None)]
+
+
+def half(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny: Checkpoint) -> Teacher:
+    return load_teacher(tiny, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_a_run_starts_as_the_head_it_is_given(
+    method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path, teacher: Teacher
+) -> None:
+    first = options_for(
+        method, tiny, texts, tmp_path / "a", steps=4, vocab=0 if method == "medusa" else 40, eval_batches=1
+    )
+    train(first)
+    again = replace(first, out=str(tmp_path / "b"), init=str(tmp_path / "a"), vocab=0, seed=7)
+    recipe = begun(again, tiny, teacher)
+    if method in ("medusa", "hydra"):
+        written = read_heads(tmp_path / "a", "medusa" if method == "medusa" else "hydra")[1]
+    else:
+        config, written = read_head(tmp_path / "a")
+        assert len(config.rates) == 6  # as deep a simulation for one step as for six
+    folded = half(fold(recipe.module()))
+    assert all(torch.equal(folded[name], written[name]) for name in folded)
+    assert len(recipe.vocabulary) == (len(teacher.head) if method == "medusa" else 40)
+    if "d2t" in written:
+        assert torch.equal(recipe.vocabulary.tensors()["d2t"], written["d2t"])
+    train(replace(again, steps=1, lr=1e-12))
+    record = json.loads((tmp_path / "b" / "provenance.json").read_text())
+    assert record["arguments"]["init"] == record["init"]["folder"] == "a"
+    assert len(record["init"]["sha256"]) == 64
+    assert record["init"]["provenance"]["arguments"]["method"] == method
+    losses = [json.loads((tmp_path / run / "log.jsonl").read_text().split("\n")[0])["loss"] for run in "ab"]
+    assert losses[1] < losses[0]  # four steps of learning were not lost
+
+
+def test_a_checkpoint_counts_more_than_the_head_it_began_with(
+    tiny: Checkpoint, texts: Path, tmp_path: Path
+) -> None:
+    first = options_for("hydra", tiny, texts, tmp_path / "a", steps=2, eval_batches=1)
+    train(first)
+    second = replace(first, out=str(tmp_path / "b"), init=str(tmp_path / "a"))
+    train(second)
+    seen: list[int] = []
+    train(replace(second, steps=4), lambda progress: seen.append(progress.step))
+    assert seen == [3, 4]
+    with pytest.raises(InvalidInput, match="init="):
+        train(replace(second, init="", steps=5))
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_wider_mlp_says_the_same_at_first(
+    method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path, teacher: Teacher
+) -> None:
+    first = options_for(method, tiny, texts, tmp_path / "a", steps=2, eval_batches=1)
+    train(first)
+    inner = read_head(tmp_path / "a")[0].inner
+    same = replace(first, init=str(tmp_path / "a"))
+    recipes = [begun(replace(same, inner=width), tiny, teacher) for width in (inner, 2 * inner)]
+    rows, wider = (said(recipe, first) for recipe in recipes)
+    counts = [sum(p.numel() for p in recipe.module().parameters()) for recipe in recipes]
+    assert counts[1] > counts[0]
+    for ours, theirs in zip(rows, wider, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    with pytest.raises(InvalidInput, match=f"inner={inner} and this run inner={inner // 2}"):
+        begun(replace(same, inner=inner // 2), tiny, teacher)
+
+
+def test_another_kind_or_shape_is_refused(
+    tiny: Checkpoint, texts: Path, tmp_path: Path, teacher: Teacher
+) -> None:
+    train(options_for("eagle3", tiny, texts, tmp_path / "a", steps=1, vocab=40, eval_batches=1))
+    train(options_for("hydra", tiny, texts, tmp_path / "h", steps=1, eval_batches=1))
+    wrong: list[tuple[Method, str, dict[str, object], str]] = [
+        ("eagle", "a", {}, "kind='eagle3' and this run kind='eagle'"),
+        ("eagle3", "a", {"fc_norm": True}, "fc_norm=False and this run fc_norm=True"),
+        ("eagle3", "a", {"features": (1, 2)}, "layers="),
+        ("eagle3", "a", {"vocab": 30}, "vocabulary of 40 and this run vocab=30"),
+        ("eagle3", "a", {"train_head": False}, "lm_head.weight"),
+        ("medusa", "h", {}, "hydra and this run medusa"),
+        ("hydra", "h", {"blocks": 2}, "blocks=1 and this run blocks=2"),
+    ]
+    for method, folder, more, words in wrong:
+        options = options_for(method, tiny, texts, tmp_path / "b", init=str(tmp_path / folder), **more)
+        with pytest.raises(InvalidInput, match=words):
+            begun(options, tiny, teacher)
+    with pytest.raises(InvalidInput, match="draft-model"):
+        options_for("draft-model", tiny, texts, tmp_path / "b", init=str(tmp_path / "a"))
