@@ -101,6 +101,25 @@ def test_chains_are_trees_in_which_each_node_follows_the_last(rows: list[list[in
 
 
 @quick
+@hypothesis.given(batches())
+def test_trees_of_lists_and_of_tensors_are_the_same(trees: TreeBatch) -> None:
+    again = TreeBatch(trees.tokens, trees.parents, trees.starts, trees.drawn_from)
+    assert again.to_host() == trees.to_host() == (trees.tokens.tolist(), trees.parents.tolist())
+    assert again.host_depths() == trees.host_depths()
+    assert trees.is_plain() == all(size == 1 for size in trees.sizes())
+    assert trees.nodes == len(trees.tokens) == len(trees.parents)
+
+
+@quick
+@hypothesis.given(st.lists(st.lists(st.integers(1, 9), max_size=5), max_size=5))
+def test_verdicts_of_lists_and_of_tensors_are_the_same(paths: list[list[int]]) -> None:
+    verdict = Verdict.of(paths, list(range(len(paths))), "cpu")
+    again = Verdict(verdict.paths, verdict.accepted, verdict.bonus)
+    assert again.to_host() == verdict.to_host() == (paths, list(range(len(paths))))
+    assert verdict.paths.shape == (len(paths), max(map(len, paths), default=0))
+
+
+@quick
 @hypothesis.given(st.lists(st.lists(st.integers(1, 9), max_size=5), max_size=5))
 def test_verdicts_keep_paths_of_different_lengths(paths: list[list[int]]) -> None:
     verdict = Verdict.of(paths, [3] * len(paths), "cpu")

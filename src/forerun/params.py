@@ -114,7 +114,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 16  # longest suffix that ngram looks up
     prompt_lookup_min: int = 1
     draft_sample_method: Literal["greedy", "probabilistic"] = (
-        "greedy"  # heads: chosen trees, or sampled chains
+        "probabilistic"  # heads: where the target draws, draft from their own law; greedy = always the likeliest
     )
 
     def __post_init__(self) -> None:

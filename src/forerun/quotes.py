@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -39,12 +40,14 @@ class Claims(Protocol):
 
 def quote_of(drafter: object, seq: Seq) -> Quote:
     """The drafter's own quote, or what its cost says: what costs nothing is chosen, what costs may be sampled."""
-    if isinstance(drafter, Quotes):
-        return drafter.quote(seq)
+    quote: Callable[[Seq], Quote] | None = getattr(drafter, "quote", None)  # a protocol is slow to ask
+    if quote is not None:
+        return quote(seq)
     cost = float(getattr(drafter, "cost", 0.0))
     return Quote(cost, chosen=not cost)
 
 
 def claim_of(drafter: object, seq: Seq) -> float | None:
     """What the drafter expected of its last draft, if it says so."""
-    return drafter.claim(seq) if isinstance(drafter, Claims) else None
+    claim: Callable[[Seq], float | None] | None = getattr(drafter, "claim", None)
+    return None if claim is None else claim(seq)

@@ -25,9 +25,9 @@ def test_decoder_is_a_target(name: str, kv_slots: int | None, tmp_path: Path) ->
 def test_forgetting_to_move_the_path_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = save(make_reference("smollm2"), tmp_path)
 
-    def keep_in_place(self: Any, seq_id: int, path: list[int]) -> None:
-        self.extent(seq_id).length += 1 + len(path)
+    def stay(self: Any, moves: list[tuple[int, int]]) -> None:
+        pass
 
-    monkeypatch.setattr("forerun.models.kv.KVStore.keep", keep_in_place)
+    monkeypatch.setattr("forerun.models.kv.KVStore.move", stay)
     with pytest.raises(AssertionError, match="differ from a plain pass"):
         check_target(lambda: make_decoder(config, weights), vocab_size=VOCAB)

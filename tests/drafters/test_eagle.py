@@ -21,6 +21,7 @@ from forerun.errors import DamagedFile, InvalidInput, VocabularyMismatch
 from forerun.params import SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
 from forerun.train.eagle import EagleModule
+from forerun.train.scaling import Sizes, fold
 from forerun.types import Budget, Scores, TreeBatch, Verdict
 from tests.drafters.rounds import as_lists, observe_prompts
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
@@ -35,8 +36,9 @@ KINDS = [
 
 
 def trained(config: EagleConfig, weights: dict[str, Tensor]) -> EagleModule:
-    """The module that training would hold, with these weights."""
-    module = EagleModule(config, own_head=True)
+    """The module that training would hold, which learns these weights in units of its own."""
+    sizes = Sizes(torch.full((config.width,), 2.0), torch.tensor([0.5, 1.0, 2.0, 1.0] * (config.width // 4)))
+    module = EagleModule(config, own_head=True, sizes=sizes)
     module.load_state_dict({name: weights[name] for name in module.state_dict()})
     return module
 
@@ -58,28 +60,33 @@ def shown(drafter: EagleDrafter, tokens: list[int], features: Tensor) -> FakeSeq
 
 @pytest.mark.parametrize(("kind", "more"), KINDS)
 def test_training_in_parallel_equals_drafting_step_by_step(kind: Kind, more: dict[str, bool]) -> None:
-    """The off-by-one killer: for every row and step, the masked pass and the cached one say the same."""
+    """The off-by-one killer: for every row and step, the masked pass and the cached one say the same.
+
+    What drafts is the module as a file holds it, so a size that is not folded into it shows as well.
+    """
     config = eagle_config(kind, VOCAB, **more)
     weights = eagle_weights(config, seed=1)
+    module = trained(config, weights)
+    folded = weights | fold(module)
+    assert torch.equal(folded["fc.weight"], weights["fc.weight"]) == (kind == "eagle3")
     torch.manual_seed(0)
     tokens = torch.randint(VOCAB, (1, LENGTH))
     features = torch.randn(1, LENGTH, config.feature_width)
     embedded = weights["embed_tokens.weight"][tokens]
     with torch.no_grad():
         rolled = [
-            rows @ weights["lm_head.weight"].t()
-            for rows, _ in trained(config, weights)(embedded, features, STEPS, False)
+            rows @ weights["lm_head.weight"].t() for rows, _ in module(embedded, features, STEPS, False)
         ]
     compared = 0
     for row in range(LENGTH - 1):  # a draft that starts behind row `row`
-        drafter = drafter_of(config, weights)
+        drafter = drafter_of(config, folded)
         text = tokens[0, : row + 2].tolist()
         seq = shown(drafter, text, features[0, : row + 1])
         with torch.no_grad():
             walk = drafter._runner.begin([seq], [drafter._texts[0]], [Budget(STEPS, STEPS)])
             said = walk.first()[0]
             for step in range(min(STEPS, LENGTH - 1 - row)):
-                torch.testing.assert_close(said, rolled[step][0, row], rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(said, rolled[step][0, row], rtol=1e-3, atol=1e-3)
                 compared += 1
                 follow = tokens[:, row + 2 + step] if row + 2 + step < LENGTH else tokens[:, 0]
                 said = walk.after(torch.zeros(1, 1, dtype=torch.long), follow[:, None])[0, 0]

@@ -15,6 +15,7 @@ from forerun.drafters.medusa import Family, HeadSet, MedusaDrafter, plant, read_
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.testing import FakeSeq, TableLM
 from forerun.train.heads import HeadsModule
+from forerun.train.scaling import Sizes, fold
 from forerun.types import Budget
 from tests.drafters.rounds import as_lists, observe_prompts
 from tests.drafters.tiny_heads import heads_config, heads_weights
@@ -69,7 +70,7 @@ def test_medusa_drafts_what_its_heads_say() -> None:
 def test_training_in_parallel_equals_drafting(family: Family) -> None:
     config = heads_config(family, VOCAB)
     weights = heads_weights(config, seed=5) | {"embed_tokens.weight": torch.randn(VOCAB, 8)}
-    module = HeadsModule(config)
+    module = HeadsModule(config, Sizes(torch.full((8,), 0.25), torch.tensor([0.5, 1.0, 2.0, 4.0] * 2)))
     module.load_state_dict({name: weights[name] for name in module.state_dict()})
     torch.manual_seed(1)
     tokens, hidden = torch.randint(VOCAB, (1, 10)), torch.randn(1, 10, 8)
@@ -78,11 +79,11 @@ def test_training_in_parallel_equals_drafting(family: Family) -> None:
             rows @ weights["lm_head.weight"].t()
             for rows in module(hidden, weights["embed_tokens.weight"][tokens])
         ]
-    heads = HeadSet(config, weights, None)
+    heads = HeadSet(config, weights | fold(module), None)  # as a file holds what the module learns in units
     for row in range(5):
         seq = FakeSeq(0, tokens[0, : row + 2].tolist())
         if family == "hydra":
-            walk = HydraWalk(heads, [hidden[:, row]], [seq])
+            walk = HydraWalk(heads, hidden[:, row], [seq])
             said = [walk.first()[0]]
             root = torch.zeros(1, 1, dtype=torch.long)
             said += [walk.after(root, tokens[:, row + 2 + i, None])[0, 0] for i in range(config.count - 1)]

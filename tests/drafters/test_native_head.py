@@ -157,13 +157,16 @@ def test_the_targets_tables_are_read_where_they_lie(how: str) -> None:
         lent = replace(lent, table=None)
     if how == "blocks":
         lent = replace(lent, embed=lambda ids: unpack_rows(blocks, ids), table=blocks)
+        lent = replace(lent, head_rows=lambda ids: unpack_rows(blocks, ids), head_table=blocks)
     drafters = both(config, eagle_weights(config, borrows=True), lent)
     seq = FakeSeq(0, [1, 39, 7, 2])
     features = torch.randn(3, config.feature_width)
     for drafter in drafters:
         show(drafter, seq, features)
     for wanted, found in zip(*(said(drafter, [seq]) for drafter in drafters), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+        largest = float(wanted.abs().max())
+        atol = 0.02 * largest if how == "blocks" else 1e-3  # packed rows are multiplied with rounded ones
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=atol)
 
 
 def test_a_text_that_the_head_cannot_read_is_refused() -> None:

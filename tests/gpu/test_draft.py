@@ -9,8 +9,9 @@ import torch
 
 from forerun.build import make_engine
 from forerun.drafters.eagle.device import DeviceEagle, on_device
-from forerun.drafters.eagle.draft_plan import Repertoire, aligned
+from forerun.drafters.eagle.draft_plan import MENU, Repertoire, Shape, aligned, best_of_menu, expected
 from forerun.drafters.eagle.files import write_head
+from forerun.drafters.eagle.graphs import DeviceDraft
 from forerun.drafters.eagle.way_in import why_not
 from forerun.models.cuda.growth import Frontier, Habit, Pool, cut_trees, grow_level, grow_plainly
 from forerun.models.cuda.network import Run
@@ -69,6 +70,44 @@ def test_trees_are_those_of_the_head_as_everywhere(
     for seq in seqs:
         device.forget(seq)
     assert device.draft.net.kv.used == 0
+
+
+def test_the_next_draft_starts_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One draft a round as long as the form stays; another form, or a text that ended, is drafted for anew."""
+    target = make_target("llama", "cpu")
+    device, plain = both_drafters(target)
+    launched: list[Shape] = []
+    launch = DeviceDraft._launch
+    monkeypatch.setattr(
+        DeviceDraft,
+        "_launch",
+        lambda self, roots, shape: (launched.append(shape), launch(self, roots, shape))[1],
+    )
+    seq = FakeSeq(0, [3, 4, 5, 6], max_length=40)
+    trees, scores = target.prefill([seq], device.needs)
+    for drafter in (device, plain):
+        drafter.observe([seq], trees, scores, Verdict.whole_chain(trees, [6]))
+    for turn, budget in enumerate([Budget(6, 3, 2)] * 3 + [Budget(3, 3)] * 2 + [Budget(0, 0), Budget(3, 3)]):
+        grown = device.propose([seq], [budget])
+        assert as_lists(grown) == as_lists(plain.propose([seq], [budget])), f"round {turn}"
+        scores = target.score([seq], grown, device.needs)
+        verdict = Verdict.of([[]], [7 + turn], "cpu") if scores.settle is None else scores.settle()
+        target.commit([seq], grown, verdict)
+        for drafter in (device, plain):
+            drafter.observe([seq], grown, scores, verdict)
+        (path,), (bonus,) = verdict.to_host()
+        seq.tokens += [*(as_lists(grown)[0][0][node] for node in path), bonus]
+    # asked once, then ahead of rounds 2 to 4; round 4 wants a chain; ahead of 5 and 6, which wants nothing; then 7
+    assert launched == [(6, 3, 2)] * 4 + [(3, 3, 1)] * 3 + [(3, 3, 1)] * 2
+    launched.clear()
+    seq.max_length = len(seq.tokens) + 1
+    grown = device.propose([seq], [Budget(3, 3)])
+    scores = target.score([seq], grown, device.needs)
+    assert scores.settle is not None
+    verdict = scores.settle()
+    target.commit([seq], grown, verdict)
+    device.observe([seq], grown, scores, verdict)
+    assert len(launched) <= 1, "nothing is drafted behind a text's end"
 
 
 def _agree(
@@ -275,7 +314,7 @@ def test_where_no_graph_fits_nothing_is_drafted_and_nothing_is_lost(monkeypatch:
     for refused in (True, False, True, False):
         with monkeypatch.context() as patch:
             if refused:
-                patch.setattr(drafter.draft, "propose", lambda *_: None)
+                patch.setattr(drafter.draft, "propose", lambda *_, **__: None)
             grown = drafter.propose([seq], [Budget(3, 3)])
         assert grown.is_plain() == refused
         wanted = plain.propose([seq], [Budget(3, 3)])
@@ -307,3 +346,26 @@ def test_a_wide_and_deep_draft_stays_in_the_slots_of_its_text() -> None:
     for b in range(2):
         mine = slots[b * form.width : (b + 1) * form.width]
         assert kv.extent(b).base <= min(mine) <= max(mine) < kv.extent(b).base + kv.extent(b).size
+
+
+def test_the_last_tokens_of_a_text_are_drafted_with_the_last_form() -> None:
+    forms = Repertoire()
+    assert forms.choose(1, (3, 3, 1), ends=True) is None, "nothing is there yet"
+    assert forms.choose(1, (60, 6, 10)) == (60, 6, 10)
+    assert [forms.choose(1, (depth, depth, 1), ends=True) for depth in (5, 4, 3)] == [(60, 6, 10)] * 3
+    assert forms.known[1] == {(60, 6, 10)}
+
+
+def test_what_a_form_brings_and_which_one_pays() -> None:
+    rates = ((0.6, 0.2), (0.5, 0.1))
+    assert expected(rates, (1, 1, 1)) == pytest.approx(0.6)
+    assert expected(rates, (2, 2, 1)) == pytest.approx(0.6 + 0.3)
+    assert expected(rates, (3, 2, 2)) == pytest.approx(0.6 + 0.3 + 0.2)
+    assert expected(rates, (4, 4, 1)) == pytest.approx(0.6 + 0.3 + 0.15 + 0.075), (
+        "the last level's rates hold on"
+    )
+    most, flat, steep = (60, 16, 16), [0.0] * 61, [0.4 * n for n in range(61)]
+    assert best_of_menu(rates, most, flat, 0.0) == MENU[-1]
+    assert best_of_menu(rates, most, steep, 0.05) == (1, 1, 1)
+    assert best_of_menu(rates, (20, 4, 1), flat, 0.0) == (4, 4, 1), "never more than was allowed"
+    assert best_of_menu(rates, (1, 1, 1), flat[:1], 0.0) == (1, 1, 1)

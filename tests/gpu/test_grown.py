@@ -33,7 +33,7 @@ def _random_trees(rng: random.Random, form: Form) -> list[tuple[list[int], list[
 
 def _grown(trees: list[tuple[list[int], list[int]]], form: Form, device: str) -> GrownTrees:
     both = [[x for tree in trees for x in tree[i]] for i in (0, 1)]
-    return GrownTrees.of(torch.tensor(both, device=device), form)
+    return GrownTrees(torch.tensor(both, device=device), form)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,18 +1,24 @@
 """Weights of one byte: near the plain ones, a target like any other, and bits that company does not change."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from forerun.build import load_target
+from forerun.drafters.eagle.way_in import make_net
 from forerun.errors import InvalidInput
-from forerun.models.cuda.packed import Packed, WeightKind, pack, times
+from forerun.models.cuda.head import HeadNet
+from forerun.models.cuda.network import Run
+from forerun.models.cuda.packed import LARGEST_ROW, Packed, WeightKind, pack, times, whole
+from forerun.models.cuda.plan import Span, plan_pass
 from forerun.models.cuda.target import CudaDecoder
 from forerun.params import EngineConfig
 from forerun.testing import FakeSeq, check_target, random_tree
 from forerun.types import Needs, TreeBatch
+from tests.gpu.heads import make_head
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 
 KINDS: list[WeightKind] = ["int8", "fp8"]
@@ -94,3 +100,63 @@ def test_one_byte_weights_need_a_gpu() -> None:
     unknown = SimpleNamespace(config={"model_type": "unknown"}, path=None)
     with pytest.raises(InvalidInput, match="use q8"):
         load_target(unknown, EngineConfig(dtype="int8", device="cpu"))  # type: ignore[arg-type]
+
+
+def test_rows_of_whole_numbers_end_at_the_largest() -> None:
+    rows = torch.tensor([[0.5, 1.5, -2.4, 1e9, -1e9]])
+    assert whole(rows).tolist() == [[0.0, 2.0, -2.0, LARGEST_ROW, -LARGEST_ROW]]
+
+
+@pytest.mark.parametrize("more", [{}, {"norm_before_residual": True}], ids=str)
+def test_a_head_of_bytes_says_what_the_plain_one_says(more: dict[str, bool]) -> None:
+    """Rows of any size are lifted to where whole numbers are fine enough: int8 weights are all that is lost."""
+    target = make_target("smollm2", "cpu")
+    nets = [make_net(*make_head(target, **more), target, kind)[0] for kind in ("plain", "int8")]  # type: ignore[arg-type]
+    wanted, got = (_head_logits(net, 12) for net in nets)
+    off = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert 0.0 < float(off.max()) < 0.05, off
+    inner, found = nets[1].buffers.inner[:12], nets[1].buffers.found[:12]
+    for rows in (inner, found):
+        assert torch.equal(rows, rows.round()), "rows are not whole numbers"
+        assert 8 < float(rows.square().mean().sqrt()) < 2048
+
+
+def test_a_head_too_odd_for_bytes_is_widened() -> None:
+    target = make_target("llama", "cpu")
+    config, weights = make_head(target)
+    assert make_net(config, weights, target, "int8")[0].model.whole
+    assert not make_net(config, weights, target, "fp8")[0].model.whole
+    for name in ("gate", "up"):
+        weights[f"midlayer.mlp.{name}_proj.weight"] = weights[f"midlayer.mlp.{name}_proj.weight"][:80]
+    weights["midlayer.mlp.down_proj.weight"] = weights["midlayer.mlp.down_proj.weight"][:, :80]
+    odd = make_net(replace(config, inner=80), weights, target, "int8")[0]
+    assert not odd.model.whole
+    assert bool(_head_logits(odd, 3).isfinite().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["smollm2", "large"])
+def test_bytes_on_tensor_cores_agree_with_torch_and_keep_their_bits(name: str) -> None:
+    need_cuda()
+    nets = []
+    for kernels in ("triton", "torch"):
+        target = make_target(name, "cuda", torch.bfloat16, kernels)  # type: ignore[arg-type]
+        nets.append(make_net(*make_head(target), target, "int8")[0])
+    got, wanted = (_head_logits(net, 100) for net in nets)
+    off = float((got - wanted).norm() / wanted.norm())
+    assert off < 0.03, f"off by {off:.1%}"
+    for count in (1, 8, 9, 33, 64):
+        assert torch.equal(_head_logits(nets[0], count), got[:count]), f"bits differ at {count} rows"
+
+
+def _head_logits(net: HeadNet, count: int) -> torch.Tensor:
+    """A chain through a head; what its rows carry differs a million times in size."""
+    config, rng = net.model.config, random.Random(2)
+    tokens = [rng.randrange(VOCAB) for _ in range(128)]
+    made = torch.Generator().manual_seed(3)
+    carried = torch.randn(128, config.width, generator=made) * torch.logspace(-3, 3, 128)[:, None]
+    nodes = 64 // (1 << (config.heads // config.kv_heads - 1).bit_length())
+    plan = plan_pass([Span(tokens[:count], None, 0, 0)], nodes)
+    net.buffers.send(plan)
+    net.run(Run.of(plan.size, net.buffers.ints), carried[: plan.size.rows].to(net.model.device))
+    return net.logits[:count].float().cpu()

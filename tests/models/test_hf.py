@@ -125,8 +125,25 @@ def test_room_counts_what_running_texts_may_still_need() -> None:
     target.prefill([seq], Needs())
     assert target.has_room(20)
     assert not target.has_room(21)
+    assert target.has_room(12, 8)
+    assert not target.has_room(12, 9)
     target.release(seq)
     assert target.has_room(50)
+
+
+def test_prompts_share_a_pass_with_those_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pass is padded to more than twice a prompt, but for the very short; each has the rows it has alone."""
+    monkeypatch.setattr(hf, "CHUNK", 32)
+    lengths = [3, 41, 12, 1, 20, 75, 40]  # one token each stays out
+    assert list(hf._alike([n - 1 for n in lengths])) == [
+        (0, [0, 2]), (0, [1, 4, 5, 6]), (32, [1, 6]), (32, [5]), (64, [5]),
+    ]  # fmt: skip
+    model = llama()
+    seqs = [FakeSeq(b, tokens(n, b)) for b, n in enumerate(lengths)]
+    together = HFTarget(model).prefill(seqs, Needs((1, -1)))[1].hidden
+    for layer, rows in together.items():
+        alone = [HFTarget(model).prefill([seq], Needs((1, -1)))[1].hidden[layer] for seq in seqs]
+        torch.testing.assert_close(rows, torch.cat(alone), atol=1e-5, rtol=0)
 
 
 def test_nodes_past_the_context_do_no_harm() -> None:

@@ -83,6 +83,39 @@ def test_a_bounded_store_refuses() -> None:
     assert store.used == 0
 
 
+def test_room_for_two_is_not_room_for_their_sum() -> None:
+    store = _store(100)
+    for seq_id, size in enumerate((30, 40, 30)):
+        store.reserve(seq_id, size)
+    store.release(0)
+    store.release(2)  # two runs of 30, apart
+    assert store.has_room()
+    assert store.has_room(30, 30)
+    assert store.has_room(20, 20, 10, 10)
+    assert not store.has_room(20, 20, 11)
+    assert not store.has_room(60)
+    assert not store.has_room(1, 30, 30)
+    assert store.has_room(30)  # asking has taken nothing
+
+
+@given(st.lists(st.integers(1, 40), max_size=6), st.lists(st.integers(1, 40), max_size=6), st.data())
+def test_what_has_room_can_be_reserved(held: list[int], wanted: list[int], data: st.DataObject) -> None:
+    store = _store(100)
+    for seq_id, size in enumerate(held):
+        if store.has_room(size):
+            store.reserve(seq_id, size)
+    for seq_id in data.draw(st.sets(st.integers(0, 6))):
+        store.release(seq_id)
+    promised = store.has_room(*wanted)
+    try:
+        for seq_id, size in enumerate(wanted, start=10):
+            store.reserve(seq_id, size)
+    except InvalidInput:
+        assert not promised
+    else:
+        assert promised
+
+
 @given(st.sets(st.integers(1, 9)), st.integers(0, 4))
 def test_a_commit_brings_the_path_next_to_the_root(nodes: set[int], length: int) -> None:
     store, path = _store(64), sorted(nodes)
@@ -92,7 +125,7 @@ def test_a_commit_brings_the_path_next_to_the_root(nodes: set[int], length: int)
     slots = store.table(1)
     store.data[:, :, :, slots] = torch.arange(20.0).view(20, 1)
     before = store.data[:, :, :, :5].clone()
-    store.keep(1, path)
+    store.move(store.accept(1, path))
     assert extent.length == length + 1 + len(path)
     wanted = [*range(length + 1), *[length + node for node in path]]
     assert store.data[1, 0, 2, slots[: extent.length], 3].tolist() == wanted

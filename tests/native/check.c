@@ -94,7 +94,7 @@ enum { CONTEXT = 9 };
 static void run(const fr_decoder *m, float *kv, const float *rows, const int *parents, const int *nodes, int count,
                 float *logits) {
     float *x = malloc(sizeof(float) * WIDTH * (size_t)count), *turns = malloc(sizeof(float) * 8 * (size_t)count);
-    int32_t first[NODES], context[NODES], tail[NODES], tails[NODES * NODES], write[NODES], position[NODES];
+    int32_t first[NODES], context[NODES], tail[NODES], tails[NODES * NODES], write[NODES], position[NODES], tops[NODES];
     for (int i = 0; i < count; i++) {
         int node = nodes[i], depth = 0, path[NODES];
         for (int at = node; at >= 0; at = parents[at]) path[depth++] = at;
@@ -106,8 +106,13 @@ static void run(const fr_decoder *m, float *kv, const float *rows, const int *pa
     fr_pass pass = {.nodes = count, .x = x, .cosines = turns, .sines = turns, .position = position, .write = write,
                     .reach = {first, context, tail, tails, NODES, CONTEXT + NODES}, .keys = kv,
                     .values = kv + KV * SLOTS * DIM, .layer_stride = 2 * KV * SLOTS * DIM,
-                    .head_stride = SLOTS * DIM, .logits = logits};
+                    .head_stride = SLOTS * DIM, .logits = logits, .tops = tops};
     if (fr_decode(m, &pass)) exit(2);
+    for (int i = 0; i < count; i++)
+        for (int64_t j = 0; j < m->vocab; j++) {
+            float other = logits[i * m->vocab + j], top = logits[i * m->vocab + tops[i]];
+            if (other > top || (other == top && j < tops[i])) exit(3);
+        }
     free(x), free(turns);
 }
 

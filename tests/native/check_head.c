@@ -30,8 +30,8 @@ static fr_head new_head(int joins_token) {
     int features = joins_token ? WIDTH : PARTS * WIDTH;
     fr_head h = {.width = WIDTH, .heads = HEADS, .kv_heads = KV, .head_dim = DIM, .inner = INNER, .features = features,
                  .parts = joins_token ? 1 : PARTS, .joins_token = joins_token, .norm_output = !joins_token, .eps = 1e-5f,
-                 .attention_scale = 0.35f, .mlp_norm = floats(WIDTH), .embedding_type = -1,
-                 .embedding = floats((int64_t)VOCAB * WIDTH)};
+                 .attention_scale = 0.35f, .mlp_norm = floats(WIDTH), 
+                 .embedding = {-1, 0, floats((int64_t)VOCAB * WIDTH)}};
     if (!joins_token) {
         h.token_norm = floats(WIDTH), h.feature_norm = floats(WIDTH), h.out_norm = floats(WIDTH);
         h.input_norm = floats(features), h.part_norms = floats(features);
@@ -46,7 +46,7 @@ static fr_head new_head(int joins_token) {
 }
 
 static void free_head(fr_head *h) {
-    const void *all[] = {h->token_norm, h->feature_norm, h->mlp_norm, h->out_norm, h->input_norm, h->part_norms, h->embedding,
+    const void *all[] = {h->token_norm, h->feature_norm, h->mlp_norm, h->out_norm, h->input_norm, h->part_norms, h->embedding.rows,
                          h->fc.part[0].data, h->qkv.part[0].data, h->output.part[0].data, h->gate_up.part[0].data,
                          h->down.part[0].data, h->lm_head.part[0].data};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free((void *)all[i]);
@@ -57,6 +57,8 @@ static void run(const fr_head *h, float *kv, const float *turns, const float *fe
                 const float *before) {
     int64_t tokens[ROWS];
     int32_t numbers[6][ROWS];
+    const float *parts[ROWS * PARTS];
+    for (int i = 0; i < rows * h->parts && !before; i++) parts[i] = features + i * (h->features / h->parts);
     for (int i = 0; i < rows; i++) {
         tokens[i] = 7 * (first + i) + 1;
         numbers[0][i] = 0;
@@ -66,7 +68,7 @@ static void run(const fr_head *h, float *kv, const float *turns, const float *fe
         numbers[4][i] = before ? ROWS + first + i : first + i;
         numbers[5][i] = 0;
     }
-    fr_head_pass p = {.rows = rows, .tokens = tokens, .features = before ? NULL : features, .before = before,
+    fr_head_pass p = {.rows = rows, .tokens = tokens, .features = before ? NULL : parts, .before = before,
                       .parents = numbers[5], .out = out, .cosines = turns, .sines = turns + SLOTS * DIM / 2,
                       .position = numbers[3], .write = numbers[4],
                       .reach = {numbers[0], numbers[1], numbers[2], numbers[4], 1, ROWS + 1},

@@ -24,6 +24,18 @@ def test_the_best_of_rows_are_torchs(rows: int, size: int, count: int) -> None:
 
 
 @needs_head_kernels
+@pytest.mark.parametrize("size", [1, 3, 8, 15, 16, 17, 49152])
+def test_the_first_of_the_largest_is_numpys(size: int) -> None:
+    torch.manual_seed(size)
+    several = torch.randint(-3, 4, (5, size)).float()  # many ties
+    several[3] = -torch.inf
+    several[4, -1] = 9.0
+    found = torch.empty(5, dtype=torch.int32)
+    native_library.library().fr_argmax_rows(several.data_ptr(), 5, size, found.data_ptr())
+    assert found.tolist() == several.numpy().argmax(-1).tolist()
+
+
+@needs_head_kernels
 def test_ties_go_to_the_smaller_place_and_nothing_is_above_certainty() -> None:
     logits = torch.full((1, 9000), -40.0)
     logits[0, [4, 17, 8191, 8999]] = 60.0

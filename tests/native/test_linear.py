@@ -8,7 +8,14 @@ import torch
 
 from forerun.models.kernels import native_library
 from forerun.models.kernels.linear_op import apply, linear
-from forerun.models.kernels.packing import PackedWeight, is_packable, pack_blocks, pack_floats, unpack_rows
+from forerun.models.kernels.packing import (
+    PackedWeight,
+    is_packable,
+    pack_blocks,
+    pack_floats,
+    take_rows,
+    unpack_rows,
+)
 from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
 from tests.native.blocks import HALVES, KINDS, as_int8, needs_native, random_blocks
 
@@ -99,6 +106,8 @@ def _weight(name: str, outputs: int, inputs: int, bias: torch.Tensor | None) -> 
 def test_rows_can_be_read_alone(name: str) -> None:
     blocks, rows = random_blocks(name, 9, 512), torch.tensor([3, 8, 3, 0])
     assert torch.equal(unpack_rows(blocks, rows), dequantize(blocks)[rows])
+    assert torch.equal(unpack_rows(blocks, rows.tolist()), dequantize(blocks)[rows])
+    assert torch.equal(dequantize(take_rows(blocks, rows)), dequantize(blocks)[rows])
     for row in (9, -1):
         with pytest.raises(IndexError):
             unpack_rows(blocks, torch.tensor([0, row]))

@@ -3,7 +3,8 @@
     python -m forerun.bench.acceptance --target M --suite builtin --drafters runs/eagle3,runs/medusa
 
 Every folder is drafted with as a chain of five and as a tree of at most 60 nodes (a draft model as a chain), at the
-temperatures given, in batches; verdicts are the exact verifier's. No timing is taken, so it may share its machine.
+temperatures given, in batches; verdicts are the exact verifier's. Above temperature 0 heads draw what they draft from
+their own law; with `--chosen` they draft the likeliest there too. No timing is taken, so it may share its machine.
 The last line is one JSON document. It needs torch and transformers only.
 """
 
@@ -22,7 +23,7 @@ from forerun.llm import LLM
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.types import Budget
 
-CHAIN, TREE = Budget(5, 5, 1), Budget(60, 7, 10)
+SHAPES = {"chain of 5": Budget(5, 5, 1), "tree of 60": Budget(60, 7, 10)}
 SEED = 20261115
 
 
@@ -43,12 +44,18 @@ def measure(
     temperatures: Sequence[float],
     tokens: int,
     config: EngineConfig,
+    chosen: bool = False,
+    only: str = "",
 ) -> list[dict[str, Any]]:
     """One row per shape and temperature: tokens per round by task and in all."""
     drafter = drafter_of(folder)
-    fixed = SpeculativeConfig(controller="fixed", drafter=drafter, draft_model=str(folder), verifier="exact")
+    fixed = SpeculativeConfig(
+        controller="fixed", drafter=drafter, draft_model=str(folder), verifier="exact",
+        draft_sample_method="greedy" if chosen else "probabilistic",
+    )  # fmt: skip
     llm = LLM.load(target, speculative_config=fixed, config=config)
-    shapes = {"chain of 5": CHAIN} | ({} if drafter == "draft_model" else {"tree of 60": TREE})
+    chains = only == "chain" or drafter == "draft_model"
+    shapes = {name: budget for name, budget in SHAPES.items() if budget.width == 1 or not chains}
     rows = []
     for heat in temperatures:
         params = SamplingParams(max_tokens=tokens, temperature=heat, seed=SEED if heat else None)
@@ -63,7 +70,13 @@ def measure(
                     )  # the prompt's own token is not a round's
                     pair[1] += text.rounds
             by_task = {name: round(pair[0] / max(1, pair[1]), 3) for name, pair in counts.items()}
-            row = {"folder": folder.name, "drafter": drafter, "temperature": heat, "shape": shape, **by_task}
+            row = {
+                "folder": folder.name,
+                "drafter": drafter,
+                "temperature": heat,
+                "chosen": chosen or not heat,
+            }
+            row |= {"shape": shape, **by_task}
             print(json.dumps(row), flush=True)
             rows.append(row)
     return rows
@@ -79,13 +92,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0, 1.0])
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--only", choices=["chain"], default="", help="no trees")
+    parser.add_argument("--chosen", action="store_true", help="draft the likeliest at any temperature")
     parser.add_argument("--device", default="auto")
     given = parser.parse_args(arguments)
     items = load_suite(given.suite, limit=given.limit)
     config = EngineConfig(device=given.device, max_batch=given.batch)
     rows = []
     for folder in map(Path, given.drafters.split(",")):
-        rows += measure(given.target, folder, items, given.temperatures, given.max_tokens, config)
+        rows += measure(
+            given.target, folder, items, given.temperatures, given.max_tokens, config, given.sampled
+        )
     conditions = {"suite": Path(given.suite).name, "prompts": len(items), "max_tokens": given.max_tokens}
     made = datetime.now(UTC).isoformat(timespec="seconds")
     print(json.dumps({"made": made, "conditions": conditions, "rows": rows}))

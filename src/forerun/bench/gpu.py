@@ -117,7 +117,7 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", default="smollm2", help="checkpoint to inflate; empty = no texts")
     group.add_argument("--preset", default="8b", choices=[*PRESETS, OWN], help="shape to inflate it to")
     group.add_argument("--head", type=Path, help="folder of its EAGLE-3 head; none named = the box's")
-    group.add_argument("--head-kinds", default="plain,fp8", help="kinds of the head's weights")
+    group.add_argument("--head-kinds", default="plain,int8", help="kinds of the head's weights")
     group.add_argument(
         "--forms",
         default="5:5,16:5:4,32:6:8,59:6:10,adaptive",

@@ -65,7 +65,7 @@ def random_head(target: CudaDecoder, draft_vocabulary: int = DRAFT_VOCABULARY) -
 
 
 def make_drafter(target: CudaDecoder, head: Head, kind: WeightKind | None) -> DeviceEagle:
-    return DeviceEagle(DeviceDraft(*make_net(*head, target, kind), target), _no_other)
+    return DeviceEagle(DeviceDraft(*make_net(*head, target, kind), target), _no_other, head[0].rates)
 
 
 def _no_other() -> NoReturn:

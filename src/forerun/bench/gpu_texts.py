@@ -35,6 +35,7 @@ from forerun.types import Budget, Needs, Request, TreeBatch
 
 OWN = "own"  # not inflated
 TREES = Budget(nodes=12, depth=6, width=3)
+RATES = ("tokens_per_s", "decoding_per_s")  # whole calls, and without reading prompts
 INFLATED = "inflated from smollm2: its tokens and acceptance at the cost of the larger shape"
 
 Way = tuple[str, Budget | None]  # a drafter, and the shape of its drafts; None = as the controller likes
@@ -122,21 +123,17 @@ class Texts:
             trees.answers = dict(zip(self.prompts, self.plain, strict=True))
         runs = []
         for batch in batches:
-            plain_speed = 0.0
+            plain: dict[str, Any] = {}
             for label, way in ways.items():
-                self.write(way, batch)
+                if (label, batch) != ("none", 1):  # which was written before
+                    self.write(way, batch)
                 texts, figures = self.write(way, batch)
+                plain = figures if label == "none" else plain
                 off = [(i, text) for i, text in enumerate(texts) if text != self.plain[i]]
                 self.differing += off
-                speed = figures["tokens_per_s"]
-                plain_speed = speed if label == "none" else plain_speed
-                runs.append({"drafter": label, "batch": batch, "differing": len(off), **figures})
-                runs[-1]["x_plain"] = speed / plain_speed
-                print(
-                    f"{label:>20} batch {batch}: {speed:7.1f} tokens/s, {speed / plain_speed:.2f}x plain, "
-                    f"{figures['tokens_per_round']:.2f} tokens per round, {len(off)} of {len(texts)} texts differ",
-                    flush=True,
-                )
+                ratios = {f"{name}_x": figures[name] / plain[name] for name in RATES}
+                runs.append({"drafter": label, "batch": batch, "differing": len(off), **figures, **ratios})
+                _print_run(runs[-1], len(texts))
         return runs
 
     def write(self, way: Way, batch: int) -> tuple[list[list[int]], dict[str, Any]]:
@@ -150,7 +147,7 @@ class Texts:
         texts: dict[int, list[int]] = {seq_id: [] for seq_id in ids}
         spent = dict.fromkeys(self.tasks, 0.0)
         task_of = dict(zip(ids, self.tasks, strict=True))
-        rounds = 0
+        rounds, before = 0, dict(self.engine.stats.seconds)
         started = at = perf_counter()
         while self.engine.busy:
             for event in self.engine.step():
@@ -163,13 +160,26 @@ class Texts:
         seconds = perf_counter() - started
         count = sum(map(len, texts.values()))
         figures: dict[str, Any] = {"tokens": count, "seconds": seconds, "tokens_per_s": count / seconds}
-        figures["tokens_per_round"] = count / rounds
+        parts = {name: total - before.get(name, 0.0) for name, total in self.engine.stats.seconds.items()}
+        figures |= {"decoding_per_s": count / sum(parts.values()), "tokens_per_round": count / rounds}
+        figures["ms_per_round"] = {name: 1e3 * batch * spent / rounds for name, spent in parts.items()}
         if batch == 1:
             written = dict.fromkeys(self.tasks, 0)
             for seq_id, text in texts.items():
                 written[task_of[seq_id]] += len(text)
             figures["by_task"] = {task: written[task] / spent[task] for task in written}
         return [texts[seq_id] for seq_id in ids], figures
+
+
+def _print_run(run: dict[str, Any], texts: int) -> None:
+    parts = ", ".join(f"{name} {spent:.2f}" for name, spent in run["ms_per_round"].items())
+    print(
+        f"{run['drafter']:>20} batch {run['batch']}: {run['tokens_per_s']:7.1f} tokens/s, "
+        f"{run['tokens_per_s_x']:.2f}x plain ({run['decoding_per_s_x']:.2f}x without prompts), "
+        f"{run['tokens_per_round']:.2f} tokens per round ({parts} ms), "
+        f"{run['differing']} of {texts} texts differ",
+        flush=True,
+    )
 
 
 def _gap(target: CudaDecoder, prompt: tuple[int, ...], plain: list[int], other: list[int]) -> float:

@@ -214,9 +214,6 @@ def lay_out(
     trees: Sequence[Tree], rows: Sequence[Sequence[int]] = (), laws: Sequence[Tensor] = ()
 ) -> TreeBatch:
     """The batch that a proposal is; with laws where nodes were drawn."""
-    if len(trees) == 1 and not laws:
-        tokens, parents = trees[0]
-        return TreeBatch(torch.tensor(tokens), torch.tensor(parents), (0, len(tokens)))
     drawn = None
     if laws:
         flat = torch.tensor([row for tree in rows for row in tree])

@@ -19,7 +19,8 @@ from torch import Tensor
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.models.base import Target
 from forerun.models.load.quants import Blocks
-from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
+from forerun.quotes import Quote
+from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Lent:
     width: int
     dtype: torch.dtype
     table: Tensor | Blocks | None = None  # [V, D] what `embed` reads, where others can read it in place
+    head_table: Tensor | Blocks | None = None  # [V, D] what `head_rows` reads
 
     @classmethod
     def of(cls, embedding: Tensor, head: Tensor) -> Lent:
@@ -63,8 +65,8 @@ def borrow(target: Target) -> Lent | None:
     if embed is None or head_rows is None:
         return None
     one: Tensor = embed(torch.zeros(1, dtype=torch.long, device=target.device))
-    table = getattr(target, "embedding_table", None)
-    return Lent(embed, head_rows, target.vocab_size, one.shape[-1], one.dtype, table)
+    tables = (getattr(target, name, None) for name in ("embedding_table", "head_table"))
+    return Lent(embed, head_rows, target.vocab_size, one.shape[-1], one.dtype, *tables)
 
 
 def head_dtype(target: Target, lent: Lent | None) -> torch.dtype:
@@ -129,6 +131,9 @@ class Meter:
                 self.seconds += weight * (min(spent, 2.0 * self.seconds) - self.seconds)
 
 
+Piece = tuple[list[Tensor], Sequence[int]]  # layers of one pass, each [M, ..], and which of its rows
+
+
 class Rows:
     """Rows of one text that were observed and not yet worked on."""
 
@@ -153,11 +158,21 @@ class Rows:
     def features(self, features: list[Tensor]) -> None:
         self._features, self._noted = features, []
 
+    def take(self) -> list[Piece]:
+        """All that was not worked on yet, as it lies: for who puts the layers side by side himself."""
+        whole = [([rows], range(len(rows))) for rows in self._features]
+        self.tokens, noted, self.features = [], self._noted, []
+        return [*whole, *((layers, _counted(rows)) for layers, rows in noted)]
+
     def note(self, layers: list[Tensor], rows: slice | list[int]) -> None:
         """These rows of a pass; what lies on a device may be overwritten by the next one and is copied at once."""
         self._noted.append((layers, rows))
         if layers[0].device.type != "cpu":
             self.features  # noqa: B018
+
+
+def _counted(rows: slice | list[int]) -> Sequence[int]:
+    return range(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
 def observe_rows(
@@ -190,9 +205,50 @@ def is_ready(text: Rows | None, seq: Seq, budget: Budget) -> bool:
     return wanted and text is not None and text.seen > 0 and text.seen == len(seq.tokens) - 1
 
 
+def is_drawn(seq: Seq) -> bool:
+    """Does the verifier test what was drawn for this text? Greedy texts, and those coupled by noise, it does not."""
+    return not seq.params.is_greedy and not seq.shares_noise
+
+
+class LastRowDrafter:
+    """What drafters share that guess from the last hidden row alone: keeping it, and telling what a level costs."""
+
+    needs = Needs((-1,))
+    sampled = False  # are nodes drawn from the heads' laws?
+
+    def __init__(self) -> None:
+        self._texts: dict[int, Rows] = {}
+        self._meter = Meter()
+
+    @property
+    def cost(self) -> float:
+        return self._meter.seconds
+
+    def quote(self, seq: Seq) -> Quote:
+        """A level of heads; a millisecond until the first draft has shown better."""
+        return Quote(self.cost or 1e-3, chosen=not (self.sampled and is_drawn(seq)))
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        observe_rows(self._texts, (-1,), seqs, trees, scores, verdict)
+        for seq in seqs:  # only the last row counts
+            text = self._texts[seq.id]
+            if text.features:
+                text.features, text.tokens = [text.features[-1][-1:].clone()], []
+
+    def forget(self, seq: Seq) -> None:
+        self._texts.pop(seq.id, None)
+
+    def _ready(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[int]:
+        """Which of them may be drafted for."""
+        return [b for b, seq in enumerate(seqs) if is_ready(self._texts.get(seq.id), seq, budgets[b])]
+
+    def _last_rows(self, seqs: Sequence[Seq], dtype: torch.dtype) -> Tensor:
+        return torch.cat([self._texts[seq.id].features[0] for seq in seqs]).to(dtype)  # [B, D]
+
+
 def wants_sampling(speculative: object) -> bool:
     """Should nodes be drawn from the head's law, where the verifier can test them? (vLLM's setting)"""
-    method = getattr(speculative, "draft_sample_method", "greedy")
+    method = getattr(speculative, "draft_sample_method", "probabilistic")
     if method not in ("greedy", "probabilistic"):
         raise InvalidInput(f"draft_sample_method={method!r} is unknown; use greedy or probabilistic")
     return bool(method == "probabilistic")

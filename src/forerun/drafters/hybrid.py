@@ -143,6 +143,8 @@ class HybridDrafter:
 
     def _with_matches(self, trees: TreeBatch, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         """The second's trees, with what n-gram has at hand beside them where that pays."""
+        if trees.device.type != "cpu":
+            return trees  # reading them would make the device wait, which costs more than a match brings
         if trees.drawn_from is not None or trees.is_plain() or not any(budget.price for budget in budgets):
             return trees
         tokens, parents = trees.to_host()
@@ -152,7 +154,7 @@ class HybridDrafter:
             made.append(self._merged(seq, budget, (tokens[span], parents[span])))
         if not any(self._texts[seq.id].merged for seq in seqs):
             return trees
-        return TreeBatch.trees(made, device=trees.tokens.device)
+        return TreeBatch.trees(made, device=trees.device)
 
     def _merged(self, seq: Seq, budget: Budget, tree: Tree) -> Tree:
         tokens, parents = tree

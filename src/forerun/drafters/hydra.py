@@ -14,75 +14,54 @@ from torch import Tensor
 
 from forerun.drafters.base import Parts
 from forerun.drafters.growth import grow_trees, lay_out
-from forerun.drafters.heads import Calibration, Meter, Rows, is_ready, observe_rows, wants_sampling
+from forerun.drafters.heads import Calibration, LastRowDrafter, is_drawn, wants_sampling
 from forerun.drafters.medusa import HeadSet, load_heads
-from forerun.drafters.sampled import sample_chains
-from forerun.quotes import Quote
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.drafters.sampled import sample_trees
+from forerun.types import Budget, Seq, TreeBatch
 
 
-class HydraDrafter:
+class HydraDrafter(LastRowDrafter):
     """Heads that see what was drafted before them."""
 
-    needs = Needs((-1,))
-
     def __init__(self, heads: HeadSet, *, sampled: bool = False) -> None:
+        super().__init__()
         self.heads, self.sampled = heads, sampled
-        self._texts: dict[int, Rows] = {}
-        self._meter = Meter()
 
     @classmethod
     def build(cls, parts: Parts) -> HydraDrafter:
         heads = load_heads(parts.speculative.draft_model, parts.target, "hydra")
         return cls(heads, sampled=wants_sampling(parts.speculative))
 
-    @property
-    def cost(self) -> float:
-        return self._meter.seconds
-
-    def quote(self, seq: Seq) -> Quote:
-        """A level of heads; a millisecond until the first draft has shown better."""
-        return Quote(self.cost or 1e-3, chosen=not self.sampled)
-
     @torch.no_grad()
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
         rows, laws = [[-1] for _ in seqs], list[Tensor]()
-        live = [b for b, seq in enumerate(seqs) if is_ready(self._texts.get(seq.id), seq, budgets[b])]
-        if live:
+        live, vocabulary = self._ready(seqs, budgets), self.heads.vocabulary
+        for drawn in (False, True):
+            which = [b for b in live if (self.sampled and is_drawn(seqs[b])) == drawn]
+            if not which:
+                continue
             self._meter.start()
-            some, most = [seqs[b] for b in live], self.heads.config.count
-            wishes = [_within(budgets[b], most) for b in live]
-            steps = _Walk(self.heads, [self._texts[seq.id].features[0] for seq in some], some)
-            vocabulary = self.heads.vocabulary
-            if self.sampled:
-                grown, their_rows, laws = sample_chains(steps, some, wishes, vocabulary)
-                for b, theirs in zip(live, their_rows, strict=True):
-                    rows[b] = theirs
+            some = [seqs[b] for b in which]
+            wishes = [_within(budgets[b], self.heads.config.count) for b in which]
+            steps = _Walk(self.heads, self._last_rows(some, self.heads.dtype), some)
+            if drawn:
+                grown, came_from, laws = sample_trees(steps, some, wishes, vocabulary)
             else:
                 grown = grow_trees(steps, some, wishes, vocabulary, Calibration())
-            for b, tree in zip(live, grown, strict=True):
-                trees[b] = tree
+                came_from = [[-1] * len(tree[0]) for tree in grown]
+            for b, tree, sources in zip(which, grown, came_from, strict=True):
+                trees[b], rows[b] = tree, sources
             self._meter.stop(steps.levels)
         return lay_out(trees, rows, laws)
-
-    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        observe_rows(self._texts, (-1,), seqs, trees, scores, verdict)
-        for seq in seqs:  # only the last row counts
-            text = self._texts[seq.id]
-            if text.features:
-                text.features, text.tokens = [text.features[-1][-1:].clone()], []
-
-    def forget(self, seq: Seq) -> None:
-        self._texts.pop(seq.id, None)
 
 
 class _Walk:
     """The draft of one batch: what each frontier node's head reads, side by side."""
 
-    def __init__(self, heads: HeadSet, hidden: Sequence[Tensor], seqs: Sequence[Seq]) -> None:
+    def __init__(self, heads: HeadSet, hidden: Tensor, seqs: Sequence[Seq]) -> None:
         self.heads, self.levels = heads, 1
-        self._hidden = torch.cat(list(hidden)).to(heads.dtype)[:, None]  # [B, 1, D]
+        self._hidden = hidden[:, None]  # [B, 1, D]
         roots = torch.tensor([[seq.tokens[-1]] for seq in seqs], device=heads.device)
         self._read = torch.cat((self._hidden, heads.embed(roots)), -1)  # [B, W, (1 + level) D]
 

@@ -21,14 +21,13 @@ from forerun.drafters.base import Parts
 from forerun.drafters.flavour import Flavour, likeliest
 from forerun.drafters.growth import lay_out
 from forerun.drafters.head_files import read_config, read_tensors, write_config, write_shards
-from forerun.drafters.heads import Lent, Meter, Rows, borrow, head_dtype, is_ready, observe_rows
+from forerun.drafters.heads import LastRowDrafter, Lent, borrow, head_dtype
 from forerun.drafters.matrix import Matrix
 from forerun.drafters.trees import best_count
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.base import Target
-from forerun.quotes import Quote
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.types import Budget, Seq, TreeBatch
 
 Family = Literal["medusa", "hydra"]
 RANKS = 10  # how many of a head's guesses a tree may use
@@ -174,32 +173,21 @@ class HeadSet:
         return weight.times(rows).float()
 
 
-class MedusaDrafter:
+class MedusaDrafter(LastRowDrafter):
     """Heads that guess in parallel; the tree is chosen from measured rates."""
 
-    needs = Needs((-1,))
-
     def __init__(self, heads: HeadSet) -> None:
+        super().__init__()
         self.heads = heads
-        self._texts: dict[int, Rows] = {}
-        self._meter = Meter()
 
     @classmethod
     def build(cls, parts: Parts) -> MedusaDrafter:
         return cls(load_heads(parts.speculative.draft_model, parts.target, "medusa"))
 
-    @property
-    def cost(self) -> float:
-        return self._meter.seconds
-
-    def quote(self, seq: Seq) -> Quote:
-        """A level of heads; a millisecond until the first draft has shown better."""
-        return Quote(self.cost or 1e-3)
-
     @torch.no_grad()
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
-        live = [b for b, seq in enumerate(seqs) if is_ready(self._texts.get(seq.id), seq, budgets[b])]
+        live = self._ready(seqs, budgets)
         if live:
             self._meter.start()
             some = [seqs[b] for b in live]
@@ -210,20 +198,10 @@ class MedusaDrafter:
             self._meter.stop(levels)
         return lay_out(trees)
 
-    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        observe_rows(self._texts, (-1,), seqs, trees, scores, verdict)
-        for seq in seqs:  # only the last row counts
-            text = self._texts[seq.id]
-            if text.features:
-                text.features, text.tokens = [text.features[-1][-1:].clone()], []
-
-    def forget(self, seq: Seq) -> None:
-        self._texts.pop(seq.id, None)
-
     def _guesses(self, seqs: Sequence[Seq], levels: int) -> list[list[list[int]]]:
         """[B][levels][ranks] the likeliest tokens of each head."""
         heads = self.heads
-        hidden = torch.cat([self._texts[seq.id].features[0] for seq in seqs]).to(heads.dtype)  # [B, D]
+        hidden = self._last_rows(seqs, heads.dtype)  # [B, D]
         rows = []
         for i in range(levels):
             row = hidden

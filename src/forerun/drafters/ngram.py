@@ -130,7 +130,7 @@ class NgramDrafter:
         text.guess, text.match = [], 0
         left = 1.0  # what the better branches leave over at the root
         for match, end in self._matches(text, seq.tokens, max(1, budget.width)):
-            follow = _copy(seq.tokens, end, max(1, budget.depth), seq.stop_ids)
+            follow = list(_copy(seq.tokens, end, max(1, budget.depth), seq.stop_ids))
             if not text.guess:
                 text.guess, text.match = follow, match
             node = 0
@@ -174,11 +174,11 @@ class NgramDrafter:
         return length
 
 
-def _copy(tokens: list[int], start: int, length: int, stop_ids: frozenset[int]) -> list[int]:
+def _copy(tokens: list[int], start: int, length: int, stop_ids: frozenset[int]) -> Iterator[int]:
     """What follows `start`, up to a token that would end the text; past the text's end it repeats itself."""
-    copy: list[int] = []
+    period = len(tokens) - start
     for i in range(length):
-        copy.append(tokens[start + i] if start + i < len(tokens) else copy[start + i - len(tokens)])
-        if copy[-1] in stop_ids:
-            break
-    return copy
+        token = tokens[start + i % period]
+        yield token
+        if token in stop_ids:
+            return

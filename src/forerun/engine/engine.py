@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from time import perf_counter
 
 from forerun.control.base import Controller
@@ -20,6 +21,8 @@ from forerun.models.base import Target
 from forerun.noise import Noise, fresh_seed
 from forerun.types import Budget, Event, Laws, Request, Round, TokenLogprob, TreeBatch, Verdict
 from forerun.verify.warp import token_logprobs, warp
+
+PROMPT_ROWS = 4096  # tokens of several prompts that one step takes in: whoever writes already waits for them
 
 
 class Engine:
@@ -65,7 +68,7 @@ class Engine:
             clock.lap("draft")
             scores = self.target.score(seqs, trees, self.drafters.needs(seqs))
             clock.lap("target")
-            laws = warp(scores.required_logits, seqs, trees, scores.settle)
+            laws = warp(scores.required_logits, seqs, trees, scores.settle, scores.tops)
             noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
             verdict = self.verifiers.verify(seqs, trees, laws, noise)
             clock.lap("verify")
@@ -132,19 +135,32 @@ class Engine:
             raise InvalidInput("stop strings need a tokenizer; pass one or use stop_token_ids")
 
     def _admit(self) -> None:
-        """Prefill queued requests in order while there is room: each takes its slots before the next is asked."""
-        while self.waiting and len(self.running) < self.max_batch:
-            seq = self.waiting[0]
-            if not self.target.has_room(seq.max_length):
-                if self.running:
-                    return
-                self.waiting.popleft()
-                limit = f"a request of {seq.max_length} tokens does not fit the KV cache"
-                raise InvalidInput(f"{limit}; raise kv_slots or lower max_tokens")
-            self.running.append(self.waiting.popleft())
-            with self._release_on_error([seq]):
-                trees, scores = self.target.prefill([seq], self.drafters.needs([seq]))
-                self.drafters.observe([seq], trees, scores, Verdict.whole_chain(trees, [seq.tokens[-1]]))
+        """Prefill queued requests in order, as many at once as there is room for."""
+        group = self._next_group()
+        if not group and self.waiting and not self.running:
+            limit = f"a request of {self.waiting.popleft().max_length} tokens does not fit the KV cache"
+            raise InvalidInput(f"{limit}; raise kv_slots or lower max_tokens")
+        if not group:
+            return
+        for _ in group:
+            self.waiting.popleft()
+        self.running += group
+        with self._release_on_error(group):
+            trees, scores = self.target.prefill(group, self.drafters.needs(group))
+            verdict = Verdict.whole_chain(trees, [seq.tokens[-1] for seq in group])
+            self.drafters.observe(group, trees, scores, verdict)
+
+    def _next_group(self) -> list[Text]:
+        """The head of the queue: what fits the batch, the slots and, but for one long prompt, PROMPT_ROWS."""
+        group: list[Text] = []
+        rows = 0
+        for seq in islice(self.waiting, max(0, self.max_batch - len(self.running))):
+            rows += len(seq.tokens)
+            lengths = [each.max_length for each in (*group, seq)]
+            if (group and rows > PROMPT_ROWS) or not self.target.has_room(*lengths):
+                break
+            group.append(seq)
+        return group
 
     @contextmanager
     def _release_on_error(self, seqs: Sequence[Text]) -> Iterator[None]:

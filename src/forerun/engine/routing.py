@@ -51,6 +51,8 @@ class DrafterPool:
 
     def propose(self, seqs: Sequence[Text], budgets: Sequence[Budget]) -> TreeBatch:
         groups = _groups([seq.drafter for seq in seqs])
+        if len(groups) == 1:
+            return self.get(seqs[0].drafter).propose(seqs, budgets)
         parts = [
             self.get(name).propose([seqs[b] for b in which], [budgets[b] for b in which])
             for name, which in groups.items()
@@ -96,4 +98,4 @@ class VerifierPool:
             verdict = self.get(name).verify(trees.select(which), part, noise.select(which))
             for b, path, token in zip(which, *verdict.to_host(), strict=True):
                 paths[b], bonus[b] = path, token
-        return Verdict.of(paths, bonus, trees.tokens.device)
+        return Verdict.of(paths, bonus, trees.device)

@@ -50,8 +50,11 @@ class Target(Protocol):
         """Forget cached tokens beyond the first `length`; unknown sequences are ignored."""
         ...
 
-    def has_room(self, length: int) -> bool:
-        """Could a sequence of `length` tokens, and a tree on top, be admitted now?"""
+    def has_room(self, *lengths: int) -> bool:
+        """Could sequences of these lengths, each with a tree on top, be prefilled now, together and in this order?
+
+        What was promised and not taken is asked for again, with the others: no answer reserves anything.
+        """
         ...
 
     def release(self, seq: Seq) -> None:

@@ -21,6 +21,7 @@ from forerun.models.hf_check import arguments, check_trees, refuse_by_shape
 from forerun.types import Needs, Scores, Seq, TreeBatch, Verdict
 
 CHUNK = 512  # tokens of a prompt per pass: bounds the mask, and the logits that some families always compute
+SHORT = 15  # tokens; prompts up to about this length share a pass
 NO_LIMIT = 1 << 20  # context of families that state none (ALiBi)
 MASKED_ATTENTION = ("eager", "sdpa")  # the implementations that take a mask of our own
 
@@ -84,8 +85,8 @@ class HFTarget:
     def used_slots(self) -> int:
         return sum(self._cache.lengths)
 
-    def has_room(self, length: int) -> bool:
-        return self._kv_slots is None or sum(self._reserved.values()) + length <= self._kv_slots
+    def has_room(self, *lengths: int) -> bool:
+        return self._kv_slots is None or sum(self._reserved.values()) + sum(lengths) <= self._kv_slots
 
     def embed(self, ids: Tensor) -> Tensor:
         """[..., D] rows of the embedding, for heads that share it."""
@@ -107,9 +108,7 @@ class HFTarget:
         return self._pass([seq.id for seq in seqs], trees, needs)
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
-        paths = verdict.paths.tolist()
-        kept = [path[:count] for path, count in zip(paths, verdict.accepted.tolist(), strict=True)]
-        self._cache.keep([seq.id for seq in seqs], kept)
+        self._cache.keep([seq.id for seq in seqs], verdict.to_host()[0])
 
     def truncate(self, seq: Seq, length: int) -> None:
         self._cache.truncate(seq.id, length)
@@ -121,15 +120,14 @@ class HFTarget:
     def _cache_chains(
         self, ids: Sequence[int], rows: Sequence[Sequence[int]], needs: Needs
     ) -> dict[int, Tensor]:
-        """Cache tokens behind what is cached, a chunk at a time; their hidden rows, laid end to end."""
+        """Cache tokens behind what is cached, in several passes; their hidden rows, laid end to end."""
         for seq_id in ids:
             self._cache.admit(seq_id)
         empty = torch.zeros(0, self.config.hidden_size, device=self.device, dtype=self.model.dtype)
         parts: dict[int, list[list[Tensor]]] = {
             layer: [[empty] for _ in ids] for layer in needs.hidden_layers
         }
-        for first in range(0, max(map(len, rows), default=0), CHUNK):
-            which = [b for b, row in enumerate(rows) if len(row) > first]
+        for first, which in _alike([len(row) for row in rows]):
             chains = TreeBatch.chains([rows[b][first : first + CHUNK] for b in which], self.device)
             scores = self._pass([ids[b] for b in which], chains, needs, logits=False)
             self._cache.keep([ids[b] for b in which], [list(range(1, size)) for size in chains.sizes()])
@@ -155,7 +153,7 @@ class HFTarget:
         nodes = torch.tensor(index, device=self.device)  # [n, M]
         positions = place.slots[:, :1] + trees.depths().to(self.device)[nodes]
         positions = positions.clamp_(max=self.max_length - 1)  # what is drafted past the context never stands
-        parents = trees.parents.tolist()
+        parents = trees.to_host()[1]
         ancestors = torch.zeros(len(ids), widest, widest, dtype=torch.bool)
         for row, b in enumerate(order):
             ancestors[row] = _ancestors(parents[trees.starts[b] : trees.starts[b + 1]], widest)
@@ -221,6 +219,19 @@ def _mask_kinds(config: Any, family: str) -> dict[str, int | None]:
     if not kinds:  # one mask for all layers
         kinds = {next((kind for kind, limit in limits.items() if limit), "full_attention")}
     return {kind: limits[kind] for kind in sorted(kinds)}
+
+
+def _alike(lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Prompts in passes: from which token on, and whose. All are padded to the longest, so they are of like lengths."""
+    for first in range(0, max(lengths, default=0), CHUNK):
+        sizes = [max(0, min(CHUNK, length - first)) for length in lengths]
+        for step in sorted({_step_of(size) for size in sizes if size}):
+            yield first, [b for b, size in enumerate(sizes) if size and _step_of(size) == step]
+
+
+def _step_of(size: int) -> int:
+    """Sizes that are padded to each other: the very short, and beyond them by powers of two."""
+    return max(SHORT, size - 1).bit_length()
 
 
 def _ancestors(parents: Sequence[int], width: int) -> Tensor:

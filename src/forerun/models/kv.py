@@ -17,6 +17,7 @@ from torch import Tensor
 
 from forerun.errors import InvalidInput
 
+TREE_MARGIN = 257  # slots beyond a text's length: the root and 256 nodes, the largest budget there is
 CHUNK = 512  # slots; an unbounded store grows by at least this many
 
 
@@ -34,6 +35,12 @@ class FreeList:
                 self.runs[i : i + 1] = [(base + size, free - size)] if free > size else []
                 return base
         return None
+
+    def fits(self, sizes: Sequence[int]) -> bool:
+        """Could runs of these sizes be taken, in this order? Free slots need not be in one row."""
+        trial = FreeList(0)
+        trial.runs = list(self.runs)
+        return all(trial.take(size) is not None for size in sizes)
 
     def give(self, base: int, size: int) -> None:
         """Return a run taken earlier."""
@@ -103,8 +110,9 @@ class KVStore:
     def capacity(self) -> int:
         return self._slots.size
 
-    def has_room(self, size: int) -> bool:
-        return not self.bounded or self._slots.longest >= size
+    def has_room(self, *sizes: int) -> bool:
+        """Could several be given their slots now, in this order?"""
+        return not self.bounded or self._slots.fits(sizes)
 
     def reserve(self, seq_id: int, size: int) -> Extent:
         """Give a sequence its slots for life; what it held before is released."""
@@ -136,20 +144,30 @@ class KVStore:
         extent = self.extent(seq_id)
         return torch.arange(extent.base, extent.base + extent.size, device=self.data.device)
 
-    def keep(self, seq_id: int, path: Sequence[int]) -> None:
+    def accept(self, seq_id: int, path: Sequence[int]) -> list[tuple[int, int]]:
         """Commit a root, written at the first slot behind the committed ones, and some nodes behind it.
 
-        `path` has the nodes' places relative to the root, ascending. They move next to the root, all layers
-        at once; whatever else was written there is beyond the length, and will be written over.
+        `path` has the nodes' places relative to the root, ascending. What comes back are the slots to `move` next to
+        the root, as (from, to): none where the nodes are where they belong. Whatever else was written there is
+        beyond the length, and will be written over.
         """
         extent = self.extent(seq_id)
-        first = extent.base + extent.length + 1
-        moved = next((i for i, node in enumerate(path) if node != i + 1), len(path))
-        if moved < len(path):  # the nodes before it are where they belong
-            sources = torch.tensor([first - 1 + node for node in path[moved:]], device=self.data.device)
-            rows = self.data.index_select(3, sources)  # [L, 2, Hkv, P, D]
-            self.data[:, :, :, first + moved : first + len(path)] = rows
+        root = extent.base + extent.length
         extent.length += 1 + len(path)
+        return [(root + node, root + i) for i, node in enumerate(path, start=1) if node != i]
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy slots, in all layers. A path moves towards its root: no slot is written before it was read."""
+        if not moves:
+            return
+        if self.data.device.type == "cpu":
+            for source, place in moves:  # quicker than a gather, for the few that there are
+                self.data.select(3, place).copy_(self.data.select(3, source))
+        else:
+            both = torch.tensor(list(zip(*moves, strict=True))).to(
+                self.data.device, non_blocking=True
+            )  # [2, P]
+            self.data.index_copy_(3, both[1], self.data.index_select(3, both[0]))
 
     def truncate(self, seq_id: int, length: int) -> None:
         """Forget what is committed beyond the first `length`; unknown sequences are ignored."""

@@ -20,12 +20,12 @@ from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.kernels import native_library as native
 from forerun.models.kernels.native_weights import Mode, NativeReader
-from forerun.models.kernels.packing import is_packable, unpack_rows
+from forerun.models.kernels.packing import is_packable, table_of, unpack_rows
 from forerun.models.kernels.pass_rows import Rows, rows_of
-from forerun.models.kv import KVStore
 from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights
+from forerun.models.slots import SlotTarget
 from forerun.types import Seq
 
 _PIECE = 512  # positions whose rotations are worked out at once
@@ -58,28 +58,20 @@ class NativeDecoder(Decoder):
     def __init__(
         self, config: DecoderConfig, weights: Mapping[str, Tensor], *, mode: Mode, kv_slots: int | None
     ) -> None:
-        # Not the parent's: it would read all weights into torch.
-        self.config = config
+        # Not Decoder's: it would read all weights into torch.
+        SlotTarget.__init__(self, config, dtype=torch.float32, device=torch.device("cpu"), kv_slots=kv_slots)
         self.mode = mode
-        self._device, self._dtype = torch.device("cpu"), torch.float32
         with torch.no_grad(), torch.inference_mode(False):
             reader = NativeReader(config, weights, mode)
             self._model = reader.model()
             self._embedding_rows, self._head_rows = reader.embedding(), reader.head_table()
             self._kept = reader.kept
+        self._model.embedding = table_of(self._embedding_rows)
+        self._looks_up = bool(self._model.embedding.rows)  # the kernels themselves, token by token
         if isinstance(weights, GgufWeights):
             weights.file.drop_pages()  # what is needed is packed by now
         self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
         self._tables: dict[int, Tensor] = {}  # regime -> [2, N, R]
-        self._lengths = {}
-        self.kv = KVStore(
-            config.layers,
-            config.kv_heads,
-            config.head_dim,
-            dtype=torch.float32,
-            device=self._device,
-            capacity=kv_slots,
-        )
 
     @staticmethod
     def supports(config: DecoderConfig) -> bool:
@@ -97,26 +89,34 @@ class NativeDecoder(Decoder):
             and config.heads % config.kv_heads == 0
         )
 
-    @torch.inference_mode()
     def _run(
         self,
-        tokens: Tensor,
+        tokens: Sequence[int],
         spans: Sequence[Span],
         seqs: Sequence[Seq],
         hidden: Mapping[int, Tensor],
         logits: Tensor | None = None,
-    ) -> None:
-        """One pass over M rows; fills the hidden rows and logits given."""
-        x, rows = self.embed(tokens), rows_of(spans)  # [M, D]
+    ) -> list[int] | None:
+        """One pass over M rows; fills the hidden rows and logits given, and says where each row of these is largest."""
+        rows, x = rows_of(spans), hidden.get(self.config.layers)  # [M, D] what leaves the last layer
+        ids, tops = None, None if logits is None else (ctypes.c_int32 * len(tokens))()
+        if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # C would read what is not there
+            raise IndexError(f"tokens {tokens} in a vocabulary of {self.vocab_size}")
+        if self._looks_up:
+            ids = (ctypes.c_int64 * len(tokens))(*tokens)
+        else:
+            embedded = _take(self._embedding_rows, tokens)
+            x = embedded if x is None else x.copy_(embedded)
         table = self._turns_at(rows, spans, seqs)
         data, inner = self.kv.data, [layer for layer in hidden if 0 <= layer < self.config.layers]
         one = native.Pass(
             nodes=len(tokens),
-            x=x.data_ptr(),
+            tokens=None if ids is None else ctypes.addressof(ids),
+            x=None if x is None else x.data_ptr(),
             cosines=table.data_ptr(),
-            sines=table.data_ptr() + table.stride(0) * table.element_size(),
-            position=rows.at("position"),
-            write=rows.at("write"),
+            sines=table.data_ptr() + table.nbytes // 2,
+            position=rows.position,
+            write=rows.write,
             reach=rows.reach(),
             keys=data.data_ptr(),
             values=data.data_ptr() + data.stride(1) * data.element_size(),
@@ -127,12 +127,12 @@ class NativeDecoder(Decoder):
             hidden_count=len(inner),
             normed=hidden[-1].data_ptr() if -1 in hidden else None,
             logits=None if logits is None else logits.data_ptr(),
+            tops=None if tops is None else ctypes.addressof(tops),
         )
         native.match_threads(torch.get_num_threads())
         if native.library().fr_decode(ctypes.byref(self._model), ctypes.byref(one)):
             raise MemoryError(f"no memory for a pass over {len(tokens)} nodes")
-        if self.config.layers in hidden:
-            hidden[self.config.layers].copy_(x)
+        return None if tops is None else list(tops)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[N] -> [N, D] what enters the first layer; heads that share the target's tables read it here."""
@@ -142,6 +142,11 @@ class NativeDecoder(Decoder):
     def embedding_table(self) -> Tensor | Blocks:
         """What `embed` looks rows up in, for heads that read it in place."""
         return self._embedding_rows
+
+    @property
+    def head_table(self) -> Tensor | Blocks:
+        """What `head_rows` reads."""
+        return self._head_rows
 
     def head_rows(self, ids: Tensor) -> Tensor:
         """[N] -> [N, D] rows of the head."""
@@ -166,7 +171,9 @@ class NativeDecoder(Decoder):
 
     def _table(self, regime: int, longest: int) -> Tensor:
         """[2, N, R] for positions up to `longest` at least; made a piece at a time, so that none ever changes."""
-        table = self._tables.get(regime, torch.empty(2, 0, self.config.ropes[0].dims // 2))
+        table = self._tables.get(regime)
+        if table is None:
+            table = torch.empty(2, 0, self.config.ropes[0].dims // 2)
         while table.shape[1] <= longest:
             start = table.shape[1]
             turns = self._rotations[0].at(torch.arange(start, start + _PIECE), regime).squeeze(1)
@@ -175,8 +182,8 @@ class NativeDecoder(Decoder):
         return table
 
 
-def _take(table: Tensor | Blocks, ids: Tensor) -> Tensor:
+def _take(table: Tensor | Blocks, ids: Tensor | Sequence[int]) -> Tensor:
     """Rows of a table in float32: [N] -> [N, D]."""
     if isinstance(table, Tensor):
-        return F.embedding(ids, table).float().contiguous()
+        return F.embedding(torch.as_tensor(ids), table).float().contiguous()
     return unpack_rows(table, ids)

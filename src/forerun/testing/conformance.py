@@ -62,6 +62,7 @@ def check_target(
             target.release(live.pop(rng.randrange(len(live))))
             live.append(_new_seq(rng, next(ids), vocab_size))
             _prefill(target, live[-1:], needs)
+            _check_room(random.Random(seed + n), target, needs, ids)
     unknown = FakeSeq(next(ids), [0])
     target.truncate(unknown, 0)
     target.release(unknown)
@@ -81,6 +82,24 @@ def _rewrite(rng: random.Random, target: Target, seq: FakeSeq, needs: Needs) -> 
     target.truncate(seq, kept)
     seq.tokens[kept:] = [rng.randrange(target.vocab_size) for _ in range(rng.randint(1, 4))]
     _prefill(target, [seq], needs, kept)
+
+
+def _check_room(rng: random.Random, target: Target, needs: Needs, ids: count[int]) -> None:
+    """Several that there is room for can be prefilled together, in the order asked, and leave nothing behind."""
+    used, longest = getattr(target, "used_slots", None), min(24, target.max_length)
+    asked = [rng.randint(1, longest) for _ in range(6)]
+    while not target.has_room(*asked):
+        asked.pop()
+        assert asked or target.has_room(), "there is no room for no sequences at all"
+    seqs = [_new_seq(rng, next(ids), target.vocab_size, rng.randint(1, length)) for length in asked]
+    for seq, length in zip(seqs, asked, strict=True):
+        seq.max_length = length
+    if seqs:
+        _prefill(target, seqs, needs)
+    for seq in seqs:
+        target.release(seq)
+    left = getattr(target, "used_slots", None)
+    assert left == used, f"{left} slots are in use after sequences came and went; {used} were before"
 
 
 def _prefill(target: Target, seqs: Sequence[Seq], needs: Needs, cached: int = 0) -> None:

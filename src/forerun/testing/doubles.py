@@ -113,8 +113,8 @@ class TableLM:
             del self._cached[seq.id][length:]
             self._scored.pop(seq.id, None)
 
-    def has_room(self, length: int) -> bool:
-        return self.slots is None or self.used_slots + length <= self.slots
+    def has_room(self, *lengths: int) -> bool:
+        return self.slots is None or self.used_slots + sum(lengths) <= self.slots
 
     def release(self, seq: Seq) -> None:
         self._cached.pop(seq.id, None)

@@ -64,7 +64,7 @@ def decide(trees: TreeBatch, laws: Laws, noise: Noise, walk: Walk) -> Verdict:
     if laws.settle is not None and all(laws.greedy):
         return laws.settle()
     walks = [walk(view) for view in _views(trees, laws, noise)]
-    return Verdict.of([path for path, _ in walks], [bonus for _, bonus in walks], trees.tokens.device)
+    return Verdict.of([path for path, _ in walks], [bonus for _, bonus in walks], trees.device)
 
 
 def follow(view: TreeView, say: Callable[[int, int], int]) -> tuple[list[int], int]:
@@ -103,10 +103,12 @@ def _views(trees: TreeBatch, laws: Laws, noise: Noise) -> list[TreeView]:
 
 def _argmax_tokens(trees: TreeBatch, laws: Laws) -> list[int]:
     """[M] the target's token after each node of the greedy trees, in one pass and one read."""
+    if laws.tops is not None:
+        return laws.tops
     if all(laws.greedy):
         return argmax_rows(laws.log_weights)
     nodes = trees.nodes_of([b for b, greedy in enumerate(laws.greedy) if greedy])
-    tops = [-1] * len(trees.tokens)
+    tops = [-1] * trees.nodes
     if len(nodes):
         for node, top in zip(nodes.tolist(), argmax_rows(laws.log_weights[nodes]), strict=True):
             tops[node] = top

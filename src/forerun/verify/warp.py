@@ -24,12 +24,19 @@ _AS_IS = (1.0, 0, 1.0, 0.0)  # temperature, top-k, top-p, min-p that change noth
 
 
 def warp(
-    logits: Tensor, seqs: Sequence[Seq], trees: TreeBatch, settle: Callable[[], Verdict] | None = None
+    logits: Tensor,
+    seqs: Sequence[Seq],
+    trees: TreeBatch,
+    settle: Callable[[], Verdict] | None = None,
+    tops: list[int] | None = None,
 ) -> Laws:
-    """The law after every node [M, V] of every tree; `settle` stands where these laws are the logits, greedy."""
+    """The law after every node [M, V] of every tree.
+
+    `settle` and `tops` were found from the logits: they stand where these are the laws, and all are greedy.
+    """
     greedy = tuple(seq.params.is_greedy for seq in seqs)
     if all(greedy) and not any(_adjusts(seq.params) for seq in seqs):
-        return Laws(logits, greedy, settle)
+        return Laws(logits, greedy, settle, tops)
     owners = [seq for seq, size in zip(seqs, trees.sizes(), strict=True) for _ in range(size)]
     return Laws(warp_rows(logits, owners, _paths(seqs, trees)), greedy)
 
@@ -72,7 +79,7 @@ def coupled_token(log_weights: Tensor, uniforms: Tensor) -> int:
 
 def argmax_rows(rows: Tensor) -> list[int]:
     """The first argmax of each row [N, V]; by numpy on a CPU, where it is ten times faster than torch."""
-    found: list[int] = (rows.detach().numpy() if rows.device.type == "cpu" else rows).argmax(-1).tolist()
+    found: list[int] = (rows.numpy() if rows.device.type == "cpu" else rows).argmax(-1).tolist()
     return found
 
 
@@ -118,7 +125,7 @@ def _reads_path(params: SamplingParams) -> bool:
 def _paths(seqs: Sequence[Seq], trees: TreeBatch) -> list[list[int]]:
     """[M] the tokens from below the root down to each node; left empty where nothing reads them."""
     if not any(_reads_path(seq.params) for seq in seqs):
-        return [[]] * len(trees.tokens)
+        return [[]] * trees.nodes
     tokens, parents = trees.to_host()
     paths: list[list[int]] = []
     for first, end in zip(trees.starts, trees.starts[1:], strict=False):

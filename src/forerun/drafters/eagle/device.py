@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from forerun.drafters.eagle.config import default_layers
+from forerun.drafters.eagle.draft_plan import UNKNOWN, Shape, best_of_menu
 from forerun.drafters.eagle.files import read_head
 from forerun.drafters.eagle.graphs import MOST, DeviceDraft
 from forerun.drafters.eagle.way_in import make_net, why_not
@@ -38,12 +39,18 @@ class DeviceEagle:
     kernel that does not compile, a graph that cannot be captured) it fails at once: from then on all is plain.
     """
 
-    def __init__(self, draft: DeviceDraft, make_plain: Callable[[], Drafter]) -> None:
-        self.draft, self._make_plain = draft, make_plain
+    def __init__(
+        self,
+        draft: DeviceDraft,
+        make_plain: Callable[[], Drafter],
+        rates: Sequence[Sequence[float]] = UNKNOWN,
+    ) -> None:
+        self.draft, self._make_plain, self._rates = draft, make_plain, rates or UNKNOWN
         self.needs = Needs(tuple(sorted(set(draft.way_in.layers))))
         self._plain: Drafter | None = None
         self._proven = False  # the device has drafted before
         self._failed = False
+        self._choices: dict[Hashable, Shape] = {}
 
     @property
     def cost(self) -> float:
@@ -51,7 +58,7 @@ class DeviceEagle:
 
     def quote(self, seq: Seq) -> Quote:
         """A level; a form that was never captured costs about what its weights take to read."""
-        if self._failed:
+        if self._failed or not seq.params.is_greedy:
             return quote_of(self.plain, seq)
         return Quote(self.cost or UNMEASURED)
 
@@ -110,9 +117,12 @@ class DeviceEagle:
         nodes = min(nodes, MAX_ROWS // len(seqs) - 1)
         if len(seqs) > MOST or nodes < 1:
             return _lone_roots(seqs, budgets)
+        ends = depth >= min(seq.max_length - len(seq.tokens) for seq in seqs) - 1
+        if (price := budgets[0].price) is not None and not ends:
+            nodes, depth, width = self._menu(nodes, depth, width, price, budgets[0].level or 0.0)
         unread = [] if self._proven else [self.draft.unread(seq) for seq in seqs]
         try:
-            grown = self.draft.propose(seqs, nodes, depth, width)
+            grown = self.draft.propose(seqs, nodes, depth, width, ends=ends)
         except Exception as error:  # Triton, its assembler and the driver raise whatever they like
             self._fail(error)
             for seq, rows in zip(seqs, unread, strict=False):
@@ -121,6 +131,19 @@ class DeviceEagle:
             return self.plain.propose(seqs, budgets)
         self._proven = self._proven or grown is not None
         return _lone_roots(seqs, budgets) if grown is None else grown
+
+    def _menu(self, nodes: int, depth: int, width: int, price: tuple[float, ...], level: float) -> Shape:
+        """The form that pays best, where the controller names prices: asked again only when these have moved."""
+        key = (
+            nodes,
+            depth,
+            width,
+            round(level, 2),
+            tuple(round(price[min(n, len(price) - 1)], 1) for n in (8, 24, 59)),
+        )
+        if key not in self._choices:
+            self._choices[key] = best_of_menu(self._rates, (nodes, depth, width), price, level)
+        return self._choices[key]
 
     def _observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         try:
@@ -168,7 +191,7 @@ def on_device(folder: Path, target: Target, make_plain: Callable[[], Drafter]) -
     except Exception as error:  # no memory for its buffers, no working Triton: neither stops generation
         log.warning("no drafts on the device, so the head runs plainly: %s: %s", type(error).__name__, error)
         return None
-    return DeviceEagle(draft, make_plain)
+    return DeviceEagle(draft, make_plain, config.rates)
 
 
 def _lone_roots(seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:

@@ -16,6 +16,11 @@ import numpy as np
 from forerun.models.cuda.grown import Form
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, SPLIT_SIZES, Ints, Size, Template, round_up, split_of
 
+Shape = tuple[int, int, int]  # nodes below the root, depth, width
+MENU: tuple[Shape, ...] = (
+    (1, 1, 1), (2, 2, 1), (4, 4, 1), (8, 3, 3), (16, 4, 4), (24, 5, 6), (40, 6, 8), (59, 6, 10),
+)  # fmt: skip
+UNKNOWN = ((0.6, 0.1, 0.05, 0.03, 0.02),)  # how often a head's likeliest tokens stand, where it does not say
 PATIENCE = 3  # times that a form is asked for before it is worth a graph of its own
 
 
@@ -52,7 +57,7 @@ def plan_draft(
     places: Sequence[tuple[int, int]],
     fresh: Sequence[Sequence[int]],
     roots: Sequence[int],
-    shape: tuple[int, int, int],
+    shape: Shape,
     group_nodes: int,
 ) -> tuple[DraftForm, Ints]:
     """The integers of a draft of (nodes, depth, width) for texts at these base slots and lengths.
@@ -135,26 +140,48 @@ def aligned(count: int) -> int:
     return -(-count // 4) * 4
 
 
+def expected(rates: Sequence[Sequence[float]], shape: Shape) -> float:
+    """Tokens of a tree of this shape that stand, if the r-th likeliest child of a node at a level does so often."""
+    nodes, depth, width = shape
+    level, found = [1.0], list[float]()
+    for i in range(depth):
+        ranks = rates[min(i, len(rates) - 1)][:width]
+        level = sorted((above * rate for above in level[:width] for rate in ranks), reverse=True)
+        found += level
+    return sum(sorted(found, reverse=True)[:nodes])
+
+
+def best_of_menu(
+    rates: Sequence[Sequence[float]], most: Shape, price: Sequence[float], level: float
+) -> Shape:
+    """The form that brings most beyond its price; every form is a graph to capture, so they are few."""
+    fitting = [shape for shape in MENU if all(map(int.__le__, shape, most)) and shape[0] < len(price)]
+    return max(
+        fitting or MENU[:1],
+        key=lambda shape: expected(rates, shape) - price[min(shape[0], len(price) - 1)] - level * shape[1],
+    )
+
+
 @dataclass(slots=True)
 class Repertoire:
     """Which shapes of draft are worth a graph: capturing one costs as much as many rounds.
 
-    A budget that is new (the end of a text, a controller that tries something) is met with what is there and fits,
-    or not at all, until it has been asked for several times.
+    A budget that is new is met with what is there and fits, or not at all, until it has been asked for several times.
+    At the end of a text budgets shrink round by round: there the last draft will do, the text is cut behind it.
     """
 
-    known: dict[int, set[tuple[int, int, int]]] = field(
-        default_factory=dict
-    )  # texts -> (nodes, depth, width)
-    asked: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
+    known: dict[int, set[Shape]] = field(default_factory=dict)  # by number of texts
+    asked: dict[tuple[int, Shape], int] = field(default_factory=dict)
+    latest: dict[int, Shape] = field(default_factory=dict)
 
-    def choose(self, texts: int, shape: tuple[int, int, int]) -> tuple[int, int, int] | None:
+    def choose(self, texts: int, shape: Shape, ends: bool = False) -> Shape | None:
         known = self.known.setdefault(texts, set())
-        if shape in known:
-            return shape
-        count = self.asked[(texts, *shape)] = self.asked.get((texts, *shape), 0) + 1
-        smaller = [other for other in known if all(map(int.__le__, other, shape))]
-        if known and count < PATIENCE:
-            return max(smaller, default=None)
-        known.add(shape)
+        if ends and shape not in known:
+            return self.latest.get(texts)
+        if shape not in known:
+            count = self.asked[texts, shape] = self.asked.get((texts, shape), 0) + 1
+            if known and count < PATIENCE:
+                return max((other for other in known if all(map(int.__le__, other, shape))), default=None)
+            known.add(shape)
+        self.latest[texts] = shape
         return shape

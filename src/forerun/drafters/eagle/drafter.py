@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from forerun.drafters.base import Drafter, Parts
@@ -28,12 +27,13 @@ from forerun.drafters.heads import (
     Rows,
     borrow,
     head_dtype,
+    is_drawn,
     is_ready,
     layer_count,
     observe_rows,
     wants_sampling,
 )
-from forerun.drafters.sampled import sample_chains
+from forerun.drafters.sampled import sample_trees
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
 from forerun.quotes import Quote
@@ -102,13 +102,13 @@ class EagleDrafter:
         level, text = self.cost or UNMEASURED, self._texts.get(seq.id)
         unread = len(text.tokens) if text is not None else 0
         start = unread * (self._reading or READING * level) if unread > PROMPT else 0.0
-        return Quote(level, start, chosen=not self.sampled, stops=self.dynamic and not self.sampled)
+        chosen = not self._draws(seq)
+        return Quote(level, start, chosen=chosen, stops=self.dynamic and chosen)
 
     def claim(self, seq: Seq) -> float | None:
         """How many tokens of its last draft this text's head expected to stand; None = it drafted none."""
         return self._claims.get(seq.id)
 
-    @torch.no_grad()
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
         rows, laws = [[-1] for _ in seqs], list[Tensor]()
@@ -119,25 +119,36 @@ class EagleDrafter:
             if is_ready(self._texts.get(seq.id), seq, budgets[b])
             and len(seq.tokens) + budgets[b].depth <= limit
         ]
-        if live:
-            some, wishes = [seqs[b] for b in live], [budgets[b] for b in live]
-            texts = [self._texts[seq.id] for seq in some]
-            unread = sum(len(text.tokens) for text in texts)
-            self._meter.start()
-            walk = self._runner.begin(some, texts, wishes)
-            if unread > PROMPT * len(texts):  # read once: not what a level costs
-                self._reading = self._meter.elapsed() / unread
-                self._meter.start()
-            if self.sampled:
-                grown, their_rows, laws = sample_chains(walk, some, wishes, self.head.vocabulary)
-                for b, theirs in zip(live, their_rows, strict=True):
-                    rows[b] = theirs
-            else:
-                grown = self._grow(walk, some, wishes)
-            for b, tree in zip(live, grown, strict=True):
-                trees[b] = tree
+        chosen = [b for b in live if not self._draws(seqs[b])]
+        drawn = [b for b in live if self._draws(seqs[b])]
+        if chosen:
+            some, wishes = [seqs[b] for b in chosen], [budgets[b] for b in chosen]
+            walk = self._begin(some, wishes)
+            for b, tree in zip(chosen, self._grow(walk, some, wishes), strict=True):
+                trees[b], rows[b] = tree, [-1] * len(tree[0])
+            self._meter.stop(walk.levels)
+        if drawn:
+            some, wishes = [seqs[b] for b in drawn], [budgets[b] for b in drawn]
+            walk = self._begin(some, wishes)
+            grown, came_from, laws = sample_trees(walk, some, wishes, self.head.vocabulary)
+            for b, tree, sources in zip(drawn, grown, came_from, strict=True):
+                trees[b], rows[b] = tree, sources
             self._meter.stop(walk.levels)
         return lay_out(trees, rows, laws)
+
+    def _draws(self, seq: Seq) -> bool:
+        return self.sampled and is_drawn(seq)
+
+    def _begin(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> Walking:
+        """Read what is new of these texts; reading a prompt, once, is not what a level costs."""
+        texts = [self._texts[seq.id] for seq in seqs]
+        unread = sum(len(text.tokens) for text in texts)
+        self._meter.start()
+        walk = self._runner.begin(seqs, texts, budgets)
+        if unread > PROMPT * len(texts):
+            self._reading = self._meter.elapsed() / unread
+            self._meter.start()
+        return walk
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         observe_rows(self._texts, self.head.config.layers, seqs, trees, scores, verdict)

@@ -7,7 +7,6 @@ from pathlib import Path
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.eagle.config import Kind
 from forerun.drafters.eagle.drafter import EagleDrafter
-from forerun.drafters.heads import wants_sampling
 
 
 class Eagle3Drafter(EagleDrafter):
@@ -20,11 +19,7 @@ class Eagle3Drafter(EagleDrafter):
     def build(cls, parts: Parts) -> Drafter:
         """On a GPU drafting stays on the device, as far as head and target allow it."""
         folder = parts.speculative.draft_model
-        if (
-            folder is not None
-            and parts.target.device.type == "cuda"
-            and not wants_sampling(parts.speculative)
-        ):
+        if folder is not None and parts.target.device.type == "cuda":
             from forerun.drafters.eagle.device import on_device
 
             drafter = on_device(Path(folder), parts.target, lambda: super(Eagle3Drafter, cls).build(parts))

@@ -3,19 +3,22 @@
 `DeviceDraft` keeps a head's keys and values in slots of its own and replays, per form (texts, width, depth, nodes), a
 graph that takes in the rows of the last round with the target's true features, runs the head level by level and
 leaves the trees where the target's pass takes them up. The host sends one array of integers and reads nothing; what
-was accepted it learns from the verdict, like everybody. The same code runs step by step where nothing is captured.
+was accepted it learns from the verdict, like everybody. Then the next draft starts at once, in the form of the last:
+the device drafts while the host ends the round, and should the next one want another form, it drafts again. The same
+code runs step by step where nothing is captured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.drafters.eagle.draft_plan import DraftForm, Repertoire, aligned, plan_draft
+from forerun.drafters.eagle.draft_plan import DraftForm, Repertoire, Shape, aligned, plan_draft
 from forerun.drafters.eagle.way_in import WayIn
 from forerun.drafters.heads import Rows, observe_rows
 from forerun.errors import InvalidInput
@@ -23,14 +26,25 @@ from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.grown import GrownTrees
 from forerun.models.cuda.growth import Frontier, Habit, Pool, cut_trees, grow_level
 from forerun.models.cuda.head import HeadNet
-from forerun.models.cuda.network import TREE_MARGIN, Run
+from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Ints, Size
 from forerun.models.cuda.target import CudaDecoder
+from forerun.models.kv import TREE_MARGIN
 from forerun.types import Scores, Seq, TreeBatch, Verdict
 
 DEEPEST = 16  # levels of a draft
 MOST = 64  # texts in one draft
 CHUNK = 256  # rows per pass while a prompt is caught up with
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A draft that was started before anybody asked for it."""
+
+    ids: tuple[int, ...]
+    roots: list[int]
+    shape: Shape
+    trees: GrownTrees
 
 
 class DeviceDraft:
@@ -63,49 +77,63 @@ class DeviceDraft:
         self._tokens: list[list[int]] = []  # the token after each of those rows
         self._drafted = False  # a draft has taken them in
         self._last: DraftForm | None = None
+        self._shape: Shape = 0, 0, 0  # of the last draft
+        self._ahead: Ahead | None = None
 
     def is_ready(self, seq: Seq, depth: int) -> bool:
         """Are there rows for all tokens of this text, and room for a draft behind them?"""
         text, longest = self._texts.get(seq.id), self.net.model.max_length - depth
         return text is not None and 0 < text.seen == len(seq.tokens) - 1 <= longest
 
-    def propose(self, seqs: Sequence[Seq], nodes: int, depth: int, width: int) -> GrownTrees | None:
-        """One tree of so many nodes for each text, or fewer; None where no graph fits and none is worth making."""
-        room, slots = (
-            MAX_ROWS // len(seqs),
-            TREE_MARGIN - 1,
-        )  # rows of a pass, and slots behind a text, for each
-        depth = min(depth, nodes, DEEPEST, room - 1)
-        width = min(width, nodes, len(self.habit.ids), room, slots // max(1, depth - 1))
-        nodes = min(nodes, width + (depth - 1) * width * width, slots)
-        shape: tuple[int, int, int] | None = (nodes, depth, width)
-        if self._replays.capture:
-            shape = self._repertoire.choose(len(seqs), (nodes, depth, width))
+    def propose(
+        self, seqs: Sequence[Seq], nodes: int, depth: int, width: int, *, ends: bool = False
+    ) -> GrownTrees | None:
+        """One tree of so many nodes for each text, or fewer; None where no graph fits and none is worth making.
+
+        Where a text ends within such a draft, it may be deeper than asked for: a graph that is there is cheaper.
+        """
+        wanted = self._fitting(len(seqs), nodes, depth, width)
+        shape = self._repertoire.choose(len(seqs), wanted, ends) if self._replays.capture else wanted
         if shape is None:
             return None
-        self._stage([seq.id for seq in seqs], [seq.max_length for seq in seqs], shape[1] + 1)
-        extents = [self.net.kv.extent(seq.id) for seq in seqs]
+        ids, roots = tuple(seq.id for seq in seqs), [seq.tokens[-1] for seq in seqs]
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and (ahead.ids, ahead.roots, ahead.shape) == (ids, roots, shape):
+            return ahead.trees
+        self._stage(ids, [seq.max_length for seq in seqs], shape[1] + 1)
+        return self._launch(roots, shape)
+
+    def _fitting(self, texts: int, nodes: int, depth: int, width: int) -> Shape:
+        """What of a shape fits the rows of a pass, and the slots behind a text, for each."""
+        room, slots = MAX_ROWS // texts, TREE_MARGIN - 1
+        depth = min(depth, nodes, DEEPEST, room - 1)
+        width = min(width, nodes, len(self.habit.ids), room, slots // max(1, depth - 1))
+        return min(nodes, width + (depth - 1) * width * width, slots), depth, width
+
+    def _launch(self, roots: Sequence[int], shape: Shape) -> GrownTrees:
+        """Draft for the texts whose rows are staged; nothing is counted as taken in until the round is observed."""
+        extents = [self.net.kv.extent(seq_id) for seq_id in self._staged]
         places = [(extent.base, extent.length) for extent in extents]
-        roots = [seq.tokens[-1] for seq in seqs]
         form, ints = plan_draft(places, self._tokens, roots, shape, self._group_nodes)
         self._send(ints)
         known = self._replays.knows(form) or not self._replays.capture
-        self._last, self._drafted = form, True
+        self._last, self._shape, self._drafted = form, shape, True
         self.replay_last()
         if not known or self.seconds == 0.0:
             self._time()
-        seconds = self.seconds * form.depth
-        return GrownTrees.of(self._both[:, : form.trees.rows], form.trees, seconds)
+        return GrownTrees(self._both[:, : form.trees.rows], form.trees, self.seconds * form.depth)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """After a round on the device its rows are still in the target's buffers: one replay takes them out."""
         if self._drafted:  # what was staged is behind us: the draft has left its keys and values
             for seq_id, tokens in zip(self._staged, self._tokens, strict=True):
                 self.net.kv.extent(seq_id).length += len(tokens)
-            self._staged, self._tokens, self._drafted = (), [], False
+            self._staged, self._tokens, self._drafted, self._ahead = (), [], False, None
         settled = isinstance(trees, GrownTrees) and self.target.is_settled(verdict)
         if not settled or self._staged or len(seqs) > MOST or trees.form.depth > DEEPEST:  # type: ignore[attr-defined]
             self._unstage()
+            if isinstance(trees, GrownTrees):  # what such a pass found lies in the target's own buffers
+                scores = Scores(None, {layer: rows.clone() for layer, rows in scores.hidden.items()})
             observe_rows(self._texts, self.way_in.layers, seqs, trees, scores, verdict)
             return
         assert isinstance(trees, GrownTrees)
@@ -121,6 +149,15 @@ class DeviceDraft:
         self._staged = tuple(seq.id for seq in seqs)
         for seq, fresh in zip(seqs, self._tokens, strict=True):
             self._texts[seq.id].seen += len(fresh)
+        self._go_ahead(seqs, bonus)
+
+    def _go_ahead(self, seqs: Sequence[Seq], roots: list[int]) -> None:
+        """Start the next draft now, unless a text has come to its end."""
+        longest = self.net.model.max_length - self._shape[1]
+        for seq, fresh in zip(seqs, self._tokens, strict=True):
+            if len(seq.tokens) + len(fresh) >= seq.max_length or self._texts[seq.id].seen > longest:
+                return
+        self._ahead = Ahead(self._staged, roots, self._shape, self._launch(roots, self._shape))
 
     def forget(self, seq: Seq) -> None:
         if seq.id in self._staged:
@@ -140,7 +177,7 @@ class DeviceDraft:
             text = self._texts[seq_id]
             text.features.append(self._features[b, : len(tokens)].clone())
             text.tokens += tokens
-        self._staged, self._tokens, self._drafted = (), [], False
+        self._staged, self._tokens, self._drafted, self._ahead = (), [], False, None
 
     def _stage(self, ids: Sequence[int], lengths: Sequence[int], behind: int) -> None:
         """Bring the rows that wait into the buffer, in this order; long ones are caught up with first."""

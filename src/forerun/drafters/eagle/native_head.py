@@ -18,8 +18,8 @@ from forerun.drafters.matrix import packed_form
 from forerun.errors import VocabularyMismatch
 from forerun.models.kernels import head_library
 from forerun.models.kernels.head_library import Head
-from forerun.models.kernels.native_library import Weights, library
-from forerun.models.kernels.packing import side_by_side
+from forerun.models.kernels.native_library import Weights
+from forerun.models.kernels.packing import is_packable, pack_blocks, side_by_side, table_of, take_rows
 from forerun.models.load.quants import Blocks
 
 
@@ -59,10 +59,6 @@ class NativeHead:
         config, at, table = self.config, "midlayer.self_attn.", self._table
         fused = config.kind == "eagle3"
         parts = [self._weights[f"fc_norm.{i}.weight"] for i in range(len(config.layers)) if config.fc_norm]
-        own = self._weights.get("lm_head.weight")
-        if own is None:
-            assert self._lent is not None
-            own = self._lent.head_rows(self.vocabulary.ids)
         return Head(
             width=config.width,
             heads=config.heads,
@@ -89,10 +85,8 @@ class NativeHead:
                 *(self._weights[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up"))
             ),
             down=self._linear(self._weights["midlayer.mlp.down_proj.weight"]),
-            lm_head=self._linear(own),
-            embedding_type=table.kind if isinstance(table, Blocks) else -1,
-            embedding_bytes=table.data.numel() // table.shape[0] if isinstance(table, Blocks) else 0,
-            embedding=None if table is None else _address(table),
+            lm_head=self._lm_head(),
+            embedding=table_of(table),
         )
 
     def _embedding_table(self) -> Tensor | Blocks | None:
@@ -101,11 +95,20 @@ class NativeHead:
         if own is not None:
             return own.detach().float().contiguous()
         assert self._lent is not None
-        table = self._lent.table
-        if isinstance(table, Blocks):
-            return table if library().fr_packed_kind(table.kind) >= 0 else None
-        plain = isinstance(table, Tensor) and table.dtype == torch.float32 and table.is_contiguous()
-        return table if plain else None
+        return self._lent.table if table_of(self._lent.table).rows else None
+
+    def _lm_head(self) -> Weights:
+        """The head's own, or the target's rows of these words, as the file has them: never all of them in floats."""
+        own = self._weights.get("lm_head.weight")
+        if own is not None:
+            return self._linear(own)
+        assert self._lent is not None
+        ids, table = self.vocabulary.ids, self._lent.head_table
+        if not (isinstance(table, Blocks) and is_packable(table.kind)):
+            return self._linear(self._lent.head_rows(ids))
+        packed = pack_blocks(take_rows(table, ids))
+        self._kept.append(packed.data)
+        return side_by_side([packed])
 
     def _linear(self, *weights: Tensor, bias: Tensor | None = None) -> Weights:
         packed = [packed_form(weight, bias) for weight in weights]
@@ -119,7 +122,3 @@ class NativeHead:
     def _keep(self, tensor: Tensor) -> int:
         self._kept.append(tensor.detach().to(torch.float32, copy=True).contiguous())
         return self._kept[-1].data_ptr()
-
-
-def _address(table: Tensor | Blocks) -> int:
-    return table.data.data_ptr() if isinstance(table, Blocks) else table.data_ptr()

@@ -18,7 +18,7 @@ from forerun.drafters.eagle.shelf import Shelf
 from forerun.drafters.eagle.walk import CHUNK, frontier_sizes
 from forerun.drafters.flavour import Seasoning
 from forerun.drafters.growth import Frontier, Ranked
-from forerun.drafters.heads import Rows
+from forerun.drafters.heads import Piece, Rows
 from forerun.models.kernels import native_library as native
 from forerun.models.kernels.head_library import HeadPass, Ranking, run_rows
 from forerun.models.kernels.native_library import Reach
@@ -27,6 +27,7 @@ from forerun.models.rope import RopeConfig
 from forerun.types import Budget, Seq, offsets
 
 _PIECE = 512  # positions whose rotations are worked out at once
+Floats = ctypes.Array[ctypes.c_float]
 
 
 class NativeRunner:
@@ -36,14 +37,14 @@ class NativeRunner:
         self.head, config = head, head.config
         self.shelf = Shelf(config, torch.float32, head.device)
         self._last: dict[
-            int, tuple[Tensor, int]
+            int, tuple[Floats, int]
         ] = {}  # where the output of each text's last row is: [N, D], row
         self._rotations = Rotations(
             RopeConfig("default", config.rope_theta, config.head_dim, config.max_length), head.device
         )
         self._turns = torch.empty(2, 0, config.head_dim // 2)  # cosines and sines
         self._ranking = Ranking(1, 1, head.int32_ids)
-        self._outs = [torch.empty(1, config.width) for _ in range(2)]
+        self._outs = [self._room(1) for _ in range(2)]
 
     def begin(self, seqs: Sequence[Seq], texts: Sequence[Rows], budgets: Sequence[Budget]) -> NativeWalk:
         """Catch up with what was observed of these texts; they can then be drafted for."""
@@ -55,10 +56,9 @@ class NativeRunner:
         one = self._new_pass()
         self._catch_up(one, seqs, texts)
         lasts = [self._last[seq.id] for seq in seqs]
-        out, row = lasts[0]
-        if len(lasts) > 1:
-            out, row = torch.stack([rows[i] for rows, i in lasts]), 0
-        return NativeWalk(self, one, [seq.id for seq in seqs], (out, row))
+        return NativeWalk(
+            self, one, [seq.id for seq in seqs], lasts[0] if len(lasts) == 1 else self._gather(lasts)
+        )
 
     def forget(self, seq_id: int) -> None:
         self._last.pop(seq_id, None)
@@ -72,11 +72,21 @@ class NativeRunner:
             self._ranking = have
         return have
 
-    def outputs(self, level: int, rows: int) -> Tensor:
+    def outputs(self, level: int, rows: int) -> Floats:
         """Room for the outputs of a level [N, D]; those of the level before it stay."""
-        if rows > self._outs[0].shape[0]:
-            self._outs = [torch.empty(rows, self.head.config.width) for _ in range(2)]
+        if rows * self.head.config.width > len(self._outs[0]):
+            self._outs = [self._room(rows) for _ in range(2)]
         return self._outs[level % 2]
+
+    def _room(self, rows: int) -> Floats:
+        return (ctypes.c_float * (rows * self.head.config.width))()
+
+    def _gather(self, places: Sequence[tuple[Floats, int]]) -> tuple[Floats, int]:
+        """Rows from several places side by side."""
+        joined, size = self._room(len(places)), 4 * self.head.config.width
+        for i, (out, row) in enumerate(places):
+            ctypes.memmove(ctypes.addressof(joined) + i * size, ctypes.addressof(out) + row * size, size)
+        return joined, 0
 
     def run(self, one: HeadPass, tokens: list[int], columns: Sequence[list[int]], tails: list[int]) -> None:
         """A pass over these rows; columns are first, context, tail, position, write and, of drafted rows, parent."""
@@ -110,13 +120,14 @@ class NativeRunner:
 
     def _catch_up(self, one: HeadPass, seqs: Sequence[Seq], texts: Sequence[Rows]) -> None:
         """Run the rows that came since each text was last drafted for."""
-        features = [_joined(text.features) for text in texts]
-        longest = max(len(text.tokens) for text in texts)
+        width = self.head.config.feature_width // self.head.struct.parts
+        unread = [(text.tokens, _Features(text.take(), width)) for text in texts]
+        longest = max(len(tokens) for tokens, _ in unread)
         for low in range(0, longest, CHUNK):
-            tokens, given, ends = list[int](), list[Tensor](), dict[int, int]()
+            tokens, given, ends = list[int](), list[int](), dict[int, int]()
             columns: list[list[int]] = [[], [], [], [], []]
-            for seq, text, rows in zip(seqs, texts, features, strict=True):
-                fresh = text.tokens[low : low + CHUNK]
+            for seq, (all_fresh, features) in zip(seqs, unread, strict=True):
+                fresh = all_fresh[low : low + CHUNK]
                 if not fresh:
                     continue
                 base, length, count = self.shelf.base(seq.id), self.shelf.lengths[seq.id], len(fresh)
@@ -126,16 +137,13 @@ class NativeRunner:
                 for column, numbers in zip(columns, new, strict=True):
                     column += numbers
                 tokens += fresh
-                given.append(rows if count == len(rows) else rows[low : low + count])
+                given += features.of(low, count)
                 ends[seq.id] = len(tokens)
                 self.shelf.lengths[seq.id] = length + count
-            joined = given[0] if len(given) == 1 else torch.cat(given)
-            out = torch.empty(len(tokens), self.head.config.width)
-            one.features, one.out = joined.data_ptr(), out.data_ptr()
+            out, addresses = self._room(len(tokens)), (ctypes.c_void_p * len(given))(*given)
+            one.features, one.out = ctypes.addressof(addresses), ctypes.addressof(out)
             self.run(one, tokens, columns, columns[4])
             self._last |= {seq_id: (out, end - 1) for seq_id, end in ends.items()}
-        for text in texts:
-            text.features, text.tokens = [], []
 
     def _turns_to(self, last: int) -> None:
         """Rotations of positions up to `last` at least."""
@@ -149,7 +157,7 @@ class NativeWalk:
     """The draft of one batch: rows written behind the true ones, each seen by its descendants only."""
 
     def __init__(
-        self, runner: NativeRunner, one: HeadPass, ids: Sequence[int], last: tuple[Tensor, int]
+        self, runner: NativeRunner, one: HeadPass, ids: Sequence[int], last: tuple[Floats, int]
     ) -> None:
         self.runner, self.levels = runner, 1
         self.size = len(runner.head.ids)
@@ -158,7 +166,7 @@ class NativeWalk:
         self._lengths = [runner.shelf.lengths[i] for i in ids]
         self._free = [base + length for base, length in zip(self._bases, self._lengths, strict=True)]
         self._out, row = last  # [N, D] of the last frontiers, texts end to end
-        self._at = self._out.data_ptr() + 4 * row * runner.head.config.width
+        self._at = ctypes.addressof(self._out) + 4 * row * runner.head.config.width
         self._rows = len(ids)
         self._paths: list[list[list[int]]] = [
             [[]] for _ in ids
@@ -203,10 +211,10 @@ class NativeWalk:
             start += len(before)
             self._paths[b], self._free[b] = paths, free + wide
         out = self.runner.outputs(level, len(tokens))
-        self._pass.before, self._pass.out = self._at, out.data_ptr()
+        self._pass.before, self._pass.out = self._at, ctypes.addressof(out)
         columns = (first, context, [level] * len(tokens), position, write, parents)
         self.runner.run(self._pass, tokens, columns, tails)
-        self._out, self._at, self._rows = out, out.data_ptr(), len(tokens)
+        self._out, self._at, self._rows = out, ctypes.addressof(out), len(tokens)
         self.levels += 1
 
     def _ranked(self, count: int) -> list[Ranked]:
@@ -232,8 +240,20 @@ class NativeWalk:
         return ranking.logits[: self._rows].clone()
 
 
-def _joined(pieces: list[Tensor]) -> Tensor:
-    """[N, F] float32 in one piece."""
-    if not pieces:
-        return torch.empty(0, 0)
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).float().contiguous()
+class _Features:
+    """Where the features of some rows lie, layer by layer: the kernels fetch them there."""
+
+    def __init__(self, pieces: Sequence[Piece], width: int) -> None:
+        self._kept = [([layer.float().contiguous() for layer in layers], rows) for layers, rows in pieces]
+        self._parts = 0
+        self._addresses: list[int] = []
+        for layers, rows in self._kept:
+            # a tensor has one layer, or several side by side
+            firsts = [(t.data_ptr(), 4 * t.shape[1]) for t in layers]
+            steps = [(at + 4 * i, size) for at, size in firsts for i in range(0, size // 4, width)]
+            self._addresses += [at + row * size for row in rows for at, size in steps]
+            self._parts = len(steps)
+
+    def of(self, first: int, count: int) -> list[int]:
+        """[rows * layers] of so many rows."""
+        return self._addresses[first * self._parts : (first + count) * self._parts]

@@ -29,6 +29,7 @@ class TorchRunner:
         self.shelf = Shelf(head.config, head.dtype, head.device)
         self._last: dict[int, Tensor] = {}  # [D] the output of each text's last row
 
+    @torch.no_grad()
     def begin(self, seqs: Sequence[Seq], texts: Sequence[Rows], budgets: Sequence[Budget]) -> Walk:
         """Catch up with what was observed of these texts; they can then be drafted for."""
         nodes = sum(frontier_sizes(budgets))
@@ -107,9 +108,11 @@ class Walk:
     def ranks(self, seqs: Sequence[Seq]) -> LogitRanks:
         return LogitRanks(self, seqs, self.head.vocabulary)
 
+    @torch.no_grad()
     def first(self) -> Tensor:
         return self.head.logits(self._out[:, 0])
 
+    @torch.no_grad()
     def after(self, parents: Tensor, tokens: Tensor) -> Tensor:
         count, wide = tokens.shape
         head, start = self.head, self._base + self._used

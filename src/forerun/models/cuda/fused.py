@@ -35,13 +35,15 @@ class Tile:
     warps: int = 4
 
 
-def choose_tile(outputs: int, depth: int, tile: int) -> Tile:
+def choose_tile(outputs: int, depth: int, tile: int, whole: bool = False) -> Tile:
     """Tiles of 64 outputs keep the memory busy where weights are large; 16 give more programs where not.
 
     Splits along the depth make up for few tiles, to about two programs per multiprocessor. All of it was found
-    by measuring on an H200.
+    by measuring on an H200. Where bytes are multiplied (`whole`), a step is twice as deep.
     """
     step = next(size for size in (128, 64, 32, 16) if depth % size == 0)
+    if whole and tile == 64 and depth % 256 == 0:
+        step = 256
     if tile < 64:
         splits = 2 if depth >= 12 * step and depth % (2 * step) == 0 else 1
         return Tile(tile, step, splits, depth // step // splits, 2)
@@ -69,12 +71,15 @@ class FusedSteps:
         heads, self.width = config.heads * config.head_dim, config.width
         self.qkv_outputs = heads + 2 * config.kv_heads * config.head_dim
         by_head = config.head_dim if config.qk_norm else tile
+        wide = 64 if config.vocab_size >= 1 << 14 else tile
+        self.whole = isinstance(model, HeadModel) and model.whole
+        self.room = MAX_ROWS if self.whole else 0  # rows from a byte to the other byte of the same number
         self.tiles = {
-            "qkv": choose_tile(self.qkv_outputs, model.layers[0].qkv.shape[1], by_head),
-            "o": choose_tile(self.width, heads, tile),
-            "gate": choose_tile(2 * config.inner, self.width, tile),
-            "down": choose_tile(self.width, config.inner, tile),
-            "head": choose_tile(config.vocab_size, self.width, 64 if config.vocab_size >= 1 << 14 else tile),
+            "qkv": choose_tile(self.qkv_outputs, model.layers[0].qkv.shape[1], by_head, self.whole),
+            "o": choose_tile(self.width, heads, tile, self.whole),
+            "gate": choose_tile(2 * config.inner, self.width, tile, self.whole),
+            "down": choose_tile(self.width, config.inner, tile, self.whole),
+            "head": choose_tile(config.vocab_size, self.width, wide, self.whole),
         }
         self.norm_tile = tile
         self.pdl = torch.cuda.get_device_capability(device) >= (9, 0)
@@ -83,6 +88,7 @@ class FusedSteps:
         self.norm_tiles = self.width // tile
         self.norm_columns = max(NORM_COLUMNS, _power(self.norm_tiles))
         self.squares = torch.zeros(MAX_ROWS, self.norm_columns, dtype=torch.float64, device=device)
+        self.lifts = torch.ones(MAX_ROWS, device=device)
         self._described: dict[tuple[int, int, int], Any] = {}
         self.parts = torch.empty(rows * config.head_dim, device=device)
         self.tops, self.sums = torch.empty(rows, device=device), torch.empty(rows, device=device)
@@ -149,37 +155,42 @@ class FusedSteps:
         """
         config, place = self.model.config, self.model.layers[layer]
         outputs, depth = weight.shape
-        wide = rows_per_tile(run.size.rows)
+        wide = rows_per_tile(run.size.rows, self.whole)
         tile = self._tile(name, wide)
         unused = self.squares
         grid = -(-run.size.rows // wide), -(-outputs // tile.outputs), tile.splits
         data, scales = (weight, unused) if isinstance(weight, Tensor) else (weight.data, weight.scales)
         stage = tile.depth * (data.element_size() * tile.outputs + 2 * wide)  # bytes
-        stages = max(2, min(tile.stages * 2 // data.element_size(), SHARED // stage))
+        deep = (
+            tile.stages if self.whole else tile.stages * 2 // data.element_size()
+        )  # as many bytes in flight
+        stages = max(2, min(deep, SHARED // stage))
         left: Any = data
         right: Any = rows
-        tma = self.pdl and tile.outputs >= 64 and wide >= 64  # fewer rows are fetched as fast without it
+        tma = (
+            self.pdl and tile.outputs >= 64 and wide >= 64 and not self.whole
+        )  # fewer rows are fetched as fast without it
         if tma:
             left = self._describe(data, tile.outputs, tile.depth)
             right = self._describe(rows, wide, tile.depth)
         settings: dict[str, Any] = {"num_warps": tile.warps, "num_stages": stages, "launch_pdl": self.pdl}
         kernels_linear.linear[grid](
-            right, data, left, scales, out, self.buffers.x, self.squares, unused if norm is None else norm,
-            self.kv[layer, 0], self.kv[layer, 1], _or(place.qkv_bias, unused), _or(place.qk_norm, unused),
-            _or(place.rope, unused), run.positions, run.slots, self.partial, self.counters,
+            right, data, left, scales, out, self.buffers.x, self.squares, self.lifts,
+            unused if norm is None else norm, self.kv[layer, 0], self.kv[layer, 1], _or(place.qkv_bias, unused),
+            _or(place.qk_norm, unused), _or(place.rope, unused), run.positions, run.slots, self.partial, self.counters,
             run.size.rows, config.norm_eps, self.kv.stride(2),
             N=outputs, K=depth, MODE=mode, BN=tile.outputs, BK=tile.depth, SPLIT=tile.splits, MT=wide,
             TILES=self.norm_tiles, TILES_UP=self.norm_columns, H=config.heads, HKV=config.kv_heads,
             D=config.head_dim, ROT=0 if place.rope is None else place.rope.shape[1],
             BIAS=place.qkv_bias is not None, HEAD_NORM=place.qk_norm is not None, ROPE=place.rope is not None,
-            TMA=tma, PDL=self.pdl, W8=data is not weight, NORMED=normed,
+            TMA=tma, PDL=self.pdl, W8=data is not weight, NORMED=normed, ROOM=self.room,
             enable_fp_fusion=False, **settings,
         )  # fmt: skip
 
     def _tile(self, name: str, wide: int) -> Tile:
         """64 rows are worth larger tiles where that changes no sum: the norms' tiles must stay."""
         tile = self.tiles[name]
-        if wide == 64 and tile.outputs == 64 and name in ("gate", "head"):
+        if wide == 64 and tile.outputs == 64 and not self.whole and name in ("gate", "head"):
             return Tile(128, tile.depth, tile.splits, 3, tile.warps)
         return tile
 
@@ -202,7 +213,7 @@ class FusedSteps:
         )  # fmt: skip
         kernels_attention.combine[(run.size.rows, config.heads)](
             self.buffers.found, run.positions, self.parts, self.tops, self.sums, self.split_stride,
-            H=config.heads, D=config.head_dim, WINDOW=window, STEP=8,
+            H=config.heads, D=config.head_dim, WINDOW=window, STEP=8, ROOM=self.room,
             PDL=self.pdl, num_warps=1, launch_pdl=self.pdl,
         )  # fmt: skip
 
@@ -214,13 +225,19 @@ class FusedHeadSteps(FusedSteps):
         super().__init__(model, buffers, kv)
         self._head_model = model
         self.entered = torch.empty(MAX_ROWS, 2 * self.width, dtype=model.dtype, device=model.device)
+        if model.whole:
+            self.entered, buffers.rows, buffers.found, buffers.inner = (
+                torch.empty(2, *rows.shape, dtype=torch.int8, device=model.device)
+                for rows in (self.entered, buffers.rows, buffers.found, buffers.inner)
+            )
 
     def enter(self, run: Run, carried: Tensor) -> None:
         model = self._head_model
         kernels_head.enter[(run.size.rows,)](
             run.tokens, model.embedding, carried, model.token_norm, model.feature_norm, self.entered,
-            self.buffers.x, model.config.norm_eps, WIDTH=self.width, UP=_power(self.width),
-            NORMED_RESIDUAL=model.normed_residual, PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
+            self.buffers.x, self.lifts, model.lift, model.added, model.config.norm_eps,
+            WIDTH=self.width, UP=_power(self.width), NORMED_RESIDUAL=model.normed_residual, ROOM=self.room,
+            PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
         )  # fmt: skip
 
     def qkv(self, run: Run, layer: int) -> None:
@@ -228,9 +245,10 @@ class FusedHeadSteps(FusedSteps):
         self._linear(run, "qkv", QKV, self.entered, weights.qkv, self.buffers.queries, normed=True)
 
 
-def rows_per_tile(rows: int) -> int:
-    """The width of a product: it decides how fast it is, not what comes out."""
-    return next((size for size in (16, 32, 64) if rows <= size), 128)
+def rows_per_tile(rows: int, whole: bool = False) -> int:
+    """The width of a product: it decides how fast it is, not what comes out. Rows of two bytes count twice."""
+    sizes = (8, 16, 32, 64) if whole else (16, 32, 64, 128)
+    return next((size for size in sizes if rows <= size), sizes[-1])
 
 
 def _power(value: int) -> int:

@@ -9,7 +9,7 @@ the round is over. Everything here is a few torch operations on small integers, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -43,19 +43,16 @@ class Form:
         return self.trees * self.nodes
 
 
-@dataclass(frozen=True, slots=True)
 class GrownTrees(TreeBatch):
     """Trees of one form, on the device; `both` [2, M] has their tokens and parents."""
 
-    form: Form = Form(0, 0, 0)
-    both: Tensor = field(default_factory=lambda: torch.zeros(2, 0, dtype=torch.long))
-    lists: list[list[int]] = field(default_factory=list)  # tokens and parents, once they were read
-    seconds: float = 0.0  # that growing them keeps the device
+    __slots__ = ("both", "form", "lists", "seconds")
 
-    @classmethod
-    def of(cls, both: Tensor, form: Form, seconds: float = 0.0) -> GrownTrees:
-        starts = tuple(range(0, form.rows + 1, form.nodes))
-        return cls(both[0], both[1], starts, None, form, both, [], seconds)
+    def __init__(self, both: Tensor, form: Form, seconds: float = 0.0) -> None:
+        super().__init__(both[0], both[1], tuple(range(0, form.rows + 1, form.nodes)))
+        self.both, self.form = both, form
+        self.lists: list[list[int]] = []  # tokens and parents, once they were read
+        self.seconds = seconds  # that growing them keeps the device
 
     def to_host(self) -> tuple[list[int], list[int]]:
         if not self.lists:

@@ -109,8 +109,9 @@ def _grow_fused(
     found = torch.empty(trees * wide, chunks, branch, device=device)
     rows = torch.empty(trees * wide, chunks, branch, dtype=torch.int32, device=device)
     highs, sums = (torch.empty(trees * wide, chunks, device=device) for _ in range(2))
+    pdl = torch.cuda.get_device_capability(device) >= (9, 0)
     kernels_head.tops[(trees * wide, chunks)](
-        logits, found, rows, highs, sums, vocab, K=branch, CHUNK=CHUNK, num_warps=4
+        logits, found, rows, highs, sums, vocab, K=branch, CHUNK=CHUNK, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     first = pool.add(wide * branch).start
     fresh = min(pool.width, wide * branch)
@@ -128,7 +129,8 @@ def _grow_fused(
         pool.scores, pool.tokens, pool.parents, nexts.standing, nexts.places, nexts.tokens, nexts.parents,
         nexts.ways, first, pool.scores.shape[1], habit.log_scale, habit.power, level,
         WIDE=wide, WIDE_UP=_power(wide), K=branch, K_UP=_power(branch), C=chunks, C_UP=_power(chunks),
-        FOUND_UP=_power(chunks * branch), FRESH=fresh, WIDTH=pool.width, num_warps=4,
+        FOUND_UP=_power(chunks * branch), FRESH=fresh, FRESH_UP=_power(fresh), WIDTH=pool.width, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return nexts
 

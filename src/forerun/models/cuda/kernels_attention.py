@@ -15,6 +15,8 @@ nodes where the split lies wholly in committed text, or one node.
 import triton
 import triton.language as tl
 
+from forerun.models.cuda.kernels_linear import put_rows
+
 ROWS = tl.constexpr(64)  # queries per program: nodes times heads of a group; unused ones cost nothing to read
 TILE = tl.constexpr(64)  # positions per step
 FIELDS = tl.constexpr(8)  # ints per group; see plan.py
@@ -107,7 +109,7 @@ def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, sc
 
 @triton.jit
 def combine(out, positions, parts, tops, sums, split_stride, H: tl.constexpr, D: tl.constexpr,
-            WINDOW: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+            WINDOW: tl.constexpr, STEP: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Add up the splits of one node and head, STEP at a time, in order."""
     m, h = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions + m)
@@ -137,4 +139,4 @@ def combine(out, positions, parts, tops, sums, split_stride, H: tl.constexpr, D:
         total = total * shrink + tl.sum(share * weight, 0)
         acc = acc * shrink + tl.sum(part * weight[:, None], 0)
         top = higher
-    tl.store(out + head * D + d, (acc / total).to(out.dtype.element_ty))
+    put_rows(out, head * D + d, acc / total, d < D, ROOM * H * D)

@@ -30,6 +30,21 @@ def describe(matrix: Any, rows: int, columns: int) -> Any:
 
 
 @triton.jit
+def put_rows(into, place, values, mask, PLANE: tl.constexpr):
+    """Store rows in their type, or (PLANE > 0) as whole numbers: the high bytes, and PLANE further the low ones."""
+    if PLANE > 0:
+        held = tl.minimum(tl.maximum(values, -32639.0), 32639.0)
+        number = ((held + 12582912.0) - 12582912.0).to(
+            tl.int32
+        )  # 1.5 * 2^23: the nearest, even where two are
+        high = (number + 128) >> 8
+        tl.store(into + place, high.to(tl.int8), mask=mask)
+        tl.store(into + place + PLANE, (number - high * 256).to(tl.int8), mask=mask)
+    else:
+        tl.store(into + place, values.to(into.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _before(x, squares, tile, rows, live, N: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr,
             TILES: tl.constexpr, TILES_UP: tl.constexpr):  # fmt: skip
     """What a tile needs of the rows that go in: the residual stream [BN, MT] where that is added to, else the
@@ -94,35 +109,42 @@ def _finish_qkv(acc, n0, rows, live, out, keys, values, bias, head_norm, rope, p
 
 
 @triton.jit
-def _finish_residual(acc, old, tile, n0, rows, live, x, out, squares, norm,
-                     N: tl.constexpr, BN: tl.constexpr, TILES_UP: tl.constexpr):  # fmt: skip
+def _finish_residual(acc, old, lift, tile, n0, rows, live, x, out, squares, norm, N: tl.constexpr, BN: tl.constexpr,
+                     TILES_UP: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
     """Add to the residual stream, and leave what the next norm needs."""
     n = n0 + tl.arange(0, BN)
     place = rows[None, :] * N + n[:, None]
     acc += old
     tl.store(x + place, acc, mask=live[None, :])
     scaled = acc * tl.load(norm + n).to(tl.float32)[:, None]
-    tl.store(out + place, scaled.to(out.dtype.element_ty), mask=live[None, :])
+    if ROOM > 0:
+        scaled = scaled * lift[None, :]
+    put_rows(out, place, scaled, live[None, :], ROOM * N)
     tl.store(squares + rows * TILES_UP + tile, _sum_of_squares(acc), mask=live)
 
 
 @triton.jit
-def _finish(acc, before, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm, rope, positions,
-            slots, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr,
-            MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr,
-            D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr,
-            ROPE: tl.constexpr, NORMED: tl.constexpr):  # fmt: skip
+def _finish(acc, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm, rope,
+            positions, slots, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr,
+            BN: tl.constexpr, MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr, H: tl.constexpr,
+            HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr,
+            ROPE: tl.constexpr, W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
     """What follows the product of a tile, by kind; `before` is what `_before` found, where it was asked early."""
     n0 = tile * BN
+    if W8:
+        acc = acc * scale
     if MT < 128:
         given = before
     else:
         given = _before(x, squares, tile, rows, live, N, MODE, BN, TILES, TILES_UP)
     if MODE == RESIDUAL:
-        _finish_residual(acc, given, tile, n0, rows, live, x, out, squares, norm, N, BN, TILES_UP)
+        _finish_residual(acc, given, lift, tile, n0, rows, live, x, out, squares, norm, N, BN, TILES_UP, ROOM)
     else:
         if not NORMED:
-            acc = acc * tl.rsqrt(tl.sum(given, 1).to(tl.float32) / K + eps)[None, :]
+            inverse = tl.rsqrt(tl.sum(given, 1).to(tl.float32) / K + eps)
+            if ROOM > 0:
+                inverse = inverse / lift
+            acc = acc * inverse[None, :]
         if MODE == QKV:
             _finish_qkv(acc, n0, rows, live, out, keys, values, bias, head_norm, rope, positions, slots, eps,
                         head_stride, H, HKV, D, ROT, BIAS, HEAD_NORM, ROPE, BN, MT)  # fmt: skip
@@ -131,45 +153,26 @@ def _finish(acc, before, tile, rows, live, out, x, squares, norm, keys, values, 
             n = tile * (BN // 2) + tl.arange(0, BN // 2)
             inner = gate / (1.0 + tl.exp(-gate)) * up
             place = rows[None, :] * (N // 2) + n[:, None]
-            tl.store(out + place, inner.to(out.dtype.element_ty), mask=live[None, :])
+            put_rows(out, place, inner, live[None, :], ROOM * (N // 2))
         else:
             n = n0 + tl.arange(0, BN)
             place = rows[None, :].to(tl.int64) * N + n[:, None]
             tl.store(out + place, acc, mask=live[None, :] & (n < N)[:, None])
 
 
-@triton.jit(do_not_specialize=["M"])
-def linear(a, w, weights, scales, out, x, squares, norm, keys, values, bias, head_norm, rope, positions, slots, partial,
-           counters, M, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, BN: tl.constexpr,
-           BK: tl.constexpr, SPLIT: tl.constexpr, MT: tl.constexpr, TILES: tl.constexpr, TILES_UP: tl.constexpr,
-           H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr,
-           HEAD_NORM: tl.constexpr, ROPE: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
-           W8: tl.constexpr, NORMED: tl.constexpr):  # fmt: skip
-    """One tile of BN outputs for MT rows, over one of SPLIT stretches of K; the last split to end adds them up.
-
-    Weights of one byte (W8) are widened here, and their scale multiplies the finished sum. Where the copy engine
-    is used, `a` and `weights` are descriptors of rows and weight. What other kernels
-    of the pass wrote is read past the L1 cache, which a program that started early may share with them.
-    """
-    tile, split = tl.program_id(1), tl.program_id(2)
-    first, k0 = tl.program_id(0) * MT, split * (K // SPLIT)
-    rows = first + tl.arange(0, MT)
-    live = rows < M
-    n = tl.arange(0, BN)
-    ks = tl.arange(0, BK)
-    there = (tile * BN + n < N)[:, None]
-    start = w + tile.to(tl.int64) * (BN * K) + k0 + n * K
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    before = 0.0
-    if MT < 128:  # asked for early where there are registers to hold it
-        before = _before(x, squares, tile, rows, live, N, MODE, BN, TILES, TILES_UP)
+@triton.jit
+def _product(a, w, weights, tile, first, k0, rows, live, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
+             BK: tl.constexpr, SPLIT: tl.constexpr, MT: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """[BN, MT] over one stretch of K; weights are brought to the rows' type."""
     acc = tl.zeros((BN, MT), dtype=tl.float32)
     if TMA:
         for k in range(k0, k0 + K // SPLIT, BK):
             right = a.load([first, k])
             acc = tl.dot(weights.load([tile * BN, k]).to(right.dtype), right.T, acc)
     else:
+        n, ks = tl.arange(0, BN), tl.arange(0, BK)
+        there = (tile * BN + n < N)[:, None]
+        start = w + tile.to(tl.int64) * (BN * K) + k0 + n * K
         weight = start[:, None] + ks[None, :]
         row = a + rows[:, None] * K + k0 + ks[None, :]
         for k in range(0, K // SPLIT, BK):
@@ -179,17 +182,71 @@ def linear(a, w, weights, scales, out, x, squares, norm, keys, values, bias, hea
                 left = tl.load(weight + k, mask=there, other=0.0, eviction_policy="evict_first")
             right = tl.load(row + k, mask=live[:, None], other=0.0)
             acc = tl.dot(left.to(right.dtype), tl.trans(right), acc)
+    return acc
+
+
+@triton.jit
+def _product_of_bytes(a, w, tile, first, k0, M, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                      SPLIT: tl.constexpr, MT: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
+    """The same with rows of whole numbers, the high bytes and the low ones side by side; sums are exact."""
+    n, ks, both = tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, 2 * MT)
+    there = (tile * BN + n < N)[:, None]
+    rows = first + both % MT
+    live = (rows < M)[:, None]
+    start = w + tile.to(tl.int64) * (BN * K) + k0 + n * K
+    weight = start[:, None] + ks[None, :]
+    row = a + ((both // MT) * ROOM + rows)[:, None] * K + k0 + ks[None, :]
+    acc = tl.zeros((BN, 2 * MT), dtype=tl.int32)
+    for k in range(0, K // SPLIT, BK):
+        if N % BN == 0:
+            left = tl.load(weight + k, eviction_policy="evict_first")
+        else:
+            left = tl.load(weight + k, mask=there, other=0, eviction_policy="evict_first")
+        right = tl.load(row + k, mask=live, other=0)
+        acc = tl.dot(left, tl.trans(right), acc, out_dtype=tl.int32)
+    halves = tl.permute(tl.reshape(acc.to(tl.float32), (BN, 2, MT)), (0, 2, 1))
+    high, low = tl.split(halves)
+    return high * 256.0 + low
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bias, head_norm, rope, positions, slots,
+           partial, counters, M, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr,
+           BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, MT: tl.constexpr, TILES: tl.constexpr,
+           TILES_UP: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr,
+           BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+           W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
+    """One tile of BN outputs for MT rows, over one of SPLIT stretches of K; the last split to end adds them up.
+
+    Weights of one byte (W8) have a scale that multiplies the finished sum. Rows of one byte (ROOM) were multiplied
+    by a number of their own where they are handed on before their norm is known. Where the copy engine is used, `a`
+    and `weights` are descriptors of rows and weight. What other kernels of the pass wrote is read past the L1 cache,
+    which a program that started early may share with them.
+    """
+    tile, split = tl.program_id(1), tl.program_id(2)
+    first, k0 = tl.program_id(0) * MT, split * (K // SPLIT)
+    rows = first + tl.arange(0, MT)
+    live = rows < M
+    n = tl.arange(0, BN)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    before, lift, scale = 0.0, 1.0, 1.0
+    if MT < 128:  # asked for early where there are registers to hold it
+        before = _before(x, squares, tile, rows, live, N, MODE, BN, TILES, TILES_UP)
+    if ROOM > 0:
+        lift = tl.load(lifts + rows, mask=live, other=1.0, cache_modifier=".cg")
+    if ROOM > 0:
+        acc = _product_of_bytes(a, w, tile, first, k0, M, N, K, BN, BK, SPLIT, MT, ROOM)
+    else:
+        acc = _product(a, w, weights, tile, first, k0, rows, live, N, K, BN, BK, SPLIT, MT, TMA)
     if PDL:  # not before: the next kernel's programs would take the place of this one's
         tl.extra.cuda.gdc_launch_dependents()
-    scale = 1.0
     if W8:
         scale = tl.load(scales + tile * BN + n, mask=tile * BN + n < N, other=0.0)[:, None]
     if SPLIT == 1:
-        if W8:
-            acc = acc * scale
-        _finish(acc, before, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm, rope, positions,
-                slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT, BIAS, HEAD_NORM,
-                ROPE, NORMED)  # fmt: skip
+        _finish(acc, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm, rope,
+                positions, slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT, BIAS,
+                HEAD_NORM, ROPE, W8, NORMED, ROOM)  # fmt: skip
     else:
         place = tile * tl.num_programs(0) + tl.program_id(0)
         part = partial + place * (SPLIT * BN * MT) + n[:, None] * MT + tl.arange(0, MT)[None, :]
@@ -200,11 +257,9 @@ def linear(a, w, weights, scales, out, x, squares, norm, keys, values, bias, hea
             for i in tl.static_range(SPLIT):
                 total += tl.load(part + i * (BN * MT), cache_modifier=".cg")
             tl.store(counters + place, 0)
-            if W8:
-                total = total * scale
-            _finish(total, before, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm, rope,
-                    positions, slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT, BIAS,
-                    HEAD_NORM, ROPE, NORMED)  # fmt: skip
+            _finish(total, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm,
+                    rope, positions, slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT,
+                    BIAS, HEAD_NORM, ROPE, W8, NORMED, ROOM)  # fmt: skip
 
 
 @triton.jit

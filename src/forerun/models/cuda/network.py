@@ -19,10 +19,10 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda.grown import GrownBuffers
 from forerun.models.cuda.packed import Weight, WeightKind, pack
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, Plan, Size
+from forerun.models.kv import TREE_MARGIN
 from forerun.models.moe import Mlp
 from forerun.models.rope import frequencies
 
-TREE_MARGIN = 257  # slots beyond max_length: the root and 256 nodes, the largest budget there is
 HEAD_DIMS = (16, 32, 64, 128, 256)
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 

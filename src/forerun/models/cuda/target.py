@@ -19,11 +19,12 @@ from forerun.errors import ForerunError, InvalidInput, MissingDependency
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.graphs import Passes, Replays
 from forerun.models.cuda.grown import Form, GrownTrees, plan_grown
-from forerun.models.cuda.network import TREE_MARGIN, Buffers, Model, Steps
+from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.plain import PlainSteps
 from forerun.models.cuda.plan import MAX_ROWS, Span, plan_pass
-from forerun.models.kv import Extent, KVStore
+from forerun.models.kv import TREE_MARGIN
+from forerun.models.slots import SlotTarget
 from forerun.types import Needs, Scores, Seq, TreeBatch, Verdict
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,10 @@ _QUERIES = 64  # rows that one program of attention has: nodes times heads per k
 Kind = Literal["auto", "triton", "torch"]
 
 
-class CudaDecoder:
+class CudaDecoder(SlotTarget):
     """Implements forerun.models.base.Target."""
+
+    tree_limit = TREE_MARGIN
 
     def __init__(
         self,
@@ -50,18 +53,10 @@ class CudaDecoder:
         kernels: Kind = "auto",
         weight_kind: WeightKind = "plain",
     ) -> None:
-        self.config, self._device = config, torch.device(device)
-        self.model = Model(config, weights, dtype, self._device, weight_kind)
+        self.model = Model(config, weights, dtype, torch.device(device), weight_kind)
         self.buffers = Buffers(self.model)
-        self.kv = KVStore(
-            config.layers,
-            config.kv_heads,
-            config.head_dim,
-            dtype=dtype,
-            device=self._device,
-            capacity=kv_slots or self._pool_slots(),
-        )
-        self._known: set[int] = set()  # sequences that hold slots
+        slots = kv_slots or _pool_slots(self.model)
+        super().__init__(config, dtype=dtype, device=self.model.device, kv_slots=slots)
         self.kernels = _pick(kernels, self._device, dtype)
         steps = self._steps()
         self.passes = Passes(self.model, self.buffers, steps, capture=self.kernels == "triton")
@@ -72,21 +67,8 @@ class CudaDecoder:
         log.info("KV pool: %d slots, %.2f GB", self.kv.capacity, self.pool_bytes / 1e9)
 
     @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
     def max_length(self) -> int:
         return self.model.max_length
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def used_slots(self) -> int:
-        """KV slots that sequences hold now."""
-        return self.kv.used
 
     @property
     def pool_bytes(self) -> int:
@@ -104,27 +86,18 @@ class CudaDecoder:
     @torch.no_grad()
     def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
         """Cache all tokens that are not cached yet but the last, in passes of at most CHUNK rows."""
-        self._admit(seqs)
-        extents = [self.kv.extent(seq.id) for seq in seqs]
-        fresh = [seq.tokens[extent.length : -1] for seq, extent in zip(seqs, extents, strict=True)]
-        chains = TreeBatch.chains(fresh)
-        layers = self._check(needs)
+        fresh, layers = self._admit(seqs), self._layers(needs)
         hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-        for first in range(0, len(chains.tokens), CHUNK):
-            end, spans = min(first + CHUNK, len(chains.tokens)), []
-            for b, extent in enumerate(extents):
-                low, high = max(first, chains.starts[b]), min(end, chains.starts[b + 1])
-                if low < high:
-                    rows = fresh[b][low - chains.starts[b] : high - chains.starts[b]]
-                    spans.append(Span(rows, None, extent.base, extent.length))
-                    extent.length += len(rows)
+        for _, pieces in self._passes(seqs, fresh, CHUNK):
+            spans = [Span(piece.tokens, None, piece.extent.base, piece.extent.length) for piece in pieces]
             self._run(spans, layers, hidden, None)
+        chains = TreeBatch.chains(fresh)
         return chains, Scores(None, {layer: self._joined(rows) for layer, rows in hidden.items()})
 
     @torch.no_grad()
     def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
         """One pass over every node, or several where they are more than MAX_ROWS."""
-        layers = self._check(needs)
+        layers = self._layers(needs)
         if isinstance(trees, GrownTrees) and trees.form.rows <= MAX_ROWS and self._takes_grown:
             try:
                 return self._score_grown(seqs, trees, layers)
@@ -149,13 +122,13 @@ class CudaDecoder:
         return Scores(rows, {layer: self._joined(parts) for layer, parts in hidden.items()})
 
     def _score_grown(self, seqs: Sequence[Seq], trees: GrownTrees, layers: tuple[int, ...]) -> Scores:
-        """Trees that only the device knows: nothing is read; logits stay in the buffer, until the next pass."""
+        """Trees that only the device knows: nothing is read, and all that was found stays, until the next pass."""
         form = trees.form
         extents = [self._extent_for(seq, form.nodes) for seq in seqs]
         plan = plan_grown([(extent.base, extent.length) for extent in extents], form, self._group_nodes)
         self.buffers.grown.take(trees)
         self.passes.run(plan, layers, True, form)
-        hidden = {layer: self.buffers.hidden(layer)[: form.rows].clone() for layer in layers}
+        hidden = {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers}
         logits = self.buffers.logits[: form.rows]
         return Scores(logits, hidden, lambda: self._settle(trees), trees.seconds)
 
@@ -166,23 +139,11 @@ class CudaDecoder:
     @torch.no_grad()
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
         """Paths that are where they belong cost nothing; all others move in one go, in all layers."""
-        sources: list[int] = []
-        places: list[int] = []
-        paths, accepted = verdict.paths.tolist(), verdict.accepted.tolist()
-        known = self.is_settled(verdict)  # the device has worked out the moves itself
-        for seq, path, count in zip(seqs, paths, accepted, strict=True):
-            extent = self.kv.extent(seq.id)
-            root = extent.base + extent.length
-            for i, node in enumerate(path[:count], start=1):
-                if node != i:
-                    sources.append(root + node)
-                    places.append(root + i)
-            extent.length += 1 + count
-        if sources and known and isinstance(trees, GrownTrees):
-            self._moves.do(trees.form, lambda: self._move(trees.form))
-        elif sources:
-            both = torch.tensor([sources, places]).to(self._device, non_blocking=True)
-            self.kv.data.index_copy_(3, both[1], self.kv.data.index_select(3, both[0]))
+        moves = self._accept(seqs, verdict)
+        if moves and isinstance(trees, GrownTrees) and self.is_settled(verdict):
+            self._moves.do(trees.form, lambda: self._move(trees.form))  # worked out by the device itself
+        else:
+            self.kv.move(moves)
 
     def _move(self, form: Form) -> None:
         """As the last verdict on the device says; a slot that stays is written onto itself."""
@@ -198,44 +159,6 @@ class CudaDecoder:
         rows = self.buffers.grown.path_rows(form)
         parts = [self.buffers.hidden(layer).index_select(0, rows) for layer in layers]
         into.copy_(torch.cat(parts, -1).view(into.shape))
-
-    def truncate(self, seq: Seq, length: int) -> None:
-        self.kv.truncate(seq.id, length)
-
-    def has_room(self, length: int) -> bool:
-        return self.kv.has_room(length + TREE_MARGIN)
-
-    def release(self, seq: Seq) -> None:
-        self.kv.release(seq.id)
-        self._known.discard(seq.id)
-
-    def _extent_for(self, seq: Seq, nodes: int) -> Extent:
-        """A sequence's slots, if they take a tree of so many nodes."""
-        extent = self.kv.extent(seq.id)
-        if extent.length + nodes > extent.size or nodes > TREE_MARGIN:
-            raise InvalidInput(
-                f"a tree of {nodes} nodes on {extent.length} tokens does not fit the {extent.size} "
-                f"slots of sequence {seq.id}: at most {TREE_MARGIN} nodes beyond its max_length"
-            )
-        return extent
-
-    def _admit(self, seqs: Sequence[Seq]) -> None:
-        """Slots for all that have none yet, or for none of them."""
-        new = [seq for seq in seqs if seq.id not in self._known]
-        try:
-            for seq in new:
-                length = max(min(seq.max_length, self.max_length), len(seq.tokens))
-                self.kv.reserve(seq.id, length + TREE_MARGIN)
-                self._known.add(seq.id)
-        except InvalidInput:
-            for seq in new:
-                self.release(seq)
-            raise
-        for seq in seqs:
-            if len(seq.tokens) > (size := self.kv.extent(seq.id).size):
-                raise InvalidInput(
-                    f"sequence {seq.id} has {len(seq.tokens)} tokens but {size} slots: release it first"
-                )
 
     def _run(
         self,
@@ -254,26 +177,10 @@ class CudaDecoder:
         if logits is not None:
             logits.append(self.buffers.logits[: plan.rows].clone())
 
-    def _check(self, needs: Needs) -> tuple[int, ...]:
-        for layer in needs.hidden_layers:
-            if not -1 <= layer <= self.config.layers:
-                raise InvalidInput(f"hidden layer {layer} is not one of -1 to {self.config.layers}")
-        return needs.hidden_layers
-
     def _joined(self, rows: list[Tensor]) -> Tensor:
         if not rows:
-            return torch.empty(0, self.config.width, dtype=self.model.dtype, device=self._device)
+            return self._empty_rows(0)
         return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-    def _pool_slots(self) -> int:
-        """As many as memory allows, but no more than several texts of full length need."""
-        enough = POOL_TEXTS * (self.max_length + TREE_MARGIN)
-        if self._device.type != "cuda":
-            return min(enough, 1 << 15)
-        free, _ = torch.cuda.mem_get_info(self._device)
-        config, item = self.config, self.model.embedding.element_size()
-        slot = 2 * config.layers * config.kv_heads * config.head_dim * item
-        return max(1, min(enough, int(POOL_SHARE * free) // slot))
 
     def _steps(self) -> Steps:
         if self.kernels == "torch":
@@ -281,6 +188,17 @@ class CudaDecoder:
         from forerun.models.cuda.fused import FusedSteps
 
         return FusedSteps(self.model, self.buffers, self.kv.data)
+
+
+def _pool_slots(model: Model) -> int:
+    """As many as memory allows, but no more than several texts of full length need."""
+    enough = POOL_TEXTS * (model.max_length + TREE_MARGIN)
+    if model.device.type != "cuda":
+        return min(enough, 1 << 15)
+    free, _ = torch.cuda.mem_get_info(model.device)
+    config, item = model.config, model.embedding.element_size()
+    slot = 2 * config.layers * config.kv_heads * config.head_dim * item
+    return max(1, min(enough, int(POOL_SHARE * free) // slot))
 
 
 def _pick(kernels: Kind, device: torch.device, dtype: torch.dtype) -> Literal["triton", "torch"]:

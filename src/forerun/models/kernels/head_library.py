@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.models.kernels import native_library as native
-from forerun.models.kernels.native_library import Fields, Reach, Weights
+from forerun.models.kernels.native_library import Fields, Reach, Table, Weights
 
 
 class Head(Structure):
@@ -32,9 +32,7 @@ class Head(Structure):
         *[(name, c_void_p) for name in ("token_norm", "feature_norm", "mlp_norm", "out_norm")],
         *[(name, c_void_p) for name in ("input_norm", "part_norms")],
         *[(name, Weights) for name in ("fc", "qkv", "output", "gate_up", "down", "lm_head")],
-        ("embedding_type", c_int64),
-        ("embedding_bytes", c_int64),
-        ("embedding", c_void_p),
+        ("embedding", Table),
     ]
 
 

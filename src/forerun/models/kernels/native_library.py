@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 BLOCK = 32  # inputs per block of packed kinds
 _MOST_PARTS = 3
-_ABI = 1
+_ABI = 2
 _BUILT = Path(__file__).with_name("_native.so")
 
 Fields = list[tuple[str, Any]]
@@ -51,6 +51,12 @@ class Layer(Structure):
     ]
 
 
+class Table(Structure):
+    """fr_table: what tokens are looked up in."""
+
+    _fields_: ClassVar[Fields] = [("type", c_int64), ("row_bytes", c_int64), ("rows", c_void_p)]
+
+
 class Model(Structure):
     """fr_decoder."""
 
@@ -62,6 +68,7 @@ class Model(Structure):
         ("layer", POINTER(Layer)),
         ("final_norm", c_void_p),
         ("head", Weights),
+        ("embedding", Table),
     ]
 
 
@@ -80,7 +87,7 @@ class Pass(Structure):
 
     _fields_: ClassVar[Fields] = [
         ("nodes", c_int64),
-        *[(name, c_void_p) for name in ("x", "cosines", "sines", "position", "write")],
+        *[(name, c_void_p) for name in ("tokens", "x", "cosines", "sines", "position", "write")],
         ("reach", Reach),
         ("keys", c_void_p),
         ("values", c_void_p),
@@ -91,6 +98,7 @@ class Pass(Structure):
         ("hidden_count", c_int64),
         ("normed", c_void_p),
         ("logits", c_void_p),
+        ("tops", c_void_p),
     ]
 
 
@@ -106,6 +114,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fr_unpack_rows": (None, [c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p]),
     "fr_linear_rows": (c_int, [POINTER(Weights), c_void_p, c_void_p, c_int64]),
     "fr_decode": (c_int, [POINTER(Model), POINTER(Pass)]),
+    "fr_argmax_rows": (None, [c_void_p, c_int64, c_int64, c_void_p]),
 }
 
 

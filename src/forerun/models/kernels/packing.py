@@ -6,6 +6,7 @@ order, at the same size or nearly. Types without a packed form become float32, w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import c_int64
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from forerun.models.kernels.native_library import BF16, BLOCK, F32, Weight, Weights, library
+from forerun.models.kernels.native_library import BF16, BLOCK, F32, Table, Weight, Weights, library
 from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
 
 FloatMode = Literal["float32", "bfloat16", "q8"]
@@ -77,18 +78,32 @@ def pack_floats(weight: Tensor, mode: FloatMode, bias: Tensor | None = None) -> 
     return PackedWeight(BF16 if narrow else F32, outputs, inputs, data, _as_bias(bias))
 
 
-def unpack_rows(blocks: Blocks, rows: Tensor) -> Tensor:
+def take_rows(blocks: Blocks, rows: Tensor) -> Blocks:
+    """Some rows of a matrix of a GGUF file, as they are."""
+    outputs, inputs = blocks.shape
+    return Blocks(blocks.kind, (len(rows), inputs), blocks.data.view(outputs, -1)[rows].flatten())
+
+
+def table_of(table: Tensor | Blocks | None) -> Table:
+    """The struct of a table that the kernels look tokens up in; without rows where they cannot read it."""
+    if isinstance(table, Blocks) and library().fr_packed_kind(table.kind) >= 0:
+        return Table(table.kind, table.data.numel() // table.shape[0], table.data.data_ptr())
+    plain = isinstance(table, Tensor) and table.dtype == torch.float32 and table.is_contiguous()
+    return Table(-1, 0, table.data_ptr() if plain and isinstance(table, Tensor) else None)
+
+
+def unpack_rows(blocks: Blocks, rows: Tensor | Sequence[int]) -> Tensor:
     """Some rows of a matrix of a GGUF file, in float32: [n] -> [n, inputs]; the rest of it is not read."""
     outputs, inputs = blocks.shape
-    packed = blocks.data.view(outputs, -1)
+    data, wanted = blocks.data, rows.tolist() if isinstance(rows, Tensor) else rows
     if library().fr_packed_kind(blocks.kind) < 0:
-        return dequantize(Blocks(blocks.kind, (len(rows), inputs), packed[rows].flatten()))
-    found, wanted = torch.empty(len(rows), inputs), rows.tolist()
+        return dequantize(take_rows(blocks, torch.as_tensor(rows)))
+    found = torch.empty(len(wanted), inputs)
     if min(wanted, default=0) < 0 or max(wanted, default=0) >= outputs:  # C would read what is not there
         raise IndexError(f"rows {wanted} of a matrix of {outputs}")
     indices = (c_int64 * len(wanted))(*wanted)
     library().fr_unpack_rows(
-        blocks.kind, packed.data_ptr(), packed.shape[1], inputs, indices, len(wanted), found.data_ptr()
+        blocks.kind, data.data_ptr(), data.numel() // outputs, inputs, indices, len(wanted), found.data_ptr()
     )
     return found
 

@@ -12,59 +12,50 @@ from collections.abc import Sequence
 from forerun.models.attention import Span
 from forerun.models.kernels.native_library import Reach
 
-_COLUMNS = (
-    "first",
-    "context",
-    "tail",
-    "position",
-    "write",
-    "tails",
-)  # in this order, M numbers each but the last
-
 
 class Rows:
-    """Columns of integers in one piece of memory, which lives as long as this object."""
+    """Columns of integers in one piece of memory, which lives as long as this object, and their addresses."""
 
-    def __init__(self, columns: dict[str, list[int]], stride: int) -> None:
-        self.positions, self.stride = columns["position"], stride
-        self.nodes = len(self.positions)
-        self.most = max(map(sum, zip(columns["context"], columns["tail"], strict=True)), default=0)
-        flat = [number for name in _COLUMNS for number in columns[name]]
-        self._numbers = (ctypes.c_int32 * len(flat))(*flat)
-        self._base = ctypes.addressof(self._numbers)
-
-    def at(self, column: str) -> int:
-        return self._base + _COLUMNS.index(column) * self.nodes * ctypes.sizeof(ctypes.c_int32)
+    def __init__(
+        self, first: list[int], context: list[int], tails: Sequence[Sequence[int]], write: list[int]
+    ) -> None:
+        self._stride = stride = max(map(len, tails), default=1)
+        tail = [len(slots) for slots in tails]
+        self.positions = [before + own - 1 for before, own in zip(context, tail, strict=True)]
+        self._most = max(self.positions, default=-1) + 1
+        numbers = [*first, *context, *tail, *self.positions, *write]
+        for slots in tails:
+            numbers += slots
+            numbers += [0] * (stride - len(slots))
+        self._numbers = (ctypes.c_int32 * len(numbers))(*numbers)
+        at, size = ctypes.addressof(self._numbers), 4 * len(first)
+        self._first, self._context, self._tail = at, at + size, at + 2 * size
+        self.position, self.write, self._tails = at + 3 * size, at + 4 * size, at + 5 * size
 
     def reach(self) -> Reach:
-        columns = (self.at(name) for name in ("first", "context", "tail", "tails"))
-        return Reach(*columns, tail_stride=self.stride, most=self.most)
+        return Reach(self._first, self._context, self._tail, self._tails, self._stride, self._most)
 
     def place(self, places: Sequence[int]) -> None:
         """Change which row of the rotations each node reads."""
-        start = _COLUMNS.index("position") * self.nodes
-        self._numbers[start : start + self.nodes] = list(places)
+        nodes = len(self.positions)
+        self._numbers[3 * nodes : 4 * nodes] = list(places)
 
 
 def rows_of(spans: Sequence[Span]) -> Rows:
     """Lay out the nodes of all spans."""
-    columns: dict[str, list[int]] = {name: [] for name in _COLUMNS}
+    first, context, write = list[int](), list[int](), list[int]()
     tails: list[list[int]] = []
     for span in spans:
-        own, parents = span.base + span.length, span.parents
-        columns["write"].extend(range(own, own + span.nodes))
-        columns["first"].extend([span.base] * span.nodes)
-        if parents is None or all(parent == i - 1 for i, parent in enumerate(parents)):
-            columns["context"].extend(range(span.length, span.length + span.nodes))
-            tails.extend([own + i] for i in range(span.nodes))
+        own, parents, nodes = span.base + span.length, span.parents, span.nodes
+        write += range(own, own + nodes)
+        first += [span.base] * nodes
+        if parents is None or list(parents) == list(range(-1, nodes - 1)):
+            context += range(span.length, span.length + nodes)
+            tails += [[own + i] for i in range(nodes)]
             continue
-        columns["context"].extend([span.length] * span.nodes)
+        context += [span.length] * nodes
         paths: list[list[int]] = []
         for i, parent in enumerate(parents):
             paths.append([*(paths[parent] if parent >= 0 else ()), own + i])
-        tails.extend(paths)
-    stride = max(map(len, tails), default=1)
-    columns["tail"] = [len(tail) for tail in tails]
-    columns["tails"] = [slot for tail in tails for slot in (*tail, *[0] * (stride - len(tail)))]
-    columns["position"] = [a + b - 1 for a, b in zip(columns["context"], columns["tail"], strict=True)]
-    return Rows(columns, stride)
+        tails += paths
+    return Rows(first, context, tails, write)

@@ -100,7 +100,7 @@ def _borrowed(kind: int, layout: Layout) -> Callable[[Tensor, Tensor], None]:
     def unpack(packed: Tensor, out: Tensor) -> None:
         try:
             rows: Any = unpack_rows(packed.numpy(), GGMLQuantizationType(kind))
-        except NotImplementedError:
+        except NotImplementedError:  # gguf's way of saying that it knows the type and cannot read it
             raise UnsupportedModel(
                 f"weights of type {layout.name} cannot be read; use a Q4_K, Q8_0 or F16 file of the model"
             ) from None

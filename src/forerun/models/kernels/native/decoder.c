@@ -8,10 +8,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUFFERS = 8, FR_ABI = 1 };
+enum { BUFFERS = 9, FR_ABI = 2 };
 
 typedef struct {
-    float *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores;
+    float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores;
     void *quants;
     int32_t *tiles;
     int64_t tile_count;
@@ -36,9 +36,10 @@ static void write_cache(const fr_decoder *m, const fr_pass *p, int64_t layer, co
 }
 
 static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, const buffers *b) {
+    float *x = b->x;
     const fr_layer *layer = m->layer + i;
     int64_t n = p->nodes, stride = (m->heads + 2 * m->kv_heads) * m->head_dim;
-    fr_rms_norm(p->x, layer->attention_norm, m->eps, b->normed, n, m->width);
+    fr_rms_norm(x, layer->attention_norm, m->eps, b->normed, n, m->width);
     fr_linear(&layer->qkv, b->normed, b->qkv, n, b->quants);
     float *k = b->qkv + m->heads * m->head_dim;
     head_norms(m, layer->q_norm, b->qkv, n, m->heads, stride);
@@ -54,23 +55,23 @@ static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, const bu
     };
     fr_attention(&attention);
     fr_linear(&layer->output, b->attended, b->delta, n, b->quants);
-    fr_add(p->x, b->delta, n * m->width);
-    fr_rms_norm(p->x, layer->mlp_norm, m->eps, b->normed, n, m->width);
+    fr_add(x, b->delta, n * m->width);
+    fr_rms_norm(x, layer->mlp_norm, m->eps, b->normed, n, m->width);
     fr_linear(&layer->gate_up, b->normed, b->gate_up, n, b->quants);
     fr_swiglu(b->gate_up, b->mlp, n, m->inner);
     fr_linear(&layer->down, b->mlp, b->delta, n, b->quants);
-    fr_add(p->x, b->delta, n * m->width);
+    fr_add(x, b->delta, n * m->width);
 }
 
 static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
     int64_t n = p->nodes, attended = m->heads * m->head_dim;
     int64_t widest = m->inner > m->width ? m->inner : m->width;
     if (attended > widest) widest = attended;
-    int64_t floats[BUFFERS] = {n * m->width, n * (attended + 2 * m->kv_heads * m->head_dim), n * attended,
+    int64_t floats[BUFFERS] = {p->x ? 0 : n * m->width, n * m->width, n * (attended + 2 * m->kv_heads * m->head_dim), n * attended,
                                2 * n * m->inner, n * m->inner, n * m->width,
                                FR_MAX_THREADS * FR_TOGETHER * (p->reach.most + 4),
                                2 * n * m->heads / m->kv_heads};
-    void **at[BUFFERS] = {(void **)&b->normed, (void **)&b->qkv, (void **)&b->attended, (void **)&b->gate_up,
+    void **at[BUFFERS] = {(void **)&b->x, (void **)&b->normed, (void **)&b->qkv, (void **)&b->attended, (void **)&b->gate_up,
                           (void **)&b->mlp, (void **)&b->delta, (void **)&b->scores, (void **)&b->tiles};
     size_t bytes = fr_quants_bytes(n, widest);
     for (int i = 0; i < BUFFERS; i++) bytes += (size_t)(floats[i] + 15) / 16 * 64;
@@ -81,6 +82,7 @@ static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
         *at[i] = next;
         next += (floats[i] + 15) / 16 * 64;
     }
+    if (p->x) b->x = p->x;
     b->quants = next;
     return block;
 }
@@ -96,16 +98,18 @@ FR_API int fr_decode(const fr_decoder *m, const fr_pass *p) {
     buffers b;
     void *block = take_buffers(m, p, &b);
     if (!block) return 1;
+    if (p->tokens) fr_embed(&m->embedding, m->width, p->tokens, p->nodes, b.x);
     b.tile_count = fr_attention_tiles(&p->reach, p->nodes, m->heads / m->kv_heads, b.tiles);
     for (int64_t i = 0; i < m->layers; i++) {
         for (int64_t j = 0; j < p->hidden_count; j++)
-            if (p->hidden_layers[j] == i) memcpy(p->hidden[j], p->x, (size_t)(p->nodes * m->width) * sizeof(float));
+            if (p->hidden_layers[j] == i) memcpy(p->hidden[j], b.x, (size_t)(p->nodes * m->width) * sizeof(float));
         run_layer(m, p, i, &b);
     }
     if (p->normed || p->logits) {
         float *normed = p->normed ? p->normed : b.normed;
-        fr_rms_norm(p->x, m->final_norm, m->eps, normed, p->nodes, m->width);
+        fr_rms_norm(b.x, m->final_norm, m->eps, normed, p->nodes, m->width);
         if (p->logits) fr_linear(&m->head, normed, p->logits, p->nodes, b.quants);
+        if (p->logits && p->tops) fr_argmax_rows(p->logits, p->nodes, m->vocab, p->tops);
     }
     free(block);
     return 0;

@@ -132,6 +132,14 @@ void fr_attention(const fr_attention_args *args);
 /* Which queries walk together; tiles has room for nodes * group pairs. Returns how many there are. */
 int64_t fr_attention_tiles(const fr_reach *reach, int64_t nodes, int64_t group, int32_t *tiles);
 
+/* ---- pack.c: what tokens are looked up in ---- */
+typedef struct {
+    int64_t type, row_bytes; /* a GGUF type and bytes per row; -1 = float32 */
+    const void *rows;        /* NULL where the caller looks them up */
+} fr_table;
+/* out[count, width] = the rows of these tokens; the caller has checked that they are there. */
+void fr_embed(const fr_table *table, int64_t width, const int64_t *tokens, int64_t count, float *out);
+
 /* ---- decoder.c: a whole pass ---- */
 typedef struct {
     const float *attention_norm, *mlp_norm; /* [width] */
@@ -147,11 +155,13 @@ typedef struct {
     const fr_layer *layer;
     const float *final_norm;
     fr_weights head;
+    fr_table embedding;
 } fr_decoder;
 
 typedef struct {
     int64_t nodes;
-    float *x;                     /* [nodes, width] embedded tokens in, residual stream out */
+    const int64_t *tokens;        /* [nodes], or NULL: x has them embedded already */
+    float *x;                     /* [nodes, width] residual stream, for the caller to read; may be NULL with tokens */
     const float *cosines, *sines; /* [positions, rotary / 2] */
     const int32_t *position;      /* [nodes] which row of them */
     const int32_t *write;         /* [nodes] slot that takes the node's key and value */
@@ -163,6 +173,7 @@ typedef struct {
     int64_t hidden_count;
     float *normed; /* [nodes, width] after the last norm, or NULL */
     float *logits; /* [nodes, vocab] or NULL */
+    int32_t *tops; /* [nodes] where each row of logits is largest, the first on a tie; or NULL */
 } fr_pass;
 
 FR_API int64_t fr_layout(void);
@@ -181,6 +192,7 @@ typedef struct {
     float *totals;            /* [rows] or NULL: log of the sum of all exponentials */
 } fr_top;
 FR_API int fr_top_rows(const fr_top *top);
+FR_API void fr_argmax_rows(const float *x, int64_t rows, int64_t count, int32_t *out);
 FR_API void fr_log_noise(const int32_t *ids, int64_t count, uint32_t low, uint32_t high, float *out);
 
 /* ---- head.c: an EAGLE head ---- */
@@ -194,15 +206,14 @@ typedef struct {
     const float *out_norm;                             /* [width] or NULL */
     const float *input_norm, *part_norms;              /* [features] or NULL */
     fr_weights fc, qkv, output, gate_up, down, lm_head;
-    int64_t embedding_type, embedding_bytes; /* a GGUF type and bytes per row; -1 = float32 */
-    const void *embedding;
+    fr_table embedding;
 } fr_head;
 
 typedef struct {
     int64_t rows;
     const int64_t *tokens;        /* [rows] */
     const float *embedded;        /* [rows, width] or NULL: look the tokens up in the head's table */
-    const float *features;        /* [rows, features] of true rows; NULL = the rows are drafted */
+    const float *const *features; /* [rows, parts] where the features of true rows lie; NULL = the rows are drafted */
     const float *before;          /* outputs of the rows before drafted ones, [.., width] */
     const int32_t *parents;       /* [rows] which of them */
     float *out;                   /* [rows, width] */

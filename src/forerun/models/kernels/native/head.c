@@ -51,28 +51,15 @@ static void *take_buffers(const fr_head *h, const fr_head_pass *p, buffers *b) {
 
 static void copy_rows(const float *from, float *to, int64_t count) { memcpy(to, from, (size_t)count * sizeof(float)); }
 
-static void embed(const fr_head *h, const int64_t *tokens, int64_t rows, float *out) {
-    if (h->embedding_type >= 0) {
-        fr_unpack_rows((int)h->embedding_type, h->embedding, h->embedding_bytes, h->width, tokens, rows, out);
-        return;
-    }
-    for (int64_t r = 0; r < rows; r++) copy_rows((const float *)h->embedding + tokens[r] * h->width, out + r * h->width, h->width);
-}
-
 /* The target's features as a row carries them. */
 static const float *fuse(const fr_head *h, const fr_head_pass *p, const buffers *b) {
-    const float *features = p->features;
+    int64_t part = h->features / h->parts;
+    float *features = b->features;
+    for (int64_t r = 0; r < p->rows * h->parts; r++) copy_rows(p->features[r], features + r * part, part);
     if (h->joins_token) return features;
-    if (h->input_norm) {
-        fr_rms_norm(features, h->input_norm, h->eps, b->features, p->rows, h->features);
-        features = b->features;
-    }
-    if (h->part_norms) {
-        int64_t part = h->features / h->parts;
-        for (int64_t r = 0; r < p->rows * h->parts; r++)
-            fr_rms_norm(features + r * part, h->part_norms + r % h->parts * part, h->eps, b->features + r * part, 1, part);
-        features = b->features;
-    }
+    if (h->input_norm) fr_rms_norm(features, h->input_norm, h->eps, features, p->rows, h->features);
+    for (int64_t r = 0; h->part_norms && r < p->rows * h->parts; r++)
+        fr_rms_norm(features + r * part, h->part_norms + r % h->parts * part, h->eps, features + r * part, 1, part);
     fr_linear(&h->fc, features, b->carried, p->rows, b->quants);
     return b->carried;
 }
@@ -90,7 +77,7 @@ static const float *carry(const fr_head *h, const fr_head_pass *p, const buffers
 /* What the layer reads, and into p->out the residual stream. */
 static const float *enter(const fr_head *h, const fr_head_pass *p, const buffers *b, const float *carried) {
     int64_t n = p->rows, d = h->width;
-    if (!p->embedded) embed(h, p->tokens, n, b->embedded);
+    if (!p->embedded) fr_embed(&h->embedding, d, p->tokens, n, b->embedded);
     const float *tokens = p->embedded ? p->embedded : b->embedded;
     for (int64_t r = 0; r < n; r++) {
         const float *token = tokens + r * d, *feature = carried + r * d;

@@ -219,3 +219,12 @@ FR_API void fr_unpack_rows(int type, const uint8_t *raw, int64_t row_bytes, int6
             for (int k = 0; k < FR_BLOCK; k++) *out++ = (float)block.values[k] * block.scales[k / 16] + block.offset;
         }
 }
+
+void fr_embed(const fr_table *table, int64_t width, const int64_t *tokens, int64_t count, float *out) {
+    if (table->type >= 0) {
+        fr_unpack_rows((int)table->type, table->rows, table->row_bytes, width, tokens, count, out);
+        return;
+    }
+    for (int64_t r = 0; r < count; r++)
+        memcpy(out + r * width, (const float *)table->rows + tokens[r] * width, (size_t)width * sizeof(float));
+}

@@ -207,4 +207,29 @@ FR_API int fr_top_rows(const fr_top *t) {
     free(block);
     return 0;
 }
+
+typedef struct {
+    const float *x;
+    int64_t count;
+    int32_t *out;
+} argmax_job;
+
+static void find_most(void *arg, int64_t begin, int64_t end, int worker) {
+    (void)worker;
+    const argmax_job *job = arg;
+    for (int64_t r = begin; r < end; r++) {
+        const float *x = job->x + r * job->count;
+        f32x4 most = all4(most_of(x, job->count));
+        int64_t i = 0;
+        while (i + 8 <= job->count && !any((load4(x + i) == most) | (load4(x + i + 4) == most))) i += 8;
+        while (i < job->count - 1 && x[i] != most[0]) i++;
+        job->out[r] = (int32_t)i;
+    }
+}
+
+/* Where each row is largest; the first on a tie. */
+FR_API void fr_argmax_rows(const float *x, int64_t rows, int64_t count, int32_t *out) {
+    argmax_job job = {x, count, out};
+    fr_parallel(find_most, &job, rows, 1);
+}
 FR_POP_TARGET

@@ -1,0 +1,237 @@
+"""What a round puts to the target, and what was decided of it: trees laid end to end, and paths through them.
+
+Both are made of lists or of tensors, and the other form is made when it is asked for. On a CPU a whole round gets by
+without a tensor of small integers: making or reading one costs little by itself, but in between two passes that have
+swept the caches it costs more than all the arithmetic on what is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.errors import InvalidInput
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How sampled nodes were drawn. Siblings come from one law, in index order."""
+
+    laws: Tensor  # [P, V] fp32; rows sum to 1
+    rows: Tensor  # [M] the law that node i was drawn from; -1 = chosen, not drawn
+    replace: bool  # siblings are i.i.d. (True) or drawn without replacement (False)
+
+
+class TreeBatch:
+    """What one round puts to the target: one tree per sequence, laid end to end. Never changed once it is made."""
+
+    __slots__ = ("_lists", "_tensors", "device", "drawn_from", "starts")
+
+    def __init__(
+        self,
+        tokens: Tensor | list[int],  # [M] int64
+        parents: Tensor | list[int],  # [M] int64, index within its own tree; -1 at the root
+        starts: tuple[int, ...],  # [B+1] tree b is starts[b]:starts[b+1]; sizes are fixed by the host
+        drawn_from: Draws | None = None,  # None = every node was chosen: a point mass
+        device: torch.device | str = _CPU,  # of lists: where their tensors will be
+    ) -> None:
+        self.starts, self.drawn_from = starts, drawn_from
+        self._lists: tuple[list[int], list[int]] | None = None
+        self._tensors: tuple[Tensor, Tensor] | None = None
+        if isinstance(tokens, Tensor) and isinstance(parents, Tensor):
+            self._tensors, self.device = (tokens, parents), tokens.device
+        else:
+            self._lists = _listed(tokens), _listed(parents)
+            self.device = torch.device(device) if isinstance(device, str) else device
+
+    @property
+    def tokens(self) -> Tensor:
+        return self._as_tensors()[0]
+
+    @property
+    def parents(self) -> Tensor:
+        return self._as_tensors()[1]
+
+    def _as_tensors(self) -> tuple[Tensor, Tensor]:
+        if self._tensors is None:
+            assert self._lists is not None, "trees are made of one or the other"
+            tokens, parents = self._lists
+            self._tensors = _ints(tokens, self.device), _ints(parents, self.device)
+        return self._tensors
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def nodes(self) -> int:
+        """M, of all trees."""
+        return self.starts[-1]
+
+    def sizes(self) -> list[int]:
+        return [self.starts[b + 1] - self.starts[b] for b in range(len(self))]
+
+    def to_host(self) -> tuple[list[int], list[int]]:
+        """Tokens and parents of all nodes, to be read only; trees that were grown on a device are read once."""
+        if self._lists is None:
+            self._lists = self.tokens.tolist(), self.parents.tolist()
+        return self._lists
+
+    def host_depths(self) -> list[int]:
+        """[M] distance of every node from its root."""
+        if self.is_plain():
+            return [0] * self.nodes
+        parents, depths = self.to_host()[1], list[int]()
+        for first, size in zip(self.starts, self.sizes(), strict=False):
+            for parent in parents[first : first + size]:
+                depths.append(0 if parent < 0 else depths[first + parent] + 1)
+        return depths
+
+    def depths(self) -> Tensor:
+        return torch.tensor(self.host_depths(), device=self.device)  # [M]
+
+    def is_plain(self) -> bool:
+        """Nothing was drafted: every tree is its root."""
+        return self.starts == tuple(range(len(self.starts)))
+
+    def select(self, which: Sequence[int]) -> TreeBatch:
+        """The trees of some sequences, in the order asked for."""
+        if list(which) == list(range(len(self))):
+            return self
+        nodes = self.nodes_of(which)
+        sizes = self.sizes()
+        drawn = self.drawn_from
+        if drawn is not None:
+            drawn = Draws(drawn.laws, drawn.rows[nodes], drawn.replace)
+        return TreeBatch(self.tokens[nodes], self.parents[nodes], offsets([sizes[b] for b in which]), drawn)
+
+    def nodes_of(self, which: Sequence[int]) -> Tensor:
+        """[M'] indices into the M nodes of the trees named."""
+        spans = [torch.arange(self.starts[b], self.starts[b + 1]) for b in which]
+        return torch.cat(spans).to(self.device) if spans else torch.zeros(0, dtype=torch.long)
+
+    @classmethod
+    def join(cls, parts: Sequence[TreeBatch], order: Sequence[int]) -> TreeBatch:
+        """Lay several batches end to end, then put tree i of the whole at place order[i]."""
+        if len(parts) == 1 and list(order) == list(range(len(order))):
+            return parts[0]
+        device = parts[0].device
+        tokens = torch.cat([part.tokens.to(device) for part in parts])
+        parents = torch.cat([part.parents.to(device) for part in parts])
+        sizes = [size for part in parts for size in part.sizes()]
+        whole = TreeBatch(tokens, parents, offsets(sizes), _join_draws(parts))
+        return whole.select(sorted(range(len(order)), key=lambda i: order[i]))
+
+    @classmethod
+    def chains(cls, rows: Sequence[Sequence[int]], device: torch.device | str = _CPU) -> TreeBatch:
+        """One chain per sequence; each row starts with its root."""
+        return cls.trees([(row, range(-1, len(row) - 1)) for row in rows], device=device)
+
+    @classmethod
+    def trees(
+        cls,
+        rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+        drawn_from: Draws | None = None,
+        device: torch.device | str = _CPU,
+    ) -> TreeBatch:
+        """One (tokens, parents) pair per sequence."""
+        tokens = [token for row, _ in rows for token in row]
+        parents = [parent for _, row in rows for parent in row]
+        return TreeBatch(tokens, parents, offsets([len(row) for row, _ in rows]), drawn_from, device)
+
+
+class Verdict:
+    """What was decided: per tree, the accepted nodes below the root and one token of the target's own."""
+
+    __slots__ = ("_device", "_lists", "_tensors")
+
+    def __init__(
+        self,
+        paths: Tensor,  # [B, P] node index within its tree, by depth; -1 past the end
+        accepted: Tensor,  # [B] how many nodes each path has
+        bonus: Tensor,  # [B] the target's own token after the path
+    ) -> None:
+        self._tensors: tuple[Tensor, Tensor, Tensor] | None = (paths, accepted, bonus)
+        self._lists: tuple[list[list[int]], list[int]] | None = None
+        self._device: torch.device | str = paths.device
+
+    @classmethod
+    def of(cls, paths: Sequence[Sequence[int]], bonus: Sequence[int], device: torch.device | str) -> Verdict:
+        verdict = cls.__new__(cls)
+        verdict._lists, verdict._tensors = ([list(path) for path in paths], list(bonus)), None
+        verdict._device = device
+        return verdict
+
+    @classmethod
+    def whole_chain(cls, trees: TreeBatch, bonus: Sequence[int]) -> Verdict:
+        """Every node accepted: the verdict of a prompt on itself."""
+        return cls.of([range(1, size) for size in trees.sizes()], bonus, trees.device)
+
+    @property
+    def paths(self) -> Tensor:
+        return self._as_tensors()[0]
+
+    @property
+    def accepted(self) -> Tensor:
+        return self._as_tensors()[1]
+
+    @property
+    def bonus(self) -> Tensor:
+        return self._as_tensors()[2]
+
+    def _as_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self._tensors is None:
+            assert self._lists is not None, "a verdict is made of one or the other"
+            paths, bonus = self._lists
+            longest = max((len(path) for path in paths), default=0)
+            padded = [[*path, *[-1] * (longest - len(path))] for path in paths]
+            lengths = _ints([len(path) for path in paths], self._device)
+            rows = _ints(padded, self._device).view(len(paths), longest)
+            self._tensors = rows, lengths, _ints(bonus, self._device)
+        return self._tensors
+
+    def path(self, b: int) -> list[int]:
+        return self.to_host()[0][b]
+
+    def to_host(self) -> tuple[list[list[int]], list[int]]:
+        """All paths, cut to their lengths, and all bonus tokens, to be read only: the one read of a round."""
+        if self._lists is None:
+            rows = zip(self.paths.tolist(), self.accepted.tolist(), strict=True)
+            self._lists = [path[:length] for path, length in rows], self.bonus.tolist()
+        return self._lists
+
+
+def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
+    """(0, s0, s0+s1, ...): where each of several pieces laid end to end starts, and the total."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    return tuple(starts)
+
+
+def _listed(values: Tensor | list[int]) -> list[int]:
+    return values.tolist() if isinstance(values, Tensor) else values
+
+
+def _join_draws(parts: Sequence[TreeBatch]) -> Draws | None:
+    drawn = [part.drawn_from for part in parts if part.drawn_from is not None]
+    if not drawn:
+        return None
+    if len({draws.replace for draws in drawn}) > 1:
+        raise InvalidInput("drafters that sample siblings with and without replacement cannot share a batch")
+    rows, used = [], 0
+    for part in parts:
+        if part.drawn_from is None:
+            rows.append(torch.full_like(part.tokens, -1))
+        else:
+            rows.append(torch.where(part.drawn_from.rows < 0, -1, part.drawn_from.rows + used))
+            used += len(part.drawn_from.laws)
+    return Draws(torch.cat([draws.laws for draws in drawn]), torch.cat(rows), drawn[0].replace)
+
+
+def _ints(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
+    return torch.tensor(values, dtype=torch.long, device=device)
