@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,6 +47,9 @@ class Letters:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return "".join(chr(64 + token) for token in ids)
+
+    def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self.encode(" ".join(message["content"] for message in messages))
 
     def vocabulary(self) -> dict[str, int]:
         return {chr(64 + token): token for token in range(VOCAB)}

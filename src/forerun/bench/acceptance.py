@@ -101,7 +101,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for folder in map(Path, given.drafters.split(",")):
         rows += measure(
-            given.target, folder, items, given.temperatures, given.max_tokens, config, given.sampled
+            given.target,
+            folder,
+            items,
+            given.temperatures,
+            given.max_tokens,
+            config,
+            given.chosen,
+            given.only,
         )
     conditions = {"suite": Path(given.suite).name, "prompts": len(items), "max_tokens": given.max_tokens}
     made = datetime.now(UTC).isoformat(timespec="seconds")

@@ -41,7 +41,7 @@ def draw(folders: Sequence[Path], file: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.2), layout="constrained")
     for i, folder in enumerate(folders):
         steps = read_curve(folder)
         left.plot([s["step"] for s in steps], smoothed([s["acceptance"] for s in steps]), label=folder.name)
@@ -56,7 +56,7 @@ def draw(folders: Sequence[Path], file: Path) -> None:
     right.set(xlabel="step", ylabel="tokens per round", title="Simulated on held-back text")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+    right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # the colours are those of both
     figure.savefig(file, dpi=130)
     pyplot.close(figure)
 
