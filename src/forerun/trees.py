@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.errors import InvalidInput
@@ -106,7 +107,7 @@ class TreeBatch:
         sizes = self.sizes()
         drawn = self.drawn_from
         if drawn is not None:
-            drawn = Draws(drawn.laws, drawn.rows[nodes], drawn.replace)
+            drawn = Draws(drawn.laws, drawn.rows[nodes.to(drawn.rows.device)], drawn.replace)
         return TreeBatch(self.tokens[nodes], self.parents[nodes], offsets([sizes[b] for b in which]), drawn)
 
     def nodes_of(self, which: Sequence[int]) -> Tensor:
@@ -218,19 +219,24 @@ def _listed(values: Tensor | list[int]) -> list[int]:
 
 
 def _join_draws(parts: Sequence[TreeBatch]) -> Draws | None:
+    """Laws of several drafters in one table, wherever and however wide each has its own."""
     drawn = [part.drawn_from for part in parts if part.drawn_from is not None]
     if not drawn:
         return None
     if len({draws.replace for draws in drawn}) > 1:
         raise InvalidInput("drafters that sample siblings with and without replacement cannot share a batch")
-    rows, used = [], 0
+    device, width = drawn[0].laws.device, max(draws.laws.shape[-1] for draws in drawn)
+    rows, laws, used = list[Tensor](), list[Tensor](), 0
     for part in parts:
         if part.drawn_from is None:
-            rows.append(torch.full_like(part.tokens, -1))
+            rows.append(torch.full((part.nodes,), -1, device=device))
         else:
-            rows.append(torch.where(part.drawn_from.rows < 0, -1, part.drawn_from.rows + used))
-            used += len(part.drawn_from.laws)
-    return Draws(torch.cat([draws.laws for draws in drawn]), torch.cat(rows), drawn[0].replace)
+            theirs = part.drawn_from.rows.to(device)
+            rows.append(torch.where(theirs < 0, -1, theirs + used))
+            law = part.drawn_from.laws.to(device)
+            laws.append(F.pad(law, (0, width - law.shape[-1])))
+            used += len(law)
+    return Draws(torch.cat(laws), torch.cat(rows), drawn[0].replace)
 
 
 def _ints(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device | str) -> Tensor:

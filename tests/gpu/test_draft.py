@@ -281,6 +281,48 @@ def test_a_text_is_the_same_with_and_without_drafts(device: str, budget: Budget)
     assert target.used_slots == drafter.draft.net.kv.used == 0
 
 
+def test_a_text_that_joins_leaves_the_others_their_drafts() -> None:
+    target = make_target("llama", "cpu")
+    drafter = both_drafters(target, borrows=True)[0]
+    engine = make_engine(target, frozenset(), SpeculativeConfig(drafter="none", controller="fixed"))
+    engine.drafters.add("device", drafter)
+    params, plain = SamplingParams(max_tokens=30, ignore_eos=True), {}
+    for name in ("none", "device"):
+        found: dict[int, list[int]] = {}
+        for prompt in ((3, 4, 5, 6), (9, 8, 7)):
+            found[engine.submit(Request(prompt, params, drafter=name, budget=Budget(6, 3, 2)))] = []
+            for _ in range(3):
+                for event in engine.step():
+                    found[event.seq_id] += event.tokens
+        while engine.busy:
+            drafted = sum(seq.stats.drafted for seq in engine.running)
+            for event in engine.step():
+                found[event.seq_id] += event.tokens
+        plain[name] = list(found.values())
+    assert not drafter._failed
+    assert drafted > 0
+    assert plain["device"] == plain["none"]
+    assert drafter.draft.net.kv.used == 0
+
+
+def test_a_full_store_is_no_failure() -> None:
+    target = make_target("llama", "cpu")
+    drafter, _ = both_drafters(target)
+    seq = FakeSeq(0, [3, 4, 5, 6], max_length=900)
+    trees, scores = target.prefill([seq], drafter.needs)
+    drafter.observe([seq], trees, scores, Verdict.whole_chain(trees, [6]))
+    kv = drafter.draft.net.kv
+    size = kv.capacity
+    while size and not kv.has_room(size):
+        size //= 2
+    kv.reserve(99, size)
+    while kv.has_room(256):
+        kv.reserve(100 + kv.used, 256)
+    assert drafter.propose([seq], [Budget(3, 3)]).is_plain()
+    assert not drafter._failed
+    assert not drafter.draft._held
+
+
 def test_a_head_is_found_fit_for_the_device_or_not(tmp_path: Path) -> None:
     target = make_target("llama", "cpu")
     config, weights = make_head(target, borrows=True)

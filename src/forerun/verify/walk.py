@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.noise import DRAW, Noise, draw
@@ -44,9 +45,10 @@ class TreeView:
         return self.laws.probs(self.first + node).double()
 
     def drawn_from(self, node: int) -> Tensor:
-        """[V] fp64, the law that a sampled node was drawn from."""
+        """[V] fp64, the law that a sampled node was drawn from; what its drafter does not know, it cannot draw."""
         assert self.draws is not None, "a chosen node was drawn from no law"
-        return self.draws.laws[self.rows[node]].to(self.laws.log_weights.device).double()
+        law = self.draws.laws[self.rows[node]].to(self.laws.log_weights.device).double()
+        return F.pad(law, (0, self.laws.log_weights.shape[-1] - len(law)))
 
     def uniform(self, depth: int, purpose: int, index: int = 0) -> float:
         return self.noise.uniform(self.b, depth, purpose, index)

@@ -100,7 +100,9 @@ class DeviceDraft:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and (ahead.ids, ahead.roots, ahead.shape) == (ids, roots, shape):
             return ahead.trees
-        self._stage(ids, [seq.max_length for seq in seqs], shape[1] + 1)
+        if not self._hold(seqs):
+            return None
+        self._stage(ids, shape[1] + 1)
         return self._launch(roots, shape)
 
     def _fitting(self, texts: int, nodes: int, depth: int, width: int) -> Shape:
@@ -125,6 +127,10 @@ class DeviceDraft:
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """After a round on the device its rows are still in the target's buffers: one replay takes them out."""
+        if self._staged and {seq.id for seq in seqs}.isdisjoint(self._staged):
+            # texts that join: what is staged waits for its own round
+            observe_rows(self._texts, self.way_in.layers, seqs, trees, scores, verdict)
+            return
         if self._drafted:  # what was staged is behind us: the draft has left its keys and values
             for seq_id, tokens in zip(self._staged, self._tokens, strict=True):
                 self.net.kv.extent(seq_id).length += len(tokens)
@@ -179,17 +185,27 @@ class DeviceDraft:
             text.tokens += tokens
         self._staged, self._tokens, self._drafted, self._ahead = (), [], False, None
 
-    def _stage(self, ids: Sequence[int], lengths: Sequence[int], behind: int) -> None:
+    def _hold(self, seqs: Sequence[Seq]) -> bool:
+        """Slots for all texts that have none yet, or for none of them."""
+        new = [seq for seq in seqs if seq.id not in self._held]
+        sizes = [
+            max(min(seq.max_length, self.net.model.max_length), self._texts[seq.id].seen) + TREE_MARGIN
+            for seq in new
+        ]
+        if not self.net.kv.has_room(*sizes):
+            return False
+        for seq, size in zip(new, sizes, strict=True):
+            self.net.kv.reserve(seq.id, size)
+            self._held.add(seq.id)
+        return True
+
+    def _stage(self, ids: Sequence[int], behind: int) -> None:
         """Bring the rows that wait into the buffer, in this order; long ones are caught up with first."""
         if self._staged == tuple(ids) and not any(self._texts[seq_id].tokens for seq_id in ids):
             return
         self._unstage()
-        for b, (seq_id, length) in enumerate(zip(ids, lengths, strict=True)):
+        for b, seq_id in enumerate(ids):
             text = self._texts[seq_id]
-            if seq_id not in self._held:
-                most = min(length, self.net.model.max_length)
-                self.net.kv.reserve(seq_id, max(most, text.seen) + TREE_MARGIN)
-                self._held.add(seq_id)
             features = torch.cat(text.features)
             early = len(text.tokens) - behind
             if early > 0:
