@@ -195,3 +195,13 @@ def test_tree_of_reads_one_tree() -> None:
     trees = TreeBatch.trees([([5], [-1]), ([1, 2], [-1, 0])])
     assert tree_of(trees, 1) == ([1, 2], [-1, 0])
     assert TableLM(4).law([1, 2, 3]).sum() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("verifier", SAMPLED, ids=["exact", "block"])
+def test_a_drafter_with_fewer_words_is_tested_like_any_other(verifier: Verifier) -> None:
+    """A vocabulary padded on the target's side: what the drafter does not know has no mass in its law."""
+    rows = [[0.1, 0.1, 0.2, 0.6], [0.25] * 4]
+    falls = verify(verifier, chain([0, 0], [1.0, 0.0]), rows, FixedNoise(test=0.5, draw=0.9))
+    assert falls.to_host() == ([[]], [3]), "the residual reaches the words that only the target knows"
+    stands = verify(verifier, chain([0, 0], [1.0, 0.0]), rows, FixedNoise(test=0.05, draw=0.5))
+    assert stands.to_host()[0] == [[1]]
