@@ -86,7 +86,9 @@ def test_training_in_parallel_equals_drafting_step_by_step(kind: Kind, more: dic
             walk = drafter._runner.begin([seq], [drafter._texts[0]], [Budget(STEPS, STEPS)])
             said = walk.first()[0]
             for step in range(min(STEPS, LENGTH - 1 - row)):
-                torch.testing.assert_close(said, rolled[step][0, row], rtol=1e-3, atol=1e-3)
+                wanted = rolled[step][0, row]
+                off = float((said - wanted).abs().max() / wanted.abs().max())
+                assert off < 1e-4, f"row {row}, step {step}: off by {off:.1e} of the largest logit"
                 compared += 1
                 follow = tokens[:, row + 2 + step] if row + 2 + step < LENGTH else tokens[:, 0]
                 said = walk.after(torch.zeros(1, 1, dtype=torch.long), follow[:, None])[0, 0]

@@ -20,6 +20,8 @@ from tests.drafters.rounds import observe_prompts
 from tests.drafters.test_heads import make
 from tests.exactness.harness import SETTINGS, chi_square_p, engine_for, joint_law, sample_texts, table
 
+TEXTS = 1000
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("verifier", "shape"), [("exact", "chain"), ("block", "chain"), ("exact", "tree")])
@@ -31,8 +33,22 @@ def test_the_law_of_the_text_is_the_targets(
     params = replace(SETTINGS["T=0.8"], max_tokens=length)
     engine = engine_for("eagle3", verifier, shape, vocab, frozenset())
     assert isinstance(engine.drafters.get("eagle3"), Eagle3Drafter)
-    counts = sample_texts(engine, prompt, params, 1000)
+    counts = sample_texts(engine, prompt, params, TEXTS)
     assert chi_square_p(counts, joint_law(table(vocab), prompt, params, length)) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_negative_control_a_draft_whose_numbers_are_stuck(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not drawn from the law it names, yet is tested with p/q, goes through the same check and must fail."""
+    monkeypatch.setattr("forerun.drafters.sampled.uniform", lambda *_: 0.0)
+    vocab, length, prompt = 6, 3, (1, 2, 3, 1, 2, 3, 1, 2)
+    params = replace(SETTINGS["T=0.8"], max_tokens=length)
+    engine = engine_for("eagle3", "exact", shape, vocab, frozenset())
+    counts = sample_texts(engine, prompt, params, TEXTS)
+    assert chi_square_p(counts, joint_law(table(vocab), prompt, params, length)) < 1e-9
 
 
 def test_drawn_nodes_carry_the_law_they_came_from(tmp_path: Path) -> None:
