@@ -37,7 +37,7 @@ llama: $(READY)  ## llama.cpp to compare with: pip builds it, which takes minute
 	nice $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt llama-cpp-python; } \
 	|| echo "llama-cpp-python could not be installed: the benchmark goes on without llama.cpp"
 
-$(READY): pyproject.toml setup.py constraints.txt $(wildcard src/forerun/models/kernels/native/*)
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard src/forerun/models/native/c/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"

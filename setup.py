@@ -11,7 +11,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-NATIVE = Path("src/forerun/models/kernels/native")
+NATIVE = Path("src/forerun/models/native/c")
 
 
 class BuildLibrary(build_ext):
@@ -34,7 +34,7 @@ class AnyPythonWheel(bdist_wheel):
 setup(
     ext_modules=[
         Extension(
-            "forerun.models.kernels._native",
+            "forerun.models.native._native",
             sources=sorted(str(file) for file in NATIVE.glob("*.c")),
             depends=sorted(str(file) for file in NATIVE.glob("*.h")),
             extra_compile_args=[

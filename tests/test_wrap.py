@@ -10,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from forerun import wrap  # noqa: E402
-from forerun.dropin import Wrapped  # noqa: E402
+from forerun.dropin.wrapped import Wrapped  # noqa: E402
 from forerun.errors import InvalidInput, PromptTooLong, UnsupportedModel  # noqa: E402
 
 VOCAB, PAD, EOS = 48, 0, 2

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forerun.dropin import wrap
+    from forerun.dropin.wrapped import wrap
     from forerun.errors import ForerunError
     from forerun.llm import LLM, Completion
     from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
@@ -36,7 +36,7 @@ _HOMES = {
     "SamplingParams": "forerun.params",
     "SpeculativeConfig": "forerun.params",
     "ForerunError": "forerun.errors",
-    "wrap": "forerun.dropin",
+    "wrap": "forerun.dropin.wrapped",
 }
 
 

@@ -157,7 +157,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     device = torch.device(_device(config.device))
     if supports(checkpoint.config):
         from forerun.models.decoder import Decoder
-        from forerun.models.native import NativeDecoder, choose_mode
+        from forerun.models.native.target import NativeDecoder, choose_mode
 
         family = DecoderConfig.from_hf(checkpoint.config)
         if device.type == "cpu":
@@ -177,7 +177,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
                     weight_kind=kind,
                 )  # fmt: skip
         return Decoder(family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots)
-    from forerun.models.hf import HFTarget
+    from forerun.models.hf.target import HFTarget
 
     dtype = _dtype(config.dtype, device)
     return HFTarget.load(str(checkpoint.path), dtype=dtype, device=device, kv_slots=config.kv_slots)
@@ -201,7 +201,7 @@ def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
 
 def cost_file(checkpoint: Checkpoint, config: EngineConfig, cache: Path) -> Path:
     """Where t(n) of this model on this machine is kept."""
-    from forerun.models.kernels.native_library import isa
+    from forerun.models.native.library import isa
 
     stat = checkpoint.path.stat()
     facts = (

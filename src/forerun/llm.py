@@ -31,7 +31,7 @@ from forerun.prompts import Message, Prompt, as_messages, as_prompts
 from forerun.types import Budget, Event, FinishReason, Request, TokenLogprob
 
 if TYPE_CHECKING:
-    from forerun.engine.sequence import Sequence as Text
+    from forerun.engine.sequence import SequenceState
     from forerun.models.load.tokenizer import Tokenizer
 
 
@@ -76,7 +76,7 @@ class Completion:
 class _Writing:
     """A request on its way to a Completion."""
 
-    seq: Text
+    seq: SequenceState
     seconds: float = 0.0
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)

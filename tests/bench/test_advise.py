@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from forerun.bench import advise
-from forerun.bench.advice import document, in_words
-from forerun.bench.evidence import BATCHES, Evidence, gather, prospects
+from forerun.advise import run as advise
+from forerun.advise.answer import document, in_words
+from forerun.advise.evidence import BATCHES, Evidence, gather, prospects
+from forerun.advise.predict import Costs, Drafting
+from forerun.advise.replay import Text
 from forerun.bench.measure import Prompt
-from forerun.bench.predict import Costs, Drafting
-from forerun.bench.replay import Text
 from forerun.bench.settings import Settings, ways_of
 from forerun.cli import app
 from forerun.control.cost import CostModel

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from forerun.bench import cpu, run
+from forerun.bench import run
 from forerun.bench.contenders import load, load_peers, own_contenders
+from forerun.bench.cpu import command as cpu
 from forerun.bench.measure import Contender, Written
 from forerun.bench.settings import Cell, Settings, ways_of
 from forerun.drafters.medusa import write_heads

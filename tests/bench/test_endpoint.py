@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from forerun.bench.endpoint import endpoint_contender
+from forerun.bench.peers.endpoint import endpoint_contender
 from forerun.errors import InvalidInput
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.bench import diagnose as diagnosing
 from forerun.bench.contenders import own_contender
-from forerun.bench.findings import Asked, diagnose, logit_gap, marks_in
-from forerun.bench.ledger import Ledger
+from forerun.bench.figures import Figures
 from forerun.bench.measure import Prompt, Run, Written
 from forerun.bench.settings import Cell, Settings, Way
 from forerun.bench.suites import Item
 from forerun.cli import app
+from forerun.diagnose import run as diagnosing
+from forerun.diagnose.checks import Asked, diagnose, logit_gap, marks_in
 from forerun.errors import VocabularyMismatch
 from forerun.llm import LLM
 from forerun.testing import ScriptedDrafter
@@ -65,7 +65,7 @@ def test_a_text_that_differs_is_located_and_its_gap_measured(monkeypatch: pytest
     honest = own_contender(llm, SETTINGS, Cell(), Way("n", "ngram", 2)).write([PROMPTS[0].ids], 24)
     text = list(honest.texts[0])
     wrong = [*text[:5], (text[5] + 1) % 64, *text[6:]]
-    from forerun.bench import findings
+    from forerun.diagnose import checks as findings
 
     def rigged(*args: Any) -> Any:
         contender = own_contender(*args)
@@ -85,7 +85,7 @@ def test_a_text_that_differs_is_located_and_its_gap_measured(monkeypatch: pytest
 
 
 def test_a_near_tie_is_told_from_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.bench import findings
+    from forerun.diagnose import checks as findings
 
     llm = table_llm()
     parting = findings.Parting("a", 3, (1, 2), 1e-5, 10)
@@ -111,7 +111,7 @@ def test_a_context_beyond_the_drafters_is_named() -> None:
 
 
 def test_acceptance_that_falls_with_the_context_is_noticed() -> None:
-    from forerun.bench import findings
+    from forerun.diagnose import checks as findings
 
     drafts = (tuple([(1, 1, 1)] * 10 + [(1, 1, 0)] * 20),)
     run = Run("d", "a", "qa", 0, ((0,) * 40,), 1.0, 30, 1.0, (), drafts)
@@ -138,10 +138,10 @@ def test_templates_that_are_there_twice(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_too_few_trees_say_nothing() -> None:
-    from forerun.bench import findings
+    from forerun.diagnose import checks as findings
 
     run = Run("d", "a", "qa", 0, ((0,),), 1.0, 1, 1.0, (), (((1, 1, 1),),))
-    (finding,) = findings._acceptance(Ledger([run]), "d")
+    (finding,) = findings._acceptance(Figures([run]), "d")
     assert finding.verdict == "look"
 
 

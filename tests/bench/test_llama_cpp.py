@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from forerun.bench import llama_cpp
-from forerun.bench.llama_cpp import llama_cpp_contender, load_llama_cpp_peers, pass_seconds, why_not
+from forerun.bench.peers import llama_cpp
+from forerun.bench.peers.llama_cpp import llama_cpp_contender, load_llama_cpp_peers, pass_seconds, why_not
 from forerun.errors import InvalidInput, MissingDependency
 from forerun.models.load.catalog import known_models
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from forerun.bench.ledger import Ledger, summarise
+from forerun.bench.figures import Figures, summarise
 from forerun.bench.machine import is_busy, machine_facts, weight_bytes
 from forerun.bench.measure import (
     Contender,
@@ -103,7 +103,7 @@ def test_figures_follow_from_the_runs() -> None:
         pretend("blind", calls, seconds=8.0),
     ]
     runs = list(alternate(contenders, PROMPTS, 3, 2))
-    result = summarise(Ledger(runs), contenders, differences(runs, contenders), "blind")
+    result = summarise(Figures(runs), contenders, differences(runs, contenders), "blind")
     assert result["ratios"] == {
         "quick_vs_plain": 2.0,
         "slow_vs_plain": 0.8,
@@ -139,10 +139,10 @@ def test_rounds_give_acceptance_by_depth_and_where_the_time_went() -> None:
     passes = ({"draft": 0.1, "target": 0.5, "verify": 0.1, "rest": 0.1}, {"target": 0.2})
     drafts = (((3, 3, 2), (2, 2, 0)), ((3, 3, 3), (0, 0, 0)))
     run = Run("x", "a", "qa", 0, ((1, 2, 3, 4), (1, 2, 3, 4, 5)), 2.0, 2, 1.0, passes, drafts)
-    ledger = Ledger([run])
-    assert ledger.acceptance("x") == [pytest.approx(2 / 3), pytest.approx(2 / 3), 0.5]
-    assert ledger.tokens_per_round("x") == 9 / 4  # two texts of two rounds each
-    assert ledger.seconds("x") == pytest.approx(
+    figures = Figures([run])
+    assert figures.acceptance("x") == [pytest.approx(2 / 3), pytest.approx(2 / 3), 0.5]
+    assert figures.tokens_per_round("x") == 9 / 4  # two texts of two rounds each
+    assert figures.seconds("x") == pytest.approx(
         {"prompt": 1.0, "draft": 0.1, "target": 0.7, "verify": 0.1, "host": 0.1}
     )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from forerun.advise.evidence import calibrate
+from forerun.advise.predict import Costs, Drafting, at_acceptance, predict
+from forerun.advise.replay import Text, can_replay, replay
 from forerun.bench.contenders import own_contender
-from forerun.bench.evidence import calibrate
 from forerun.bench.measure import Run
-from forerun.bench.predict import Costs, Drafting, at_acceptance, predict
-from forerun.bench.replay import Text, can_replay, replay
 from forerun.bench.settings import Cell, Settings, Way
 from forerun.control.cost import CostModel
 from forerun.drafters.draft_model import ModelDrafter

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.bench.memory import resident
-from forerun.bench.modes import load_mode
-from forerun.bench.peers import load_transformers_model
-from forerun.bench.quality import cut, laws_of, measure_quality, read_text
+from forerun.bench.cpu.memory import resident
+from forerun.bench.cpu.modes import load_mode
+from forerun.bench.cpu.quality import cut, laws_of, measure_quality, read_text
+from forerun.bench.peers.transformers import load_transformers_model
 from forerun.cli import app
 from forerun.errors import InvalidInput
-from forerun.models.kernels import native_library
 from forerun.models.load import checkpoint as loading
 from forerun.models.load.catalog import known_models
+from forerun.models.native import library as native_library
 from tests.bench.conftest import Letters
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it goes home " * 3
@@ -91,7 +91,7 @@ def test_the_command_prints_a_table_then_the_document(
 ) -> None:
     text, saved = tmp_path / "text.txt", tmp_path / "quality.json"
     text.write_text(TEXT)
-    monkeypatch.setattr("forerun.bench.memory.resident", held)
+    monkeypatch.setattr("forerun.bench.cpu.memory.resident", held)
     words = ["--dtype", "gguf,bfloat16,float32", "--text", str(text), "--json", str(saved), "--threads", "1"]
     assert command(monkeypatch, *words) == 0
     printed = capsys.readouterr().out

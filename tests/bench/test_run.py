@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from forerun.bench import contenders, run
-from forerun.bench.html import render
-from forerun.bench.journal import Journal
 from forerun.bench.measure import Contender, Run, Written
-from forerun.bench.record import Recorder
+from forerun.bench.recorder import Recorder
+from forerun.bench.report.html import render
+from forerun.bench.run_log import RunLog
 from forerun.bench.samples import pieces
 from forerun.bench.schema import SCHEMA, read_result
 from forerun.bench.settings import Cell, Settings, Way, ways_of
@@ -120,9 +120,9 @@ def test_an_interrupted_run_goes_on_and_other_settings_are_refused(
 def test_a_journal_gives_back_what_it_was_given(tmp_path: Path) -> None:
     settings, cell = Settings(), Cell("exact", 0.5, 2)
     done = Run("x", "a+b", "mixed", 1, ((1, 2), (3,)), 0.5, 2, 0.25, ({"target": 0.125},), (((1, 1, 1),), ()))
-    Journal(tmp_path, settings).add(cell, done)
-    assert Journal(tmp_path, settings).known(cell) == {done.key: done}
-    assert Journal(tmp_path, settings).known(Cell()) == {}
+    RunLog(tmp_path, settings).add(cell, done)
+    assert RunLog(tmp_path, settings).known(cell) == {done.key: done}
+    assert RunLog(tmp_path, settings).known(Cell()) == {}
 
 
 def test_rounds_are_recorded_beside_the_controller_that_plans_them() -> None:

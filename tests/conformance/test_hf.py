@@ -10,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from forerun.errors import UnsupportedModel  # noqa: E402
-from forerun.models.hf import HFTarget  # noqa: E402
+from forerun.models.hf.target import HFTarget  # noqa: E402
 from forerun.testing import check_target  # noqa: E402
 from forerun.types import Needs  # noqa: E402
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from forerun.models.config import DecoderConfig
-from forerun.models.native import Mode, NativeDecoder
+from forerun.models.native.target import Mode, NativeDecoder
 from forerun.testing import check_target
 from forerun.types import Needs
 from tests.models.tiny_checkpoints import VOCAB, make_reference, save

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.control.allot import Levels, allot, best_depth, deepest, shortest_that_pays, widest
+from forerun.control.allocate import Levels, allocate, best_depth, deepest, shortest_that_pays, widest
 from forerun.control.cost import CostModel
 from forerun.control.fixed import FixedController, budget_of
-from forerun.control.record import Record
+from forerun.control.history import History
 from forerun.testing import FakeSeq, TableLM
 
 STEEP = CostModel({1: 1.0, 2: 2.9, 4: 3.0, 8: 3.4, 16: 6.0})
@@ -123,7 +123,7 @@ def test_levels_of_several_nodes_are_charged_for_all_of_them() -> None:
 
 
 def test_nodes_go_to_whoever_is_likeliest_to_keep_them() -> None:
-    sure, unsure, hopeless = allot([chain(a) for a in (0.9, 0.5, 0.01)], lambda n: 0.15 * n)
+    sure, unsure, hopeless = allocate([chain(a) for a in (0.9, 0.5, 0.01)], lambda n: 0.15 * n)
     assert sure > unsure > hopeless == 0
 
 
@@ -138,7 +138,7 @@ def test_the_shared_choice_is_the_best_there_is(acceptances: tuple[float, float]
         return tokens - 1.2 * extra[sum(depths)]
 
     offers = [chain(a, level, most) for a, level in zip(acceptances, levels, strict=True)]
-    found = allot(offers, lambda nodes: 1.2 * extra[nodes])
+    found = allocate(offers, lambda nodes: 1.2 * extra[nodes])
     best = max(itertools.product(range(most + 1), repeat=2), key=gain)
     assert gain(tuple(found)) == pytest.approx(gain(best))
 
@@ -159,7 +159,7 @@ def test_flat_costs_allow_wide_and_deep_trees_and_steep_ones_do_not() -> None:
 
 
 def test_a_short_memory_notices_success_and_is_not_fooled_by_one() -> None:
-    record = Record()
+    record = History()
     for _ in range(60):
         record.count(1, 0)
     low = record.acceptance
@@ -171,7 +171,7 @@ def test_a_short_memory_notices_success_and_is_not_fooled_by_one() -> None:
 
 
 def test_acceptance_is_kept_by_depth() -> None:
-    record = Record()
+    record = History()
     for _ in range(60):
         record.count(4, 2)  # the first two always stand, the third never does
     first, second, third, fourth = record.survivals(4)
@@ -182,22 +182,22 @@ def test_acceptance_is_kept_by_depth() -> None:
 
 
 def test_claims_that_do_not_come_true_lose_their_weight() -> None:
-    honest, boastful = Record(), Record()
+    honest, boastful = History(), History()
     for _ in range(40):
         honest.hold_to(1.5, 1)
         honest.hold_to(1.5, 2)
         boastful.hold_to(3.0, 1)
     assert honest.trust == pytest.approx(1.0, abs=0.1)
     assert boastful.trust < 0.5
-    assert Record.after(boastful).trust < 0.8
+    assert History.after(boastful).trust < 0.8
 
 
 def test_a_new_text_starts_from_the_others_and_soon_outweighs_them() -> None:
-    record = Record()
+    record = History()
     for _ in range(50):
         record.count(3, 3)
         record.settle(2.0)
-    fresh = Record.after(record)
+    fresh = History.after(record)
     assert fresh.acceptance > 0.9
     assert fresh.mean_gain > 1.5
     for _ in range(12):

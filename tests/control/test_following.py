@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 
-from forerun.bench.simulate import Make, Simulation, TextKind
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.drafters.none import NoDrafter
-from forerun.drafters.trees import best_count
+from forerun.drafters.tree_builder import best_count
 from forerun.quotes import Quote, quote_of
 from forerun.testing import FakeSeq
+from forerun.testing.control_simulator import Make, Simulation, TextKind
 from forerun.types import Budget, Round, Seq
 from tests.control.test_control import FLAT, STEEP
 

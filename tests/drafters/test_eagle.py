@@ -16,12 +16,12 @@ from forerun.drafters.eagle.eagle2 import Eagle2Drafter
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.files import read_head, write_head
 from forerun.drafters.eagle.head import EagleHead
-from forerun.drafters.heads import Lent
+from forerun.drafters.head_drafter import SharedWeights
 from forerun.errors import DamagedFile, InvalidInput, VocabularyMismatch
 from forerun.params import SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
-from forerun.train.eagle import EagleModule
-from forerun.train.scaling import Sizes, fold
+from forerun.train.recipes.eagle import EagleModule
+from forerun.train.recipes.scaling import Sizes, fold
 from forerun.types import Budget, Scores, TreeBatch, Verdict
 from tests.drafters.rounds import as_lists, observe_prompts
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
@@ -182,14 +182,14 @@ def test_eagle1_files_round_trip_and_borrow(tmp_path: Path) -> None:
     again, loaded = read_head(tmp_path)
     assert again == config
     own = torch.randn(VOCAB, 8)
-    head = EagleHead(again, loaded, Lent.of(torch.randn(VOCAB, 8), own))
+    head = EagleHead(again, loaded, SharedWeights.of(torch.randn(VOCAB, 8), own))
     torch.testing.assert_close(head.logits(torch.ones(1, 8)), torch.ones(1, 8) @ own.t())
     with pytest.raises(InvalidInput, match="lends none"):
         EagleHead(again, loaded, None)
     with pytest.raises(InvalidInput, match="another target"):
-        EagleHead(again, loaded, Lent.of(torch.randn(VOCAB, 6), torch.randn(VOCAB, 6)))
+        EagleHead(again, loaded, SharedWeights.of(torch.randn(VOCAB, 6), torch.randn(VOCAB, 6)))
     with pytest.raises(VocabularyMismatch, match="another target"):
-        EagleHead(again, loaded, Lent.of(torch.randn(5, 8), torch.randn(5, 8)))
+        EagleHead(again, loaded, SharedWeights.of(torch.randn(5, 8), torch.randn(5, 8)))
 
 
 def test_a_head_of_one_kind_is_not_taken_for_another(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from forerun.drafters.eagle.eagle2 import Eagle2Drafter
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.files import read_head, write_head
 from forerun.drafters.eagle.head import EagleHead
-from forerun.drafters.eagle.inflate import inflate_head, inflate_head_folder
+from forerun.drafters.eagle.inflate_head import inflate_head, inflate_head_folder
 from forerun.errors import UnsupportedModel
 from forerun.models.inflate import Shape
 from forerun.testing import FakeSeq

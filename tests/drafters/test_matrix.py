@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forerun.drafters.matrix import Matrix
-from forerun.models.kernels import native_library as native
+from forerun.models.native import library as native
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 17])

@@ -14,8 +14,8 @@ from forerun.drafters.hydra import _Walk as HydraWalk
 from forerun.drafters.medusa import Family, HeadSet, MedusaDrafter, plant, read_heads, write_heads
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.testing import FakeSeq, TableLM
-from forerun.train.heads import HeadsModule
-from forerun.train.scaling import Sizes, fold
+from forerun.train.recipes.medusa import HeadsModule
+from forerun.train.recipes.scaling import Sizes, fold
 from forerun.types import Budget
 from tests.drafters.rounds import as_lists, observe_prompts
 from tests.drafters.tiny_heads import heads_config, heads_weights

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.drafters import heads
-from forerun.drafters.heads import Meter
+from forerun.drafters import head_drafter as heads
+from forerun.drafters.head_drafter import Meter
 
 
 def test_a_slow_start_and_a_pause_count_little(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ from forerun.drafters.eagle.eagle2 import Eagle2Drafter
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.head import EagleHead
 from forerun.drafters.eagle.native_head import NativeHead
-from forerun.drafters.heads import Calibration, Lent
+from forerun.drafters.head_drafter import Calibration, SharedWeights
 from forerun.errors import InvalidInput, VocabularyMismatch
-from forerun.models.kernels import head_library
-from forerun.models.kernels.packing import unpack_rows
+from forerun.models.native import head_library
+from forerun.models.native.packing import unpack_rows
 from forerun.params import SamplingParams
 from forerun.testing import FakeSeq, TableLM
 from forerun.types import Budget, Scores, TreeBatch, Verdict
@@ -36,9 +36,11 @@ KINDS = [
 ]
 
 
-def both(config: EagleConfig, weights: dict[str, Tensor], lent: Lent | None = None) -> list[EagleDrafter]:
+def both(
+    config: EagleConfig, weights: dict[str, Tensor], shared: SharedWeights | None = None
+) -> list[EagleDrafter]:
     cls = Eagle3Drafter if config.kind == "eagle3" else Eagle2Drafter
-    return [cls(EagleHead(config, weights, lent)), cls(NativeHead(config, weights, lent))]
+    return [cls(EagleHead(config, weights, shared)), cls(NativeHead(config, weights, shared))]
 
 
 def show(drafter: EagleDrafter, seq: FakeSeq, features: Tensor) -> None:
@@ -137,7 +139,7 @@ def test_a_row_has_its_own_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         return said(drafter, [seqs[i] for i in which])
 
     alone, before = [run([i]) for i in range(3)], torch.get_num_threads()
-    monkeypatch.setattr("forerun.drafters.eagle.native_walk.CHUNK", 6)
+    monkeypatch.setattr("forerun.drafters.eagle.native_runner.CHUNK", 6)
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
@@ -152,13 +154,13 @@ def test_the_targets_tables_are_read_where_they_lie(how: str) -> None:
     config = eagle_config("eagle3", 40, width=32)
     blocks, head = random_blocks("Q8_0", 40, 32), torch.randn(40, 32)
     table = unpack_rows(blocks, torch.arange(40)) * 50
-    lent = Lent.of(table, head)
+    shared = SharedWeights.of(table, head)
     if how != "float":
-        lent = replace(lent, table=None)
+        shared = replace(shared, table=None)
     if how == "blocks":
-        lent = replace(lent, embed=lambda ids: unpack_rows(blocks, ids), table=blocks)
-        lent = replace(lent, head_rows=lambda ids: unpack_rows(blocks, ids), head_table=blocks)
-    drafters = both(config, eagle_weights(config, borrows=True), lent)
+        shared = replace(shared, embed=lambda ids: unpack_rows(blocks, ids), table=blocks)
+        shared = replace(shared, head_rows=lambda ids: unpack_rows(blocks, ids), head_table=blocks)
+    drafters = both(config, eagle_weights(config, borrows=True), shared)
     seq = FakeSeq(0, [1, 39, 7, 2])
     features = torch.randn(3, config.feature_width)
     for drafter in drafters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.drafters.trees import Sprout, best_count, pays_to_deepen
+from forerun.drafters.tree_builder import TreeBuilder, best_count, pays_to_deepen
 
 BRANCHES = st.lists(
     st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), min_size=1, max_size=6), min_size=1, max_size=6
@@ -15,13 +15,13 @@ PRICES = st.none() | st.lists(st.floats(1, 20), min_size=1, max_size=12).map(
 )
 
 
-def grow(branches: list[list[tuple[int, float]]]) -> Sprout:
-    sprout = Sprout(9)
+def grow(branches: list[list[tuple[int, float]]]) -> TreeBuilder:
+    builder = TreeBuilder(9)
     for branch in branches:
         node = 0
         for token, confidence in branch:
-            node = sprout.add(node, token, confidence)
-    return sprout
+            node = builder.add(node, token, confidence)
+    return builder
 
 
 @given(BRANCHES, st.integers(0, 12), PRICES)
@@ -39,9 +39,9 @@ def test_a_cut_tree_is_a_tree(
 
 @given(BRANCHES, st.integers(0, 12))
 def test_the_likeliest_nodes_stay(branches: list[list[tuple[int, float]]], nodes: int) -> None:
-    sprout = grow(branches)
-    kept = len(sprout.cut(nodes, None)[0]) - 1
-    assert kept == min(nodes, len(sprout.tokens) - 1)
+    builder = grow(branches)
+    kept = len(builder.cut(nodes, None)[0]) - 1
+    assert kept == min(nodes, len(builder.tokens) - 1)
 
 
 @given(st.lists(st.floats(0, 1), max_size=8), st.lists(st.floats(0.5, 9), min_size=1, max_size=10))

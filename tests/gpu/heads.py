@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor
 
 from forerun.drafters.eagle.config import EagleConfig
-from forerun.drafters.eagle.device import DeviceEagle
+from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
+from forerun.drafters.eagle.cuda.drafter import DeviceEagle
+from forerun.drafters.eagle.cuda.feature_fusion import make_net
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
-from forerun.drafters.eagle.graphs import DeviceDraft
 from forerun.drafters.eagle.head import EagleHead
-from forerun.drafters.eagle.way_in import make_net
-from forerun.drafters.heads import borrow
+from forerun.drafters.head_drafter import borrow
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder
 from tests.drafters.tiny_heads import eagle_config, eagle_weights

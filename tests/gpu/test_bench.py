@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.bench import gpu_rounds
-from forerun.bench.gpu_plot import draw_passes
-from forerun.bench.gpu_stand_ins import AnswerTrees, RandomWeights
-from forerun.bench.gpu_texts import Texts, parse_form
+from forerun.bench.gpu import rounds as gpu_rounds
+from forerun.bench.gpu.plot import draw_passes
+from forerun.bench.gpu.stand_ins import AnswerTrees, RandomWeights
+from forerun.bench.gpu.texts import Texts, parse_form
 from forerun.build import make_engine
 from forerun.errors import InvalidInput
 from forerun.models.config import DecoderConfig

@@ -8,12 +8,19 @@ import pytest
 import torch
 
 from forerun.build import make_engine
-from forerun.drafters.eagle.device import DeviceEagle, on_device
-from forerun.drafters.eagle.draft_plan import MENU, Repertoire, Shape, aligned, best_of_menu, expected
+from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
+from forerun.drafters.eagle.cuda.draft_plan import MENU, DraftMenu, Shape, aligned, best_of_menu, expected
+from forerun.drafters.eagle.cuda.drafter import DeviceEagle, on_device
+from forerun.drafters.eagle.cuda.feature_fusion import why_not
+from forerun.drafters.eagle.cuda.tree_growth import (
+    Frontier,
+    HeadOutput,
+    Pool,
+    cut_trees,
+    grow_level,
+    grow_plainly,
+)
 from forerun.drafters.eagle.files import write_head
-from forerun.drafters.eagle.graphs import DeviceDraft
-from forerun.drafters.eagle.way_in import why_not
-from forerun.models.cuda.growth import Frontier, Habit, Pool, cut_trees, grow_level, grow_plainly
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
@@ -173,17 +180,17 @@ def test_kernels_grow_what_torch_grows(width: int, vocab: int) -> None:
     torch.manual_seed(width)
     trees, depth = 3, 4
     ids = torch.randperm(vocab, device="cuda").sort().values + 7
-    habit = Habit(ids, -0.1, 0.9)
+    head_output = HeadOutput(ids, -0.1, 0.9)
     pools = [Pool(trees, width, width, depth, torch.device("cuda")) for _ in range(2)]
     frontiers = [Frontier.of_roots(trees, torch.device("cuda"))] * 2
     for level in range(depth):
         rows = trees * (width if level else 1)
         logits = 3 * torch.randn(rows, vocab, device="cuda")
         frontiers = [
-            grow_level(pools[0], frontiers[0], logits, habit),
-            grow_plainly(pools[1], frontiers[1], logits, habit),
+            grow_level(pools[0], frontiers[0], logits, head_output),
+            grow_plainly(pools[1], frontiers[1], logits, head_output),
         ]
-        for name in ("tokens", "places", "parents", "ways"):
+        for name in ("tokens", "places", "parents", "ancestors"):
             assert torch.equal(getattr(frontiers[0], name), getattr(frontiers[1], name)), (level, name)
         torch.testing.assert_close(frontiers[0].standing, frontiers[1].standing, atol=1e-4, rtol=1e-4)
     roots = torch.tensor([1, 2, 3], device="cuda")
@@ -334,7 +341,7 @@ def test_a_head_is_found_fit_for_the_device_or_not(tmp_path: Path) -> None:
 
 
 def test_a_new_budget_is_met_with_what_is_there_until_it_comes_often() -> None:
-    forms = Repertoire()
+    forms = DraftMenu()
     assert forms.choose(1, (60, 6, 10)) == (60, 6, 10), "nothing is there yet"
     assert forms.choose(1, (5, 5, 1)) is None, "nothing that is there fits"
     assert forms.choose(1, (5, 5, 1)) is None
@@ -391,7 +398,7 @@ def test_a_wide_and_deep_draft_stays_in_the_slots_of_its_text() -> None:
 
 
 def test_the_last_tokens_of_a_text_are_drafted_with_the_last_form() -> None:
-    forms = Repertoire()
+    forms = DraftMenu()
     assert forms.choose(1, (3, 3, 1), ends=True) is None, "nothing is there yet"
     assert forms.choose(1, (60, 6, 10)) == (60, 6, 10)
     assert [forms.choose(1, (depth, depth, 1), ends=True) for depth in (5, 4, 3)] == [(60, 6, 10)] * 3

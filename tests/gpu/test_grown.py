@@ -63,10 +63,10 @@ def test_the_device_completes_what_the_host_lays_out(seed: int, group_nodes: int
 
 
 def test_ways_lead_from_the_root() -> None:
-    depths, ways = trace(torch.tensor([[-1, 0, 0, 1, 3, 2]]), 4)
+    depths, ancestors = trace(torch.tensor([[-1, 0, 0, 1, 3, 2]]), 4)
     assert depths.tolist() == [[0, 1, 1, 2, 3, 2]]
-    assert ways[0, 4].tolist() == [0, 1, 3, 4, 4]
-    assert ways[0, 0].tolist() == [0, 0, 0, 0, 0]
+    assert ancestors[0, 4].tolist() == [0, 1, 3, 4, 4]
+    assert ancestors[0, 0].tolist() == [0, 0, 0, 0, 0]
 
 
 @pytest.mark.gpu

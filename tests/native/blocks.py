@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.models.kernels import native_library
 from forerun.models.load.quants import LAYOUTS, Blocks
+from forerun.models.native import library as native_library
 
 needs_native = pytest.mark.skipif(
     not native_library.available(), reason=f"no native kernels: {native_library.why_not()}"

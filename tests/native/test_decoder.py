@@ -12,9 +12,9 @@ from torch import Tensor
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.models import decoder as decoder_module
 from forerun.models.config import DecoderConfig
-from forerun.models.kernels import native_library
 from forerun.models.load.checkpoint import open_checkpoint
-from forerun.models.native import Mode, NativeDecoder, choose_mode
+from forerun.models.native import library as native_library
+from forerun.models.native.target import Mode, NativeDecoder, choose_mode
 from forerun.testing import FakeSeq, path_to, random_tree, tree_of
 from forerun.types import Needs, TreeBatch
 from tests.models.tiny_checkpoints import FAMILIES, VOCAB, make_decoder, make_reference, save, score_chain

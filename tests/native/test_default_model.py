@@ -9,7 +9,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.catalog import known_models
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.models.native import NativeDecoder
+from forerun.models.native.target import NativeDecoder
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
 from forerun.types import Needs, TreeBatch

@@ -12,21 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.models.kernels import native_library
-from forerun.models.kernels.linear_op import apply
-from forerun.models.kernels.packing import PackedWeight, pack_blocks
+from forerun.models.native import library as native_library
+from forerun.models.native.linear_op import apply
+from forerun.models.native.packing import PackedWeight, pack_blocks
 from tests.native.blocks import needs_native, random_blocks
 
-NATIVE = Path(native_library.__file__).parent / "native"
+NATIVE = Path(native_library.__file__).parent / "c"
 CHECKS = [Path(__file__).with_name(name) for name in ("check.c", "check_head.c")]
 FLAGS = ["-std=gnu11", "-ffp-contract=off", "-pthread", f"-I{NATIVE}"]
 
 
 def _ask(setting: str) -> str:
     """What another process says of the library under a setting of FORERUN_NATIVE."""
-    code = (
-        "from forerun.models.kernels import native_library as n; print(n.available(), n.isa(), n.why_not())"
-    )
+    code = "from forerun.models.native import library as n; print(n.available(), n.isa(), n.why_not())"
     environment = {**os.environ, "FORERUN_NATIVE": setting}
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from forerun.models.kernels import native_library
-from forerun.models.kernels.linear_op import apply, linear
-from forerun.models.kernels.packing import (
+from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
+from forerun.models.native import library as native_library
+from forerun.models.native.linear_op import apply, linear
+from forerun.models.native.packing import (
     PackedWeight,
     is_packable,
     pack_blocks,
@@ -16,7 +17,6 @@ from forerun.models.kernels.packing import (
     take_rows,
     unpack_rows,
 )
-from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
 from tests.native.blocks import HALVES, KINDS, as_int8, needs_native, random_blocks
 
 pytestmark = needs_native

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.train.corpus import Text, write_shard
+from forerun.train.data.corpus import Text, write_shard
+from forerun.train.data.writer import BatchWriter, Order
 from forerun.train.teacher import load_net
-from forerun.train.writer import BatchWriter, Order
 from tests.models.tiny_checkpoints import VOCAB, make_reference, save
 
 LENGTH = 48

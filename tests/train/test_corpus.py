@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.drafters.heads import Calibration
+from forerun.drafters.head_drafter import Calibration
 from forerun.errors import InvalidInput, ModelNotFound
-from forerun.train.corpus import Batches, Corpus, Text, hash_of, write_shard
-from forerun.train.prompts import Novelty, read_prompts
+from forerun.train.data.corpus import Batches, Corpus, Text, hash_of, write_shard
+from forerun.train.data.prompts import Novelty, read_prompts
 from forerun.train.simulate import RANKS, fit_calibration, summarise
 
 

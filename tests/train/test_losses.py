@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.train.losses import LawLoss
+from forerun.train.recipes.losses import LawLoss
 
 
 def plainly(

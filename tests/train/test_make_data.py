@@ -14,11 +14,11 @@ from forerun.build import make_engine
 from forerun.errors import InvalidInput
 from forerun.params import EngineConfig, SpeculativeConfig
 from forerun.testing import TableLM
-from forerun.train.corpus import Corpus
-from forerun.train.make_data import write_answers, write_prompts, write_with_engine
+from forerun.train.data.corpus import Corpus
+from forerun.train.data.make import write_answers, write_prompts, write_with_engine
+from forerun.train.data.prompts import around_user_turn, read_prompts
+from forerun.train.data.writer import Order, Written
 from forerun.train.options import DataOptions
-from forerun.train.prompts import around_user_turn, read_prompts
-from forerun.train.writer import Order, Written
 
 
 class Words:

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from forerun.errors import UnsupportedModel
 from forerun.models.config import DecoderConfig
 from forerun.testing import FakeSeq
-from forerun.train.draft_model import write_model
+from forerun.train.data.writer import BatchWriter, Order
 from forerun.train.network import CausalNet, is_plain
-from forerun.train.writer import BatchWriter, Order
+from forerun.train.recipes.draft_model import write_model
 from forerun.types import Needs
 from tests.models.tiny_checkpoints import VOCAB, make_decoder, make_reference, save
 

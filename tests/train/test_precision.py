@@ -9,7 +9,7 @@ import torch
 
 from forerun.models.config import DecoderConfig
 from forerun.models.load.checkpoint import Checkpoint
-from forerun.train.corpus import Corpus
+from forerun.train.data.corpus import Corpus
 from forerun.train.loop import Trainer
 from forerun.train.network import CausalNet
 from forerun.train.options import METHODS, Method

@@ -14,11 +14,11 @@ from forerun.drafters.eagle.files import read_head
 from forerun.drafters.medusa import read_heads
 from forerun.errors import InvalidInput
 from forerun.models.load.checkpoint import Checkpoint
-from forerun.train.corpus import Batches, Corpus
+from forerun.train.data.corpus import Batches, Corpus
 from forerun.train.options import Method, TrainOptions
-from forerun.train.recipe import Recipe
+from forerun.train.recipes.base import Recipe
+from forerun.train.recipes.scaling import fold
 from forerun.train.run import make_recipe, train
-from forerun.train.scaling import fold
 from forerun.train.start import read_start
 from forerun.train.teacher import Teacher, load_teacher
 from tests.train.test_recipes import options_for

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from forerun.errors import InvalidInput
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.train.corpus import Batch, Corpus
+from forerun.train.data.corpus import Batch, Corpus
 from forerun.train.loop import Trainer
 from forerun.train.options import Method
 from forerun.train.run import make_recipe

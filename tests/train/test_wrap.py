@@ -15,14 +15,14 @@ import pytest
 from safetensors.torch import load_file
 
 from forerun.errors import ForerunError, InvalidInput
-from forerun.train.corpus import Text, write_shard
-from forerun.train.make_data import write_answers, write_prompts
+from forerun.train.data.corpus import Text, write_shard
+from forerun.train.data.make import write_answers, write_prompts
+from forerun.train.data.passages import LEAST, Passage, read_passages
+from forerun.train.data.prompts import Prompt, Renderer, as_messages
+from forerun.train.data.wordings import SHARES
+from forerun.train.data.wrap import Wrapper
+from forerun.train.data.writer import Order, Written
 from forerun.train.options import DataOptions
-from forerun.train.passages import LEAST, Passage, read_passages
-from forerun.train.prompts import Prompt, Renderer, as_messages
-from forerun.train.wordings import SHARES
-from forerun.train.wrap import Wrapper
-from forerun.train.writer import Order, Written
 
 END = 0
 HEATS = (0.0, 1.0)

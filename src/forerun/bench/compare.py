@@ -12,7 +12,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from forerun.bench.report import number
+from forerun.bench.report.terminal import number
 
 ALL = "all tasks"
 _CONDITIONS = (

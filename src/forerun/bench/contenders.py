@@ -12,7 +12,7 @@ import torch
 from forerun import registry
 from forerun.bench.machine import cores
 from forerun.bench.measure import Contender, Written
-from forerun.bench.record import Recorder
+from forerun.bench.recorder import Recorder
 from forerun.bench.settings import LLAMA_CPP, PLAIN, Cell, Settings, Way
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
@@ -123,17 +123,17 @@ def load_peers(llm: LLM, settings: Settings) -> list[Contender]:
     found: list[Contender] = []
     ends = frozenset() if settings.ignore_eos else llm.tokenizer.eos_ids
     if names := [name for name in settings.peers if not name.startswith(LLAMA_CPP)]:
-        from forerun.bench.peers import load_transformers_peers
+        from forerun.bench.peers.transformers import load_transformers_peers
 
         target = llm.engine.target
         found += load_transformers_peers(names, settings.model, settings.draft_model, ends, target)
     if names := [name for name in settings.peers if name.startswith(LLAMA_CPP)]:
-        from forerun.bench.llama_cpp import load_llama_cpp_peers
+        from forerun.bench.peers.llama_cpp import load_llama_cpp_peers
 
         file, threads = loading.open_checkpoint(settings.model).path, torch.get_num_threads()
         found += load_llama_cpp_peers(names, file, ends, llm.engine.max_length, threads)
     if settings.url:
-        from forerun.bench.endpoint import endpoint_contender
+        from forerun.bench.peers.endpoint import endpoint_contender
 
         found.append(endpoint_contender(settings.url, settings.ignore_eos))
     return found

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forerun.bench.contenders import load, load_peers, own_contenders
-from forerun.bench.journal import Journal
-from forerun.bench.ledger import Ledger, summarise
+from forerun.bench.figures import Figures, summarise
 from forerun.bench.machine import is_busy, load_average, machine_facts, peak_memory, weight_bytes
 from forerun.bench.measure import Contender, Group, Prompt, Run, alternate, differences, group, warm_up
+from forerun.bench.run_log import RunLog
 from forerun.bench.samples import samples
 from forerun.bench.schema import SCHEMA
 from forerun.bench.settings import Cell, Settings
@@ -37,12 +37,12 @@ def run(
 ) -> dict[str, Any]:
     """Load everything, measure, and hand back the JSON document; `out` keeps raw rounds and resumes."""
     items = load_suite(settings.suite, settings.tasks, settings.limit)
-    journal = Journal(out, settings)
+    run_log = RunLog(out, settings)
     before = load_average()  # before our own loading adds to it
     with Console(stderr=True).status(f"loading {settings.model}"):
         llm, cost = load(settings)
         peers = load_peers(llm, settings)
-    result = measure(llm, cost, peers, items, settings, journal, blind)
+    result = measure(llm, cost, peers, items, settings, run_log, blind)
     load_now = {"load_before": before, "busy": is_busy(before, result["conditions"]["cores"])}
     return {"benchmark": name, **result, "conditions": {**result["conditions"], **load_now}}
 
@@ -53,7 +53,7 @@ def measure(
     peers: Sequence[Contender],
     items: Sequence[Item],
     settings: Settings,
-    journal: Journal,
+    run_log: RunLog,
     blind: str = "",
 ) -> dict[str, Any]:
     """Alternate over the prompts, cell by cell, and sum up."""
@@ -66,26 +66,26 @@ def measure(
     for plan in cells:
         asked = peers if plan.cell.batch == 1 and plan.cell.temperature == 0.0 else []
         contenders = [*asked, *own_contenders(llm, settings, plan.cell)]
-        runs = _with_progress(plan, contenders, settings, journal)
-        ledger = Ledger(runs)
-        summary = summarise(ledger, contenders, differences(runs, contenders), blind)
-        first = first or (ledger, summary, contenders)
+        runs = _with_progress(plan, contenders, settings, run_log)
+        figures = Figures(runs)
+        summary = summarise(figures, contenders, differences(runs, contenders), blind)
+        first = first or (figures, summary, contenders)
         documents.append(_cell_document(plan.cell, summary))
     assert first is not None  # settings have at least one cell
-    ledger, summary, contenders = first
+    figures, summary, contenders = first
     return {
         "schema": SCHEMA,
         "t": curve,
         **summary,
         "equal": all(cell["equal"] is not False for cell in documents),
         "cells": documents,
-        "samples": samples(ledger, settings.ways[0].name, llm.tokenizer) if settings.ways else [],
+        "samples": samples(figures, settings.ways[0].name, llm.tokenizer) if settings.ways else [],
         "conditions": {
             **facts,
             **settings.as_document(),
             **_engine_facts(llm, cost, facts["copy_gb_per_s"]),
             "threads": torch.get_num_threads(),
-            "tasks": ledger.tasks,
+            "tasks": figures.tasks,
             "sampling": "greedy" if settings.temperatures == (0.0,) else "sampled",
             "batch": settings.batches[0],
             "timed": "whole calls, prompt included; drafters keep what they learnt between prompts",
@@ -152,10 +152,10 @@ def prompt_ids(llm: LLM, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
 
 
 def _with_progress(
-    plan: _Plan, contenders: Sequence[Contender], settings: Settings, journal: Journal
+    plan: _Plan, contenders: Sequence[Contender], settings: Settings, run_log: RunLog
 ) -> list[Run]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    known = journal.known(plan.cell)
+    known = run_log.known(plan.cell)
     total = len(contenders) * len(plan.groups) * settings.repeats
     runs = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -163,7 +163,7 @@ def _with_progress(
         if len(known) < total:
             warm_up(contenders, plan.groups[0], min(WARM_UP_TOKENS, settings.max_tokens))
         for done in alternate(contenders, plan.groups, settings.max_tokens, settings.repeats, known):
-            journal.add(plan.cell, done)
+            run_log.add(plan.cell, done)
             runs.append(done)
             progress.update(bar, advance=1, description=f"{done.task}: {done.contender}")
     return runs

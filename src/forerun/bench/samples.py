@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from forerun.bench.ledger import Ledger
+from forerun.bench.figures import Figures
 from forerun.bench.measure import Drafts
 from forerun.bench.settings import PLAIN
 from forerun.engine.detokenize import Decodes, Detokenizer
 
 
-def samples(ledger: Ledger, way: str, tokenizer: Decodes, each: int = 2) -> list[dict[str, Any]]:
+def samples(figures: Figures, way: str, tokenizer: Decodes, each: int = 2) -> list[dict[str, Any]]:
     """The texts that gained most, best first, then those that gained least, worst last."""
-    gains = sorted(ledger.by_prompt(way, PLAIN).items(), key=lambda pair: -pair[1])
+    gains = sorted(figures.by_prompt(way, PLAIN).items(), key=lambda pair: -pair[1])
     chosen = gains if len(gains) <= 2 * each else [*gains[:each], *gains[-each:]]
     found = []
     for prompt, gain in chosen:
-        run = next(run for run in ledger.of(way) if run.prompt == prompt)
+        run = next(run for run in figures.of(way) if run.prompt == prompt)
         rounds = len(run.drafts[0]) if run.drafts else 0
         found.append(
             {

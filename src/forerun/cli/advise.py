@@ -48,8 +48,8 @@ def advise(
         temperatures=(temperature,), budget=budget, dtype=dtype, device=device, threads=threads,
         ways=ways_of([drafter] if drafter else ["auto"]),
     )  # fmt: skip
-    from forerun.bench.advice import in_words
-    from forerun.bench.advise import run_advisor
+    from forerun.advise.answer import in_words
+    from forerun.advise.run import run_advisor
 
     with Console(stderr=True).status(f"measuring {model}"):
         found = run_advisor(settings, check)

@@ -80,7 +80,7 @@ def bench(
 
 def measure(settings: Settings, out: Path | None, html: Path | None, json_file: Path | None) -> None:
     """Run, show, and end with the exit code that says whether the texts were equal."""
-    from forerun.bench.report import show
+    from forerun.bench.report.terminal import show
     from forerun.bench.run import run
 
     try:
@@ -91,7 +91,7 @@ def measure(settings: Settings, out: Path | None, html: Path | None, json_file: 
         raise
     show(result)
     if html is not None:
-        from forerun.bench.html import write_report
+        from forerun.bench.report.html import write_report
 
         write_report(result, html)
     print_document(result, json_file)

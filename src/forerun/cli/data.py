@@ -13,7 +13,7 @@ from forerun.cli.train import with_options
 from forerun.train.options import DataOptions
 
 if TYPE_CHECKING:
-    from forerun.train.make_data import DataProgress
+    from forerun.train.data.make import DataProgress
 
 HELP: Mapping[str, str] = {
     "target": "The model that writes: a known name, a .gguf file, a Hugging Face folder, or a hub id.",
@@ -46,7 +46,7 @@ def make(given: Mapping[str, Any]) -> None:
     options = DataOptions(**given)
     console = Console(stderr=True)
     with console.status(f"loading {options.target}"):
-        from forerun.train.make_data import make_data
+        from forerun.train.data.make import make_data
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         tasks: dict[str, Any] = {}

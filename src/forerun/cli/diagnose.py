@@ -43,7 +43,7 @@ def diagnose(
         temperatures=(temperature,), verifiers=(verifier,), dtype=dtype, device=device, threads=threads,
         ways=(way,),
     )  # fmt: skip
-    from forerun.bench.diagnose import run_diagnosis
+    from forerun.diagnose.run import run_diagnosis
 
     with Console(stderr=True).status(f"looking at {model}"):
         found = run_diagnosis(settings, way, Way.parse(against))

@@ -145,7 +145,7 @@ def _compiler() -> Finding:
 
 def _kernels() -> Finding:
     try:
-        library = import_module("forerun.models.kernels.native_library")
+        library = import_module("forerun.models.native.library")
     except ImportError as error:  # torch itself does not load
         return Finding("native kernels", f"cannot be tried ({error})", ok=False, needed=False)
     why = library.why_not()

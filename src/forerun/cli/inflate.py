@@ -25,7 +25,7 @@ def inflate(
 
     wanted = find_shape(shape)
     if head is not None:
-        from forerun.drafters.eagle.inflate import inflate_head_folder
+        from forerun.drafters.eagle.inflate_head import inflate_head_folder
 
         print(inflate_head_folder(head, wanted, folder))
         return

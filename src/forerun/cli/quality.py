@@ -57,9 +57,9 @@ def measure(
     """Everything, as one document."""
     import torch
 
+    from forerun.bench.cpu.memory import resident
+    from forerun.bench.cpu.quality import measure_quality, read_text
     from forerun.bench.machine import cores, machine_facts
-    from forerun.bench.memory import resident
-    from forerun.bench.quality import measure_quality, read_text
 
     torch.set_num_threads(threads or cores())
     with Console(stderr=True).status("loading") as status:

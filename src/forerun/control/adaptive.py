@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from forerun.control.allot import Levels, allot, best_depth, deepest, shortest_that_pays, widest
+from forerun.control.allocate import Levels, allocate, best_depth, deepest, shortest_that_pays, widest
 from forerun.control.cost import CostModel
-from forerun.control.record import Record
+from forerun.control.history import History
 from forerun.quotes import Quote
 from forerun.types import Budget, Round, Seq
 
@@ -69,8 +69,8 @@ class AdaptiveController:
         self.quote = quote  # what the sequence's own drafter would cost
         self.claim = claim  # how many tokens it expected to stand of what it drafted last
         self.allowance = MOST_SAVED / 2  # passes that may still be lost on trials
-        self._records: dict[int, Record] = {}
-        self._latest = Record()  # what a new text starts from
+        self._records: dict[int, History] = {}
+        self._latest = History()  # what a new text starts from
         self._quotes: dict[int, Quote] = {}  # of this round's sequences
         self._asked: dict[int, int] = {}  # of these, whose costly drafter was asked, and how deep it may go
         self._usual: dict[int, float] = {}  # nodes that a sequence drafts on average
@@ -192,7 +192,7 @@ class AdaptiveController:
         def price(nodes: int) -> float:
             return rate * batch * (self.cost.pass_seconds(batch + nodes) / plain - 1.0)
 
-        depths = allot([option.offer for option in options], price)
+        depths = allocate([option.offer for option in options], price)
         nodes = [round(depth * option.offer.nodes) for depth, option in zip(depths, options, strict=True)]
         shared = [
             Option(one.quote, one.offer, one.asks and depth > 0, one.idle or (one.asks and not depth), depth)
@@ -235,7 +235,7 @@ class AdaptiveController:
         """What else would have been written in that time, per sequence of those that share it."""
         return self.rate * batch * seconds / self.cost.pass_seconds(batch) / sharing
 
-    def _record(self, seq: Seq) -> Record:
+    def _record(self, seq: Seq) -> History:
         if seq.id not in self._records:
-            self._records[seq.id] = Record.after(self._latest)
+            self._records[seq.id] = History.after(self._latest)
         return self._records[seq.id]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import Parts
-from forerun.drafters.heads import Meter
+from forerun.drafters.head_drafter import Meter
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
 from forerun.noise import DRAFT, draw, exponential, uniform

@@ -18,7 +18,7 @@ from typing import ClassVar, Protocol
 from forerun import registry
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.ngram import NgramDrafter
-from forerun.drafters.trees import best_count
+from forerun.drafters.tree_builder import best_count
 from forerun.quotes import Quote, claim_of, quote_of
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 

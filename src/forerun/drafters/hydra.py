@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import Parts
-from forerun.drafters.growth import grow_trees, lay_out
-from forerun.drafters.heads import Calibration, LastRowDrafter, is_drawn, wants_sampling
+from forerun.drafters.head_drafter import Calibration, LastRowDrafter, is_drawn, wants_sampling
 from forerun.drafters.medusa import HeadSet, load_heads
-from forerun.drafters.sampled import sample_trees
+from forerun.drafters.tree_growth import grow_trees, lay_out
+from forerun.drafters.tree_sampling import sample_trees
 from forerun.types import Budget, Seq, TreeBatch
 
 

@@ -12,9 +12,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from forerun.models.kernels import native_library as native
-from forerun.models.kernels.packing import PackedWeight, pack_floats, side_by_side
 from forerun.models.layers import linear
+from forerun.models.native import library as native
+from forerun.models.native.packing import PackedWeight, pack_floats, side_by_side
 
 SMALLEST = 1 << 16  # numbers in a matrix that is worth packing
 

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.drafters.base import Parts
-from forerun.drafters.flavour import Flavour, likeliest
-from forerun.drafters.growth import lay_out
-from forerun.drafters.head_files import read_config, read_tensors, write_config, write_shards
-from forerun.drafters.heads import LastRowDrafter, Lent, borrow, head_dtype
+from forerun.drafters.draft_law import DraftLaw, likeliest
+from forerun.drafters.head_drafter import LastRowDrafter, SharedWeights, borrow, head_dtype
+from forerun.drafters.head_formats import read_config, read_tensors, write_config, write_shards
 from forerun.drafters.matrix import Matrix
-from forerun.drafters.trees import best_count
+from forerun.drafters.tree_builder import best_count
+from forerun.drafters.tree_growth import lay_out
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.base import Target
@@ -115,7 +115,7 @@ class HeadSet:
         self,
         config: HeadsConfig,
         weights: Mapping[str, Tensor],
-        lent: Lent | None,
+        shared: SharedWeights | None,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -137,30 +137,30 @@ class HeadSet:
         ]
         own = [get(f"{i}.{config.blocks}.weight") for i in range(config.count)]
         self.own_heads = [Matrix(head) for head in own if head is not None]
-        shared = get("lm_head.weight")
-        rows = self.own_heads[0].outputs if self.own_heads else len(shared) if shared is not None else None
+        head = get("lm_head.weight")
+        rows = self.own_heads[0].outputs if self.own_heads else len(head) if head is not None else None
         if rows is None:
             rows = len(weights["d2t"]) if "d2t" in weights else config.vocab_size
         self.vocabulary = DraftVocabulary.from_file(weights, rows, config.vocab_size).to(self.device)
-        self._embedding, self._lent = get("embed_tokens.weight"), lent
-        shares = shared is None and not self.own_heads
+        self._embedding, self._shared = get("embed_tokens.weight"), shared
+        shares = head is None and not self.own_heads
         if shares or (config.family == "hydra" and self._embedding is None):
-            if lent is None:
+            if shared is None:
                 raise InvalidInput(
                     f"these {config.family} heads share the target's weights and this target lends none; "
                     "use heads that store their own"
                 )
-            lent.must_fit(config.width, config.vocab_size, config.target)
+            shared.must_fit(config.width, config.vocab_size, config.target)
             if shares:
-                shared = lent.head_rows(self.vocabulary.ids).to(self.device, dtype).contiguous()
-        self.shared_head = None if shared is None else Matrix(shared)
+                head = shared.head_rows(self.vocabulary.ids).to(self.device, dtype).contiguous()
+        self.shared_head = None if head is None else Matrix(head)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[..., D]"""
         if self._embedding is not None:
             return F.embedding(tokens, self._embedding)
-        assert self._lent is not None
-        return self._lent.embed(tokens.flatten()).to(self.dtype).view(*tokens.shape, -1)
+        assert self._shared is not None
+        return self._shared.embed(tokens.flatten()).to(self.dtype).view(*tokens.shape, -1)
 
     def block(self, head: int, index: int, rows: Tensor, onto: Tensor) -> Tensor:
         """onto + SiLU(W rows + b)."""
@@ -212,9 +212,9 @@ class MedusaDrafter(LastRowDrafter):
             logits = torch.unflatten(heads.logits(0, torch.cat(rows)), 0, (levels, len(seqs)))
         else:
             logits = torch.stack([heads.logits(i, row) for i, row in enumerate(rows)])  # [levels, B, Vd]
-        flavour = Flavour(seqs, heads.vocabulary, logits.device)
+        draft_law = DraftLaw(seqs, heads.vocabulary, logits.device)
         count = min(RANKS, len(heads.vocabulary))
-        best = [likeliest(flavour.flavoured(logits[i][:, None], i), count)[1][:, 0] for i in range(levels)]
+        best = [likeliest(draft_law.applied(logits[i][:, None], i), count)[1][:, 0] for i in range(levels)]
         guesses: list[list[list[int]]] = heads.vocabulary.ids[torch.stack(best, 1)].tolist()
         return guesses
 
@@ -223,10 +223,10 @@ def load_heads(folder: str | None, target: Target, family: Family) -> HeadSet:
     """Heads from their folder, for this target."""
     if folder is None:
         raise InvalidInput(f"the drafter {family!r} needs trained heads; pass draft_model=FOLDER")
-    lent = borrow(target)
-    width = 0 if lent is None else lent.width
+    shared = borrow(target)
+    width = 0 if shared is None else shared.width
     config, weights = read_heads(Path(folder), family, width, target.vocab_size)
-    return HeadSet(config, weights, lent, dtype=head_dtype(target, lent), device=target.device)
+    return HeadSet(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)
 
 
 @lru_cache(maxsize=64)

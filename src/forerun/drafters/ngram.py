@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from forerun.drafters.base import Parts
-from forerun.drafters.trees import Sprout
+from forerun.drafters.tree_builder import TreeBuilder
 from forerun.quotes import Quote
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
@@ -126,7 +126,7 @@ class NgramDrafter:
 
     def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
         text = self._text(seq)
-        sprout = Sprout(seq.tokens[-1])
+        builder = TreeBuilder(seq.tokens[-1])
         text.guess, text.match = [], 0
         left = 1.0  # what the better branches leave over at the root
         for match, end in self._matches(text, seq.tokens, max(1, budget.width)):
@@ -136,9 +136,9 @@ class NgramDrafter:
             node = 0
             for i, token in enumerate(follow[: budget.depth]):
                 rate = text.rates.rate(match + i, self._all) * (left if i == 0 else 1.0)
-                node = sprout.add(node, token, rate)
+                node = builder.add(node, token, rate)
             left *= 1.0 - text.rates.rate(match, self._all)
-        return sprout.cut(budget.nodes, budget.price)
+        return builder.cut(budget.nodes, budget.price)
 
     def _index(self, text: _Text, tokens: list[int]) -> None:
         """Note where every n-gram ends, but for those that end at the last token: they would match themselves."""

@@ -15,7 +15,7 @@ from forerun.control.base import Controller
 from forerun.engine.detokenize import Decodes, Detokenizer
 from forerun.engine.metrics import EngineStats
 from forerun.engine.routing import DrafterPool, VerifierPool
-from forerun.engine.sequence import Sequence as Text
+from forerun.engine.sequence import SequenceState
 from forerun.errors import InvalidInput, PromptTooLong
 from forerun.models.base import Target
 from forerun.noise import Noise, fresh_seed
@@ -46,8 +46,8 @@ class Engine:
         self.default_drafter, self.default_verifier = default_drafter, default_verifier
         self.stop_ids, self.tokenizer, self.max_batch = stop_ids, tokenizer, max_batch
         self.max_length = min(target.max_length, max_length or target.max_length)
-        self.waiting: deque[Text] = deque()
-        self.running: list[Text] = []
+        self.waiting: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []
         self.stats = EngineStats()
         self._next_id = 0
 
@@ -89,7 +89,7 @@ class Engine:
         if verifier == "auto":
             verifier = "exact" if params.seed is None else "coupled"
         eos = frozenset() if params.ignore_eos else self.stop_ids
-        seq = Text(
+        seq = SequenceState(
             id=self._next_id,
             request=request,
             seed=fresh_seed() if params.seed is None else params.seed,
@@ -114,7 +114,7 @@ class Engine:
                 seq.finished = "aborted"
                 self._forget(seq)
 
-    def find(self, seq_id: int) -> Text | None:
+    def find(self, seq_id: int) -> SequenceState | None:
         """The sequence behind an id while it is queued or running."""
         return next((seq for seq in (*self.running, *self.waiting) if seq.id == seq_id), None)
 
@@ -150,9 +150,9 @@ class Engine:
             verdict = Verdict.whole_chain(trees, [seq.tokens[-1] for seq in group])
             self.drafters.observe(group, trees, scores, verdict)
 
-    def _next_group(self) -> list[Text]:
+    def _next_group(self) -> list[SequenceState]:
         """The head of the queue: what fits the batch, the slots and, but for one long prompt, PROMPT_ROWS."""
-        group: list[Text] = []
+        group: list[SequenceState] = []
         rows = 0
         for seq in islice(self.waiting, max(0, self.max_batch - len(self.running))):
             rows += len(seq.tokens)
@@ -163,7 +163,7 @@ class Engine:
         return group
 
     @contextmanager
-    def _release_on_error(self, seqs: Sequence[Text]) -> Iterator[None]:
+    def _release_on_error(self, seqs: Sequence[SequenceState]) -> Iterator[None]:
         """A round that fails half-way leaves caches that no longer match their texts: end those texts."""
         try:
             yield
@@ -172,7 +172,7 @@ class Engine:
                 self.abort(seq.id)
             raise
 
-    def _plan(self, seqs: Sequence[Text]) -> list[Budget]:
+    def _plan(self, seqs: Sequence[SequenceState]) -> list[Budget]:
         """The controller's budgets, or a request's own, cut to what the sequence can still take."""
         planned = self.controller.plan(seqs)
         budgets = []
@@ -184,7 +184,7 @@ class Engine:
         return budgets
 
     def _emit(
-        self, seqs: Sequence[Text], trees: TreeBatch, laws: Laws, verdict: Verdict, clock: Stopwatch
+        self, seqs: Sequence[SequenceState], trees: TreeBatch, laws: Laws, verdict: Verdict, clock: Stopwatch
     ) -> list[Event]:
         """Append what was committed, end what has ended, and tell the controller what the round came to."""
         paths, bonus = verdict.to_host()
@@ -210,7 +210,7 @@ class Engine:
                 self._forget(seq)
         return events
 
-    def _event(self, seq: Text, nodes: list[int], accepted: int, laws: Laws) -> Event:
+    def _event(self, seq: SequenceState, nodes: list[int], accepted: int, laws: Laws) -> Event:
         """What the round added to a sequence; nodes[i] is the node whose law token i was drawn from."""
         fresh = tuple(seq.tokens[len(seq.tokens) - len(nodes) :])
         logprobs: tuple[TokenLogprob, ...] = ()
@@ -219,7 +219,7 @@ class Engine:
         text = seq.detokenizer.take(final=seq.finished is not None)
         return Event(seq.id, fresh, accepted, text, logprobs, seq.finished)
 
-    def _forget(self, seq: Text) -> None:
+    def _forget(self, seq: SequenceState) -> None:
         self.target.release(seq)
         self.drafters.forget(seq)
         self.controller.forget(seq)

@@ -16,7 +16,7 @@ from forerun.types import Budget, Laws, Needs, Scores, TreeBatch, Verdict
 
 if TYPE_CHECKING:
     from forerun.drafters.base import Drafter
-    from forerun.engine.sequence import Sequence as Text
+    from forerun.engine.sequence import SequenceState
     from forerun.verify.base import Verifier
 
 
@@ -43,13 +43,13 @@ class DrafterPool:
         """Put a drafter behind a name of its own, such as a second head of one kind."""
         self._made[name] = drafter
 
-    def needs(self, seqs: Sequence[Text]) -> Needs:
+    def needs(self, seqs: Sequence[SequenceState]) -> Needs:
         needs = Needs()
         for name in {seq.drafter for seq in seqs}:
             needs = needs | self.get(name).needs
         return needs
 
-    def propose(self, seqs: Sequence[Text], budgets: Sequence[Budget]) -> TreeBatch:
+    def propose(self, seqs: Sequence[SequenceState], budgets: Sequence[Budget]) -> TreeBatch:
         groups = _groups([seq.drafter for seq in seqs])
         if len(groups) == 1:
             return self.get(seqs[0].drafter).propose(seqs, budgets)
@@ -59,7 +59,9 @@ class DrafterPool:
         ]
         return TreeBatch.join(parts, [b for which in groups.values() for b in which])
 
-    def observe(self, seqs: Sequence[Text], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+    def observe(
+        self, seqs: Sequence[SequenceState], trees: TreeBatch, scores: Scores, verdict: Verdict
+    ) -> None:
         groups = _groups([seq.drafter for seq in seqs])
         for name, which in groups.items():
             if len(groups) == 1:
@@ -71,7 +73,7 @@ class DrafterPool:
             chosen = Verdict(verdict.paths[rows], verdict.accepted[rows], verdict.bonus[rows])
             self.get(name).observe([seqs[b] for b in which], trees.select(which), part, chosen)
 
-    def forget(self, seq: Text) -> None:
+    def forget(self, seq: SequenceState) -> None:
         self.get(seq.drafter).forget(seq)
 
 
@@ -87,7 +89,7 @@ class VerifierPool:
             self._made[name] = self._make(name)
         return self._made[name]
 
-    def verify(self, seqs: Sequence[Text], trees: TreeBatch, laws: Laws, noise: Noise) -> Verdict:
+    def verify(self, seqs: Sequence[SequenceState], trees: TreeBatch, laws: Laws, noise: Noise) -> Verdict:
         groups = _groups([seq.verifier for seq in seqs])
         if len(groups) == 1:
             return self.get(seqs[0].verifier).verify(trees, laws, noise)

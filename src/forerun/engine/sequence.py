@@ -11,7 +11,7 @@ from forerun.types import FinishReason, Request
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class SequenceState:
     """The engine's own view of a request; others see it as `forerun.types.Seq`."""
 
     id: int

@@ -211,7 +211,7 @@ def _layer_types(family: str, values: Mapping[str, Any], layers: int) -> list[st
     elif family == "qwen2_moe":
         slides = [i % 2 == 0 and i < values["max_window_layers"] for i in range(layers)]
     elif family == "smollm3":
-        slides = [not turns for turns in _rotary_layers(values, layers)]
+        slides = [not rotates for rotates in _rotary_layers(values, layers)]
     else:
         slides = [i >= values["max_window_layers"] for i in range(layers)]
     kinds = list(listed or ["sliding_attention" if s else "full_attention" for s in slides])
@@ -249,7 +249,7 @@ def _ropes(
         raise UnsupportedModel("rope type 'yarn' in a phi3 config is ambiguous: use the transformers backend")
     if family != "smollm3":
         return (rope,), (0,) * len(kinds)
-    return (rope,), tuple(0 if turns else None for turns in _rotary_layers(values, len(kinds)))
+    return (rope,), tuple(0 if rotates else None for rotates in _rotary_layers(values, len(kinds)))
 
 
 def _max_length(family: str, longest: int, ropes: tuple[RopeConfig, ...]) -> int:

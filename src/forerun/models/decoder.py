@@ -113,7 +113,7 @@ class Decoder(SlotTarget):
             reaches = [reach_of(span, window, self._dtype, self._device) for span in spans]
             views[window] = [view_of(reach, data, qkv, found, heads) for reach in reaches]
         turned = qkv[:, : (heads + config.kv_heads) * head_dim].view(len(tokens), -1, head_dim)
-        turns = [self._turns(i, spans, seqs) for i in range(len(config.ropes))]
+        rotations = [self._turns(i, spans, seqs) for i in range(len(config.ropes))]
         pairs = [turned[..., : rope.dims].view(*turned.shape[:2], -1, 2) for rope in config.ropes]
 
         x = F.embedding(torch.tensor(tokens, device=self._device), self._embedding)  # [M, D]
@@ -127,7 +127,7 @@ class Decoder(SlotTarget):
                 turned.copy_(rms_norm(turned, block.qk_norm, config.norm_eps))
             rope = config.layer_ropes[i]
             if rope is not None:
-                rotate_(pairs[rope], turns[rope])
+                rotate_(pairs[rope], rotations[rope])
             for view in views[config.windows[i]]:
                 attend(i, view, config.attention_scale, config.attention_softcap)
             self._leave(x, block, found)

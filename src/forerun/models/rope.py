@@ -114,16 +114,16 @@ def frequencies(rope: RopeConfig, regime: int) -> tuple[Tensor, float]:
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
     """Slow frequencies are stretched, fast ones kept, those between blended."""
     low, high = rope.frequency_factors
-    turns = rope.context * plain / (2 * math.pi)  # full turns within the context
-    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    rotations = rope.context * plain / (2 * math.pi)  # full rotations within the context
+    blend = ((rotations - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * plain / rope.factor + blend * plain
 
 
 def _yarn(rope: RopeConfig, powers: Tensor) -> tuple[Tensor, float]:
-    """YaRN (arXiv 2309.00071): interpolate below `slow` turns within the context, keep above `fast`."""
+    """YaRN (arXiv 2309.00071): interpolate below `slow` rotations within the context, keep above `fast`."""
 
-    def dimension(turns: float) -> float:
-        return rope.dims * math.log(rope.context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def dimension(rotations: float) -> float:
+        return rope.dims * math.log(rope.context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.betas[0]), dimension(rope.betas[1])
     if rope.truncate:

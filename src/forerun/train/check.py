@@ -14,8 +14,8 @@ from typing import Literal
 from forerun.build import load_target, make_engine
 from forerun.drafters.eagle.config import NAMES
 from forerun.drafters.eagle.files import read_head, write_head
-from forerun.drafters.head_files import read_config
-from forerun.drafters.heads import layer_count
+from forerun.drafters.head_drafter import layer_count
+from forerun.drafters.head_formats import read_config
 from forerun.drafters.medusa import read_heads, write_heads
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.models.base import Target

@@ -52,7 +52,7 @@ def _run(values: Mapping[str, Any]) -> None:
         return False
 
     if values["method"] == "data":
-        from forerun.train.make_data import DataProgress, make_data
+        from forerun.train.data.make import DataProgress, make_data
 
         def say_data(at: DataProgress) -> None:
             if due(at.done == at.total):

@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.errors import InvalidInput
-from forerun.train.corpus import Batches, Corpus
+from forerun.train.data.corpus import Batches, Corpus
 from forerun.train.options import TrainOptions
-from forerun.train.recipe import Measured, Recipe, loss_of
+from forerun.train.recipes.base import Measured, Recipe, loss_of
 from forerun.train.simulate import measure
 
 

@@ -15,15 +15,15 @@ from forerun.drafters.medusa import HeadsConfig
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import MissingDependency
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.train.corpus import Batches, Corpus, hash_of
-from forerun.train.draft_model import DraftModelRecipe
-from forerun.train.eagle import EagleRecipe, eagle_config
-from forerun.train.heads import HeadsRecipe
+from forerun.train.data.corpus import Batches, Corpus, hash_of
 from forerun.train.loop import Report, Trainer
 from forerun.train.options import TrainOptions
 from forerun.train.provenance import write_provenance
-from forerun.train.recipe import Measured, Recipe
-from forerun.train.scaling import Sizes, measure_sizes
+from forerun.train.recipes.base import Measured, Recipe
+from forerun.train.recipes.draft_model import DraftModelRecipe
+from forerun.train.recipes.eagle import EagleRecipe, eagle_config
+from forerun.train.recipes.medusa import HeadsRecipe
+from forerun.train.recipes.scaling import Sizes, measure_sizes
 from forerun.train.start import Start, read_start
 from forerun.train.teacher import Teacher, device_of, load_teacher
 

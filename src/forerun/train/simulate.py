@@ -13,9 +13,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from forerun.drafters.heads import Calibration
-from forerun.train.corpus import Batch
-from forerun.train.recipe import Measured, Recipe, shifted
+from forerun.drafters.head_drafter import Calibration
+from forerun.train.data.corpus import Batch
+from forerun.train.recipes.base import Measured, Recipe, shifted
 
 RANKS = 10
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.files import read_head
 from forerun.drafters.eagle.head import vocabulary_of
-from forerun.drafters.head_files import read_config
+from forerun.drafters.head_formats import read_config
 from forerun.drafters.medusa import HeadsConfig, read_heads
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import InvalidInput
 from forerun.train.options import TrainOptions
-from forerun.train.scaling import unfold
+from forerun.train.recipes.scaling import unfold
 
 _FREE = ("inner", "target", "calibration", "rates", "max_length", "draft_vocab_size")
 _BESIDE = ("d2t", "t2d", "embed_tokens.weight")  # what a head's file may hold that does not learn

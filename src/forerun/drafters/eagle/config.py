@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from forerun.drafters.heads import Calibration
+from forerun.drafters.head_drafter import Calibration
 from forerun.errors import DamagedFile
 
 Kind = Literal["eagle", "eagle3"]

@@ -19,10 +19,9 @@ from forerun.drafters.eagle.config import EagleConfig, Kind, default_layers
 from forerun.drafters.eagle.files import read_head
 from forerun.drafters.eagle.head import EagleHead
 from forerun.drafters.eagle.native_head import NativeHead
-from forerun.drafters.eagle.native_walk import NativeRunner
-from forerun.drafters.eagle.walk import TorchRunner
-from forerun.drafters.growth import Ranks, Steps, Tree, grow_ranked, lay_out
-from forerun.drafters.heads import (
+from forerun.drafters.eagle.native_runner import NativeRunner
+from forerun.drafters.eagle.torch_runner import TorchRunner
+from forerun.drafters.head_drafter import (
     Meter,
     Rows,
     borrow,
@@ -33,7 +32,8 @@ from forerun.drafters.heads import (
     observe_rows,
     wants_sampling,
 )
-from forerun.drafters.sampled import sample_trees
+from forerun.drafters.tree_growth import Ranks, Steps, Tree, grow_ranked, lay_out
+from forerun.drafters.tree_sampling import sample_trees
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
 from forerun.quotes import Quote
@@ -49,14 +49,14 @@ _RATES = ((0.6, 0.15, 0.07, 0.04, 0.03), *[(0.5, 0.13, 0.06, 0.035, 0.025)] * 7)
 class Runner(Protocol):
     """Runs a head on one kind of device: keeps what it knows of each text, and starts drafts."""
 
-    def begin(self, seqs: Sequence[Seq], texts: Sequence[Rows], budgets: Sequence[Budget]) -> Walking:
+    def begin(self, seqs: Sequence[Seq], texts: Sequence[Rows], budgets: Sequence[Budget]) -> RunnerSteps:
         """Work off the rows that were observed of these texts; what comes back drafts for them."""
         ...
 
     def forget(self, seq_id: int) -> None: ...
 
 
-class Walking(Steps, Protocol):
+class RunnerSteps(Steps, Protocol):
     """The draft of one batch: to be asked for logits, or only for the likeliest tokens."""
 
     levels: int  # passes of the head so far, the first one included
@@ -139,7 +139,7 @@ class EagleDrafter:
     def _draws(self, seq: Seq) -> bool:
         return self.sampled and is_drawn(seq)
 
-    def _begin(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> Walking:
+    def _begin(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> RunnerSteps:
         """Read what is new of these texts; reading a prompt, once, is not what a level costs."""
         texts = [self._texts[seq.id] for seq in seqs]
         unread = sum(len(text.tokens) for text in texts)
@@ -158,7 +158,7 @@ class EagleDrafter:
         self._claims.pop(seq.id, None)
         self._runner.forget(seq.id)
 
-    def _grow(self, walk: Walking, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
+    def _grow(self, walk: RunnerSteps, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
         calibration = self.head.config.calibration
         trees, claims = grow_ranked(walk.ranks(seqs), seqs, budgets, calibration, self._rates)
         self._claims |= {seq.id: claim for seq, claim in zip(seqs, claims, strict=True)}
@@ -176,7 +176,7 @@ def load_head(folder: Path, target: Target, kind: Kind | None = None) -> EagleHe
             )
         values = {name: getattr(config, name) for name in EagleConfig.__dataclass_fields__}
         config = EagleConfig(**{**values, "layers": default_layers(count)})
-    lent = borrow(target)
+    shared = borrow(target)
     if NativeHead.supports(config, target.device):
-        return NativeHead(config, weights, lent)
-    return EagleHead(config, weights, lent, dtype=head_dtype(target, lent), device=target.device)
+        return NativeHead(config, weights, shared)
+    return EagleHead(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)

@@ -20,7 +20,7 @@ class Eagle3Drafter(EagleDrafter):
         """On a GPU drafting stays on the device, as far as head and target allow it."""
         folder = parts.speculative.draft_model
         if folder is not None and parts.target.device.type == "cuda":
-            from forerun.drafters.eagle.device import on_device
+            from forerun.drafters.eagle.cuda.drafter import on_device
 
             drafter = on_device(Path(folder), parts.target, lambda: super(Eagle3Drafter, cls).build(parts))
             if drafter is not None:

@@ -14,7 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from forerun.drafters.eagle.config import NAMES, EagleConfig, Kind
-from forerun.drafters.head_files import read_config, read_tensors, write_config, write_shards
+from forerun.drafters.head_formats import read_config, read_tensors, write_config, write_shards
 from forerun.errors import DamagedFile, InvalidInput
 
 Layout = Literal["eagle", "speculators"]

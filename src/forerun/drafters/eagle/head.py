@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.drafters.eagle.config import EagleConfig
-from forerun.drafters.heads import Lent
+from forerun.drafters.head_drafter import SharedWeights
 from forerun.drafters.matrix import Matrix
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import InvalidInput
@@ -31,7 +31,7 @@ class EagleHead:
         self,
         config: EagleConfig,
         weights: Mapping[str, Tensor],
-        lent: Lent | None,
+        shared: SharedWeights | None,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -65,11 +65,11 @@ class EagleHead:
             self._input_norm = get("input_norm.weight") if config.norm_before_fc else None
             self.vocabulary = vocabulary_of(config, weights).to(self.device)
             self._embedding = maybe("embed_tokens.weight")
-            self._lent = checked_loan(config, weights, lent)
+            self._shared = checked_shared(config, weights, shared)
             self._lm_head = matrix(self._own_or_lent_head(maybe("lm_head.weight")))
         rope = RopeConfig("default", config.rope_theta, dims, config.max_length)
         self._rotations = Rotations(rope, self.device)
-        self._turns = self._rotations.at(torch.arange(256, device=self.device), 0)  # [P, 1, R]
+        self._rotation_table = self._rotations.at(torch.arange(256, device=self.device), 0)  # [P, 1, R]
 
     def fuse(self, features: Tensor) -> Tensor:
         """[N, F] of the target -> [N, D], what a row carries of them."""
@@ -96,7 +96,7 @@ class EagleHead:
             x = normed.clone() if config.norm_before_residual else carried.clone()
         qkv = self._qkv.times(into).view(len(tokens), -1, config.head_dim)
         turned = qkv[:, : config.heads + config.kv_heads]
-        rotate_(torch.unflatten(turned, -1, (-1, 2)), self._turns_at(positions))
+        rotate_(torch.unflatten(turned, -1, (-1, 2)), self._rotations_at(positions))
         q, k, v = torch.split(qkv, [config.heads, config.kv_heads, config.kv_heads], 1)
         x = self._o.add_to(x.clone() if x is into else x, attend(q, k, v))
         inner = gate(self._gate_up.times(rms_norm(x, self._mlp_norm, eps)), "silu")
@@ -113,13 +113,13 @@ class EagleHead:
     def _normed(self, out: Tensor) -> Tensor:
         return out if self._norm is None else rms_norm(out, self._norm, self.config.norm_eps)
 
-    def _turns_at(self, positions: Tensor) -> Tensor:
-        last = int(positions.max()) if self.device.type == "cpu" else len(self._turns)
+    def _rotations_at(self, positions: Tensor) -> Tensor:
+        last = int(positions.max()) if self.device.type == "cpu" else len(self._rotation_table)
         if self.device.type != "cpu":
             return self._rotations.at(positions, 0)
-        if last >= len(self._turns):
-            self._turns = self._rotations.at(torch.arange(2 * (last + 1)), 0)
-        return self._turns[positions]
+        if last >= len(self._rotation_table):
+            self._rotation_table = self._rotations.at(torch.arange(2 * (last + 1)), 0)
+        return self._rotation_table[positions]
 
     def _through_fc(self, rows: Tensor) -> Tensor:
         out = self._fc.times(rows)
@@ -128,27 +128,29 @@ class EagleHead:
     def _own_or_lent_head(self, own: Tensor | None) -> Tensor:
         if own is not None:
             return own
-        assert self._lent is not None
-        return self._lent.head_rows(self.vocabulary.ids).to(self.device, self.dtype).contiguous()
+        assert self._shared is not None
+        return self._shared.head_rows(self.vocabulary.ids).to(self.device, self.dtype).contiguous()
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """[N, D]"""
         if self._embedding is not None:
             return F.embedding(tokens, self._embedding)
-        assert self._lent is not None
-        return self._lent.embed(tokens).to(self.dtype)
+        assert self._shared is not None
+        return self._shared.embed(tokens).to(self.dtype)
 
 
-def checked_loan(config: EagleConfig, weights: Mapping[str, Tensor], lent: Lent | None) -> Lent | None:
-    """What the target lends, if it fits; what the file leaves out must be lent."""
-    if lent is not None:
-        lent.must_fit(config.target_width, config.vocab_size, config.target)
+def checked_shared(
+    config: EagleConfig, weights: Mapping[str, Tensor], shared: SharedWeights | None
+) -> SharedWeights | None:
+    """What the target lends, if it fits; what the file leaves out must be shared."""
+    if shared is not None:
+        shared.must_fit(config.target_width, config.vocab_size, config.target)
     elif "embed_tokens.weight" not in weights or "lm_head.weight" not in weights:
         raise InvalidInput(
             "the head shares embedding or LM head with its target and this target lends none; "
             "use a head that stores its own"
         )
-    return lent
+    return shared
 
 
 def vocabulary_of(config: EagleConfig, weights: Mapping[str, Tensor]) -> DraftVocabulary:

@@ -12,25 +12,27 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.eagle.config import EagleConfig
-from forerun.drafters.eagle.head import checked_loan, vocabulary_of
-from forerun.drafters.heads import Lent
+from forerun.drafters.eagle.head import checked_shared, vocabulary_of
+from forerun.drafters.head_drafter import SharedWeights
 from forerun.drafters.matrix import packed_form
 from forerun.errors import VocabularyMismatch
-from forerun.models.kernels import head_library
-from forerun.models.kernels.head_library import Head
-from forerun.models.kernels.native_library import Weights
-from forerun.models.kernels.packing import is_packable, pack_blocks, side_by_side, table_of, take_rows
 from forerun.models.load.quants import Blocks
+from forerun.models.native import head_library
+from forerun.models.native.head_library import Head
+from forerun.models.native.library import Weights
+from forerun.models.native.packing import is_packable, pack_blocks, side_by_side, table_of, take_rows
 
 
 class NativeHead:
     """Weights of one head, packed, and the struct that points to them."""
 
-    def __init__(self, config: EagleConfig, weights: Mapping[str, Tensor], lent: Lent | None) -> None:
+    def __init__(
+        self, config: EagleConfig, weights: Mapping[str, Tensor], shared: SharedWeights | None
+    ) -> None:
         self.config, self.device = config, torch.device("cpu")
         self._weights, self._kept = weights, list[Tensor]()
         self.vocabulary = vocabulary_of(config, weights)
-        self._lent = checked_loan(config, weights, lent)
+        self._shared = checked_shared(config, weights, shared)
         self._table = self._embedding_table()
         with torch.no_grad(), torch.inference_mode(False):
             self.struct = self._struct()
@@ -52,8 +54,8 @@ class NativeHead:
                     f"token {max(tokens)} is beyond the head's {self._table.shape[0]}: use a head of this target"
                 )
             return None
-        assert self._lent is not None
-        return self._lent.embed(torch.tensor(tokens)).float().contiguous()
+        assert self._shared is not None
+        return self._shared.embed(torch.tensor(tokens)).float().contiguous()
 
     def _struct(self) -> Head:
         config, at, table = self.config, "midlayer.self_attn.", self._table
@@ -94,18 +96,18 @@ class NativeHead:
         own = self._weights.get("embed_tokens.weight")
         if own is not None:
             return own.detach().float().contiguous()
-        assert self._lent is not None
-        return self._lent.table if table_of(self._lent.table).rows else None
+        assert self._shared is not None
+        return self._shared.table if table_of(self._shared.table).rows else None
 
     def _lm_head(self) -> Weights:
         """The head's own, or the target's rows of these words, as the file has them: never all of them in floats."""
         own = self._weights.get("lm_head.weight")
         if own is not None:
             return self._linear(own)
-        assert self._lent is not None
-        ids, table = self.vocabulary.ids, self._lent.head_table
+        assert self._shared is not None
+        ids, table = self.vocabulary.ids, self._shared.head_table
         if not (isinstance(table, Blocks) and is_packable(table.kind)):
-            return self._linear(self._lent.head_rows(ids))
+            return self._linear(self._shared.head_rows(ids))
         packed = pack_blocks(take_rows(table, ids))
         self._kept.append(packed.data)
         return side_by_side([packed])

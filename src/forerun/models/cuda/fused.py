@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.models.cuda import kernels_attention, kernels_head, kernels_linear
-from forerun.models.cuda.head import HeadModel
+from forerun.models.cuda import kernels_attention, kernels_linear
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.packed import Weight
 from forerun.models.cuda.plan import MAX_ROWS, split_of
@@ -72,7 +71,7 @@ class FusedSteps:
         self.qkv_outputs = heads + 2 * config.kv_heads * config.head_dim
         by_head = config.head_dim if config.qk_norm else tile
         wide = 64 if config.vocab_size >= 1 << 14 else tile
-        self.whole = isinstance(model, HeadModel) and model.whole
+        self.whole = model.whole
         self.room = MAX_ROWS if self.whole else 0  # rows from a byte to the other byte of the same number
         self.tiles = {
             "qkv": choose_tile(self.qkv_outputs, model.layers[0].qkv.shape[1], by_head, self.whole),
@@ -86,7 +85,7 @@ class FusedSteps:
         self.split_stride = MAX_ROWS * config.heads
         rows = self.split_stride * (split_of(model.max_length + MAX_ROWS) + 1)
         self.norm_tiles = self.width // tile
-        self.norm_columns = max(NORM_COLUMNS, _power(self.norm_tiles))
+        self.norm_columns = max(NORM_COLUMNS, power_of_two(self.norm_tiles))
         self.squares = torch.zeros(MAX_ROWS, self.norm_columns, dtype=torch.float64, device=device)
         self.lifts = torch.ones(MAX_ROWS, device=device)
         self._described: dict[tuple[int, int, int], Any] = {}
@@ -106,7 +105,7 @@ class FusedSteps:
     def embed(self, run: Run) -> None:
         kernels_linear.embed[(run.size.rows,)](
             run.tokens, self.model.embedding, self.buffers.x, self.buffers.rows, self.squares,
-            self.model.layers[0].attention_norm, WIDTH=self.width, UP=_power(self.width),
+            self.model.layers[0].attention_norm, WIDTH=self.width, UP=power_of_two(self.width),
             BN=self.norm_tile, TILES_UP=self.norm_columns, PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
         )  # fmt: skip
 
@@ -131,7 +130,7 @@ class FusedSteps:
         config = self.model.config
         kernels_linear.normalise[(run.size.rows,)](
             self.buffers.x, self.model.final_norm, into, config.norm_eps, WIDTH=self.width,
-            UP=_power(self.width), PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
+            UP=power_of_two(self.width), PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
         )  # fmt: skip
 
     def head(self, run: Run) -> None:
@@ -204,7 +203,7 @@ class FusedSteps:
     def attend(self, run: Run, layer: int) -> None:
         config, window = self.model.config, self.model.layers[layer].window
         grid = run.size.groups, config.kv_heads, run.size.splits
-        each = _power(config.heads // config.kv_heads)
+        each = power_of_two(config.heads // config.kv_heads)
         kernels_attention.attend[grid](
             self.buffers.queries, self.kv[layer, 0], self.kv[layer, 1], run.ints, run.groups, run.positions,
             self.parts, self.tops, self.sums, config.attention_scale / math.log(2), self.kv.stride(2),
@@ -218,40 +217,13 @@ class FusedSteps:
         )  # fmt: skip
 
 
-class FusedHeadSteps(FusedSteps):
-    """Implements forerun.models.cuda.head.HeadSteps."""
-
-    def __init__(self, model: HeadModel, buffers: Buffers, kv: Tensor) -> None:
-        super().__init__(model, buffers, kv)
-        self._head_model = model
-        self.entered = torch.empty(MAX_ROWS, 2 * self.width, dtype=model.dtype, device=model.device)
-        if model.whole:
-            self.entered, buffers.rows, buffers.found, buffers.inner = (
-                torch.empty(2, *rows.shape, dtype=torch.int8, device=model.device)
-                for rows in (self.entered, buffers.rows, buffers.found, buffers.inner)
-            )
-
-    def enter(self, run: Run, carried: Tensor) -> None:
-        model = self._head_model
-        kernels_head.enter[(run.size.rows,)](
-            run.tokens, model.embedding, carried, model.token_norm, model.feature_norm, self.entered,
-            self.buffers.x, self.lifts, model.lift, model.added, model.config.norm_eps,
-            WIDTH=self.width, UP=_power(self.width), NORMED_RESIDUAL=model.normed_residual, ROOM=self.room,
-            PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
-        )  # fmt: skip
-
-    def qkv(self, run: Run, layer: int) -> None:
-        weights = self.model.layers[layer]
-        self._linear(run, "qkv", QKV, self.entered, weights.qkv, self.buffers.queries, normed=True)
-
-
 def rows_per_tile(rows: int, whole: bool = False) -> int:
     """The width of a product: it decides how fast it is, not what comes out. Rows of two bytes count twice."""
     sizes = (8, 16, 32, 64) if whole else (16, 32, 64, 128)
     return next((size for size in sizes if rows <= size), sizes[-1])
 
 
-def _power(value: int) -> int:
+def power_of_two(value: int) -> int:
     """The power of two that is no less."""
     return 1 << max(0, value - 1).bit_length()
 

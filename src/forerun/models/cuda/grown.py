@@ -83,10 +83,10 @@ def _layout(form: Form, group_nodes: int) -> tuple[int, int, Template]:
     alone = 0 if form.chain else form.nodes
     groups = form.trees * (-(-form.nodes // group_nodes) + alone)
     groups = 1 << (groups - 1).bit_length()
-    ways = None if form.chain else MAX_ROWS + 3 * rows + FIELDS * groups
+    ancestors = None if form.chain else MAX_ROWS + 3 * rows + FIELDS * groups
     for tree in range(form.trees):
         nodes = range(tree * form.nodes, (tree + 1) * form.nodes)
-        template.add_groups(tree, nodes, group_nodes, ways, form.depth + 1)
+        template.add_groups(tree, nodes, group_nodes, ancestors, form.depth + 1)
     template.pad_to(3 * rows + FIELDS * groups + form.rows * (form.depth + 1))
     for tree in range(form.trees):
         template.add(tree, 0, 0, 1)
@@ -102,24 +102,24 @@ def trace(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     up = [torch.arange(nodes, device=parents.device).expand_as(parents)]
     for _ in range(depth):
         up.append(parents.gather(1, up[-1].clamp(min=0)))  # the root's parent, -1, leads to the root's again
-    ways = torch.stack(up, -1)
-    depths = (ways >= 0).sum(-1) - 1
+    ancestors = torch.stack(up, -1)
+    depths = (ancestors >= 0).sum(-1) - 1
     steps = torch.arange(depth + 1, device=parents.device)
-    return depths, ways.gather(-1, (depths[..., None] - steps).clamp(min=0))
+    return depths, ancestors.gather(-1, (depths[..., None] - steps).clamp(min=0))
 
 
 def follow(
-    tokens: Tensor, parents: Tensor, depths: Tensor, ways: Tensor, tops: Tensor
+    tokens: Tensor, parents: Tensor, depths: Tensor, ancestors: Tensor, tops: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The greedy walk of every tree at once: paths [B, depth] (-1 past the end), accepted [B], bonus [B].
 
     A node stands where it and all above it equal the argmax after their parents; the deepest one ends the path.
     """
     right = (tokens == tops.gather(1, parents.clamp(min=0))) | (parents < 0)
-    stands = right.gather(1, ways.flatten(1)).view_as(ways).all(-1)  # [B, N]
+    stands = right.gather(1, ancestors.flatten(1)).view_as(ancestors).all(-1)  # [B, N]
     last = torch.where(stands, depths, -1).argmax(1, keepdim=True)  # [B, 1]
     accepted = depths.gather(1, last)
-    path = ways.gather(1, last[..., None].expand(-1, -1, ways.shape[-1]))[:, 0, 1:]
+    path = ancestors.gather(1, last[..., None].expand(-1, -1, ancestors.shape[-1]))[:, 0, 1:]
     places = torch.arange(path.shape[1], device=path.device)
     return torch.where(places < accepted, path, -1), accepted[:, 0], tops.gather(1, last)[:, 0]
 
@@ -145,16 +145,16 @@ class GrownBuffers:
             from forerun.models.cuda import kernels_grown
 
             kernels_grown.place[(form.trees, form.nodes)](
-                self.both, ints, MAX_ROWS, places.positions, places.ways, places.lengths, self.both.stride(0),
+                self.both, ints, MAX_ROWS, places.positions, places.ancestors, places.lengths, self.both.stride(0),
                 N=form.nodes, DEPTH=form.depth, num_warps=1,
             )  # fmt: skip
             return
         tokens, parents = self._trees(form)
-        depths, ways = trace(parents, form.depth)
+        depths, ancestors = trace(parents, form.depth)
         positions = ints[places.lengths :][: form.trees, None] + depths
         ints[MAX_ROWS : MAX_ROWS + form.rows].copy_(tokens.flatten())
         ints[places.positions : places.positions + form.rows].copy_(positions.flatten())
-        ints[places.ways : places.lengths].copy_(ways.flatten())
+        ints[places.ancestors : places.lengths].copy_(ancestors.flatten())
 
     def settle(self, ints: Tensor, size: Size, form: Form, logits: Tensor) -> None:
         """The verdict, and which slots it moves: root and path behind each other, the rest onto itself."""
@@ -164,18 +164,18 @@ class GrownBuffers:
             from forerun.models.cuda import kernels_grown
 
             kernels_grown.settle[(form.trees,)](
-                self.both, ints, tops, self.outcome, self.moves, places.positions, places.slots, places.ways,
+                self.both, ints, tops, self.outcome, self.moves, places.positions, places.slots, places.ancestors,
                 places.lengths, self.both.stride(0), self.moves.stride(0), TREES=form.trees, N=form.nodes,
                 N_UP=1 << max(2, (form.nodes - 1).bit_length()), DEPTH=form.depth,
                 STEPS_UP=1 << max(2, form.depth.bit_length()), num_warps=4,
             )  # fmt: skip
             return
         tokens, parents = self._trees(form)
-        ways = ints[places.ways : places.lengths].view(form.trees, form.nodes, -1).long()
+        ancestors = ints[places.ancestors : places.lengths].view(form.trees, form.nodes, -1).long()
         depths = (
             ints[places.positions :][: form.rows].view_as(tokens) - ints[places.lengths :][: form.trees, None]
         )
-        paths, accepted, bonus = follow(tokens, parents, depths.long(), ways, tops.view_as(tokens))
+        paths, accepted, bonus = follow(tokens, parents, depths.long(), ancestors, tops.view_as(tokens))
         parts = (self.both[:, : form.rows].flatten(), paths.flatten(), accepted, bonus)
         self.outcome[: _length(form)].copy_(torch.cat(parts))
         roots = ints[places.slots :][: form.rows].view(form.trees, form.nodes)[:, :1].long()
@@ -214,7 +214,7 @@ class Places:
 
     positions: int
     slots: int
-    ways: int
+    ancestors: int
     lengths: int
 
     @classmethod

@@ -11,9 +11,17 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["positions_at", "ways_at", "lengths_at"])
+@triton.jit(do_not_specialize=["positions_at", "ancestors_at", "lengths_at"])
 def place(
-    both, ints, tokens_at, positions_at, ways_at, lengths_at, stride, N: tl.constexpr, DEPTH: tl.constexpr
+    both,
+    ints,
+    tokens_at,
+    positions_at,
+    ancestors_at,
+    lengths_at,
+    stride,
+    N: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
     """One node: its token, its position, and the nodes from the root down to itself, by depth."""
     b, i = tl.program_id(0), tl.program_id(1)
@@ -26,16 +34,16 @@ def place(
         node = tl.maximum(up, 0)  # above the root is the root, whose parent is -1 again
     tl.store(ints + tokens_at + row, tl.load(both + row).to(tl.int32))
     tl.store(ints + positions_at + row, tl.load(ints + lengths_at + b) + depth)
-    ways = ints + ways_at + row * (DEPTH + 1)
+    ancestors = ints + ancestors_at + row * (DEPTH + 1)
     node = i
     for j in range(DEPTH + 1):
         inside = j <= depth
-        tl.store(ways + tl.where(inside, depth - j, j), tl.where(inside, node, i))
+        tl.store(ancestors + tl.where(inside, depth - j, j), tl.where(inside, node, i))
         node = tl.maximum(tl.load(parents + node).to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["positions_at", "slots_at", "ways_at", "lengths_at"])
-def settle(both, ints, tops, outcome, moves, positions_at, slots_at, ways_at, lengths_at, stride, move_stride,
+@triton.jit(do_not_specialize=["positions_at", "slots_at", "ancestors_at", "lengths_at"])
+def settle(both, ints, tops, outcome, moves, positions_at, slots_at, ancestors_at, lengths_at, stride, move_stride,
            TREES: tl.constexpr, N: tl.constexpr, N_UP: tl.constexpr, DEPTH: tl.constexpr,
            STEPS_UP: tl.constexpr):  # fmt: skip
     """One tree: the deepest node that stands with all above it, the path to it, and where its slots go."""
@@ -44,7 +52,7 @@ def settle(both, ints, tops, outcome, moves, positions_at, slots_at, ways_at, le
     here = n < N
     tokens, parents = both + b * N, both + stride + b * N
     inside = here[:, None] & (s <= DEPTH)[None, :]
-    way = tl.load(ints + ways_at + (b * N + n)[:, None] * (DEPTH + 1) + s[None, :], mask=inside, other=0)
+    way = tl.load(ints + ancestors_at + (b * N + n)[:, None] * (DEPTH + 1) + s[None, :], mask=inside, other=0)
     above = tl.load(parents + way, mask=inside, other=-1)
     said = tl.load(tops + b * N + tl.maximum(above, 0), mask=inside, other=0)
     right = (tl.load(tokens + way, mask=inside, other=0) == said) | (above < 0)
@@ -54,7 +62,7 @@ def settle(both, ints, tops, outcome, moves, positions_at, slots_at, ways_at, le
     reach = tl.where(stands & here, depth, -1)
     accepted = tl.max(reach, 0)
     last = tl.min(tl.where(reach == accepted, n, N - 1), 0)
-    step = tl.load(ints + ways_at + (b * N + last) * (DEPTH + 1) + s, mask=s <= DEPTH, other=0)
+    step = tl.load(ints + ancestors_at + (b * N + last) * (DEPTH + 1) + s, mask=s <= DEPTH, other=0)
     below = (s > 0) & (s <= DEPTH)
     kept = s <= accepted
     rows = TREES * N

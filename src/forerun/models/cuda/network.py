@@ -46,7 +46,7 @@ def check_supported(config: DecoderConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer; rows of `gate_up` are gate and up by turns, so that a tile holds both of a unit."""
+    """One layer; rows of `gate_up` are gate and up interleaved, so that a tile holds both of a unit."""
 
     attention_norm: Tensor  # [D]
     qkv: Weight  # [(H + 2 Hkv) Dh, D]
@@ -62,6 +62,8 @@ class Layer:
 
 class Model:
     """A checkpoint on the device."""
+
+    whole = False  # rows are whole numbers of two bytes: heads of int8 weights only
 
     def __init__(
         self,
@@ -103,22 +105,22 @@ class Model:
             qk_norm=None if block.qk_norm is None else block.qk_norm.contiguous(),
             o=pack(block.o, self.kind),
             mlp_norm=block.mlp_norm,
-            gate_up=pack(by_turns(mlp.gate_up), self.kind),
+            gate_up=pack(interleaved(mlp.gate_up), self.kind),
             down=pack(mlp.down, self.kind),
             rope=rope,
             window=self.config.windows[index] or 0,
         )
 
     def _rope(self, index: int) -> Tensor:
-        """[P, R, 2] turns at every position that a text may have, and a tree behind it."""
+        """[P, R, 2] rotations at every position that a text may have, and a tree behind it."""
         rates, magnitude = frequencies(self.config.ropes[index], 0)
         positions = torch.arange(self.max_length + TREE_MARGIN, dtype=torch.float32, device=self.device)
         angles = positions[:, None] * rates.to(self.device)
         return torch.stack((angles.cos(), angles.sin()), -1).mul_(magnitude).contiguous()
 
 
-def by_turns(gate_up: Tensor) -> Tensor:
-    """[2I, D], all gates and then all ups, as gate and up by turns."""
+def interleaved(gate_up: Tensor) -> Tensor:
+    """[2I, D], all gates and then all ups, as gate and up interleaved."""
     return gate_up.view(2, -1, gate_up.shape[1]).transpose(0, 1).reshape(gate_up.shape)
 
 

@@ -85,11 +85,11 @@ class PlainSteps:
         return (normed * weight.float()).to(self.model.dtype)
 
 
-def _turn(pairs: Tensor, turns: Tensor) -> Tensor:
+def _turn(pairs: Tensor, rotations: Tensor) -> Tensor:
     """Turn neighbours [m, H, D] by cosines and sines [m, R, 2]; dimensions beyond 2R stay."""
-    dims = 2 * turns.shape[1]
+    dims = 2 * rotations.shape[1]
     even, odd = pairs[..., 0:dims:2], pairs[..., 1:dims:2]
-    cos, sin = turns[:, None, :, 0], turns[:, None, :, 1]
+    cos, sin = rotations[:, None, :, 0], rotations[:, None, :, 1]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
     return torch.cat((turned, pairs[..., dims:]), -1)
 

@@ -174,19 +174,19 @@ class Template:
         self._rows.append((tree, *factors, *[0] * (5 - len(factors))))
 
     def add_groups(
-        self, tree: int, rows: Sequence[int], group_nodes: int, ways: int | None, steps: int
+        self, tree: int, rows: Sequence[int], group_nodes: int, ancestors: int | None, steps: int
     ) -> None:
-        """The groups of one tree's rows, which share committed text; `ways`: where the first row's ancestors start.
+        """The groups of one tree's rows, which share committed text; `ancestors`: where those of the first row start.
 
         None = a chain, whose nodes share everything. A split beyond a node's own position is walked in vain:
         nobody reads what is found there. Where no split is wholly committed, the shared groups are empty.
         """
         for low in range(0, len(rows), group_nodes):
             count = min(group_nodes, len(rows) - low)
-            end = (0, 0, 0, 0, 1) if ways is None else (0, 0, 0, 1, 0)
+            end = (0, 0, 0, 0, 1) if ancestors is None else (0, 0, 0, 1, 0)
             self._add_group((0, 0, 0, 0, 0), end, tree, rows[low], count, 0)
-        for row in rows if ways is not None else ():
-            self._add_group((0, 0, 0, 1, 0), (0, 0, 0, 0, 1), tree, row, 1, (ways or 0) + row * steps)
+        for row in rows if ancestors is not None else ():
+            self._add_group((0, 0, 0, 1, 0), (0, 0, 0, 0, 1), tree, row, 1, (ancestors or 0) + row * steps)
 
     def _add_group(
         self, low: tuple[int, ...], high: tuple[int, ...], tree: int, row: int, count: int, ancestors: int

@@ -1,7 +1,7 @@
 """What a GGUF file calls things, in Hugging Face's terms: metadata to a config, tensor names to tensor names.
 
 llama.cpp's converter changes a few tensors on the way in, and `Origin` says how to undo it: for the Llama
-family it interleaves the rows of the query and key projections per head (its rope turns neighbouring pairs),
+family it interleaves the rows of the query and key projections per head (its rope rotates neighbouring pairs),
 for Gemma it stores the norm weight plus one, and it stacks the experts of a layer into one tensor.
 """
 

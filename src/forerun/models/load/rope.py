@@ -106,12 +106,12 @@ def _llama3_table(theta: float, width: int, factor: float, context: int) -> list
     """What divides each frequency: 1 below a wavelength of context / 4, `factor` above context."""
     divisors = []
     for i in range(0, width, 2):
-        turns = context / (2 * math.pi * theta ** (i / width))  # turns within the original context
-        if turns > 4.0:
+        rotations = context / (2 * math.pi * theta ** (i / width))  # rotations within the original context
+        if rotations > 4.0:
             divisors.append(1.0)
-        elif turns < 1.0:
+        elif rotations < 1.0:
             divisors.append(factor)
         else:
-            smooth = (turns - 1.0) / 3.0
+            smooth = (rotations - 1.0) / 3.0
             divisors.append(1 / ((1 - smooth) / factor + smooth))
     return divisors

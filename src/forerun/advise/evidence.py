@@ -1,0 +1,236 @@
+"""What the advisor goes by: texts, what rounds cost, and what every drafter would have done on those texts.
+
+The plain loop writes the prompts once, which gives the texts, the cost of a real round and that of the prompts.
+Every drafter then writes them once more: heads and hybrids as the controller has them, the others drafting as much as
+they may, which shows what passes over more nodes really cost. Those that cost nothing can besides be replayed on
+the texts, under the price list of any batch size. Together with t(n) that predicts the speed-up of each at every
+batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from forerun import registry
+from forerun.advise.predict import Costs, Drafting, estimate, predict
+from forerun.advise.replay import Text, can_replay, replay
+from forerun.bench.contenders import own_contender
+from forerun.bench.measure import Group, Prompt, Run, alternate, warm_up
+from forerun.bench.settings import PLAIN, Cell, Settings, Way
+from forerun.bench.stats import Spread
+from forerun.build import needs_head
+from forerun.control.allocate import deepest
+from forerun.control.cost import CostModel
+from forerun.drafters.base import Drafter, Parts
+from forerun.errors import ForerunError, InvalidInput
+from forerun.llm import LLM
+from forerun.params import SpeculativeConfig
+from forerun.types import Budget
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+WORTH_IT = 1.05  # a predicted gain below this is not worth a setting
+_LENGTHS = (1, 2, 3, 4, 5, 6, 8)
+LONGEST = 24  # nodes of a chain that a controller would have drafted
+_SHORTEST = (1, 2, 3, 4)  # matches that n-gram may go by, where its budget is fixed
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """What one drafter would do at one batch size."""
+
+    drafter: str
+    budget: int | None  # None = the controller decides; 0 = nothing pays
+    speedup: Spread
+    tokens_per_round: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was measured."""
+
+    texts: list[Text]
+    costs: Costs
+    prompt_rate: float  # tokens per second of passes over prompts
+    draftings: Mapping[str, Drafting]  # of the drafters that must run to draft
+    free: tuple[str, ...]  # the drafters that can be replayed
+    nodes: int
+    speculative: SpeculativeConfig
+
+
+def gather(llm: LLM, cost: CostModel, prompts: Sequence[Prompt], settings: Settings) -> Evidence:
+    """Write the prompts: plainly, and with every drafter that must run to draft."""
+    cell = Cell(temperature=settings.temperatures[0])
+    groups = [Group.of([prompt]) for prompt in prompts]
+    plain = own_contender(llm, settings, cell, Way(PLAIN, "none"))
+    warm_up([plain], groups[0], min(8, settings.max_tokens))
+    runs = list(alternate([plain], groups, settings.max_tokens, 1))
+    stops = frozenset() if settings.ignore_eos else llm.engine.stop_ids
+    texts = [
+        Text(prompt.ids, run.texts[0], run.seconds - (run.decode_seconds or 0.0), settings.max_tokens, stops)
+        for prompt, run in zip(prompts, runs, strict=True)
+    ]
+    spent = sum(text.prompt_seconds for text in texts)
+    drafters = _available(llm)
+    drafted: dict[str, list[Run]] = {}
+    for name in drafters:
+        budget = None if knows_its_confidence(name) else settings.nodes
+        contender = own_contender(llm, settings, cell, Way(name, name, budget))
+        warm_up([contender], groups[0], min(8, settings.max_tokens))
+        drafted[name] = list(alternate([contender], groups, settings.max_tokens, 1))
+    costs = calibrate(cost, runs, [run for some in drafted.values() for run in some])
+    free = [name for name, drafter in drafters.items() if can_replay(drafter)]
+    draftings = {name: _drafting(some, costs) for name, some in drafted.items() if name not in free}
+    speculative = SpeculativeConfig(budget=settings.nodes)
+    rate = sum(len(text.prompt) for text in texts) / spent if spent else 0.0
+    return Evidence(texts, costs, rate, draftings, tuple(free), settings.nodes, speculative)
+
+
+def _available(llm: LLM) -> dict[str, Drafter]:
+    """The drafters that can be built around this engine as it is; those that need a file not given are left out."""
+    found: dict[str, Drafter] = {}
+    for name in registry.drafters.names():
+        if name == "none":
+            continue
+        try:
+            found[name] = llm.engine.drafters.get(name)
+        except ForerunError:
+            continue
+    return found
+
+
+def knows_its_confidence(name: str) -> bool:
+    """Does this drafter cost something and still cut its own trees? Then only the controller sets its budget."""
+    return needs_head(name) or name.startswith("hybrid")
+
+
+def calibrate(cost: CostModel, plain: Sequence[Run], drafted: Sequence[Run]) -> Costs:
+    """t(n) brought to the level of real rounds, and the host's share of a plain one.
+
+    A curve measured in a quiet moment is too low for both kinds of rounds, and not by the same factor: t(1) is what
+    plain rounds took, and passes over more nodes are scaled by what those of the drafters took.
+    """
+    passes = [one for run in plain for one in run.passes]
+    if not passes:
+        raise InvalidInput("the prompts gave no text to measure; give prompts that are answered")
+    target = sum(one.get("target", 0.0) for one in passes) / len(passes)
+    host = sum(sum(one.values()) for one in passes) / len(passes) - target
+    took = expected = 0.0
+    for run in drafted:
+        for one, (nodes, _, _) in zip(run.passes, run.drafts[0], strict=True):
+            if nodes:
+                took += one.get("target", 0.0)
+                expected += cost.pass_seconds(1 + nodes)
+    one_node = target / cost.pass_seconds(1)
+    several = took / expected if expected else one_node
+    scaled = {size: seconds * (several if size > 1 else one_node) for size, seconds in cost.seconds.items()}
+    return Costs(CostModel(scaled), host)
+
+
+def _drafting(runs: Sequence[Run], costs: Costs) -> Drafting:
+    passes = [one for run in runs for one in run.passes]
+    rounds = tuple(run.drafts[0] for run in runs)
+    levels = sum(depth for text in rounds for _, depth, _ in text)
+    drafting = sum(one.get("draft", 0.0) for one in passes)
+    host = sum(one.get("verify", 0.0) + one.get("rest", 0.0) for one in passes) / max(1, len(passes))
+    return Drafting(rounds, drafting / max(1, levels), max(0.0, host - costs.host))
+
+
+def prospects(evidence: Evidence, batch: int) -> list[Prospect]:
+    """Every drafter at one batch size, each at its best."""
+    found = [_adaptive(evidence, name, batch) for name in evidence.free]
+    for name, drafting in evidence.draftings.items():
+        options = [(length, drafting.cut(length)) for length in _LENGTHS if length <= evidence.nodes]
+        best = _best(name, [*options, (evidence.nodes + 1, drafting)], evidence, batch)
+        if best.budget and knows_its_confidence(name):
+            best = replace(best, budget=None)
+        elif best.budget:
+            best = replace(best, budget=min(best.budget, evidence.nodes))
+        found.append(best)
+    return sorted(found, key=lambda prospect: -prospect.speedup.value)
+
+
+def fixed_chain(evidence: Evidence, name: str) -> dict[int, int]:
+    """The best fixed chain of a drafter by batch size: for engines that do not weigh costs."""
+    drafting = evidence.draftings[name]
+    lengths = [length for length in _LENGTHS if length <= evidence.nodes]
+    gains = {
+        batch: {
+            length: estimate(drafting.cut(length), evidence.texts, evidence.costs, batch)
+            for length in lengths
+        }
+        for batch in BATCHES
+    }
+    best = {batch: max(lengths, key=found.__getitem__) for batch, found in gains.items()}
+    return {batch: length if gains[batch][length] > 1.0 else 0 for batch, length in best.items()}
+
+
+def acceptance(evidence: Evidence, name: str) -> list[float]:
+    """Of the trees that reached depth 1, 2, ...: the share whose path did, drafting whatever there is to draft."""
+    drafting = evidence.draftings.get(name)
+    if drafting is None:
+        drafting = _replayed(evidence, name, Budget(evidence.nodes, evidence.nodes))
+    return drafting.acceptance()
+
+
+def _adaptive(evidence: Evidence, name: str, batch: int) -> Prospect:
+    """A drafter that cuts its own trees by the price list of this batch size, and of how fast it then writes."""
+    rate, drafting = 1.0, Drafting(())
+    for _ in range(2):
+        price = evidence.costs.target.price(LONGEST, batch - 1, rate)
+        depth = max(1, deepest(price))
+        drafting = _replayed(evidence, name, Budget(depth, depth, 1, price[: depth + 1]))
+        rate = max(1.0, estimate(drafting, evidence.texts, evidence.costs, batch))
+    speedup = predict(drafting, evidence.texts, evidence.costs, batch)
+    return Prospect(name, None, speedup, drafting.tokens_per_round())
+
+
+def _replayed(evidence: Evidence, name: str, budget: Budget, shortest: int = 1) -> Drafting:
+    speculative = SpeculativeConfig(
+        budget=evidence.nodes,
+        prompt_lookup_max=evidence.speculative.prompt_lookup_max,
+        prompt_lookup_min=shortest,
+    )
+    cls: Any = registry.drafters.get(name)
+    parts = Parts(None, None, speculative)  # type: ignore[arg-type]  # it reads nothing of the target
+    drafter: Drafter = cls.build(parts) if hasattr(cls, "build") else cls()
+    done = replay(drafter, evidence.texts, budget)
+    return Drafting(done.rounds, 0.0, done.seconds_per_round)
+
+
+def _best(name: str, options: Sequence[tuple[int, Drafting]], evidence: Evidence, batch: int) -> Prospect:
+    """The length that gains most; 0 where none gains."""
+    texts, costs = evidence.texts, evidence.costs
+    length, drafting = max(options, key=lambda option: estimate(option[1], texts, costs, batch))
+    speedup = predict(drafting, texts, costs, batch)
+    if speedup.value <= 1.0:
+        return Prospect(name, 0, Spread(1.0, 1.0, 1.0), 1.0)
+    return Prospect(name, length, speedup, drafting.tokens_per_round())
+
+
+def fixed_lookup(evidence: Evidence, name: str) -> tuple[dict[int, int], int]:
+    """The best fixed budget by batch size, and the shortest match: for engines that do not weigh costs."""
+    lengths = [length for length in _LENGTHS if length <= evidence.nodes]
+    tried = {
+        (shortest, length): _replayed(evidence, name, Budget(length, length), shortest)
+        for shortest in _SHORTEST
+        for length in lengths
+    }
+    gains = {
+        batch: {
+            key: estimate(drafting, evidence.texts, evidence.costs, batch) for key, drafting in tried.items()
+        }
+        for batch in BATCHES
+    }
+    shortest = max(gains[1], key=lambda key: gains[1][key])[0]
+    budgets = {}
+    for batch, found in gains.items():
+        best = max(lengths, key=lambda length: found[shortest, length])
+        budgets[batch] = best if found[shortest, best] > 1.0 else 0
+    return budgets, shortest
+
+
+def spread(found: Spread) -> dict[str, float]:
+    """A figure and its interval as plain JSON values."""
+    return {"value": round(found.value, 4), "low": round(found.low, 4), "high": round(found.high, 4)}

@@ -1,0 +1,131 @@
+"""From rounds to a predicted speed-up, for any drafting and any batch size.
+
+A round of B sequences costs t(nodes) for the target, a level of drafting times the depth, and the host's share.
+How many nodes and how many tokens it has comes from recorded or replayed rounds; t(n) from this machine. Intervals
+are bootstrapped over the prompts, so they say how far other prompts of the same kind would move the figure.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forerun.advise.replay import Text
+from forerun.bench.measure import Drafts
+from forerun.bench.stats import Pair, Spread, bootstrap_ratio, ratio_of
+from forerun.control.cost import CostModel
+
+DRAWS = 200  # rounds of a batch that are put together at random
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What rounds cost on this machine, in seconds."""
+
+    target: CostModel  # brought to the level of real rounds
+    host: float  # per sequence of a plain round: planning, sampling, bookkeeping
+
+    def plain_round(self, batch: int) -> float:
+        return self.target.pass_seconds(batch) + self.host * batch
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What a drafter did on every text, and what that cost beyond the target's passes."""
+
+    rounds: tuple[Drafts, ...]  # per text
+    level: float = 0.0  # seconds per drafted level
+    host: float = 0.0  # seconds per sequence and round beyond a plain round's
+
+    def cut(self, depth: int) -> Drafting:
+        """The same at most so deep, trees with their share of nodes: what came first came whatever followed it."""
+        rounds = tuple(
+            tuple((_share(n, deep, depth), min(deep, depth), min(kept, depth)) for n, deep, kept in text)
+            for text in self.rounds
+        )
+        return Drafting(rounds, self.level, self.host)
+
+    def tokens_per_round(self) -> float:
+        kept = [accepted for text in self.rounds for _, _, accepted in text]
+        return 1.0 + sum(kept) / max(1, len(kept))
+
+    def acceptance(self) -> list[float]:
+        """Of the trees that reached depth 1, 2, ...: the share whose path did."""
+        flat = [one for text in self.rounds for one in text]
+        deepest = max((deep for _, deep, _ in flat), default=0)
+        shares = []
+        for level in range(1, deepest + 1):
+            reached = [kept >= level for _, deep, kept in flat if deep >= level]
+            shares.append(sum(reached) / len(reached))
+        return shares
+
+
+def _share(nodes: int, deep: int, depth: int) -> int:
+    return nodes if deep <= depth else round(nodes * depth / deep)
+
+
+def predict(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int) -> Spread:
+    """Speed-up over plain decoding of whole calls, prompts included, with so many texts at once."""
+    return bootstrap_ratio([[pair] for pair in _pairs(drafting, texts, costs, batch)])
+
+
+def estimate(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int) -> float:
+    """The same without its interval, which is what takes time: for searching."""
+    return ratio_of(_pairs(drafting, texts, costs, batch))
+
+
+def _pairs(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int) -> list[Pair]:
+    round_seconds = _round_seconds(drafting, costs, batch)
+    pairs = []
+    for text, rounds in zip(texts, drafting.rounds, strict=True):
+        tokens = len(text.tokens)
+        plain = text.prompt_seconds + tokens * costs.plain_round(batch) / batch
+        drafted = text.prompt_seconds + _text_seconds(rounds, tokens, drafting, costs, batch, round_seconds)
+        pairs.append(Pair(tokens, drafted, tokens, plain))
+    return pairs
+
+
+def _text_seconds(
+    rounds: Drafts, tokens: int, drafting: Drafting, costs: Costs, batch: int, shared: float
+) -> float:
+    """A text's part of the time of the rounds it takes part in."""
+    needed = tokens / (1.0 + sum(kept for _, _, kept in rounds) / max(1, len(rounds)))
+    if batch > 1:  # its neighbours are others: everybody's rounds take the same
+        return needed * shared / batch
+    own = sum(
+        costs.target.pass_seconds(1 + nodes) + depth * drafting.level + costs.host + drafting.host
+        for nodes, depth, _ in rounds
+    )
+    return own * needed / max(1, len(rounds))
+
+
+def _round_seconds(drafting: Drafting, costs: Costs, batch: int) -> float:
+    """The mean time of a round of several sequences, each at some round of its own."""
+    flat = [one for text in drafting.rounds for one in text]
+    if batch == 1 or not flat:
+        return costs.plain_round(batch)
+    rng, spent = random.Random(0), 0.0
+    level = drafting.level * costs.target.pass_seconds(batch) / costs.target.pass_seconds(1)
+    for _ in range(DRAWS):
+        drawn = rng.choices(flat, k=batch)
+        nodes, depth = sum(one[0] for one in drawn), max(one[1] for one in drawn)
+        spent += costs.target.pass_seconds(batch + nodes) + depth * level
+    return spent / DRAWS + batch * (costs.host + drafting.host)
+
+
+def at_acceptance(acceptance: float, level: float, costs: Costs, batch: int, most: int) -> tuple[float, int]:
+    """The best speed-up of a chain whose every node stands with this probability, and its length.
+
+    `level` is what drafting one level costs, as a share of a plain pass: for drafters that do not exist yet.
+    """
+    plain = costs.plain_round(batch)
+    best, length, tokens, survival = 1.0, 0, 1.0, 1.0
+    for depth in range(1, most + 1):
+        survival *= acceptance
+        tokens += survival
+        drafting = depth * level * costs.target.pass_seconds(batch)
+        whole = costs.target.pass_seconds(batch * (1 + depth)) + drafting + costs.host * batch
+        if tokens * plain / whole > best:
+            best, length = tokens * plain / whole, depth
+    return best, length

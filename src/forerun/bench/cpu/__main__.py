@@ -1,0 +1,7 @@
+"""`python -m forerun.bench.cpu`."""
+
+import sys
+
+from forerun.bench.cpu.command import main
+
+sys.exit(main())

@@ -1,0 +1,223 @@
+"""What drafting gains on this CPU, against what others have (`make bench-cpu`, python -m forerun.bench.cpu.command).
+
+A preset of the general benchmark: transformers' `generate` and llama.cpp on the same file, each plain and with its own
+prompt lookup; our loop without a drafter; our loop with each drafter, the controller deciding how much to draft; and
+one that drafts blindly, to show what the controller is for. Greedy, batch 1, whole calls timed, all of them alternating
+in one process. Before that: t(n) in every number format, and how much of the memory's rate a plain pass uses. Peers
+that cannot run are left out, with a line that says why. The last line of stdout is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from forerun.bench.bandwidth import WAYS, bandwidth
+from forerun.bench.cpu.memory import resident
+from forerun.bench.cpu.modes import measure_modes
+from forerun.bench.machine import cores, is_busy, load_average
+from forerun.bench.peers.llama_cpp import built_for, pass_seconds, why_not
+from forerun.bench.report.terminal import show, show_modes
+from forerun.bench.run import run
+from forerun.bench.settings import (
+    FIXED_NODES,
+    LLAMA_CPP,
+    LLAMA_CPP_LOOKUPS,
+    LOOKUP,
+    PLAIN,
+    TRANSFORMERS,
+    Settings,
+    Way,
+    ways_of,
+)
+from forerun.bench.suites import TASKS, load_suite
+from forerun.build import choose_drafter, drafts_with_checkpoint
+from forerun.errors import ForerunError, InvalidInput
+from forerun.models.load import checkpoint as loading
+from forerun.params import SpeculativeConfig
+
+SPEC_BENCH = TASKS[:6]  # the tasks that others report
+FULL = {"limit": 2, "repeats": 3, "max_tokens": 64}
+QUICK = {"limit": 1, "repeats": 2, "max_tokens": 40}
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    defaults = Settings()
+    parser = argparse.ArgumentParser(
+        prog="python -m forerun.bench.cpu", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--model", default=defaults.model, help="known name, GGUF file, folder or hub id")
+    add("--dtype", default=defaults.dtype, help="auto, gguf, q8, bfloat16 or float32")
+    add("--draft-model", help="a second model to draft with; it must share the vocabulary")
+    add("--pair", nargs=2, metavar=("TARGET", "DRAFT"), help="the two above in one")
+    add("--drafters", type=names, default=("auto", "ngram"), help="by comma; eagle3=FOLDER brings a head")
+    add("--budget", type=int, help="drafted nodes per round at most; default: what may pay")
+    add("--suite", help="a JSONL file of prompts: Spec-Bench's, or your own chats; default: built in")
+    add("--tasks", type=names, help="only these, by comma, or all; default: Spec-Bench's six")
+    add("--quick", action="store_true", help="one prompt per task, two repeats, short texts: minutes")
+    add("--limit", type=int, help=f"prompts per task; default: {FULL['limit']}")
+    add("--max-tokens", type=int, help=f"new tokens per text at most; default: {FULL['max_tokens']}")
+    add("--repeats", type=int, help=f"default: {FULL['repeats']}")
+    add("--all-turns", action="store_true", help="answer the later turns of a chat too")
+    add("--ignore-eos", action="store_true", help="write on after the end of the answer")
+    add("--skip-transformers", action="store_true", help="leave transformers out")
+    add("--skip-llama-cpp", action="store_true", help="leave llama.cpp out")
+    add("--skip-modes", action="store_true", help="no t(n) by number format, no memory of a fresh process")
+    add("--threads", type=int, help="CPU threads; default: one per core")
+    add("--require-idle", action="store_true", help="refuse to measure on a busy machine")
+    add("--json", type=Path, metavar="PATH", help="write the JSON document there too")
+    add("--plot", type=Path, metavar="PATH", help="draw t(n), tokens/s and the speed-up by task as a PNG")
+    flags = parser.parse_args(words)
+    for name, value in (QUICK if flags.quick else FULL).items():
+        if getattr(flags, name) is None:
+            setattr(flags, name, value)
+    if flags.tasks is None:
+        flags.tasks = () if flags.suite else SPEC_BENCH
+    elif flags.tasks == ("all",):
+        flags.tasks = ()
+    return flags
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names by comma."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def settings_of(flags: argparse.Namespace) -> Settings:
+    """What the command line asks for: every drafter under the controller, and n-gram blindly."""
+    model, draft = flags.pair or (flags.model, flags.draft_model)
+    ways = (*ways_of(drafters_of(flags.drafters, model, draft)), blind(flags))
+    given = {name: getattr(flags, name) for name in Settings.__dataclass_fields__ if hasattr(flags, name)}
+    given |= {"model": model, "draft_model": draft, "ways": ways, "device": "cpu"}
+    return Settings(**given, peers=peers_of(flags, model))
+
+
+def drafters_of(named: Sequence[str], model: str, draft: str | None) -> list[str]:
+    """Those named, and those that run the second model given, or a head that comes with the package."""
+    wish = SpeculativeConfig(drafter="hybrid_eagle3" if draft is None else "auto", draft_model=draft)
+    settled = choose_drafter(wish, loading.open_checkpoint(model))
+    more: list[str] = []
+    if settled.draft_model is not None:
+        with_model = drafts_with_checkpoint(settled.drafter)
+        alone = settled.drafter.removeprefix("hybrid_")
+        more = ["draft_model", "hybrid"] if with_model else [alone, settled.drafter]
+    return [*dict.fromkeys([*named, *more])]
+
+
+def blind(flags: argparse.Namespace) -> Way:
+    """The contender that always drafts the whole budget."""
+    return Way("ngram_fixed", "ngram", max(1, flags.budget or FIXED_NODES))
+
+
+def peers_of(flags: argparse.Namespace, model: str) -> tuple[str, ...]:
+    """Those that can run here; why the others cannot is said once."""
+    found: tuple[str, ...] = () if flags.skip_transformers else (TRANSFORMERS, LOOKUP)
+    if flags.skip_llama_cpp:
+        return found
+    if reason := why_not(loading.open_checkpoint(model).path):
+        print(f"left out: {reason}", file=sys.stderr)
+        return found
+    lookups = [*LLAMA_CPP_LOOKUPS][: 1 if flags.quick else None]
+    return (*found, LLAMA_CPP, *lookups)
+
+
+def measure_formats(settings: Settings) -> dict[str, Any]:
+    """t(n) by number format and of llama.cpp, the memory's rate, and what a fresh process takes."""
+    threads = settings.threads or cores()
+    torch.set_num_threads(threads)
+    rates = bandwidth()
+    found = {
+        "bandwidth": {"way": WAYS, "gb_per_s": {name: round(rate, 1) for name, rate in rates.items()}},
+        "modes": measure_modes(settings.model, rates["best"]),
+        "memory": {"dtype": settings.dtype, **resident(settings.model, settings.dtype, threads)},
+    }
+    if LLAMA_CPP in settings.peers:
+        curve = pass_seconds(loading.open_checkpoint(settings.model).path, threads)
+        found["modes"][LLAMA_CPP] = {"t": {str(size): round(spent, 6) for size, spent in curve.items()}}
+    return found
+
+
+def add_headline(result: dict[str, Any]) -> None:
+    """The ratios that a reader looks for first, null where a contender was absent, and without prompts too."""
+    rates = {name: figures["tokens_per_second"] for name, figures in result["contenders"].items()}
+    theirs = [name for name in rates if name.startswith(LLAMA_CPP)]
+    ours = list(result["speedup"])
+    ratios, spread = result["ratios"], result["spread"]
+    for name in (f"{PLAIN}_vs_{TRANSFORMERS}", f"{PLAIN}_vs_{LLAMA_CPP}", f"worst_drafter_vs_{PLAIN}"):
+        ratios.setdefault(name, None)
+    result["best"] = dict.fromkeys(("drafter", LLAMA_CPP))
+    ratios[f"best_vs_{LLAMA_CPP}"] = None
+    if ours:
+        result["best"]["drafter"] = max(ours, key=rates.__getitem__)
+    if ours and theirs:
+        result["best"][LLAMA_CPP] = max(theirs, key=rates.__getitem__)
+        pair = f"{result['best']['drafter']}_vs_{result['best'][LLAMA_CPP]}"
+        ratios[f"best_vs_{LLAMA_CPP}"] = ratios[pair]
+        spread[f"best_vs_{LLAMA_CPP}"] = spread[pair]
+    decoding = {n: figures["decode_tokens_per_second"] for n, figures in result["contenders"].items()}
+    result["decode_ratios"] = {
+        f"{PLAIN}_vs_{base}": round(decoding[PLAIN] / decoding[base], 4)
+        for base in (TRANSFORMERS, LLAMA_CPP)
+        if decoding.get(base)
+    }
+
+
+def warn_if_busy(require_idle: bool) -> None:
+    """Say, or refuse, when others are using the machine: the figures would be theirs as much as ours."""
+    load, available = load_average(), cores()
+    if not is_busy(load, available):
+        return
+    message = f"load average {load} on {available} cores: the machine is busy and ratios will be noisy"
+    if require_idle:
+        raise InvalidInput(f"{message}; wait, or drop --require-idle")
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    """Everything, as one document."""
+    warn_if_busy(flags.require_idle)
+    settings = settings_of(flags)
+    load_suite(
+        settings.suite, settings.tasks, settings.limit
+    )  # a mistake there shows before minutes are spent
+    formats: dict[str, Any] = {}
+    if not flags.skip_modes:
+        with Console(stderr=True).status("t(n) by number format"):
+            formats = measure_formats(settings)
+    result = run(settings, name="cpu", blind=blind(flags).name)
+    add_headline(result)
+    if LLAMA_CPP in settings.peers:
+        result["conditions"]["llama_cpp_built_for"] = built_for()
+    return result | formats
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run, print tables and the JSON line; 1 when a text differs, 2 for a user's error."""
+    flags = parse(words)
+    try:
+        result = measure(flags)
+        if flags.plot:
+            from forerun.bench.report.plots import plot
+
+            flags.plot.parent.mkdir(parents=True, exist_ok=True)
+            plot(result, flags.plot)
+    except ForerunError as error:
+        print(f"forerun: {error}", file=sys.stderr)
+        return 2
+    show(result)
+    show_modes(result)
+    document = json.dumps(result)
+    if flags.json:
+        flags.json.parent.mkdir(parents=True, exist_ok=True)
+        flags.json.write_text(document + "\n", encoding="utf-8")
+    print(document)
+    return 0 if result["equal"] else 1

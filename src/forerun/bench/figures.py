@@ -1,0 +1,184 @@
+"""From runs to figures: speeds, ratios with their spread, tokens per round, acceptance, where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from forerun.bench.measure import Contender, Difference, Run, agreement
+from forerun.bench.settings import PLAIN
+from forerun.bench.stats import Pair, Spread, bootstrap_mean, bootstrap_ratio, paired_ratio
+
+PARTS = {"draft": "draft", "target": "target", "verify": "verify", "rest": "host"}  # as engines book them
+
+
+class Figures:
+    """Runs of one cell, and the figures that can be asked of them."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = list(runs)
+        self.repeats = sorted({run.repeat for run in self.runs})
+        self.tasks = list(dict.fromkeys(run.task for run in self.runs))
+        self.prompts = list(dict.fromkeys(run.prompt for run in self.runs))
+
+    def of(self, contender: str, task: str | None = None, repeat: int | None = None) -> list[Run]:
+        return [
+            run
+            for run in self.runs
+            if run.contender == contender and task in (None, run.task) and repeat in (None, run.repeat)
+        ]
+
+    def rate(self, contender: str, task: str | None = None, repeat: int | None = None) -> float:
+        """Tokens per second: all tokens by all seconds, prompts included."""
+        return rate_of(self.of(contender, task, repeat))
+
+    def decode_rate(self, contender: str) -> float | None:
+        """Tokens per second without the passes over prompts."""
+        runs = self.of(contender)
+        if any(run.decode_seconds is None for run in runs):
+            return None
+        return sum(run.tokens for run in runs) / sum(run.decode_seconds or 0.0 for run in runs)
+
+    def spread(self, contender: str, base: str) -> Spread:
+        """Median, lowest and highest over repeats of the ratio of the two rates."""
+        rates = ([self.rate(name, repeat=repeat) for repeat in self.repeats] for name in (contender, base))
+        return paired_ratio(*rates)
+
+    def speedup(self, contender: str, base: str, task: str | None = None) -> Spread:
+        """The ratio of the two rates over everything, with its bootstrap interval."""
+        ours = {run.key[1:]: run for run in self.of(contender, task)}
+        theirs = {run.key[1:]: run for run in self.of(base, task)}
+        by_prompt: dict[str, list[Pair]] = {}
+        for (prompt, repeat), run in ours.items():
+            other = theirs[prompt, repeat]
+            pair = Pair(run.tokens, run.seconds, other.tokens, other.seconds)
+            by_prompt.setdefault(prompt, []).append(pair)
+        return bootstrap_ratio(list(by_prompt.values()))
+
+    def by_prompt(self, contender: str, base: str) -> dict[str, float]:
+        """The speed-up on every prompt."""
+        rates: dict[str, dict[str, list[Run]]] = {contender: {}, base: {}}
+        for run in self.runs:
+            if run.contender in rates:
+                rates[run.contender].setdefault(run.prompt, []).append(run)
+        return {
+            prompt: rate_of(runs) / rate_of(rates[base][prompt]) for prompt, runs in rates[contender].items()
+        }
+
+    def tokens_per_round(self, contender: str, task: str | None = None) -> float | None:
+        """Committed tokens of a text by the rounds it took part in, bonus included."""
+        runs = self.of(contender, task)
+        if any(run.drafts for run in runs):
+            rounds = sum(len(text) for run in runs for text in run.drafts)
+        else:
+            rounds = sum(run.rounds or 0 for run in runs)
+        return sum(run.tokens for run in runs) / rounds if rounds else None
+
+    def acceptance(self, contender: str, task: str | None = None) -> list[float]:
+        """Of the rounds whose tree reached depth 1, 2, ...: the share whose path did."""
+        texts = [text for run in self.of(contender, task) for text in run.drafts]
+        deepest = max((depth for text in texts for _, depth, _ in text), default=0)
+        shares = []
+        for level in range(1, deepest + 1):
+            reached = [kept >= level for text in texts for _, depth, kept in text if depth >= level]
+            shares.append(sum(reached) / len(reached))
+        return shares
+
+    def seconds(self, contender: str) -> dict[str, float] | None:
+        """Where the time went, over everything: passes over prompts, and the parts of rounds."""
+        runs = self.of(contender)
+        if not any(run.passes for run in runs):
+            return None
+        spent = dict.fromkeys(PARTS.values(), 0.0)
+        for one in (one for run in runs for one in run.passes):
+            for part, seconds in one.items():
+                spent[PARTS.get(part, "host")] += seconds
+        return {"prompt": sum(run.seconds - (run.decode_seconds or 0.0) for run in runs), **spent}
+
+
+def rate_of(runs: Sequence[Run]) -> float:
+    """Tokens per second of some runs together."""
+    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
+
+
+def summarise(
+    figures: Figures, contenders: Sequence[Contender], found: Sequence[Difference], blind: str = ""
+) -> dict[str, Any]:
+    """Everything that was measured in a cell, as plain JSON values.
+
+    `blind` names a way that is shown, but is nobody's worst case.
+    """
+    names = [contender.name for contender in contenders]
+    ours = names[names.index(PLAIN) :]
+    drafters = ours[1:]
+    by_task = {name: {task: _by_task(figures, name, task) for task in figures.tasks} for name in drafters}
+    spreads = {f"{name}_vs_{PLAIN}": figures.spread(name, PLAIN) for name in drafters}
+    for base in names[: names.index(PLAIN)]:
+        spreads |= {
+            f"{name}_vs_{base}": figures.spread(name, base) for name in names[names.index(base) + 1 :]
+        }
+    ratios = {name: round(spread.value, 4) for name, spread in spreads.items()}
+    if weighed := [name for name in drafters if name != blind]:
+        cells = [by_task[name][task]["speedup"] for name in weighed for task in figures.tasks]
+        ratios[f"worst_drafter_vs_{PLAIN}"] = min(ratios[f"{name}_vs_{PLAIN}"] for name in weighed)
+        ratios[f"worst_task_vs_{PLAIN}"], ratios[f"best_task_vs_{PLAIN}"] = min(cells), max(cells)
+    exact = [contender.name for contender in contenders if contender.exact]
+    compared = sum(len(run.texts) for name in exact for run in figures.of(name))
+    return {
+        "ratios": ratios,
+        "spread": {name: [round(spread.low, 4), round(spread.high, 4)] for name, spread in spreads.items()},
+        "speedup": {name: _interval(figures.speedup(name, PLAIN), "speedup") for name in drafters},
+        "mean_over_prompts": {
+            f"{name}_vs_{PLAIN}": _interval(
+                bootstrap_mean([*figures.by_prompt(name, PLAIN).values()]), "mean"
+            )
+            for name in drafters
+        },
+        "contenders": {name: _figures(figures, name) for name in names},
+        "by_task": by_task,
+        "by_task_vs_peers": {
+            base: {name: _by_task_vs(figures, name, base) for name in ours}
+            for base in names[: names.index(PLAIN)]
+        },
+        "equal_to_own_plain": {
+            name: {"plain": other, "equal": equal, "texts": texts}
+            for name, (other, equal, texts) in agreement(figures.runs, contenders).items()
+        },
+        "equal": None if len(exact) < 2 else not found,
+        "compared": compared,
+        "differing": [
+            {"contender": d.contender, "prompt": d.prompt, "repeat": d.repeat, "position": d.position}
+            for d in found
+        ],
+    }
+
+
+def _by_task(figures: Figures, name: str, task: str) -> dict[str, Any]:
+    per_round = figures.tokens_per_round(name, task)
+    return {
+        **_interval(figures.speedup(name, PLAIN, task), "speedup"),
+        "tokens_per_round": None if per_round is None else round(per_round, 3),
+        "accepted_per_position": [round(share, 4) for share in figures.acceptance(name, task)],
+    }
+
+
+def _by_task_vs(figures: Figures, name: str, base: str) -> dict[str, dict[str, float]]:
+    return {task: _interval(figures.speedup(name, base, task), "speedup") for task in figures.tasks}
+
+
+def _figures(figures: Figures, name: str) -> dict[str, Any]:
+    rates = {
+        "tokens_per_second": figures.rate(name),
+        "decode_tokens_per_second": figures.decode_rate(name),
+        "tokens_per_round": figures.tokens_per_round(name),
+    }
+    spent = figures.seconds(name)
+    return {
+        **{key: None if value is None else round(value, 3) for key, value in rates.items()},
+        "accepted_per_position": [round(share, 4) for share in figures.acceptance(name)],
+        "seconds": None if spent is None else {part: round(value, 4) for part, value in spent.items()},
+    }
+
+
+def _interval(spread: Spread, name: str) -> dict[str, float]:
+    return {name: round(spread.value, 4), "low": round(spread.low, 4), "high": round(spread.high, 4)}

@@ -1,0 +1,5 @@
+"""`python -m forerun.bench.gpu`."""
+
+from forerun.bench.gpu.command import main
+
+main()

@@ -1,0 +1,165 @@
+"""What a pass and a text cost on this GPU (`python -m forerun.bench.gpu`; needs torch, transformers and this package).
+
+First t(n), the time of one pass over n nodes per sequence, for three shapes with random weights and several batch
+sizes, beside the time that reading the weights takes at the measured copy rate; whole rounds with a head of one
+layer; and passes behind a long text. Then texts of an inflated model (`gpu_texts`), with transformers' own `generate`
+beside them. The last line of stdout is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from forerun.bench.gpu.plot import draw_passes
+from forerun.bench.gpu.rounds import measure_long_context, measure_rounds, seconds_of
+from forerun.bench.gpu.stand_ins import RandomWeights
+from forerun.bench.gpu.texts import OWN, measure_texts
+from forerun.bench.machine import machine_facts
+from forerun.errors import InvalidInput
+from forerun.models.config import DecoderConfig
+from forerun.models.cuda.packed import WeightKind
+from forerun.models.cuda.target import CudaDecoder
+from forerun.models.inflate import PRESETS, Shape
+from forerun.testing import FakeSeq
+from forerun.types import Needs, TreeBatch
+
+SHAPES = {
+    "135m": (Shape(576, 30, 9, 3, 64, 1536), 49152),
+    "1b": (PRESETS["1b"], 49152),
+    "8b": (PRESETS["8b"], 128256),
+}
+NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+QUICK_NODES = (1, 8, 64)
+BATCHES = (1, 8, 32)
+CONTEXT = 512
+
+
+def copy_rate() -> float:
+    """Bytes per second of a large copy on the device, read and written bytes counted."""
+    source = torch.empty(1 << 30, dtype=torch.float32, device="cuda")
+    into = torch.empty_like(source)
+    into.copy_(source)
+    return 2 * source.nbytes / seconds_of(lambda: into.copy_(source), 10)
+
+
+def random_target(name: str, kind: WeightKind) -> CudaDecoder:
+    """A target of one shape with random weights."""
+    shape, vocab_size = SHAPES[name]
+    weights = RandomWeights(shape, vocab_size, name == "135m", "cuda")
+    config = DecoderConfig.from_hf(weights.config)
+    return CudaDecoder(config, weights, dtype=torch.bfloat16, kv_slots=60_000, weight_kind=kind)
+
+
+def measure_shape(name: str, kind: WeightKind, rate: float, given: argparse.Namespace) -> dict[str, Any]:
+    """Passes, rounds and a long context of one shape."""
+    target = random_target(name, kind)
+    result = measure_passes(target, name, kind, rate, given.quick)
+    if not given.skip_rounds and kind == "plain":
+        result["rounds"] = measure_rounds(target, name, batches=(1,) if given.quick else (1, 8))
+    if given.long and name != "135m":
+        result["long"] = measure_long_context(target, name)
+    del target
+    gc.collect()  # graphs and their buffers hold each other
+    torch.cuda.empty_cache()
+    return result
+
+
+def measure_passes(
+    target: CudaDecoder, name: str, kind: WeightKind, rate: float, quick: bool
+) -> dict[str, Any]:
+    """t(n) of one shape: the pass on the device, and the whole call of `score` with the argmax on the host."""
+    layers = [
+        tensor for layer in target.model.layers for tensor in (layer.qkv, layer.o, layer.gate_up, layer.down)
+    ]
+    read = sum(tensor.nbytes for tensor in (*layers, target.model.head))
+    rows = []
+    for batch in BATCHES[: 1 if quick else None]:
+        seqs = [
+            FakeSeq(i, [(7 * i + j) % 997 for j in range(CONTEXT + 1)], max_length=700) for i in range(batch)
+        ]
+        target.prefill(seqs, Needs())
+        for nodes in [n for n in (QUICK_NODES if quick else NODES) if n * batch <= 512]:
+            trees = TreeBatch.chains([[seq.tokens[-1], *range(nodes - 1)] for seq in seqs])
+            target.score(seqs, trees, Needs())
+            device = seconds_of(target.passes.replay_last, 20)
+            started = perf_counter()
+            for _ in range(10):
+                logits = target.score(seqs, trees, Needs()).logits
+                assert logits is not None
+                logits.argmax(-1).tolist()
+            whole = (perf_counter() - started) / 10
+            row = {"batch": batch, "nodes": nodes, "pass_ms": device * 1e3, "score_ms": whole * 1e3}
+            rows.append({**row, "share_of_copy_rate": read / rate / device})
+            print(
+                f"{name:>5} {kind} batch {batch:2d} x {nodes:3d} nodes: {device * 1e3:7.3f} ms, with the host "
+                f"{whole * 1e3:7.3f} ms, {read / rate / device:4.0%} of the copy rate",
+                flush=True,
+            )
+        for seq in seqs:
+            target.release(seq)
+    return {
+        "shape": name,
+        "weights": kind,
+        "weights_ms": read / rate * 1e3,
+        "weight_bytes": read,
+        "passes": rows,
+    }
+
+
+def _add_text_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", default="smollm2", help="checkpoint to inflate; empty = no texts")
+    group.add_argument("--preset", default="8b", choices=[*PRESETS, OWN], help="shape to inflate it to")
+    group.add_argument("--head", type=Path, help="folder of its EAGLE-3 head; none named = the box's")
+    group.add_argument("--head-kinds", default="plain,int8", help="kinds of the head's weights")
+    group.add_argument(
+        "--forms",
+        default="5:5,16:5:4,32:6:8,59:6:10,adaptive",
+        help="drafts of the head, nodes:depth:width, or adaptive",
+    )
+    group.add_argument("--suite", default="builtin", help="prompts: builtin, or a JSONL file")
+    group.add_argument("--limit", type=int, default=2, help="prompts per task")
+    group.add_argument("--max-tokens", type=int, default=96)
+    group.add_argument("--batches", default="1,8", help="how many texts at once")
+    group.add_argument("--skip-random-trees", action="store_true", help="no trees that branch at random")
+    group.add_argument("--skip-transformers", action="store_true")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m forerun.bench.gpu", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--shapes", default="135m,1b,8b", help="shapes to time passes of; empty = none")
+    parser.add_argument("--weights", default="plain", help="kinds of weights: plain, int8, fp8")
+    parser.add_argument("--quick", action="store_true", help="few sizes, batch 1")
+    parser.add_argument("--long", action="store_true", help="passes behind 32k tokens too")
+    parser.add_argument("--skip-rounds", action="store_true", help="no rounds with a head")
+    parser.add_argument("--json", type=Path, help="where to write the document, too")
+    parser.add_argument("--plot", type=Path, help="where to draw t(n), as PNG")
+    _add_text_flags(parser.add_argument_group("texts"))
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise InvalidInput("this benchmark needs a CUDA device and torch sees none; use forerun.bench.cpu")
+    facts = {**machine_facts(), "gpu": torch.cuda.get_device_name()}
+    rate = copy_rate()
+    print(f"{facts['gpu']}: copies {rate / 1e12:.2f} TB/s; rows in bf16, {CONTEXT} tokens of context")
+    document: dict[str, Any] = {"machine": facts, "copy_tb_per_s": rate / 1e12, "context": CONTEXT}
+    document["shapes"] = [
+        measure_shape(name, kind, rate, given)
+        for name in given.shapes.split(",")
+        for kind in given.weights.split(",")
+        if name
+    ]
+    if given.model:
+        document["texts"] = measure_texts(given)
+    if given.json is not None:
+        given.json.write_text(json.dumps(document), encoding="utf-8")
+    if given.plot is not None:
+        draw_passes(document, given.plot)
+    print(json.dumps(document))

@@ -1,0 +1,1 @@
+"""What a benchmark shows: terminal tables, an HTML page, plots."""

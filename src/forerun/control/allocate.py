@@ -1,0 +1,85 @@
+"""How much of what could be drafted is worth it: pure arithmetic on survivals, prices and levels, all in tokens.
+
+Time is counted in the tokens that would have been written meanwhile, so that a node pays if its survival exceeds
+its price. That is the rule which gives the most tokens per second over many rounds: a round that goes well must not
+become choosier for it, and one that goes badly must not draft whatever just beats a plain pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+HOPEFUL = 0.95  # the acceptance that a trial hopes for, and the best that a chain is expected to have
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What one sequence could draft: the survival of each level, what a level costs, and the nodes it takes."""
+
+    survivals: Sequence[float]
+    level: float = 0.0
+    nodes: float = 1.0
+
+
+def best_depth(levels: Levels, price: Sequence[float]) -> tuple[int, float]:
+    """How deep one sequence should draft, and what it gains; (0, 0.0) where nothing pays."""
+    best, best_gain, gain = 0, 0.0, price[0]
+    for depth, survival in enumerate(levels.survivals, start=1):
+        count = round(depth * levels.nodes)
+        if count >= len(price):
+            break
+        gain += survival - levels.level
+        if gain - price[count] > best_gain:
+            best, best_gain = depth, gain - price[count]
+    return best, best_gain
+
+
+def allocate(offers: Sequence[Levels], price: Callable[[int], float]) -> list[int]:
+    """How deep each of several sequences should draft that share a pass: what brings most comes first.
+
+    price(n) is what n drafted nodes cost the whole batch. A level's worth never grows with depth, so what is
+    chosen hangs together.
+    """
+    ranked = sorted(
+        (-(survival - offer.level) / offer.nodes, depth, i)
+        for i, offer in enumerate(offers)
+        for depth, survival in enumerate(offer.survivals)
+        if survival > offer.level
+    )
+    depths, best = [0] * len(offers), [0] * len(offers)
+    nodes = gain = best_gain = 0.0
+    for worth, _, i in ranked:
+        depths[i] += 1
+        nodes += offers[i].nodes
+        gain -= worth * offers[i].nodes
+        if gain - price(round(nodes)) > best_gain:
+            best, best_gain = [*depths], gain - price(round(nodes))
+    return best
+
+
+def shortest_that_pays(price: Sequence[float], level: float, acceptance: float = HOPEFUL) -> int:
+    """The shortest chain that beats a plain pass at this acceptance; 0 where none does."""
+    gain, survival = price[0], 1.0
+    for length in range(1, len(price)):
+        survival *= acceptance
+        gain += survival - level
+        if gain > price[length]:
+            return length
+    return 0
+
+
+def widest(price: Sequence[float], most: int) -> int:
+    """How many siblings can be worth their places.
+
+    The probabilities of siblings add up to one, so the k-th is at most 1/k; all being equal is rare, and half of
+    that is what it is expected to reach at best.
+    """
+    each = min(((price[n] - price[0]) / n for n in range(1, len(price))), default=1.0)
+    return most if each * 2 * most <= 1.0 else max(1, int(1.0 / (2.0 * each)))
+
+
+def deepest(price: Sequence[float]) -> int:
+    """How long a chain can be worth it that stands as often as can be hoped."""
+    survivals = [HOPEFUL**depth for depth in range(1, len(price))]
+    return best_depth(Levels(survivals), price)[0]

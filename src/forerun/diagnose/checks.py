@@ -1,0 +1,261 @@
+"""Why is acceptance low, or the output different? Checks that each name a cause and the next step.
+
+Two settings write the same prompts: the plain loop, and the drafter asked about. Where their texts part, the target
+is asked how near a tie the first differing token was: a gap that rounding explains is numerics, any other is a bug.
+Low acceptance is traced to what usually causes it: another template or vocabulary, temperature, a context beyond
+what the drafter was made for, or a drafter that simply does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from forerun.bench.contenders import is_comparable, own_contender
+from forerun.bench.figures import Figures
+from forerun.bench.measure import Group, Prompt, Run, alternate, first_difference
+from forerun.bench.settings import Cell, Settings, Way
+from forerun.bench.suites import Item
+from forerun.llm import LLM
+from forerun.params import SamplingParams
+from forerun.types import Needs, TreeBatch
+
+Verdict = Literal["fine", "look", "bad"]
+TIE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # logits; what rounding can turn round
+LOW, USELESS = 0.3, 0.05  # acceptance at the first position
+ENOUGH = 12  # trees, before a rate says anything
+MARKS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "[INST]", "<start_of_turn>", "<|user|>")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check."""
+
+    about: str
+    verdict: Verdict
+    found: str
+    next_step: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where two texts part, and how near a tie it was."""
+
+    prompt: str
+    position: int
+    tokens: tuple[int | None, int | None]  # None = that text had ended
+    gap: float  # between the logits of the two tokens, or of the two likeliest
+    context: int
+
+    @property
+    def in_words(self) -> str:
+        return f"{self.prompt}, token {self.position}: {self.tokens[0]} against {self.tokens[1]}, gap {self.gap:.2g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is compared: a drafter against another way of drafting, usually none."""
+
+    way: Way
+    against: Way
+    temperature: float
+    verifier: str = "auto"
+
+
+def diagnose(llm: LLM, prompts: Sequence[Prompt], settings: Settings, asked: Asked) -> dict[str, Any]:
+    """Write every prompt both ways and look for what is wrong."""
+    cell = Cell(asked.verifier, asked.temperature)
+    groups = [Group.of([prompt]) for prompt in prompts]
+    pair = [own_contender(llm, settings, cell, way) for way in (asked.against, asked.way)]
+    figures = Figures(list(alternate(pair, groups, settings.max_tokens, 1)))
+    partings = find_partings(llm, figures, asked, prompts)
+    findings = [
+        *_texts(llm, partings, cell, len(prompts)),
+        *_acceptance(figures, asked.way.name),
+        *_temperature(llm, figures, groups, settings, asked),
+        *_templates(llm, prompts),
+        *_contexts(llm, figures, prompts, asked),
+    ]
+    return {
+        "model": llm.name,
+        "drafter": asked.way.name,
+        "against": asked.against.name,
+        "temperature": asked.temperature,
+        "findings": [asdict(finding) for finding in findings],
+        "partings": [asdict(parting) for parting in partings],
+        "accepted_per_position": [round(share, 4) for share in figures.acceptance(asked.way.name)],
+        "tokens_per_round": figures.tokens_per_round(asked.way.name),
+        "ok": all(finding.verdict != "bad" for finding in findings),
+    }
+
+
+def find_partings(llm: LLM, figures: Figures, asked: Asked, prompts: Sequence[Prompt]) -> list[Parting]:
+    """The first differing token of every prompt whose two texts differ."""
+    ids = {prompt.id: prompt.ids for prompt in prompts}
+    theirs = {run.prompt: run.texts[0] for run in figures.of(asked.against.name)}
+    found = []
+    for run in figures.of(asked.way.name):
+        mine, other = run.texts[0], theirs[run.prompt]
+        if mine == other:
+            continue
+        at = first_difference(mine, other)
+        tokens = (other[at] if at < len(other) else None, mine[at] if at < len(mine) else None)
+        context = [*ids[run.prompt], *mine[:at]]
+        found.append(Parting(run.prompt, at, tokens, logit_gap(llm, context, tokens), len(context)))
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class _Probe:
+    """A text to ask the target about."""
+
+    tokens: list[int]
+    prompt_length: int
+    max_length: int
+    id: int = -2
+    params: SamplingParams = SamplingParams()  # noqa: RUF009  # frozen
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    shares_noise: bool = False
+
+
+def logit_gap(llm: LLM, context: Sequence[int], tokens: tuple[int | None, int | None]) -> float:
+    """How far apart the target sees two tokens after this context, in one plain pass."""
+    target = llm.engine.target
+    probe = _Probe([*context], len(context), len(context) + 1)
+    try:
+        target.prefill([probe], Needs())
+        scores = target.score([probe], TreeBatch.chains([[context[-1]]], target.device), Needs())
+        assert scores.logits is not None
+        row = scores.logits[0].float()  # [V]
+    finally:
+        target.release(probe)
+    if tokens[0] is None or tokens[1] is None:
+        best, second = row.topk(2).values.tolist()
+        return float(best - second)
+    return float((row[tokens[0]] - row[tokens[1]]).abs())
+
+
+def _texts(llm: LLM, partings: Sequence[Parting], cell: Cell, total: int) -> Iterator[Finding]:
+    if not is_comparable(llm, cell):
+        yield Finding(
+            "texts", "fine", f"the verifier {cell.verifier} promises the law, not the text, at this temperature",
+            "set a seed and the verifier coupled to compare texts",
+        )  # fmt: skip
+        return
+    if not partings:
+        yield Finding("texts", "fine", f"all {total} are equal, token for token")
+        return
+    dtype = getattr(llm.engine.target, "_dtype", torch.float32)
+    limit = TIE.get(dtype, TIE[torch.float32])
+    far = [parting for parting in partings if parting.gap > limit]
+    shown = (far or list(partings))[0].in_words
+    if cell.temperature > 0.0:
+        limit_words = "at this temperature a gap says little; run with temperature 0"
+        yield Finding("texts", "look", f"{len(partings)} of {total} differ; {shown}", limit_words)
+    elif far:
+        step = "this is not rounding: report it, with this output"
+        yield Finding("texts", "bad", f"{len(far)} of {total} differ by more than a tie; {shown}", step)
+    else:
+        words = f"{len(partings)} of {total} differ, each at a near-tie that rounding decides; {shown}"
+        yield Finding("texts", "look", words, "use float32 where texts must be equal to the letter")
+
+
+def _acceptance(figures: Figures, name: str) -> Iterator[Finding]:
+    shares = figures.acceptance(name)
+    trees = sum(depth > 0 for run in figures.of(name) for text in run.drafts for _, depth, _ in text)
+    if trees < ENOUGH:
+        step = "give more or longer prompts, or a fixed budget: --drafter NAME:4"
+        yield Finding("acceptance", "look", f"only {trees} trees were drafted: too few to tell", step)
+    elif shares[0] < USELESS:
+        step = "check that the drafter was made for this target: template, layers, vocabulary"
+        yield Finding("acceptance", "bad", f"{shares[0]:.2f} at the first position: it guesses blindly", step)
+    elif shares[0] < LOW:
+        step = "run `forerun advise` to see whether it pays at all on these prompts"
+        yield Finding("acceptance", "look", f"{shares[0]:.2f} at the first position", step)
+    else:
+        per_round = figures.tokens_per_round(name) or 1.0
+        yield Finding(
+            "acceptance", "fine", f"{shares[0]:.2f} at the first position, {per_round:.2f} tokens per round"
+        )
+
+
+def _temperature(
+    llm: LLM, figures: Figures, groups: Sequence[Group], settings: Settings, asked: Asked
+) -> Iterator[Finding]:
+    """Sampled texts are harder to guess: how much of the acceptance does that take?"""
+    if asked.temperature == 0.0:
+        return
+    greedy = own_contender(llm, settings, Cell(asked.verifier), asked.way)
+    cold = Figures(list(alternate([greedy], groups, settings.max_tokens, 1))).acceptance(asked.way.name)
+    warm = figures.acceptance(asked.way.name)
+    if not cold or not warm:
+        return
+    words = f"acceptance {warm[0]:.2f} at temperature {asked.temperature:g}, {cold[0]:.2f} at 0"
+    if warm[0] < 0.7 * cold[0]:
+        step = "give requests a seed: coupled verification drafts with the same noise"
+        yield Finding("temperature", "look", words, step)
+    else:
+        yield Finding("temperature", "fine", words)
+
+
+def _templates(llm: LLM, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """A first token that is there twice shows a template on top of a template."""
+    start = getattr(llm.tokenizer, "bos_id", None)
+    twice = [prompt.id for prompt in prompts if start is not None and prompt.ids[:2] == (start, start)]
+    if twice:
+        step = "give messages, or the raw text without the token that begins a text"
+        yield Finding("template", "bad", f"{len(twice)} prompts begin twice, such as {twice[0]}", step)
+    elif not llm.tokenizer.has_chat_template:
+        step = "a drafter made for chats will not fit raw text: use the model's own template"
+        yield Finding("template", "look", "the model has no chat template: prompts are raw text", step)
+    else:
+        yield Finding("template", "fine", "the model's own, once")
+
+
+def marks_in(items: Sequence[Item]) -> Iterator[Finding]:
+    """Messages that carry a template's marks in their own text get a second one around them."""
+    marked = [item.id for item in items if any(mark in m["content"] for m in item.messages for mark in MARKS)]
+    if marked:
+        step = "give the messages without the marks: the model's template is put around them"
+        yield Finding(
+            "template", "bad", f"{len(marked)} prompts hold a template's marks, such as {marked[0]}", step
+        )
+
+
+def _contexts(llm: LLM, figures: Figures, prompts: Sequence[Prompt], asked: Asked) -> Iterator[Finding]:
+    """Does acceptance fall where the context is long? A drafter knows the lengths that it was made with."""
+    drafter = llm.engine.drafters.get(asked.way.drafter or llm.engine.default_drafter)
+    limit = getattr(getattr(drafter, "draft", None), "max_length", None)
+    ids = {prompt.id: len(prompt.ids) for prompt in prompts}
+    longest = max(ids.values()) + max((len(run.texts[0]) for run in figures.runs), default=0)
+    if limit is not None and longest > limit:
+        step = "texts beyond it are written plainly: use a drafter with a longer context, or n-gram"
+        yield Finding("context", "bad", f"{longest} tokens, and the drafter takes {limit}", step)
+        return
+    near, far = _by_context(figures.of(asked.way.name), ids)
+    words = f"up to {longest} tokens; acceptance {near:.2f} in the shorter half, {far:.2f} in the longer"
+    if far < 0.5 * near:
+        step = "the drafter may not know such lengths: try n-gram there, or train on longer texts"
+        yield Finding("context", "look", words, step)
+    else:
+        yield Finding("context", "fine", words)
+
+
+def _by_context(runs: Sequence[Run], lengths: Mapping[str, int]) -> tuple[float, float]:
+    """Acceptance at the first position below and above the middle of all contexts drafted at."""
+    points = []
+    for run in runs:
+        at = lengths[run.prompt]
+        for _, depth, kept in run.drafts[0]:
+            if depth:
+                points.append((at, kept > 0))
+            at += kept + 1
+    points.sort()
+    half = len(points) // 2
+    halves = (points[:half], points[half:])
+    near, far = (sum(stood for _, stood in part) / max(1, len(part)) for part in halves)
+    return near, far

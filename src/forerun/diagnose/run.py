@@ -1,0 +1,56 @@
+"""`forerun diagnose` from start to end: what can be told from the checkpoints, then what only running tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from forerun.bench.contenders import load
+from forerun.bench.run import tokenise
+from forerun.bench.settings import Settings, Way
+from forerun.bench.suites import load_suite
+from forerun.diagnose.checks import Asked, Finding, diagnose, marks_in
+from forerun.errors import ForerunError, VocabularyMismatch
+
+_SAMPLE = [{"role": "user", "content": "Name three rivers."}]
+
+
+def run_diagnosis(settings: Settings, way: Way, against: Way) -> dict[str, Any]:
+    """Everything that was found, as one document."""
+    items = load_suite(settings.suite, settings.tasks, settings.limit)
+    known = [*_checkpoints(settings), *marks_in(items)]
+    try:
+        llm, _ = load(settings)
+    except VocabularyMismatch as error:
+        known.append(Finding("vocabulary", "bad", str(error)))
+        return {"model": settings.model, "findings": [asdict(one) for one in known], "ok": False}
+    asked = Asked(way, against, settings.temperatures[0], settings.verifiers[0])
+    found = diagnose(llm, tokenise(llm, items, settings), settings, asked)
+    findings = [*(asdict(one) for one in known), *found["findings"]]
+    return {**found, "findings": findings, "ok": all(one["verdict"] != "bad" for one in findings)}
+
+
+def _checkpoints(settings: Settings) -> Iterator[Finding]:
+    """Do target and draft model speak the same tokens in the same template?"""
+    if settings.draft_model is None:
+        return
+    from forerun.models.load.checkpoint import open_checkpoint
+
+    try:
+        ours = open_checkpoint(settings.model).tokenizer()
+        theirs = open_checkpoint(settings.draft_model).tokenizer()
+    except ForerunError:
+        return  # a trained head has no tokenizer of its own; a missing model is reported by loading it
+    mine, other = ours.vocabulary(), theirs.vocabulary()
+    differing = sum(mine.get(token) != index for token, index in other.items())
+    if differing:
+        step = "draft with a model of the same family, or with n-gram"
+        yield Finding("vocabulary", "bad", f"{differing} of {len(other)} tokens differ or are missing", step)
+    else:
+        yield Finding("vocabulary", "fine", f"{len(other)} tokens, each the same as the target's")
+    if not (ours.has_chat_template and theirs.has_chat_template):
+        return
+    if list(ours.chat_ids(_SAMPLE)) != list(theirs.chat_ids(_SAMPLE)):
+        step = "drafts follow the target's template, which this draft model was not trained on: expect less"
+        yield Finding("template", "look", "target and draft model have different chat templates", step)

@@ -1,0 +1,131 @@
+"""From an EAGLE-3 head's files to what the GPU runs: its layer as a network, and what its rows carry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.eagle.cuda.head import HeadModel, HeadNet, HeadWeights
+from forerun.drafters.eagle.cuda.tree_growth import HeadOutput
+from forerun.drafters.vocab import DraftVocabulary
+from forerun.models.config import DecoderConfig
+from forerun.models.cuda.network import HEAD_DIMS, interleaved
+from forerun.models.cuda.packed import WeightKind
+from forerun.models.cuda.target import CudaDecoder
+from forerun.models.layers import pair_up
+
+WIDE = 1024  # from this width on reading a head's weights is what a level costs, and one byte each is enough
+
+
+class FeatureFusion:
+    """What a row carries: the target's features of a true row, the head's own output of a drafted one."""
+
+    def __init__(self, config: EagleConfig, weights: Mapping[str, Tensor], model: HeadModel) -> None:
+        def get(name: str) -> Tensor:
+            return weights[name].detach().to(model.device, model.dtype)
+
+        self.layers, self.feature_width, self._eps = config.layers, config.feature_width, config.norm_eps
+        self._fc = get("fc.weight")
+        self._bias = get("fc.bias") if "fc.bias" in weights else None
+        count = len(config.layers) if config.fc_norm else 0
+        self._norms = [get(f"fc_norm.{i}.weight") for i in range(count)]
+        self._input_norm = get("input_norm.weight") if config.norm_before_fc else None
+        self._output_norm = model.final_norm if config.norm_output else None
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[N, F] of the target -> [N, D]"""
+        if self._input_norm is not None:
+            features = F.rms_norm(features, features.shape[-1:], self._input_norm, self._eps)
+        if self._norms:
+            parts = zip(features.chunk(len(self._norms), -1), self._norms, strict=True)
+            features = torch.cat([F.rms_norm(part, norm.shape, norm, self._eps) for part, norm in parts], -1)
+        fused = features @ self._fc.t()
+        return (fused if self._bias is None else fused + self._bias).float()
+
+    def carry(self, out: Tensor) -> Tensor:
+        """[N, D] fp32 outputs -> what the rows behind them carry."""
+        if self._output_norm is None:
+            return out
+        return F.rms_norm(out, out.shape[-1:], self._output_norm.float(), self._eps)
+
+
+def why_not(config: EagleConfig, target: object) -> str:
+    """What keeps a head from being drafted with on the device; empty where nothing does."""
+    if not isinstance(target, CudaDecoder):
+        return "the target is not our decoder on a GPU"
+    if config.kind != "eagle3":
+        return "only EAGLE-3 heads are"
+    if config.head_dim not in HEAD_DIMS or config.width % 16 or config.inner % 16:
+        return (
+            f"head_dim={config.head_dim}, width={config.width} or inner={config.inner} do not fit the kernels"
+        )
+    return ""
+
+
+def make_net(
+    config: EagleConfig,
+    weights: Mapping[str, Tensor],
+    target: CudaDecoder,
+    kind: WeightKind | None = None,
+) -> tuple[HeadNet, FeatureFusion, HeadOutput]:
+    """A head for a target; weights of one byte by default where the head is wide and kernels can read them."""
+    if kind is None:
+        kind = "int8" if config.width >= WIDE and target.kernels == "triton" else "plain"
+    rows = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else config.draft_vocab_size
+    vocabulary = DraftVocabulary.from_file(weights, rows, config.vocab_size).to(target.device)
+    parts = _head_weights(config, weights, target, vocabulary)
+    model = HeadModel(
+        _decoder_config(config, target.max_length, rows), parts, target.model.dtype, target.device, kind,
+        config.norm_before_residual,
+    )  # fmt: skip
+    net = HeadNet(model, target.kv.capacity, target.kernels)
+    worth = config.calibration
+    head_output = HeadOutput(vocabulary.ids, math.log(worth.scale), worth.power)
+    return net, FeatureFusion(config, weights, model), head_output
+
+
+def _head_weights(
+    config: EagleConfig, weights: Mapping[str, Tensor], target: CudaDecoder, vocabulary: DraftVocabulary
+) -> HeadWeights:
+    at, dims = "midlayer.self_attn.", config.head_dim
+    q, k, v = (weights[f"{at}{name}_proj.weight"] for name in "qkv")
+    gates = [weights[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    own = weights.get("embed_tokens.weight")
+    head = weights.get("lm_head.weight")
+    return HeadWeights(
+        embedding=target.model.embedding if own is None else own,
+        token_norm=weights["midlayer.input_layernorm.weight"],
+        feature_norm=weights["midlayer.hidden_norm.weight"],
+        qkv=torch.cat((pair_up(q, dims, dims), pair_up(k, dims, dims), v)),
+        o=weights[at + "o_proj.weight"],
+        mlp_norm=weights["midlayer.post_attention_layernorm.weight"],
+        gate_up=interleaved(torch.cat(gates)),
+        down=weights["midlayer.mlp.down_proj.weight"],
+        norm=weights["norm.weight"],
+        head=target.head_rows(vocabulary.ids) if head is None else head,
+    )
+
+
+def _decoder_config(config: EagleConfig, longest: int, rows: int) -> DecoderConfig:
+    """The head's layer as a model of one layer whose vocabulary is the draft's."""
+    return DecoderConfig.from_hf(
+        {
+            "model_type": "llama",
+            "vocab_size": rows,
+            "hidden_size": config.width,
+            "intermediate_size": config.inner,
+            "num_hidden_layers": 1,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_dim,
+            "max_position_embeddings": min(config.max_length, longest),
+            "rms_norm_eps": config.norm_eps,
+            "rope_theta": config.rope_theta,
+            "tie_word_embeddings": False,
+        }
+    )

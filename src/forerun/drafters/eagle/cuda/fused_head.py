@@ -1,0 +1,39 @@
+"""The steps of a head's layer as Triton kernels: the target's own, with an entry of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.eagle.cuda import kernels_head
+from forerun.drafters.eagle.cuda.head import HeadModel
+from forerun.models.cuda.fused import QKV, FusedSteps, power_of_two
+from forerun.models.cuda.network import Buffers, Run
+from forerun.models.cuda.plan import MAX_ROWS
+
+
+class FusedHeadSteps(FusedSteps):
+    """Implements forerun.drafters.eagle.cuda.head.HeadSteps."""
+
+    def __init__(self, model: HeadModel, buffers: Buffers, kv: Tensor) -> None:
+        super().__init__(model, buffers, kv)
+        self._head_model = model
+        self.entered = torch.empty(MAX_ROWS, 2 * self.width, dtype=model.dtype, device=model.device)
+        if model.whole:
+            self.entered, buffers.rows, buffers.found, buffers.inner = (
+                torch.empty(2, *rows.shape, dtype=torch.int8, device=model.device)
+                for rows in (self.entered, buffers.rows, buffers.found, buffers.inner)
+            )
+
+    def enter(self, run: Run, carried: Tensor) -> None:
+        model = self._head_model
+        kernels_head.enter[(run.size.rows,)](
+            run.tokens, model.embedding, carried, model.token_norm, model.feature_norm, self.entered,
+            self.buffers.x, self.lifts, model.lift, model.added, model.config.norm_eps,
+            WIDTH=self.width, UP=power_of_two(self.width), NORMED_RESIDUAL=model.normed_residual, ROOM=self.room,
+            PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
+        )  # fmt: skip
+
+    def qkv(self, run: Run, layer: int) -> None:
+        weights = self.model.layers[layer]
+        self._linear(run, "qkv", QKV, self.entered, weights.qkv, self.buffers.queries, normed=True)

@@ -1,0 +1,249 @@
+"""A drafting head of one layer, run by the steps of the GPU decoder.
+
+An EAGLE-3 head's layer is a decoder layer with a wider way in: the normed embedding of a token beside a normed row
+of features. So everything behind that way in (rotation, slots, tree attention, gate, residuals, the LM head over
+the draft's own vocabulary) is what the target's passes are made of. Only keys and values outlast a pass, and they
+depend on what goes in alone: a text is caught up with by the way in and the first product.
+
+A head of int8 weights has rows of whole numbers in two bytes (see packed.py) in all five products. Their size must then
+be right to within a few powers of two, and is known beforehand: behind a norm from the norm's weight, attention's and
+the gate's from the weights that made them. These lifts are powers of two that are folded into norms and scales when the
+head is loaded. Only the residual stream is handed on before its norm is known; it is lifted by how large a row's
+features are on the way in, and what the layer adds to them should be.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.models.config import DecoderConfig
+from forerun.models.cuda.network import Buffers, Layer, Model, Run
+from forerun.models.cuda.packed import Packed, Weight, WeightKind, pack, times, whole
+from forerun.models.cuda.plain import PlainSteps
+from forerun.models.cuda.plan import LONGEST, MAX_ROWS
+from forerun.models.kv import TREE_MARGIN, KVStore
+
+LIFTED_TO = 128.0  # root mean square of rows of whole numbers: 256 times as much is still held
+BYTES_STEP = 32  # depth of one product of bytes on tensor cores
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """What a head is made of: rows of queries and keys paired up for rotation, gate and up interleaved."""
+
+    embedding: Tensor  # [V, D] the target's, or its own
+    token_norm: Tensor  # [D]
+    feature_norm: Tensor  # [D]
+    qkv: Tensor  # [(H + 2 Hkv) Dh, 2D]
+    o: Tensor  # [D, H Dh]
+    mlp_norm: Tensor
+    gate_up: Tensor  # [2I, D]
+    down: Tensor  # [D, I]
+    norm: Tensor
+    head: Tensor  # [Vd, D]
+
+
+class HeadModel(Model):
+    """A head in the place of a model: one layer, entered by another way."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: HeadWeights,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: WeightKind,
+        normed_residual: bool,
+    ) -> None:
+        self.config, self.dtype, self.device, self.kind = config, dtype, device, kind
+        self.max_length = min(config.max_length, LONGEST - TREE_MARGIN)
+        self.token_norm, self.feature_norm, self.final_norm = (
+            norm.to(device, dtype) for norm in (weights.token_norm, weights.feature_norm, weights.norm)
+        )
+        self.normed_residual = normed_residual  # the residual stream starts from the normed features
+        self.whole = kind == "int8" and not any(
+            weight.shape[1] % BYTES_STEP for weight in (weights.o, weights.down, weights.head)
+        )
+        with torch.no_grad(), torch.inference_mode(False):
+            self.embedding = weights.embedding.to(device, dtype)
+            self.lift = 1.0  # of what goes into the first product
+            self.added = 0.0  # mean square of what should be added to a row's features
+            self._head_norm = self.final_norm
+            self.head = self._packed(weights.head)
+            layer = Layer(
+                attention_norm=self.feature_norm,  # applied on the way in
+                qkv=self._packed(weights.qkv),
+                qkv_bias=None,
+                qk_norm=None,
+                o=self._packed(weights.o),
+                mlp_norm=weights.mlp_norm.to(device, dtype),
+                gate_up=self._packed(weights.gate_up),
+                down=self._packed(weights.down),
+                rope=self._rope(0),
+                window=0,
+            )
+            self.layers = [self._lifted(layer, weights) if self.whole else layer]
+
+    def next_norm(self, layer: int) -> Tensor:
+        return self._head_norm
+
+    def _packed(self, weight: Tensor) -> Weight:
+        return pack(weight.to(self.device, self.dtype).contiguous(), self.kind)
+
+    def _lifted(self, layer: Layer, weights: HeadWeights) -> Layer:
+        """The same layer for rows of whole numbers: who writes them multiplies, who reads them divides."""
+        qkv, o, gate_up, down, head = (
+            cast(Packed, w) for w in (layer.qkv, layer.o, layer.gate_up, layer.down, self.head)
+        )
+        first_value = (self.config.heads + self.config.kv_heads) * self.config.head_dim
+        entering = torch.cat((self.token_norm, self.feature_norm))
+        self.lift, gated, last = lift_of(entering), lift_of(layer.mlp_norm), lift_of(self.final_norm)
+        values = _outputs(weights.qkv[first_value:], entering)
+        gate, up = (_outputs(weights.gate_up[i::2], layer.mlp_norm) for i in range(2))
+        units = _size(gate) * up
+        found, inner = lift_of(values), lift_of(units)
+        parts = [_size(values) * _size(_lengths(weights.o)), _size(units) * _size(_lengths(weights.down))]
+        parts += [_size(self.feature_norm)] if self.normed_residual else []
+        self.added = sum(part * part for part in parts)
+        into_values = torch.ones_like(qkv.scales)
+        into_values[first_value:] = found
+        into_inner = torch.ones_like(gate_up.scales)
+        into_inner[1::2] = inner
+        self.head, self._head_norm = head.scaled(1 / last), self.final_norm * last
+        return replace(
+            layer,
+            qkv=qkv.scaled(into_values / self.lift),
+            o=o.scaled(1 / found),
+            mlp_norm=layer.mlp_norm * gated,
+            gate_up=gate_up.scaled(into_inner / gated),
+            down=down.scaled(1 / inner),
+        )
+
+
+def lift_of(sizes: Tensor) -> float:
+    """The power of two that brings numbers of these sizes to about LIFTED_TO."""
+    return float(2.0 ** round(math.log2(LIFTED_TO / _size(sizes))))
+
+
+def _size(values: Tensor) -> float:
+    return max(1e-6, float(values.float().square().mean().sqrt()))
+
+
+def _outputs(weight: Tensor, norm: Tensor) -> Tensor:
+    """[N] how large the outputs of normed rows are, if their numbers go together by chance."""
+    return _lengths(weight.to(norm) * norm)
+
+
+def _lengths(weight: Tensor) -> Tensor:
+    lengths: Tensor = torch.linalg.vector_norm(weight.float(), dim=1)
+    return lengths
+
+
+class HeadSteps(Protocol):
+    """The decoder's steps and the way in."""
+
+    def enter(self, run: Run, carried: Tensor) -> None: ...
+    def qkv(self, run: Run, layer: int) -> None: ...
+    def attend(self, run: Run, layer: int) -> None: ...
+    def leave_attention(self, run: Run, layer: int) -> None: ...
+    def gate(self, run: Run, layer: int) -> None: ...
+    def leave_mlp(self, run: Run, layer: int) -> None: ...
+    def head(self, run: Run) -> None: ...
+
+
+class PlainHeadSteps(PlainSteps):
+    """In plain torch."""
+
+    def __init__(self, model: HeadModel, buffers: Buffers, kv: Tensor) -> None:
+        super().__init__(model, buffers, kv)
+        self._head_model = model
+        width = model.config.width
+        self.entered = torch.empty(MAX_ROWS, 2 * width, dtype=model.dtype, device=model.device)
+        self.lifts = torch.ones(MAX_ROWS, 1, device=model.device)
+
+    def enter(self, run: Run, carried: Tensor) -> None:
+        model, rows, eps = self._head_model, run.size.rows, self.model.config.norm_eps
+        embedded = F.embedding(run.tokens.long(), model.embedding).float()
+        normed = F.rms_norm(carried.float(), carried.shape[-1:], model.feature_norm.float(), eps)
+        token = F.rms_norm(embedded, embedded.shape[-1:], model.token_norm.float(), eps)
+        self.entered[:rows] = torch.cat((token, normed), -1).mul(model.lift).to(model.dtype)
+        self._round(self.entered[:rows])
+        self.buffers.x[:rows] = normed if model.normed_residual else carried.float()
+        if model.whole:
+            squares = 0.0 if model.normed_residual else carried.float().square().mean(-1, keepdim=True)
+            self.lifts[:rows] = torch.as_tensor(squares + model.added, device=model.device).rsqrt()
+
+    def attend(self, run: Run, layer: int) -> None:
+        super().attend(run, layer)
+        self._round(self.buffers.found[: run.size.rows])
+
+    def gate(self, run: Run, layer: int) -> None:
+        super().gate(run, layer)
+        self._round(self.buffers.inner[: run.size.rows])
+
+    def head(self, run: Run) -> None:
+        found = times(self._normed(run, self.model.next_norm(0)), self.model.head)
+        self.buffers.logits[: run.size.rows] = found.float()
+
+    def _into_attention(self, run: Run, weights: Layer) -> Tensor:
+        return self.entered[: run.size.rows]
+
+    def _normed(self, run: Run, weight: Tensor) -> Tensor:
+        if not self._head_model.whole:
+            return super()._normed(run, weight)
+        x, lifts = self.buffers.x[: run.size.rows], self.lifts[: run.size.rows]
+        inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.model.config.norm_eps)
+        return whole(x * weight.float() * lifts) * (inverse / lifts)
+
+    def _round(self, rows: Tensor) -> None:
+        """Rows as a head of int8 weights has them."""
+        if self._head_model.whole:
+            rows.copy_(whole(rows))
+
+
+class HeadNet:
+    """A head with its buffers and the slots of its texts."""
+
+    def __init__(self, model: HeadModel, kv_slots: int, kernels: str) -> None:
+        config = model.config
+        self.model, self.buffers = model, Buffers(model)
+        self.kv = KVStore(
+            1, config.kv_heads, config.head_dim, dtype=model.dtype, device=model.device, capacity=kv_slots
+        )
+        self.steps: HeadSteps
+        if kernels == "triton":
+            from forerun.drafters.eagle.cuda.fused_head import FusedHeadSteps
+
+            self.steps = FusedHeadSteps(model, self.buffers, self.kv.data)
+        else:
+            self.steps = PlainHeadSteps(model, self.buffers, self.kv.data)
+
+    @property
+    def out(self) -> Tensor:
+        """[MAX_ROWS, D] fp32: what the rows of the last pass came to, before the norm."""
+        return self.buffers.x
+
+    @property
+    def logits(self) -> Tensor:
+        """[MAX_ROWS, Vd] fp32 of what follows the rows of the last pass."""
+        return self.buffers.logits
+
+    def keep(self, run: Run, carried: Tensor) -> None:
+        """Keys and values of rows, and nothing else."""
+        self.steps.enter(run, carried)
+        self.steps.qkv(run, 0)
+
+    def run(self, run: Run, carried: Tensor) -> None:
+        """All of the layer, and the logits."""
+        self.keep(run, carried)
+        self.steps.attend(run, 0)
+        self.steps.leave_attention(run, 0)
+        self.steps.gate(run, 0)
+        self.steps.leave_mlp(run, 0)
+        self.steps.head(run)

@@ -1,0 +1,152 @@
+"""Triton: the way into a drafting head, and how its trees grow.
+
+A level of a draft would be forty small operations; here it is one kernel before the layer and two behind it. `tops`
+looks through a stretch of one row's logits, `advance` puts the stretches of all rows of one tree together.
+"""
+
+# mypy: ignore-errors
+# The bodies are Triton's language, not Python: types and operators mean something else there.
+
+import triton
+import triton.language as tl
+
+from forerun.models.cuda.kernels_linear import put_rows
+
+
+@triton.jit
+def enter(tokens, table, carried, token_norm, feature_norm, into, x, lifts, lift, added, eps, WIDTH: tl.constexpr,
+          UP: tl.constexpr, NORMED_RESIDUAL: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One row: the normed embedding of its token beside its normed features, and the residual stream's start.
+
+    Rows of whole numbers (ROOM > 0) go in times `lift`; what the residual stream is handed on with is left in `lifts`.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    m = tl.program_id(0)
+    n = tl.arange(0, UP)
+    inside = n < WIDTH
+    token = tl.load(tokens + m).to(tl.int64)
+    row = tl.load(table + token * WIDTH + n, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)
+    weight = tl.load(token_norm + n, mask=inside, other=0.0).to(tl.float32)
+    place = m * (2 * WIDTH) + n
+    normed = row * scale * weight
+    put_rows(into, place, normed * lift, inside, ROOM * 2 * WIDTH)
+    feature = tl.load(carried + m * WIDTH + n, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    squares = tl.sum(feature * feature, 0) / WIDTH
+    scale = tl.rsqrt(squares + eps)
+    weight = tl.load(feature_norm + n, mask=inside, other=0.0).to(tl.float32)
+    normed = feature * scale * weight
+    put_rows(into, place + WIDTH, normed * lift, inside, ROOM * 2 * WIDTH)
+    if ROOM > 0:
+        tl.store(lifts + m, tl.rsqrt((0.0 if NORMED_RESIDUAL else squares) + added))
+    if NORMED_RESIDUAL:
+        tl.store(x + m * WIDTH + n, normed, mask=inside)
+    else:
+        tl.store(x + m * WIDTH + n, feature, mask=inside)
+
+
+@triton.jit
+def tops(logits, found, rows, highs, sums, vocab, K: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """The K likeliest of one stretch of a row's logits, its maximum, and its sum of exponentials."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    m, c = tl.program_id(0), tl.program_id(1)
+    chunks = tl.num_programs(1)
+    n = c * CHUNK + tl.arange(0, CHUNK)
+    values = tl.load(
+        logits + m.to(tl.int64) * vocab + n, mask=n < vocab, other=float("-inf"), cache_modifier=".cg"
+    )
+    high = tl.max(values, 0)
+    tl.store(highs + m * chunks + c, high)
+    tl.store(sums + m * chunks + c, tl.sum(tl.exp(values - high), 0))
+    place = (m * chunks + c) * K
+    for j in range(K):
+        best = tl.max(values, 0)
+        at = tl.min(tl.where(values == best, n, vocab - 1), 0)
+        tl.store(found + place + j, best)
+        tl.store(rows + place + j, at)
+        values = tl.where(n == at, float("-inf"), values)
+
+
+@triton.jit(do_not_specialize=["first", "pool_size", "level"])
+def advance(found, rows, highs, sums, ids, standing, places, ancestors, pool_scores, pool_tokens, pool_parents,
+            next_standing, next_places, next_tokens, next_parents, next_ancestors, first, pool_size, log_scale, power,
+            level, WIDE: tl.constexpr, WIDE_UP: tl.constexpr, K: tl.constexpr, K_UP: tl.constexpr, C: tl.constexpr,
+            C_UP: tl.constexpr, FOUND_UP: tl.constexpr, FRESH: tl.constexpr, FRESH_UP: tl.constexpr,
+            WIDTH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One tree: the K children that each of WIDE nodes puts forward, and the FRESH best of all of them.
+
+    The two loops work in registers: memory is asked once behind each, for all that they found.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b = tl.program_id(0)
+    w, f, k, c = tl.arange(0, WIDE_UP), tl.arange(0, FOUND_UP), tl.arange(0, K_UP), tl.arange(0, C_UP)
+    there = w < WIDE
+    node = b * WIDE + w
+    part = node[:, None] * C + c[None, :]
+    inside = there[:, None] & (c < C)[None, :]
+    high = tl.load(highs + part, mask=inside, other=float("-inf"), cache_modifier=".cg")
+    share = tl.load(sums + part, mask=inside, other=0.0, cache_modifier=".cg")
+    top = tl.where(there, tl.max(high, 1), 0.0)
+    total = tl.sum(tl.where(inside, share * tl.exp(high - top[:, None]), 0.0), 1)
+    log_total = top + tl.log(tl.where(there, total, 1.0))
+    values = tl.load(found + node[:, None] * (C * K) + f[None, :], mask=there[:, None] & (f < C * K)[None, :],
+                     other=float("-inf"), cache_modifier=".cg")  # fmt: skip
+    stands = tl.load(standing + node, mask=there, other=0.0, cache_modifier=".cg")
+    above = tl.load(places + node, mask=there, other=0, cache_modifier=".cg")
+    bests = tl.full((WIDE_UP, K_UP), float("-inf"), dtype=tl.float32)
+    spots = tl.zeros((WIDE_UP, K_UP), dtype=tl.int32)
+    for j in range(K):
+        best = tl.max(values, 1)
+        at = tl.min(tl.where(values == best[:, None], f[None, :], C * K - 1), 1)
+        bests = tl.where((k == j)[None, :], best[:, None], bests)
+        spots = tl.where((k == j)[None, :], at[:, None], spots)
+        values = tl.where(f[None, :] == at[:, None], float("-inf"), values)
+    real = there[:, None] & (k < K)[None, :]
+    confidence = tl.minimum(bests - log_total[:, None], 0.0)
+    scores = stands[:, None] + tl.minimum(confidence * power + log_scale, 0.0)
+    row = tl.load(rows + node[:, None] * (C * K) + spots, mask=real, other=0, cache_modifier=".cg")
+    pool = b * pool_size + first + w[:, None] * K + k[None, :]
+    tl.store(pool_scores + pool, scores, mask=real)
+    tl.store(pool_tokens + pool, tl.load(ids + row, mask=real, other=0), mask=real)
+    tl.store(pool_parents + pool, tl.broadcast_to(above[:, None], (WIDE_UP, K_UP)), mask=real)
+    scores = tl.where(real, scores, float("-inf"))
+    flat = w[:, None] * K_UP + k[None, :]
+    i = tl.arange(0, FRESH_UP)
+    leaders = tl.zeros((FRESH_UP,), dtype=tl.float32)
+    chosen = tl.zeros((FRESH_UP,), dtype=tl.int32)
+    for j in range(FRESH):
+        leader = tl.max(tl.max(scores, 1), 0)
+        spot = tl.min(tl.min(tl.where(scores == leader, flat, WIDE_UP * K_UP - 1), 1), 0)
+        leaders = tl.where(i == j, leader, leaders)
+        chosen = tl.where(i == j, spot, chosen)
+        scores = tl.where(flat == spot, float("-inf"), scores)
+    tl.debug_barrier()  # the tokens are read again below, by other threads than wrote them
+    _hand_on(b, i, leaders, chosen // K_UP, chosen % K_UP, ancestors, pool_tokens + b * pool_size, next_standing,
+             next_places, next_tokens, next_parents, next_ancestors, first, level, WIDE, K, FRESH, WIDTH)  # fmt: skip
+
+
+@triton.jit
+def _hand_on(b, i, leaders, parents, children, ancestors, tokens, next_standing, next_places, next_tokens, next_parents,
+             next_ancestors, first, level, WIDE: tl.constexpr, K: tl.constexpr, FRESH: tl.constexpr,
+             WIDTH: tl.constexpr):  # fmt: skip
+    """The next frontier: child by child of some parents, and the ancestors that lead to them."""
+    real = i < FRESH
+    place, fresh, parent = first + parents * K + children, b * FRESH + i, b * WIDE + parents
+    token = tl.load(tokens + place, mask=real, other=0)
+    tl.store(next_standing + fresh, leaders, mask=real)
+    tl.store(next_places + fresh, place.to(tl.int64), mask=real)
+    tl.store(next_tokens + fresh, token.to(next_tokens.dtype.element_ty), mask=real)
+    tl.store(next_parents + fresh, parent.to(tl.int64), mask=real)
+    for step in range(level):
+        way = tl.load(ancestors + parent * level + step, mask=real, other=0, cache_modifier=".cg")
+        tl.store(
+            next_ancestors + fresh * (level + 1) + step, way.to(next_ancestors.dtype.element_ty), mask=real
+        )
+    own = level * WIDTH + i
+    tl.store(next_ancestors + fresh * (level + 1) + level, own.to(next_ancestors.dtype.element_ty), mask=real)

@@ -1,0 +1,160 @@
+"""A head at work in torch: on any device, and the reference for the native one.
+
+Rows that came since a text was last drafted for are run with the target's true features; then one frontier per
+level is written behind them, each node seen by its own descendants only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.drafters.eagle.head import EagleHead
+from forerun.drafters.eagle.head_cache import HeadCache
+from forerun.drafters.head_drafter import Rows
+from forerun.drafters.tree_growth import LogitRanks
+from forerun.types import Budget, Seq
+
+CHUNK = 512  # rows per text and pass while a prompt is caught up with
+
+
+class TorchRunner:
+    """Keeps what the head knows of each text, and starts drafts."""
+
+    def __init__(self, head: EagleHead) -> None:
+        self.head = head
+        self.cache = HeadCache(head.config, head.dtype, head.device)
+        self._last: dict[int, Tensor] = {}  # [D] the output of each text's last row
+
+    @torch.no_grad()
+    def begin(self, seqs: Sequence[Seq], texts: Sequence[Rows], budgets: Sequence[Budget]) -> TorchSteps:
+        """Catch up with what was observed of these texts; they can then be drafted for."""
+        nodes = sum(frontier_sizes(budgets))
+        out = self._catch_up(seqs, texts, nodes)
+        return TorchSteps(self.head, self.cache, [seq.id for seq in seqs], out, nodes)
+
+    def forget(self, seq_id: int) -> None:
+        self._last.pop(seq_id, None)
+        self.cache.release(seq_id)
+
+    def _catch_up(self, seqs: Sequence[Seq], texts: Sequence[Rows], extra: int) -> Tensor:
+        """Run the rows that came since each text was last drafted for; the output of the last one [B, D]."""
+        device, cache = self.head.device, self.cache
+        for seq, text in zip(seqs, texts, strict=True):
+            cache.admit(seq.id, text.seen + extra + CHUNK)
+        features = [torch.cat(text.features) if text.features else None for text in texts]
+        longest = max(len(text.tokens) for text in texts)
+        for low in range(0, longest, CHUNK):
+            some = [b for b, text in enumerate(texts) if len(text.tokens) > low]
+            counts = [min(CHUNK, len(texts[b].tokens) - low) for b in some]
+            wide = max(counts)
+            rows, carried = list[list[int]](), list[Tensor]()
+            for b, n in zip(some, counts, strict=True):
+                fresh = features[b]
+                assert fresh is not None
+                rows.append(_padded(texts[b].tokens[low : low + n], wide))
+                carried.append(F.pad(fresh[low : low + n], (0, 0, 0, wide - n)))
+            ids = [seqs[b].id for b in some]
+            out = self._run_rows(ids, torch.tensor(rows, device=device), torch.stack(carried))
+            for i, (seq_id, n) in enumerate(zip(ids, counts, strict=True)):
+                cache.lengths[seq_id] += n
+                self._last[seq_id] = out[i, n - 1]
+        for text in texts:
+            text.features, text.tokens = [], []
+        return torch.stack([self._last[seq.id] for seq in seqs])
+
+    def _run_rows(self, ids: Sequence[int], tokens: Tensor, features: Tensor) -> Tensor:
+        """True rows [B, R] behind what each text has; pads write slots that nothing will read."""
+        head, cache = self.head, self.cache
+        lengths = torch.tensor([cache.lengths[i] for i in ids], device=head.device)
+        count, wide = tokens.shape
+        positions = lengths[:, None] + torch.arange(wide, device=head.device)  # [B, R]
+        total = max(cache.lengths[i] for i in ids) + wide
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache.write(
+                ids, lengths, torch.unflatten(k, 0, (count, wide)), torch.unflatten(v, 0, (count, wide))
+            )
+            mask = None
+            if wide > 1 or count > 1:
+                mask = (torch.arange(total, device=head.device) <= positions[:, :, None])[:, None]
+            return attend_to(torch.unflatten(q, 0, (count, wide)), cache.view(ids, total), mask)
+
+        carried = head.fuse(features.flatten(0, 1))
+        out = head.run(tokens.flatten(), carried, positions.flatten(), attend)
+        return torch.unflatten(out, 0, (count, wide))
+
+
+class TorchSteps:
+    """The draft of one batch: rows written behind the true ones, each seen by its descendants only."""
+
+    def __init__(
+        self, head: EagleHead, cache: HeadCache, ids: Sequence[int], out: Tensor, nodes: int
+    ) -> None:
+        self.head, self.levels = head, 1
+        lengths = [cache.lengths[i] for i in ids]
+        self._base = max(lengths)  # drafted slots start here for everybody
+        self._kv = cache.view(ids, self._base + nodes)
+        self._positions = torch.tensor(lengths, device=head.device)[:, None]  # [B, 1] of the next level
+        self._out = out[:, None]  # [B, W, D] of the last frontier
+        self._used = 0
+        self._seen = torch.zeros(
+            len(ids), 1, 0, dtype=torch.bool, device=head.device
+        )  # [B, W, drafted slots]
+        committed = torch.arange(self._base, device=head.device) < self._positions  # [B, base]
+        self._committed = committed[:, None, None]
+
+    def ranks(self, seqs: Sequence[Seq]) -> LogitRanks:
+        return LogitRanks(self, seqs, self.head.vocabulary)
+
+    @torch.no_grad()
+    def first(self) -> Tensor:
+        return self.head.logits(self._out[:, 0])
+
+    @torch.no_grad()
+    def after(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        count, wide = tokens.shape
+        head, start = self.head, self._base + self._used
+        at = parents[:, :, None]
+        out = self._out.gather(1, at.expand(-1, -1, self._out.shape[-1]))
+        own = torch.eye(wide, dtype=torch.bool, device=head.device).expand(count, -1, -1)
+        self._seen = torch.cat((self._seen.gather(1, at.expand(-1, -1, self._used)), own), -1)
+        end = start + wide
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self._kv[0, :, :, start:end] = torch.unflatten(k, 0, (count, wide)).transpose(1, 2)
+            self._kv[1, :, :, start:end] = torch.unflatten(v, 0, (count, wide)).transpose(1, 2)
+            mask = None
+            if wide > 1 or count > 1 or self._used >= self.levels:
+                known = self._committed.expand(-1, 1, wide, -1)
+                mask = torch.cat((known, self._seen[:, None]), -1)  # [B, 1, W, S]
+            return attend_to(torch.unflatten(q, 0, (count, wide)), self._kv[:, :, :, :end], mask)
+
+        positions = self._positions.expand(-1, wide)
+        flat = head.run(tokens.flatten(), head.carry(out.flatten(0, 1)), positions.flatten(), attend)
+        self._out = torch.unflatten(flat, 0, (count, wide))
+        self._positions = self._positions + 1
+        self._used += wide
+        self.levels += 1
+        return torch.unflatten(head.logits(flat), 0, (count, wide))
+
+
+def attend_to(queries: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
+    """Queries [B, R, H, Dh] over keys and values [2, B, Hkv, S, Dh] -> [B R, H Dh]."""
+    found = F.scaled_dot_product_attention(
+        queries.transpose(1, 2), kv[0], kv[1], attn_mask=mask, enable_gqa=queries.shape[2] != kv.shape[2]
+    )
+    return found.transpose(1, 2).reshape(queries.shape[0] * queries.shape[1], -1)
+
+
+def frontier_sizes(budgets: Sequence[Budget]) -> list[int]:
+    """Nodes that each level of a draft may put through the head, for any of these texts."""
+    width = max(min(budget.width, budget.nodes) for budget in budgets)
+    return [width] * max(budget.depth for budget in budgets)
+
+
+def _padded(row: list[int], size: int) -> list[int]:
+    return row + [0] * (size - len(row))

@@ -1,0 +1,254 @@
+"""What drafting heads share: what they borrow from the target, what they keep of a text, and what drafting costs.
+
+A head reads the target's hidden rows. They reach it through `observe`: the rows of the root and the accepted
+path of every round, the prompt being a round too. Row t of a text belongs to token t, so a text of n tokens has
+n - 1 rows when a round starts: the last token, the root, has not been through the target yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.errors import InvalidInput, VocabularyMismatch
+from forerun.models.base import Target
+from forerun.models.load.quants import Blocks
+from forerun.quotes import Quote
+from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWeights:
+    """What a target lends to heads that share it, row by row: it may hold neither table as one tensor."""
+
+    embed: Callable[[Tensor], Tensor]  # [N] ids -> [N, D], what enters the first layer
+    head_rows: Callable[[Tensor], Tensor]  # [N] ids -> [N, D] of the LM head
+    vocab_size: int
+    width: int
+    dtype: torch.dtype
+    table: Tensor | Blocks | None = None  # [V, D] what `embed` reads, where others can read it in place
+    head_table: Tensor | Blocks | None = None  # [V, D] what `head_rows` reads
+
+    @classmethod
+    def of(cls, embedding: Tensor, head: Tensor) -> SharedWeights:
+        """From whole tables [V, D]."""
+        size, width = embedding.shape
+        return cls(
+            lambda ids: F.embedding(ids, embedding),
+            lambda ids: head[ids],
+            size,
+            width,
+            embedding.dtype,
+            embedding,
+        )
+
+    def must_fit(self, width: int, vocab_size: int, trained_for: str) -> None:
+        """Raise unless a head of this width and vocabulary can use what is shared."""
+        other = f"it was trained for another target ({trained_for or 'unnamed'})"
+        if self.width != width:
+            raise InvalidInput(f"the head is {width} wide and the target {self.width}: {other}")
+        if self.vocab_size < vocab_size:
+            raise VocabularyMismatch(
+                f"the head knows a vocabulary of {vocab_size} and the target one of {self.vocab_size}: {other}"
+            )
+
+
+def borrow(target: Target) -> SharedWeights | None:
+    """What the target offers as `embed(ids)` and `head_rows(ids)`; None where it offers nothing."""
+    embed, head_rows = getattr(target, "embed", None), getattr(target, "head_rows", None)
+    if embed is None or head_rows is None:
+        return None
+    one: Tensor = embed(torch.zeros(1, dtype=torch.long, device=target.device))
+    tables = (getattr(target, name, None) for name in ("embedding_table", "head_table"))
+    return SharedWeights(embed, head_rows, target.vocab_size, one.shape[-1], one.dtype, *tables)
+
+
+def head_dtype(target: Target, shared: SharedWeights | None) -> torch.dtype:
+    """The number format a head computes in: the target's, as far as it can be told."""
+    if shared is not None:
+        return shared.dtype
+    return torch.float32 if target.device.type == "cpu" else torch.bfloat16
+
+
+def layer_count(target: Target) -> int | None:
+    """How many layers a target has; None if it does not say."""
+    config = getattr(target, "config", None)
+    count = getattr(config, "layers", None) or getattr(config, "num_hidden_layers", None)
+    return int(count) if count else None
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """From a head's probability q to how often such a token stands: scale * q^power, fitted on held-back text."""
+
+    scale: float = 1.0
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise InvalidInput(
+                f"a calibration's scale of {self.scale} is out of range: above 0; fit it again"
+            )
+
+    def log_confidences(self, log_probs: list[float]) -> list[float]:
+        if self.scale == 1.0 and self.power == 1.0:
+            return log_probs
+        shift, power = math.log(self.scale), self.power
+        return [min(value * power + shift, 0.0) for value in log_probs]
+
+
+class Meter:
+    """Seconds per drafted level, a running mean.
+
+    The first draft of all warms up and tells little: it counts for a tenth, and the second replaces it. Pauses of the
+    machine count little too, because a drafter that seems too dear is not asked again and could not clear its name.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
+        self._drafts = 0
+
+    def start(self) -> None:
+        self._started = perf_counter()
+
+    def elapsed(self) -> float:
+        return perf_counter() - self._started
+
+    def stop(self, levels: int) -> None:
+        if levels:
+            spent, self._drafts = self.elapsed() / levels, self._drafts + 1
+            if self._drafts <= 2:
+                self.seconds = spent if self._drafts == 2 else 0.1 * spent
+            else:
+                weight = 0.3 if spent < self.seconds else 0.1
+                self.seconds += weight * (min(spent, 2.0 * self.seconds) - self.seconds)
+
+
+Piece = tuple[list[Tensor], Sequence[int]]  # layers of one pass, each [M, ..], and which of its rows
+
+
+class Rows:
+    """Rows of one text that were observed and not yet worked on."""
+
+    __slots__ = ("_features", "_noted", "seen", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []  # the token *after* each row
+        self.seen = 0  # rows observed in all
+        self._features: list[Tensor] = []
+        self._noted: list[tuple[list[Tensor], slice | list[int]]] = []
+
+    @property
+    def features(self) -> list[Tensor]:
+        """Each [r, F]; layers are put side by side when they are asked for, and in many rounds nobody asks."""
+        for layers, rows in self._noted:
+            parts = [layer[rows] for layer in layers]
+            self._features.append(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
+        self._noted = []
+        return self._features
+
+    @features.setter
+    def features(self, features: list[Tensor]) -> None:
+        self._features, self._noted = features, []
+
+    def take(self) -> list[Piece]:
+        """All that was not worked on yet, as it lies: for who puts the layers side by side himself."""
+        whole = [([rows], range(len(rows))) for rows in self._features]
+        self.tokens, noted, self.features = [], self._noted, []
+        return [*whole, *((layers, _counted(rows)) for layers, rows in noted)]
+
+    def note(self, layers: list[Tensor], rows: slice | list[int]) -> None:
+        """These rows of a pass; what lies on a device may be overwritten by the next one and is copied at once."""
+        self._noted.append((layers, rows))
+        if layers[0].device.type != "cpu":
+            self.features  # noqa: B018
+
+
+def _counted(rows: slice | list[int]) -> Sequence[int]:
+    return range(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+
+def observe_rows(
+    texts: dict[int, Rows],
+    layers: Sequence[int],
+    seqs: Sequence[Seq],
+    trees: TreeBatch,
+    scores: Scores,
+    verdict: Verdict,
+) -> None:
+    """Add the rows of root and path of every tree, each with the token that turned out to follow it."""
+    whole = [scores.hidden[layer] for layer in layers]
+    tokens, (every, bonus) = trees.to_host()[0], verdict.to_host()
+    for b, seq in enumerate(seqs):
+        first, end = trees.starts[b], trees.starts[b + 1]
+        text = texts.setdefault(seq.id, Rows())
+        if first == end:
+            continue  # a prompt of one token: nothing went through the target
+        path = every[b]
+        nodes = [first, *(first + node for node in path)]
+        straight = nodes[-1] - first == len(path)  # a chain from its start: a slice, not a gather
+        text.note(whole, slice(first, nodes[-1] + 1) if straight else nodes)
+        text.tokens += [*(tokens[node] for node in nodes[1:]), bonus[b]]
+        text.seen += len(nodes)
+
+
+def is_ready(text: Rows | None, seq: Seq, budget: Budget) -> bool:
+    """May this text be drafted for: is there a budget, and are its rows those of its committed tokens?"""
+    wanted = budget.nodes > 0 and budget.depth > 0 and budget.level != 0.0
+    return wanted and text is not None and text.seen > 0 and text.seen == len(seq.tokens) - 1
+
+
+def is_drawn(seq: Seq) -> bool:
+    """Does the verifier test what was drawn for this text? Greedy texts, and those coupled by noise, it does not."""
+    return not seq.params.is_greedy and not seq.shares_noise
+
+
+class LastRowDrafter:
+    """What drafters share that guess from the last hidden row alone: keeping it, and telling what a level costs."""
+
+    needs = Needs((-1,))
+    sampled = False  # are nodes drawn from the heads' laws?
+
+    def __init__(self) -> None:
+        self._texts: dict[int, Rows] = {}
+        self._meter = Meter()
+
+    @property
+    def cost(self) -> float:
+        return self._meter.seconds
+
+    def quote(self, seq: Seq) -> Quote:
+        """A level of heads; a millisecond until the first draft has shown better."""
+        return Quote(self.cost or 1e-3, chosen=not (self.sampled and is_drawn(seq)))
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        observe_rows(self._texts, (-1,), seqs, trees, scores, verdict)
+        for seq in seqs:  # only the last row counts
+            text = self._texts[seq.id]
+            if text.features:
+                text.features, text.tokens = [text.features[-1][-1:].clone()], []
+
+    def forget(self, seq: Seq) -> None:
+        self._texts.pop(seq.id, None)
+
+    def _ready(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[int]:
+        """Which of them may be drafted for."""
+        return [b for b, seq in enumerate(seqs) if is_ready(self._texts.get(seq.id), seq, budgets[b])]
+
+    def _last_rows(self, seqs: Sequence[Seq], dtype: torch.dtype) -> Tensor:
+        return torch.cat([self._texts[seq.id].features[0] for seq in seqs]).to(dtype)  # [B, D]
+
+
+def wants_sampling(speculative: object) -> bool:
+    """Should nodes be drawn from the head's law, where the verifier can test them? (vLLM's setting)"""
+    method = getattr(speculative, "draft_sample_method", "probabilistic")
+    if method not in ("greedy", "probabilistic"):
+        raise InvalidInput(f"draft_sample_method={method!r} is unknown; use greedy or probabilistic")
+    return bool(method == "probabilistic")

@@ -1,0 +1,78 @@
+"""Growing a tree of chosen tokens and cutting it where more nodes would not pay.
+
+Each node carries its *survival*: the estimated probability that the whole path down to it is accepted. It
+never grows with depth, so the best n nodes by survival are always connected, and 1 + the sum of their survivals
+is the expected number of tokens of the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+DEEPER = 0.9  # of what reaches a frontier, the share hoped to stand one level below
+_AHEAD = (1, 2, 4, 8, 16)  # more nodes that a further level may come to
+
+
+class TreeBuilder:
+    """A tree under construction; node 0 is the root and certain."""
+
+    def __init__(self, root: int) -> None:
+        self.tokens = [root]
+        self.parents = [-1]
+        self.survivals = [1.0]
+        self._children: dict[tuple[int, int], int] = {}
+
+    def add(self, parent: int, token: int, confidence: float) -> int:
+        """The child of `parent` with this token, made if it is new; `confidence` is given the parent."""
+        node = self._children.get((parent, token))
+        if node is None:
+            node = len(self.tokens)
+            self._children[parent, token] = node
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.survivals.append(self.survivals[parent] * min(max(confidence, 0.0), 1.0))
+        return node
+
+    def cut(self, nodes: int, price: Sequence[float] | None) -> tuple[list[int], list[int]]:
+        """(tokens, parents) of the root and the best nodes below it: at most `nodes`, and only while it pays."""
+        order = sorted(range(1, len(self.tokens)), key=lambda node: (-self.survivals[node], node))
+        keep = order[: best_count([self.survivals[node] for node in order[:nodes]], price)]
+        kept = [0, *sorted(keep)]  # parents were made before their children
+        place = {node: i for i, node in enumerate(kept)}
+        parents = [-1, *(place[self.parents[node]] for node in kept[1:])]
+        return [self.tokens[node] for node in kept], parents
+
+
+def best_count(survivals: Sequence[float], price: Sequence[float] | None) -> int:
+    """How many nodes, taken in this order, bring most beyond what their time is worth.
+
+    price[n] is what a pass over the root and n more nodes costs, in tokens; None = they all cost the same.
+    """
+    if price is None:
+        return len(survivals)
+    best, best_gain, gain = 0, 0.0, price[0]
+    for count, survival in enumerate(survivals[: len(price) - 1], start=1):
+        gain += survival
+        if gain - price[count] > best_gain:
+            best, best_gain = count, gain - price[count]
+    return best
+
+
+def gain_of(survivals: Sequence[float], price: Sequence[float]) -> float:
+    """What the best of these nodes bring beyond their price, in tokens; 0 where none pays."""
+    count = best_count(survivals, price)
+    return sum(survivals[:count]) - price[count] + price[0]
+
+
+def pays_to_deepen(survivals: Sequence[float], drafted: int, price: Sequence[float], level: float) -> bool:
+    """Is one more level worth drafting below a frontier of these survivals, with so many nodes already there?
+
+    Of what reaches the frontier, some share stands one level deeper; each such node must pay for its place in the
+    pass, and all of them together for the drafting of the level. Deeper levels may still pay where this one just
+    does not: that is why the share is generous.
+    """
+    last = min(drafted, len(price) - 1)
+    ahead = [min(last + step, len(price) - 1) for step in _AHEAD]
+    # a curve may leap at first and be flat behind: what counts is the best that several more nodes could do
+    place = min(((price[n] - price[last]) / (n - last) for n in ahead if n > last), default=1.0)
+    return sum(max(0.0, DEEPER * survival - place) for survival in survivals) > level

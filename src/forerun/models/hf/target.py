@@ -1,0 +1,273 @@
+"""Any transformers causal language model as a target: trees through a 4-D mask, positions by depth.
+
+One call of the model per round, for the whole ragged batch. Sliding-window and chunked layers get masks of
+their own. What a model must have, and the question it is asked when it is wrapped, are in `hf_check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from forerun.errors import ModelNotFound, UnsupportedModel
+from forerun.models.hf.cache import Placement, TreeCache
+from forerun.models.hf.check import arguments, check_trees, refuse_by_shape
+from forerun.types import Needs, Scores, Seq, TreeBatch, Verdict
+
+CHUNK = 512  # tokens of a prompt per pass: bounds the mask, and the logits that some families always compute
+SHORT = 15  # tokens; prompts up to about this length share a pass
+NO_LIMIT = 1 << 20  # context of families that state none (ALiBi)
+MASKED_ATTENTION = ("eager", "sdpa")  # the implementations that take a mask of our own
+
+
+class HFTarget:
+    """A transformers model that scores trees; it is put into evaluation mode, on eager or SDPA attention."""
+
+    def __init__(self, model: Any, *, kv_slots: int | None = None) -> None:
+        self.model = model.eval()
+        self.config = model.config.get_text_config(decoder=True)
+        self._accepts = arguments(model)
+        refuse_by_shape(model, self._accepts)
+        if model.config._attn_implementation not in MASKED_ATTENTION:
+            model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        self._kinds = _mask_kinds(self.config, self.family)
+        self._cache = TreeCache(self.config.num_hidden_layers)
+        self._kv_slots, self._reserved = kv_slots, dict[int, int]()
+        self.vocab_size = int(self.config.vocab_size)
+        self.vocab_size = check_trees(self, model)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kv_slots: int | None = None,
+    ) -> HFTarget:
+        """Load a checkpoint directory, or a name that transformers has already fetched; never a pickle."""
+        try:
+            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, use_safetensors=True)
+        except OSError as error:
+            reason = str(error).splitlines()[0]
+            raise ModelNotFound(
+                f"transformers cannot load {str(path)!r}: {reason}; check the path"
+            ) from error
+        except ValueError as error:  # transformers' way of saying that it has no such causal model
+            reason = str(error).splitlines()[0]
+            raise UnsupportedModel(f"transformers cannot run {str(path)!r}: {reason}") from error
+        return cls(model.to(device), kv_slots=kv_slots)
+
+    @property
+    def family(self) -> str:
+        return str(self.config.model_type)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def max_length(self) -> int:
+        length = getattr(self.config, "max_position_embeddings", None) or NO_LIMIT
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            # past this length the longest text of a batch would change the angles of all
+            length = min(length, rope.get("original_max_position_embeddings") or length)
+        return int(length)
+
+    @property
+    def used_slots(self) -> int:
+        return sum(self._cache.lengths)
+
+    def has_room(self, *lengths: int) -> bool:
+        return self._kv_slots is None or sum(self._reserved.values()) + sum(lengths) <= self._kv_slots
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[..., D] rows of the embedding, for heads that share it."""
+        rows: Tensor = self.model.get_input_embeddings()(ids.to(self.device))
+        return rows
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """[N, D] rows of the LM head, for heads that start from it."""
+        rows: Tensor = self.model.get_output_embeddings().weight[ids.to(self.device)]
+        return rows
+
+    def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
+        rows = [seq.tokens[self._cache.length(seq.id) : -1] for seq in seqs]
+        self._reserved |= {seq.id: seq.max_length for seq in seqs}
+        hidden = self._cache_chains([seq.id for seq in seqs], rows, needs)
+        return TreeBatch.chains(rows, self.device), Scores(None, hidden)
+
+    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
+        return self._pass([seq.id for seq in seqs], trees, needs)
+
+    def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
+        self._cache.keep([seq.id for seq in seqs], verdict.to_host()[0])
+
+    def truncate(self, seq: Seq, length: int) -> None:
+        self._cache.truncate(seq.id, length)
+
+    def release(self, seq: Seq) -> None:
+        self._cache.release(seq.id)
+        self._reserved.pop(seq.id, None)
+
+    def _cache_chains(
+        self, ids: Sequence[int], rows: Sequence[Sequence[int]], needs: Needs
+    ) -> dict[int, Tensor]:
+        """Cache tokens behind what is cached, in several passes; their hidden rows, laid end to end."""
+        for seq_id in ids:
+            self._cache.admit(seq_id)
+        empty = torch.zeros(0, self.config.hidden_size, device=self.device, dtype=self.model.dtype)
+        parts: dict[int, list[list[Tensor]]] = {
+            layer: [[empty] for _ in ids] for layer in needs.hidden_layers
+        }
+        for first, which in _alike([len(row) for row in rows]):
+            chains = TreeBatch.chains([rows[b][first : first + CHUNK] for b in which], self.device)
+            scores = self._pass([ids[b] for b in which], chains, needs, logits=False)
+            self._cache.keep([ids[b] for b in which], [list(range(1, size)) for size in chains.sizes()])
+            for layer, columns in parts.items():
+                for b, part in zip(which, torch.split(scores.hidden[layer], chains.sizes()), strict=True):
+                    columns[b].append(part)
+        return {
+            layer: torch.cat([part for column in columns for part in column])
+            for layer, columns in parts.items()
+        }
+
+    @torch.no_grad()
+    def _pass(self, ids: Sequence[int], trees: TreeBatch, needs: Needs, logits: bool = True) -> Scores:
+        """One call of the model, batched in the order of the rows; nodes are padded to the largest tree."""
+        for seq_id in ids:
+            self._cache.admit(seq_id)
+        order = sorted(range(len(ids)), key=lambda b: self._cache.row_of[ids[b]])
+        sizes = trees.sizes()
+        widest = max(sizes)
+        place = self._cache.place([ids[b] for b in order], widest, self.device)
+        # pads repeat their tree's root, at the root's position
+        index = [[trees.starts[b] + (i if i < sizes[b] else 0) for i in range(widest)] for b in order]
+        nodes = torch.tensor(index, device=self.device)  # [n, M]
+        positions = place.slots[:, :1] + trees.depths().to(self.device)[nodes]
+        positions = positions.clamp_(max=self.max_length - 1)  # what is drafted past the context never stands
+        parents = trees.to_host()[1]
+        ancestors = torch.zeros(len(ids), widest, widest, dtype=torch.bool)
+        for row, b in enumerate(order):
+            ancestors[row] = _ancestors(parents[trees.starts[b] : trees.starts[b + 1]], widest)
+        options: dict[str, Any] = {
+            "position_ids": positions,
+            "output_hidden_states": bool(needs.hidden_layers),
+        }
+        if not logits:
+            options["logits_to_keep"] = 1
+        options = {name: value for name, value in options.items() if name in self._accepts}
+        key_positions = _key_positions(place, positions)
+        with _alibi_at(self.model.base_model, key_positions):
+            out = self.model(
+                input_ids=trees.tokens.to(self.device)[nodes],
+                attention_mask=self._mask(place, ancestors.to(self.device), positions, key_positions),
+                past_key_values=self._cache,
+                use_cache=True,
+                **options,
+            )
+        starts = {b: row * widest for row, b in enumerate(order)}
+        flat = [starts[b] + i for b in range(len(ids)) for i in range(sizes[b])]
+        real = torch.tensor(flat, device=self.device)  # [M]
+        hidden = {i: out.hidden_states[i].flatten(0, 1)[real] for i in needs.hidden_layers}
+        return Scores(out.logits.flatten(0, 1)[real].float() if logits else None, hidden)
+
+    def _mask(
+        self, place: Placement, ancestors: Tensor, positions: Tensor, key_positions: Tensor
+    ) -> Tensor | dict[str, Tensor]:
+        """[n, 1, M, S] per kind of layer: a node sees its row's committed slots, its ancestors and itself."""
+        slots = place.slots
+        committed = torch.arange(place.width, device=slots.device) < slots[:, :1]  # [n, S]
+        seen = committed[:, None].expand(-1, slots.shape[1], -1).clone()  # [n, M, S]
+        seen.scatter_(2, slots[:, None].expand_as(ancestors), ancestors)
+        masks = {}
+        for kind, limit in self._kinds.items():
+            mask, query, key = seen, positions[:, :, None], key_positions[:, None]
+            if limit and kind == "chunked_attention":
+                mask = mask & (key // limit == query // limit)
+            elif limit:
+                mask = mask & (key > query - limit)
+            masks[kind] = self._in_the_models_terms(mask[:, None])
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _in_the_models_terms(self, mask: Tensor) -> Tensor:
+        if self.model.config._attn_implementation == "sdpa":
+            return mask
+        dtype = self.model.dtype
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+            ~mask, torch.finfo(dtype).min
+        )
+
+
+def _mask_kinds(config: Any, family: str) -> dict[str, int | None]:
+    """Which masks the layers want: kind -> window or chunk, None = all of the context."""
+    limits = {
+        "full_attention": None,
+        "sliding_attention": getattr(config, "sliding_window", None),
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if unknown := sorted(kinds - set(limits)):
+        raise UnsupportedModel(f"{family} has layers of type {unknown[0]!r}, which no tree mask can serve")
+    if not kinds:  # one mask for all layers
+        kinds = {next((kind for kind, limit in limits.items() if limit), "full_attention")}
+    return {kind: limits[kind] for kind in sorted(kinds)}
+
+
+def _alike(lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Prompts in passes: from which token on, and whose. All are padded to the longest, so they are of like lengths."""
+    for first in range(0, max(lengths, default=0), CHUNK):
+        sizes = [max(0, min(CHUNK, length - first)) for length in lengths]
+        for step in sorted({_step_of(size) for size in sizes if size}):
+            yield first, [b for b, size in enumerate(sizes) if size and _step_of(size) == step]
+
+
+def _step_of(size: int) -> int:
+    """Sizes that are padded to each other: the very short, and beyond them by powers of two."""
+    return max(SHORT, size - 1).bit_length()
+
+
+def _ancestors(parents: Sequence[int], width: int) -> Tensor:
+    """[width, width] what each node of one tree may see of it: ancestors and itself; a pad sees itself."""
+    size = len(parents)
+    seen = torch.eye(width, dtype=torch.bool)
+    if all(parent == i - 1 for i, parent in enumerate(parents)):
+        seen[:size, :size] = torch.ones(size, size, dtype=torch.bool).tril()
+        return seen
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            seen[i] |= seen[parent]
+    return seen
+
+
+def _key_positions(place: Placement, positions: Tensor) -> Tensor:
+    """[n, S] the position of every slot: committed ones by slot, nodes by depth."""
+    slots = torch.arange(place.width, device=positions.device).repeat(len(positions), 1)
+    return slots.scatter_(1, place.slots, positions)
+
+
+@contextmanager
+def _alibi_at(model: Any, key_positions: Tensor) -> Iterator[None]:
+    """Let BLOOM bias keys by our positions: it counts them off a 2-D mask, which cannot describe a tree."""
+    build = getattr(model, "build_alibi_tensor", None)
+    if build is None:
+        yield
+        return
+
+    def by_position(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+        ones = mask.new_ones(1, key_positions.shape[1], dtype=torch.long)
+        bias: Tensor = build(ones, heads, dtype)[:, 0]  # [H, S]
+        return bias[:, key_positions].transpose(0, 1).reshape(-1, 1, key_positions.shape[1])  # [n * H, 1, S]
+
+    model.build_alibi_tensor = by_position  # on the instance only, for this pass only
+    try:
+        yield
+    finally:
+        del model.build_alibi_tensor

@@ -1,1 +1,0 @@
-"""Kernels of our own: native ones for CPUs, built from the C files in native/."""

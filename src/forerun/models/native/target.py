@@ -1,0 +1,189 @@
+"""Our decoder on the native kernels: a Target whose whole pass is one call into the C library.
+
+Weights keep the checkpoint's own quantisation where it has one. Every row of a pass has the same bits whatever
+other rows are in it, so text with and without drafting is bit-equal in every mode. Slots, prompts and trees are
+handled by the torch decoder that this one extends; families with other parts than Llama's stay there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.errors import InvalidInput
+from forerun.models.attention import Span
+from forerun.models.config import DecoderConfig
+from forerun.models.decoder import Decoder
+from forerun.models.layers import Rotations
+from forerun.models.load.quants import Blocks
+from forerun.models.load.weights import GgufWeights
+from forerun.models.native import library as native
+from forerun.models.native.packing import is_packable, table_of, unpack_rows
+from forerun.models.native.pass_rows import Rows, rows_of
+from forerun.models.native.weights import Mode, NativeReader
+from forerun.models.slots import SlotTarget
+from forerun.types import Seq
+
+_PIECE = 512  # positions whose rotations are worked out at once
+
+
+def choose_mode(config: DecoderConfig, weights: Mapping[str, Tensor], dtype: str) -> Mode | None:
+    """How a CPU should hold these weights; None = in torch. Raises where `dtype` asks for what cannot be had."""
+    required = dtype in ("gguf", "q8")
+    if not (native.available() and NativeDecoder.supports(config)):
+        if required:
+            reason = native.why_not() or f"the {config.family} family runs in torch"
+            raise InvalidInput(f"dtype={dtype!r} needs the native kernels: {reason}; or use dtype='float32'")
+        return None
+    if dtype == "gguf" and not isinstance(weights, GgufWeights):
+        raise InvalidInput("dtype='gguf' needs a .gguf file; use q8, float32 or bfloat16 for this checkpoint")
+    if dtype == "auto":
+        return "gguf" if isinstance(weights, GgufWeights) and _all_packable(weights) else "float32"
+    modes: dict[str, Mode] = {"gguf": "gguf", "q8": "q8", "float32": "float32", "bfloat16": "bfloat16"}
+    return modes.get(dtype)
+
+
+def _all_packable(weights: GgufWeights) -> bool:
+    tensors = weights.file.tensors
+    return all(is_packable(tensors[origin.tensor].kind) for origin in weights.origins.values())
+
+
+class NativeDecoder(Decoder):
+    """Implements forerun.models.base.Target."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: Mapping[str, Tensor], *, mode: Mode, kv_slots: int | None
+    ) -> None:
+        # Not Decoder's: it would read all weights into torch.
+        SlotTarget.__init__(self, config, dtype=torch.float32, device=torch.device("cpu"), kv_slots=kv_slots)
+        self.mode = mode
+        with torch.no_grad(), torch.inference_mode(False):
+            reader = NativeReader(config, weights, mode)
+            self._model = reader.model()
+            self._embedding_rows, self._head_rows = reader.embedding(), reader.head_table()
+            self._kept = reader.kept
+        self._model.embedding = table_of(self._embedding_rows)
+        self._looks_up = bool(self._model.embedding.rows)  # the kernels themselves, token by token
+        if isinstance(weights, GgufWeights):
+            weights.file.drop_pages()  # what is needed is packed by now
+        self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
+        self._tables: dict[int, Tensor] = {}  # regime -> [2, N, R]
+
+    @staticmethod
+    def supports(config: DecoderConfig) -> bool:
+        """Is it made of the parts that the kernels have?"""
+        return (
+            config.activation == "silu"
+            and config.moe is None
+            and config.attention_softcap is None
+            and config.logit_softcap is None
+            and config.embedding_scale == 1.0
+            and not config.norm_offset
+            and not config.sandwich_norms
+            and len(config.ropes) == 1
+            and config.head_dim % 4 == 0
+            and config.heads % config.kv_heads == 0
+        )
+
+    def _run(
+        self,
+        tokens: Sequence[int],
+        spans: Sequence[Span],
+        seqs: Sequence[Seq],
+        hidden: Mapping[int, Tensor],
+        logits: Tensor | None = None,
+    ) -> list[int] | None:
+        """One pass over M rows; fills the hidden rows and logits given, and says where each row of these is largest."""
+        rows, x = rows_of(spans), hidden.get(self.config.layers)  # [M, D] what leaves the last layer
+        ids, tops = None, None if logits is None else (ctypes.c_int32 * len(tokens))()
+        if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # C would read what is not there
+            raise IndexError(f"tokens {tokens} in a vocabulary of {self.vocab_size}")
+        if self._looks_up:
+            ids = (ctypes.c_int64 * len(tokens))(*tokens)
+        else:
+            embedded = _take(self._embedding_rows, tokens)
+            x = embedded if x is None else x.copy_(embedded)
+        table = self._rotations_at(rows, spans, seqs)
+        data, inner = self.kv.data, [layer for layer in hidden if 0 <= layer < self.config.layers]
+        one = native.Pass(
+            nodes=len(tokens),
+            tokens=None if ids is None else ctypes.addressof(ids),
+            x=None if x is None else x.data_ptr(),
+            cosines=table.data_ptr(),
+            sines=table.data_ptr() + table.nbytes // 2,
+            position=rows.position,
+            write=rows.write,
+            reach=rows.reach(),
+            keys=data.data_ptr(),
+            values=data.data_ptr() + data.stride(1) * data.element_size(),
+            layer_stride=data.stride(0),
+            head_stride=data.stride(2),
+            hidden_layers=(ctypes.c_int64 * len(inner))(*inner),
+            hidden=(ctypes.c_void_p * len(inner))(*[hidden[layer].data_ptr() for layer in inner]),
+            hidden_count=len(inner),
+            normed=hidden[-1].data_ptr() if -1 in hidden else None,
+            logits=None if logits is None else logits.data_ptr(),
+            tops=None if tops is None else ctypes.addressof(tops),
+        )
+        native.match_threads(torch.get_num_threads())
+        if native.library().fr_decode(ctypes.byref(self._model), ctypes.byref(one)):
+            raise MemoryError(f"no memory for a pass over {len(tokens)} nodes")
+        return None if tops is None else list(tops)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[N] -> [N, D] what enters the first layer; heads that share the target's tables read it here."""
+        return _take(self._embedding_rows, ids)
+
+    @property
+    def embedding_table(self) -> Tensor | Blocks:
+        """What `embed` looks rows up in, for heads that read it in place."""
+        return self._embedding_rows
+
+    @property
+    def head_table(self) -> Tensor | Blocks:
+        """What `head_rows` reads."""
+        return self._head_rows
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """[N] -> [N, D] rows of the head."""
+        return _take(self._head_rows, ids)
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a pass over one node reads."""
+        return sum(tensor.nbytes for tensor in self._kept if isinstance(tensor, Tensor))
+
+    def _rotations_at(self, rows: Rows, spans: Sequence[Span], seqs: Sequence[Seq]) -> Tensor:
+        """[2, N, R] cosines and sines, and the rows' places in them."""
+        rope, longest = self.config.ropes[0], max(rows.positions, default=0)
+        regimes = [rope.regime(self._lengths[seq.id]) for seq in seqs]
+        if len(set(regimes)) <= 1:
+            return self._table(regimes[0] if regimes else 0, longest)
+        pieces = []  # neighbours of different regimes: a table of just these rows
+        for span, regime in zip(spans, regimes, strict=True):
+            pieces.append(self._table(regime, longest)[:, rows.positions[span.first : span.end]])
+        rows.place(range(len(rows.positions)))
+        return torch.cat(pieces, dim=1)
+
+    def _table(self, regime: int, longest: int) -> Tensor:
+        """[2, N, R] for positions up to `longest` at least; made a piece at a time, so that none ever changes."""
+        table = self._tables.get(regime)
+        if table is None:
+            table = torch.empty(2, 0, self.config.ropes[0].dims // 2)
+        while table.shape[1] <= longest:
+            start = table.shape[1]
+            rotations = self._rotations[0].at(torch.arange(start, start + _PIECE), regime).squeeze(1)
+            piece = torch.stack((rotations.real, rotations.imag))  # [2, _PIECE, R]
+            table = self._tables[regime] = torch.cat((table, piece), dim=1)
+        return table
+
+
+def _take(table: Tensor | Blocks, ids: Tensor | Sequence[int]) -> Tensor:
+    """Rows of a table in float32: [N] -> [N, D]."""
+    if isinstance(table, Tensor):
+        return F.embedding(torch.as_tensor(ids), table).float().contiguous()
+    return unpack_rows(table, ids)

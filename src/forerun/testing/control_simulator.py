@@ -1,0 +1,212 @@
+"""The controller's simulator: rounds of texts and drafters of known make, with time counted and not measured.
+
+A simulated head is unsure by a known amount at every node, says so (or says something else: `boast`), and grows its
+trees by the rules that real ones follow. What n-gram has at hand comes in stretches, as it does in copied text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from forerun.control.adaptive import AdaptiveController
+from forerun.control.base import Controller
+from forerun.control.cost import CostModel
+from forerun.drafters.tree_builder import best_count, pays_to_deepen
+from forerun.params import SamplingParams
+from forerun.quotes import Quote
+from forerun.types import Budget, Round, Seq
+
+
+@dataclass(frozen=True, slots=True)
+class TextKind:
+    """How predictable a text is."""
+
+    acceptance: float  # of the likeliest token, on average
+    spread: float = 3.0  # of the confidence around that: small = sure or lost, large = always the average
+    copied: float = 0.0  # share of rounds in which n-gram has a match
+    copy_rate: float = 0.9  # how often each of its tokens is right
+
+    def draw_confidence(self, rng: random.Random) -> float:
+        if not 0.0 < self.acceptance < 1.0:
+            return self.acceptance
+        return rng.betavariate(self.spread * self.acceptance, self.spread * (1.0 - self.acceptance))
+
+
+@dataclass(frozen=True, slots=True)
+class Make:
+    """How a drafter works."""
+
+    level: float  # passes per drafted level
+    chosen: bool = True  # trees of chosen nodes, cut by the price list; else sampled chains of a fixed length
+    stops: bool = True
+    boast: float = 1.0  # claimed = confidence ** boast: below 1 it promises too much
+    start: float = 0.0  # passes before its first draft
+    ngram: bool = False  # what n-gram has at hand is used too
+
+
+@dataclass(slots=True)
+class Writing:
+    """A text being written."""
+
+    id: int
+    tokens: list[int] = field(default_factory=lambda: [1])
+    prompt_length: int = 1
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    max_length: int = 1 << 20
+    stop_ids: frozenset[int] = frozenset()
+    shares_noise: bool = False
+    match: tuple[float, ...] = ()  # survivals of what n-gram has at hand
+    started: bool = False
+    claimed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A simulated tree and its fate."""
+
+    nodes: int = 0
+    depth: int = 0
+    levels: int = 0
+    accepted: int = 0
+    claimed: float = 0.0
+
+
+class Simulation:
+    """One controller, a batch of texts, and a drafter of some make."""
+
+    def __init__(
+        self, cost: CostModel, make: Make, *, batch: int = 1, nodes: int = 60, width: int = 10, seed: int = 1
+    ) -> None:
+        self.cost, self.make, self.rng = cost, make, random.Random(seed)
+        self.texts = [Writing(i) for i in range(batch)]
+        self.controller = AdaptiveController(
+            CostModel(cost.seconds), nodes, width, self._quote, lambda seq: self._of(seq).claimed
+        )
+        self.budgets: list[Budget] = []
+
+    def speed(self, kind: TextKind, rounds: int, controller: Controller | None = None) -> float:
+        """Tokens written, over those that plain decoding would have written in the same time."""
+        tokens, passes = self.write(kind, rounds, controller)
+        return tokens / passes
+
+    def write(self, kind: TextKind, rounds: int, controller: Controller | None = None) -> tuple[float, float]:
+        """Tokens per text, and the plain passes that they took the time of."""
+        judge = controller or self.controller
+        tokens, passes, batch = 0, 0.0, len(self.texts)
+        plain = self.cost.pass_seconds(batch)
+        for _ in range(rounds):
+            for text in self.texts:
+                text.match = self._match(kind)
+            self.budgets = judge.plan(self.texts)
+            drafts = [self._draft(kind, *pair) for pair in zip(self.texts, self.budgets, strict=True)]
+            starts = [self._start(*pair) for pair in zip(self.texts, drafts, strict=True)]
+            target = self.cost.pass_seconds(batch + sum(one.nodes for one in drafts))
+            unit = self.cost.pass_seconds(1)
+            drafting = unit * (max(one.levels for one in drafts) * self.make.level + sum(starts))
+            nodes, depths = tuple(one.nodes for one in drafts), tuple(one.depth for one in drafts)
+            accepted, times = tuple(one.accepted for one in drafts), {"target": target, "draft": drafting}
+            judge.observe(Round(tuple(self.texts), nodes, depths, accepted, times))
+            tokens += sum(one.accepted + 1 for one in drafts)
+            passes += (target + drafting) / plain
+            for text, one in zip(self.texts, drafts, strict=True):
+                text.tokens.extend([0] * (one.accepted + 1))
+        return tokens / batch, passes
+
+    def _of(self, seq: Seq) -> Writing:
+        return self.texts[seq.id]
+
+    def _quote(self, seq: Seq) -> Quote:
+        make, text, unit = self.make, self._of(seq), self.cost.pass_seconds(1)
+        start = 0.0 if text.started else make.start * unit
+        free = text.match if make.ngram else ()
+        return Quote(make.level * unit, start, make.chosen, make.stops, free)
+
+    def _match(self, kind: TextKind) -> tuple[float, ...]:
+        if self.rng.random() >= kind.copied:
+            return ()
+        return tuple(kind.copy_rate**depth for depth in range(1, 17))
+
+    def _start(self, text: Writing, drafted: Drafted) -> float:
+        first = drafted.levels > 0 and not text.started
+        text.started = text.started or first
+        return self.make.start if first else 0.0
+
+    def _draft(self, kind: TextKind, text: Writing, budget: Budget) -> Drafted:
+        if not budget.nodes or not budget.depth:
+            return Drafted()
+        if budget.level == 0.0:
+            count = best_count(text.match[: budget.nodes], budget.price)
+            return Drafted(count, count, 0, _run(self.rng, count, lambda: kind.copy_rate))
+        if not self.make.chosen:
+            confidence = lambda: kind.draw_confidence(self.rng)  # noqa: E731
+            return Drafted(budget.depth, budget.depth, budget.depth, _run(self.rng, budget.depth, confidence))
+        grown = _Tree(kind, self.make, self.rng).grow(budget)
+        text.claimed = grown.claimed
+        return grown
+
+
+class _Tree:
+    """A tree of a simulated head, with what it claims of every node and what is true of it."""
+
+    def __init__(self, kind: TextKind, make: Make, rng: random.Random) -> None:
+        self.kind, self.make, self.rng = kind, make, rng
+        self.parents, self.depths, self.claims, self.truths = [-1], [0], [1.0], [1.0]
+
+    def grow(self, budget: Budget) -> Drafted:
+        frontier, levels = [0], 0
+        for _ in range(budget.depth):
+            levels += 1
+            fresh = [child for node in frontier for child in self._children(node, budget.width)]
+            frontier = sorted(fresh, key=lambda node: -self.claims[node])[: budget.width]
+            if self.make.stops and budget.price is not None and budget.level is not None:
+                survivals = [self.claims[node] for node in frontier]
+                drafted = len(self._cut(budget))
+                if not pays_to_deepen(survivals, drafted, budget.price, budget.level):
+                    break
+        kept = self._cut(budget)
+        depth = max((self.depths[node] for node in kept), default=0)
+        claimed = sum(self.claims[node] for node in kept)
+        return Drafted(len(kept), depth, levels, self._walk(set(kept)), claimed)
+
+    def _children(self, node: int, width: int) -> list[int]:
+        sure = self.kind.draw_confidence(self.rng)
+        made, left = [], 1.0
+        for _ in range(width):
+            truth = left * (sure if left == 1.0 else 0.4)
+            left -= truth
+            self.parents.append(node)
+            self.depths.append(self.depths[node] + 1)
+            self.claims.append(self.claims[node] * truth**self.make.boast)
+            self.truths.append(truth)
+            made.append(len(self.parents) - 1)
+        return made
+
+    def _cut(self, budget: Budget) -> list[int]:
+        order = sorted(range(1, len(self.claims)), key=lambda node: (-self.claims[node], node))[
+            : budget.nodes
+        ]
+        return order[: best_count([self.claims[node] for node in order], budget.price)]
+
+    def _walk(self, kept: set[int]) -> int:
+        node, accepted = 0, 0
+        while True:
+            u = self.rng.random()
+            for child in sorted(kept):
+                if self.parents[child] == node:
+                    u -= self.truths[child]
+                    if u < 0.0:
+                        node, accepted = child, accepted + 1
+                        break
+            else:
+                return accepted
+
+
+def _run(rng: random.Random, length: int, rate: Callable[[], float]) -> int:
+    """How many in a row stand."""
+    accepted = 0
+    while accepted < length and rng.random() < rate():
+        accepted += 1
+    return accepted

@@ -1,0 +1,76 @@
+"""Training curves of one or several runs as a picture: loss, and simulated tokens per round on held-back text.
+
+python -m forerun.train.curves runs/eagle3 runs/hass --plot curves.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import MissingDependency
+
+SMOOTH = 0.97  # share of the past in the running mean of a loss
+
+
+def read_curve(folder: Path) -> list[dict[str, Any]]:
+    """The steps of a run, as its log has them."""
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().split("\n") if line]
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """A running mean that starts at the first value."""
+    kept, mean = [], values[0]
+    for value in values:
+        mean = SMOOTH * mean + (1 - SMOOTH) * value
+        kept.append(mean)
+    return kept
+
+
+def draw(folders: Sequence[Path], file: Path) -> None:
+    """Acceptance of the first level, and chain and tree (upper bound) of every run, against its steps."""
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise MissingDependency(
+            "plots need matplotlib; install it with: pip install 'forerun[bench]'"
+        ) from error
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.2), layout="constrained")
+    for i, folder in enumerate(folders):
+        steps = read_curve(folder)
+        left.plot([s["step"] for s in steps], smoothed([s["acceptance"] for s in steps]), label=folder.name)
+        tested = [s for s in steps if s["tokens_per_round"] is not None]
+        places = [s["step"] for s in tested]
+        chain, tree = ([s[key] for s in tested] for key in ("tokens_per_round", "tree_tokens_per_round"))
+        right.plot(places, chain, f"C{i}o-", markersize=4, label=f"{folder.name}, chain")
+        right.plot(places, tree, f"C{i}o:", markersize=4, label=f"{folder.name}, any of the likeliest 10")
+    left.set(
+        xlabel="step", ylabel="overlap of the laws at the first level", title="While training (smoothed)"
+    )
+    right.set(xlabel="step", ylabel="tokens per round", title="Simulated on held-back text")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # the colours are those of both
+    figure.savefig(file, dpi=130)
+    pyplot.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw what was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m forerun.train.curves", description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, help="run folders of `forerun train`")
+    parser.add_argument("--plot", type=Path, required=True, help="where the picture goes")
+    given = parser.parse_args(arguments)
+    draw(given.folders, given.plot)
+    sys.stdout.write(f"{given.plot}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Long prompts made of passages: a text to summarise, to translate or to search, or a conversation to go on with.
+
+Summaries, translations and answers from documents follow long prompts, which a target seldom writes well and which
+cost a step per token to write. Here it has written the texts before, and only the wrapping is ours. Kinds come in
+fixed shares, lengths are spread, and all is a function of the passages and the seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+from forerun.train.data import wordings
+from forerun.train.data.passages import LEAST, Passage
+from forerun.train.data.prompts import Chats, Novelty, Prompt, Renderer, as_messages
+
+FRAME = 40  # tokens kept free for the wording
+_SHORT, _SHORT_SHARE = 250, 1 / 3  # this share of the prompts is meant to stay below so many tokens
+_LABEL = 8  # tokens that a further passage costs beside its text
+_LOOKS = 12  # at other passages, for some that fit beside the first
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """A prompt made of passages."""
+
+    kind: str
+    prompt: Prompt
+    length: int  # tokens, chat template included
+
+
+class Wrapper:
+    """Wraps passages, each about as often as the others."""
+
+    def __init__(self, tokenizer: Chats, passages: Sequence[Passage], limit: int, seed: int) -> None:
+        self.passages, self.limit = passages, limit
+        self._render = Renderer(tokenizer)
+        self._random = random.Random(seed)
+        self._others = cycle(self._random.sample(passages, len(passages)))
+        self._makers: Mapping[str, Callable[[Passage, int], Prompt | None]] = {
+            "summarise": self._summarise,
+            "retrieve": self._retrieve,
+            "turns": self._turns,
+            "translate": lambda passage, room: self._about(wordings.TRANSLATE, passage, room),
+            "sentence": self._sentence,
+            "rework": lambda passage, room: self._about(wordings.REWORK, passage, room),
+            "point": lambda passage, room: self._about(wordings.POINT, passage, room),
+        }
+
+    def wrap(self, count: int) -> Iterator[Wrapped]:
+        """At most `count` prompts; a passage comes back once all have been used, and in one kind only once."""
+        return islice(self._series(), count)
+
+    def _series(self) -> Iterator[Wrapped]:
+        made, novelty = Counter[str](), {kind: Novelty() for kind in wordings.SHARES}
+        short = 0
+        for _ in wordings.SHARES:
+            for passage in self._random.sample(self.passages, len(self.passages)):
+                total = made.total() + 1
+                lacking = {kind: made[kind] - share * total for kind, share in wordings.SHARES.items()}
+                goal = self._goal(short < _SHORT_SHARE * total)
+                for kind in sorted(lacking, key=lacking.__getitem__):
+                    wrapped = self._try(kind, passage, goal)
+                    if wrapped and novelty[wrapped.kind].is_new(_words(wrapped.prompt)):
+                        made[wrapped.kind] += 1
+                        short += wrapped.length < _SHORT
+                        yield wrapped
+                        break
+
+    def _goal(self, short: bool) -> int:
+        """How long a prompt should be."""
+        if short or self.limit <= _SHORT:
+            return min(self._random.randint(_SHORT // 3, _SHORT), self.limit)
+        return self._random.randint(min(_SHORT + FRAME, self.limit), self.limit)
+
+    def _try(self, kind: str, passage: Passage, goal: int) -> Wrapped | None:
+        """A prompt of that kind within the limit, about as long as the goal says."""
+        prompt = self._makers[kind](passage, goal - self._render.frame - FRAME)
+        length = len(self._render(prompt)) if prompt else 0
+        return Wrapped(kind, prompt, length) if prompt and length <= self.limit else None
+
+    def _gather(self, first: Passage, room: int, most: int, whole: bool = False) -> list[Passage]:
+        """The passage, and others, about other questions, while there is room; shortened unless `whole`."""
+        found = [first if whole else first.shortened(room)]
+        left = room - found[0].length
+        for other in islice(self._others, _LOOKS):
+            if len(found) == most or left < LEAST + _LABEL:
+                break
+            other = other if whole else other.shortened(left - _LABEL)
+            if other.length + _LABEL <= left and all(other.asked != one.asked for one in found):
+                found.append(other)
+                left -= other.length + _LABEL
+        return found
+
+    def _summarise(self, passage: Passage, room: int) -> Prompt | None:
+        found = self._gather(passage, room, most=3)
+        if len(found) == 1:
+            return self._about(wordings.SUMMARISE, passage, room)
+        return self._random.choice(wordings.SUMMARISE_SEVERAL).format(text=self._numbered(found))
+
+    def _retrieve(self, passage: Passage, room: int) -> Prompt | None:
+        if passage.question is None:
+            return None
+        found = self._gather(passage, room, most=4)
+        text = self._numbered(self._random.sample(found, len(found)))
+        return self._random.choice(wordings.RETRIEVE).format(text=text, question=passage.question)
+
+    def _numbered(self, found: Sequence[Passage]) -> str:
+        label = self._random.choice(wordings.LABELS)
+        return "\n\n".join(label.format(n=n, text=one.text) for n, one in enumerate(found, start=1))
+
+    def _turns(self, passage: Passage, room: int) -> Prompt | None:
+        """Earlier questions with their answers, the passage as the last answer, and a word on that."""
+        earlier = [other for other in self._gather(passage, room, most=3, whole=True)[1:] if other.question]
+        messages = list[dict[str, str]]()
+        for said in (*earlier, passage):
+            messages += [*said.asked, {"role": "assistant", "content": said.text}]
+        words = self._random.choice(wordings.FOLLOW_UPS).format(language=self._language())
+        return [*messages, {"role": "user", "content": words}]
+
+    def _sentence(self, passage: Passage, room: int) -> Prompt | None:
+        sentences = passage.sentences()
+        if not sentences:
+            return None
+        words, text = self._random.choice(wordings.SENTENCE), self._random.choice(sentences)
+        return words.format(text=text, language=self._language())
+
+    def _about(self, words: Sequence[str], passage: Passage, room: int) -> Prompt:
+        text = passage.shortened(room).text
+        return self._random.choice(words).format(text=text, language=self._language())
+
+    def _language(self) -> str:
+        return self._random.choice(wordings.LANGUAGES)
+
+
+def _words(prompt: Prompt) -> str:
+    return "\n".join(message["content"] for message in as_messages(prompt))

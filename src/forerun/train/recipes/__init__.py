@@ -1,0 +1,1 @@
+"""How each kind of drafter is trained: inputs, losses and what is written."""

@@ -1,0 +1,142 @@
+"""What every recipe comes to: outputs, each of which says what one token further ahead will be.
+
+Output j of row t is scored, through the draft LM head, against the target's law of the token at t + shift + 1:
+Medusa's head k has shift k, EAGLE's step j has shift j + 1, a draft model 0. So one loss, one simulation of tokens
+per round and one loop serve them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forerun.drafters.head_drafter import Calibration
+from forerun.drafters.vocab import DraftVocabulary
+from forerun.train.data.corpus import Batch
+from forerun.train.recipes.losses import LawLoss
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a draft says of one token further ahead."""
+
+    rows: Tensor  # [B, T, D], ready for the LM head
+    shift: int
+    weight: float = 1.0
+    features: Tensor | None = (
+        None  # [B, T, D] a prediction of the target's own rows, where the recipe has one
+    )
+    unit: Tensor | None = None  # [D] what a gap between features is measured in
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What held-back text says of a head."""
+
+    tokens_per_round: float  # a chain, simulated
+    tree_tokens_per_round: float  # any of the likeliest `RANKS` at every level
+    rates: tuple[tuple[float, ...], ...]  # [levels][ranks]
+    calibration: Calibration
+
+
+class Recipe(Protocol):
+    """A drafter in training: a module whose parameters are what learns."""
+
+    vocabulary: DraftVocabulary
+    law_loss: LawLoss
+    feature_weight: float
+    law_weight: float
+
+    def read(self, batch: Batch) -> Reading:
+        """What the frozen target says of a batch."""
+        ...
+
+    def outputs(self, batch: Batch, reading: Reading, noise: torch.Generator | None) -> Iterable[Output]: ...
+
+    def lm_head(self) -> Tensor:
+        """[Vd, D]"""
+        ...
+
+    def truth_head(self) -> Tensor:
+        """[Vd, D'] the target's rows of the draft vocabulary."""
+        ...
+
+    def module(self) -> nn.Module: ...
+    def rates(self) -> dict[str, float]:
+        """Learning rates, relative to the run's, of parameters whose names start so."""
+        ...
+
+    def export(self, folder: Path, measured: Measured) -> None:
+        """Write a drafter that `forerun` loads."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Of one batch: features of the layers asked for, the last rows, and where the argmax can be drafted."""
+
+    features: dict[int, Tensor]  # [B, T, D]
+    last: Tensor  # [B, T, D]
+    inside: Tensor | None  # [B, T] is the target's argmax in the draft vocabulary? None = always
+
+
+def read_teacher(
+    features: tuple[dict[int, Tensor], Tensor], head: Tensor, vocabulary: DraftVocabulary, chunk: int = 8192
+) -> Reading:
+    """Complete a teacher's pass with what the draft vocabulary leaves out."""
+    kept, last = features
+    if vocabulary.is_whole:
+        return Reading(kept, last, None)
+    known = torch.zeros(len(head), dtype=torch.bool, device=head.device)
+    known[vocabulary.ids.to(head.device)] = True
+    rows = last.flatten(0, 1)
+    tops = [(rows[low : low + chunk] @ head.t()).argmax(-1) for low in range(0, len(rows), chunk)]
+    return Reading(kept, last, known[torch.cat(tops)].view(last.shape[:2]))
+
+
+def loss_of(recipe: Recipe, batch: Batch, noise: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """The loss of a batch, per learnt token, and the mean acceptance of the first level."""
+    reading = recipe.read(batch)
+    head, truth_head = recipe.lm_head(), recipe.truth_head()
+    total: Tensor = torch.zeros((), device=batch.tokens.device)
+    first: Tensor | None = None
+    last = reading.last.flatten(0, 1)
+    for output in recipe.outputs(batch, reading, noise):
+        said = learnt_rows(batch, output.shift)  # prompts and padding need no logits
+        spoken = said + output.shift  # the rows where the target says the same; never past a text's end
+        weights = torch.ones(len(said), device=said.device)
+        if reading.inside is not None:
+            weights = reading.inside.flatten()[spoken].float()
+        count = weights.sum().clamp(min=1.0)
+        rows, truth = output.rows.flatten(0, 1)[said], last[spoken]
+        loss, accepted = recipe.law_loss(rows, head, truth, truth_head, weights)
+        part = recipe.law_weight * loss / count
+        if output.features is not None and recipe.feature_weight:
+            unit = 1.0 if output.unit is None else output.unit
+            guess, wanted = output.features.flatten(0, 1)[said].float() / unit, truth.float() / unit
+            gaps = F.smooth_l1_loss(guess, wanted, reduction="none").mean(-1)
+            part = part + recipe.feature_weight * gaps.sum() / max(1, len(said))
+        total = total + output.weight * part
+        first = accepted / count if first is None else first
+    assert first is not None, "a recipe has at least one output"
+    return total, first
+
+
+def shifted(values: Tensor, shift: int) -> Tensor:
+    """values[:, t + shift] at t, zero past the end."""
+    if not shift:
+        return values
+    pad = [0, 0] * (values.dim() - 2) + [0, shift]
+    return F.pad(values[:, shift:], pad)
+
+
+def learnt_rows(batch: Batch, shift: int) -> Tensor:
+    """Which rows of [B T] speak, in an output with this shift, of a token to be learnt; known without the device."""
+    rows = shifted(batch.learnt, shift + 1).flatten().nonzero()[:, 0]
+    return rows.to(batch.tokens.device, non_blocking=True)

@@ -1,0 +1,136 @@
+"""Recipes for Medusa and Hydra heads: each head learns the target's law one position further ahead.
+
+Medusa-1 leaves the target as it is. Medusa-2 (`joint`) lets the target learn along, held to its former self by the
+same law loss, and writes it out beside the heads: a different model, so its text is no longer the first one's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forerun.drafters.medusa import HeadsConfig, write_heads
+from forerun.drafters.vocab import DraftVocabulary
+from forerun.errors import InvalidInput
+from forerun.models.load.checkpoint import Checkpoint
+from forerun.train.data.corpus import Batch
+from forerun.train.network import CausalNet
+from forerun.train.options import TrainOptions
+from forerun.train.recipes.base import Measured, Output, Reading, read_teacher, shifted
+from forerun.train.recipes.draft_model import save_tokenizer, write_model
+from forerun.train.recipes.losses import LawLoss
+from forerun.train.recipes.scaling import ScaledLinear, Sizes, fold
+from forerun.train.teacher import NetTeacher, Teacher
+
+HEADS_WEIGHT = 0.2  # Medusa-2: what the heads' losses count beside the target's own
+
+
+class HeadsModule(nn.Module):
+    """Blocks of all heads; `{head}.{block}.linear` as files name them."""
+
+    def __init__(self, config: HeadsConfig, sizes: Sizes | None = None) -> None:
+        super().__init__()
+        self.config = config
+        for i in range(config.count):
+            blocks = nn.ModuleDict()
+            for j in range(config.blocks):
+                into = config.width * (2 + i) if config.family == "hydra" and j == 0 else config.width
+                linear = ScaledLinear(into, config.width, bias=True)
+                if sizes is not None:
+                    tokens = into // config.width - 1
+                    linear.scale(torch.cat((sizes.feature, *([sizes.token] * tokens))))
+                nn.init.zeros_(linear.bias)
+                if config.family == "medusa":  # every head starts as the target's own next-token guess
+                    nn.init.zeros_(linear.weight)
+                blocks[str(j)] = nn.ModuleDict({"linear": linear})
+            self.add_module(str(i), blocks)
+
+    def forward(self, hidden: Tensor, embedded: Tensor) -> Iterator[Tensor]:
+        """Rows for the LM head of every head; hidden and embeddings [B, T, D] of token t at t."""
+        read = hidden
+        for i in range(self.config.count):
+            blocks = self.get_submodule(str(i))
+            row = hidden
+            for j in range(self.config.blocks):
+                into = row
+                if self.config.family == "hydra" and j == 0:
+                    read = into = torch.cat((read, shifted(embedded, i + 1)), -1)
+                row = row + F.silu(blocks.get_submodule(f"{j}.linear")(into))
+            yield row
+
+
+class HeadsRecipe:
+    """Medusa or Hydra heads learning from a frozen target, or along with it."""
+
+    feature_weight = 0.0
+    law_weight = 1.0
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        teacher: Teacher,
+        config: HeadsConfig,
+        vocabulary: DraftVocabulary,
+        checkpoint: Checkpoint,
+        sizes: Sizes | None = None,
+    ) -> None:
+        """Sizes of what heads read are for training alone: the heads that are written are the same."""
+        self.options, self.teacher, self.config, self.checkpoint = options, teacher, config, checkpoint
+        self.vocabulary = vocabulary.to(teacher.head.device)
+        self.law_loss = LawLoss(options.loss)
+        self._truth_head = self.vocabulary.rows_of(teacher.head)
+        heads = HeadsModule(config, sizes).to(teacher.head.device)
+        self.heads = heads
+        self.student: CausalNet | None = None
+        self._module: nn.Module = heads
+        if options.joint:
+            if not isinstance(teacher, NetTeacher) or not self.vocabulary.is_whole:
+                raise InvalidInput("joint=True needs a target of a plain family and the whole vocabulary")
+            self.student = copy.deepcopy(teacher.net).float().requires_grad_(True)
+            self._module = nn.ModuleDict({"heads": heads, "target": self.student})
+
+    def module(self) -> nn.Module:
+        return self._module
+
+    def rates(self) -> dict[str, float]:
+        """Learning rates of parts that do not have the full one: the target's is a quarter of the heads'."""
+        return {"target.": 0.25} if self.student is not None else {}
+
+    def lm_head(self) -> Tensor:
+        return self._truth_head if self.student is None else self.student.head
+
+    def truth_head(self) -> Tensor:
+        return self._truth_head
+
+    def read(self, batch: Batch) -> Reading:
+        kept = self.teacher.features(batch.tokens, ())
+        with torch.no_grad():
+            return read_teacher(kept, self.teacher.head, self.vocabulary)
+
+    def outputs(self, batch: Batch, reading: Reading, noise: torch.Generator | None) -> Iterator[Output]:
+        hidden, scale = reading.last, 1.0
+        if self.student is not None:
+            hidden, scale = self.student(batch.tokens)[1], HEADS_WEIGHT
+        embedded = F.embedding(batch.tokens, self.teacher.embedding)
+        if not torch.is_autocast_enabled(hidden.device.type):
+            hidden, embedded = hidden.float(), embedded.float()
+        for i, rows in enumerate(self.heads(hidden, embedded)):
+            yield Output(rows, i + 1, scale * self.options.decay ** (i + 1))
+        if self.student is not None and noise is not None:
+            yield Output(hidden, 0)  # while it learns; a simulation counts heads only
+
+    def export(self, folder: Path, measured: Measured) -> None:
+        config = replace(self.config, rates=measured.rates)
+        weights = {name: weight.to(torch.bfloat16) for name, weight in fold(self.heads).items()}
+        if not self.vocabulary.is_whole:
+            weights |= self.vocabulary.tensors()
+        write_heads(folder, config, weights)
+        if self.student is not None:
+            write_model(folder / "target", self.student, self.checkpoint.config)
+            save_tokenizer(folder / "target", self.checkpoint)

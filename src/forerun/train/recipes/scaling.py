@@ -1,0 +1,109 @@
+"""Inputs and outputs of very different sizes, learnt at one rate: linear layers in units of what they read and write.
+
+An optimiser that moves every weight by the same step learns a small input slowly. A target's last rows are twenty
+times the size of its embeddings, and single dimensions twenty times larger still. So a layer's weight is learnt in
+units, and everything it computes is computed with the weight in full, `out * weight * into`: what a file holds.
+Sizes are powers of two, so nothing is rounded on the way to the file and back, and a run that is resumed, even on
+another kind of machine, has the same ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forerun.train.data.corpus import Batch
+from forerun.train.teacher import Teacher
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large what a head reads is."""
+
+    token: Tensor  # [D] of an embedding, the same in every dimension
+    feature: Tensor  # [D] of the target's last row
+
+    @classmethod
+    def ones(cls, width: int) -> Sizes:
+        return cls(torch.ones(width), torch.ones(width))
+
+    @property
+    def row(self) -> float:
+        """Of a whole last row: the root mean square over its dimensions."""
+        return float(self.feature.square().mean().sqrt())
+
+
+@torch.no_grad()
+def measure_sizes(teacher: Teacher, batch: Batch) -> Sizes:
+    """From the embedding table, and from the target's last rows on one batch, padding left out."""
+    device = teacher.head.device
+    _, last = teacher.features(batch.tokens.to(device), ())
+    rows = last[batch.learnt.to(device)].float()
+    token = teacher.embedding.float().square().mean().sqrt().expand(rows.shape[-1])
+    return Sizes(_power_of_two(token), _power_of_two(rows.square().mean(0).sqrt()))
+
+
+def _power_of_two(sizes: Tensor) -> Tensor:
+    return sizes.clamp(min=2.0**-8).log2().round().exp2().cpu()
+
+
+class ScaledLinear(nn.Linear):
+    """A linear layer that learns its weight in units of what it reads and writes."""
+
+    into: Tensor
+    out: Tensor
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.register_buffer("into", torch.ones(inputs), persistent=False)
+        self.register_buffer("out", torch.ones(outputs, 1), persistent=False)
+        self.is_scaled = False
+
+    def scale(self, reads: Tensor | None = None, writes: Tensor | None = None) -> None:
+        """Name the sizes of what it reads [inputs] and writes [outputs]."""
+        self.is_scaled = True
+        if reads is not None:
+            self.into.copy_(1.0 / reads)
+        if writes is not None:
+            self.out.copy_(writes[:, None])
+
+    @property
+    def full(self) -> Tensor:
+        """[outputs, inputs] the weight that files hold."""
+        return self.out * self.weight * self.into if self.is_scaled else self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias * self.out[:, 0]
+        return F.linear(x, self.full, bias)
+
+
+@torch.no_grad()
+def fold(module: nn.Module) -> dict[str, Tensor]:
+    """The weights of a module as files hold them."""
+    weights = {name: weight.detach() for name, weight in module.state_dict().items()}
+    for name, layer in module.named_modules():
+        if isinstance(layer, ScaledLinear):
+            weights[f"{name}.weight"] = layer.full
+            if layer.bias is not None:
+                weights[f"{name}.bias"] = layer.bias * layer.out[:, 0]
+    return weights
+
+
+@torch.no_grad()
+def unfold(module: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a file as a module learns them."""
+    found = {name: weight.float() for name, weight in weights.items()}
+    for name, layer in module.named_modules():
+        if isinstance(layer, ScaledLinear):
+            into, out = layer.into.cpu(), layer.out.cpu()
+            if (
+                key := f"{name}.weight"
+            ) in found:  # a smaller layer than the module's is its first rows and columns
+                rows, columns = found[key].shape
+                found[key] = found[key] / into[:columns] / out[:rows]
+            if (key := f"{name}.bias") in found:
+                found[key] = found[key] / out[: len(found[key]), 0]
+    return found
