@@ -168,13 +168,14 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
         if device.type == "cuda" and dtype != torch.float32:
             from forerun.models.cuda.packed import WeightKind
             from forerun.models.cuda.target import CudaDecoder
+            from forerun.verify.greedy import device_walk
 
             kind: WeightKind = config.dtype if config.dtype in ("int8", "fp8") else "plain"
             # parts that its kernels do not have run in torch, which has no weights of one byte
             with suppress(UnsupportedModel) if kind == "plain" else nullcontext():
                 return CudaDecoder(
                     family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots,
-                    weight_kind=kind,
+                    weight_kind=kind, greedy_walk=device_walk(device),
                 )  # fmt: skip
         return Decoder(family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots)
     from forerun.models.hf.target import HFTarget

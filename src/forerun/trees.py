@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.errors import InvalidInput
+from forerun.topology import Topology, chain_of, topology_of
 
 _CPU = torch.device("cpu")
 
@@ -28,10 +31,37 @@ class Draws:
     replace: bool  # siblings are i.i.d. (True) or drawn without replacement (False)
 
 
+@dataclass(frozen=True, slots=True)
+class TreeForm:
+    """What the host knows of trees that were grown on a device: how large they are, not what is in them."""
+
+    trees: int  # B
+    nodes: int  # N, the root included
+    depth: int  # levels below the root
+    chain: bool = False  # nodes follow each other
+
+    @property
+    def rows(self) -> int:
+        return self.trees * self.nodes
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return tuple(range(0, self.rows + 1, self.nodes))
+
+
 class TreeBatch:
     """What one round puts to the target: one tree per sequence, laid end to end. Never changed once it is made."""
 
-    __slots__ = ("_lists", "_tensors", "device", "drawn_from", "starts")
+    __slots__ = (
+        "_lists",
+        "_tensors",
+        "_topologies",
+        "device",
+        "device_seconds",
+        "drawn_from",
+        "form",
+        "starts",
+    )
 
     def __init__(
         self,
@@ -40,8 +70,12 @@ class TreeBatch:
         starts: tuple[int, ...],  # [B+1] tree b is starts[b]:starts[b+1]; sizes are fixed by the host
         drawn_from: Draws | None = None,  # None = every node was chosen: a point mass
         device: torch.device | str = _CPU,  # of lists: where their tensors will be
+        form: TreeForm | None = None,  # of trees that a device has grown: all that the host knows of them
+        device_seconds: float = 0.0,  # that the device still takes to grow them
     ) -> None:
-        self.starts, self.drawn_from = starts, drawn_from
+        self.starts, self.drawn_from, self.form = starts, drawn_from, form
+        self.device_seconds = device_seconds
+        self._topologies: list[Topology] | None = None
         self._lists: tuple[list[int], list[int]] | None = None
         self._tensors: tuple[Tensor, Tensor] | None = None
         if isinstance(tokens, Tensor) and isinstance(parents, Tensor):
@@ -82,15 +116,25 @@ class TreeBatch:
             self._lists = self.tokens.tolist(), self.parents.tolist()
         return self._lists
 
+    def note_host(self, tokens: list[int], parents: list[int]) -> None:
+        """What a device grew was read with its verdict: `to_host` need not read it again."""
+        self._lists = tokens, parents
+
+    def topology(self) -> list[Topology]:
+        """[B] the shape of every tree: depths, ancestors, paths. Worked out once."""
+        if self._topologies is None:
+            if self.is_plain():
+                self._topologies = [chain_of(1)] * len(self)
+            else:
+                parents = self.to_host()[1]
+                self._topologies = [topology_of(tuple(parents[a:b])) for a, b in pairwise(self.starts)]
+        return self._topologies
+
     def host_depths(self) -> list[int]:
         """[M] distance of every node from its root."""
         if self.is_plain():
             return [0] * self.nodes
-        parents, depths = self.to_host()[1], list[int]()
-        for first, size in zip(self.starts, self.sizes(), strict=False):
-            for parent in parents[first : first + size]:
-                depths.append(0 if parent < 0 else depths[first + parent] + 1)
-        return depths
+        return [depth for shape in self.topology() for depth in shape.depths]
 
     def depths(self) -> Tensor:
         return torch.tensor(self.host_depths(), device=self.device)  # [M]
@@ -145,17 +189,34 @@ class TreeBatch:
         return TreeBatch(tokens, parents, offsets([len(row) for row, _ in rows]), drawn_from, device)
 
 
+class DeviceOutcome(Protocol):
+    """A verdict as it lies on the device that reached it, until the next pass over trees of that target.
+
+    Both are made of memory that stays where it is, so that what reads it can be captured in a graph.
+    """
+
+    def moves(self) -> tuple[Tensor, Tensor]:
+        """Two of [B depth]: the KV slots of the paths, and where they belong; a slot that stays moves onto itself."""
+        ...
+
+    def path_rows(self) -> Tensor:
+        """[B (depth + 1)] which rows of `Scores.hidden` root and path have; the root's again past the end."""
+        ...
+
+
 class Verdict:
     """What was decided: per tree, the accepted nodes below the root and one token of the target's own."""
 
-    __slots__ = ("_device", "_lists", "_tensors")
+    __slots__ = ("_device", "_lists", "_tensors", "outcome")
 
     def __init__(
         self,
         paths: Tensor,  # [B, P] node index within its tree, by depth; -1 past the end
         accepted: Tensor,  # [B] how many nodes each path has
         bonus: Tensor,  # [B] the target's own token after the path
+        outcome: DeviceOutcome | None = None,  # where the target's device decided: the same, there
     ) -> None:
+        self.outcome = outcome
         self._tensors: tuple[Tensor, Tensor, Tensor] | None = (paths, accepted, bonus)
         self._lists: tuple[list[list[int]], list[int]] | None = None
         self._device: torch.device | str = paths.device
@@ -164,7 +225,7 @@ class Verdict:
     def of(cls, paths: Sequence[Sequence[int]], bonus: Sequence[int], device: torch.device | str) -> Verdict:
         verdict = cls.__new__(cls)
         verdict._lists, verdict._tensors = ([list(path) for path in paths], list(bonus)), None
-        verdict._device = device
+        verdict._device, verdict.outcome = device, None
         return verdict
 
     @classmethod

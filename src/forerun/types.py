@@ -16,8 +16,10 @@ from torch import Tensor
 
 from forerun.errors import InvalidInput
 from forerun.params import SamplingParams
+from forerun.trees import DeviceOutcome as DeviceOutcome
 from forerun.trees import Draws as Draws
 from forerun.trees import TreeBatch as TreeBatch
+from forerun.trees import TreeForm as TreeForm
 from forerun.trees import Verdict as Verdict
 from forerun.trees import offsets as offsets
 
@@ -56,14 +58,37 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
+class Greedy:
+    """What a pass already knows of greedy sequences: one of the two, if their laws are the logits as they are."""
+
+    argmax: list[int] | None = None  # [M] where each row of logits is largest, the first on a tie
+    verdict: Callable[[], Verdict] | None = None  # reached on the device; the call waits for it and reads it
+
+
+class GreedyWalk(Protocol):
+    """The greedy rule for B trees on a device (forerun.verify.greedy), which `build` gives to targets there."""
+
+    def __call__(
+        self,
+        trees: Tensor,  # [2, B, N] int64: tokens, and parents within their tree
+        ancestors: Tensor,  # [B, N, depth + 1] int32: the node above at every depth; past its own depth, itself
+        argmax: Tensor,  # [B, N] int64
+        paths: Tensor,  # [B, depth] int64, written: accepted nodes below the root, -1 past the end
+        accepted: Tensor,  # [B] int64, written
+        bonus: Tensor,  # [B] int64, written
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
-    """What the target said of every node."""
+    """What the target said of every node.
+
+    Rows of trees that a device has grown (`TreeBatch.form`) lie in the target's own buffers until its next pass.
+    """
 
     logits: Tensor | None  # [M, V] fp32, raw; None when a prompt is prefilled
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [M, D]; -1 = after the last norm
-    settle: Callable[[], Verdict] | None = None  # the greedy verdict on these trees, worked out on the device
-    drafting: float = 0.0  # seconds of the draft that a device had still before it when the pass was launched
-    tops: list[int] | None = None  # [M] where logits are largest, the first on a tie, if the pass has told
+    greedy: Greedy | None = None
 
     @property
     def required_logits(self) -> Tensor:
@@ -80,8 +105,7 @@ class Laws:
 
     log_weights: Tensor  # [M, V] fp32
     greedy: tuple[bool, ...]  # [B]
-    settle: Callable[[], Verdict] | None = None  # where all are greedy: the verdict, read from the device
-    tops: list[int] | None = None  # [M] the argmax of each row, where all are greedy and somebody has told
+    plain_greedy: bool = False  # all are greedy, and the log-weights are the target's logits as they are
 
     def probs(self, node: int) -> Tensor:
         return self.log_weights[node].softmax(-1)  # [V]

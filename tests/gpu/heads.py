@@ -14,6 +14,7 @@ from forerun.drafters.eagle.head import EagleHead
 from forerun.drafters.head_drafter import borrow
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder
+from forerun.types import Scores, Verdict
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 
 VARIANTS: list[dict[str, Any]] = [
@@ -43,5 +44,12 @@ def both_drafters(
     config, weights = make_head(target, **more)
     head = EagleHead(config, weights, borrow(target), dtype=target.model.dtype, device=target.device)
     plain = Eagle3Drafter(head)
-    draft = DeviceDraft(*make_net(config, weights, target, kind), target)
+    draft = DeviceDraft(*make_net(config, weights, target, kind), capture=target.kernels == "triton")
     return DeviceEagle(draft, lambda: plain), plain
+
+
+def settled(scores: Scores) -> Verdict:
+    """The verdict that the device has reached on trees it grew."""
+    assert scores.greedy is not None
+    assert scores.greedy.verdict is not None
+    return scores.greedy.verdict()

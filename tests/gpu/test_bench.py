@@ -18,6 +18,7 @@ from forerun.params import EngineConfig, SpeculativeConfig
 from forerun.testing import FakeSeq
 from forerun.testing.conformance import check_trees
 from forerun.types import Budget, Needs, TreeBatch
+from forerun.verify.greedy import walk_by_torch
 from tests.gpu.tiny import make_target
 
 
@@ -41,7 +42,9 @@ def test_answer_trees_hold_the_answer_among_others() -> None:
 def test_random_weights_make_a_model() -> None:
     weights = RandomWeights(Shape(64, 2, 4, 2, 16, 96), vocab_size=50, tied=True, device="cpu")
     config = DecoderConfig.from_hf(weights.config)
-    target = CudaDecoder(config, weights, dtype=torch.bfloat16, device="cpu", kv_slots=2000)
+    target = CudaDecoder(
+        config, weights, dtype=torch.bfloat16, device="cpu", kv_slots=2000, greedy_walk=walk_by_torch
+    )
     assert target.kernels == "torch"
     seq = FakeSeq(1, [1, 2, 3], max_length=40)
     target.prefill([seq], Needs())

@@ -29,7 +29,7 @@ from forerun.testing import FakeSeq, path_to
 from forerun.testing.conformance import check_trees
 from forerun.types import Budget, Request, TreeBatch, Verdict
 from tests.drafters.rounds import as_lists
-from tests.gpu.heads import VARIANTS, both_drafters, make_head
+from tests.gpu.heads import VARIANTS, both_drafters, make_head, settled
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 
 BUDGETS = [Budget(5, 5), Budget(7, 3, 2), Budget(14, 4, 3), Budget(1, 1), Budget(40, 3, 4)]
@@ -60,8 +60,7 @@ def test_trees_are_those_of_the_head_as_everywhere(
         check_trees(grown, some, budgets, VOCAB)
         _agree(target, grown, rng, monkeypatch)
         scores = target.score(some, grown, device.needs)
-        assert scores.settle is not None
-        verdict = scores.settle()
+        verdict = settled(scores)
         longest = max(longest, *verdict.accepted.tolist())
         if turn == 3:  # another verifier decides otherwise: rows come the ordinary way
             verdict = Verdict.of([[] for _ in some], [rng.randrange(VOCAB) for _ in some], "cpu")
@@ -98,7 +97,7 @@ def test_the_next_draft_starts_before_it_is_asked_for(monkeypatch: pytest.Monkey
         grown = device.propose([seq], [budget])
         assert as_lists(grown) == as_lists(plain.propose([seq], [budget])), f"round {turn}"
         scores = target.score([seq], grown, device.needs)
-        verdict = Verdict.of([[]], [7 + turn], "cpu") if scores.settle is None else scores.settle()
+        verdict = Verdict.of([[]], [7 + turn], "cpu") if scores.greedy is None else settled(scores)
         target.commit([seq], grown, verdict)
         for drafter in (device, plain):
             drafter.observe([seq], grown, scores, verdict)
@@ -110,8 +109,7 @@ def test_the_next_draft_starts_before_it_is_asked_for(monkeypatch: pytest.Monkey
     seq.max_length = len(seq.tokens) + 1
     grown = device.propose([seq], [Budget(3, 3)])
     scores = target.score([seq], grown, device.needs)
-    assert scores.settle is not None
-    verdict = scores.settle()
+    verdict = settled(scores)
     target.commit([seq], grown, verdict)
     device.observe([seq], grown, scores, verdict)
     assert len(launched) <= 1, "nothing is drafted behind a text's end"
@@ -149,7 +147,7 @@ def test_texts_that_are_sampled_or_have_no_budget_are_drafted_for_as_everywhere(
     check_trees(proposed, seqs, budgets, VOCAB)
     assert proposed.sizes() == [5, 4, 1]
     scores = target.score(seqs, proposed, device.needs)
-    assert scores.settle is None
+    assert scores.greedy is None
     device.observe(seqs, proposed, scores, Verdict.of([[1], [], []], [1, 2, 3], "cpu"))
 
 
@@ -219,8 +217,7 @@ def test_a_captured_draft_agrees_with_the_head_in_torch(name: str, kind: str) ->
             ours, theirs = as_lists(grown)[0], as_lists(wanted)[0]
             agreed.append(len(_paths(*ours) & _paths(*theirs)) / len(ours[0]))
             scores = target.score([seq], grown, device.needs)
-            assert scores.settle is not None
-            verdict = scores.settle()
+            verdict = settled(scores)
             target.commit([seq], grown, verdict)
             for drafter in (device, plain):
                 drafter.observe([seq], grown, scores, verdict)
@@ -251,8 +248,7 @@ def test_rows_reach_the_head_however_a_round_is_observed(device: str) -> None:
         grown = [drafter.propose([seq], [Budget(12, 4, 3)]) for drafter in drafters]
         assert as_lists(grown[0]) == as_lists(grown[1])
         scores = target.score([seq], grown[0], drafters[0].needs)
-        assert scores.settle is not None
-        verdict = scores.settle()
+        verdict = settled(scores)
         target.commit([seq], grown[0], verdict)
         plain = TreeBatch.trees(as_lists(grown[0]), device=device)
         drafters[0].observe([seq], grown[0], scores, verdict)

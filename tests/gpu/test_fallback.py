@@ -69,9 +69,9 @@ def test_a_failure_anywhere_on_the_device_leaves_the_text_as_it_is(
         monkeypatch.setattr("forerun.drafters.eagle.cuda.drafter.make_net", _fail)
         assert on_device(tmp_path / "head", target, lambda: pytest.fail("not asked for")) is None
     elif place == "observe":
-        monkeypatch.setattr(target, "gather_path", _fail)
+        monkeypatch.setattr(drafter.draft, "_gather", _fail)
     else:
-        monkeypatch.setattr(target.buffers.grown, "settle", _fail)
+        monkeypatch.setattr(target.grown, "settle", _fail)
     for name in ("none", "device", "device"):
         params = SamplingParams(max_tokens=12, ignore_eos=True)
         engine.submit(Request((3, 4, 5), params, drafter=name, budget=Budget(7, 3, 2)))

@@ -17,6 +17,7 @@ from forerun.models.cuda.plan import Span, plan_pass
 from forerun.models.cuda.target import CudaDecoder
 from forerun.params import EngineConfig
 from forerun.testing import FakeSeq, check_target, random_tree
+from forerun.topology import chain_of
 from forerun.types import Needs, TreeBatch
 from tests.gpu.heads import make_head
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
@@ -156,7 +157,7 @@ def _head_logits(net: HeadNet, count: int) -> torch.Tensor:
     made = torch.Generator().manual_seed(3)
     carried = torch.randn(128, config.width, generator=made) * torch.logspace(-3, 3, 128)[:, None]
     nodes = 64 // (1 << (config.heads // config.kv_heads - 1).bit_length())
-    plan = plan_pass([Span(tokens[:count], None, 0, 0)], nodes)
+    plan = plan_pass([Span(tokens[:count], chain_of(count), 0, 0)], nodes)
     net.buffers.send(plan)
     net.run(Run.of(plan.size, net.buffers.ints), carried[: plan.size.rows].to(net.model.device))
     return net.logits[:count].float().cpu()

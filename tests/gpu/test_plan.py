@@ -6,6 +6,7 @@ import pytest
 
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Span, plan_pass, split_of, split_start
 from forerun.testing import path_to, random_tree
+from forerun.topology import chain_of, topology_of
 
 
 def test_splits_cover_positions_in_order() -> None:
@@ -24,7 +25,7 @@ def test_every_node_sees_its_text_and_its_ancestors(seed: int, group_nodes: int)
     for b in range(3):
         length, base = rng.choice([0, 5, 127, 128, 1020, 4090]), 10_000 * b
         tokens, parents = random_tree(rng, 1, 50, rng.randint(0, 30))
-        spans.append(Span(tokens, parents if b else None, base, length))
+        spans.append(Span(tokens, topology_of(tuple(parents)) if b else chain_of(len(tokens)), base, length))
         for node in range(len(tokens)):
             path = [0, *path_to(parents, node)] if b else list(range(node + 1))
             wanted.append([*range(base, base + length), *(base + length + i for i in path)])

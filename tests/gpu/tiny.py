@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder
+from forerun.verify.greedy import device_walk
 
 VOCAB = 200
 _BASE: dict[str, Any] = {
@@ -93,4 +94,5 @@ def make_target(
         kv_slots=kv_slots,
         kernels=kernels,
         weight_kind=weight_kind,
+        greedy_walk=device_walk(torch.device(device)),
     )

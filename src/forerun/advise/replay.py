@@ -15,6 +15,7 @@ from forerun.bench.measure import Drafts
 from forerun.drafters.base import Drafter
 from forerun.params import SamplingParams
 from forerun.types import Budget, Scores, TreeBatch, Verdict
+from forerun.verify.greedy import follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +85,5 @@ def replay(drafter: Drafter, texts: Sequence[Text], budget: Budget) -> Replay:
 
 def _walk(trees: TreeBatch, ahead: Sequence[int]) -> list[int]:
     """The nodes below the root that agree with what comes."""
-    tokens, parents = trees.tokens.tolist(), trees.parents.tolist()
-    path: list[int] = []
-    node = 0
-    for token in ahead:
-        child = next((i for i, p in enumerate(parents) if p == node and tokens[i] == token), None)
-        if child is None:
-            break
-        path.append(child)
-        node = child
-    return path
+    (tokens, _), (shape,) = trees.to_host(), trees.topology()
+    return follow(tokens, shape.children, lambda node, depth: ahead[depth] if depth < len(ahead) else -1)[0]

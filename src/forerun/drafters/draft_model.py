@@ -23,6 +23,7 @@ from forerun.models.base import Target
 from forerun.noise import DRAFT, draw, exponential, uniform
 from forerun.params import SamplingParams
 from forerun.quotes import Quote
+from forerun.topology import topology_of
 from forerun.types import Budget, Draws, Laws, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.warp import warp
 
@@ -120,7 +121,7 @@ class ModelDrafter:
                 b: min(self._depth(seqs[b], budgets[b]), budgets[b].nodes // widths[b]) for b in with_head
             }
             self._chains(with_head, branches, tips, depths, trees, laws)
-        self._meter.stop(max((max(_depths(tree.parents)) for tree in trees), default=0))
+        self._meter.stop(max((topology_of(tuple(tree.parents)).deepest for tree in trees), default=0))
         rows = torch.tensor([row for tree in trees for row in tree.rows])
         drawn = Draws(torch.stack(laws), rows, replace=False) if laws else None
         return TreeBatch.trees([(tree.tokens, tree.parents) for tree in trees], drawn)
@@ -242,10 +243,3 @@ def _fit(logits: Tensor, vocab_size: int) -> Tensor:
     if logits.shape[-1] >= vocab_size:
         return logits[:, :vocab_size]
     return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)
-
-
-def _depths(parents: list[int]) -> list[int]:
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    return depths

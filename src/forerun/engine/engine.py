@@ -68,11 +68,13 @@ class Engine:
             clock.lap("draft")
             scores = self.target.score(seqs, trees, self.drafters.needs(seqs))
             clock.lap("target")
-            laws = warp(scores.required_logits, seqs, trees, scores.settle, scores.tops)
+            laws = warp(scores.required_logits, seqs, trees)
             noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
-            verdict = self.verifiers.verify(seqs, trees, laws, noise)
+            verdict = self.verifiers.verify(seqs, trees, laws, noise, scores.greedy)
             clock.lap("verify")
-            clock.move(scores.drafting, "verify", "draft")  # the device drafted while nobody waited for it
+            clock.move(
+                trees.device_seconds, "verify", "draft"
+            )  # the device drafted while nobody waited for it
             self.target.commit(seqs, trees, verdict)
             self.drafters.observe(seqs, trees, scores, verdict)
             events = self._emit(seqs, trees, laws, verdict, clock)

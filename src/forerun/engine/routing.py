@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from forerun.noise import Noise
-from forerun.types import Budget, Laws, Needs, Scores, TreeBatch, Verdict
+from forerun.types import Budget, Greedy, Laws, Needs, Scores, TreeBatch, Verdict
+from forerun.verify.greedy import greedy_verdict
 
 if TYPE_CHECKING:
     from forerun.drafters.base import Drafter
@@ -89,8 +90,18 @@ class VerifierPool:
             self._made[name] = self._make(name)
         return self._made[name]
 
-    def verify(self, seqs: Sequence[SequenceState], trees: TreeBatch, laws: Laws, noise: Noise) -> Verdict:
+    def verify(
+        self,
+        seqs: Sequence[SequenceState],
+        trees: TreeBatch,
+        laws: Laws,
+        noise: Noise,
+        known: Greedy | None = None,
+    ) -> Verdict:
+        """By each sequence's own rule; where all are greedy, every exact rule comes to what is known already."""
         groups = _groups([seq.verifier for seq in seqs])
+        if known is not None and laws.plain_greedy and all(self.get(name).exact for name in groups):
+            return greedy_verdict(trees, known)
         if len(groups) == 1:
             return self.get(seqs[0].verifier).verify(trees, laws, noise)
         paths: list[list[int]] = [[] for _ in seqs]

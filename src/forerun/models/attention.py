@@ -7,7 +7,6 @@ lie: a sequence's committed tokens and the nodes written behind them are one vie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.models.layers import softcap_
+from forerun.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +26,11 @@ class Span:
     end: int
     base: int  # the sequence's first slot
     length: int
-    parents: Sequence[int] | None  # within the span; None = a chain
+    shape: Topology
 
     @property
     def nodes(self) -> int:
         return self.end - self.first
-
-    def depths(self) -> list[int]:
-        if self.parents is None:
-            return list(range(self.nodes))
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        return depths
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +44,19 @@ class Reach:
 
 def reach_of(span: Span, window: int | None, dtype: torch.dtype, device: torch.device) -> Reach:
     """Work out view and mask of one span; `window` counts positions, the node's own included."""
-    depths = np.array(span.depths())
+    depths = np.array(span.shape.depths)
     if window is not None and span.length + int(depths.max()) < window:
         window = None
     near = 0 if window is None else max(0, span.length - window + 1)  # first position the root sees
     if span.nodes == 1:
         return Reach(span, span.base + near, None)
     seen = np.ones((span.nodes, span.length - near + span.nodes), dtype=bool)
-    seen[:, span.length - near :] = _ancestors(span)
+    seen[:, span.length - near :] = span.shape.ancestors
     if window is not None:
         positions = np.concatenate((np.arange(near, span.length), span.length + depths))
         seen &= positions[None, :] > span.length + depths[:, None] - window
     mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
     return Reach(span, span.base + near, mask.to(device))
-
-
-def _ancestors(span: Span) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
-    """[M_b, M_b] is column an ancestor of row, or row itself?"""
-    if span.parents is None:
-        return np.tri(span.nodes, dtype=bool)
-    seen = np.eye(span.nodes, dtype=bool)
-    for node, parent in enumerate(span.parents):
-        if parent >= 0:
-            seen[node] |= seen[parent]
-    return seen
 
 
 @dataclass(frozen=True, slots=True)

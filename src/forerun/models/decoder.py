@@ -20,7 +20,8 @@ from forerun.models.config import DecoderConfig
 from forerun.models.layers import Rotations, add_linear_, gate, linear, rms_norm, rotate_, softcap_
 from forerun.models.moe import Experts, mix
 from forerun.models.slots import SlotTarget
-from forerun.types import Needs, Scores, Seq, TreeBatch, Verdict, offsets
+from forerun.topology import chain_of
+from forerun.types import Greedy, Needs, Scores, Seq, TreeBatch, Verdict, offsets
 
 CHUNK = 512  # rows of prompts per pass
 
@@ -63,7 +64,7 @@ class Decoder(SlotTarget):
         for first, pieces in self._passes(seqs, fresh, CHUNK):
             starts = offsets([len(piece.tokens) for piece in pieces])
             spans = [
-                Span(low, high, piece.extent.base, piece.extent.length, None)
+                Span(low, high, piece.extent.base, piece.extent.length, chain_of(high - low))
                 for piece, (low, high) in zip(pieces, pairwise(starts), strict=True)
             ]
             rows = slice(first, first + starts[-1])
@@ -74,19 +75,19 @@ class Decoder(SlotTarget):
 
     def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
         """One pass over every node; keys and values are written behind the committed ones."""
-        tokens, parents = trees.to_host()
+        tokens, shapes = trees.to_host()[0], trees.topology()
         spans = []
         for b, seq in enumerate(seqs):
             first, end = trees.starts[b : b + 2]
             extent = self._extent_for(seq, end - first)
-            spans.append(Span(first, end, extent.base, extent.length, parents[first:end]))
+            spans.append(Span(first, end, extent.base, extent.length, shapes[b]))
         hidden = self._hidden_rows(needs, trees.nodes)
         logits = torch.empty(trees.nodes, self.vocab_size, dtype=self._dtype, device=self._device)
-        tops = self._run(tokens, spans, seqs, hidden, logits)
+        argmax = self._run(tokens, spans, seqs, hidden, logits)
         if self._dtype != torch.float32:
             logits = logits.float()
-        cap = self.config.logit_softcap
-        return Scores(logits if cap is None else softcap_(logits, cap), hidden, tops=tops)
+        cap, known = self.config.logit_softcap, None if argmax is None else Greedy(argmax)
+        return Scores(logits if cap is None else softcap_(logits, cap), hidden, known)
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
         self.kv.move(self._accept(seqs, verdict))
@@ -164,7 +165,7 @@ class Decoder(SlotTarget):
         """[M, 1, R] the rotations of one rope at every row's position."""
         rotations = self._rotations[index]
         regimes = [rotations.rope.regime(self._lengths[seq.id]) for seq in seqs]
-        positions = [[span.length + depth for depth in span.depths()] for span in spans]
+        positions = [[span.length + depth for depth in span.shape.depths] for span in spans]
         if len(set(regimes)) == 1:
             flat = [position for row in positions for position in row]
             return rotations.at(torch.tensor(flat, device=self._device), regimes[0])

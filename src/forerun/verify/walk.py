@@ -7,7 +7,7 @@ laws only where a walk really arrives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forerun.noise import DRAW, Noise, draw
 from forerun.types import Draws, Laws, TreeBatch, Verdict
+from forerun.verify.greedy import walk_argmax
 from forerun.verify.warp import argmax_rows
 
 
@@ -25,9 +26,9 @@ class TreeView:
     b: int
     first: int  # where its nodes start among the M of the batch
     tokens: list[int]
-    children: list[list[int]]  # of each node, in index order
+    children: Sequence[Sequence[int]]  # of each node, in index order
     rows: list[int]  # the law each node was drawn from; -1 = chosen
-    tops: list[int]  # where the tree is greedy: the target's token after each node
+    argmax: list[int]  # where the tree is greedy: the target's token after each node
     draws: Draws | None
     laws: Laws
     noise: Noise
@@ -62,56 +63,35 @@ Walk = Callable[[TreeView], tuple[list[int], int]]  # -> accepted nodes below th
 
 
 def decide(trees: TreeBatch, laws: Laws, noise: Noise, walk: Walk) -> Verdict:
-    """Walk every tree of the batch, unless the device already has: a greedy tree has one walk under every rule."""
-    if laws.settle is not None and all(laws.greedy):
-        return laws.settle()
+    """Walk every tree of the batch."""
     walks = [walk(view) for view in _views(trees, laws, noise)]
     return Verdict.of([path for path, _ in walks], [bonus for _, bonus in walks], trees.device)
 
 
-def follow(view: TreeView, say: Callable[[int, int], int]) -> tuple[list[int], int]:
-    """From the root, step to the child that equals what the target says at (node, depth), until none does."""
-    path: list[int] = []
-    node = 0
-    while True:
-        token = say(node, len(path))
-        child = next((i for i in view.children[node] if view.tokens[i] == token), None)
-        if child is None:
-            return path, token
-        path.append(child)
-        node = child
-
-
 def follow_argmax(view: TreeView) -> tuple[list[int], int]:
     """The walk of a greedy tree, under every rule."""
-    return follow(view, lambda node, depth: view.tops[node])
+    return walk_argmax(view.tokens, view.children, view.argmax)
 
 
 def _views(trees: TreeBatch, laws: Laws, noise: Noise) -> list[TreeView]:
-    (tokens, parents), draws = trees.to_host(), trees.drawn_from
+    (tokens, _), draws = trees.to_host(), trees.drawn_from
     rows = [-1] * len(tokens) if draws is None else draws.rows.tolist()
-    tops = _argmax_tokens(trees, laws)
+    argmax = _argmax_tokens(trees, laws)
     views = []
-    for b in range(len(trees)):
+    for b, shape in enumerate(trees.topology()):
         span = slice(trees.starts[b], trees.starts[b + 1])
-        children: list[list[int]] = [[] for _ in tokens[span]]
-        for node, parent in enumerate(parents[span]):
-            if node:
-                children[parent].append(node)
-        view = TreeView(b, span.start, tokens[span], children, rows[span], tops[span], draws, laws, noise)
-        views.append(view)
+        own = tokens[span], shape.children, rows[span], argmax[span]
+        views.append(TreeView(b, span.start, *own, draws, laws, noise))
     return views
 
 
 def _argmax_tokens(trees: TreeBatch, laws: Laws) -> list[int]:
     """[M] the target's token after each node of the greedy trees, in one pass and one read."""
-    if laws.tops is not None:
-        return laws.tops
     if all(laws.greedy):
         return argmax_rows(laws.log_weights)
     nodes = trees.nodes_of([b for b, greedy in enumerate(laws.greedy) if greedy])
-    tops = [-1] * trees.nodes
+    argmax = [-1] * trees.nodes
     if len(nodes):
         for node, top in zip(nodes.tolist(), argmax_rows(laws.log_weights[nodes]), strict=True):
-            tops[node] = top
-    return tops
+            argmax[node] = top
+    return argmax

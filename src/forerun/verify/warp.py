@@ -10,33 +10,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from forerun.params import SamplingParams
-from forerun.types import Laws, Seq, TokenLogprob, TreeBatch, Verdict
+from forerun.types import Laws, Seq, TokenLogprob, TreeBatch
 from forerun.verify.truncation import keep_top_k, keep_top_p, keep_within_min_p
 
 _BANNED = -math.inf
 _AS_IS = (1.0, 0, 1.0, 0.0)  # temperature, top-k, top-p, min-p that change nothing
 
 
-def warp(
-    logits: Tensor,
-    seqs: Sequence[Seq],
-    trees: TreeBatch,
-    settle: Callable[[], Verdict] | None = None,
-    tops: list[int] | None = None,
-) -> Laws:
-    """The law after every node [M, V] of every tree.
-
-    `settle` and `tops` were found from the logits: they stand where these are the laws, and all are greedy.
-    """
+def warp(logits: Tensor, seqs: Sequence[Seq], trees: TreeBatch) -> Laws:
+    """The law after every node [M, V] of every tree."""
     greedy = tuple(seq.params.is_greedy for seq in seqs)
     if all(greedy) and not any(_adjusts(seq.params) for seq in seqs):
-        return Laws(logits, greedy, settle, tops)
+        return Laws(logits, greedy, plain_greedy=True)
     owners = [seq for seq, size in zip(seqs, trees.sizes(), strict=True) for _ in range(size)]
     return Laws(warp_rows(logits, owners, _paths(seqs, trees)), greedy)
 
@@ -126,12 +117,9 @@ def _paths(seqs: Sequence[Seq], trees: TreeBatch) -> list[list[int]]:
     """[M] the tokens from below the root down to each node; left empty where nothing reads them."""
     if not any(_reads_path(seq.params) for seq in seqs):
         return [[]] * trees.nodes
-    tokens, parents = trees.to_host()
-    paths: list[list[int]] = []
-    for first, end in zip(trees.starts, trees.starts[1:], strict=False):
-        for i in range(first, end):
-            paths.append([] if parents[i] < 0 else [*paths[first + parents[i]], tokens[i]])
-    return paths
+    tokens = trees.to_host()[0]
+    shapes = zip(trees.starts, trees.topology(), strict=False)
+    return [[tokens[first + node] for node in path[1:]] for first, shape in shapes for path in shape.paths]
 
 
 def _adjust(logits: Tensor, seqs: Sequence[Seq], paths: Sequence[Sequence[int]]) -> Tensor:

@@ -29,6 +29,7 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.models.inflate import PRESETS, Shape
 from forerun.testing import FakeSeq
 from forerun.types import Needs, TreeBatch
+from forerun.verify.greedy import device_walk
 
 SHAPES = {
     "135m": (Shape(576, 30, 9, 3, 64, 1536), 49152),
@@ -54,7 +55,14 @@ def random_target(name: str, kind: WeightKind) -> CudaDecoder:
     shape, vocab_size = SHAPES[name]
     weights = RandomWeights(shape, vocab_size, name == "135m", "cuda")
     config = DecoderConfig.from_hf(weights.config)
-    return CudaDecoder(config, weights, dtype=torch.bfloat16, kv_slots=60_000, weight_kind=kind)
+    return CudaDecoder(
+        config,
+        weights,
+        dtype=torch.bfloat16,
+        kv_slots=60_000,
+        weight_kind=kind,
+        greedy_walk=device_walk(torch.device("cuda")),
+    )
 
 
 def measure_shape(name: str, kind: WeightKind, rate: float, given: argparse.Namespace) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from forerun.noise import Noise
 from forerun.testing import FakeSeq
 from forerun.types import Budget, Needs, TreeBatch, Verdict
 from forerun.verify.exact import ExactVerifier
+from forerun.verify.greedy import greedy_verdict
 from forerun.verify.warp import warp
 
 FORMS = {"chain of 5": Budget(5, 5), "tree of 59": Budget(59, 6, 10)}
@@ -65,7 +66,11 @@ def random_head(target: CudaDecoder, draft_vocabulary: int = DRAFT_VOCABULARY) -
 
 
 def make_drafter(target: CudaDecoder, head: Head, kind: WeightKind | None) -> DeviceEagle:
-    return DeviceEagle(DeviceDraft(*make_net(*head, target, kind), target), _no_other, head[0].rates)
+    return DeviceEagle(
+        DeviceDraft(*make_net(*head, target, kind), capture=target.kernels == "triton"),
+        _no_other,
+        head[0].rates,
+    )
 
 
 def _no_other() -> NoReturn:
@@ -146,9 +151,8 @@ def _play(
     lap("propose")
     scores = target.score(seqs, trees, drafter.needs)
     lap("score")
-    laws = warp(scores.required_logits, seqs, trees, scores.settle)
-    noise = Noise([0] * len(seqs), [len(seq.tokens) for seq in seqs])
-    verdict = ExactVerifier().verify(trees, laws, noise)
+    assert scores.greedy is not None, "trees that the device has grown are decided there"
+    verdict = greedy_verdict(trees, scores.greedy)
     lap("verify")
     target.commit(seqs, trees, verdict)
     drafter.observe(seqs, trees, scores, verdict)

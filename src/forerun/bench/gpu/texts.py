@@ -32,6 +32,7 @@ from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
 from forerun.types import Budget, Needs, Request, TreeBatch
+from forerun.verify.greedy import device_walk
 
 OWN = "own"  # not inflated
 TREES = Budget(nodes=12, depth=6, width=3)
@@ -49,7 +50,13 @@ def measure_texts(given: argparse.Namespace) -> dict[str, Any]:
     if given.preset != OWN:
         large = InflatedWeights(checkpoint.config, checkpoint.weights, PRESETS[given.preset], device="cuda")
     config = DecoderConfig.from_hf(checkpoint.config if large is None else large.config)
-    target = CudaDecoder(config, large or checkpoint.weights, dtype=torch.bfloat16, kv_slots=60_000)
+    target = CudaDecoder(
+        config,
+        large or checkpoint.weights,
+        dtype=torch.bfloat16,
+        kv_slots=60_000,
+        greedy_walk=device_walk(torch.device("cuda")),
+    )
     registry.drafters.register("answer_trees", "forerun.bench.gpu.stand_ins:AnswerTrees")
     speculative = SpeculativeConfig(drafter="ngram")
     engine = make_engine(target, tokenizer.eos_ids, speculative, EngineConfig(max_length=4096), tokenizer)

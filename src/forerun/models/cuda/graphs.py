@@ -14,20 +14,23 @@ from typing import Any
 
 import torch
 
-from forerun.models.cuda.grown import Form
+from forerun.models.cuda.grown import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, run_pass
 from forerun.models.cuda.plan import Plan, Size
+from forerun.types import TreeForm
 
 log = logging.getLogger(__name__)
 
-_Key = tuple[Size, tuple[int, ...], bool, Form | None]
+_Key = tuple[Size, tuple[int, ...], bool, TreeForm | None]
 
 
 class Passes:
     """Runs planned passes: as graphs on a GPU, step by step elsewhere."""
 
-    def __init__(self, model: Model, buffers: Buffers, steps: Steps, capture: bool) -> None:
-        self.model, self.buffers, self.steps, self.capture = model, buffers, steps, capture
+    def __init__(
+        self, model: Model, buffers: Buffers, grown: GrownBuffers, steps: Steps, capture: bool
+    ) -> None:
+        self.model, self.buffers, self.grown, self.steps, self.capture = model, buffers, grown, steps, capture
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._last: _Key = Size(0, 0, 0), (), False, None
@@ -38,7 +41,9 @@ class Passes:
         return len(self._graphs)
 
     @torch.inference_mode()
-    def run(self, plan: Plan, hidden: tuple[int, ...], with_logits: bool, grown: Form | None = None) -> None:
+    def run(
+        self, plan: Plan, hidden: tuple[int, ...], with_logits: bool, grown: TreeForm | None = None
+    ) -> None:
         """Results lie in the buffers until the next pass; with trees grown on the device, their verdict too."""
         self.buffers.send(plan)
         self._last = plan.size, hidden, with_logits, grown
@@ -60,9 +65,9 @@ class Passes:
         if form is None:
             run_pass(self.steps, self.model, buffers, run, hidden, with_logits)
             return
-        buffers.grown.fill(run.ints, size, form)
+        self.grown.fill(run.ints, size, form)
         run_pass(self.steps, self.model, buffers, run, hidden, with_logits)
-        buffers.grown.settle(run.ints, size, form, buffers.logits[: form.rows])
+        self.grown.settle(run.ints, size, form, buffers.logits[: form.rows])
 
     def _capture(self, key: _Key) -> torch.cuda.CUDAGraph:
         started = perf_counter()

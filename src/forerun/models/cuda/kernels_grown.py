@@ -42,38 +42,18 @@ def place(
         node = tl.maximum(tl.load(parents + node).to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["positions_at", "slots_at", "ancestors_at", "lengths_at"])
-def settle(both, ints, tops, outcome, moves, positions_at, slots_at, ancestors_at, lengths_at, stride, move_stride,
-           TREES: tl.constexpr, N: tl.constexpr, N_UP: tl.constexpr, DEPTH: tl.constexpr,
-           STEPS_UP: tl.constexpr):  # fmt: skip
-    """One tree: the deepest node that stands with all above it, the path to it, and where its slots go."""
+@triton.jit(do_not_specialize=["slots_at"])
+def record(both, ints, outcome, moves, slots_at, stride, move_stride, TREES: tl.constexpr, N: tl.constexpr,
+           N_UP: tl.constexpr, DEPTH: tl.constexpr, STEPS_UP: tl.constexpr):  # fmt: skip
+    """One tree whose path is decided: the tree beside its path, for the host, and where the path's slots go."""
     b = tl.program_id(0)
     n, s = tl.arange(0, N_UP), tl.arange(0, STEPS_UP)
-    here = n < N
-    tokens, parents = both + b * N, both + stride + b * N
-    inside = here[:, None] & (s <= DEPTH)[None, :]
-    way = tl.load(ints + ancestors_at + (b * N + n)[:, None] * (DEPTH + 1) + s[None, :], mask=inside, other=0)
-    above = tl.load(parents + way, mask=inside, other=-1)
-    said = tl.load(tops + b * N + tl.maximum(above, 0), mask=inside, other=0)
-    right = (tl.load(tokens + way, mask=inside, other=0) == said) | (above < 0)
-    stands = tl.min(right.to(tl.int32), 1) > 0
-    length = tl.load(ints + lengths_at + b)
-    depth = tl.load(ints + positions_at + b * N + n, mask=here, other=0) - length
-    reach = tl.where(stands & here, depth, -1)
-    accepted = tl.max(reach, 0)
-    last = tl.min(tl.where(reach == accepted, n, N - 1), 0)
-    step = tl.load(ints + ancestors_at + (b * N + last) * (DEPTH + 1) + s, mask=s <= DEPTH, other=0)
-    below = (s > 0) & (s <= DEPTH)
-    kept = s <= accepted
+    here, below = n < N, (s > 0) & (s <= DEPTH)
     rows = TREES * N
-    paths = outcome + 2 * rows + b * DEPTH
-    tl.store(paths + s - 1, tl.where(kept, step, -1).to(tl.int64), mask=below)
-    behind = outcome + 2 * rows + TREES * DEPTH
-    tl.store(behind + b, accepted.to(tl.int64))
-    tl.store(behind + TREES + b, tl.load(tops + b * N + last))
-    tl.store(outcome + b * N + n, tl.load(tokens + n, mask=here, other=0), mask=here)
-    tl.store(outcome + rows + b * N + n, tl.load(parents + n, mask=here, other=0), mask=here)
+    tl.store(outcome + b * N + n, tl.load(both + b * N + n, mask=here, other=0), mask=here)
+    tl.store(outcome + rows + b * N + n, tl.load(both + stride + b * N + n, mask=here, other=0), mask=here)
+    path = tl.load(outcome + 2 * rows + b * DEPTH + s - 1, mask=below, other=-1)
     root = tl.load(ints + slots_at + b * N).to(tl.int64)
     move = moves + b * DEPTH + s - 1
-    tl.store(move, root + tl.where(kept, step, s).to(tl.int64), mask=below)
+    tl.store(move, root + tl.where(path < 0, s, path), mask=below)
     tl.store(move + move_stride, root + s, mask=below)

@@ -16,7 +16,6 @@ from torch import Tensor
 from forerun.errors import UnsupportedModel
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
-from forerun.models.cuda.grown import GrownBuffers
 from forerun.models.cuda.packed import Weight, WeightKind, pack
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, Plan, Size
 from forerun.models.kv import TREE_MARGIN
@@ -144,7 +143,6 @@ class Buffers:
             self.found = torch.empty(MAX_ROWS, heads, dtype=dtype, device=device)
             self.inner = torch.empty(MAX_ROWS, config.inner, dtype=dtype, device=device)
             self.logits = torch.empty(MAX_ROWS, config.vocab_size, device=device)
-        self.grown = GrownBuffers(device)
         self._model, self._hidden = model, dict[int, Tensor]()
 
     def hidden(self, layer: int) -> Tensor:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forerun.topology import Topology
+
 MAX_ROWS = 512  # rows in one pass; a tree has at most 257
 FIELDS = 8  # ints per group: low split, high split, first row, rows, base slot, length, ancestors, -
 ROW_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, MAX_ROWS)
@@ -40,7 +42,7 @@ class Span:
     """The nodes of one sequence, written behind `length` committed slots that start at `base`."""
 
     tokens: Sequence[int]
-    parents: Sequence[int] | None  # within the span; None = a chain
+    shape: Topology
     base: int
     length: int
 
@@ -74,13 +76,12 @@ def plan_pass(spans: Sequence[Span], group_nodes: int) -> Plan:
         first, count = len(tokens), len(span.tokens)
         tokens += span.tokens
         slots += range(span.base + span.length, span.base + span.length + count)
-        if span.parents is None or all(parent == i - 1 for i, parent in enumerate(span.parents)):
+        if span.shape.is_chain:
             positions += range(span.length, span.length + count)
             groups += _chain_groups(span, first, count, group_nodes)
         else:
-            depths, paths = _paths(span.parents)
-            positions += [span.length + depth for depth in depths]
-            groups += _tree_groups(span, first, depths, paths, group_nodes, ancestors)
+            positions += [span.length + depth for depth in span.shape.depths]
+            groups += _tree_groups(span, first, group_nodes, ancestors)
     size = Size(
         round_up(len(tokens), ROW_SIZES),
         1 << max(0, len(groups) - 1).bit_length(),
@@ -99,19 +100,12 @@ def _chain_groups(span: Span, first: int, count: int, group_nodes: int) -> list[
     return groups
 
 
-def _tree_groups(
-    span: Span,
-    first: int,
-    depths: Sequence[int],
-    paths: Sequence[Sequence[int]],
-    group_nodes: int,
-    ancestors: list[int],
-) -> list[tuple[int, ...]]:
+def _tree_groups(span: Span, first: int, group_nodes: int, ancestors: list[int]) -> list[tuple[int, ...]]:
     """Committed text is shared; from the split in which the tree starts, every node walks alone.
 
     The last but one field is where a node's ancestors start, counted from the first of them: `_pack` moves it.
     """
-    shared = split_of(span.length)
+    depths, paths, shared = span.shape.depths, span.shape.paths, split_of(span.length)
     groups: list[tuple[int, ...]] = []
     if shared:
         for low in range(0, len(depths), group_nodes):
@@ -122,16 +116,6 @@ def _tree_groups(
         groups.append((shared, high, first + node, 1, span.base, span.length, len(ancestors) + 1, 0))
         ancestors += paths[node]
     return groups
-
-
-def _paths(parents: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-    """Of every node its depth, and the nodes from the root down to itself."""
-    depths: list[int] = []
-    paths: list[list[int]] = []
-    for node, parent in enumerate(parents):
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-        paths.append([node] if parent < 0 else [*paths[parent], node])
-    return depths, paths
 
 
 def _pack(

@@ -18,14 +18,25 @@ from torch import Tensor
 from forerun.errors import ForerunError, InvalidInput, MissingDependency
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.graphs import Passes, Replays
-from forerun.models.cuda.grown import Form, GrownTrees, plan_grown
+from forerun.models.cuda.grown import GrownBuffers, plan_grown
 from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.plain import PlainSteps
 from forerun.models.cuda.plan import MAX_ROWS, Span, plan_pass
 from forerun.models.kv import TREE_MARGIN
 from forerun.models.slots import SlotTarget
-from forerun.types import Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.topology import chain_of
+from forerun.types import (
+    DeviceOutcome,
+    Greedy,
+    GreedyWalk,
+    Needs,
+    Scores,
+    Seq,
+    TreeBatch,
+    TreeForm,
+    Verdict,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +63,7 @@ class CudaDecoder(SlotTarget):
         kv_slots: int | None = None,
         kernels: Kind = "auto",
         weight_kind: WeightKind = "plain",
+        greedy_walk: GreedyWalk,
     ) -> None:
         self.model = Model(config, weights, dtype, torch.device(device), weight_kind)
         self.buffers = Buffers(self.model)
@@ -59,9 +71,9 @@ class CudaDecoder(SlotTarget):
         super().__init__(config, dtype=dtype, device=self.model.device, kv_slots=slots)
         self.kernels = _pick(kernels, self._device, dtype)
         steps = self._steps()
-        self.passes = Passes(self.model, self.buffers, steps, capture=self.kernels == "triton")
+        self.grown = GrownBuffers(self._device, greedy_walk)
+        self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=self.kernels == "triton")
         self._moves = Replays(self._device, capture=self.kernels == "triton")
-        self._settled: Verdict | None = None  # the verdict that was read from the device last
         self._takes_grown = True  # until a pass over trees that only the device knows has failed
         self._group_nodes = _QUERIES // (1 << (config.heads // config.kv_heads - 1).bit_length())
         log.info("KV pool: %d slots, %.2f GB", self.kv.capacity, self.pool_bytes / 1e9)
@@ -89,7 +101,10 @@ class CudaDecoder(SlotTarget):
         fresh, layers = self._admit(seqs), self._layers(needs)
         hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
         for _, pieces in self._passes(seqs, fresh, CHUNK):
-            spans = [Span(piece.tokens, None, piece.extent.base, piece.extent.length) for piece in pieces]
+            spans = [
+                Span(piece.tokens, chain_of(len(piece.tokens)), piece.extent.base, piece.extent.length)
+                for piece in pieces
+            ]
             self._run(spans, layers, hidden, None)
         chains = TreeBatch.chains(fresh)
         return chains, Scores(None, {layer: self._joined(rows) for layer, rows in hidden.items()})
@@ -98,15 +113,16 @@ class CudaDecoder(SlotTarget):
     def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
         """One pass over every node, or several where they are more than MAX_ROWS."""
         layers = self._layers(needs)
-        if isinstance(trees, GrownTrees) and trees.form.rows <= MAX_ROWS and self._takes_grown:
+        form = trees.form
+        if form is not None and form.rows <= MAX_ROWS and self._takes_grown:
             try:
-                return self._score_grown(seqs, trees, layers)
+                return self._score_grown(seqs, trees, form, layers)
             except ForerunError:
                 raise
             except Exception as error:  # compiling or capturing: the same trees can go the way of all others
                 self._takes_grown = False
                 log.warning("trees on the device are read by the host, as their own pass failed: %r", error)
-        tokens, parents = trees.to_host()
+        tokens, shapes = trees.to_host()[0], trees.topology()
         hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
         logits: list[Tensor] = []
         spans: list[Span] = []
@@ -116,49 +132,36 @@ class CudaDecoder(SlotTarget):
             if sum(len(span.tokens) for span in spans) + end - first > MAX_ROWS:
                 self._run(spans, layers, hidden, logits)
                 spans = []
-            spans.append(Span(tokens[first:end], parents[first:end], extent.base, extent.length))
+            spans.append(Span(tokens[first:end], shapes[b], extent.base, extent.length))
         self._run(spans, layers, hidden, logits)
         rows = logits[0] if len(logits) == 1 else torch.cat(logits)
         return Scores(rows, {layer: self._joined(parts) for layer, parts in hidden.items()})
 
-    def _score_grown(self, seqs: Sequence[Seq], trees: GrownTrees, layers: tuple[int, ...]) -> Scores:
+    def _score_grown(
+        self, seqs: Sequence[Seq], trees: TreeBatch, form: TreeForm, layers: tuple[int, ...]
+    ) -> Scores:
         """Trees that only the device knows: nothing is read, and all that was found stays, until the next pass."""
-        form = trees.form
         extents = [self._extent_for(seq, form.nodes) for seq in seqs]
         plan = plan_grown([(extent.base, extent.length) for extent in extents], form, self._group_nodes)
-        self.buffers.grown.take(trees)
+        self.grown.take(trees, form)
         self.passes.run(plan, layers, True, form)
         hidden = {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers}
         logits = self.buffers.logits[: form.rows]
-        return Scores(logits, hidden, lambda: self._settle(trees), trees.seconds)
-
-    def _settle(self, trees: GrownTrees) -> Verdict:
-        self._settled = self.buffers.grown.read(trees)
-        return self._settled
+        return Scores(logits, hidden, Greedy(verdict=lambda: self.grown.read(trees, form)))
 
     @torch.no_grad()
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
         """Paths that are where they belong cost nothing; all others move in one go, in all layers."""
         moves = self._accept(seqs, verdict)
-        if moves and isinstance(trees, GrownTrees) and self.is_settled(verdict):
-            self._moves.do(trees.form, lambda: self._move(trees.form))  # worked out by the device itself
+        outcome = verdict.outcome
+        if moves and outcome is not None:
+            self._moves.do(trees.form, lambda: self._move(outcome))  # worked out by the device itself
         else:
             self.kv.move(moves)
 
-    def _move(self, form: Form) -> None:
-        """As the last verdict on the device says; a slot that stays is written onto itself."""
-        sources, places = self.buffers.grown.moves[:, : form.trees * form.depth]
+    def _move(self, outcome: DeviceOutcome) -> None:
+        sources, places = outcome.moves()
         self.kv.data.index_copy_(3, places, self.kv.data.index_select(3, sources))
-
-    def is_settled(self, verdict: Verdict) -> bool:
-        """Is this the verdict that was read from the device last?"""
-        return verdict is self._settled
-
-    def gather_path(self, layers: Sequence[int], form: Form, into: Tensor) -> None:
-        """Hidden rows of root and path of every tree scored last, into [B, depth + 1, F]; for capturing."""
-        rows = self.buffers.grown.path_rows(form)
-        parts = [self.buffers.hidden(layer).index_select(0, rows) for layer in layers]
-        into.copy_(torch.cat(parts, -1).view(into.shape))
 
     def _run(
         self,

@@ -153,10 +153,10 @@ class HFTarget:
         nodes = torch.tensor(index, device=self.device)  # [n, M]
         positions = place.slots[:, :1] + trees.depths().to(self.device)[nodes]
         positions = positions.clamp_(max=self.max_length - 1)  # what is drafted past the context never stands
-        parents = trees.to_host()[1]
-        ancestors = torch.zeros(len(ids), widest, widest, dtype=torch.bool)
+        shapes = trees.topology()
+        ancestors = torch.eye(widest, dtype=torch.bool).repeat(len(ids), 1, 1)  # a pad sees itself
         for row, b in enumerate(order):
-            ancestors[row] = _ancestors(parents[trees.starts[b] : trees.starts[b + 1]], widest)
+            ancestors[row, : sizes[b], : sizes[b]] = torch.from_numpy(shapes[b].ancestors)
         options: dict[str, Any] = {
             "position_ids": positions,
             "output_hidden_states": bool(needs.hidden_layers),
@@ -232,19 +232,6 @@ def _alike(lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
 def _step_of(size: int) -> int:
     """Sizes that are padded to each other: the very short, and beyond them by powers of two."""
     return max(SHORT, size - 1).bit_length()
-
-
-def _ancestors(parents: Sequence[int], width: int) -> Tensor:
-    """[width, width] what each node of one tree may see of it: ancestors and itself; a pad sees itself."""
-    size = len(parents)
-    seen = torch.eye(width, dtype=torch.bool)
-    if all(parent == i - 1 for i, parent in enumerate(parents)):
-        seen[:size, :size] = torch.ones(size, size, dtype=torch.bool).tril()
-        return seen
-    for i, parent in enumerate(parents):
-        if parent >= 0:
-            seen[i] |= seen[parent]
-    return seen
 
 
 def _key_positions(place: Placement, positions: Tensor) -> Tensor:

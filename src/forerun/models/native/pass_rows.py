@@ -46,16 +46,13 @@ def rows_of(spans: Sequence[Span]) -> Rows:
     first, context, write = list[int](), list[int](), list[int]()
     tails: list[list[int]] = []
     for span in spans:
-        own, parents, nodes = span.base + span.length, span.parents, span.nodes
+        own, shape, nodes = span.base + span.length, span.shape, span.nodes
         write += range(own, own + nodes)
         first += [span.base] * nodes
-        if parents is None or list(parents) == list(range(-1, nodes - 1)):
+        if shape.is_chain:
             context += range(span.length, span.length + nodes)
             tails += [[own + i] for i in range(nodes)]
             continue
         context += [span.length] * nodes
-        paths: list[list[int]] = []
-        for i, parent in enumerate(parents):
-            paths.append([*(paths[parent] if parent >= 0 else ()), own + i])
-        tails += paths
+        tails += [[own + node for node in path] for path in shape.paths]
     return Rows(first, context, tails, write)

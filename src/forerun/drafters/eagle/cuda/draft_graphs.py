@@ -25,12 +25,10 @@ from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, 
 from forerun.drafters.head_drafter import Rows, observe_rows
 from forerun.errors import InvalidInput
 from forerun.models.cuda.graphs import Replays
-from forerun.models.cuda.grown import GrownTrees
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Ints, Size
-from forerun.models.cuda.target import CudaDecoder
 from forerun.models.kv import TREE_MARGIN
-from forerun.types import Scores, Seq, TreeBatch, Verdict
+from forerun.types import DeviceOutcome, Scores, Seq, TreeBatch, TreeForm, Verdict
 
 DEEPEST = 16  # levels of a draft
 MOST = 64  # texts in one draft
@@ -44,27 +42,22 @@ class Ahead:
     ids: tuple[int, ...]
     roots: list[int]
     shape: Shape
-    trees: GrownTrees
+    trees: TreeBatch
 
 
 class DeviceDraft:
-    """Drafts of chosen tokens for texts that all run on one CUDA target."""
+    """Drafts of chosen tokens for sequences of one CUDA target; captured as graphs, or run step by step."""
 
     def __init__(
-        self, net: HeadNet, feature_fusion: FeatureFusion, head_output: HeadOutput, target: CudaDecoder
+        self, net: HeadNet, feature_fusion: FeatureFusion, head_output: HeadOutput, *, capture: bool
     ) -> None:
-        self.net, self.feature_fusion, self.head_output, self.target = (
-            net,
-            feature_fusion,
-            head_output,
-            target,
-        )
+        self.net, self.feature_fusion, self.head_output = net, feature_fusion, head_output
         self.seconds = 0.0  # per level, measured when a form is first captured
         device, width = net.model.device, feature_fusion.feature_width
         self._texts: dict[int, Rows] = {}
         self._repertoire = DraftMenu()
         self._held: set[int] = set()  # texts that have slots
-        self._replays = Replays(device, capture=target.kernels == "triton")
+        self._replays = Replays(device, capture=capture)
         self._group_nodes = 64 // (
             1 << (net.model.config.heads // net.model.config.kv_heads - 1).bit_length()
         )
@@ -94,7 +87,7 @@ class DeviceDraft:
 
     def propose(
         self, seqs: Sequence[Seq], nodes: int, depth: int, width: int, *, ends: bool = False
-    ) -> GrownTrees | None:
+    ) -> TreeBatch | None:
         """One tree of so many nodes for each text, or fewer; None where no graph fits and none is worth making.
 
         Where a text ends within such a draft, it may be deeper than asked for: a graph that is there is cheaper.
@@ -119,7 +112,7 @@ class DeviceDraft:
         width = min(width, nodes, len(self.head_output.ids), room, slots // max(1, depth - 1))
         return min(nodes, width + (depth - 1) * width * width, slots), depth, width
 
-    def _launch(self, roots: Sequence[int], shape: Shape) -> GrownTrees:
+    def _launch(self, roots: Sequence[int], shape: Shape) -> TreeBatch:
         """Draft for the texts whose rows are staged; nothing is counted as taken in until the round is observed."""
         extents = [self.net.kv.extent(seq_id) for seq_id in self._staged]
         places = [(extent.base, extent.length) for extent in extents]
@@ -130,7 +123,9 @@ class DeviceDraft:
         self.replay_last()
         if not known or self.seconds == 0.0:
             self._time()
-        return GrownTrees(self._both[:, : form.trees.rows], form.trees, self.seconds * form.depth)
+        tokens, parents = self._both[:, : form.trees.rows]
+        seconds = self.seconds * form.depth
+        return TreeBatch(tokens, parents, form.trees.starts, form=form.trees, device_seconds=seconds)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """After a round on the device its rows are still in the target's buffers: one replay takes them out."""
@@ -142,17 +137,14 @@ class DeviceDraft:
             for seq_id, tokens in zip(self._staged, self._tokens, strict=True):
                 self.net.kv.extent(seq_id).length += len(tokens)
             self._staged, self._tokens, self._drafted, self._ahead = (), [], False, None
-        settled = isinstance(trees, GrownTrees) and self.target.is_settled(verdict)
-        if not settled or self._staged or len(seqs) > MOST or trees.form.depth > DEEPEST:  # type: ignore[attr-defined]
+        form, outcome = trees.form, verdict.outcome
+        if form is None or outcome is None or self._staged or len(seqs) > MOST or form.depth > DEEPEST:
             self._unstage()
-            if isinstance(trees, GrownTrees):  # what such a pass found lies in the target's own buffers
+            if form is not None:  # what such a pass found lies in the target's own buffers
                 scores = Scores(None, {layer: rows.clone() for layer, rows in scores.hidden.items()})
             observe_rows(self._texts, self.feature_fusion.layers, seqs, trees, scores, verdict)
             return
-        assert isinstance(trees, GrownTrees)
-        form, layers = trees.form, self.feature_fusion.layers
-        into = self._features[: form.trees, : form.depth + 1]
-        self._replays.do(("observe", form), lambda: self.target.gather_path(layers, form, into))
+        self._replays.do(("observe", form), lambda: self._gather(scores, outcome, form))
         paths, bonus = verdict.to_host()
         tokens, _ = trees.to_host()
         self._tokens = [
@@ -163,6 +155,13 @@ class DeviceDraft:
         for seq, fresh in zip(seqs, self._tokens, strict=True):
             self._texts[seq.id].seen += len(fresh)
         self._go_ahead(seqs, bonus)
+
+    def _gather(self, scores: Scores, outcome: DeviceOutcome, form: TreeForm) -> None:
+        """The hidden rows of root and path of every tree, side by side, to where a draft reads them."""
+        rows = outcome.path_rows()
+        parts = [scores.hidden[layer].index_select(0, rows) for layer in self.feature_fusion.layers]
+        into = self._features[: form.trees, : form.depth + 1]
+        into.copy_(torch.cat(parts, -1).view(into.shape))
 
     def _go_ahead(self, seqs: Sequence[Seq], roots: list[int]) -> None:
         """Start the next draft now, unless a text has come to its end."""

@@ -13,8 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from forerun.models.cuda.grown import Form
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, SPLIT_SIZES, Ints, Size, Template, round_up, split_of
+from forerun.types import TreeForm
 
 Shape = tuple[int, int, int]  # nodes below the root, depth, width
 MENU: tuple[Shape, ...] = (
@@ -37,8 +37,8 @@ class DraftForm:
     level: Size  # the pass over a level
 
     @property
-    def trees(self) -> Form:
-        return Form(self.texts, self.nodes + 1, self.depth, chain=self.width == 1)
+    def trees(self) -> TreeForm:
+        return TreeForm(self.texts, self.nodes + 1, self.depth, chain=self.width == 1)
 
     @property
     def roots_at(self) -> int:

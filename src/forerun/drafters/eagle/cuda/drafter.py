@@ -73,10 +73,10 @@ class DeviceEagle:
             return self.plain.propose(seqs, budgets)
         parts: list[TreeBatch] = []
         order: list[int] = []
-        ancestors = [self._way(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+        routes = [self._route(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
         makers = {"idle": _lone_roots, "device": self._grow, "plain": self._propose_plainly}
         for name, propose in makers.items():
-            which = [b for b, way in enumerate(ancestors) if way == name]
+            which = [b for b, route in enumerate(routes) if route == name]
             if which:
                 parts.append(propose([seqs[b] for b in which], [budgets[b] for b in which]))
                 order += which
@@ -103,7 +103,7 @@ class DeviceEagle:
         if self._plain is not None:
             self._plain.forget(seq)
 
-    def _way(self, seq: Seq, budget: Budget) -> str:
+    def _route(self, seq: Seq, budget: Budget) -> str:
         if not seq.params.is_greedy:
             return "plain"
         wanted = budget.nodes > 0 and budget.depth > 0 and budget.level != 0.0
@@ -185,7 +185,7 @@ def on_device(folder: Path, target: Target, make_plain: Callable[[], Drafter]) -
     assert shared is not None
     shared.must_fit(config.target_width, config.vocab_size, config.target)
     try:
-        draft = DeviceDraft(*make_net(config, weights, target), target)
+        draft = DeviceDraft(*make_net(config, weights, target), capture=target.kernels == "triton")
     except ForerunError:
         raise
     except Exception as error:  # no memory for its buffers, no working Triton: neither stops generation

@@ -1,0 +1,85 @@
+"""The greedy rule, once: from the root, follow the child that equals the argmax, until no child does.
+
+A law that is a point mass leaves every exact verifier this one verdict. The host form walks one tree at a time; the
+device form walks all trees of a round at once, for targets that score trees which only the device knows: by torch
+anywhere, by one Triton kernel on a GPU (kernels_greedy.py). `build` hands the device form to such targets, and the
+tests hold all three against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from forerun.types import Greedy, GreedyWalk, TreeBatch, Verdict
+
+
+def greedy_verdict(trees: TreeBatch, known: Greedy) -> Verdict:
+    """The verdict on trees whose laws are all greedy, from what their pass already knows."""
+    if known.verdict is not None:
+        return known.verdict()
+    assert known.argmax is not None, "a pass that says nothing sends no Greedy"
+    paths, bonus = list[list[int]](), list[int]()
+    tokens = trees.to_host()[0]
+    for first, shape in zip(trees.starts, trees.topology(), strict=False):
+        end = first + len(shape)
+        path, token = walk_argmax(tokens[first:end], shape.children, known.argmax[first:end])
+        paths.append(path)
+        bonus.append(token)
+    return Verdict.of(paths, bonus, trees.device)
+
+
+def walk_argmax(
+    tokens: Sequence[int], children: Sequence[Sequence[int]], argmax: Sequence[int]
+) -> tuple[list[int], int]:
+    """One tree on the host: the accepted nodes below its root, and the bonus."""
+    return follow(tokens, children, lambda node, depth: argmax[node])
+
+
+def follow(
+    tokens: Sequence[int], children: Sequence[Sequence[int]], say: Callable[[int, int], int]
+) -> tuple[list[int], int]:
+    """From the root, step to the child that equals what the target says at (node, depth), until none does."""
+    path: list[int] = []
+    node = 0
+    while True:
+        token = say(node, len(path))
+        child = next((i for i in children[node] if tokens[i] == token), None)
+        if child is None:
+            return path, token
+        path.append(child)
+        node = child
+
+
+def device_walk(device: torch.device) -> GreedyWalk:
+    """The device form of the rule for tensors on this device."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return walk_by_torch
+    from forerun.verify.kernels_greedy import walk_by_kernel
+
+    return walk_by_kernel
+
+
+def walk_by_torch(
+    trees: Tensor, ancestors: Tensor, argmax: Tensor, paths: Tensor, accepted: Tensor, bonus: Tensor
+) -> None:
+    """All trees at once, on any device; see `GreedyWalk` for what goes in and out.
+
+    A node stands where it and all above it equal the argmax after their parents; the deepest one ends the path.
+    """
+    tokens, parents = trees
+    ancestors = ancestors.long()
+    right = (tokens == argmax.gather(1, parents.clamp(min=0))) | (parents < 0)
+    stands = right.gather(1, ancestors.flatten(1)).view_as(ancestors).all(-1)  # [B, N]
+    own = torch.arange(tokens.shape[1], device=tokens.device)[:, None]
+    depths = (ancestors != own).sum(-1)  # [B, N]
+    last = torch.where(stands, depths, -1).argmax(1, keepdim=True)  # [B, 1]
+    length = depths.gather(1, last)
+    path = ancestors.gather(1, last[..., None].expand(-1, -1, ancestors.shape[-1]))[:, 0, 1:]
+    places = torch.arange(path.shape[1], device=path.device)
+    paths.copy_(torch.where(places < length, path, -1))
+    accepted.copy_(length[:, 0])
+    bonus.copy_(argmax.gather(1, last)[:, 0])
