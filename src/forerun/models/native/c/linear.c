@@ -34,9 +34,28 @@ FR_INLINE float scale_of(float amax) {
     return scale;
 }
 
+/* The sum of sixteen integers whose bits are those of SHIFT + integer, added up in four lanes. */
+FR_INLINE int32_t sum_of(u32x4 v) { return (int32_t)((v[0] + v[1]) + (v[2] + v[3]) - FR_BLOCK / 2 * (uint32_t)FR_SHIFT_BITS); }
+
+/* What kernels want to know of a row's block beside its integers: its scale, and the sums of both halves. */
+FR_INLINE void set_scales(fr_group *out, int row, float scale, int32_t low, int32_t high) {
+    out->scales[row] = scale;
+    out->sums[row] = scale * (float)(int32_t)((uint32_t)low + (uint32_t)high);
+#if defined(__aarch64__)
+    store4(out->backs[row], all4(-FR_SHIFT) * all4(scale));
+#else
+    out->backs[row] = -FR_SHIFT * scale;
+    uint32_t first = (uint32_t)low, last = (uint32_t)high; /* anything in rows that are not numbers */
+    out->starts[FR_ZERO_8][row] = (int32_t)(FR_SHIFT_BITS - 128 * (first + last));
+    out->starts[FR_ZERO_5][row] = (int32_t)(FR_SHIFT_BITS - 16 * (first + last));
+    out->starts[FR_ZERO_6][row] = (int32_t)(FR_SHIFT_BITS - 32 * first);
+    out->starts[FR_ZERO_6_LAST][row] = (int32_t)(FR_SHIFT_BITS - 32 * last);
+#endif
+}
+
 /* Nearest multiple of amax/127 per block of 32; ties to even, by adding a number whose unit is one. */
 static void quantize_block(const float *x, fr_group *out, int row) {
-    const f32x4 shift = all4(12582912.0f);
+    const f32x4 shift = all4(FR_SHIFT);
     const i32x4 magnitude = {0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff};
     f32x4 most[FR_BLOCK / 4];
     for (int i = 0; i < FR_BLOCK / 4; i++) most[i] = (f32x4)((i32x4)load4(x + 4 * i) & magnitude);
@@ -47,20 +66,14 @@ static void quantize_block(const float *x, fr_group *out, int row) {
     float amax = low > high ? low : high;
     f32x4 inverse = all4(amax > 0.0f ? 127.0f / amax : 0.0f);
     /* the low byte of a sum with SHIFT is the integer, and the bits of SHIFT itself cancel in the total of all */
-    u32x4 total = {0, 0, 0, 0}, v[FR_BLOCK / 4];
-    for (int i = 0; i < FR_BLOCK / 4; i++) {
-        v[i] = (u32x4)(load4(x + 4 * i) * inverse + shift);
-        total += v[i];
-    }
+    u32x4 v[FR_BLOCK / 4];
+    for (int i = 0; i < FR_BLOCK / 4; i++) v[i] = (u32x4)(load4(x + 4 * i) * inverse + shift);
     for (int i = 0; i < FR_BLOCK / 4; i += 4) {
         i8x16 bytes = narrow8(narrow16(v[i], v[i + 1]), narrow16(v[i + 2], v[i + 3]));
         memcpy(out->values[i / 4][row], &bytes, 16);
     }
-    int32_t sum = (int32_t)((total[0] + total[1]) + (total[2] + total[3]) - FR_BLOCK * 0x4B400000u);
-    float scale = scale_of(amax);
-    out->scales[row] = scale;
-    out->sums[row] = scale * (float)sum;
-    store4(out->backs[row], -shift * all4(scale));
+    int32_t sums[2] = {sum_of((v[0] + v[1]) + (v[2] + v[3])), sum_of((v[4] + v[5]) + (v[6] + v[7]))};
+    set_scales(out, row, scale_of(amax), sums[0], sums[1]);
 }
 
 typedef struct {
@@ -89,10 +102,9 @@ typedef struct {
     fr_group *q;
     float *y;
     int64_t rows, stride;
-    fr_kernel packed;
 } linear_job;
 
-FR_INLINE int64_t panels_of(const fr_weight *w) { return (w->outputs + FR_PANEL - 1) / FR_PANEL; }
+FR_INLINE int64_t panels_of(const fr_weight *w) { return (w->outputs + fr_width(w->kind) - 1) / fr_width(w->kind); }
 
 /* Panels are numbered through all parts; a range may span several. */
 static void run_panels(void *arg, int64_t begin, int64_t end, int worker) {
@@ -105,7 +117,7 @@ static void run_panels(void *arg, int64_t begin, int64_t end, int worker) {
         if (begin < last) {
             fr_range range = {w, job->x, job->q, y, job->rows, job->stride, begin, last};
             if (w->kind <= FR_BF16) fr_plain(&range);
-            else job->packed(&range);
+            else fr_packed_kernel(w->kind)(&range);
         }
         begin = begin > panels ? begin - panels : 0;
         end -= panels;
@@ -114,19 +126,20 @@ static void run_panels(void *arg, int64_t begin, int64_t end, int worker) {
 }
 
 void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void *scratch) {
-    linear_job job = {.weights = w, .x = x, .y = y, .rows = rows, .packed = fr_packed_kernel()};
-    int64_t panels = 0, inputs = w->part[0].inputs, packed = 0;
+    linear_job job = {.weights = w, .x = x, .y = y, .rows = rows};
+    int64_t panels = 0, inputs = w->part[0].inputs, packed = 0, least = 1; /* panels worth a turn: 16 outputs */
     for (int64_t i = 0; i < w->count; i++) {
         panels += panels_of(&w->part[i]);
         job.stride += w->part[i].outputs;
         packed |= w->part[i].kind > FR_BF16;
+        if (16 / fr_width(w->part[i].kind) > least) least = 16 / fr_width(w->part[i].kind);
     }
     if (packed) {
         job.q = scratch;
         fr_quantize_rows(x, rows, inputs, job.q);
     }
     int64_t grain = panels / (fr_threads() * 4);
-    fr_parallel(run_panels, &job, panels, grain < 4 ? 4 : grain > 128 ? 128 : grain);
+    fr_parallel(run_panels, &job, panels, grain < least ? least : grain > 32 * least ? 32 * least : grain);
 }
 
 /* One linear layer on its own, for families that run in torch. 0 = done, 1 = out of memory. */
