@@ -12,6 +12,7 @@ typedef struct {
     const char *name;
     fr_kernel packed;
     int width; /* of the panels that it reads */
+    int tiles; /* from how many rows on it wants them in tiles; 0 = never */
     int (*here)(void);
 } variant;
 
@@ -30,15 +31,29 @@ static int has_avx_vnni(void) { /* not all compilers know its name here */
     unsigned a, b, c, d;
     return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
+#if defined(__linux__)
+static int has_amx(void) {
+    static int known; /* 1 = no, 2 = yes; every thread would find the same */
+    unsigned a, b, c, d;
+    if (!known) {
+        int there = has_avx512() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 3) == 3; /* tiles, int8 */
+        known = there && fr_amx_works() ? 2 : 1;
+    }
+    return known == 2;
+}
+#endif
 #endif
 /* what lies between the linear layers needs AVX2 as well, so there is no lesser machine to serve */
 static const variant variants[] = {
-    {"avx512-vnni", fr_packed_avx512, 16, has_avx512},
-#if FR_NEW_X86
-    {"avx-vnni", fr_packed_avx_vnni, 8, has_avx_vnni},
+#if FR_NEW_X86 && defined(__linux__)
+    {"amx-int8", fr_packed_amx, 16, 8, has_amx},
 #endif
-    {"avx2", fr_packed_avx2, 8, has_avx2},
-    {"generic", fr_packed_generic, 4, has_avx2},
+    {"avx512-vnni", fr_packed_avx512, 16, 0, has_avx512},
+#if FR_NEW_X86
+    {"avx-vnni", fr_packed_avx_vnni, 8, 0, has_avx_vnni},
+#endif
+    {"avx2", fr_packed_avx2, 8, 0, has_avx2},
+    {"generic", fr_packed_generic, 4, 0, has_avx2},
 };
 #elif defined(__aarch64__)
 static int has_dotprod(void) {
@@ -49,10 +64,10 @@ static int has_dotprod(void) {
 #endif
 }
 static int always(void) { return 1; }
-static const variant variants[] = {{"neon-dotprod", fr_packed_dotprod, 4, has_dotprod}, {"generic", fr_packed_generic, 4, always}};
+static const variant variants[] = {{"neon-dotprod", fr_packed_dotprod, 4, 0, has_dotprod}, {"generic", fr_packed_generic, 4, 0, always}};
 #else
 static int always(void) { return 1; }
-static const variant variants[] = {{"generic", fr_packed_generic, 4, always}};
+static const variant variants[] = {{"generic", fr_packed_generic, 4, 0, always}};
 #endif
 
 enum { VARIANTS = sizeof variants / sizeof *variants };
@@ -72,6 +87,8 @@ static const variant *find(const char *isa) {
 }
 
 int fr_chosen_width(void) { return choice() ? choice()->width : 4; }
+
+int fr_uses_tiles(int64_t rows) { return choice() && choice()->tiles && rows >= choice()->tiles; }
 
 /* Weights that were packed for another path are read by the plain one, which reads all. */
 fr_kernel fr_packed_kernel(int kind) { return choice()->width == fr_width(kind) ? choice()->packed : fr_packed_generic; }

@@ -24,7 +24,7 @@
 #if defined(__clang__)
 #define FR_UNROLL _Pragma("unroll")
 #else
-#define FR_UNROLL _Pragma("GCC unroll 8")
+#define FR_UNROLL _Pragma("GCC unroll 16")
 #endif
 
 /* ---- pool.c: one thread pool for the process ---- */
@@ -128,8 +128,14 @@ typedef struct {
 #endif
 } fr_group;
 
+/* Sixteen rows of one block of inputs, for AMX. Tiles lie block by block, [rows / 16, inputs / 32]. */
+enum { FR_TILE_ROWS = 16 };
+typedef struct {
+    int8_t values[FR_TILE_ROWS][FR_BLOCK];
+    float scales[FR_TILE_ROWS], sums[FR_TILE_ROWS];
+} fr_tile;
+
 size_t fr_quants_bytes(int64_t rows, int64_t inputs);
-void fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, fr_group *out);
 
 /* y[rows, sum of outputs] = x[rows, inputs] W^T + bias; scratch holds fr_quants_bytes(rows, inputs). */
 void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void *scratch);
@@ -139,6 +145,7 @@ typedef struct {
     const fr_weight *w;
     const float *x;
     const fr_group *q;
+    const fr_tile *tiles; /* the same rows, or NULL where tiles are of no use */
     float *y;
     int64_t rows, stride, begin, end;
 } fr_range;
@@ -148,11 +155,14 @@ void fr_packed_dotprod(const fr_range *range); /* 64-bit ARM, panels of 4: P4, P
 void fr_packed_avx2(const fr_range *range);    /* x86-64, panels of 8: P4, P8 and the 5-bit and K formats */
 void fr_packed_avx_vnni(const fr_range *range);
 void fr_packed_avx512(const fr_range *range); /* x86-64, panels of 16: the same */
+void fr_packed_amx(const fr_range *range);    /* x86-64 on Linux, panels of 16: the same */
+int fr_amx_works(void);                       /* asks the system for tiles and tries one */
 void fr_plain(const fr_range *range);         /* F32 and BF16 */
 
 /* ---- dispatch.c: compiled for the least of machines ---- */
 fr_kernel fr_packed_kernel(int kind);
 int fr_chosen_width(void);             /* of the panels that the chosen path reads */
+int fr_uses_tiles(int64_t rows);       /* does it want so many rows in tiles? */
 FR_API const char *fr_isa(void);       /* "" where the machine lacks what the library is built on */
 FR_API const char *fr_variant(int i);  /* names of all paths of this architecture, best first; NULL after the last */
 FR_API int fr_has(const char *isa);    /* can this machine run it? */

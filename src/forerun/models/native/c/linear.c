@@ -5,8 +5,15 @@
 
 FR_INLINE int64_t groups_of(int64_t rows) { return (rows + FR_GROUP - 1) / FR_GROUP; }
 
-size_t fr_quants_bytes(int64_t rows, int64_t inputs) {
+FR_INLINE int64_t tiles_of(int64_t rows) { return (rows + FR_TILE_ROWS - 1) / FR_TILE_ROWS; }
+FR_INLINE size_t groups_bytes(int64_t rows, int64_t inputs) {
     return (size_t)(groups_of(rows) * (inputs / FR_BLOCK)) * sizeof(fr_group);
+}
+
+/* Groups, then tiles where the path wants them. */
+size_t fr_quants_bytes(int64_t rows, int64_t inputs) {
+    size_t tiles = fr_uses_tiles(rows) ? (size_t)(tiles_of(rows) * (inputs / FR_BLOCK)) * sizeof(fr_tile) : 0;
+    return groups_bytes(rows, inputs) + tiles;
 }
 
 /* The even elements of two vectors: from wide integers to narrow ones that hold the same small numbers. */
@@ -78,8 +85,9 @@ static void quantize_block(const float *x, fr_group *out, int row) {
 
 typedef struct {
     const float *x;
-    int64_t inputs;
+    int64_t rows, inputs;
     fr_group *q;
+    fr_tile *tiles; /* or NULL */
 } quantize_job;
 
 static void quantize_range(void *arg, int64_t begin, int64_t end, int worker) {
@@ -91,15 +99,40 @@ static void quantize_range(void *arg, int64_t begin, int64_t end, int worker) {
             quantize_block(job->x + r * job->inputs + b * FR_BLOCK, job->q + r / FR_GROUP * blocks + b, r % FR_GROUP);
 }
 
-void fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, fr_group *out) {
-    quantize_job job = {x, inputs, out};
-    fr_parallel(quantize_range, &job, rows, FR_GROUP); /* few rows are done before a worker would wake */
+/* The groups of sixteen rows as one run of tiles; what lies past the last row is zero. */
+static void tile_range(void *arg, int64_t begin, int64_t end, int worker) {
+    (void)worker;
+    const quantize_job *job = arg;
+    int64_t blocks = job->inputs / FR_BLOCK;
+    for (int64_t i = begin; i < end; i++)
+        for (int64_t b = 0; b < blocks; b++) {
+            fr_tile *tile = job->tiles + i * blocks + b;
+            for (int64_t row = 0; row < FR_TILE_ROWS; row++) {
+                int64_t r = i * FR_TILE_ROWS + row, in = r % FR_GROUP;
+                const fr_group *q = job->q + r / FR_GROUP * blocks + b;
+                if (r >= job->rows) {
+                    memset(tile->values[row], 0, FR_BLOCK);
+                    tile->scales[row] = tile->sums[row] = 0;
+                    continue;
+                }
+                memcpy(tile->values[row], q->values[0][in], FR_BLOCK / 2);
+                memcpy(tile->values[row] + FR_BLOCK / 2, q->values[1][in], FR_BLOCK / 2);
+                tile->scales[row] = q->scales[in];
+                tile->sums[row] = q->sums[in];
+            }
+        }
+}
+
+static void quantize_rows(quantize_job *job) {
+    fr_parallel(quantize_range, job, job->rows, FR_GROUP); /* few rows are done before a worker would wake */
+    if (job->tiles) fr_parallel(tile_range, job, tiles_of(job->rows), 1);
 }
 
 typedef struct {
     const fr_weights *weights;
     const float *x;
-    fr_group *q;
+    const fr_group *q;
+    const fr_tile *tiles;
     float *y;
     int64_t rows, stride;
 } linear_job;
@@ -115,7 +148,7 @@ static void run_panels(void *arg, int64_t begin, int64_t end, int worker) {
         const fr_weight *w = &job->weights->part[i];
         int64_t panels = panels_of(w), last = end < panels ? end : panels;
         if (begin < last) {
-            fr_range range = {w, job->x, job->q, y, job->rows, job->stride, begin, last};
+            fr_range range = {w, job->x, job->q, job->tiles, y, job->rows, job->stride, begin, last};
             if (w->kind <= FR_BF16) fr_plain(&range);
             else fr_packed_kernel(w->kind)(&range);
         }
@@ -135,8 +168,10 @@ void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void
         if (16 / fr_width(w->part[i].kind) > least) least = 16 / fr_width(w->part[i].kind);
     }
     if (packed) {
-        job.q = scratch;
-        fr_quantize_rows(x, rows, inputs, job.q);
+        quantize_job rounding = {x, rows, inputs, scratch, NULL};
+        if (fr_uses_tiles(rows)) rounding.tiles = (fr_tile *)((char *)scratch + groups_bytes(rows, inputs));
+        quantize_rows(&rounding);
+        job.q = rounding.q, job.tiles = rounding.tiles;
     }
     int64_t grain = panels / (fr_threads() * 4);
     fr_parallel(run_panels, &job, panels, grain < least ? least : grain > 32 * least ? 32 * least : grain);

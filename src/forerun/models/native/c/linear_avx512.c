@@ -56,7 +56,7 @@ FR_INLINE void panel_rows(const uint8_t *panel, int format, int rows, int64_t bl
         block_scales s = super_scales(format, panel + FR_SUPER * fr_block_bytes(format, W));
         for (int64_t b = 0; b < run; b++, q++, panel += fr_block_bytes(format, W)) {
             __m512i v[8];
-            unpack(format, panel, v);
+            unpack(format, panel, 1, v);
             read_scales(format, panel, &s);
             FR_UNROLL for (int r = 0; r < rows; r++)
                 total[r] = add_block(format, v, &s, q + r / FR_GROUP * blocks, r % FR_GROUP, total[r]);

@@ -53,12 +53,12 @@ FR_INLINE __m512i two_bits(__m512i v, int g) {
     }
 }
 
-/* The eight groups of a block, as unsigned bytes: zero points are added. */
-FR_INLINE void unpack(int format, const uint8_t *block, __m512i v[8]) {
+/* The eight groups of a block, as bytes: zero points are added. P8 is made unsigned only where that is asked for. */
+FR_INLINE void unpack(int format, const uint8_t *block, int no_sign, __m512i v[8]) {
     const __m512i low = _mm512_set1_epi8(15), bit = _mm512_set1_epi8(16), bits = _mm512_set1_epi8(48);
     if (format == FR_P8) {
-        FR_UNROLL for (int g = 0; g < 8; g++)
-            v[g] = _mm512_xor_si512(_mm512_loadu_si512(block + 64 * g), _mm512_set1_epi8((char)0x80));
+        const __m512i sign = _mm512_set1_epi8(no_sign ? (char)0x80 : 0);
+        FR_UNROLL for (int g = 0; g < 8; g++) v[g] = _mm512_xor_si512(_mm512_loadu_si512(block + 64 * g), sign);
         return;
     }
     FR_UNROLL for (int g = 0; g < 4; g++) {
