@@ -175,7 +175,16 @@ void fr_rope(float *x, const float *cosines, const float *sines, const int32_t *
 void fr_swiglu(const float *gate_up, float *y, int64_t rows, int64_t width);
 void fr_add(float *x, const float *delta, int64_t count);
 
-enum { FR_TOGETHER = 4 }; /* queries that read the same keys at most */
+enum { FR_TOGETHER = 8 }; /* queries that read the same keys at most */
+struct fr_queries;        /* a tile of them: attention.h */
+typedef void (*fr_attend_tile)(struct fr_queries *tile, int count);
+void fr_attend(struct fr_queries *tile, int count);        /* up to four */
+void fr_attend_avx512(struct fr_queries *tile, int count); /* up to eight */
+typedef struct {
+    fr_attend_tile attend;
+    int together;
+} fr_attention_path;
+const fr_attention_path *fr_chosen_attention(void); /* dispatch.c */
 
 /* What a node sees: `context` slots in a row from `first`, then the slots in its row of `tails`, itself last. */
 typedef struct {
