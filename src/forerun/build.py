@@ -202,12 +202,12 @@ def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
 
 def cost_file(checkpoint: Checkpoint, config: EngineConfig, cache: Path) -> Path:
     """Where t(n) of this model on this machine is kept."""
-    from forerun.models.native.library import isa
+    from forerun.models.native.library import ABI, isa
 
     stat = checkpoint.path.stat()
     facts = (
         str(checkpoint.path.resolve()), stat.st_size, int(stat.st_mtime), config.dtype, config.device,
-        torch.get_num_threads(), torch.__version__, platform.machine(), platform.node(), os.cpu_count(), isa(),
+        torch.get_num_threads(), torch.__version__, platform.machine(), platform.node(), os.cpu_count(), isa(), ABI,
     )  # fmt: skip
     return cache / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
 

@@ -20,6 +20,7 @@ HALVES = {  # where a block keeps float16 scales
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "IQ4_NL": (0,),
 }
 KINDS = {layout.name: kind for kind, layout in LAYOUTS.items() if layout.name in HALVES}
 

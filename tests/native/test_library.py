@@ -22,10 +22,10 @@ CHECKS = [Path(__file__).with_name(name) for name in ("check.c", "check_head.c")
 FLAGS = ["-std=gnu11", "-ffp-contract=off", "-pthread", f"-I{NATIVE}"]
 
 
-def _ask(setting: str) -> str:
-    """What another process says of the library under a setting of FORERUN_NATIVE."""
+def _ask(setting: str, path: str = "") -> str:
+    """What another process says of the library under settings of FORERUN_NATIVE and FORERUN_ISA."""
     code = "from forerun.models.native import library as n; print(n.available(), n.isa(), n.why_not())"
-    environment = {**os.environ, "FORERUN_NATIVE": setting}
+    environment = {**os.environ, "FORERUN_NATIVE": setting, "FORERUN_ISA": path}
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     ).stdout
@@ -42,8 +42,29 @@ def test_it_can_be_turned_off_and_says_why_it_is_missing(tmp_path: Path) -> None
 @needs_native
 def test_it_says_what_runs_here() -> None:
     assert native_library.why_not() is None
-    assert native_library.isa() in ("neon-dotprod", "avx2", "avx512-vnni", "generic")
+    paths = native_library.paths()
+    assert native_library.isa() == os.environ.get("FORERUN_ISA") or next(n for n, has in paths.items() if has)
+    assert paths["generic"]
     assert native_library.library().fr_choose(b"no such thing") == 1
+
+
+@needs_native
+@pytest.mark.parametrize("path", [name for name, has in native_library.paths().items() if has])
+def test_a_path_can_be_forced(path: str) -> None:
+    assert _ask("", path).split()[:2] == ["True", path]
+
+
+@needs_native
+def test_a_path_that_the_machine_lacks_is_one_line() -> None:
+    environment = {**os.environ, "FORERUN_ISA": "vax"}
+    code = "from forerun.models.native import library as n; n.available()"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode != 0
+    last = ran.stderr.strip().splitlines()[-1]
+    assert "FORERUN_ISA=vax: this machine cannot run that; it can run" in last
+    assert "generic" in last
 
 
 def _work() -> tuple[PackedWeight, torch.Tensor]:

@@ -24,6 +24,7 @@ from rich.text import Text
 from forerun import __version__
 from forerun.cli.flags import DEFAULT_MODEL
 from forerun.cli.models import in_units
+from forerun.errors import InvalidInput
 from forerun.models.load.catalog import cache_folder, known_models
 
 # Distribution names: what each extra brings, and what is always needed. A test holds them to pyproject.toml.
@@ -148,12 +149,27 @@ def _kernels() -> Finding:
         library = import_module("forerun.models.native.library")
     except ImportError as error:  # torch itself does not load
         return Finding("native kernels", f"cannot be tried ({error})", ok=False, needed=False)
-    why = library.why_not()
+    try:
+        why = library.why_not()
+    except InvalidInput as error:
+        return Finding("native kernels", str(error), ok=False, fix="unset FORERUN_ISA")
     if why is not None:
         lost = f"absent ({why}): passes on the CPU run on torch, several times slower"
         fix = "gcc or clang, then pip install --force-reinstall --no-deps forerun"
         return Finding("native kernels", lost, ok=False, needed=False, fix=fix)
-    return Finding("native kernels", library.isa(), needed=False)
+    return Finding("native kernels", _why_these(library.isa(), library.paths()), needed=False)
+
+
+def _why_these(isa: str, paths: Mapping[str, bool]) -> str:
+    """Which path runs here and why not a better one."""
+    forced = os.environ.get("FORERUN_ISA")
+    here = [name for name, has in paths.items() if has]
+    lacking = [name for name in list(paths)[: list(paths).index(isa)] if not paths[name]]
+    if forced:
+        return f"{isa} (FORERUN_ISA asks for it; the best here is {here[0]})"
+    lesser = f"; FORERUN_ISA can force {', '.join(here[1:])}" if here[1:] else ""
+    better = f"this machine lacks {', '.join(lacking)}" if lacking else "the best that there is"
+    return f"{isa} ({better}{lesser})"
 
 
 def _cpu() -> str:

@@ -146,6 +146,16 @@ def _q4_1(packed: Tensor, out: Tensor) -> None:
     out += _half(packed, 2)
 
 
+# What the sixteen values of IQ4_NL stand for.
+_UNEVEN_STEPS = torch.tensor(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32
+)
+
+
+def _iq4_nl(packed: Tensor, out: Tensor) -> None:
+    torch.mul(_UNEVEN_STEPS[_four_bits(packed[:, 2:]).long()], _half(packed, 0), out=out)
+
+
 def _q5_0(packed: Tensor, out: Tensor) -> None:
     codes = _four_bits(packed[:, 6:]) | _fifth_bit(packed[:, 2:6])
     torch.mul(codes.view(torch.int8) - 16, _half(packed, 0), out=out)
@@ -208,4 +218,5 @@ _UNPACKERS: dict[str, Callable[[Tensor, Tensor], None]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
 }

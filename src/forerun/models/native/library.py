@@ -1,7 +1,8 @@
 """The native library: found next to this file, loaded with ctypes, described in the same words as native/*.h.
 
 It is built with the package where there is a C compiler; without it everything runs on torch. The environment
-variable FORERUN_NATIVE turns it off (0) or names another build of it (a path).
+variable FORERUN_NATIVE turns it off (0) or names another build of it (a path); FORERUN_ISA names the instructions to
+use, of those that the machine has.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+from forerun.errors import InvalidInput
+
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 BLOCK = 32  # inputs per block of packed kinds
 _MOST_PARTS = 3
-_ABI = 2
+ABI = 3  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 
 Fields = list[tuple[str, Any]]
@@ -105,6 +108,8 @@ class Pass(Structure):
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fr_layout": (c_int64, []),
     "fr_isa": (c_char_p, []),
+    "fr_variant": (c_char_p, [c_int]),
+    "fr_has": (c_int, [c_char_p]),
     "fr_choose": (c_int, [c_char_p]),
     "fr_threads": (c_int, []),
     "fr_set_threads": (None, [c_int]),
@@ -127,6 +132,12 @@ def isa() -> str:
     """Which kernels run here, such as neon-dotprod or avx2; "" without the library."""
     found = _load()[0]
     return found.fr_isa().decode() if found is not None else ""
+
+
+def paths() -> dict[str, bool]:
+    """Every path that the library has on this architecture, best first, and whether this machine can run it."""
+    found = _load()[0]
+    return {} if found is None else _paths(found)
 
 
 def why_not() -> str | None:
@@ -163,9 +174,25 @@ def _load() -> tuple[Any, str | None]:
     except (OSError, AttributeError) as error:
         return None, f"{path.name} does not load ({error}): install forerun again"
     sizes = (ctypes.sizeof(part) for part in (Model, Layer, Pass))
-    expected = _ABI * 10**9 + sum(size * scale for size, scale in zip(sizes, (10**6, 10**3, 1), strict=True))
+    expected = ABI * 10**9 + sum(size * scale for size, scale in zip(sizes, (10**6, 10**3, 1), strict=True))
     if found.fr_layout() != expected:
         return None, f"{path.name} is of another version: install forerun again"
     if not found.fr_isa():
         return None, "this processor lacks AVX2 and FMA"
+    _choose(found, os.environ.get("FORERUN_ISA", ""))
     return found, None
+
+
+def _paths(found: Any) -> dict[str, bool]:
+    names, i = dict[str, bool](), 0
+    while (name := found.fr_variant(i)) is not None:
+        names[name.decode()] = bool(found.fr_has(name))
+        i += 1
+    return names
+
+
+def _choose(found: Any, wanted: str) -> None:
+    """Force the path that FORERUN_ISA names."""
+    if wanted and found.fr_choose(wanted.encode()):
+        here = ", ".join(name for name, has in _paths(found).items() if has)
+        raise InvalidInput(f"FORERUN_ISA={wanted}: this machine cannot run that; it can run {here}")

@@ -1,7 +1,6 @@
-/* Which kernels this machine can run, asked once. Compiled for the least of machines. */
+/* Which paths this machine can run, asked once. Compiled for the least of machines. */
 #include "forerun.h"
 
-#include <string.h>
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #ifndef HWCAP_ASIMDDP
@@ -12,19 +11,55 @@
 typedef struct {
     const char *name;
     fr_kernel packed;
+    int width; /* of the panels that it reads */
+    int tiles; /* from how many rows on it wants them in tiles; 0 = never */
+    const fr_attention_path *attention;
     int (*here)(void);
 } variant;
 
+static const fr_attention_path four_queries = {fr_attend, 4};
+
 #if defined(__x86_64__)
+#include <cpuid.h>
+
+static const fr_attention_path eight_queries = {fr_attend_avx512, 8};
+
 static int has_avx2(void) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
-static int has_vnni(void) {
-    return has_avx2() && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+static int has_avx512(void) {
+    return has_avx2() && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni");
 }
+#if FR_NEW_X86
+static int has_avx_vnni(void) { /* not all compilers know its name here */
+    unsigned a, b, c, d;
+    return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#if defined(__linux__)
+static int has_amx(void) {
+    static int known; /* 1 = no, 2 = yes; every thread would find the same */
+    unsigned a, b, c, d;
+    if (!known) {
+        int there = has_avx512() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 3) == 3; /* tiles, int8 */
+        known = there && fr_amx_works() ? 2 : 1;
+    }
+    return known == 2;
+}
+#endif
+#endif
 /* what lies between the linear layers needs AVX2 as well, so there is no lesser machine to serve */
 static const variant variants[] = {
-    {"avx512-vnni", fr_packed_vnni, has_vnni}, {"avx2", fr_packed_avx2, has_avx2}, {"generic", fr_packed_generic, has_avx2}};
+#if FR_NEW_X86 && defined(__linux__)
+    {"amx-int8", fr_packed_amx, 16, 8, &eight_queries, has_amx},
+#endif
+    {"avx512-vnni", fr_packed_avx512, 16, 0, &eight_queries, has_avx512},
+#if FR_NEW_X86
+    {"avx-vnni", fr_packed_avx_vnni, 8, 0, &four_queries, has_avx_vnni},
+#endif
+    {"avx2", fr_packed_avx2, 8, 0, &four_queries, has_avx2},
+    {"generic", fr_packed_generic, 4, 0, &four_queries, has_avx2},
+};
 #elif defined(__aarch64__)
 static int has_dotprod(void) {
 #if defined(__linux__)
@@ -34,10 +69,10 @@ static int has_dotprod(void) {
 #endif
 }
 static int always(void) { return 1; }
-static const variant variants[] = {{"neon-dotprod", fr_packed_dotprod, has_dotprod}, {"generic", fr_packed_generic, always}};
+static const variant variants[] = {{"neon-dotprod", fr_packed_dotprod, 4, 0, &four_queries, has_dotprod}, {"generic", fr_packed_generic, 4, 0, &four_queries, always}};
 #else
 static int always(void) { return 1; }
-static const variant variants[] = {{"generic", fr_packed_generic, always}};
+static const variant variants[] = {{"generic", fr_packed_generic, 4, 0, &four_queries, always}};
 #endif
 
 enum { VARIANTS = sizeof variants / sizeof *variants };
@@ -50,15 +85,29 @@ static const variant *choice(void) {
     return chosen;
 }
 
-fr_kernel fr_packed_kernel(void) { return choice()->packed; }
+static const variant *find(const char *isa) {
+    for (int i = 0; i < VARIANTS; i++)
+        if (!strcmp(variants[i].name, isa) && variants[i].here()) return &variants[i];
+    return NULL;
+}
+
+int fr_chosen_width(void) { return choice() ? choice()->width : 4; }
+
+const fr_attention_path *fr_chosen_attention(void) { return choice()->attention; }
+
+int fr_uses_tiles(int64_t rows) { return choice() && choice()->tiles && rows >= choice()->tiles; }
+
+/* Weights that were packed for another path are read by the plain one, which reads all. */
+fr_kernel fr_packed_kernel(int kind) { return choice()->width == fr_width(kind) ? choice()->packed : fr_packed_generic; }
 
 FR_API const char *fr_isa(void) { return choice() ? choice()->name : ""; }
 
+FR_API const char *fr_variant(int i) { return 0 <= i && i < VARIANTS ? variants[i].name : NULL; }
+
+FR_API int fr_has(const char *isa) { return find(isa) != NULL; }
+
 FR_API int fr_choose(const char *isa) {
-    for (int i = 0; i < VARIANTS; i++)
-        if (!strcmp(variants[i].name, isa) && variants[i].here()) {
-            chosen = &variants[i];
-            return 0;
-        }
-    return 1;
+    const variant *found = find(isa);
+    if (found) chosen = found;
+    return found == NULL;
 }

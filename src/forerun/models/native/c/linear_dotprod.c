@@ -166,7 +166,7 @@ _Static_assert(offsetof(fr_group, scales) == 128 && offsetof(fr_group, sums) == 
 #define PANEL_ROWS(kind) \
     FR_INLINE void panel_##kind(const uint8_t *panel, int tile, int64_t blocks, const fr_group *q, float32x4_t *total) { \
         EACH_ROW(4, ZERO); \
-        for (int64_t i = 0; i < blocks; i++, q++, panel += FR_##kind##_BYTES) { \
+        for (int64_t i = 0; i < blocks; i++, q++, panel += fr_block_bytes(FR_##kind, FR_QUAD)) { \
             if (tile == 1) RUN(kind, FOUR, 1, T1); \
             if (tile == 2) RUN(kind, FOUR, 2, T2); \
             if (tile == 3) RUN(kind, FOUR, 3, T3); \
@@ -185,9 +185,9 @@ PANEL_ROWS(P8W)
 PANEL_ROWS(P8M)
 
 FR_INLINE void store(const fr_range *g, int64_t row, int64_t panel, float32x4_t total) {
-    int64_t o = panel * FR_PANEL;
+    int64_t o = panel * FR_QUAD;
     float *y = g->y + row * g->stride + o;
-    if (o + FR_PANEL <= g->w->outputs) {
+    if (o + FR_QUAD <= g->w->outputs) {
         vst1q_f32(y, g->w->bias ? vaddq_f32(total, vld1q_f32(g->w->bias + o)) : total);
         return;
     }
@@ -197,7 +197,7 @@ FR_INLINE void store(const fr_range *g, int64_t row, int64_t panel, float32x4_t 
 }
 
 FR_INLINE void tile_rows(const fr_range *g, int kind, int tile, int64_t first) {
-    int64_t blocks = g->w->inputs / FR_BLOCK, bytes = blocks * fr_block_bytes(kind);
+    int64_t blocks = g->w->inputs / FR_BLOCK, bytes = blocks * fr_block_bytes(kind, FR_QUAD);
     const uint8_t *panel = (const uint8_t *)g->w->data + g->begin * bytes;
     const fr_group *q = g->q + first / FR_GROUP * blocks;
     for (int64_t p = g->begin; p < g->end; p++, panel += bytes) {
@@ -230,7 +230,7 @@ FR_INLINE void packed(const fr_range *g, int kind) {
 }
 
 void fr_packed_dotprod(const fr_range *g) {
-    switch (g->w->kind) {
+    switch (fr_format(g->w->kind)) {
     case FR_P4: packed(g, FR_P4); break;
     case FR_P8: packed(g, FR_P8); break;
     case FR_P4W: packed(g, FR_P4W); break;

@@ -5,20 +5,18 @@
  */
 #include "vector.h"
 
+enum { ROWS = 8 }; /* for which a block of weights is unpacked once */
+
+/* One block of a panel as numbers. */
+typedef struct {
+    int8_t values[FR_WIDEST][FR_BLOCK];
+    float scales[2][FR_WIDEST], offsets[FR_WIDEST];
+} numbers;
+
 FR_INLINE float half_at(const uint8_t *p) {
     uint16_t h;
     memcpy(&h, p, 2);
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, mag = h & 0x7fff, bits;
-    if (mag >= 0x7c00) bits = 0x7f800000u | ((mag & 0x3ff) << 13);
-    else if (mag >= 0x400) bits = (mag << 13) + 0x38000000u;
-    else {
-        float f = (float)mag * 0x1p-24f;
-        memcpy(&bits, &f, 4);
-    }
-    bits |= sign;
-    float f;
-    memcpy(&f, &bits, 4);
-    return f;
+    return fr_half(h);
 }
 
 FR_INLINE float float_at(const uint8_t *p) {
@@ -27,64 +25,95 @@ FR_INLINE float float_at(const uint8_t *p) {
     return f;
 }
 
-/* The sums of both half blocks for the four rows of a panel. */
-FR_INLINE void dot_block(int four, const uint8_t *panel, const int8_t *x, const int8_t *x2, int32_t low[4], int32_t high[4]) {
-    for (int i = 0; i < 4; i++) low[i] = high[i] = 0;
-    for (int k = 0; k < 16; k++) {
-        const uint8_t *at = panel + k / 4 * 16 + k % 4;
-        for (int i = 0; i < 4; i++) {
-            int v = four ? at[4 * i] & 15 : (int8_t)at[4 * i];
-            int h = four ? at[4 * i] >> 4 : (int8_t)at[64 + 4 * i];
-            low[i] += v * x[k];
-            high[i] += h * x2[k];
-        }
+FR_INLINE int value_at(int format, int64_t w, const uint8_t *block, int64_t output, int k) {
+    int64_t group = k / 4, at = output * 4 + k % 4, more = 16 * w;
+    if (format == FR_P8 || format == FR_P8W || format == FR_P8M) return (int8_t)block[group * 4 * w + at];
+    int v = block[group % 4 * 4 * w + at];
+    v = group < 4 ? v & 15 : v >> 4;
+    if (format == FR_P5 || format == FR_P5M || format == FR_P5K) v |= (block[more + group * w / 2 + at / 8] >> at % 8 & 1) << 4;
+    if (format == FR_P6K) v |= (block[more + group / 4 * 4 * w + at] >> group % 4 * 2 & 3) << 4;
+    return format == FR_P5 ? v - 16 : format == FR_P6K ? v - 32 : v;
+}
+
+/* `after` is where the super block's own scales lie. */
+FR_INLINE void read_scales(int format, int64_t w, const uint8_t *block, const uint8_t *after, int64_t i, numbers *out) {
+    const uint8_t *end = block + fr_block_bytes(format, w);
+    float *first = &out->scales[0][i], *last = &out->scales[1][i], *offset = &out->offsets[i];
+    *last = *offset = 0;
+    switch (format) {
+    case FR_P4: case FR_P5M: *first = half_at(end - 4 * w + 2 * i), *offset = half_at(end - 2 * w + 2 * i); break;
+    case FR_P8: case FR_P5: *first = half_at(end - 2 * w + 2 * i); break;
+    case FR_P4W: case FR_P8M: *first = float_at(end - 8 * w + 4 * i), *offset = float_at(end - 4 * w + 4 * i); break;
+    case FR_P8W: *first = float_at(end - 8 * w + 4 * i), *last = float_at(end - 4 * w + 4 * i); break;
+    case FR_P6K:
+        *first = half_at(after + 2 * i) * (float)(int8_t)end[i - 2 * w];
+        *last = half_at(after + 2 * i) * (float)(int8_t)end[i - w];
+        break;
+    default: /* P4K, P5K */
+        *first = half_at(after + 2 * i) * (float)end[i - 2 * w];
+        *offset = half_at(after + 2 * (w + i)) * (float)end[i - w];
     }
 }
 
-FR_INLINE void panel_row(int kind, const uint8_t *panel, int64_t blocks, const fr_group *q, int row, float total[4]) {
-    int four = kind == FR_P4 || kind == FR_P4W, halves = kind == FR_P4 || kind == FR_P8;
-    int values = four ? 64 : 128;
-    for (int i = 0; i < 4; i++) total[i] = 0;
-    for (int64_t b = 0; b < blocks; b++, q++, panel += fr_block_bytes(kind)) {
-        int32_t low[4], high[4];
-        float s = q->scales[row], u = q->sums[row];
-        dot_block(four, panel, q->values[0][row], q->values[1][row], low, high);
-        for (int i = 0; i < 4; i++) {
-            float d = halves ? half_at(panel + values + 2 * i) : float_at(panel + values + 4 * i);
-            if (kind == FR_P4) total[i] = __builtin_fmaf(half_at(panel + 72 + 2 * i), u, total[i]);
-            if (kind == FR_P4W) total[i] = __builtin_fmaf(float_at(panel + 80 + 4 * i), u, total[i]);
-            if (kind == FR_P8M) total[i] = __builtin_fmaf(float_at(panel + 144 + 4 * i), u, total[i]);
-            if (kind == FR_P8W) {
-                total[i] = __builtin_fmaf((float)low[i] * s, d, total[i]);
-                total[i] = __builtin_fmaf((float)high[i] * s, float_at(panel + 144 + 4 * i), total[i]);
-            } else total[i] = __builtin_fmaf((float)(low[i] + high[i]) * s, d, total[i]);
-        }
-    }
+FR_INLINE int32_t dot_half(const int8_t *v, const int8_t *x) {
+    int32_t sum = 0;
+    for (int k = 0; k < FR_BLOCK / 2; k++) sum += v[k] * x[k];
+    return sum;
 }
 
-FR_INLINE void packed(const fr_range *g, int kind) {
-    const fr_weight *w = g->w;
-    int64_t blocks = w->inputs / FR_BLOCK;
-    for (int64_t p = g->begin; p < g->end; p++) {
-        const uint8_t *panel = (const uint8_t *)w->data + p * blocks * fr_block_bytes(kind);
-        for (int64_t r = 0; r < g->rows; r++) {
-            float total[4];
-            panel_row(kind, panel, blocks, g->q + r / FR_GROUP * blocks, (int)(r % FR_GROUP), total);
-            for (int i = 0; i < FR_PANEL && p * FR_PANEL + i < w->outputs; i++) {
-                int64_t o = p * FR_PANEL + i;
-                g->y[r * g->stride + o] = w->bias ? total[i] + w->bias[o] : total[i];
-            }
+FR_INLINE float add_block(int format, const numbers *n, int64_t i, const fr_group *q, int row, float total) {
+    float s = q->scales[row];
+    int32_t low = dot_half(n->values[i], q->values[0][row]), high = dot_half(n->values[i] + 16, q->values[1][row]);
+    if (format != FR_P8 && format != FR_P5 && format != FR_P8W && format != FR_P6K)
+        total = __builtin_fmaf(n->offsets[i], q->sums[row], total);
+    if (format != FR_P8W && format != FR_P6K) return __builtin_fmaf((float)(low + high) * s, n->scales[0][i], total);
+    total = __builtin_fmaf((float)low * s, n->scales[0][i], total);
+    return __builtin_fmaf((float)high * s, n->scales[1][i], total);
+}
+
+FR_INLINE void tile(const fr_range *g, int format, const uint8_t *panel, int64_t p, int64_t first, int rows) {
+    int64_t w = fr_width(g->w->kind), blocks = g->w->inputs / FR_BLOCK;
+    int64_t bytes = fr_block_bytes(format, w), more = fr_super_bytes(format, w);
+    int64_t outputs = g->w->outputs - p * w < w ? g->w->outputs - p * w : w;
+    float total[ROWS][FR_WIDEST] = {{0}};
+    for (int64_t b = 0; b < blocks; b++) {
+        const uint8_t *from = panel + b / FR_SUPER * more;
+        const uint8_t *after = from + (b / FR_SUPER + 1) * FR_SUPER * bytes;
+        numbers n;
+        for (int64_t i = 0; i < outputs; i++) {
+            for (int k = 0; k < FR_BLOCK; k++) n.values[i][k] = (int8_t)value_at(format, w, from + b * bytes, i, k);
+            read_scales(format, w, from + b * bytes, after, i, &n);
+        }
+        for (int r = 0; r < rows; r++) {
+            const fr_group *q = g->q + (first + r) / FR_GROUP * blocks + b;
+            for (int64_t i = 0; i < outputs; i++)
+                total[r][i] = add_block(format, &n, i, q, (int)((first + r) % FR_GROUP), total[r][i]);
         }
     }
+    for (int r = 0; r < rows; r++)
+        for (int64_t i = 0; i < outputs; i++)
+            g->y[(first + r) * g->stride + p * w + i] = g->w->bias ? total[r][i] + g->w->bias[p * w + i] : total[r][i];
+}
+
+FR_INLINE void packed(const fr_range *g, int format) {
+    int64_t bytes = fr_panel_bytes(g->w->kind, g->w->inputs);
+    for (int64_t p = g->begin; p < g->end; p++)
+        for (int64_t r = 0; r < g->rows; r += ROWS)
+            tile(g, format, (const uint8_t *)g->w->data + p * bytes, p, r, g->rows - r < ROWS ? (int)(g->rows - r) : ROWS);
 }
 
 void fr_packed_generic(const fr_range *g) {
-    switch (g->w->kind) {
+    switch (fr_format(g->w->kind)) {
     case FR_P4: packed(g, FR_P4); break;
     case FR_P8: packed(g, FR_P8); break;
     case FR_P4W: packed(g, FR_P4W); break;
     case FR_P8W: packed(g, FR_P8W); break;
     case FR_P8M: packed(g, FR_P8M); break;
+    case FR_P5: packed(g, FR_P5); break;
+    case FR_P5M: packed(g, FR_P5M); break;
+    case FR_P4K: packed(g, FR_P4K); break;
+    case FR_P5K: packed(g, FR_P5K); break;
+    case FR_P6K: packed(g, FR_P6K); break;
     default: break;
     }
 }

@@ -54,7 +54,7 @@ FR_INLINE void tile(const fr_range *g, int bf16, int rows, int64_t o, int output
 
 FR_INLINE void plain(const fr_range *g, int bf16) {
     for (int64_t p = g->begin; p < g->end; p++) {
-        int64_t o = p * FR_PANEL, r = 0;
+        int64_t o = p * FR_QUAD, r = 0;
         int outputs = g->w->outputs - o < 4 ? (int)(g->w->outputs - o) : 4;
         for (; r + 4 <= g->rows; r += 4) tile(g, bf16, 4, o, outputs, r);
         switch (g->rows - r) {

@@ -1,0 +1,109 @@
+/* Packed linear layers for x86-64 with AVX-512 VNNI: sixteen outputs and up to eight rows at a time.
+ *
+ * A vector holds four inputs of each of the panel's sixteen outputs; four inputs of a row are broadcast against it, so
+ * no vector is ever half empty and no sum across one is needed. Weights of a block are unpacked once for all rows of
+ * the tile. Sums start at the bits of SHIFT = 1.5 * 2^23: read as a float such a sum is SHIFT + dot, exactly, and
+ * (SHIFT + dot) * scale - SHIFT * scale in one fused step is dot * scale rounded once, because SHIFT * scale is exact (a
+ * row's scale has at most 16 significant bits). The instruction multiplies unsigned by signed bytes: formats with
+ * negative weights are unpacked with their zero point added, and the sum starts lower by it (fr_group.starts).
+ */
+#if defined(__x86_64__)
+#if defined(__clang__)
+#include <immintrin.h>
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")
+#include <immintrin.h>
+#endif
+#include "unpack_avx512.h"
+
+enum { TILE = 8 };
+
+/* Sums of one row over groups from..to of a block. */
+FR_INLINE __m512i dot(const __m512i *v, const fr_group *q, int row, int from, int to, __m512i sum) {
+    FR_UNROLL for (int g = from; g < to; g++) {
+        int32_t four;
+        memcpy(&four, &q->values[g / 4][row][g % 4 * 4], 4);
+        sum = _mm512_dpbusd_epi32(sum, v[g], _mm512_set1_epi32(four));
+    }
+    return sum;
+}
+
+FR_INLINE __m512i start(int format, const fr_group *q, int row) {
+    if (format == FR_P8) return _mm512_set1_epi32(q->starts[FR_ZERO_8][row]);
+    if (format == FR_P5) return _mm512_set1_epi32(q->starts[FR_ZERO_5][row]);
+    return _mm512_set1_epi32(FR_SHIFT_BITS);
+}
+
+FR_INLINE __m512 add_scaled(__m512i sum, const fr_group *q, int row, __m512 d, __m512 total) {
+    __m512 scaled = _mm512_fmadd_ps(_mm512_castsi512_ps(sum), _mm512_set1_ps(q->scales[row]), _mm512_set1_ps(q->backs[row]));
+    return _mm512_fmadd_ps(scaled, d, total);
+}
+
+FR_INLINE __m512 add_block(int format, const __m512i *v, const block_scales *s, const fr_group *q, int row, __m512 total) {
+    if (has_offsets(format)) total = _mm512_fmadd_ps(s->m, _mm512_set1_ps(q->sums[row]), total);
+    if (format != FR_P6K) return add_scaled(dot(v, q, row, 0, 8, start(format, q, row)), q, row, s->d, total);
+    __m512i low = dot(v, q, row, 0, 4, _mm512_set1_epi32(q->starts[FR_ZERO_6][row]));
+    __m512i high = dot(v, q, row, 4, 8, _mm512_set1_epi32(q->starts[FR_ZERO_6_LAST][row]));
+    return add_scaled(high, q, row, s->d2, add_scaled(low, q, row, s->d, total));
+}
+
+/* One panel, `rows` rows from the start of a group (both constants where this is inlined). */
+FR_INLINE void panel_rows(const uint8_t *panel, int format, int rows, int64_t blocks, const fr_group *q, __m512 *total) {
+    int64_t run = is_super(format) ? FR_SUPER : blocks;
+    FR_UNROLL for (int r = 0; r < rows; r++) total[r] = _mm512_setzero_ps();
+    for (int64_t first = 0; first < blocks; first += run) {
+        block_scales s = super_scales(format, panel + FR_SUPER * fr_block_bytes(format, W));
+        for (int64_t b = 0; b < run; b++, q++, panel += fr_block_bytes(format, W)) {
+            __m512i v[8];
+            unpack(format, panel, 1, v);
+            read_scales(format, panel, &s);
+            FR_UNROLL for (int r = 0; r < rows; r++)
+                total[r] = add_block(format, v, &s, q + r / FR_GROUP * blocks, r % FR_GROUP, total[r]);
+        }
+        panel += fr_super_bytes(format, W);
+    }
+}
+
+FR_INLINE void tile_rows(const fr_range *g, int format, int rows, int64_t first, int64_t p) {
+    int64_t blocks = g->w->inputs / FR_BLOCK;
+    const uint8_t *panel = (const uint8_t *)g->w->data + p * fr_panel_bytes(fr_kind(format, W), g->w->inputs);
+    __m512 total[TILE];
+    panel_rows(panel, format, rows, blocks, g->q + first / FR_GROUP * blocks, total);
+    FR_UNROLL for (int r = 0; r < rows; r++) store_row(g, first + r, p, total[r]);
+}
+
+FR_INLINE void packed(const fr_range *g, int format) {
+    for (int64_t p = g->begin; p < g->end; p++) { /* a panel stays in the first caches for all tiles of rows */
+        int64_t r = 0;
+        for (; r + TILE <= g->rows; r += TILE) tile_rows(g, format, TILE, r, p);
+        switch (g->rows - r) {
+        case 1: tile_rows(g, format, 1, r, p); break;
+        case 2: tile_rows(g, format, 2, r, p); break;
+        case 3: tile_rows(g, format, 3, r, p); break;
+        case 4: tile_rows(g, format, 4, r, p); break;
+        case 5: tile_rows(g, format, 5, r, p); break;
+        case 6: tile_rows(g, format, 6, r, p); break;
+        case 7: tile_rows(g, format, 7, r, p); break;
+        default: break;
+        }
+    }
+}
+
+void fr_packed_avx512(const fr_range *g) {
+    switch (fr_format(g->w->kind)) {
+    case FR_P4: packed(g, FR_P4); break;
+    case FR_P8: packed(g, FR_P8); break;
+    case FR_P5: packed(g, FR_P5); break;
+    case FR_P5M: packed(g, FR_P5M); break;
+    case FR_P4K: packed(g, FR_P4K); break;
+    case FR_P5K: packed(g, FR_P5K); break;
+    case FR_P6K: packed(g, FR_P6K); break;
+    default: break;
+    }
+}
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif
+typedef int fr_avx512_only;
