@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import torch
@@ -36,7 +37,8 @@ class NativeReader:
 
     def model(self) -> Model:
         config = self.config
-        layers = (Layer * config.layers)(*[self._layer(i) for i in range(config.layers)])
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # packing is C and needs no interpreter
+            layers = (Layer * config.layers)(*pool.map(self._layer, range(config.layers)))
         self.kept.append(layers)
         return Model(
             layers=config.layers,
