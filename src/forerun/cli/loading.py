@@ -17,31 +17,32 @@ if TYPE_CHECKING:
     from forerun.cli.flags import Settings
     from forerun.llm import LLM
 
-_MODEL_FLAGS = ("model", "target")
-
 
 class ModelCommand(TyperCommand):
-    """A command that looks the models up that its flags name, before it does anything else."""
+    """A command that looks up the models that were named to it, before it does anything else."""
 
     def invoke(self, ctx: Any) -> Any:
-        for flag in _MODEL_FLAGS:
-            check_model(ctx.params.get(flag))
-        check_draft_model(ctx.params.get("draft_model"))
+        for flag, check in _CHECKS.items():
+            source = ctx.get_parameter_source(flag)
+            if source is not None and source.name != "DEFAULT":
+                check(ctx.params[flag])
         return super().invoke(ctx)
 
 
-def check_model(name: str | None) -> None:
+def check_model(name: str) -> None:
     """Raise where there is no such model; torch is not needed to know."""
     from forerun.models.load.locate import find_model
 
-    if name is not None:
-        find_model(name)
+    find_model(name)
 
 
-def check_draft_model(name: str | None) -> None:
+def check_draft_model(name: str) -> None:
     """The same for what drafts: a model, or any folder, which may be a head's."""
-    if name is not None and not Path(name).expanduser().is_dir():
+    if not Path(name).expanduser().is_dir():
         check_model(name)
+
+
+_CHECKS = {"model": check_model, "target": check_model, "draft_model": check_draft_model}
 
 
 def load_llm(settings: Settings) -> LLM:

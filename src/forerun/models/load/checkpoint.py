@@ -20,6 +20,7 @@ from forerun.models.load.metadata import Metadata
 from forerun.models.load.tokenizer import Tokenizer, read_json, tokenizer_from_folder, tokenizer_from_gguf
 from forerun.models.load.weights import GgufWeights, SafetensorsWeights, Weights
 
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """An opened checkpoint: how the model is built, its weights, and its tokenizer."""
