@@ -114,7 +114,9 @@ def _never(conversation: Conversation, rest: str) -> None:
 
 _COMMANDS: Mapping[str, _Command] = {
     "help": _Command("", "Say what there is.", _help),
-    "system": _Command("TEXT", "Set the system message; /system none removes it, /system alone shows it.", _system),
+    "system": _Command(
+        "TEXT", "Set the system message; /system none removes it, /system alone shows it.", _system
+    ),
     "save": _Command("FILE", "Write the conversation to a file, as JSON.", _save),
     "load": _Command("FILE", "Go on with a saved conversation.", _load),
     "reset": _Command("", "Forget the conversation; the system message stays.", _reset),
