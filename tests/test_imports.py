@@ -23,6 +23,32 @@ for words in ("--version", "--help", "generate --help", "chat --help", "models -
     assert out.getvalue(), words
 """
 
+NO_SUCH_MODEL = """
+import contextlib, io, sys
+from forerun.cli.app import main
+flag = {"data": ["make", "--out", "x", "--target"], "train": ["medusa", "--data", "x", "--out", "y", "--target"],
+        "inflate": ["1b", "x", "--model"]}
+for command in ("generate", "chat", "bench", "advise", "diagnose", "quality", "data", "train", "inflate"):
+    for name in ("nosuch", "./no/folder", "nosuch.gguf"):
+        sys.argv = ["forerun", command, *flag.get(command, ["--model"]), name]
+        sys.stdin = io.StringIO("hi")
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            try:
+                main()
+            except SystemExit as ended:
+                assert ended.code == 2, (command, ended.code)
+        assert name.removeprefix("./") in err.getvalue(), (command, err.getvalue())
+        assert err.getvalue().count(chr(10)) == 1, (command, err.getvalue())
+for command in ("generate", "chat", "bench", "advise", "diagnose"):
+    sys.argv = ["forerun", command, "--draft-model", "nosuch"]
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+        except SystemExit as ended:
+            assert ended.code == 2, (command, ended.code)
+    assert "'nosuch'" in err.getvalue() or "models pull" in err.getvalue(), (command, err.getvalue())
+"""
+
 
 def imported_by(program: str) -> set[str]:
     """Top-level modules loaded once a program has run in a fresh interpreter."""
@@ -38,9 +64,10 @@ def imported_by(program: str) -> set[str]:
         ("import forerun", (*HEAVY, "typer", "rich")),
         ("from forerun import SamplingParams, SpeculativeConfig, EngineConfig, ForerunError", HEAVY),
         (HELP, HEAVY),
+        (NO_SUCH_MODEL, ("torch", "transformers", "tokenizers", "huggingface_hub", "matplotlib", "jinja2")),
         ("from forerun import LLM", ("transformers", "typer", "rich", "matplotlib", "fastapi")),
     ],
-    ids=["forerun", "settings", "help", "LLM"],
+    ids=["forerun", "settings", "help", "no such model", "LLM"],
 )
 def test_nothing_heavy_is_imported(program: str, forbidden: tuple[str, ...]) -> None:
     loaded = imported_by(program)

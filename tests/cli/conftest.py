@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,10 +55,10 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def tiny_llm(settings: Settings, context: int = 1000) -> LLM:
+def tiny_llm(settings: Settings, context: int = 1000, target: type[TableLM] = TableLM) -> LLM:
     """A model of letters under the settings given; it goes round in circles, brackets and all."""
     engine = make_engine(
-        TableLM(END + 1, order=1, seed=18, max_length=context),
+        target(END + 1, order=1, seed=18, max_length=context),
         frozenset(),
         replace(settings.speculative, controller="fixed"),
         settings.engine,
@@ -71,6 +71,23 @@ def tiny_llm(settings: Settings, context: int = 1000) -> LLM:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands load the model of letters."""
     monkeypatch.setattr(loading, "load_llm", tiny_llm)
+
+
+Prompts = list[list[dict[str, str]]]
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> Prompts:
+    """The conversations that reached the model, in order."""
+    seen: Prompts = []
+    stream = LLM.stream
+
+    def spy(self: LLM, prompt: Any, *rest: Any, **more: Any) -> Iterator[Any]:
+        seen.append([dict(turn) for turn in prompt])
+        return stream(self, prompt, *rest, **more)
+
+    monkeypatch.setattr(LLM, "stream", spy)
+    return seen
 
 
 @pytest.fixture

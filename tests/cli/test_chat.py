@@ -1,8 +1,7 @@
-"""`forerun chat` over piped input: turns, commands, a full context, an interrupt."""
+"""`forerun chat` over piped input: turns, a full context, an interrupt, and what is asked for beyond the context."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,23 +9,7 @@ import pytest
 from forerun.cli import loading
 from forerun.cli.flags import Settings
 from forerun.llm import LLM
-from tests.cli.conftest import Run, tiny_llm
-
-Prompts = list[list[dict[str, str]]]
-
-
-@pytest.fixture
-def prompts(monkeypatch: pytest.MonkeyPatch) -> Prompts:
-    """The conversations that reached the model, in order."""
-    seen: Prompts = []
-    stream = LLM.stream
-
-    def spy(self: LLM, prompt: Any, *rest: Any, **more: Any) -> Iterator[Any]:
-        seen.append([dict(turn) for turn in prompt])
-        return stream(self, prompt, *rest, **more)
-
-    monkeypatch.setattr(LLM, "stream", spy)
-    return seen
+from tests.cli.conftest import Prompts, Run, tiny_llm
 
 
 @pytest.mark.usefixtures("tiny")
@@ -38,16 +21,6 @@ def test_turns_accumulate_until_reset(forerun: Run, prompts: Prompts) -> None:
     assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
     assert prompts[1][2]["content"] in ran.out
     assert prompts[2][1]["content"] == "anew"
-
-
-@pytest.mark.usefixtures("tiny")
-def test_commands(forerun: Run, prompts: Prompts) -> None:
-    typed = "/stats\nhi\n/stats\n/wat\n/usr/bin is a folder\n"
-    ran = forerun("chat", "--max-tokens", "6", typed=typed)
-    assert [prompt[-1]["content"] for prompt in prompts] == ["hi", "/usr/bin is a folder"]
-    assert "nothing was answered yet" in ran.err
-    assert "answers 1 · 6 tokens" in ran.err
-    assert "no command '/wat'" in ran.err
 
 
 def test_a_full_context_drops_the_oldest_exchanges(
@@ -82,6 +55,14 @@ def test_an_interrupt_ends_the_answer_only(
     monkeypatch.setattr(loading, "load_llm", load)
     ran = forerun("chat", "--max-tokens", "6", "--drafter", "none", typed="one\ntwo\n")
     assert ran.code == 0
-    assert "interrupted" in ran.err
+    assert "stopped · prompt 4 tokens" in ran.err
     assert len(prompts[1]) == (3 if shown else 1)
     assert len(prompts[1][1:2] and prompts[1][1]["content"]) == shown
+
+
+@pytest.mark.usefixtures("tiny")
+def test_more_than_the_context_is_said_once(forerun: Run) -> None:
+    words = "--max-tokens 5000 is more than fits: the context of 100 tokens"
+    flags = ("--max-length", "100", "--drafter", "none")
+    assert forerun("chat", "--max-tokens", "5000", *flags, typed="a\nb\n").err.count(words) == 1
+    assert "more than fits" not in forerun("chat", "--max-tokens", "10", *flags, typed="a\nb\n").err

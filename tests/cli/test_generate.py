@@ -10,6 +10,7 @@ import pytest
 from forerun.cli import loading
 from forerun.cli.flags import Settings
 from forerun.cli.show import Shades
+from forerun.llm import LLM
 from forerun.types import Event
 from tests.cli.conftest import Letters, Run, plain, tiny_llm
 
@@ -65,6 +66,54 @@ def test_json_is_one_document(forerun: Run) -> None:
     assert document["finish_reason"] == "length"
     assert document["prompt_tokens"] == len(PROMPT) + 1
     assert document["tokens_per_second"] > 0
+
+
+def test_json_times_prompt_and_text_apart(forerun: Run) -> None:
+    document = json.loads(forerun("generate", PROMPT, "--max-tokens", "40", "--budget", "2", "--json").out)
+    assert document["prompt_tokens_per_second"] == pytest.approx(
+        document["prompt_tokens"] / document["prompt_seconds"]
+    )
+    first = round(40 - document["text_tokens_per_second"] * document["text_seconds"])
+    assert 1 <= first <= 3  # what the first round wrote is the prompt's time
+
+
+def test_more_than_the_context_is_said(forerun: Run) -> None:
+    flags = ("--max-length", "100", "--drafter", "none")
+    ran = forerun("generate", "a" * 30, "--max-tokens", "5000", *flags)
+    expected = "the context of 100 tokens has room for 69 behind a prompt of 31 tokens"
+    assert f"--max-tokens 5000 is more than fits: {expected}\n" in ran.err
+    assert "text 69 tokens" in ran.err
+    assert "more than fits" not in forerun("generate", "a" * 30, "--max-tokens", "69", *flags).err
+    document = forerun("generate", "a" * 30, "--max-tokens", "5000", "--json", *flags)
+    assert document.err == ""
+    assert json.loads(document.out)["max_tokens"] == 69
+
+
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_an_interrupt_ends_the_text_with_its_statistics(
+    forerun: Run, monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
+    def load(settings: Settings) -> LLM:
+        llm = tiny_llm(settings)
+        step, count = llm.engine.step, iter(range(1000))
+
+        def interrupted() -> list[Event]:
+            if next(count) == rounds:
+                raise KeyboardInterrupt
+            return step()
+
+        monkeypatch.setattr(llm.engine, "step", interrupted)
+        return llm
+
+    monkeypatch.setattr(loading, "load_llm", load)
+    ran = forerun("generate", PROMPT, "--max-tokens", "40", "--drafter", "none")
+    assert ran.code == 130
+    assert ran.out == (expected()[:rounds] + "\n" if rounds else "")
+    said = f"stopped · prompt {len(PROMPT) + 1} tokens"
+    assert ran.err.startswith(f"{said}, " if rounds else f"{said}\n")
+    assert ("text 3 tokens, " in ran.err) is bool(rounds)
+    document = forerun("generate", PROMPT, "--max-tokens", "40", "--drafter", "none", "--json")
+    assert (document.code, document.out, document.err) == (130, "", "")
 
 
 def test_budget_and_drafter_change_the_rounds_not_the_text(forerun: Run) -> None:

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from forerun import __version__
-from forerun.cli.advise import advise
-from forerun.cli.bench import bench
-from forerun.cli.chat import chat
-from forerun.cli.compare import compare
-from forerun.cli.data import data
-from forerun.cli.diagnose import diagnose
-from forerun.cli.doctor import doctor
-from forerun.cli.drafters import drafters
-from forerun.cli.generate import generate
-from forerun.cli.inflate import inflate
-from forerun.cli.models import models
-from forerun.cli.quality import quality
-from forerun.cli.train import train
+from forerun.cli.loading import ModelCommand
 from forerun.errors import ForerunError
 
+# In the order of `--help`. Each is a module here and a function or group of the same name in it.
+COMMANDS = (
+    "generate", "chat", "models", "drafters", "train", "data", "bench", "compare", "advise", "diagnose",
+    "quality", "inflate", "doctor",
+)  # fmt: skip
+_LEAVE_AT_ONCE = ("generate", "chat")  # they leave nothing behind, and taking torch apart takes a while
 _UsageError: Any = typer.BadParameter.__bases__[0]  # typer shows its base class under no name of its own
 _USER_ERROR, _INTERRUPTED, _NO_READER = 2, 130, 141  # the last two as shells count them: 128 + the signal
 
@@ -57,26 +53,34 @@ class Commands(TyperGroup):
             raise SystemExit(_NO_READER) from None
 
 
-app = typer.Typer(
-    cls=Commands,
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(generate)
-app.command()(chat)
-app.add_typer(models, name="models")
-app.add_typer(drafters, name="drafters")
-app.command()(train)
-app.add_typer(data, name="data")
-app.command()(bench)
-app.command()(compare)
-app.command()(advise)
-app.command()(diagnose)
-app.command()(quality)
-app.command()(inflate)
-app.command()(doctor)
+def make_app(only: str | None = None) -> typer.Typer:
+    """The command line with all of its commands, or with one: the others need not be imported to run it."""
+    made = typer.Typer(
+        cls=Commands,
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    made.callback()(_forerun)
+    for name in COMMANDS if only is None else (only,):
+        part = getattr(import_module(f"forerun.cli.{name}"), name)
+        if isinstance(part, typer.Typer):
+            made.add_typer(part, name=name)
+        else:
+            made.command(cls=ModelCommand)(part)
+    return made
+
+
+@cache
+def _whole_app() -> typer.Typer:
+    return make_app()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "app":  # made when somebody asks: it imports every command
+        return _whole_app()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _say_version(asked: bool) -> None:
@@ -85,7 +89,6 @@ def _say_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _forerun(
     version: Annotated[
         bool,
@@ -97,4 +100,23 @@ def _forerun(
 
 def main() -> None:
     """Run the command line and exit."""
-    app(prog_name="forerun")
+    make_app(_named())(prog_name="forerun")
+
+
+def run() -> None:
+    """The same as a process of its own, which is what the `forerun` script is."""
+    try:
+        main()
+    except SystemExit as ended:
+        if _named() not in _LEAVE_AT_ONCE:
+            raise
+        code = ended.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _named() -> str | None:
+    """The command that was named; None where there is none, or none of that name."""
+    first = sys.argv[1] if len(sys.argv) > 1 else ""
+    return first if first in COMMANDS else None

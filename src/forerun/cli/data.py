@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from forerun.cli.loading import ModelCommand
 from forerun.cli.train import with_options
 from forerun.train.options import DataOptions
 
@@ -60,4 +61,4 @@ def make(given: Mapping[str, Any]) -> None:
     print(f"texts are in {folder}")
 
 
-data.command()(make)
+data.command(cls=ModelCommand)(make)

@@ -36,7 +36,8 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "ray": ("ray",),
 }
 NEEDED = ("transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "numpy")
-HANDY = ("gguf",)  # only for block types that our own reader does not know
+# gguf: only for block types that our own reader does not know; prompt_toolkit: editing and history in a chat
+HANDY = ("gguf", "prompt_toolkit")
 
 
 @dataclass(frozen=True, slots=True)

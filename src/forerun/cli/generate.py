@@ -11,7 +11,8 @@ import typer
 
 from forerun.cli import loading
 from forerun.cli.flags import Settings, with_settings
-from forerun.cli.show import Screen, as_document, write_text
+from forerun.cli.show import Screen
+from forerun.cli.write import as_document, over_the_context, room_for, write_text
 from forerun.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -43,13 +44,20 @@ def generate(
             "a system message needs the chat template, and --raw does without; drop one of them"
         )
     llm = loading.load_llm(settings)
-    asked = _in_template(llm, text, system, raw)
+    asked, screen = _in_template(llm, text, system, raw), Screen()
+    prompt_tokens, params = len(llm.encode(asked)), settings.sampling
+    room = room_for(llm, prompt_tokens, params)
     if as_json:
-        completion = write_text(llm, asked, settings)
-        print(json.dumps(as_document(completion, settings.model), ensure_ascii=False))
-        return
-    screen = Screen()
-    screen.close(write_text(llm, asked, settings, screen.write))
+        written = write_text(llm, asked, params)
+    else:
+        if 0 < room < params.max_tokens:
+            screen.say(over_the_context(llm, prompt_tokens, params))
+        written = write_text(llm, asked, params, show=screen.write, visible=screen.is_terminal)
+        screen.close(written)
+    if written.completion is None:
+        raise KeyboardInterrupt  # what there is to show is shown; the exit code says the rest
+    if as_json:
+        print(json.dumps(as_document(written, settings.model, room), ensure_ascii=False))
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

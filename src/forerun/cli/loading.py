@@ -1,20 +1,68 @@
-"""Loading the model behind a command: the one place where the command line meets the library."""
+"""Loading the model behind a command: the one place where the command line meets the library.
+
+A name that leads nowhere is answered before torch is imported, which takes a second or two.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from forerun.cli.flags import Settings
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
+    from forerun.cli.flags import Settings
     from forerun.llm import LLM
+
+
+class ModelCommand(TyperCommand):
+    """A command that looks up the models that were named to it, before it does anything else."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for flag, check in _CHECKS.items():
+            source = ctx.get_parameter_source(flag)
+            if source is not None and source.name != "DEFAULT":
+                check(ctx.params[flag])
+        return super().invoke(ctx)
+
+
+def check_model(name: str) -> None:
+    """Raise where there is no such model; torch is not needed to know."""
+    from forerun.models.load.locate import find_model
+
+    find_model(name)
+
+
+def check_draft_model(name: str) -> None:
+    """The same for what drafts: a model, or any folder, which may be a head's."""
+    if not Path(name).expanduser().is_dir():
+        check_model(name)
+
+
+_CHECKS = {"model": check_model, "target": check_model, "draft_model": check_draft_model}
 
 
 def load_llm(settings: Settings) -> LLM:
     """The model that the flags ask for; a person at a terminal sees that something is going on."""
-    with Console(stderr=True).status(f"loading {settings.model}"):
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"loading {settings.model}"), _without_collector():
+        check_model(settings.model)
         from forerun.llm import LLM
 
         return LLM.load(settings.model, speculative_config=settings.speculative, config=settings.engine)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Nearly all that is made while libraries are imported stays: looking for garbage in it takes a tenth longer."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -17,12 +17,9 @@ from rich.text import Text
 from forerun.engine.detokenize import Decodes, Detokenizer
 
 if TYPE_CHECKING:
-    from forerun.cli.flags import Settings
-    from forerun.llm import LLM, Completion
-    from forerun.prompts import Prompt
+    from forerun.cli.write import Written
     from forerun.types import Event
 
-Show = Callable[[str, bool], None]
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 
@@ -73,62 +70,39 @@ class Screen:
         """A line that is not part of the text."""
         self._lines.print(Text(line, style=style))
 
-    def close(self, completion: Completion) -> None:
+    def close(self, written: Written) -> None:
         """End the text's last line and say how it came about."""
-        self.write("" if completion.text.endswith("\n") else "\n")
-        line = Text(closing_line(completion), style="dim")
-        if completion.exact:
+        self.write("" if not written.text or written.text.endswith("\n") else "\n")
+        line = Text(closing_line(written), style="dim")
+        completion = written.completion
+        if completion is not None and completion.exact:
             line.append(" · exact")
-        else:
+        elif completion is not None:
             line.append(" · ").append("NOT EXACT (lossy)", style="not dim bold red")
-        if self.coloured and completion.accepted:
+        if self.coloured and written.accepted:
             line.append(" · ").append("green", style="green").append(" = drafted")
         self._lines.print(line)
 
 
-def closing_line(completion: Completion) -> str:
-    """How fast, how many tokens per round, and by whom."""
-    return (
-        f"{completion.tokens} tokens · {completion.tokens_per_second:.1f} tokens/s"
-        f" · {completion.tokens_per_round:.2f} tokens per round"
-        f" · drafter {completion.drafter} · verifier {completion.verifier}"
+def closing_line(written: Written) -> str:
+    """How many tokens and how fast, prompt and text apart; how many per round, and by whom."""
+    parts = [f"prompt {in_tokens(written.prompt_tokens, written.prompt_rate)}"]
+    if written.tokens:
+        parts.append(f"text {in_tokens(written.tokens, written.text_rate)}")
+        parts.append(f"{written.tokens / written.rounds:.2f} tokens per round")
+    if written.completion is None:
+        return " · ".join(["stopped", *parts])
+    return " · ".join(
+        [*parts, f"drafter {written.completion.drafter}", f"verifier {written.completion.verifier}"]
     )
+
+
+def in_tokens(count: int, rate: float | None) -> str:
+    """A number of tokens, and how many of them in a second where that is known."""
+    tokens = f"{count} token" if count == 1 else f"{count} tokens"
+    return tokens if rate is None else f"{tokens}, {rate:.1f} tokens/s"
 
 
 def table_console() -> Console:
     """A console for tables: as wide as the terminal, and never wrapped where a program reads along."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
-
-
-def write_text(llm: LLM, prompt: Prompt, settings: Settings, show: Show | None = None) -> Completion:
-    """Have one text written, showing it as it grows: piece by piece, and whether the piece was drafted."""
-    from forerun.llm import Completion
-
-    shades = Shades(llm.tokenizer)
-    for step in llm.stream(prompt, settings.sampling):
-        if isinstance(step, Completion):
-            return step
-        if show is not None:
-            for text, drafted in shades.split(step):
-                show(text, drafted)
-    raise AssertionError("a stream ends with its completion")
-
-
-def as_document(completion: Completion, model: str) -> dict[str, Any]:
-    """A completion as the one JSON document that `--json` prints."""
-    return {
-        "model": model,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "tokens": completion.tokens,
-        "prompt_tokens": completion.prompt_tokens,
-        "finish_reason": completion.finish_reason,
-        "rounds": completion.rounds,
-        "tokens_per_round": completion.tokens_per_round,
-        "tokens_per_second": completion.tokens_per_second,
-        "accepted_per_position": completion.accepted_per_position,
-        "drafter": completion.drafter,
-        "verifier": completion.verifier,
-        "exact": completion.exact,
-        "seed": completion.seed,
-    }

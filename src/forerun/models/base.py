@@ -57,6 +57,13 @@ class Target(Protocol):
         """
         ...
 
+    def cached_tokens(self, seq: Seq) -> int:
+        """How many tokens of a sequence are cached: it grows while a long prompt is prefilled, pass by pass.
+
+        Unknown sequences have none. The only question that may come from another thread.
+        """
+        ...
+
     def release(self, seq: Seq) -> None:
         """Free everything held for a sequence; unknown sequences are ignored."""
         ...

@@ -65,6 +65,9 @@ class SlotTarget:
     def has_room(self, *lengths: int) -> bool:
         return self.kv.has_room(*(length + TREE_MARGIN for length in lengths))
 
+    def cached_tokens(self, seq: Seq) -> int:
+        return self.kv.committed(seq.id)
+
     def release(self, seq: Seq) -> None:
         self.kv.release(seq.id)
         self._lengths.pop(seq.id, None)

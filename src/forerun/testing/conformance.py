@@ -56,6 +56,10 @@ def check_target(
         verdict = random_verdict(rng, trees, vocab_size)
         target.commit(seqs, trees, verdict)
         extend(seqs, trees, verdict)
+        held = [target.cached_tokens(seq) for seq in live]
+        assert held == [len(seq.tokens) - 1 for seq in live], (
+            f"cached_tokens says {held}, not all but the last"
+        )
         if n % 3 == 1:  # one takes back part of its text and goes on otherwise
             _rewrite(rng, target, rng.choice(live), needs)
         if n % 3 == 2:  # one leaves, another comes
@@ -64,6 +68,7 @@ def check_target(
             _prefill(target, live[-1:], needs)
             _check_room(random.Random(seed + n), target, needs, ids)
     unknown = FakeSeq(next(ids), [0])
+    assert target.cached_tokens(unknown) == 0, "a sequence that was never prefilled has nothing cached"
     target.truncate(unknown, 0)
     target.release(unknown)
     for seq in live:

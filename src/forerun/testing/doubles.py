@@ -116,6 +116,9 @@ class TableLM:
     def has_room(self, *lengths: int) -> bool:
         return self.slots is None or self.used_slots + sum(lengths) <= self.slots
 
+    def cached_tokens(self, seq: Seq) -> int:
+        return len(self._cached.get(seq.id, []))
+
     def release(self, seq: Seq) -> None:
         self._cached.pop(seq.id, None)
         self._scored.pop(seq.id, None)

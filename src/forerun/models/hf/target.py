@@ -113,6 +113,9 @@ class HFTarget:
     def truncate(self, seq: Seq, length: int) -> None:
         self._cache.truncate(seq.id, length)
 
+    def cached_tokens(self, seq: Seq) -> int:
+        return self._cache.length(seq.id)
+
     def release(self, seq: Seq) -> None:
         self._cache.release(seq.id)
         self._reserved.pop(seq.id, None)

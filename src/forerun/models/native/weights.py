@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import torch
@@ -32,12 +33,14 @@ class NativeReader:
         self.config, self.weights, self.mode = config, weights, mode
         self.names = Checkpoint(weights, config, torch.float32, torch.device("cpu"))
         self.kept: list[Tensor | ctypes.Array[Layer]] = []
-        self.head = self._linear(self._head_name(), config.vocab_size, config.width)
+        with ThreadPoolExecutor(min(8, torch.get_num_threads())) as pool:  # packing is C and needs no interpreter
+            head = pool.submit(self._linear, self._head_name(), config.vocab_size, config.width)
+            self.layers = (Layer * config.layers)(*pool.map(self._layer, range(config.layers)))
+            self.head = head.result()
+        self.kept.append(self.layers)
 
     def model(self) -> Model:
         config = self.config
-        layers = (Layer * config.layers)(*[self._layer(i) for i in range(config.layers)])
-        self.kept.append(layers)
         return Model(
             layers=config.layers,
             width=config.width,
@@ -49,7 +52,7 @@ class NativeReader:
             vocab=config.vocab_size,
             eps=config.norm_eps,
             attention_scale=config.attention_scale,
-            layer=layers,
+            layer=self.layers,
             final_norm=self._keep(self.names.final_norm().contiguous()),
             head=side_by_side([self.head]),
         )
