@@ -121,14 +121,22 @@ def test_figures_follow_from_the_runs() -> None:
         "decode_tokens_per_second": 3.0,
         "tokens_per_round": 1.5,
         "accepted_per_position": [],
+        "accepted_counts": [],
         "seconds": None,
     }
     assert result["by_task"]["quick"]["rag"] == {
         "speedup": 2.0,
-        "low": 2.0,
-        "high": 2.0,
+        "low": None,  # one prompt of this task
+        "high": None,
         "tokens_per_round": 1.5,
         "accepted_per_position": [],
+        "accepted_counts": [],
+    }
+    assert result["intervals"]["quick_vs_transformers"] == [4.0, 4.0]
+    assert result["intervals"].keys() == result["ratios"].keys() - {
+        "worst_drafter_vs_plain",
+        "worst_task_vs_plain",
+        "best_task_vs_plain",
     }
     assert result["speedup"]["quick"] == {"speedup": 2.0, "low": 2.0, "high": 2.0}
     assert result["mean_over_prompts"]["slow_vs_plain"] == {"mean": 0.8, "low": 0.8, "high": 0.8}
@@ -140,6 +148,7 @@ def test_rounds_give_acceptance_by_depth_and_where_the_time_went() -> None:
     drafts = (((3, 3, 2), (2, 2, 0)), ((3, 3, 3), (0, 0, 0)))
     run = Run("x", "a", "qa", 0, ((1, 2, 3, 4), (1, 2, 3, 4, 5)), 2.0, 2, 1.0, passes, drafts)
     figures = Figures([run])
+    assert figures.accepted("x") == [(2, 3), (2, 3), (1, 2)]
     assert figures.acceptance("x") == [pytest.approx(2 / 3), pytest.approx(2 / 3), 0.5]
     assert figures.tokens_per_round("x") == 9 / 4  # two texts of two rounds each
     assert figures.seconds("x") == pytest.approx(

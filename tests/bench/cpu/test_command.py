@@ -91,11 +91,11 @@ def test_the_headline_names_the_best_on_both_sides() -> None:
     figures = {name: {"tokens_per_second": r, "decode_tokens_per_second": 2 * r} for name, r in rates.items()}
     pairs = {f"{a}_vs_{b}": ra / rb for a, ra in rates.items() for b, rb in rates.items()}
     result: dict[str, Any] = {"contenders": figures, "speedup": {"auto": {}, "ngram": {}}, "ratios": pairs}
-    result["spread"] = {name: [ratio - 0.1, ratio + 0.1] for name, ratio in pairs.items()}
+    result["intervals"] = {name: [ratio - 0.1, ratio + 0.1] for name, ratio in pairs.items()}
     cpu.add_headline(result)
     assert result["best"] == {"drafter": "auto", "llama_cpp": "llama_cpp"}
     assert result["ratios"]["best_vs_llama_cpp"] == 1.25
-    assert result["spread"]["best_vs_llama_cpp"] == [1.15, 1.35]
+    assert result["intervals"]["best_vs_llama_cpp"] == [1.15, 1.35]
     assert result["decode_ratios"] == {"plain_vs_transformers": 9.0, "plain_vs_llama_cpp": 1.125}
 
 

@@ -151,7 +151,7 @@ def add_headline(result: dict[str, Any]) -> None:
     rates = {name: figures["tokens_per_second"] for name, figures in result["contenders"].items()}
     theirs = [name for name in rates if name.startswith(LLAMA_CPP)]
     ours = list(result["speedup"])
-    ratios, spread = result["ratios"], result["spread"]
+    ratios, intervals = result["ratios"], result["intervals"]
     for name in (f"{PLAIN}_vs_{TRANSFORMERS}", f"{PLAIN}_vs_{LLAMA_CPP}", f"worst_drafter_vs_{PLAIN}"):
         ratios.setdefault(name, None)
     result["best"] = dict.fromkeys(("drafter", LLAMA_CPP))
@@ -162,7 +162,7 @@ def add_headline(result: dict[str, Any]) -> None:
         result["best"][LLAMA_CPP] = max(theirs, key=rates.__getitem__)
         pair = f"{result['best']['drafter']}_vs_{result['best'][LLAMA_CPP]}"
         ratios[f"best_vs_{LLAMA_CPP}"] = ratios[pair]
-        spread[f"best_vs_{LLAMA_CPP}"] = spread[pair]
+        intervals[f"best_vs_{LLAMA_CPP}"] = intervals[pair]
     decoding = {n: figures["decode_tokens_per_second"] for n, figures in result["contenders"].items()}
     result["decode_ratios"] = {
         f"{PLAIN}_vs_{base}": round(decoding[PLAIN] / decoding[base], 4)
