@@ -70,8 +70,10 @@ def busy_warning(conditions: Mapping[str, Any]) -> str | None:
 def extent(conditions: Mapping[str, Any]) -> str:
     """What the figures rest on."""
     prompts, repeats = conditions["prompts"], conditions["repeats"]
+    whole = conditions.get("suite_prompts", prompts)
+    some = f"{prompts} of the suite's {whole} prompts" if prompts < whole else _count(prompts, "prompt")
     return (
-        f"{conditions['model']}, {_count(prompts, 'prompt')} of {_count(len(conditions['tasks']), 'task')}, "
+        f"{conditions['model']}, {some} of {_count(len(conditions['tasks']), 'task')}, "
         f"{_count(repeats, 'repeat')}, at most {_count(conditions['max_tokens'], 'new token')} each, "
         f"{_count(conditions['threads'], 'thread')}."
     )
