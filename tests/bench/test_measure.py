@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 
 from forerun.bench.figures import Figures, summarise
-from forerun.bench.machine import is_busy, machine_facts, weight_bytes
 from forerun.bench.measure import (
     Contender,
     Difference,
@@ -154,28 +153,6 @@ def test_rounds_give_acceptance_by_depth_and_where_the_time_went() -> None:
     assert figures.seconds("x") == pytest.approx(
         {"prompt": 1.0, "draft": 0.1, "target": 0.7, "verify": 0.1, "host": 0.1}
     )
-
-
-def test_bytes_of_weights_are_told_or_not_known() -> None:
-    class Told:
-        weight_bytes = 12
-
-    assert weight_bytes(Told()) == 12
-    assert weight_bytes(object()) is None
-
-
-def test_machine_facts_are_there_to_be_read() -> None:
-    facts = machine_facts()
-    assert facts["cores"] >= 1
-    assert facts["threads"] >= 1
-    assert facts["copy_gb_per_s"] > 0
-    assert facts["torch"]
-    assert facts["cpu"]
-
-
-@pytest.mark.parametrize(("load", "busy"), [(None, False), (0.9, False), (1.1, True)])
-def test_a_load_of_half_the_cores_is_busy(load: float | None, busy: bool) -> None:
-    assert is_busy(load, available=2) is busy
 
 
 def test_a_peer_is_held_against_its_own_plain_loop() -> None:
