@@ -214,6 +214,7 @@ def test_the_drafter_called_auto_is_the_engines_own() -> None:
 
 def test_own_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(advise, "load", lambda settings: (table_llm(), FLAT))
+    monkeypatch.setattr(advise, "load_average", lambda: 1000.0)
     file = tmp_path / "own.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": f"tell me {word}"}) for word in "abcde"))
     found = advise.run_advisor(Settings(suite=str(file), max_tokens=6, limit=3))
@@ -222,3 +223,4 @@ def test_own_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     found = advise.run_advisor(Settings(suite=str(file), max_tokens=6, limit=None))
     assert found["prompts"] == {"read": 5, "given": 5}
     assert not [line for line in in_words(found) if line.startswith("Read ")]
+    assert in_words(found)[0].startswith("Warning: The machine was busy before the run (load average 1000 on")

@@ -37,6 +37,12 @@ def test_no_spread_where_every_prompt_says_the_same() -> None:
     assert str(found) == "2.00 (2.00-2.00)"
 
 
+def test_an_interval_that_says_nothing_is_not_printed_to_the_hundredth() -> None:
+    assert str(Spread(0.43, 0.00013, 1428.57)) == "0.43 (<0.01->100)"
+    assert Spread(0.43, 0.00013, 1428.57).interval == "<0.01 to >100"
+    assert (Spread(1.5, 1.25, 2.0).interval, Spread(1.5).interval) == ("1.25 to 2.00", "")
+
+
 def test_two_prompts_give_students_interval_by_hand() -> None:
     # logarithms 0 and 0.2: mean 0.1, standard error 0.1, t of one degree 12.706
     found = mean_interval([1.0, math.exp(0.2)])

@@ -14,6 +14,8 @@ from forerun.advise.commands import Setup, forerun_command, vllm_config
 from forerun.advise.evidence import BATCHES, WORTH_IT, Evidence, Prospect, accepted, prospects, spread
 from forerun.advise.head import head_in_words, head_prospect
 from forerun.bench.figures import acceptance_document
+from forerun.bench.report.summary import busy_warning
+from forerun.bench.stats import Spread
 from forerun.build import needs_head
 
 HARMLESS = 0.97  # what other prompts of the kind may cost at worst
@@ -118,7 +120,9 @@ def _acceptance(evidence: Evidence) -> dict[str, dict[str, Any]]:
 
 def in_words(found: Mapping[str, Any]) -> list[str]:
     """The answer, one paragraph a line."""
-    return [*_recommendation(found), *head_in_words(found["head"]), *_what_to_type(found), *_checked(found)]
+    warning = busy_warning(found.get("conditions", {}))
+    said = [*_recommendation(found), *head_in_words(found["head"]), *_what_to_type(found), *_checked(found)]
+    return said if warning is None else [f"Warning: {warning}", *said]
 
 
 def _recommendation(found: Mapping[str, Any]) -> Iterator[str]:
@@ -160,6 +164,5 @@ def _checked(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _times(found: Mapping[str, Any]) -> str:
-    if found["low"] is None:
-        return f"{found['value']:.2f}x (one prompt, no interval)"
-    return f"{found['value']:.2f}x ({found['low']:.2f} to {found['high']:.2f})"
+    known = Spread(found["value"], found["low"], found["high"])
+    return f"{known.value:.2f}x ({known.interval or 'one prompt, no interval'})"

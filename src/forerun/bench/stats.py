@@ -44,12 +44,24 @@ class Spread:
     def __str__(self) -> str:
         if self.low is None or self.high is None:
             return f"{self.value:.2f}"
-        return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f})"
+        return f"{self.value:.2f} ({_end(self.low)}-{_end(self.high)})"
+
+    @property
+    def interval(self) -> str:
+        """Its interval in words; empty where there is none."""
+        return "" if self.low is None or self.high is None else f"{_end(self.low)} to {_end(self.high)}"
 
     @property
     def is_clear(self) -> bool:
         """Is 1 outside the interval? Without an interval nothing is clear."""
         return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
+
+
+def _end(value: float) -> str:
+    """An end of an interval; two prompts that disagree give one that is not worth its digits."""
+    if value < 0.01:
+        return "<0.01"
+    return f"{value:.2f}" if value < 100 else ">100"
 
 
 class Pair(NamedTuple):

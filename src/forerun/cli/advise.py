@@ -88,6 +88,6 @@ def advise(
 
 def _cell(found: Mapping[str, Any]) -> str:
     """A predicted speed-up; one prompt gives no interval."""
-    if found["low"] is None:
-        return f"{found['value']:.2f}"
-    return f"{found['value']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
+    from forerun.bench.stats import Spread
+
+    return str(Spread(found["value"], found["low"], found["high"]))

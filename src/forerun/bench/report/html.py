@@ -83,8 +83,7 @@ def _headline(result: Mapping[str, Any], ways: Sequence[str]) -> dict[str, Any]:
 
 def _shown(found: Spread) -> dict[str, Any]:
     """A ratio, its interval in words, and whether it leaves 1 out."""
-    interval = "" if found.low is None else f"{found.low:.2f} to {found.high:.2f}"
-    return {"value": f"{found.value:.2f}×", "interval": interval, "is_clear": found.is_clear}
+    return {"value": f"{found.value:.2f}×", "interval": found.interval, "is_clear": found.is_clear}
 
 
 def _reach(cell: Mapping[str, Any]) -> float:

@@ -36,12 +36,12 @@ def ratio_over(result: Mapping[str, Any], name: str, base: str) -> Spread | None
 
 def verdict(way: str, found: Spread) -> str:
     """One sentence on a speed-up that does not promise more than its interval does."""
-    if found.low is None or found.high is None:
+    if not found.interval:
         return (
             f"{way} ran at {found.value:.2f} times the speed of plain decoding on one prompt, "
             "which gives no interval and says little."
         )
-    interval = f"95% interval {found.low:.2f} to {found.high:.2f}"
+    interval = f"95% interval {found.interval}"
     if not found.is_clear:
         return (
             f"{way} shows no clear gain or loss over plain decoding: {found.value:.2f} times its speed "
