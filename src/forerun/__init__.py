@@ -1,4 +1,4 @@
-"""Forerun: a language model's own text, several times sooner. Public names only; each is imported when used."""
+"""Forerun: exactly a language model's own text, sooner where drafting pays. Public names, imported when used."""
 
 from __future__ import annotations
 

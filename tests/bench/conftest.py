@@ -1,4 +1,4 @@
-"""Two tiny models: a random transformer behind every model's name, and a table behind an engine."""
+"""Tiny models: a random transformer behind every model's name or in a folder, and a table behind an engine."""
 
 from __future__ import annotations
 
@@ -92,6 +92,27 @@ def tiny_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same random transformer as a Hugging Face folder, which other processes can load too."""
+    from safetensors.torch import save_file
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("tiny")
+    letters = ["<unk>", "</s>", *"abcdefghijklmnopqrstuvwxyz ?.,ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"][:VOCAB]
+    tokenizer = Tokenizer(
+        models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    save_file(random_weights(), folder / "model.safetensors")
+    config = {**CONFIG, "architectures": ["LlamaForCausalLM"], "eos_token_id": 1, "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "unk_token": "<unk>"}))
+    return str(folder)
 
 
 def table_llm(drafter: str = "ngram", controller: str = "fixed", budget: int = 4, order: int = 1) -> LLM:

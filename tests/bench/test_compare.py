@@ -20,11 +20,13 @@ def figure(value: float, spread: float = 0.05) -> dict[str, float]:
 
 
 RESULT: dict[str, Any] = {
-    "schema": 1,
+    "schema": 2,
     "t": {"1": 0.01},
     "contenders": {"plain": {"tokens_per_second": 10.0}, "auto": {"tokens_per_second": 15.0}},
     "by_task": {"auto": {"qa": figure(1.0), "rag": figure(2.0)}, "old": {"qa": figure(1.0)}},
     "speedup": {"auto": figure(1.5), "old": figure(1.0)},
+    "ratios": {"auto_vs_plain": 1.5},
+    "intervals": {"auto_vs_plain": [1.45, 1.55]},
     "equal": True,
     "cells": [],
     "samples": [],
@@ -54,10 +56,10 @@ def test_only_clear_changes_count() -> None:
     assert found["conditions"] == {"commit": ["a1", "b2"]}
 
 
-def test_single_runs_say_nothing() -> None:
+def test_one_prompt_has_no_interval_and_says_nothing() -> None:
     before, after = copy.deepcopy(RESULT), changed()
-    after["by_task"]["auto"]["rag"] = figure(9.0, spread=0.0)
-    assert compare(before, after)["by_task"]["auto"]["rag"]["verdict"] == "single runs"
+    after["by_task"]["auto"]["rag"] = {"speedup": 9.0, "low": None, "high": None}
+    assert compare(before, after)["by_task"]["auto"]["rag"]["verdict"] == "one prompt: no interval"
 
 
 def test_the_command_shows_both(
@@ -83,8 +85,9 @@ def test_the_command_shows_both(
     ("text", "complaint"),
     [
         ("tables\nand no JSON", "does not end with JSON"),
-        ('{"schema": 1}', "'t' is missing"),
+        ('{"schema": 2}', "'t' is missing"),
         (json.dumps({**RESULT, "schema": 99}), "has schema 99"),
+        (json.dumps({**RESULT, "schema": 1}), "has schema 1 "),
     ],
 )
 def test_a_file_that_is_no_result_is_named(tmp_path: Path, text: str, complaint: str) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 
 from forerun.bench.figures import Figures, summarise
-from forerun.bench.machine import is_busy, machine_facts, weight_bytes
 from forerun.bench.measure import (
     Contender,
     Difference,
@@ -121,14 +120,22 @@ def test_figures_follow_from_the_runs() -> None:
         "decode_tokens_per_second": 3.0,
         "tokens_per_round": 1.5,
         "accepted_per_position": [],
+        "accepted_counts": [],
         "seconds": None,
     }
     assert result["by_task"]["quick"]["rag"] == {
         "speedup": 2.0,
-        "low": 2.0,
-        "high": 2.0,
+        "low": None,  # one prompt of this task
+        "high": None,
         "tokens_per_round": 1.5,
         "accepted_per_position": [],
+        "accepted_counts": [],
+    }
+    assert result["intervals"]["quick_vs_transformers"] == [4.0, 4.0]
+    assert result["intervals"].keys() == result["ratios"].keys() - {
+        "worst_drafter_vs_plain",
+        "worst_task_vs_plain",
+        "best_task_vs_plain",
     }
     assert result["speedup"]["quick"] == {"speedup": 2.0, "low": 2.0, "high": 2.0}
     assert result["mean_over_prompts"]["slow_vs_plain"] == {"mean": 0.8, "low": 0.8, "high": 0.8}
@@ -140,33 +147,12 @@ def test_rounds_give_acceptance_by_depth_and_where_the_time_went() -> None:
     drafts = (((3, 3, 2), (2, 2, 0)), ((3, 3, 3), (0, 0, 0)))
     run = Run("x", "a", "qa", 0, ((1, 2, 3, 4), (1, 2, 3, 4, 5)), 2.0, 2, 1.0, passes, drafts)
     figures = Figures([run])
+    assert figures.accepted("x") == [(2, 3), (2, 3), (1, 2)]
     assert figures.acceptance("x") == [pytest.approx(2 / 3), pytest.approx(2 / 3), 0.5]
     assert figures.tokens_per_round("x") == 9 / 4  # two texts of two rounds each
     assert figures.seconds("x") == pytest.approx(
         {"prompt": 1.0, "draft": 0.1, "target": 0.7, "verify": 0.1, "host": 0.1}
     )
-
-
-def test_bytes_of_weights_are_told_or_not_known() -> None:
-    class Told:
-        weight_bytes = 12
-
-    assert weight_bytes(Told()) == 12
-    assert weight_bytes(object()) is None
-
-
-def test_machine_facts_are_there_to_be_read() -> None:
-    facts = machine_facts()
-    assert facts["cores"] >= 1
-    assert facts["threads"] >= 1
-    assert facts["copy_gb_per_s"] > 0
-    assert facts["torch"]
-    assert facts["cpu"]
-
-
-@pytest.mark.parametrize(("load", "busy"), [(None, False), (0.9, False), (1.1, True)])
-def test_a_load_of_half_the_cores_is_busy(load: float | None, busy: bool) -> None:
-    assert is_busy(load, available=2) is busy
 
 
 def test_a_peer_is_held_against_its_own_plain_loop() -> None:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forerun import registry
-from forerun.advise.predict import Costs, Drafting, estimate, predict
+from forerun.advise.predict import Costs, Drafting, estimate, predict, worst_prompt
 from forerun.advise.replay import Text, can_replay, replay
 from forerun.bench.contenders import own_contender
+from forerun.bench.figures import Accepted, interval_of
 from forerun.bench.measure import Group, Prompt, Run, alternate, warm_up
 from forerun.bench.settings import PLAIN, Cell, Settings, Way
 from forerun.bench.stats import Spread
@@ -44,6 +45,21 @@ class Prospect:
     budget: int | None  # None = the controller decides; 0 = nothing pays
     speedup: Spread
     tokens_per_round: float
+    worst: float = 1.0  # the speed-up on the prompt that gains least
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The best fixed number of drafted tokens by batch size, and what it would gain."""
+
+    lengths: Mapping[int, int]
+    gains: Mapping[int, float]
+    shortest: int = 1  # match that an n-gram lookup may go by
+
+    @property
+    def budgets(self) -> dict[int, int]:
+        """The same with 0 where not even the best gains."""
+        return {batch: length if self.gains[batch] > 1.0 else 0 for batch, length in self.lengths.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,27 +167,19 @@ def prospects(evidence: Evidence, batch: int) -> list[Prospect]:
     return sorted(found, key=lambda prospect: -prospect.speedup.value)
 
 
-def fixed_chain(evidence: Evidence, name: str) -> dict[int, int]:
+def fixed_chain(evidence: Evidence, name: str) -> Fixed:
     """The best fixed chain of a drafter by batch size: for engines that do not weigh costs."""
     drafting = evidence.draftings[name]
-    lengths = [length for length in _LENGTHS if length <= evidence.nodes]
-    gains = {
-        batch: {
-            length: estimate(drafting.cut(length), evidence.texts, evidence.costs, batch)
-            for length in lengths
-        }
-        for batch in BATCHES
-    }
-    best = {batch: max(lengths, key=found.__getitem__) for batch, found in gains.items()}
-    return {batch: length if gains[batch][length] > 1.0 else 0 for batch, length in best.items()}
+    tried = {length: drafting.cut(length) for length in _LENGTHS if length <= evidence.nodes}
+    return _best_fixed(evidence, tried)
 
 
-def acceptance(evidence: Evidence, name: str) -> list[float]:
-    """Of the trees that reached depth 1, 2, ...: the share whose path did, drafting whatever there is to draft."""
+def accepted(evidence: Evidence, name: str) -> list[Accepted]:
+    """Acceptance by depth, with counts, drafting whatever there is to draft."""
     drafting = evidence.draftings.get(name)
     if drafting is None:
         drafting = _replayed(evidence, name, Budget(evidence.nodes, evidence.nodes))
-    return drafting.acceptance()
+    return drafting.accepted()
 
 
 def _adaptive(evidence: Evidence, name: str, batch: int) -> Prospect:
@@ -183,7 +191,8 @@ def _adaptive(evidence: Evidence, name: str, batch: int) -> Prospect:
         drafting = _replayed(evidence, name, Budget(depth, depth, 1, price[: depth + 1]))
         rate = max(1.0, estimate(drafting, evidence.texts, evidence.costs, batch))
     speedup = predict(drafting, evidence.texts, evidence.costs, batch)
-    return Prospect(name, None, speedup, drafting.tokens_per_round())
+    worst = worst_prompt(drafting, evidence.texts, evidence.costs, batch)
+    return Prospect(name, None, speedup, drafting.tokens_per_round(), worst)
 
 
 def _replayed(evidence: Evidence, name: str, budget: Budget, shortest: int = 1) -> Drafting:
@@ -205,32 +214,41 @@ def _best(name: str, options: Sequence[tuple[int, Drafting]], evidence: Evidence
     length, drafting = max(options, key=lambda option: estimate(option[1], texts, costs, batch))
     speedup = predict(drafting, texts, costs, batch)
     if speedup.value <= 1.0:
-        return Prospect(name, 0, Spread(1.0, 1.0, 1.0), 1.0)
-    return Prospect(name, length, speedup, drafting.tokens_per_round())
+        return Prospect(name, 0, Spread(1.0, 1.0, 1.0), 1.0)  # nothing is drafted, which is plain decoding
+    worst = worst_prompt(drafting, texts, costs, batch)
+    return Prospect(name, length, speedup, drafting.tokens_per_round(), worst)
 
 
-def fixed_lookup(evidence: Evidence, name: str) -> tuple[dict[int, int], int]:
+def fixed_lookup(evidence: Evidence, name: str) -> Fixed:
     """The best fixed budget by batch size, and the shortest match: for engines that do not weigh costs."""
     lengths = [length for length in _LENGTHS if length <= evidence.nodes]
-    tried = {
-        (shortest, length): _replayed(evidence, name, Budget(length, length), shortest)
+    found = [
+        replace(
+            _best_fixed(
+                evidence,
+                {length: _replayed(evidence, name, Budget(length, length), shortest) for length in lengths},
+            ),
+            shortest=shortest,
+        )
         for shortest in _SHORTEST
-        for length in lengths
-    }
-    gains = {
-        batch: {
-            key: estimate(drafting, evidence.texts, evidence.costs, batch) for key, drafting in tried.items()
+    ]
+    return max(found, key=lambda fixed: fixed.gains[1])
+
+
+def _best_fixed(evidence: Evidence, tried: Mapping[int, Drafting]) -> Fixed:
+    """Of what was tried by length, the best at every batch size."""
+    lengths, gains = {}, {}
+    for batch in BATCHES:
+        found = {
+            length: estimate(drafting, evidence.texts, evidence.costs, batch)
+            for length, drafting in tried.items()
         }
-        for batch in BATCHES
-    }
-    shortest = max(gains[1], key=lambda key: gains[1][key])[0]
-    budgets = {}
-    for batch, found in gains.items():
-        best = max(lengths, key=lambda length: found[shortest, length])
-        budgets[batch] = best if found[shortest, best] > 1.0 else 0
-    return budgets, shortest
+        lengths[batch] = max(found, key=found.__getitem__)
+        gains[batch] = found[lengths[batch]]
+    return Fixed(lengths, gains)
 
 
-def spread(found: Spread) -> dict[str, float]:
-    """A figure and its interval as plain JSON values."""
-    return {"value": round(found.value, 4), "low": round(found.low, 4), "high": round(found.high, 4)}
+def spread(found: Spread) -> dict[str, float | None]:
+    """A figure and its interval as plain JSON values; null where there is no interval."""
+    low, high = interval_of(found) or (None, None)
+    return {"value": round(found.value, 4), "low": low, "high": high}

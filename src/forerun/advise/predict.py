@@ -2,7 +2,7 @@
 
 A round of B sequences costs t(nodes) for the target, a level of drafting times the depth, and the host's share.
 How many nodes and how many tokens it has comes from recorded or replayed rounds; t(n) from this machine. Intervals
-are bootstrapped over the prompts, so they say how far other prompts of the same kind would move the figure.
+are taken over the prompts, so they say how far other prompts of the same kind would move the figure.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.advise.replay import Text
+from forerun.bench.figures import Accepted, acceptance_by_depth
 from forerun.bench.measure import Drafts
-from forerun.bench.stats import Pair, Spread, bootstrap_ratio, ratio_of
+from forerun.bench.stats import Pair, Spread, ratio_interval, ratio_of
 from forerun.control.cost import CostModel
 
 DRAWS = 200  # rounds of a batch that are put together at random
@@ -50,15 +51,9 @@ class Drafting:
         kept = [accepted for text in self.rounds for _, _, accepted in text]
         return 1.0 + sum(kept) / max(1, len(kept))
 
-    def acceptance(self) -> list[float]:
-        """Of the trees that reached depth 1, 2, ...: the share whose path did."""
-        flat = [one for text in self.rounds for one in text]
-        deepest = max((deep for _, deep, _ in flat), default=0)
-        shares = []
-        for level in range(1, deepest + 1):
-            reached = [kept >= level for _, deep, kept in flat if deep >= level]
-            shares.append(sum(reached) / len(reached))
-        return shares
+    def accepted(self) -> list[Accepted]:
+        """By depth 1, 2, ...: how many trees reached it, and how many accepted paths did."""
+        return acceptance_by_depth(self.rounds)
 
 
 def _share(nodes: int, deep: int, depth: int) -> int:
@@ -67,7 +62,12 @@ def _share(nodes: int, deep: int, depth: int) -> int:
 
 def predict(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int) -> Spread:
     """Speed-up over plain decoding of whole calls, prompts included, with so many texts at once."""
-    return bootstrap_ratio([[pair] for pair in _pairs(drafting, texts, costs, batch)])
+    return ratio_interval([[pair] for pair in _pairs(drafting, texts, costs, batch)])
+
+
+def worst_prompt(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int) -> float:
+    """The speed-up on the prompt that gains least, or loses most."""
+    return min(ratio_of([pair]) for pair in _pairs(drafting, texts, costs, batch))
 
 
 def estimate(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int) -> float:

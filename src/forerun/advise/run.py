@@ -11,28 +11,34 @@ from time import perf_counter
 from typing import Any
 
 from forerun.advise.answer import document
+from forerun.advise.commands import Setup
 from forerun.advise.evidence import Evidence, gather, prospects, spread
 from forerun.bench.contenders import load, own_contender
 from forerun.bench.machine import is_busy, load_average, machine_facts
 from forerun.bench.measure import Group, Prompt, Run, alternate, warm_up
 from forerun.bench.run import tokenise
 from forerun.bench.settings import PLAIN, Cell, Settings, Way
-from forerun.bench.stats import Pair, bootstrap_ratio
+from forerun.bench.stats import Pair, ratio_interval
 from forerun.bench.suites import load_suite
+from forerun.build import choose_drafter, needs_head
 from forerun.control.cost import CostModel
 from forerun.errors import InvalidInput
 from forerun.llm import LLM
+from forerun.models.load import checkpoint as loading
+from forerun.params import SpeculativeConfig
 
 
 def run_advisor(settings: Settings, with_check: bool = False) -> dict[str, Any]:
     """The whole answer as one document."""
     limit = settings.limit if not with_check or settings.limit is None else 2 * settings.limit
     items = load_suite(settings.suite, settings.tasks, limit)
+    given = len(load_suite(settings.suite, settings.tasks))
     before = load_average()
     llm, cost = load(settings)
     found = conclude(llm, cost, tokenise(llm, items, settings), settings, with_check)
     facts = machine_facts()
     load_now = {"load_before": before, "busy": is_busy(before, facts["cores"])}
+    found["prompts"] = {"read": len(items), "given": given}
     return {**found, "conditions": {**facts, **settings.as_document(), **load_now}}
 
 
@@ -43,10 +49,37 @@ def conclude(
     started = perf_counter()
     used, held_back = split(prompts) if with_check else (list(prompts), [])
     evidence = gather(llm, cost, used, settings)
-    found = document(evidence, settings.model, settings.draft_model, llm.engine.target)
+    found = document(evidence, setup_of(llm, evidence, settings), llm.engine.target)
     if with_check:
         found["check"] = check(llm, evidence, held_back, settings)
     return {**found, "seconds": round(perf_counter() - started, 1)}
+
+
+def setup_of(llm: LLM, evidence: Evidence, settings: Settings) -> Setup:
+    """What was measured, as a user would ask for it; `auto` is what the engine does where nothing is named."""
+    given = (("dtype", "auto"), ("device", "auto"), ("threads", None))
+    values = settings.as_document()
+    flags = [
+        word for key, default in given if values[key] != default for word in (f"--{key}", str(values[key]))
+    ]
+    return Setup(
+        settings.model,
+        llm.engine.default_drafter,
+        settings.draft_model,
+        heads_in_use(settings.model, evidence) if settings.draft_model is None else {},
+        tuple(flags),
+        llm.engine.target.device.type,
+    )
+
+
+def heads_in_use(model: str, evidence: Evidence) -> dict[str, str]:
+    """The folders of the heads that come with the package, by the drafters that ran them."""
+    found = {}
+    for name in filter(needs_head, evidence.draftings):
+        chosen = choose_drafter(SpeculativeConfig(drafter=name), loading.open_checkpoint(model))
+        if chosen.draft_model is not None:
+            found[name] = chosen.draft_model
+    return found
 
 
 def split(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
@@ -80,7 +113,7 @@ def check(
         other = base[run.key[1:]]
         pair = Pair(run.tokens, run.seconds, other.tokens, other.seconds)
         by_prompt.setdefault(run.prompt, []).append(pair)
-    measured = bootstrap_ratio(list(by_prompt.values()))
+    measured = ratio_interval(list(by_prompt.values()))
     return {
         "drafter": best.drafter,
         "budget": best.budget,

@@ -50,12 +50,12 @@ def _drafter(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> 
     return {task: _change(*pair) for task, pair in rows.items()}
 
 
-def _change(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
-    """A change counts where the two intervals do not touch; a single run has none, and says nothing."""
-    known = all(side["low"] < side["high"] for side in (before, after))
+def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """A change counts where the two intervals do not touch; one prompt has none, and says nothing."""
+    known = all(side["low"] is not None for side in (before, after))
     clear = known and (after["low"] > before["high"] or after["high"] < before["low"])
     better = after["speedup"] > before["speedup"]
-    unclear = "within noise" if known else "single runs"
+    unclear = "within noise" if known else "one prompt: no interval"
     return {
         "before": before["speedup"],
         "after": after["speedup"],

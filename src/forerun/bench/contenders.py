@@ -12,8 +12,9 @@ import torch
 from forerun import registry
 from forerun.bench.machine import cores
 from forerun.bench.measure import Contender, Written
+from forerun.bench.peers.process import Peers
 from forerun.bench.recorder import Recorder
-from forerun.bench.settings import LLAMA_CPP, PLAIN, Cell, Settings, Way
+from forerun.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS, Cell, Settings, Way
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.control.fixed import budget_of
@@ -118,22 +119,26 @@ def _params(settings: Settings, cell: Cell, ids: Sequence[int], max_tokens: int)
     return SamplingParams(max_tokens, temperature=cell.temperature, seed=seed, ignore_eos=settings.ignore_eos)
 
 
-def load_peers(llm: LLM, settings: Settings) -> list[Contender]:
-    """The peers asked for, around the same weights; they run in greedy cells of batch 1."""
-    found: list[Contender] = []
-    ends = frozenset() if settings.ignore_eos else llm.tokenizer.eos_ids
+def load_peers(llm: LLM, settings: Settings) -> Peers:
+    """The peers asked for, around the same weights, each engine in its process; they run in greedy cells of batch 1."""
+    found = Peers()
+    ends = [] if settings.ignore_eos else sorted(llm.tokenizer.eos_ids)
+    threads, target = torch.get_num_threads(), llm.engine.target
     if names := [name for name in settings.peers if not name.startswith(LLAMA_CPP)]:
-        from forerun.bench.peers.transformers import load_transformers_peers
-
-        target = llm.engine.target
-        found += load_transformers_peers(names, settings.model, settings.draft_model, ends, target)
+        # quantised weights and other roundings write other texts: then our own plain loop is the reference
+        alike = target.device.type == "cpu" and getattr(target, "mode", "float32") == "float32"
+        found.host(
+            TRANSFORMERS, names, "forerun.bench.peers.transformers", model=settings.model,
+            draft=settings.draft_model, ends=ends, device=str(target.device), alike=alike, threads=threads,
+        )  # fmt: skip
     if names := [name for name in settings.peers if name.startswith(LLAMA_CPP)]:
-        from forerun.bench.peers.llama_cpp import load_llama_cpp_peers
-
-        file, threads = loading.open_checkpoint(settings.model).path, torch.get_num_threads()
-        found += load_llama_cpp_peers(names, file, ends, llm.engine.max_length, threads)
+        file = loading.open_checkpoint(settings.model).path
+        found.host(
+            LLAMA_CPP, names, "forerun.bench.peers.llama_cpp", file=str(file), ends=ends,
+            context=llm.engine.max_length, threads=threads,
+        )  # fmt: skip
     if settings.url:
         from forerun.bench.peers.endpoint import endpoint_contender
 
-        found.append(endpoint_contender(settings.url, settings.ignore_eos))
+        found.contenders.append(endpoint_contender(settings.url, settings.ignore_eos))
     return found

@@ -1,15 +1,45 @@
-"""From runs to figures: speeds, ratios with their spread, tokens per round, acceptance, where the time went."""
+"""From runs to figures: speeds, ratios with 95% intervals, tokens per round, acceptance, where the time went."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-from forerun.bench.measure import Contender, Difference, Run, agreement
+from forerun.bench.measure import Contender, Difference, Drafts, Run, agreement
 from forerun.bench.settings import PLAIN
-from forerun.bench.stats import Pair, Spread, bootstrap_mean, bootstrap_ratio, paired_ratio
+from forerun.bench.stats import Pair, Spread, mean_interval, ratio_interval
 
 PARTS = {"draft": "draft", "target": "target", "verify": "verify", "rest": "host"}  # as engines book them
+
+
+class Accepted(NamedTuple):
+    """Acceptance at one depth, with the counts that it rests on."""
+
+    accepted: int  # trees whose accepted path reached this depth
+    drafted: int  # trees that reached it
+
+    @property
+    def share(self) -> float:
+        return self.accepted / self.drafted
+
+
+def acceptance_by_depth(texts: Iterable[Drafts]) -> list[Accepted]:
+    """Rounds of some texts, counted by the depth that trees and accepted paths reached."""
+    rounds = [one for text in texts for one in text]
+    deepest = max((depth for _, depth, _ in rounds), default=0)
+    found = []
+    for level in range(1, deepest + 1):
+        reached = [kept >= level for _, depth, kept in rounds if depth >= level]
+        found.append(Accepted(sum(reached), len(reached)))
+    return found
+
+
+def acceptance_document(found: Sequence[Accepted]) -> dict[str, Any]:
+    """Acceptance as plain JSON values: the shares, and [accepted, drafted] beside them."""
+    return {
+        "accepted_per_position": [round(one.share, 4) for one in found],
+        "accepted_counts": [list(one) for one in found],
+    }
 
 
 class Figures:
@@ -17,20 +47,15 @@ class Figures:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = list(runs)
-        self.repeats = sorted({run.repeat for run in self.runs})
         self.tasks = list(dict.fromkeys(run.task for run in self.runs))
         self.prompts = list(dict.fromkeys(run.prompt for run in self.runs))
 
-    def of(self, contender: str, task: str | None = None, repeat: int | None = None) -> list[Run]:
-        return [
-            run
-            for run in self.runs
-            if run.contender == contender and task in (None, run.task) and repeat in (None, run.repeat)
-        ]
+    def of(self, contender: str, task: str | None = None) -> list[Run]:
+        return [run for run in self.runs if run.contender == contender and task in (None, run.task)]
 
-    def rate(self, contender: str, task: str | None = None, repeat: int | None = None) -> float:
+    def rate(self, contender: str, task: str | None = None) -> float:
         """Tokens per second: all tokens by all seconds, prompts included."""
-        return rate_of(self.of(contender, task, repeat))
+        return rate_of(self.of(contender, task))
 
     def decode_rate(self, contender: str) -> float | None:
         """Tokens per second without the passes over prompts."""
@@ -39,13 +64,8 @@ class Figures:
             return None
         return sum(run.tokens for run in runs) / sum(run.decode_seconds or 0.0 for run in runs)
 
-    def spread(self, contender: str, base: str) -> Spread:
-        """Median, lowest and highest over repeats of the ratio of the two rates."""
-        rates = ([self.rate(name, repeat=repeat) for repeat in self.repeats] for name in (contender, base))
-        return paired_ratio(*rates)
-
     def speedup(self, contender: str, base: str, task: str | None = None) -> Spread:
-        """The ratio of the two rates over everything, with its bootstrap interval."""
+        """The ratio of the two rates over everything, with its 95% interval."""
         ours = {run.key[1:]: run for run in self.of(contender, task)}
         theirs = {run.key[1:]: run for run in self.of(base, task)}
         by_prompt: dict[str, list[Pair]] = {}
@@ -53,7 +73,7 @@ class Figures:
             other = theirs[prompt, repeat]
             pair = Pair(run.tokens, run.seconds, other.tokens, other.seconds)
             by_prompt.setdefault(prompt, []).append(pair)
-        return bootstrap_ratio(list(by_prompt.values()))
+        return ratio_interval(list(by_prompt.values()))
 
     def by_prompt(self, contender: str, base: str) -> dict[str, float]:
         """The speed-up on every prompt."""
@@ -74,15 +94,13 @@ class Figures:
             rounds = sum(run.rounds or 0 for run in runs)
         return sum(run.tokens for run in runs) / rounds if rounds else None
 
-    def acceptance(self, contender: str, task: str | None = None) -> list[float]:
+    def accepted(self, contender: str, task: str | None = None) -> list[Accepted]:
+        """By depth 1, 2, ...: how many trees reached it, and how many accepted paths did."""
+        return acceptance_by_depth(text for run in self.of(contender, task) for text in run.drafts)
+
+    def acceptance(self, contender: str) -> list[float]:
         """Of the rounds whose tree reached depth 1, 2, ...: the share whose path did."""
-        texts = [text for run in self.of(contender, task) for text in run.drafts]
-        deepest = max((depth for text in texts for _, depth, _ in text), default=0)
-        shares = []
-        for level in range(1, deepest + 1):
-            reached = [kept >= level for text in texts for _, depth, kept in text if depth >= level]
-            shares.append(sum(reached) / len(reached))
-        return shares
+        return [one.share for one in self.accepted(contender)]
 
     def seconds(self, contender: str) -> dict[str, float] | None:
         """Where the time went, over everything: passes over prompts, and the parts of rounds."""
@@ -112,12 +130,8 @@ def summarise(
     ours = names[names.index(PLAIN) :]
     drafters = ours[1:]
     by_task = {name: {task: _by_task(figures, name, task) for task in figures.tasks} for name in drafters}
-    spreads = {f"{name}_vs_{PLAIN}": figures.spread(name, PLAIN) for name in drafters}
-    for base in names[: names.index(PLAIN)]:
-        spreads |= {
-            f"{name}_vs_{base}": figures.spread(name, base) for name in names[names.index(base) + 1 :]
-        }
-    ratios = {name: round(spread.value, 4) for name, spread in spreads.items()}
+    ratios_of = _all_ratios(figures, names)
+    ratios: dict[str, float] = {name: round(spread.value, 4) for name, spread in ratios_of.items()}
     if weighed := [name for name in drafters if name != blind]:
         cells = [by_task[name][task]["speedup"] for name in weighed for task in figures.tasks]
         ratios[f"worst_drafter_vs_{PLAIN}"] = min(ratios[f"{name}_vs_{PLAIN}"] for name in weighed)
@@ -126,12 +140,10 @@ def summarise(
     compared = sum(len(run.texts) for name in exact for run in figures.of(name))
     return {
         "ratios": ratios,
-        "spread": {name: [round(spread.low, 4), round(spread.high, 4)] for name, spread in spreads.items()},
-        "speedup": {name: _interval(figures.speedup(name, PLAIN), "speedup") for name in drafters},
+        "intervals": {name: interval_of(spread) for name, spread in ratios_of.items()},
+        "speedup": {name: _interval(ratios_of[f"{name}_vs_{PLAIN}"], "speedup") for name in drafters},
         "mean_over_prompts": {
-            f"{name}_vs_{PLAIN}": _interval(
-                bootstrap_mean([*figures.by_prompt(name, PLAIN).values()]), "mean"
-            )
+            f"{name}_vs_{PLAIN}": _interval(mean_interval([*figures.by_prompt(name, PLAIN).values()]), "mean")
             for name in drafters
         },
         "contenders": {name: _figures(figures, name) for name in names},
@@ -153,16 +165,24 @@ def summarise(
     }
 
 
+def _all_ratios(figures: Figures, names: Sequence[str]) -> dict[str, Spread]:
+    """Ours over our plain loop, and everybody over every peer that is listed before them."""
+    first = names.index(PLAIN)
+    pairs = [(name, PLAIN) for name in names[first + 1 :]]
+    pairs += [(name, base) for i, base in enumerate(names[:first]) for name in names[i + 1 :]]
+    return {f"{name}_vs_{base}": figures.speedup(name, base) for name, base in pairs}
+
+
 def _by_task(figures: Figures, name: str, task: str) -> dict[str, Any]:
     per_round = figures.tokens_per_round(name, task)
     return {
         **_interval(figures.speedup(name, PLAIN, task), "speedup"),
         "tokens_per_round": None if per_round is None else round(per_round, 3),
-        "accepted_per_position": [round(share, 4) for share in figures.acceptance(name, task)],
+        **acceptance_document(figures.accepted(name, task)),
     }
 
 
-def _by_task_vs(figures: Figures, name: str, base: str) -> dict[str, dict[str, float]]:
+def _by_task_vs(figures: Figures, name: str, base: str) -> dict[str, dict[str, float | None]]:
     return {task: _interval(figures.speedup(name, base, task), "speedup") for task in figures.tasks}
 
 
@@ -175,10 +195,18 @@ def _figures(figures: Figures, name: str) -> dict[str, Any]:
     spent = figures.seconds(name)
     return {
         **{key: None if value is None else round(value, 3) for key, value in rates.items()},
-        "accepted_per_position": [round(share, 4) for share in figures.acceptance(name)],
+        **acceptance_document(figures.accepted(name)),
         "seconds": None if spent is None else {part: round(value, 4) for part, value in spent.items()},
     }
 
 
-def _interval(spread: Spread, name: str) -> dict[str, float]:
-    return {name: round(spread.value, 4), "low": round(spread.low, 4), "high": round(spread.high, 4)}
+def interval_of(spread: Spread) -> list[float] | None:
+    """The ends of an interval as plain JSON values; None where there is none."""
+    if spread.low is None or spread.high is None:
+        return None
+    return [round(spread.low, 4), round(spread.high, 4)]
+
+
+def _interval(spread: Spread, name: str) -> dict[str, float | None]:
+    low, high = interval_of(spread) or (None, None)
+    return {name: round(spread.value, 4), "low": low, "high": high}

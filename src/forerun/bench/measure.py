@@ -8,7 +8,8 @@ each other. Whoever claims to be exact must also have written the same text.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from forerun.errors import InvalidInput
@@ -30,6 +31,10 @@ class Written(NamedTuple):
 
 
 Write = Callable[[Sequence[Sequence[int]], int], Written]
+
+
+class ContenderLost(Exception):
+    """A contender cannot go on, and the message says why; the others can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +123,13 @@ def group(prompts: Sequence[Prompt], batch: int) -> list[Group]:
     return groups
 
 
-def warm_up(contenders: Sequence[Contender], first: Group, max_tokens: int) -> None:
+def warm_up(
+    contenders: Sequence[Contender], first: Group, max_tokens: int, lost: dict[str, str] | None = None
+) -> None:
     """Let everybody write once for nothing: first calls allocate, compile and fault pages in."""
     for contender in contenders:
-        contender.write([prompt.ids for prompt in first.prompts], max_tokens)
+        with _noting(contender, lost):
+            contender.write([prompt.ids for prompt in first.prompts], max_tokens)
 
 
 def alternate(
@@ -130,15 +138,45 @@ def alternate(
     max_tokens: int,
     repeats: int,
     known: Mapping[tuple[str, str, int], Run] | None = None,
+    lost: dict[str, str] | None = None,
 ) -> Iterator[Run]:
-    """Measure everybody on everything, but for what is known; the order turns with every group and repeat."""
+    """Measure everybody on everything, but for what is known; the order turns with every group and repeat.
+
+    A contender that is lost on the way is noted in `lost` with the reason and asked no more.
+    """
     known = known or {}
     for repeat in range(repeats):
         for index, one in enumerate(groups):
             first = (repeat + index) % len(contenders)
             for contender in (*contenders[first:], *contenders[:first]):
-                done = known.get((contender.name, one.id, repeat))
-                yield done or _measure(contender, one, repeat, max_tokens)
+                if lost is not None and contender.name in lost:
+                    continue
+                with _noting(contender, lost):
+                    done = known.get((contender.name, one.id, repeat))
+                    yield done or _measure(contender, one, repeat, max_tokens)
+
+
+@contextmanager
+def _noting(contender: Contender, lost: dict[str, str] | None) -> Iterator[None]:
+    """Note that a contender is lost, where somebody keeps a list of them."""
+    try:
+        yield
+    except ContenderLost as error:
+        if lost is None:
+            raise
+        lost[contender.name] = str(error)
+
+
+def without_lost(
+    contenders: Sequence[Contender], runs: Sequence[Run], lost: Mapping[str, str]
+) -> tuple[list[Contender], list[Run]]:
+    """Those who went to the end, and their runs: half a run of somebody is comparable with nothing."""
+    left = [
+        replace(contender, like=None if contender.like in lost else contender.like)
+        for contender in contenders
+        if contender.name not in lost
+    ]
+    return left, [run for run in runs if run.contender not in lost]
 
 
 def _measure(contender: Contender, one: Group, repeat: int, max_tokens: int) -> Run:

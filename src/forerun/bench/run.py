@@ -18,7 +18,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from forerun.bench.contenders import load, load_peers, own_contenders
 from forerun.bench.figures import Figures, summarise
 from forerun.bench.machine import is_busy, load_average, machine_facts, peak_memory, weight_bytes
-from forerun.bench.measure import Contender, Group, Prompt, Run, alternate, differences, group, warm_up
+from forerun.bench.measure import (
+    Contender,
+    Group,
+    Prompt,
+    Run,
+    alternate,
+    differences,
+    group,
+    warm_up,
+    without_lost,
+)
+from forerun.bench.peers.process import Peers
 from forerun.bench.run_log import RunLog
 from forerun.bench.samples import samples
 from forerun.bench.schema import SCHEMA
@@ -26,6 +37,9 @@ from forerun.bench.settings import Cell, Settings
 from forerun.bench.suites import Item, load_suite
 from forerun.control.cost import CostModel
 from forerun.llm import LLM
+from forerun.models.base import Target
+from forerun.models.native import library
+from forerun.models.native.target import NativeDecoder
 from forerun.params import SamplingParams
 
 WARM_UP_TOKENS = 8
@@ -42,15 +56,23 @@ def run(
     with Console(stderr=True).status(f"loading {settings.model}"):
         llm, cost = load(settings)
         peers = load_peers(llm, settings)
-    result = measure(llm, cost, peers, items, settings, run_log, blind)
-    load_now = {"load_before": before, "busy": is_busy(before, result["conditions"]["cores"])}
-    return {"benchmark": name, **result, "conditions": {**result["conditions"], **load_now}}
+    try:
+        result = measure(llm, cost, peers, items, settings, run_log, blind)
+    finally:
+        peers.close()
+    conditions = {
+        **result["conditions"],
+        "load_before": before,
+        "busy": is_busy(before, result["conditions"]["cores"]),
+        "suite_prompts": len(load_suite(settings.suite, settings.tasks)),
+    }
+    return {"benchmark": name, **result, "conditions": conditions}
 
 
 def measure(
     llm: LLM,
     cost: CostModel,
-    peers: Sequence[Contender],
+    peers: Peers,
     items: Sequence[Item],
     settings: Settings,
     run_log: RunLog,
@@ -62,11 +84,13 @@ def measure(
     prompts = tokenise(llm, items, settings)
     cells = [_Plan(cell, group(prompts, cell.batch)) for cell in settings.cells()]
     started = perf_counter()
-    documents, first = [], None
+    documents, first, lost = [], None, peers.left_out
     for plan in cells:
-        asked = peers if plan.cell.batch == 1 and plan.cell.temperature == 0.0 else []
+        asked = peers.contenders if plan.cell.batch == 1 and plan.cell.temperature == 0.0 else []
         contenders = [*asked, *own_contenders(llm, settings, plan.cell)]
-        runs = _with_progress(plan, contenders, settings, run_log)
+        contenders, runs = without_lost(
+            contenders, _with_progress(plan, contenders, settings, run_log, lost), lost
+        )
         figures = Figures(runs)
         summary = summarise(figures, contenders, differences(runs, contenders), blind)
         first = first or (figures, summary, contenders)
@@ -84,6 +108,8 @@ def measure(
             **facts,
             **settings.as_document(),
             **_engine_facts(llm, cost, facts["copy_gb_per_s"]),
+            "isa": {"forerun": own_isa(llm.engine.target), **peers.isa},
+            "left_out": dict(lost),
             "threads": torch.get_num_threads(),
             "tasks": figures.tasks,
             "sampling": "greedy" if settings.temperatures == (0.0,) else "sampled",
@@ -151,8 +177,21 @@ def prompt_ids(llm: LLM, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
     return llm.encode("\n\n".join(message["content"] for message in messages))
 
 
+def own_isa(target: Target) -> str:
+    """The instructions that our passes are computed with: the native kernels' or torch's, or the kind of GPU."""
+    if target.device.type != "cpu":
+        major, minor = torch.cuda.get_device_capability(target.device)
+        return f"sm_{major}{minor}"
+    native = isinstance(target, NativeDecoder)
+    return library.isa() if native else f"torch {torch.backends.cpu.get_cpu_capability()}"
+
+
 def _with_progress(
-    plan: _Plan, contenders: Sequence[Contender], settings: Settings, run_log: RunLog
+    plan: _Plan,
+    contenders: Sequence[Contender],
+    settings: Settings,
+    run_log: RunLog,
+    lost: dict[str, str],
 ) -> list[Run]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     known = run_log.known(plan.cell)
@@ -161,8 +200,8 @@ def _with_progress(
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(plan.cell.name, total=total)
         if len(known) < total:
-            warm_up(contenders, plan.groups[0], min(WARM_UP_TOKENS, settings.max_tokens))
-        for done in alternate(contenders, plan.groups, settings.max_tokens, settings.repeats, known):
+            warm_up(contenders, plan.groups[0], min(WARM_UP_TOKENS, settings.max_tokens), lost)
+        for done in alternate(contenders, plan.groups, settings.max_tokens, settings.repeats, known, lost):
             run_log.add(plan.cell, done)
             runs.append(done)
             progress.update(bar, advance=1, description=f"{done.task}: {done.contender}")

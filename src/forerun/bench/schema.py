@@ -8,8 +8,20 @@ from typing import Any
 
 from forerun.errors import InvalidInput
 
-SCHEMA = 1
-REQUIRED = ("schema", "t", "contenders", "by_task", "equal", "cells", "samples", "conditions")
+SCHEMA = 2  # 2: 95% intervals may be null, `intervals` replaces the spread of repeats, acceptance has counts
+REQUIRED = (
+    "schema",
+    "t",
+    "contenders",
+    "by_task",
+    "speedup",
+    "ratios",
+    "intervals",
+    "equal",
+    "cells",
+    "samples",
+    "conditions",
+)
 
 
 def read_result(path: Path) -> dict[str, Any]:

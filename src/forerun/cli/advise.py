@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,6 +14,8 @@ from rich.table import Table
 from forerun.cli.bench import DraftModel, Model
 from forerun.cli.flags import DEFAULT_MODEL, HELP
 from forerun.cli.show import table_console
+
+OURS, YOURS = 2, 24  # prompts per task: ours are of eight tasks, a user's mostly of one
 
 
 def advise(
@@ -24,7 +27,13 @@ def advise(
     prompts: Annotated[
         str, typer.Option(help="Your prompts: a JSONL file with 'prompt' or 'messages'; builtin is ours.")
     ] = "builtin",
-    limit: Annotated[int, typer.Option(help="Prompts per task that are written; 0 is all.")] = 2,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Prompts per task that are written; 0 is all; default: {OURS} of ours, {YOURS} of yours.",
+            show_default=False,
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 64,
     temperature: Annotated[float, typer.Option(help=HELP["temperature"])] = 0.0,
     budget: Annotated[int, typer.Option(help="Drafted nodes per round at most.")] = 8,
@@ -43,6 +52,8 @@ def advise(
     """Say whether drafting pays on your prompts, with what, and up to which load."""
     from forerun.bench.settings import Settings, ways_of
 
+    if limit is None:
+        limit = OURS if prompts == "builtin" else YOURS
     settings = Settings(
         model=model, draft_model=draft_model, suite=prompts, limit=limit or None, max_tokens=max_tokens,
         temperatures=(temperature,), budget=budget, dtype=dtype, device=device, threads=threads,
@@ -59,13 +70,24 @@ def advise(
         print(json.dumps(found))
         return
     console = table_console()
-    table = Table(title="Predicted speed-up by texts at once", box=None, title_justify="left")
+    table = Table(
+        title="Predicted speed-up by texts at once (95% interval over prompts)",
+        box=None,
+        title_justify="left",
+    )
     table.add_column("")
     for batch in found["by_batch"]:
         table.add_column(batch, justify="right")
     for name in found["by_batch"]["1"]:
         cells = [rows[name]["speedup"] for rows in found["by_batch"].values()]
-        table.add_row(name, *(f"{c['value']:.2f} ({c['low']:.2f}-{c['high']:.2f})" for c in cells))
+        table.add_row(name, *(_cell(cell) for cell in cells))
     console.print(table)
     for line in in_words(found):
         console.print(line, soft_wrap=True, markup=False)
+
+
+def _cell(found: Mapping[str, Any]) -> str:
+    """A predicted speed-up; one prompt gives no interval."""
+    from forerun.bench.stats import Spread
+
+    return str(Spread(found["value"], found["low"], found["high"]))

@@ -95,7 +95,7 @@ def _forerun(
         typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version and stop."),
     ] = False,
 ) -> None:
-    """A language model's own text, several times sooner."""
+    """Exactly a language model's own text, by speculative decoding: sooner where drafting pays."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A drop-in for transformers users: `model = forerun.wrap(model)`, and `model.generate` answers sooner.
+"""A drop-in for transformers users: `model = forerun.wrap(model)`, and `model.generate` drafts: the same ids.
 
 The call takes what `generate` takes and returns what it returns, padding included. Greedy output equals
 transformers' token for token; sampled output has the same law. What would change the result and is not

@@ -2,9 +2,10 @@
 
 A preset of the general benchmark: transformers' `generate` and llama.cpp on the same file, each plain and with its own
 prompt lookup; our loop without a drafter; our loop with each drafter, the controller deciding how much to draft; and
-one that drafts blindly, to show what the controller is for. Greedy, batch 1, whole calls timed, all of them alternating
-in one process. Before that: t(n) in every number format, and how much of the memory's rate a plain pass uses. Peers
-that cannot run are left out, with a line that says why. The last line of stdout is one JSON document.
+one that drafts blindly, to show what the controller is for. Greedy, batch 1, whole calls timed, all of them
+alternating; every peer runs in a process of its own. Before that: t(n) in every number format, and how much of the
+memory's rate a plain pass uses. Peers that cannot run, or die, are left out, with a line that says why. The last line
+of stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from forerun.bench.bandwidth import WAYS, bandwidth
 from forerun.bench.cpu.memory import resident
 from forerun.bench.cpu.modes import measure_modes
 from forerun.bench.machine import cores, is_busy, load_average
-from forerun.bench.peers.llama_cpp import built_for, pass_seconds, why_not
+from forerun.bench.measure import ContenderLost
+from forerun.bench.peers.process import PeerProcess
 from forerun.bench.report.terminal import show, show_modes
 from forerun.bench.run import run
 from forerun.bench.settings import (
@@ -43,6 +46,7 @@ from forerun.errors import ForerunError, InvalidInput
 from forerun.models.load import checkpoint as loading
 from forerun.params import SpeculativeConfig
 
+_LLAMA_CPP = "forerun.bench.peers.llama_cpp"
 SPEC_BENCH = TASKS[:6]  # the tasks that others report
 FULL = {"limit": 2, "repeats": 3, "max_tokens": 64}
 QUICK = {"limit": 1, "repeats": 2, "max_tokens": 40}
@@ -98,7 +102,7 @@ def settings_of(flags: argparse.Namespace) -> Settings:
     ways = (*ways_of(drafters_of(flags.drafters, model, draft)), blind(flags))
     given = {name: getattr(flags, name) for name in Settings.__dataclass_fields__ if hasattr(flags, name)}
     given |= {"model": model, "draft_model": draft, "ways": ways, "device": "cpu"}
-    return Settings(**given, peers=peers_of(flags, model))
+    return Settings(**given, peers=peers_of(flags))
 
 
 def drafters_of(named: Sequence[str], model: str, draft: str | None) -> list[str]:
@@ -118,16 +122,43 @@ def blind(flags: argparse.Namespace) -> Way:
     return Way("ngram_fixed", "ngram", max(1, flags.budget or FIXED_NODES))
 
 
-def peers_of(flags: argparse.Namespace, model: str) -> tuple[str, ...]:
-    """Those that can run here; why the others cannot is said once."""
+def peers_of(flags: argparse.Namespace) -> tuple[str, ...]:
+    """Those that were not left out on the command line."""
     found: tuple[str, ...] = () if flags.skip_transformers else (TRANSFORMERS, LOOKUP)
-    if flags.skip_llama_cpp:
-        return found
-    if reason := why_not(loading.open_checkpoint(model).path):
-        print(f"left out: {reason}", file=sys.stderr)
-        return found
     lookups = [*LLAMA_CPP_LOOKUPS][: 1 if flags.quick else None]
-    return (*found, LLAMA_CPP, *lookups)
+    return found if flags.skip_llama_cpp else (*found, LLAMA_CPP, *lookups)
+
+
+def without_llama_cpp(settings: Settings) -> tuple[Settings, dict[str, str]]:
+    """The settings without llama.cpp where it cannot run, and why not, which is said once."""
+    if LLAMA_CPP not in settings.peers:
+        return settings, {}
+    reason = why_not_llama_cpp(loading.open_checkpoint(settings.model).path)
+    if reason is None:
+        return settings, {}
+    print(f"left out: {reason}", file=sys.stderr)
+    peers = tuple(name for name in settings.peers if not name.startswith(LLAMA_CPP))
+    return replace(settings, peers=peers), {LLAMA_CPP: reason}
+
+
+def why_not_llama_cpp(file: Path) -> str | None:
+    """Why llama.cpp cannot run this file here; asked in a process of its own, since importing it may end one."""
+    try:
+        with PeerProcess() as process:
+            reason: str | None = process.call(f"{_LLAMA_CPP}:why_not", model=str(file))
+            return reason
+    except ContenderLost as lost:
+        return f"llama.cpp: {lost}"
+
+
+def llama_cpp_curve(file: Path, threads: int) -> dict[str, Any]:
+    """t(n) of llama.cpp, measured in a process of its own; null and the reason where that does not last."""
+    try:
+        with PeerProcess() as process:
+            curve = process.call(f"{_LLAMA_CPP}:pass_seconds", file=str(file), threads=threads)
+    except ContenderLost as lost:
+        return {"t": None, "why_not": str(lost)}
+    return {"t": {size: round(spent, 6) for size, spent in curve.items()}}
 
 
 def measure_formats(settings: Settings) -> dict[str, Any]:
@@ -141,8 +172,8 @@ def measure_formats(settings: Settings) -> dict[str, Any]:
         "memory": {"dtype": settings.dtype, **resident(settings.model, settings.dtype, threads)},
     }
     if LLAMA_CPP in settings.peers:
-        curve = pass_seconds(loading.open_checkpoint(settings.model).path, threads)
-        found["modes"][LLAMA_CPP] = {"t": {str(size): round(spent, 6) for size, spent in curve.items()}}
+        file = loading.open_checkpoint(settings.model).path
+        found["modes"][LLAMA_CPP] = llama_cpp_curve(file, threads)
     return found
 
 
@@ -151,7 +182,7 @@ def add_headline(result: dict[str, Any]) -> None:
     rates = {name: figures["tokens_per_second"] for name, figures in result["contenders"].items()}
     theirs = [name for name in rates if name.startswith(LLAMA_CPP)]
     ours = list(result["speedup"])
-    ratios, spread = result["ratios"], result["spread"]
+    ratios, intervals = result["ratios"], result["intervals"]
     for name in (f"{PLAIN}_vs_{TRANSFORMERS}", f"{PLAIN}_vs_{LLAMA_CPP}", f"worst_drafter_vs_{PLAIN}"):
         ratios.setdefault(name, None)
     result["best"] = dict.fromkeys(("drafter", LLAMA_CPP))
@@ -162,7 +193,7 @@ def add_headline(result: dict[str, Any]) -> None:
         result["best"][LLAMA_CPP] = max(theirs, key=rates.__getitem__)
         pair = f"{result['best']['drafter']}_vs_{result['best'][LLAMA_CPP]}"
         ratios[f"best_vs_{LLAMA_CPP}"] = ratios[pair]
-        spread[f"best_vs_{LLAMA_CPP}"] = spread[pair]
+        intervals[f"best_vs_{LLAMA_CPP}"] = intervals[pair]
     decoding = {n: figures["decode_tokens_per_second"] for n, figures in result["contenders"].items()}
     result["decode_ratios"] = {
         f"{PLAIN}_vs_{base}": round(decoding[PLAIN] / decoding[base], 4)
@@ -189,14 +220,14 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     load_suite(
         settings.suite, settings.tasks, settings.limit
     )  # a mistake there shows before minutes are spent
+    settings, left_out = without_llama_cpp(settings)
     formats: dict[str, Any] = {}
     if not flags.skip_modes:
         with Console(stderr=True).status("t(n) by number format"):
             formats = measure_formats(settings)
     result = run(settings, name="cpu", blind=blind(flags).name)
+    result["conditions"]["left_out"] |= left_out
     add_headline(result)
-    if LLAMA_CPP in settings.peers:
-        result["conditions"]["llama_cpp_built_for"] = built_for()
     return result | formats
 
 

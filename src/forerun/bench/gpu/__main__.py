@@ -1,5 +1,12 @@
-"""`python -m forerun.bench.gpu`."""
+"""`python -m forerun.bench.gpu`; what a user can mend is one line and exit code 2."""
+
+import sys
 
 from forerun.bench.gpu.command import main
+from forerun.errors import ForerunError
 
-main()
+try:
+    main()
+except ForerunError as error:
+    print(f"forerun: {error}", file=sys.stderr)
+    sys.exit(2)

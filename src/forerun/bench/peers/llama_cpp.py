@@ -34,36 +34,44 @@ def why_not(model: str | Path) -> str | None:
     return None
 
 
-def load_llama_cpp_peers(
-    names: Sequence[str], file: Path, ends: frozenset[int], context: int, threads: int
+def load(
+    names: Sequence[str], file: str | Path, ends: Sequence[int], context: int, threads: int
 ) -> list[Contender]:
     """Its plain loop and its prompt lookup, those of them that are asked for."""
     if reason := why_not(file):
         raise MissingDependency(f"the peer {names[0]!r} cannot run: {reason}")
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-    context = min(context, MOST_CONTEXT)
+    context, stops = min(context, MOST_CONTEXT), frozenset(ends)
     found = []
     if LLAMA_CPP in names:
-        found.append(llama_cpp_contender(LLAMA_CPP, load_model(file, context, threads), ends))
+        found.append(llama_cpp_contender(LLAMA_CPP, load_model(file, context, threads), stops))
     lookups = [name for name in names if name in LLAMA_CPP_LOOKUPS]
     model = load_model(file, context, threads, all_logits=True) if lookups else None
     for name in lookups:
         lookup = LlamaPromptLookupDecoding(num_pred_tokens=LLAMA_CPP_LOOKUPS[name])
         like = LLAMA_CPP if LLAMA_CPP in names else None
-        found.append(llama_cpp_contender(name, model, ends, lookup, like))
+        found.append(llama_cpp_contender(name, model, stops, lookup, like))
     return found
 
 
-def built_for() -> str:
-    """The instruction sets that its library was built with, in its own words."""
+def isa() -> str:
+    """The instruction sets that its library was built with."""
     from llama_cpp import llama_print_system_info
 
     said: bytes = llama_print_system_info()
-    return said.decode("utf-8", "replace").strip(" |")
+    return enabled(said.decode("utf-8", "replace"))
 
 
-def load_model(file: Path, context: int, threads: int, all_logits: bool = False) -> Any:
+def enabled(said: str) -> str:
+    """What is switched on in its own words, which are "CPU : AVX = 1 | AVX2 = 1 | NEON = 0 | ..."."""
+    parts = [part.strip() for part in said.replace(":", "|").split("|")]
+    return " ".join(
+        name.strip() for name, _, value in (part.partition("=") for part in parts) if value.strip() == "1"
+    )
+
+
+def load_model(file: str | Path, context: int, threads: int, all_logits: bool = False) -> Any:
     """A llama.cpp model that says nothing while it loads."""
     from llama_cpp import Llama
 
@@ -116,7 +124,7 @@ def llama_cpp_contender(
 
 
 def pass_seconds(
-    file: Path, threads: int, sizes: Sequence[int] = SIZES, repeats: int = 3
+    file: str | Path, threads: int, sizes: Sequence[int] = SIZES, repeats: int = 3
 ) -> dict[int, float]:
     """t(n) of llama.cpp, as ours is measured: n tokens on a short text, logits of every row, the best of a few."""
     model = load_model(file, CONTEXT + max(sizes) + 1, threads, all_logits=True)

@@ -18,32 +18,44 @@ from forerun.errors import UnsupportedModel
 from forerun.models.load import checkpoint as loading
 
 if TYPE_CHECKING:
-    from forerun.models.base import Target
     from forerun.models.load.checkpoint import Checkpoint
 
 LOOKUP_TOKENS = 10  # what transformers' documentation uses for prompt lookup
 
 
-def load_transformers_peers(
-    names: Sequence[str], name: str, draft: str | None, ends: frozenset[int], beside: Target
+def load(
+    names: Sequence[str],
+    model: str,
+    draft: str | None,
+    ends: Sequence[int],
+    device: str,
+    alike: bool,
+    threads: int,
 ) -> list[Contender]:
-    """Those of its ways to write that are asked for, around the weights of the checkpoint `name`."""
-    device = beside.device
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    model = load_transformers_model(loading.open_checkpoint(name), ends, dtype).to(device)
-    # quantised weights and other roundings write other texts: then our own plain loop is the reference
-    alike = device.type == "cpu" and getattr(beside, "mode", "float32") == "float32"
+    """Those of its ways to write that are asked for, around the weights of a checkpoint.
+
+    `alike` says that our own loop computes in the same precision, so that texts can be held against each other.
+    """
+    torch.set_num_threads(threads)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    stops = frozenset(ends)
+    loaded = load_transformers_model(loading.open_checkpoint(model), stops, dtype).to(device)
     like = TRANSFORMERS if TRANSFORMERS in names else None
     found = []
     if TRANSFORMERS in names:
-        found.append(transformers_contender(TRANSFORMERS, model, alike))
+        found.append(transformers_contender(TRANSFORMERS, loaded, alike))
     if LOOKUP in names:
         options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
-        found.append(transformers_contender(LOOKUP, model, alike, like, **options))
+        found.append(transformers_contender(LOOKUP, loaded, alike, like, **options))
     if ASSISTED in names and draft is not None:
-        small = load_transformers_model(loading.open_checkpoint(draft), ends, dtype).to(device)
-        found.append(transformers_contender(ASSISTED, model, alike, like, assistant_model=small))
+        small = load_transformers_model(loading.open_checkpoint(draft), stops, dtype).to(device)
+        found.append(transformers_contender(ASSISTED, loaded, alike, like, assistant_model=small))
     return found
+
+
+def isa() -> str:
+    """The instructions that torch's kernels use on this CPU."""
+    return f"torch {torch.backends.cpu.get_cpu_capability()}"
 
 
 def load_transformers_model(checkpoint: Checkpoint, eos_ids: frozenset[int], dtype: torch.dtype) -> Any:

@@ -19,6 +19,7 @@ class Dot:
     y: float
     low: float | None = None
     high: float | None = None
+    note: str = ""  # what a reader who points at it is told besides
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,9 @@ class Chart:
                 ends = self._place(dot.x, dot.low)[1], self._place(dot.x, dot.high)[1]
                 parts.append(f'<line class="line {style}" x1="{x}" x2="{x}" y1="{ends[0]}" y2="{ends[1]}"/>')
             if line.colour is not None:
-                says = f"{line.name}: {dot.y:.3g}{self.unit} at {dot.x:g}"
+                says = f"{line.name}: {dot.y:.3g}{self.unit} at {dot.x:g}" + (
+                    f", {dot.note}" if dot.note else ""
+                )
                 parts.append(
                     f'<circle class="{style}" cx="{x}" cy="{y}" r="3.5"><title>{escape(says)}</title></circle>'
                 )

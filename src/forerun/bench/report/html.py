@@ -12,16 +12,19 @@ from typing import Any
 
 from jinja2 import Environment
 
+from forerun.bench.report import summary
 from forerun.bench.report.charts import Chart, Dot, Line, ticks
 from forerun.bench.settings import PLAIN
+from forerun.bench.stats import Spread
 from forerun.errors import InvalidInput
 
 COLOURS = 6  # of the palette in page.html
+LONGEST = 1.6  # of a ratio: an interval that reaches further is cut in pictures, or it would flatten the rest
 PARTS = ("prompt", "target", "draft", "verify", "host")
 _FACTS = (
     "model", "draft_model", "device", "dtype", "cpu", "cores", "threads", "copy_gb_per_s", "bandwidth_share",
     "memory", "suite", "prompts", "prompt_tokens", "max_tokens", "repeats", "budget", "timed", "load_before",
-    "load_after", "torch", "transformers", "forerun", "commit", "date", "seconds",
+    "load_after", "isa", "left_out", "torch", "transformers", "forerun", "commit", "date", "seconds",
 )  # fmt: skip
 
 
@@ -48,6 +51,10 @@ def render(result: Mapping[str, Any]) -> str:
         charts=_charts(result, ways),
         split=_split(result),
         cells=_cells(result) if len(result["cells"]) > 1 else [],
+        contenders=_contenders(result),
+        acceptance=_acceptance(result),
+        notes=summary.notes(result),
+        intervals=summary.INTERVALS,
         samples=_samples(result),
         facts=[(key.replace("_", " "), conditions[key]) for key in _FACTS if conditions.get(key) is not None],
         parts=PARTS,
@@ -56,48 +63,61 @@ def render(result: Mapping[str, Any]) -> str:
 
 
 def _headline(result: Mapping[str, Any], ways: Sequence[str]) -> dict[str, Any]:
-    compared = sum(cell["compared"] for cell in result["cells"])
-    differing = sum(len(cell["differing"]) for cell in result["cells"])
-    found: dict[str, Any] = {"compared": compared, "same": compared - differing, "way": None}
+    """The first drafter's speed-up; in large type only where the interval leaves 1 out."""
+    found: dict[str, Any] = {"equality": summary.equality(result), "way": None}
     if ways:
         cells = result["by_task"][ways[0]]
         best, worst = (choose(cells, key=lambda task: cells[task]["speedup"]) for choose in (max, min))
+        overall = summary.spread_of(result["speedup"][ways[0]])
         found |= {
             "way": ways[0],
-            **result["speedup"][ways[0]],
+            "says": summary.headline(result),
+            "is_clear": overall.is_clear,
+            "speedup": overall.value,
             "tokens_per_round": result["contenders"][ways[0]]["tokens_per_round"],
-            "best": (best, cells[best]["speedup"]),
-            "worst": (worst, cells[worst]["speedup"]),
+            "best": (best, _shown(summary.spread_of(cells[best]))),
+            "worst": (worst, _shown(summary.spread_of(cells[worst]))),
         }
     return found
+
+
+def _shown(found: Spread) -> dict[str, Any]:
+    """A ratio, its interval in words, and whether it leaves 1 out."""
+    return {"value": f"{found.value:.2f}×", "interval": found.interval, "is_clear": found.is_clear}
+
+
+def _reach(cell: Mapping[str, Any]) -> float:
+    """How far right a ratio and its interval are drawn."""
+    value: float = cell["speedup"]
+    return value if cell["high"] is None else max(value, min(cell["high"], LONGEST * value))
 
 
 def _task_bars(result: Mapping[str, Any], ways: Sequence[str]) -> dict[str, Any]:
     """Bars in percent of a scale that ends a little beyond the longest interval."""
     rows = [cells[task] for cells in result["by_task"].values() for task in cells]
-    end = max([1.25, *(1.04 * row["high"] for row in rows)])
+    end = max([1.25, *(1.04 * _reach(row) for row in rows)])
     return {
         "one": 100 / end,
-        "single": any(row["low"] == row["high"] for row in rows),
+        "single": any(row["low"] is None for row in rows),
         "marks": [{"at": 100 * tick / end, "value": tick} for tick in ticks(end) if tick <= end],
         "rows": [
             {
                 "task": task.replace("_", " "),
                 "bars": [
-                    {
-                        "way": way,
-                        "colour": index % COLOURS,
-                        **(cell := result["by_task"][way][task]),
-                        "width": 100 * cell["speedup"] / end,
-                        "from": 100 * cell["low"] / end,
-                        "to": 100 * cell["high"] / end,
-                    }
-                    for index, way in enumerate(ways)
+                    _bar(way, index, result["by_task"][way][task], end) for index, way in enumerate(ways)
                 ],
             }
             for task in result["conditions"]["tasks"]
         ],
     }
+
+
+def _bar(way: str, index: int, cell: Mapping[str, Any], end: float) -> dict[str, Any]:
+    bar = {"way": way, "colour": index % COLOURS, "width": 100 * cell["speedup"] / end, "whisker": None}
+    if cell["low"] is not None:
+        left, right = 100 * cell["low"] / end, 100 * _reach(cell) / end
+        bar["whisker"] = {"left": left, "width": right - left}
+    return {**bar, **_shown(summary.spread_of(cell)), "tokens_per_round": cell["tokens_per_round"]}
 
 
 def _charts(result: Mapping[str, Any], ways: Sequence[str]) -> list[dict[str, str]]:
@@ -108,8 +128,11 @@ def _charts(result: Mapping[str, Any], ways: Sequence[str]) -> list[dict[str, st
 def _acceptance_chart(result: Mapping[str, Any], ways: Sequence[str]) -> dict[str, str] | None:
     lines = []
     for index, way in enumerate(ways):
-        shares = result["contenders"][way]["accepted_per_position"]
-        dots = [Dot(depth, 100 * share) for depth, share in enumerate(shares, start=1)]
+        counts = result["contenders"][way]["accepted_counts"]
+        dots = [
+            Dot(depth, 100 * kept / drafted, note=f"{kept} of {drafted} trees")
+            for depth, (kept, drafted) in enumerate(counts, start=1)
+        ]
         if dots:
             lines.append(Line(way, index % COLOURS, dots))
     if not lines:
@@ -120,7 +143,9 @@ def _acceptance_chart(result: Mapping[str, Any], ways: Sequence[str]) -> dict[st
     chart = Chart(
         "Acceptance by position", "depth in the tree", "", lines, depths, [0, 25, 50, 75, 100], unit="%"
     )
-    caption = "Of the trees that reached a depth, the share whose path did."
+    caption = (
+        "Of the trees that reached a depth, the share whose path did; the counts are in the table below."
+    )
     return {"title": "Acceptance by position", "caption": caption, "svg": chart.svg()}
 
 
@@ -150,7 +175,10 @@ def _batch_chart(result: Mapping[str, Any], ways: Sequence[str]) -> dict[str, st
     lines = []
     for index, way in enumerate(ways):
         found = [(cell["batch"], cell["speedup"][way]) for cell in same]
-        dots = [Dot(batch, row["speedup"], row["low"], row["high"]) for batch, row in found]
+        dots = [
+            Dot(batch, row["speedup"], row["low"], None if row["high"] is None else _reach(row))
+            for batch, row in found
+        ]
         lines.append(Line(way, index % COLOURS, dots))
     highest = max(dot.high or dot.y for line in lines for dot in line.dots)
     chart = Chart(
@@ -177,7 +205,33 @@ def _split(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _cells(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     equal = {True: "yes", False: "no", None: "law only"}
-    return [{**cell, "same": equal[cell["equal"]]} for cell in result["cells"]]
+    return [
+        {
+            "name": f"{cell['verifier']}, T={cell['temperature']:g}, batch {cell['batch']}",
+            "same": equal[cell["equal"]],
+            "ratios": [_shown(summary.spread_of(found)) for found in cell["speedup"].values()],
+        }
+        for cell in result["cells"]
+    ]
+
+
+def _contenders(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for everybody who was measured; the ratio over our plain loop is its first figure."""
+    rows = []
+    for name, figures in result["contenders"].items():
+        ratio = summary.ratio_over(result, name, PLAIN)
+        keys = ("tokens_per_second", "decode_tokens_per_second", "tokens_per_round")
+        figure = ["" if figures[key] is None else f"{figures[key]:.2f}" for key in keys]
+        shown = None if ratio is None or name == PLAIN else _shown(ratio)
+        rows.append({"name": name, "ratio": shown, "figures": figure})
+    return rows
+
+
+def _acceptance(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Acceptance by depth with the counts it rests on."""
+    rows = {name: summary.accepted_cells(result, name) for name in summary.drafters_of(result)}
+    deepest = max(map(len, rows.values()), default=0)
+    return {"depths": list(range(1, deepest + 1)), "rows": {name: row for name, row in rows.items() if row}}
 
 
 def _samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:

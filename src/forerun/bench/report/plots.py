@@ -70,15 +70,22 @@ def _draw_rates(axes: Any, contenders: Mapping[str, Any]) -> None:
     axes.set(xlabel="tokens/s, prompts included", title="All tasks")
 
 
+def whisker(cell: Mapping[str, Any]) -> tuple[float, float]:
+    """How far an interval reaches below and above its ratio; above at most as far as the ratio is high."""
+    value, low, high = cell["speedup"], cell["low"], cell["high"]
+    if low is None:
+        return 0.0, 0.0
+    return max(0.0, value - low), min(max(0.0, high - value), value)
+
+
 def _draw_tasks(axes: Any, by_task: Mapping[str, Any], tasks: list[str]) -> None:
-    """Grouped bars; the whiskers are 95% intervals."""
+    """Grouped bars; the whiskers are 95% intervals, cut where they would flatten the bars; none from one prompt."""
     width = 0.8 / max(1, len(by_task))
     for index, (name, cells) in enumerate(by_task.items()):
         places = [place + (index - (len(by_task) - 1) / 2) * width for place in range(len(tasks))]
         found = [cells[task] for task in tasks]
         heights = [cell["speedup"] for cell in found]
-        below = [max(0.0, cell["speedup"] - cell["low"]) for cell in found]
-        above = [max(0.0, cell["high"] - cell["speedup"]) for cell in found]
+        below, above = zip(*(whisker(cell) for cell in found), strict=True)
         axes.bar(places, heights, width, yerr=(below, above), capsize=2, label=name)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(tasks)), tasks, rotation=25, ha="right")

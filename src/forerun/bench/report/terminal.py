@@ -2,35 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from forerun.bench.report import summary
 from forerun.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS
 from forerun.bench.stats import Spread
 
 WIDTH = 132  # columns of a table that is not on a terminal
+DEPTHS = 6  # of the acceptance table; the document and the page have all
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print what a run came to."""
+    """Print what a run came to: the sentences that the page prints, then the tables."""
     console = _console()
+    if (said := summary.headline(result)) is not None:
+        console.print(said, style="bold" if _is_clear(result) else None, soft_wrap=True)
+    if (warning := summary.busy_warning(result["conditions"])) is not None:
+        console.print(f"Warning: {warning}", style="red", soft_wrap=True)
     tables = [_speed_table(result), _task_table(result), _split_table(result), _cost_table(result["t"])]
+    if any(result["contenders"][name]["accepted_counts"] for name in summary.drafters_of(result)):
+        tables.insert(3, _acceptance_table(result))
     if len(result["cells"]) > 1:
         tables.append(_cell_table(result))
     for table in tables:
         console.print(table)
-    total = sum(cell["compared"] for cell in result["cells"])
-    wrong = sum(len(cell["differing"]) for cell in result["cells"])
-    reference = result["conditions"]["reference"]
-    console.print(f"Texts: {total - wrong} of {total} equal what {reference} wrote.")
+    for line in _closing_lines(result):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _closing_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    yield f"Texts: {summary.equality(result)}"
     for name, found in result["equal_to_own_plain"].items():
-        console.print(f"{name}: {found['equal']} of {found['texts']} texts equal those of {found['plain']}.")
+        yield f"{name}: {found['equal']} of {found['texts']} texts equal those of {found['plain']}."
     if any(cell["equal"] is None for cell in result["cells"]):
-        console.print("Some cells promise the law, not the text, and were not compared.")
+        yield "Some cells promise the law, not the text, and were not compared."
+    yield summary.INTERVALS
+    yield from summary.notes(result)  # a warning is worth repeating below the tables
+
+
+def _is_clear(result: Mapping[str, Any]) -> bool:
+    return summary.spread_of(next(iter(result["speedup"].values()))).is_clear
 
 
 def show_modes(result: Mapping[str, Any]) -> None:
@@ -52,15 +69,21 @@ def show_modes(result: Mapping[str, Any]) -> None:
         )
     wanted = (f"{PLAIN}_vs_{TRANSFORMERS}", f"{PLAIN}_vs_{LLAMA_CPP}", f"best_vs_{LLAMA_CPP}")
     for name in (*wanted, f"worst_drafter_vs_{PLAIN}", f"worst_task_vs_{PLAIN}"):
-        console.print(f"{name}: {number(result['ratios'].get(name))}")
+        console.print(f"{name}: {_named_ratio(result, name)}")
+
+
+def _named_ratio(result: Mapping[str, Any], name: str) -> str:
+    """A ratio of the document by its name, with its interval where that is known."""
+    value = result["ratios"].get(name)
+    low, high = result["intervals"].get(name) or (None, None)
+    return "-" if value is None else str(Spread(value, low, high))
 
 
 def _peer_table(columns: Mapping[str, Any], base: str) -> Table:
     """Our loop, plain and with every drafter, against a peer's plain one."""
     table = _table(f"By task: x {base} (95% interval)", "", *columns)
     for task in next(iter(columns.values())):
-        cells = [column[task] for column in columns.values()]
-        table.add_row(task, *(str(Spread(cell["speedup"], cell["low"], cell["high"])) for cell in cells))
+        table.add_row(task, *(_ratio(column[task]) for column in columns.values()))
     return table
 
 
@@ -87,21 +110,31 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _speed_table(result: Mapping[str, Any]) -> Table:
-    bases = [name for name in (TRANSFORMERS, LLAMA_CPP, PLAIN) if name in result["contenders"]]
-    columns = ("tokens/s", "decoding only", "tokens/round", *(f"x {base}" for base in bases))
-    table = _table("All tasks", "", *columns)
+    """Ratios come first: they compare within a run, speeds do not compare between runs."""
+    bases = [name for name in (PLAIN, TRANSFORMERS, LLAMA_CPP) if name in result["contenders"]]
+    columns = (*(f"x {base}" for base in bases), "tokens/s", "decoding only", "tokens/round")
+    table = _table("All tasks; x plain: times the speed of our plain loop (95% interval)", "", *columns)
     for name, figures in result["contenders"].items():
         keys = ("tokens_per_second", "decode_tokens_per_second", "tokens_per_round")
-        cells = [number(figures[key]) for key in keys]
-        table.add_row(name, *cells, *(_ratio_cell(result, name, base) for base in bases))
+        ratios = [_ratio_cell(result, name, base) for base in bases]
+        table.add_row(name, *ratios, *(number(figures[key]) for key in keys))
     return table
 
 
-def _ratio_cell(result: Mapping[str, Any], name: str, base: str) -> str:
-    key = f"{name}_vs_{base}"
-    if key not in result["ratios"]:
-        return "1.00" if name == base else ""
-    return str(Spread(result["ratios"][key], *result["spread"][key]))
+def _ratio_cell(result: Mapping[str, Any], name: str, base: str) -> Text | str:
+    found = summary.ratio_over(result, name, base)
+    if found is None or name == base:
+        return "" if found is None else "1.00"
+    return _shown(found)
+
+
+def _ratio(cell: Mapping[str, Any]) -> Text:
+    return _shown(summary.spread_of(cell))
+
+
+def _shown(found: Spread) -> Text:
+    """A ratio and its interval; what is not clearly a gain or a loss is dim."""
+    return Text(str(found), style="" if found.is_clear else "dim")
 
 
 def _task_table(result: Mapping[str, Any]) -> Table:
@@ -111,30 +144,36 @@ def _task_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def _task_cell(cell: Mapping[str, Any]) -> str:
-    return f"{Spread(cell['speedup'], cell['low'], cell['high'])}  {number(cell['tokens_per_round'])}"
+def _task_cell(cell: Mapping[str, Any]) -> Text:
+    return _ratio(cell).append(f"  {number(cell['tokens_per_round'])}")
 
 
 def _split_table(result: Mapping[str, Any]) -> Table:
     parts = ("prompt", "draft", "target", "verify", "host")
-    table = _table("Where the time goes, in percent; acceptance at depth 1, 2, 3, 4", "", *parts, "accepted")
+    table = _table("Where the time goes, in percent", "", *parts)
     for name, figures in result["contenders"].items():
         if spent := figures["seconds"]:
             whole = sum(spent.values()) or 1.0
-            accepted = " ".join(f"{share:.2f}" for share in figures["accepted_per_position"][:4])
-            table.add_row(name, *(f"{100 * spent[part] / whole:.1f}" for part in parts), accepted or "-")
+            table.add_row(name, *(f"{100 * spent[part] / whole:.1f}" for part in parts))
+    return table
+
+
+def _acceptance_table(result: Mapping[str, Any]) -> Table:
+    """Shares with the counts they rest on: 1.00 of two trees says nothing."""
+    cells = {name: summary.accepted_cells(result, name)[:DEPTHS] for name in summary.drafters_of(result)}
+    depths = range(1, 1 + max(map(len, cells.values()), default=0))
+    table = _table("Acceptance by depth: share (accepted of drafted)", "", *map(str, depths))
+    for name, row in cells.items():
+        table.add_row(name, *(row or ["-"]))
     return table
 
 
 def _cell_table(result: Mapping[str, Any]) -> Table:
     table = _table(f"By conditions: x {PLAIN} (95% interval)", "", *result["by_task"], "texts equal")
     for cell in result["cells"]:
-        spreads = [
-            str(Spread(found["speedup"], found["low"], found["high"])) for found in cell["speedup"].values()
-        ]
         name = f"{cell['verifier']}, temperature {cell['temperature']:g}, batch {cell['batch']}"
         equal = {True: "yes", False: "no", None: "in law"}[cell["equal"]]
-        table.add_row(name, *spreads, equal)
+        table.add_row(name, *map(_ratio, cell["speedup"].values()), equal)
     return table
 
 

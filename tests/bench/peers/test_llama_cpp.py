@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forerun.bench.measure import ContenderLost
 from forerun.bench.peers import llama_cpp
-from forerun.bench.peers.llama_cpp import llama_cpp_contender, load_llama_cpp_peers, pass_seconds, why_not
+from forerun.bench.peers.llama_cpp import enabled, llama_cpp_contender, load, why_not
+from forerun.bench.peers.process import PeerProcess
 from forerun.errors import InvalidInput, MissingDependency
 from forerun.models.load.catalog import known_models
 
 DEFAULT = next((model.path for model in known_models() if model.name == "smollm2"), None)
+MODULE = "forerun.bench.peers.llama_cpp"
 PEERS = ("llama_cpp", "llama_cpp_lookup_3", "llama_cpp_lookup_10")
 
 
@@ -72,28 +76,43 @@ def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_cpp, "import_module", absent)
     assert "pip install 'forerun[llama]'" in (why_not("x.gguf") or "")
     with pytest.raises(MissingDependency, match="the peer 'llama_cpp' cannot run: llama-cpp-python is not"):
-        load_llama_cpp_peers(PEERS, Path("x.gguf"), frozenset(), 64, 1)
+        load(PEERS, Path("x.gguf"), [], 64, 1)
     monkeypatch.setattr(llama_cpp, "import_module", broken)
     assert "does not load (libllama.so: wrong machine)" in (why_not("x.gguf") or "")
 
 
+def test_what_it_was_built_with_is_read_from_its_own_words() -> None:
+    said = "CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 0 | LLAMAFILE = 1 | OPENMP = 1 | REPACK = 1 |"
+    assert enabled(said) == "SSE3 AVX2 LLAMAFILE OPENMP REPACK"
+    assert enabled("NEON = 1 | ARM_FMA = 1 | SVE = 0") == "NEON ARM_FMA"
+    assert enabled("") == ""
+
+
 @pytest.mark.model
 @pytest.mark.skipif(DEFAULT is None, reason="the default model is absent; run: forerun models pull smollm2")
-@pytest.mark.skipif(why_not("x.gguf") is not None, reason="llama-cpp-python is not installed")
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
 def test_the_real_one_writes_the_same_text_again() -> None:
+    """In a process of its own, as in the benchmark: a build for another processor must not end the tests."""
     from forerun.models.load.checkpoint import open_checkpoint
 
     assert DEFAULT is not None
     tokenizer = open_checkpoint("smollm2").tokenizer()
     ids = tokenizer.encode("The mill on the river was built in 1874. The mill on the river was")
-    plain, *lookups = load_llama_cpp_peers(PEERS, DEFAULT, frozenset(), 128, 1)
-    first, second = plain.write([ids], 24), plain.write([ids], 24)
-    assert first.texts == second.texts
-    assert first.rounds == len(first.texts[0]) == 24
-    assert [lookup.like for lookup in lookups] == ["llama_cpp", "llama_cpp"]
-    drafted = lookups[0].write([ids], 24)
-    assert len(drafted.texts[0]) == 24
-    assert (drafted.rounds or 0) < 24
-    curve = pass_seconds(DEFAULT, 1, sizes=(1, 4), repeats=1)
-    assert curve.keys() == {1, 4}
+    with PeerProcess() as process:
+        try:
+            plain, *lookups = process.load(
+                f"{MODULE}:load", names=PEERS, file=str(DEFAULT), ends=[], context=128, threads=1
+            )
+            first, second = plain.write([ids], 24), plain.write([ids], 24)
+        except ContenderLost as lost:
+            pytest.skip(f"llama.cpp does not run here: {lost}")
+        assert first.texts == second.texts
+        assert first.rounds == len(first.texts[0]) == 24
+        assert [lookup.like for lookup in lookups] == ["llama_cpp", "llama_cpp"]
+        drafted = lookups[0].write([ids], 24)
+        assert len(drafted.texts[0]) == 24
+        assert (drafted.rounds or 0) < 24
+        assert process.call(f"{MODULE}:isa")
+        curve = process.call(f"{MODULE}:pass_seconds", file=str(DEFAULT), threads=1, sizes=[1, 4], repeats=1)
+    assert curve.keys() == {"1", "4"}
     assert all(0 < seconds < 1e6 for seconds in curve.values())

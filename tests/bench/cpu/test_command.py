@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forerun.bench import run
-from forerun.bench.contenders import load, load_peers, own_contenders
+from forerun.bench.contenders import load, own_contenders
 from forerun.bench.cpu import command as cpu
 from forerun.bench.measure import Contender, Written
+from forerun.bench.peers import transformers
+from forerun.bench.peers.process import PeerProcess, Peers
 from forerun.bench.settings import Cell, Settings, ways_of
 from forerun.drafters.medusa import write_heads
 from forerun.errors import InvalidInput
 from tests.bench.conftest import VOCAB, Letters
+from tests.bench.peers.dying import FATAL
 from tests.drafters.tiny_heads import heads_config, heads_weights
 
-pytestmark = pytest.mark.usefixtures("tiny_checkpoint", "same_process")
+in_this_process = pytest.mark.usefixtures("tiny_checkpoint", "same_process")
 HELD = {"torch_mb": 1.0, "above_torch_mb": 3.0, "model_mb": 2.0, "loaded_mb": 1.5, "peak_mb": 9.0}
 
 
@@ -34,12 +40,25 @@ def bench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[st
     return code, json.loads(printed.splitlines()[-1]), printed
 
 
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Costs are kept in a folder of the test's; the number of threads is put back."""
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("cache")
 def test_the_last_line_is_the_document(
-    capsys: pytest.CaptureFixture[str], suite: str, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], suite: str, tmp_path: Path, tiny_folder: str
 ) -> None:
+    """Everything real: our loop here, transformers in a process of its own."""
     saved = tmp_path / "result.json"
-    words = ("--suite", suite, "--max-tokens", "12", "--repeats", "2", "--json", str(saved))
-    code, result, printed = bench(capsys, *words, "--pair", "tiny", "tiny")
+    words = ("--suite", suite, "--max-tokens", "12", "--repeats", "2", "--json", str(saved), "--ignore-eos")
+    code, result, printed = bench(
+        capsys, *words, "--pair", tiny_folder, tiny_folder, "--dtype", "float32", "--skip-modes"
+    )
     assert code == 0, result["differing"]
     assert json.loads(saved.read_text()) == result
     assert result["equal"] is True
@@ -59,10 +78,20 @@ def test_the_last_line_is_the_document(
     assert {"cpu", "cores", "threads", "model", "max_tokens", "load_before", "busy", "commit", "date"} <= set(
         result["conditions"]
     )
+    assert result["contenders"]["plain"]["tokens_per_round"] == 1.0
+    assert result["contenders"]["transformers"]["tokens_per_round"] == 1.0
+    assert result["contenders"]["ngram_fixed"]["tokens_per_round"] >= 1.0
+    assert result["conditions"]["left_out"].keys() == {"llama_cpp"}  # a folder is no GGUF file
+    assert result["conditions"]["isa"]["transformers"].startswith("torch ")
+    assert result["conditions"]["isa"]["forerun"]
+    assert (
+        f"Instruction sets: forerun {result['conditions']['isa']['forerun']}; transformers torch" in printed
+    )
     assert "By task" in printed
     assert "32 of 32" in printed
 
 
+@in_this_process
 def test_formats_are_measured_and_what_is_absent_is_null(
     capsys: pytest.CaptureFixture[str], suite: str
 ) -> None:
@@ -91,14 +120,15 @@ def test_the_headline_names_the_best_on_both_sides() -> None:
     figures = {name: {"tokens_per_second": r, "decode_tokens_per_second": 2 * r} for name, r in rates.items()}
     pairs = {f"{a}_vs_{b}": ra / rb for a, ra in rates.items() for b, rb in rates.items()}
     result: dict[str, Any] = {"contenders": figures, "speedup": {"auto": {}, "ngram": {}}, "ratios": pairs}
-    result["spread"] = {name: [ratio - 0.1, ratio + 0.1] for name, ratio in pairs.items()}
+    result["intervals"] = {name: [ratio - 0.1, ratio + 0.1] for name, ratio in pairs.items()}
     cpu.add_headline(result)
     assert result["best"] == {"drafter": "auto", "llama_cpp": "llama_cpp"}
     assert result["ratios"]["best_vs_llama_cpp"] == 1.25
-    assert result["spread"]["best_vs_llama_cpp"] == [1.15, 1.35]
+    assert result["intervals"]["best_vs_llama_cpp"] == [1.15, 1.35]
     assert result["decode_ratios"] == {"plain_vs_transformers": 9.0, "plain_vs_llama_cpp": 1.125}
 
 
+@in_this_process
 def test_quick_measures_less_and_the_default_tasks_are_spec_benchs() -> None:
     flags, quick = cpu.parse([]), cpu.parse(["--quick", "--repeats", "5"])
     assert (flags.limit, flags.repeats, flags.max_tokens) == (2, 3, 64)
@@ -108,6 +138,7 @@ def test_quick_measures_less_and_the_default_tasks_are_spec_benchs() -> None:
     assert cpu.parse(["--tasks", "all"]).tasks == ()
 
 
+@in_this_process
 def test_a_head_in_a_folder_is_measured_beside_the_others(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     config = heads_config("medusa", VOCAB, width=32)
@@ -130,15 +161,7 @@ def test_a_head_in_a_folder_is_measured_beside_the_others(tmp_path: Path) -> Non
         load(Settings(ways=ways_of([f"none={folder}"]), threads=1))
 
 
-def test_figures_count_passes_as_they_were(capsys: pytest.CaptureFixture[str], suite: str) -> None:
-    _, result, _ = bench(
-        capsys, "--suite", suite, "--max-tokens", "8", "--repeats", "1", "--ignore-eos", "--skip-modes"
-    )
-    assert result["contenders"]["plain"]["tokens_per_round"] == 1.0
-    assert result["contenders"]["transformers"]["tokens_per_round"] == 1.0
-    assert result["contenders"]["ngram_fixed"]["tokens_per_round"] >= 1.0
-
-
+@in_this_process
 def test_everybody_ends_on_the_same_token(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = Letters().encode("tell tell tell me")
     endless = Settings(ignore_eos=True, threads=1)
@@ -149,14 +172,17 @@ def test_everybody_ends_on_the_same_token(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Letters, "eos_ids", frozenset({wanted[-1]}))
     peers = ("transformers", "transformers_lookup", "transformers_assisted")
     ways = ways_of(["auto", "ngram", "hybrid", "draft_model:4"])
-    settings = Settings(draft_model="tiny", ways=ways, peers=peers, threads=1)
+    settings = Settings(draft_model="tiny", ways=ways, threads=1)
     llm, _ = load(settings)
-    contenders = [*load_peers(llm, settings), *own_contenders(llm, settings, Cell())]
+    ends = sorted(Letters.eos_ids)
+    theirs = transformers.load(peers, "tiny", "tiny", ends, "cpu", alike=True, threads=1)
+    contenders = [*theirs, *own_contenders(llm, settings, Cell())]
     assert len(contenders) == 8
     found = {c.name: list(c.write([ids], 12).texts[0]) for c in contenders}
     assert found == dict.fromkeys(found, wanted)
 
 
+@in_this_process
 def test_a_wrong_text_turns_the_exit_code(
     capsys: pytest.CaptureFixture[str], suite: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +203,7 @@ def test_a_wrong_text_turns_the_exit_code(
     assert {row["contender"] for row in result["differing"]} == {"liar"}
 
 
+@in_this_process
 def test_later_turns_are_asked_when_wanted(suite: str) -> None:
     settings = Settings(suite=suite, max_tokens=4, all_turns=True, threads=1)
     llm, _ = load(settings)
@@ -187,15 +214,17 @@ def test_later_turns_are_asked_when_wanted(suite: str) -> None:
     assert len(second) > len(first) + len("tell me more")
 
 
+@in_this_process
 def test_a_plot_is_drawn(capsys: pytest.CaptureFixture[str], suite: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "speed.png"
-    words = ("--suite", suite, "--max-tokens", "4", "--repeats", "1", "--skip-transformers")
+    words = ("--suite", suite, "--max-tokens", "4", "--repeats", "1", "--skip-transformers", "--skip-modes")
     bench(capsys, *words, "--plot", str(picture))
     assert picture.stat().st_size > 10_000
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@in_this_process
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
@@ -220,3 +249,60 @@ def test_a_busy_machine_can_be_refused(
     monkeypatch.setattr(cpu, "load_average", lambda: 1000.0)
     assert cpu.main(["--require-idle"]) == 2
     assert "load average 1000.0" in capsys.readouterr().err
+
+
+class Dies:
+    """A process whose every call ends it."""
+
+    def __enter__(self) -> Dies:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left to end."""
+
+    def call(self, function: str, **arguments: Any) -> Any:
+        with PeerProcess() as process:
+            return process.call("tests.bench.peers.dying:load", names=["x"], how="SIGILL")
+
+
+@in_this_process
+def test_a_llama_cpp_that_dies_is_left_out_and_the_benchmark_goes_on(
+    capsys: pytest.CaptureFixture[str], suite: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "PeerProcess", Dies)
+    words = ("--suite", suite, "--max-tokens", "4", "--repeats", "1", "--skip-transformers", "--skip-modes")
+    code, result, printed = bench(capsys, *words)
+    assert code == 0
+    assert "died of SIGILL" in result["conditions"]["left_out"]["llama_cpp"]
+    assert "llama_cpp left out: llama.cpp: its process died of SIGILL" in printed
+    assert result["ratios"]["plain_vs_llama_cpp"] is None
+    assert cpu.llama_cpp_curve(Path("x.gguf"), 1)["t"] is None
+    assert "SIGILL" in cpu.llama_cpp_curve(Path("x.gguf"), 1)["why_not"]
+
+
+@in_this_process
+def test_a_peer_that_dies_in_mid_run_is_left_out_of_all_figures(
+    capsys: pytest.CaptureFixture[str], suite: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_a_dying_peer(llm: Any, settings: Settings) -> Peers:
+        peers = Peers()
+        peers.host("dying", ["dying", "dying_lookup"], "tests.bench.peers.dying")
+        honest = peers.contenders[0].write
+        asked: list[int] = []
+
+        def write(prompts: Any, max_tokens: int) -> Written:
+            asked.append(1)
+            return honest([[FATAL]] if len(asked) == 3 else prompts, max_tokens)
+
+        peers.contenders[0] = replace(peers.contenders[0], write=write)
+        return peers
+
+    monkeypatch.setattr(run, "load_peers", with_a_dying_peer)
+    words = ("--suite", suite, "--max-tokens", "4", "--repeats", "2", "--skip-transformers", "--skip-modes")
+    code, result, printed = bench(capsys, *words, "--skip-llama-cpp")
+    assert code == 0
+    assert set(result["conditions"]["left_out"]) == {"dying", "dying_lookup"}
+    assert next(iter(result["contenders"])) == "plain"
+    assert result["equal_to_own_plain"] == {}
+    assert "dying left out: its process died of SIGILL" in printed
+    assert result["conditions"]["isa"]["dying"] == "abacus"

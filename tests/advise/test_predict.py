@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forerun.advise.evidence import calibrate
-from forerun.advise.predict import Costs, Drafting, at_acceptance, predict
+from forerun.advise.predict import Costs, Drafting, at_acceptance, predict, worst_prompt
 from forerun.advise.replay import Text, can_replay, replay
 from forerun.bench.contenders import own_contender
 from forerun.bench.measure import Run
@@ -47,7 +47,12 @@ def test_one_text_at_a_time_is_a_sum_over_its_rounds() -> None:
     text = Text((1,), (1,) * 6)
     drafting = Drafting((((3, 3, 3), (0, 0, 0), (1, 1, 0)),), level=0.1)
     # 6 tokens of one pass each, against passes over 4, 1 and 2 nodes and four drafted levels
-    assert predict(drafting, [text], COSTS, 1).value == pytest.approx(6.0 / (1.3 + 1.0 + 1.1 + 0.4))
+    found = predict(drafting, [text], COSTS, 1)
+    assert found.value == pytest.approx(6.0 / (1.3 + 1.0 + 1.1 + 0.4))
+    assert (found.low, found.high) == (None, None), "one prompt gives no interval"
+    idle = Drafting((*drafting.rounds, ((0, 0, 0),) * 6), level=0.1)
+    assert worst_prompt(idle, [text, text], COSTS, 1) == pytest.approx(1.0)
+    assert found.value > predict(idle, [text, text], COSTS, 1).value > 1.0
     slow = [Text((1,), (1,) * 6, prompt_seconds=4.0)]
     assert predict(drafting, slow, COSTS, 1).value == pytest.approx(10.0 / 7.8)
     hosted = Costs(LINE, host=0.5)
@@ -67,7 +72,7 @@ def test_shorter_chains_keep_what_came_first() -> None:
     drafting = Drafting((((4, 4, 3), (4, 4, 0), (0, 0, 0)),))
     assert drafting.cut(2).rounds == (((2, 2, 2), (2, 2, 0), (0, 0, 0)),)
     assert drafting.tokens_per_round() == 2.0
-    assert drafting.acceptance() == [0.5, 0.5, 0.5, 0.0]
+    assert drafting.accepted() == [(1, 2), (1, 2), (1, 2), (0, 2)]
 
 
 def test_drafters_that_do_not_exist_yet() -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forerun.advise import run as advise
-from forerun.advise.answer import document, in_words
-from forerun.advise.evidence import BATCHES, Evidence, gather, prospects
+from forerun.advise.answer import document, in_words, pays_off
+from forerun.advise.commands import Setup
+from forerun.advise.evidence import BATCHES, Evidence, Prospect, gather, prospects
 from forerun.advise.predict import Costs, Drafting
 from forerun.advise.replay import Text
 from forerun.bench.measure import Prompt
 from forerun.bench.settings import Settings, ways_of
+from forerun.bench.stats import Spread
 from forerun.cli import app
 from forerun.control.cost import CostModel
 from forerun.errors import InvalidInput
@@ -26,6 +29,7 @@ FLAT = CostModel({1: 1.0, 8: 1.2, 64: 4.0})
 STEEP = CostModel({1: 1.0, 2: 3.0, 64: 40.0})
 COPYING = Text((1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 5, 6, 7, 8) * 4)
 FRESH = Text((1,), tuple(range(100, 140)))
+SETUP = Setup("m", "ngram")
 
 
 def evidence(cost: CostModel, *texts: Text, draft_model: bool = False) -> Evidence:
@@ -35,20 +39,22 @@ def evidence(cost: CostModel, *texts: Text, draft_model: bool = False) -> Eviden
 
 
 def test_copied_texts_on_flat_costs_are_worth_drafting() -> None:
-    found = document(evidence(FLAT, COPYING, COPYING), "m", None, object())
+    found = document(evidence(FLAT, COPYING, COPYING), SETUP, object())
     assert found["pays"]
     assert found["recommended"] == {"drafter": "ngram", "budget": None}
     assert found["by_batch"]["1"]["ngram"]["speedup"]["value"] > 3.0
-    assert found["forerun"] == "forerun serve --model m --drafter ngram"
+    assert found["forerun"] == "forerun generate 'Your prompt' --model m --drafter ngram"
     assert found["vllm"]["method"] == "ngram"
     assert found["vllm"]["num_speculative_tokens"] >= 5
     assert found["accepted_per_position"]["ngram"][0] > 0.9
+    kept, drafted = found["accepted_counts"]["ngram"][0]
+    assert kept / drafted == pytest.approx(found["accepted_per_position"]["ngram"][0], abs=1e-4)
     assert in_words(found)[0].startswith("Draft with ngram: expect ")
     json.dumps(found)
 
 
 def test_fresh_texts_are_not_and_it_says_so() -> None:
-    found = document(evidence(STEEP, FRESH, FRESH), "m", None, object())
+    found = document(evidence(STEEP, FRESH, FRESH), SETUP, object())
     assert not found["pays"]
     assert found["recommended"]["drafter"] == "none"
     assert found["vllm"] is None
@@ -58,7 +64,7 @@ def test_fresh_texts_are_not_and_it_says_so() -> None:
 
 def test_the_load_from_which_on_it_stops_paying() -> None:
     bend = CostModel({1: 1.0, 16: 1.05, 17: 3.0, 64: 30.0})
-    found = document(evidence(bend, COPYING, FRESH), "m", None, object())
+    found = document(evidence(bend, COPYING, FRESH), SETUP, object())
     assert found["pays"]
     assert found["off_from_batch"] in BATCHES[2:]
     ranges = found["vllm"]["num_speculative_tokens_per_batch_size"]
@@ -68,10 +74,13 @@ def test_the_load_from_which_on_it_stops_paying() -> None:
 
 
 def test_a_draft_model_is_set_to_the_length_that_pays() -> None:
-    found = document(evidence(FLAT, FRESH, draft_model=True), "m", "small", object())
+    found = document(
+        evidence(FLAT, FRESH, FRESH, draft_model=True), replace(SETUP, draft_model="small"), object()
+    )
     assert found["recommended"]["drafter"] == "draft_model"
     assert found["recommended"]["budget"] in (3, 4)
-    assert found["forerun"].endswith("--drafter draft_model --draft-model small")
+    budget = found["recommended"]["budget"]
+    assert found["forerun"].endswith(f"--drafter draft_model --draft-model small --budget {budget}")
     assert found["vllm"]["model"] == "small"
     best = prospects(evidence(FLAT, FRESH, draft_model=True), 1)[0]
     assert best.tokens_per_round == 4.0
@@ -85,7 +94,7 @@ def test_heads_and_hybrids_are_left_to_the_controller() -> None:
     assert (best.drafter, best.budget) == ("hybrid_eagle3", None)
     # rounds of four tokens on average: passes over 13 and 5 nodes and three levels, on average
     assert best.speedup.value == pytest.approx(4.0 / ((1.45 + 1.1143) / 2 + 3 * 0.05), rel=0.01)
-    said = document(found, "m", "folder", object())
+    said = document(found, replace(SETUP, draft_model="folder"), object())
     assert said["recommended"] == {"drafter": "hybrid_eagle3", "budget": None}
     assert said["vllm"]["method"] == "eagle3"
     assert said["vllm"]["num_speculative_tokens"] >= 2
@@ -94,8 +103,8 @@ def test_heads_and_hybrids_are_left_to_the_controller() -> None:
 
 
 def test_whether_a_head_would_pay_depends_on_what_passes_cost() -> None:
-    cheap = document(evidence(FLAT, FRESH), "m", None, object())["head"]
-    dear = document(evidence(STEEP, FRESH), "m", None, object())["head"]
+    cheap = document(evidence(FLAT, FRESH), SETUP, object())["head"]
+    dear = document(evidence(STEEP, FRESH), SETUP, object())["head"]
     assert cheap["pays"]
     assert not dear["pays"]
     assert cheap["break_even"] < 0.2
@@ -146,3 +155,72 @@ def test_the_default_model_gets_an_answer(smollm2_path: str, tmp_path: Any) -> N
     found = advise.run_advisor(Settings(smollm2_path, suite=str(file), max_tokens=12, threads=1))
     assert found["by_batch"]["1"]["ngram"]["speedup"]["value"] > 0
     assert found["texts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("speedup", "worst", "pays"),
+    [
+        (Spread(1.2, 1.1, 1.3), 0.9, True),
+        (Spread(1.2, 0.98, 1.5), 0.9, True),
+        (Spread(1.2, 0.7, 2.1), 0.9, False),  # other prompts of the kind may lose by it
+        (Spread(1.2, 0.7, 2.1), 1.0, True),  # gains differ, and nobody loses
+        (Spread(1.04, 1.03, 1.05), 1.03, False),  # sure, and too little
+        (Spread(1.2), 1.2, True),  # one prompt: said to be one
+    ],
+)
+def test_a_drafter_is_worth_a_setting_where_it_gains_and_does_no_harm(
+    speedup: Spread, worst: float, pays: bool
+) -> None:
+    assert pays_off(Prospect("ngram", None, speedup, 2.0, worst)) is pays
+
+
+def test_one_prompt_is_said_to_be_one() -> None:
+    said = " ".join(in_words(document(evidence(FLAT, COPYING), SETUP, object())))
+    assert "(one prompt, no interval)" in said
+    assert "This rests on one prompt" in said
+    assert "one prompt" not in " ".join(in_words(document(evidence(FLAT, COPYING, COPYING), SETUP, object())))
+
+
+def test_the_default_and_the_advice_agree_or_it_says_why_not() -> None:
+    copying, fresh = evidence(FLAT, COPYING, COPYING), evidence(STEEP, FRESH, FRESH)
+    tree = Drafting((((6, 3, 3),) * 8,) * 2, level=0.01)
+    heads = replace(evidence(FLAT, FRESH, FRESH), draftings={"hybrid_eagle3": tree})
+    cases = {
+        "agree": (copying, SETUP),
+        "nothing pays": (fresh, SETUP),
+        "a head on a CPU": (heads, replace(SETUP, checkpoints={"hybrid_eagle3": "box/head"})),
+        "a head on a GPU": (heads, replace(SETUP, auto="ngram", device="cuda")),
+    }
+    for case, (known, setup) in cases.items():
+        found = document(known, setup, object())
+        auto, name = found["auto"], found["recommended"]["drafter"]
+        assert auto["agrees"] is (auto["drafter"] == name) is (case == "agree"), case
+        assert auto["why"] in in_words(found), case
+        if not auto["agrees"]:
+            assert auto["drafter"] in auto["why"], case
+            assert name in auto["why"], case
+            assert f"{auto['speedup']['value']:.2f}x" in auto["why"], case
+    said = document(heads, cases["a head on a CPU"][1], object())["auto"]["why"]
+    assert "on a CPU it leaves trained heads off" in said
+
+
+def test_the_drafter_called_auto_is_the_engines_own() -> None:
+    prompts = [Prompt("a", "qa", tuple(range(2, 9))), Prompt("b", "qa", (40, 41, 40, 41))]
+    settings = Settings(max_tokens=12, ways=ways_of(["auto"]))
+    for drafter in ("ngram", "draft_model"):
+        found = advise.conclude(table_llm(drafter), FLAT, prompts, settings, False)
+        assert found["auto"]["drafter"] == drafter
+
+
+def test_own_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(advise, "load", lambda settings: (table_llm(), FLAT))
+    monkeypatch.setattr(advise, "load_average", lambda: 1000.0)
+    file = tmp_path / "own.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"tell me {word}"}) for word in "abcde"))
+    found = advise.run_advisor(Settings(suite=str(file), max_tokens=6, limit=3))
+    assert found["prompts"] == {"read": 3, "given": 5}
+    assert "Read 3 of the 5 prompts; --limit 0 reads all." in in_words(found)
+    found = advise.run_advisor(Settings(suite=str(file), max_tokens=6, limit=None))
+    assert found["prompts"] == {"read": 5, "given": 5}
+    assert not [line for line in in_words(found) if line.startswith("Read ")]
+    assert in_words(found)[0].startswith("Warning: The machine was busy before the run (load average 1000 on")

@@ -1,0 +1,108 @@
+"""What to type for a recommendation: a forerun command, and the nearest `--speculative-config` of vLLM.
+
+vLLM drafts a fixed number of tokens, at most one number per batch size, where our controller decides every round. So
+its configuration is the best fixed budget by this machine's t(n): a place to start there, not a prediction.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.advise.evidence import Evidence, Fixed, fixed_chain, fixed_lookup
+
+PROMPT = "Your prompt"
+_METHODS = {  # vLLM's names; the only place here that knows them
+    "ngram": "ngram",
+    "draft_model": "draft_model",
+    "medusa": "medusa",
+    "eagle": "eagle",
+    "eagle2": "eagle",
+    "eagle3": "eagle3",
+    "hybrid": "draft_model",
+    "hybrid_eagle3": "eagle3",
+    "hybrid_medusa": "medusa",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What was measured, as its user would ask for it."""
+
+    model: str
+    auto: str  # the drafter of a user who names none
+    draft_model: str | None = None  # as given: a second model or the folder of a head
+    checkpoints: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of drafters whose head comes with the package
+    flags: tuple[str, ...] = ()  # of the machine, where they are not the defaults
+    device: str = "cpu"
+
+    def checkpoint_of(self, drafter: str) -> str | None:
+        """What a drafter loads: what the user gave, or the head that comes with the package."""
+        return self.draft_model or self.checkpoints.get(drafter)
+
+
+def vllm_method(drafter: str) -> str | None:
+    """vLLM's name for a drafter; of a hybrid, that of the part that costs something: it has no hybrids."""
+    return _METHODS.get(drafter)
+
+
+def forerun_command(setup: Setup, drafter: str, budget: int | None) -> str:
+    """A command that runs as it is printed."""
+    words = ["forerun", "generate", PROMPT, "--model", setup.model, "--drafter", drafter]
+    if setup.draft_model is not None and drafter not in ("none", "ngram"):
+        words += ["--draft-model", setup.draft_model]
+    if budget:
+        words += ["--budget", str(budget)]
+    return shlex.join([*words, *setup.flags])
+
+
+def vllm_config(evidence: Evidence, setup: Setup, drafter: str) -> tuple[dict[str, Any] | None, str]:
+    """The configuration, and what must be said with it; None only where vLLM cannot do it, and then why."""
+    method = vllm_method(drafter)
+    if method is None:
+        return None, f"vLLM has no drafter like {drafter!r}."
+    config: dict[str, Any]
+    if drafter in evidence.free:
+        fixed = fixed_lookup(evidence, drafter)
+        config = {"method": method, "prompt_lookup_min": fixed.shortest}
+        config["prompt_lookup_max"] = max(5, fixed.shortest)
+    else:
+        checkpoint = setup.checkpoint_of(drafter)
+        if checkpoint is None:
+            return None, f"vLLM needs the checkpoint that {drafter!r} drafts with, which is not a file here."
+        fixed = fixed_chain(evidence, drafter)
+        config = {"method": method, "model": checkpoint}
+    budgets = fixed.budgets
+    config["num_speculative_tokens"] = max(budgets.values()) or fixed.lengths[1]
+    if any(budgets.values()) and len(set(budgets.values())) > 1:
+        config["num_speculative_tokens_per_batch_size"] = _ranges(budgets)
+    return config, _note(drafter, method, fixed)
+
+
+def _note(drafter: str, method: str, fixed: Fixed) -> str:
+    """Where vLLM would do less than we do."""
+    said = []
+    if drafter.startswith("hybrid"):
+        said.append(f"vLLM has no hybrids: this is its {method!r} part alone.")
+    if not fixed.budgets[1]:
+        said.append(
+            f"With a fixed budget, as vLLM has it, {fixed.gains[1]:.2f}x plain is predicted: "
+            "it is drafting only where it should pay that gains here."
+        )
+    return " ".join(said)
+
+
+def _ranges(budgets: Mapping[int, int]) -> list[list[int]]:
+    """[[first batch, last batch, budget], ...]: each budget holds until the next size that was looked at."""
+    rows: list[list[int]] = []
+    for batch, budget in budgets.items():
+        if rows:
+            rows[-1][1] = batch - 1
+        if not rows or rows[-1][2] != budget:
+            rows.append([batch, batch, budget])
+        rows[-1][1] = batch
+    return rows

@@ -1,0 +1,43 @@
+"""The command line of the GPU benchmark, as far as it goes without a GPU."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+import pytest
+import torch
+
+from forerun.bench.gpu import command
+from forerun.errors import InvalidInput
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and it would be measured")
+def test_without_a_gpu_it_is_one_line_and_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", "--quick"])
+    with pytest.raises(InvalidInput, match="needs a CUDA device"):
+        command.main()
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("forerun.bench.gpu", run_name="__main__")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["forerun: this benchmark needs a CUDA device and torch sees none; use forerun.bench.cpu"]
+
+
+def test_flags_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (["--shape", "8b", "--nonsense"], ["--preset", "70b"], ["--limit", "two"]):
+        monkeypatch.setattr(sys, "argv", ["gpu", *words])
+        with pytest.raises(SystemExit) as ended:
+            command.main()
+        assert ended.value.code == 2
+
+
+def test_shapes_are_those_of_real_models() -> None:
+    small, vocabulary = command.SHAPES["135m"]
+    assert (small.width, small.layers, small.heads, small.kv_heads, vocabulary) == (576, 30, 9, 3, 49152)
+    large, _ = command.SHAPES["8b"]
+    layer = large.width * large.head_dim * 2 * (large.heads + large.kv_heads) + 3 * large.width * large.inner
+    assert 6.5e9 < large.layers * layer < 8e9
+    assert set(command.QUICK_NODES) < set(command.NODES)

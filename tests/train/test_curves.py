@@ -1,0 +1,80 @@
+"""Training curves: read from the log, smoothed by a known mean, drawn where the numbers are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.train import curves
+from forerun.train.curves import SMOOTH, draw, main, read_curve, smoothed
+
+
+def run_folder(folder: Path, acceptances: Sequence[float], tested: dict[int, tuple[float, float]]) -> Path:
+    """A run's log: acceptance at every step, tokens per round of chain and tree at some."""
+    folder.mkdir()
+    rows = []
+    for step, acceptance in enumerate(acceptances):
+        chain, tree = tested.get(step, (None, None))
+        row = {
+            "step": step,
+            "acceptance": acceptance,
+            "tokens_per_round": chain,
+            "tree_tokens_per_round": tree,
+        }
+        rows.append(json.dumps(row))
+    (folder / "log.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def test_a_running_mean_starts_at_the_first_value_and_follows() -> None:
+    assert smoothed([0.5]) == [pytest.approx(0.5)]
+    assert smoothed([1.0, 0.0]) == [pytest.approx(1.0), pytest.approx(SMOOTH)]
+    assert smoothed([0.25] * 10) == pytest.approx([0.25] * 10)
+    assert smoothed([0.0, *[1.0] * 300])[-1] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_log_is_read_line_by_line(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "eagle3", [0.1, 0.2, 0.4], {2: (1.5, 2.5)})
+    rows = read_curve(folder)
+    assert [row["acceptance"] for row in rows] == [0.1, 0.2, 0.4]
+    assert [row["tokens_per_round"] for row in rows] == [None, None, 1.5]
+
+
+def test_lines_are_where_the_numbers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib import pyplot
+
+    kept: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    folders = [
+        run_folder(tmp_path / "one", [0.1, 0.3], {0: (1.1, 1.4), 1: (1.6, 2.2)}),
+        run_folder(tmp_path / "two", [0.2, 0.2], {1: (1.2, 1.3)}),
+    ]
+    draw(folders, tmp_path / "curves.png")
+    monkeypatch.undo()
+    (figure,) = kept
+    left, right = figure.axes
+    assert [line.get_label() for line in left.get_lines()] == ["one", "two"]
+    assert list(left.get_lines()[0].get_ydata()) == pytest.approx(smoothed([0.1, 0.3]))
+    chain, tree, second, _ = right.get_lines()
+    assert (list(chain.get_xdata()), list(chain.get_ydata())) == ([0, 1], [1.1, 1.6])
+    assert list(tree.get_ydata()) == [1.4, 2.2]
+    assert list(second.get_xdata()) == [1], "steps that were not tested have no point"
+    pyplot.close(figure)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_says_where_the_picture_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(curves, "draw", lambda folders, file: drawn.append((folders, file)))
+    main(["runs/a", "runs/b", "--plot", str(tmp_path / "x.png")])
+    assert drawn == [([Path("runs/a"), Path("runs/b")], tmp_path / "x.png")]
+    assert capsys.readouterr().out == f"{tmp_path / 'x.png'}\n"
+    with pytest.raises(SystemExit):
+        main(["runs/a"])
