@@ -33,7 +33,9 @@ class NativeReader:
         self.config, self.weights, self.mode = config, weights, mode
         self.names = Checkpoint(weights, config, torch.float32, torch.device("cpu"))
         self.kept: list[Tensor | ctypes.Array[Layer]] = []
-        with ThreadPoolExecutor(min(8, torch.get_num_threads())) as pool:  # packing is C and needs no interpreter
+        with ThreadPoolExecutor(
+            min(8, torch.get_num_threads())
+        ) as pool:  # packing is C and needs no interpreter
             head = pool.submit(self._linear, self._head_name(), config.vocab_size, config.width)
             self.layers = (Layer * config.layers)(*pool.map(self._layer, range(config.layers)))
             self.head = head.result()
