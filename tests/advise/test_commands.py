@@ -14,7 +14,7 @@ import typer
 from forerun import registry
 from forerun.advise import run as advise
 from forerun.advise.answer import document, in_words
-from forerun.advise.commands import PROMPT, Setup, forerun_command, vllm_config, vllm_method
+from forerun.advise.commands import PROMPT, Setup, costly_part, forerun_command, vllm_config, vllm_method
 from forerun.advise.evidence import Evidence
 from forerun.advise.predict import Costs, Drafting
 from forerun.advise.replay import Text
@@ -92,6 +92,19 @@ def test_a_head_that_comes_with_the_package_is_named_by_its_folder() -> None:
     assert "vLLM has no hybrids" in note
     assert "--draft-model" not in forerun_command(setup, "hybrid_eagle3", None), "forerun finds it by itself"
     assert vllm_config(known, replace(setup, checkpoints={}), "hybrid_eagle3")[0] is None
+
+
+def test_a_hybrids_chain_for_vllm_is_that_of_its_costly_part_alone() -> None:
+    known = evidence_for("hybrid_eagle3")
+    short = Drafting(
+        (((2, 2, 2), (2, 2, 1)) * 8,) * 2, level=0.02
+    )  # the head alone never drafted more than two
+    both = replace(known, draftings={**known.draftings, "eagle3": short})
+    setup = Setup("m", "ngram", checkpoints={"hybrid_eagle3": "box/eagle3"})
+    config, _ = vllm_config(both, setup, "hybrid_eagle3")
+    assert config is not None
+    assert config["num_speculative_tokens"] == 2
+    assert (costly_part("hybrid"), costly_part("eagle3")) == ("draft_model", "eagle3")
 
 
 def test_a_lookup_that_only_pays_when_weighed_is_still_answered_and_said_to_be_so() -> None:

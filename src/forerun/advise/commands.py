@@ -50,6 +50,11 @@ def vllm_method(drafter: str) -> str | None:
     return _METHODS.get(drafter)
 
 
+def costly_part(drafter: str) -> str:
+    """The drafter that a hybrid falls back to where n-gram has nothing to say; itself for all others."""
+    return "draft_model" if drafter == "hybrid" else drafter.removeprefix("hybrid_")
+
+
 def forerun_command(setup: Setup, drafter: str, budget: int | None) -> str:
     """A command that runs as it is printed."""
     words = ["forerun", "generate", PROMPT, "--model", setup.model, "--drafter", drafter]
@@ -74,7 +79,8 @@ def vllm_config(evidence: Evidence, setup: Setup, drafter: str) -> tuple[dict[st
         checkpoint = setup.checkpoint_of(drafter)
         if checkpoint is None:
             return None, f"vLLM needs the checkpoint that {drafter!r} drafts with, which is not a file here."
-        fixed = fixed_chain(evidence, drafter)
+        alone = costly_part(drafter)
+        fixed = fixed_chain(evidence, alone if alone in evidence.draftings else drafter)
         config = {"method": method, "model": checkpoint}
     budgets = fixed.budgets
     config["num_speculative_tokens"] = max(budgets.values()) or fixed.lengths[1]

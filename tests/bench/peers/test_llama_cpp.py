@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from forerun.bench.cpu.command import llama_cpp_curve, why_not_llama_cpp
 from forerun.bench.measure import ContenderLost
 from forerun.bench.peers import llama_cpp
 from forerun.bench.peers.llama_cpp import enabled, llama_cpp_contender, load, why_not
-from forerun.bench.peers.process import PeerProcess
+from forerun.bench.peers.process import PeerProcess, Peers
 from forerun.errors import InvalidInput, MissingDependency
 from forerun.models.load.catalog import known_models
+from tests.bench.peers.llama_cpp_package import write_package
 
 DEFAULT = next((model.path for model in known_models() if model.name == "smollm2"), None)
 MODULE = "forerun.bench.peers.llama_cpp"
@@ -86,6 +90,55 @@ def test_what_it_was_built_with_is_read_from_its_own_words() -> None:
     assert enabled(said) == "SSE3 AVX2 LLAMAFILE OPENMP REPACK"
     assert enabled("NEON = 1 | ARM_FMA = 1 | SVE = 0") == "NEON ARM_FMA"
     assert enabled("") == ""
+
+
+def on_the_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, sys.path)]))
+
+
+def test_our_side_of_it_works_through_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_path(write_package(tmp_path), monkeypatch)
+    arguments = {"file": "x.gguf", "ends": [9], "context": 10_000, "threads": 2}
+    peers = Peers()
+    try:
+        peers.host("llama_cpp", PEERS, MODULE, **arguments)
+        assert peers.left_out == {}
+        assert peers.isa == {"llama_cpp": "AVX2 OPENMP"}
+        plain, three, ten = peers.contenders
+        assert [one.like for one in (plain, three, ten)] == [None, "llama_cpp", "llama_cpp"]
+        assert not any(one.exact for one in peers.contenders)
+        for contender in (plain, three, ten, plain):
+            written = contender.write([(1, 4)], 3)
+            assert [list(text) for text in written.texts] == [[5, 6, 7]]
+            assert 0 <= (written.decode_seconds or 0.0) <= written.seconds
+            assert written.rounds == (3 if contender is plain else 2)
+        assert [list(text) for text in plain.write([(1, 4)], 30).texts] == [[5, 6, 7, 8, 9]], (
+            "it ends as ours does"
+        )
+        with pytest.raises(InvalidInput, match=r"exceed llama.cpp's context of 4096"):
+            plain.write([[1] * 4090], 9)
+        assert [list(text) for text in plain.write([(1, 4)], 1).texts] == [[5]], "and goes on after a refusal"
+        curve = peers.processes[0].call(f"{MODULE}:pass_seconds", file="x.gguf", threads=2, sizes=[1, 4])
+        assert curve.keys() == {"1", "4"}
+    finally:
+        peers.close()
+
+
+def test_a_build_for_another_processor_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_the_path(write_package(tmp_path, deadly=True), monkeypatch)
+    peers = Peers()
+    try:
+        peers.host("llama_cpp", PEERS, MODULE, file="x.gguf", ends=[], context=64, threads=1)
+    finally:
+        peers.close()
+    assert peers.contenders == []
+    assert set(peers.left_out) == set(PEERS)
+    assert all("SIGILL (an illegal instruction" in why for why in peers.left_out.values())
+    curve = llama_cpp_curve(Path("x.gguf"), 1)
+    assert curve["t"] is None
+    assert "SIGILL" in curve["why_not"]
+    assert why_not_llama_cpp(Path("x.gguf")) is None, "importing it works: it is its models that die"
+    assert "'x.bin' is none" in (why_not_llama_cpp(Path("x.bin")) or "")
 
 
 @pytest.mark.model

@@ -15,7 +15,6 @@ from typing import Any
 
 from forerun.bench.measure import Contender, Written
 from forerun.bench.settings import LLAMA_CPP, LLAMA_CPP_LOOKUPS
-from forerun.control.cost import CONTEXT, SIZES, STRIDE
 from forerun.errors import InvalidInput, MissingDependency
 
 MOST_CONTEXT = 4096  # tokens: its lookup keeps a row of logits for each of them
@@ -124,9 +123,12 @@ def llama_cpp_contender(
 
 
 def pass_seconds(
-    file: str | Path, threads: int, sizes: Sequence[int] = SIZES, repeats: int = 3
+    file: str | Path, threads: int, sizes: Sequence[int] | None = None, repeats: int = 3
 ) -> dict[int, float]:
     """t(n) of llama.cpp, as ours is measured: n tokens on a short text, logits of every row, the best of a few."""
+    from forerun.control.cost import CONTEXT, SIZES, STRIDE  # with torch, which llama.cpp itself does without
+
+    sizes = sizes or SIZES
     model = load_model(file, CONTEXT + max(sizes) + 1, threads, all_logits=True)
     vocabulary = model.n_vocab()
     fastest = dict.fromkeys(sizes, float("inf"))
