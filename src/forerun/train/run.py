@@ -32,9 +32,10 @@ def train(options: TrainOptions, report: Report = lambda progress: None) -> Meas
     """Train a drafter into `options.out`; a run that was interrupted goes on where its checkpoint is."""
     accelerator = _accelerator()
     device = device_of(options.device) if accelerator is None else accelerator.device
+    corpus = Corpus(options.data, max_length=options.max_length, holdout=options.holdout)  # before any model
     checkpoint = open_checkpoint(options.target)
     teacher = load_teacher(checkpoint, device, compiled=options.compile)
-    corpus = Corpus(options.data, max_length=options.max_length, holdout=options.holdout)
+    corpus.must_fit(len(teacher.head))
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
         start = read_start(options, teacher.head.shape[1], len(teacher.head))

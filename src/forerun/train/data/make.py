@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from safetensors.torch import load_file
-
 from forerun.build import load_target, make_engine
 from forerun.engine.engine import Engine
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.train.data.corpus import Text, write_shard
+from forerun.train.data.corpus import Text, read_shard, write_shard
 from forerun.train.data.passages import read_passages
 from forerun.train.data.prompts import Chats, Novelty, Prompt, Renderer, around_user_turn, read_prompts
 from forerun.train.data.wrap import FRAME, Wrapper
@@ -150,7 +148,7 @@ def write_answers(
 ) -> int:
     """Every prompt once at each temperature, shard by shard; what earlier runs left in shards is not written again."""
     shards = sorted(folder.glob("shard-*.safetensors"))
-    known = {n for file in shards for n in load_file(file)["numbers"].tolist()}
+    known = {n for file in shards for n in read_shard(file)["numbers"].tolist()}
     orders = (order for order in _orders(options, tokenizer, prompts) if order.number not in known)
     total = len(prompts) * len(options.temperatures)
     texts: list[Text] = []
