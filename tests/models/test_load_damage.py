@@ -81,7 +81,7 @@ def test_weights_that_are_no_numbers_are_said(family: str, value: float, tmp_pat
         {"num_hidden_layers": -1},
         {"num_hidden_layers": 3.0},
         {"num_attention_heads": 0},
-        {"num_key_value_heads": 3},
+        {"num_key_value_heads": 2},
         {"head_dim": -8},
         {"head_dim": 7},
         {"vocab_size": "61"},

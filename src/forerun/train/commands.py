@@ -58,7 +58,7 @@ def _run(values: Mapping[str, Any]) -> None:
             if due(at.done == at.total):
                 log.info("%s %d/%d, %d tokens", at.stage, at.done, at.total, at.tokens)
 
-        make_data(DataOptions(**{k: v for k, v in values.items() if k != "method"}), say_data)
+        make_data(DataOptions(**{k: v for k, v in values.items() if k != "method"}), say_data, log.info)
         return
     from forerun.train.loop import Progress
     from forerun.train.run import train
