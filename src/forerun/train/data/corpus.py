@@ -23,7 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.errors import DamagedFile, InvalidInput, ModelNotFound, brief
+from forerun.errors import DamagedFile, InvalidInput, brief
+from forerun.train.data.folder import shards_of, wanted_prompts
 
 Span = tuple[int, int, int]  # first token, end, first token of the answer
 _WIDTHS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
@@ -91,19 +92,6 @@ def read_shard(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def shards_of(data: str | Path) -> list[Path]:
-    """The shards of one data folder, or of several with commas between, in order."""
-    found = list[Path]()
-    for folder in str(data).split(","):
-        files = sorted(Path(folder).glob("shard-*.safetensors"))
-        if not files:
-            raise ModelNotFound(
-                f"{folder} holds no shards; make some with `forerun data make --out {folder}`"
-            )
-        found += files
-    return found
-
-
 def hash_of(data: str | Path) -> str:
     """What the data was, for the record."""
     digest = hashlib.sha256()
@@ -132,8 +120,16 @@ class Corpus:
         if not self.training or not self.held_back:
             count = sum(len(part["numbers"]) for part in parts)
             raise InvalidInput(
-                f"{count} texts in {data} leave none to learn or none to hold back; make more data"
+                f"of {count} texts in {data} {len(self.training)} are left to learn and {len(self.held_back)} held "
+                f"back (holdout={holdout:g}); make more data, of {wanted_prompts(holdout)} prompts at least, or raise "
+                "--holdout"
             )
+
+    def in_words(self, read: int) -> str:
+        """How much there is, and how often a run that reads so many tokens sees it."""
+        tokens = sum(end - first for first, end, _ in self.training)
+        counts = f"{len(self.training)} texts to learn ({tokens} tokens), {len(self.held_back)} held back"
+        return f"{counts}; this run reads them {read / tokens:.1f} times"
 
     def must_fit(self, vocab_size: int) -> None:
         """Raise where a text holds what the target does not know."""

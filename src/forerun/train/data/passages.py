@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.errors import InvalidInput
-from forerun.train.data.corpus import read_shard, shards_of
+from forerun.train.data.corpus import read_shard
+from forerun.train.data.folder import shards_of
 from forerun.train.data.prompts import Chats, Novelty, Prompt, as_messages
 
 LEAST = 60  # tokens of a passage
