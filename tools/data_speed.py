@@ -1,8 +1,9 @@
 """How fast `forerun data make` writes beside LLM.generate, in one run, alternating, on the same prompts.
 
-    python tools/data_speed.py [--model smollm2] [--texts 32] [--tokens 48] [--repeats 3]
+    python tools/data_speed.py [--model smollm2] [--texts 32] [--tokens 48] [--repeats 3] [--static]
 
-The last line is one JSON document. The static batch that data making used on a CPU before is measured too.
+The last line is one JSON document. `--static` adds the torch batch that data making
+used on a CPU before.
 """
 
 from __future__ import annotations
@@ -25,7 +26,24 @@ from forerun.train.data.writer import BatchWriter, Order
 from forerun.train.options import DataOptions
 from forerun.train.teacher import load_net
 
-THINGS = "rivers clocks bread whales chess rain trains poems gold ants moons salt glass tides maps yeast".split()
+THINGS = [
+    "rivers",
+    "clocks",
+    "bread",
+    "whales",
+    "chess",
+    "rain",
+    "trains",
+    "poems",
+    "gold",
+    "ants",
+    "moons",
+    "salt",
+    "glass",
+    "tides",
+    "maps",
+    "yeast",
+]
 
 
 def main() -> None:
@@ -33,6 +51,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     for name, default in (("texts", 32), ("tokens", 48), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--static", action="store_true", help="the old way too, which takes minutes")
     given = parser.parse_args()
     checkpoint = open_checkpoint(given.model)
     render = Renderer(checkpoint.tokenizer())
@@ -43,9 +62,6 @@ def main() -> None:
         given.model, "unused", max_prompt=longest - 16, max_length=longest, batch=given.texts, device="cpu"
     )
     write = _writer(checkpoint, options)
-    static = BatchWriter(
-        load_net(checkpoint, torch.device("cpu")), (), rows=given.texts, max_length=longest
-    ).write
     wide = EngineConfig(device="cpu", max_batch=given.texts)
     llms = {
         "LLM.generate": LLM.load(given.model, device="cpu"),
@@ -59,15 +75,22 @@ def main() -> None:
     ways: dict[str, Callable[[], int]] = {
         "data make": lambda: sum(len(text.tokens) - len(text.order.prompt) for text in write(orders)),
         **{name: generated(name) for name in llms},
-        "static batch": lambda: sum(len(text.tokens) - len(text.order.prompt) for text in static(orders)),
     }
+    if given.static:
+        net = load_net(checkpoint, torch.device("cpu"))
+        old = BatchWriter(net, (), rows=given.texts, max_length=longest)
+        ways["static batch"] = lambda: sum(len(t.tokens) - len(t.order.prompt) for t in old.write(orders))
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(given.repeats):
         for name, run in ways.items():
             started = perf_counter()
             speeds[name].append(run() / (perf_counter() - started))
             print(f"{name}: {speeds[name][-1]:.1f} tokens/s", flush=True)
-    conditions = {"threads": torch.get_num_threads(), "load": os.getloadavg()[0], "machine": platform.processor()}
+    conditions = {
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
+        "machine": platform.processor(),
+    }
     print(json.dumps({"tokens_per_second": speeds, **vars(given), **conditions}))
 
 
