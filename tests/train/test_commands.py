@@ -69,8 +69,8 @@ def test_a_run_from_the_command_line(tiny: Checkpoint, texts: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train", "eagle9", "--target", "t", "--data", "d", "--out", "o"], "eagle9"),
-        (["data", "make", "--target", "t", "--out", "o", "--own-prompts", "0"], "own_prompts"),
+        (["train", "eagle9", "--target", ".", "--data", "d", "--out", "o"], "eagle9"),
+        (["data", "make", "--target", ".", "--out", "o", "--own-prompts", "0"], "own_prompts"),
         (["drafters", "check", "nowhere"], "nowhere"),
     ],
 )
@@ -83,8 +83,8 @@ def test_errors_are_one_line(words: list[str], said: str) -> None:
 
 @pytest.mark.parametrize("shell", ["forerun", "python -m forerun.train"])
 def test_missing_data_is_said_before_anything_is_loaded(shell: str, tmp_path: Path) -> None:
-    """The target does not exist either, and torch need not be there: the data comes first."""
-    words = ["eagle3", "--target", "nosuch", "--data", str(tmp_path), "--out", "o", "--steps", "500"]
+    """The target is no model, and torch need not be there: the data comes first."""
+    words = ["eagle3", "--target", ".", "--data", str(tmp_path), "--out", "o", "--steps", "500"]
     start = "main()" if shell == "forerun" else "raise SystemExit(main(sys.argv[1:]))"
     module = "forerun.cli.app" if shell == "forerun" else "forerun.train.commands"
     words = ["train", *words] if shell == "forerun" else words
@@ -94,7 +94,7 @@ def test_missing_data_is_said_before_anything_is_loaded(shell: str, tmp_path: Pa
     assert ended.returncode == 2, said
     assert "holds no texts; this run wants 8.2 million tokens (500 steps of 16384" in said
     assert "at least 150 prompts" in said
-    assert f"forerun data make --target nosuch --out {tmp_path}" in said
+    assert f"forerun data make --target . --out {tmp_path}" in said
     assert "Traceback" not in said
 
 

@@ -158,14 +158,11 @@ def test_a_run_that_leaves_no_prompt_says_why_and_keeps_nothing(tmp_path: Path) 
         InvalidInput, match=r"6 that did not end within --max-prompt 40 \(3 of it the template\)"
     ):
         write_prompts(options, Words(), rambling, tmp_path, lambda at: None, said.append)
-    assert said == [
-        "0 of 6 prompts are used; dropped: 6 that did not end within --max-prompt 40 (3 of it the template)"
-    ]
     assert not (tmp_path / "prompts.jsonl").exists()  # else the next run would go on from it
     (tmp_path / "prompts.jsonl").write_text("")  # as earlier versions left it
     found = write_prompts(options_for(tmp_path), Words(), scripted, tmp_path, lambda at: None, said.append)
     assert len(found) == 5
-    assert said[1] == "5 of 20 prompts are used; dropped: 15 that are like another"
+    assert said == ["5 of 20 prompts are used; dropped: 15 that are like another"]
 
 
 def test_a_template_that_fills_the_prompt_is_said_at_once(tmp_path: Path) -> None:

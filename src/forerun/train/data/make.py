@@ -121,9 +121,9 @@ def write_prompts(
     prompts += _own_prompts(options, tokenizer, write, novelty, tally, report) if options.own_prompts else ()
     tally.seen += len(wrapped)
     prompts += wrapped
-    say(tally.in_words)
     if not prompts:
         raise InvalidInput(f"no prompt is left to answer: {tally.in_words}; {_next_step(options)}")
+    say(tally.in_words)
     part = kept.with_suffix(".part")
     part.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
     part.replace(kept)
