@@ -69,22 +69,22 @@ def test_a_run_from_the_command_line(tiny: Checkpoint, texts: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train", "eagle9", "--target", ".", "--data", "d", "--out", "o"], "eagle9"),
-        (["data", "make", "--target", ".", "--out", "o", "--own-prompts", "0"], "own_prompts"),
+        (["train", "eagle9", "--target", "TINY", "--data", "d", "--out", "o"], "eagle9"),
+        (["data", "make", "--target", "TINY", "--out", "o", "--own-prompts", "0"], "own_prompts"),
         (["drafters", "check", "nowhere"], "nowhere"),
     ],
 )
-def test_errors_are_one_line(words: list[str], said: str) -> None:
-    ended = CliRunner().invoke(app, words)
+def test_errors_are_one_line(words: list[str], said: str, tiny: Checkpoint) -> None:
+    ended = CliRunner().invoke(app, [str(tiny.path) if word == "TINY" else word for word in words])
     assert ended.exit_code == 2
     assert said in ended.output
     assert "Traceback" not in ended.output
 
 
 @pytest.mark.parametrize("shell", ["forerun", "python -m forerun.train"])
-def test_missing_data_is_said_before_anything_is_loaded(shell: str, tmp_path: Path) -> None:
-    """The target is no model, and torch need not be there: the data comes first."""
-    words = ["eagle3", "--target", ".", "--data", str(tmp_path), "--out", "o", "--steps", "500"]
+def test_missing_data_is_said_before_anything_is_loaded(shell: str, tiny: Checkpoint, tmp_path: Path) -> None:
+    """Torch need not be there: the data comes first."""
+    words = ["eagle3", "--target", str(tiny.path), "--data", str(tmp_path), "--out", "o", "--steps", "500"]
     start = "main()" if shell == "forerun" else "raise SystemExit(main(sys.argv[1:]))"
     module = "forerun.cli.app" if shell == "forerun" else "forerun.train.commands"
     words = ["train", *words] if shell == "forerun" else words
@@ -94,7 +94,7 @@ def test_missing_data_is_said_before_anything_is_loaded(shell: str, tmp_path: Pa
     assert ended.returncode == 2, said
     assert "holds no texts; this run wants 8.2 million tokens (500 steps of 16384" in said
     assert "at least 150 prompts" in said
-    assert f"forerun data make --target . --out {tmp_path}" in said
+    assert f"forerun data make --target {tiny.path} --out {tmp_path}" in said
     assert "Traceback" not in said
 
 
