@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint check bench-cpu bench-gpu clean
+.PHONY: demo test lint check fuzz mutants bench-cpu bench-gpu clean
 
 demo: $(READY) model  ## a real model answers, drafted tokens in colour
 	$(BIN)/forerun generate --file examples/demo.txt --max-tokens 110
@@ -19,6 +19,12 @@ lint: $(READY)
 
 check: $(READY) model
 	$(BIN)/pytest -q -n 2 --dist loadfile
+
+fuzz: $(READY)  ## 300 damaged files of every format
+	$(BIN)/pytest -q -n 2 -m fuzz tests/damaged
+
+mutants: $(READY) model  ## faults put in on purpose: do the tests notice? (ARGS="--area verify")
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 bench-cpu: $(READY) model llama  ## ratios over transformers, llama.cpp and our own plain loop, in one run
 	$(BIN)/python -m forerun.bench.cpu --json bench-out/cpu.json --plot bench-out/cpu.png $(ARGS)

@@ -157,9 +157,11 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     device = torch.device(_device(config.device))
     if supports(checkpoint.config):
         from forerun.models.decoder import Decoder
+        from forerun.models.load.shapes import check_shapes
         from forerun.models.native.target import NativeDecoder, choose_mode
 
         family = DecoderConfig.from_hf(checkpoint.config)
+        check_shapes(family, checkpoint.weights)
         if device.type == "cpu":
             mode = choose_mode(family, checkpoint.weights, config.dtype)
             if mode is not None:

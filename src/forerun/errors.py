@@ -54,3 +54,9 @@ class UnsupportedModel(ModelError):
 
 class MissingDependency(ForerunError, ImportError):
     """An optional library is needed and absent."""
+
+
+def brief(reason: object, longest: int = 200) -> str:
+    """What another library or a damaged file says, on one line and cut, so that it fits into a message of ours."""
+    words = " ".join(str(reason).encode("utf-8", "replace").decode("utf-8").split())
+    return words if len(words) <= longest else words[: longest - 3] + "..."

@@ -149,7 +149,8 @@ def test_the_command_ends_with_what_it_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "own.jsonl"
-    file.write_text(json.dumps({"prompt": "tell me tell me tell me"}))
+    words = ("tell me tell me tell me", "again and again and again", "no no no")
+    file.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in words))
 
     def run(*flags: str) -> tuple[int, str]:
         words = ["diagnose", "--prompts", str(file), "--max-tokens", "24", "--drafter", "ngram:2", *flags]
@@ -160,10 +161,16 @@ def test_the_command_ends_with_what_it_found(
 
     monkeypatch.setattr(diagnosing, "load", lambda settings: (table_llm(), None))
     code, printed = run()
-    assert "texts" in printed
+    assert f"all 3 of {file}" in printed
+    assert "all 3 are equal, token for token" in printed
     assert code in (0, 1)
     code, printed = run("--json")
     assert json.loads(printed)["ok"] is (code == 0)
+    assert (json.loads(printed)["prompts_read"], json.loads(printed)["prompts_there"]) == (3, 3)
+    code, printed = run("--limit", "1")
+    assert f"1 of 3 of {file}, 1 per task; --limit 0 reads all" in printed
+    code, printed = run("--prompts", "builtin", "--json")
+    assert json.loads(printed)["findings"][0]["found"] == "8 of 64 of our own, 1 per task"
 
     def mismatch(settings: Settings) -> Any:
         raise VocabularyMismatch("draft model 'x' does not share the vocabulary")

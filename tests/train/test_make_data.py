@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from forerun.build import make_engine
-from forerun.errors import InvalidInput
-from forerun.params import EngineConfig, SpeculativeConfig
+from forerun.build import load_target, make_engine
+from forerun.errors import DamagedFile, InvalidInput
+from forerun.llm import LLM
+from forerun.models.decoder import Decoder
+from forerun.models.load.checkpoint import Checkpoint
+from forerun.models.native.target import NativeDecoder
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
 from forerun.train.data.corpus import Corpus
-from forerun.train.data.make import write_answers, write_prompts, write_with_engine
+from forerun.train.data.make import _writer, write_answers, write_prompts, write_with_engine
 from forerun.train.data.prompts import around_user_turn, read_prompts
 from forerun.train.data.writer import Order, Written
 from forerun.train.options import DataOptions
@@ -137,3 +142,87 @@ def test_nonsense_options_are_refused(tmp_path: Path) -> None:
     for wrong in ({"temperatures": ()}, {"max_prompt": 200}, {"own_prompts": 0}, {"batch": 0}):
         with pytest.raises(InvalidInput):
             options_for(tmp_path, **wrong)
+
+
+def rambling(orders: Iterable[Order]) -> Iterator[Written]:
+    """Never comes to an end: every text is cut at its limit."""
+    for order in orders:
+        said = [ord("w")] * (order.max_length - len(order.prompt))
+        yield Written(order, [*order.prompt, *said], False)
+
+
+def test_a_run_that_leaves_no_prompt_says_why_and_keeps_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    options = options_for(tmp_path, own_prompts=6, max_prompt=40)
+    with pytest.raises(
+        InvalidInput, match=r"6 that did not end within --max-prompt 40 \(3 of it the template\)"
+    ):
+        write_prompts(options, Words(), rambling, tmp_path, lambda at: None, said.append)
+    assert not (tmp_path / "prompts.jsonl").exists()  # else the next run would go on from it
+    (tmp_path / "prompts.jsonl").write_text("")  # as earlier versions left it
+    found = write_prompts(options_for(tmp_path), Words(), scripted, tmp_path, lambda at: None, said.append)
+    assert len(found) == 5
+    assert said == ["5 of 20 prompts are used; dropped: 15 that are like another"]
+
+
+def test_a_template_that_fills_the_prompt_is_said_at_once(tmp_path: Path) -> None:
+    def never(orders: Iterable[Order]) -> Iterator[Written]:
+        raise AssertionError("nothing should be written")
+
+    options = options_for(tmp_path, openings=("Tell me about",), max_prompt=16)
+    with pytest.raises(InvalidInput, match="take 16 tokens; raise --max-prompt"):
+        write_prompts(options, Words(), never, tmp_path, lambda at: None)
+
+
+def test_prompts_without_room_for_an_answer_are_counted(tmp_path: Path) -> None:
+    said: list[str] = []
+    options = options_for(tmp_path, max_prompt=40, max_length=60)
+    short, long = "What is a fjord?", "why " * 20
+    texts, _ = write_answers(
+        options, Words(), scripted, tmp_path, [short, long], lambda at: None, said.append
+    )
+    assert texts == 2  # at two temperatures
+    assert said == [
+        "1 of 2 prompts are used; dropped: 1 that leave less than 16 tokens of --max-length 60 for an answer"
+    ]
+    with pytest.raises(InvalidInput, match="no prompt is left to answer: 0 of 1"):
+        write_answers(options, Words(), scripted, tmp_path, [long], lambda at: None)
+
+
+def test_the_prompts_of_an_interrupted_run_may_be_damaged(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('"fine"\n{"')
+    with pytest.raises(DamagedFile, match=r"prompts\.jsonl is damaged"):
+        write_prompts(options_for(tmp_path), Words(), scripted, tmp_path, lambda at: None)
+
+
+def test_a_cpu_writes_with_the_engine_many_texts_a_pass(
+    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Native kernels, a batch, and texts that do not depend on what is written beside them."""
+    passes: list[int] = []
+    score = Decoder.score
+
+    def counted(self: Decoder, seqs: Any, trees: Any, needs: Any) -> Any:
+        assert isinstance(self, NativeDecoder)
+        passes.append(len(seqs))
+        return score(self, seqs, trees, needs)
+
+    monkeypatch.setattr(Decoder, "score", counted)
+    whole = replace(tiny, load_tokenizer=lambda: Words())
+    orders = [Order([1 + i, 5, 3], (0.0, 1.0)[i % 2], 20, i) for i in range(8)]
+    written: dict[int, list[list[int]]] = {}
+    for batch in (8, 3):
+        passes.clear()
+        write = _writer(whole, DataOptions("t", "o", batch=batch, device="cpu"))
+        texts = {text.order.number: text.tokens for text in write(orders)}
+        written[batch] = [texts[i] for i in range(8)]
+        assert max(passes) == batch
+        tokens = sum(len(text) for text in written[batch]) - 3 * len(orders)
+        assert sum(passes) == tokens  # a token each; prompts cost no passes of their own
+        assert len(passes) <= 17 * -(-8 // batch)
+    assert written[8] == written[3]
+    plain = LLM(make_engine(load_target(tiny, EngineConfig(device="cpu")), frozenset({0})), Words())  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=17)
+    assert [plain.generate(order.prompt, params).token_ids for order in orders[::2]] == [
+        text[3:] for text in written[8][::2]
+    ]

@@ -57,7 +57,7 @@ def make(given: Mapping[str, Any]) -> None:
                 tasks[at.stage] = bar.add_task(at.stage, total=at.total)
             bar.update(tasks[at.stage], completed=at.done, description=f"{at.stage} · {at.tokens} tokens")
 
-        folder = make_data(options, show)
+        folder = make_data(options, show, bar.console.print)
     print(f"texts are in {folder}")
 
 

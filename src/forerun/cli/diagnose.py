@@ -23,7 +23,10 @@ def diagnose(
     prompts: Annotated[
         str, typer.Option(help="A JSONL file with 'prompt' or 'messages'; builtin is ours.")
     ] = "builtin",
-    limit: Annotated[int, typer.Option(help="Prompts per task; 0 is all.")] = 1,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Prompts per task; 0 is all. Default: all of a file of yours, 1 of ours."),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 64,
     temperature: Annotated[float, typer.Option(help=HELP["temperature"])] = 0.0,
     verifier: Annotated[str, typer.Option(help=HELP["verifier"])] = "auto",
@@ -38,6 +41,8 @@ def diagnose(
     from forerun.bench.settings import Settings, Way
 
     way = Way.parse(drafter)
+    if limit is None:
+        limit = 1 if prompts == "builtin" else 0
     settings = Settings(
         model=model, draft_model=draft_model, suite=prompts, limit=limit or None, max_tokens=max_tokens,
         temperatures=(temperature,), verifiers=(verifier,), dtype=dtype, device=device, threads=threads,

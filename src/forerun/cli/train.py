@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from forerun.train.data.folder import require_texts
 from forerun.train.options import METHODS, TrainOptions, as_method
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def train(
 ) -> None:
     """Train a drafter: one process, features made on the fly, nothing kept but the drafter and a checkpoint."""
     options = TrainOptions(method=as_method(method), **given)
+    require_texts(options)
     console = Console(stderr=True)
     with console.status(f"loading {options.target}"):
         from forerun.train.run import train as run
@@ -127,5 +129,5 @@ def train(
             words = f"loss {at.loss:.3f} · acceptance {at.acceptance:.2f} · {speed}{simulated}"
             bar.update(task, completed=at.step, description=words)
 
-        measured = run(options, show)
+        measured = run(options, show, bar.console.print)
     print(f"{options.out}: {measured.tokens_per_round:.3f} tokens per round on held-back text (simulated)")

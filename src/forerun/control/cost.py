@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from time import perf_counter
 
@@ -114,9 +115,9 @@ class CostModel:
         if file is not None and file.is_file():
             try:
                 kept = {int(n): float(t) for n, t in json.loads(file.read_text())["seconds"].items()}
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 kept = {}
-            if set(sizes) <= set(kept):
+            if set(sizes) <= set(kept) and all(0.0 < t < inf and n > 0 for n, t in kept.items()):
                 return cls(kept)
             file.unlink()  # not ours any more: measure again
         model = cls.measure(target, sizes, repeats=2)

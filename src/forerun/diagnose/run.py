@@ -9,7 +9,7 @@ from typing import Any
 from forerun.bench.contenders import load
 from forerun.bench.run import tokenise
 from forerun.bench.settings import Settings, Way
-from forerun.bench.suites import load_suite
+from forerun.bench.suites import BUILT_IN, load_suite
 from forerun.diagnose.checks import Asked, Finding, diagnose, marks_in
 from forerun.errors import ForerunError, VocabularyMismatch
 
@@ -19,16 +19,28 @@ _SAMPLE = [{"role": "user", "content": "Name three rivers."}]
 def run_diagnosis(settings: Settings, way: Way, against: Way) -> dict[str, Any]:
     """Everything that was found, as one document."""
     items = load_suite(settings.suite, settings.tasks, settings.limit)
-    known = [*_checkpoints(settings), *marks_in(items)]
+    total = len(load_suite(settings.suite, settings.tasks))
+    known = [_read(len(items), total, settings), *_checkpoints(settings), *marks_in(items)]
+    counts = {"prompts_read": len(items), "prompts_there": total}
     try:
         llm, _ = load(settings)
     except VocabularyMismatch as error:
         known.append(Finding("vocabulary", "bad", str(error)))
-        return {"model": settings.model, "findings": [asdict(one) for one in known], "ok": False}
+        return {"model": settings.model, **counts, "findings": [asdict(one) for one in known], "ok": False}
     asked = Asked(way, against, settings.temperatures[0], settings.verifiers[0])
     found = diagnose(llm, tokenise(llm, items, settings), settings, asked)
     findings = [*(asdict(one) for one in known), *found["findings"]]
-    return {**found, "findings": findings, "ok": all(one["verdict"] != "bad" for one in findings)}
+    return {**found, **counts, "findings": findings, "ok": all(one["verdict"] != "bad" for one in findings)}
+
+
+def _read(read: int, total: int, settings: Settings) -> Finding:
+    """How many of the prompts are looked at."""
+    name = "our own" if str(settings.suite) == BUILT_IN else str(settings.suite)
+    if read == total:
+        return Finding("prompts", "fine", f"all {total} of {name}")
+    return Finding(
+        "prompts", "fine", f"{read} of {total} of {name}, {settings.limit} per task", "--limit 0 reads all"
+    )
 
 
 def _checkpoints(settings: Settings) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forerun.errors import DamagedFile, InvalidInput, ModelNotFound
+from forerun.errors import DamagedFile, InvalidInput, ModelNotFound, brief
 
 _SHARD_BYTES = 15 << 20  # small enough for strict hosts; one file where everything fits
 
@@ -38,8 +38,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelNotFound(
             f"{folder} has no config.json; give the folder that holds the head's files"
         ) from None
-    except ValueError as error:
-        raise DamagedFile(f"{folder / 'config.json'} is not JSON ({error}); fetch it again") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise DamagedFile(f"{folder / 'config.json'} is not JSON ({brief(error)}); fetch it again") from None
     if not isinstance(values, dict):
         raise DamagedFile(f"{folder / 'config.json'} does not hold an object; fetch it again")
     return values
@@ -54,7 +54,7 @@ def read_tensors(folder: Path, *, pickle: bool = False) -> dict[str, Tensor]:
             with safe_open(file, framework="pt") as opened:
                 tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise DamagedFile(f"{file} cannot be read ({error}); fetch it again") from None
+            raise DamagedFile(f"{file} cannot be read ({brief(error)}); fetch it again") from None
     pickles = [] if files else sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])
     if pickles and not pickle:
         raise InvalidInput(
@@ -66,6 +66,39 @@ def read_tensors(folder: Path, *, pickle: bool = False) -> dict[str, Tensor]:
     if not tensors:
         raise ModelNotFound(f"{folder} holds no safetensors file; give the folder of a trained head")
     return tensors
+
+
+def settings_in(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The settings under a key of a config; none where the key is absent, ValueError where it holds something else."""
+    found = values.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{key} = {found!r:.60}")
+    return found
+
+
+def size_in(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A count or width in a config: a whole number from 1; ValueError where it cannot be one."""
+    value = values[key] if default is None else values.get(key) or default
+    if type(value) is not int or not 1 <= value < 1 << 31:
+        raise ValueError(f"{key} = {value!r:.60}")
+    return value
+
+
+def rates_in(ours: Mapping[str, Any]) -> tuple[tuple[float, ...], ...]:
+    """[levels][ranks] how often each rank was right, as our trainer measured it."""
+    rates = tuple(tuple(map(float, row)) for row in ours.get("rates", ()))
+    if not all(0.0 <= rate <= 1.0 for row in rates for rate in row):
+        raise ValueError("rates outside 0 to 1")
+    return rates
+
+
+def check_weight(folder: Path, weights: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> None:
+    """Raise where a weight that must have this shape is missing or has another."""
+    if name not in weights:
+        raise DamagedFile(f"{folder} has no weight {name!r}; is a file missing?")
+    if tuple(weights[name].shape) != shape:
+        given = tuple(weights[name].shape)
+        raise DamagedFile(f"weight {name!r} of {folder} is {given} but its config says {shape}")
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], stem: str = "model") -> None:

@@ -20,12 +20,21 @@ from torch import Tensor
 from forerun.drafters.base import Parts
 from forerun.drafters.draft_law import DraftLaw, likeliest
 from forerun.drafters.head_drafter import LastRowDrafter, SharedWeights, borrow, head_dtype
-from forerun.drafters.head_formats import read_config, read_tensors, write_config, write_shards
+from forerun.drafters.head_formats import (
+    check_weight,
+    rates_in,
+    read_config,
+    read_tensors,
+    settings_in,
+    size_in,
+    write_config,
+    write_shards,
+)
 from forerun.drafters.matrix import Matrix
 from forerun.drafters.tree_builder import best_count
 from forerun.drafters.tree_growth import lay_out
 from forerun.drafters.vocab import DraftVocabulary
-from forerun.errors import DamagedFile, InvalidInput
+from forerun.errors import DamagedFile, InvalidInput, brief
 from forerun.models.base import Target
 from forerun.types import Budget, Seq, TreeBatch
 
@@ -54,20 +63,19 @@ class HeadsConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], family: Family, width: int, vocab_size: int) -> HeadsConfig:
-        ours = values.get("forerun") or {}
         try:
             return cls(
                 family=family,
-                count=int(values[f"{family}_num_heads"]),
-                blocks=int(values.get(f"{family}_num_layers") or 1),
-                width=int(values.get("hidden_size") or width),
-                vocab_size=int(values.get("vocab_size") or vocab_size),
+                count=size_in(values, f"{family}_num_heads"),
+                blocks=size_in(values, f"{family}_num_layers", 1),
+                width=size_in(values, "hidden_size", width),
+                vocab_size=size_in(values, "vocab_size", vocab_size),
                 target=str(values.get("base_model_name_or_path") or ""),
-                rates=tuple(tuple(map(float, row)) for row in ours.get("rates", ())),
+                rates=rates_in(settings_in(values, "forerun")),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise DamagedFile(
-                f"config.json of the head lacks or garbles {error}; is it {family}'s?"
+                f"config.json of the head lacks or garbles {brief(error)}; is it {family}'s?"
             ) from None
 
     def to_json(self) -> dict[str, Any]:
@@ -93,11 +101,17 @@ def read_heads(
     weights = read_tensors(folder, pickle=pickle)
     for i in range(config.count):
         for j in range(config.blocks):
-            name = f"{i}.{j}.linear.weight"
             into = config.width * (2 + i) if family == "hydra" and j == 0 else config.width
-            shape = tuple(weights[name].shape) if name in weights else None
-            if shape != (config.width, into):
-                raise DamagedFile(f"weight {name!r} of {folder} is {shape}, not {(config.width, into)}")
+            check_weight(folder, weights, f"{i}.{j}.linear.weight", (config.width, into))
+            if f"{i}.{j}.linear.bias" in weights:
+                check_weight(folder, weights, f"{i}.{j}.linear.bias", (config.width,))
+    own = [f"{i}.{config.blocks}.weight" for i in range(config.count)]
+    rows = len(weights["d2t"]) if "d2t" in weights and weights["d2t"].dim() == 1 else config.vocab_size
+    lm_heads = own if own[0] in weights else ["lm_head.weight"] if "lm_head.weight" in weights else []
+    for name in lm_heads:
+        check_weight(folder, weights, name, (rows, config.width))
+    if "embed_tokens.weight" in weights:
+        check_weight(folder, weights, "embed_tokens.weight", (config.vocab_size, config.width))
     return config, weights
 
 

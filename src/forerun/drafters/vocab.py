@@ -53,7 +53,7 @@ class DraftVocabulary:
                     f"a draft head of {rows} rows for a vocabulary of {vocab_size} has no d2t: which ids are they?"
                 )
             return cls.whole(vocab_size)
-        offsets = weights["d2t"].to(torch.int64)
+        offsets = weights["d2t"].to(torch.int64).flatten()
         ids = torch.arange(len(offsets)) + offsets
         ascending = bool((ids[1:] > ids[:-1]).all()) if len(ids) > 1 else True
         if len(ids) != rows or not ascending or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:

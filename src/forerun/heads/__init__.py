@@ -79,25 +79,32 @@ def open_head(folder: Path) -> HeadFolder | None:
     """What a folder says of its head; None if it holds none."""
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     kind = _kind_of(values, folder) if isinstance(values, dict) else None
     if kind is None:
         return None
-    shape = {**values, **(values.get("transformer_layer_config") or {})}
-    nested = (values.get("speculators_config") or {}).get("verifier") or {}
+    shape = {**values, **_settings(values, "transformer_layer_config")}
+    nested = _settings(_settings(values, "speculators_config"), "verifier")
     target = values.get("target_model") or values.get("base_model_name_or_path") or nested.get("name_or_path")
     width = values.get("target_hidden_size") or shape.get("hidden_size")
-    layers = (values.get("forerun") or {}).get("target_layers")
+    layers = _settings(values, "forerun").get("target_layers")
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return HeadFolder(folder, kind, str(target or ""), width, shape.get("vocab_size"), layers, size)
+
+
+def _settings(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Nested settings; none where something else stands there: whoever loads the head says what is wrong."""
+    found = values.get(key)
+    return found if isinstance(found, dict) else {}
 
 
 def _kind_of(values: Mapping[str, Any], folder: Path) -> str | None:
     for family in _FAMILIES:
         if f"{family}_num_heads" in values:
             return family
-    names = " ".join(map(str, values.get("architectures") or ())).lower()
+    listed = values.get("architectures")
+    names = " ".join(map(str, listed)).lower() if isinstance(listed, list) else ""
     if "eagle3" in names or values.get("speculators_model_type") == "eagle3":
         return "eagle3"
     if "eagle" in names:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forerun.errors import DamagedFile, UnsupportedModel
+from forerun.errors import DamagedFile, UnsupportedModel, brief
+from forerun.models.config_defaults import COMMON, FAMILIES
 from forerun.models.rope import RopeConfig
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -22,56 +23,9 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+# No model comes near these; a file that says more is damaged, and must not make us allocate what it says.
+_MOST_LAYERS, _MOST_HEADS, _LARGEST = 1 << 14, 1 << 16, 1 << 31
 _OFF_BY_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-# What a config.json of the family means where it says nothing. Everything else must be in the file.
-_COMMON: dict[str, Any] = {
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "max_window_layers": 28,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": False,
-}
-_GEMMA: dict[str, Any] = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
-_FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
-    "qwen2": {"sliding_window": 4096},
-    "qwen3": {"sliding_window": 4096, "head_dim": 128},
-    "smollm3": {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
-    "gemma2": {
-        **_GEMMA,
-        "vocab_size": 256000,
-        "sliding_window_pattern": 2,
-        "max_position_embeddings": 8192,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    "gemma3_text": {
-        **_GEMMA,
-        "vocab_size": 262208,
-        "sliding_window_pattern": 6,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1_000_000.0,
-    },
-    "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    "mixtral": {
-        "num_key_value_heads": 8,
-        "rope_theta": 1_000_000.0,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131072,
-    },
-    "qwen2_moe": {"sliding_window": 4096},
-    "qwen3_moe": {"sliding_window": 4096, "num_key_value_heads": 4},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,44 +77,79 @@ class DecoderConfig:
         except KeyError as missing:
             lacks = f"config.json of {family} lacks {missing}"
             raise UnsupportedModel(f"{lacks}: is it the model's own config?") from missing
-        except (TypeError, ValueError, ZeroDivisionError) as error:
-            raise DamagedFile(f"config.json of {family} has a value that cannot be ({error})") from error
+        except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            raise DamagedFile(
+                f"config.json of {family} has a value that cannot be ({brief(error)}); fetch it again"
+            ) from error
+
+
+def _size(values: Mapping[str, Any], key: str, most: int = _LARGEST, default: int | None = None) -> int:
+    """A count or width: a whole number from 1 that some model could have."""
+    value = values[key] if default is None else values.get(key) or default
+    if type(value) is not int or not 1 <= value <= most:
+        raise ValueError(f"{key} is {value!r:.40}, not a whole number from 1 to {most}")
+    return value
 
 
 def _read(family: str, values: Mapping[str, Any]) -> DecoderConfig:
-    layers, heads = int(values["num_hidden_layers"]), int(values["num_attention_heads"])
-    head_dim = int(values.get("head_dim") or values["hidden_size"] // heads)
+    layers, heads = (
+        _size(values, "num_hidden_layers", _MOST_LAYERS),
+        _size(values, "num_attention_heads", _MOST_HEADS),
+    )
+    width = _size(values, "hidden_size")
+    head_dim = _size(values, "head_dim", _MOST_HEADS, max(1, width // heads))
+    kv_heads = _size(values, "num_key_value_heads", _MOST_HEADS, heads)
+    if heads % kv_heads or head_dim % 2:
+        raise ValueError(f"{heads} heads on {kv_heads} of keys, each {head_dim} wide")
     kinds = _layer_types(family, values, layers)
-    window = values.get("sliding_window")
+    window = _size(values, "sliding_window") if values.get("sliding_window") else None
     ropes, layer_ropes = _ropes(family, values, kinds, head_dim)
     moe = _moe(family, values)
     gemma = family in ("gemma2", "gemma3_text")
     return DecoderConfig(
         family=family,
-        vocab_size=int(values["vocab_size"]),
-        width=int(values["hidden_size"]),
-        inner=int(values["intermediate_size"]),
+        vocab_size=_size(values, "vocab_size"),
+        width=width,
+        inner=_inner(values, moe, layers),
         layers=layers,
         heads=heads,
-        kv_heads=int(values.get("num_key_value_heads") or heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        max_length=_max_length(family, int(values["max_position_embeddings"]), ropes),
-        norm_eps=float(values["rms_norm_eps"]),
+        max_length=_max_length(family, _size(values, "max_position_embeddings"), ropes),
+        norm_eps=_positive(values, "rms_norm_eps"),
         activation=_activation(values["hidden_act"]),
         tied=bool(values["tie_word_embeddings"]),
         ropes=ropes,
         layer_ropes=layer_ropes,
-        windows=tuple(int(window) if window and kind == "sliding_attention" else None for kind in kinds),
-        attention_scale=float(values["query_pre_attn_scalar"] if gemma else head_dim) ** -0.5,
-        attention_softcap=values.get("attn_logit_softcapping") if family == "gemma2" else None,
-        logit_softcap=values.get("final_logit_softcapping") if gemma else None,
-        embedding_scale=float(values["hidden_size"]) ** 0.5 if gemma else 1.0,
+        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        attention_scale=(_positive(values, "query_pre_attn_scalar") if gemma else float(head_dim)) ** -0.5,
+        attention_softcap=_softcap(values, "attn_logit_softcapping") if family == "gemma2" else None,
+        logit_softcap=_softcap(values, "final_logit_softcapping") if gemma else None,
+        embedding_scale=float(width) ** 0.5 if gemma else 1.0,
         qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         norm_offset=gemma,
         sandwich_norms=gemma,
         moe=moe,
         sparse=_sparse_layers(values, layers) if moe else (False,) * layers,
     )
+
+
+def _positive(values: Mapping[str, Any], key: str) -> float:
+    value = float(values[key])
+    if not 0.0 < value < float("inf"):
+        raise ValueError(f"{key} is {value}, not a positive number")
+    return value
+
+
+def _softcap(values: Mapping[str, Any], key: str) -> float | None:
+    return None if values.get(key) is None else _positive(values, key)
+
+
+def _inner(values: Mapping[str, Any], moe: MoeConfig | None, layers: int) -> int:
+    """The feed-forward width; a model whose layers all have experts need not have one."""
+    if moe is not None and all(_sparse_layers(values, layers)) and not values.get("intermediate_size"):
+        return 0
+    return _size(values, "intermediate_size")
 
 
 def supports(config: Mapping[str, Any]) -> bool:
@@ -177,11 +166,11 @@ def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     family = config.get("model_type")
     if family == "gemma3":  # the same decoder, wrapped with a vision tower that text does not use
         nested = {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
-        family, config = "gemma3_text", {**nested, **config.get("text_config", {})}
-    if family not in _FAMILIES:
-        known = ", ".join(sorted(_FAMILIES))
+        family, config = "gemma3_text", {**nested, **_text_settings(config)}
+    if not isinstance(family, str) or family not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
         raise UnsupportedModel(
-            f"model_type={family!r} is not one of ours ({known}): use the transformers backend"
+            f"model_type={family!r:.60} is not one of ours ({known}): use the transformers backend"
         )
     if config.get("quantization_config"):
         raise UnsupportedModel(
@@ -194,7 +183,14 @@ def _flatten(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     given = {key: value for key, value in config.items() if value is not None or key in _OFF_BY_NULL}
     if "hidden_activation" in given:
         given["hidden_act"] = given["hidden_activation"]
-    return family, {**_COMMON, **_FAMILIES[family], **given}
+    return family, {**COMMON, **FAMILIES[family], **given}
+
+
+def _text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    nested = config.get("text_config", {})
+    if not isinstance(nested, dict):
+        raise DamagedFile(f"text_config in config.json is {nested!r:.60}, not settings; fetch it again")
+    return nested
 
 
 def _layer_types(family: str, values: Mapping[str, Any], layers: int) -> list[str]:
@@ -217,7 +213,7 @@ def _layer_types(family: str, values: Mapping[str, Any], layers: int) -> list[st
     kinds = list(listed or ["sliding_attention" if s else "full_attention" for s in slides])
     if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
         raise UnsupportedModel(
-            f"layer_types={kinds} of {family}: {layers} of full_attention or sliding_attention"
+            f"layer_types={kinds!r:.120} of {family}: {layers} of full_attention or sliding_attention"
         )
     return kinds
 
@@ -226,6 +222,8 @@ def _rotary_layers(values: Mapping[str, Any], layers: int) -> list[bool]:
     """SmolLM3 leaves positions out of some layers; its list says 1 where they are *in*."""
     period = int(values.get("no_rope_layer_interval", 4))
     listed = values.get("no_rope_layers") or [(i + 1) % period != 0 for i in range(layers)]
+    if len(listed) != layers:
+        raise ValueError(f"no_rope_layers has {len(listed)} entries for {layers} layers")
     return [bool(flag) for flag in listed]
 
 
@@ -260,24 +258,25 @@ def _max_length(family: str, longest: int, ropes: tuple[RopeConfig, ...]) -> int
     return longest
 
 
-def _activation(name: str) -> Activation:
-    if name not in _ACTIVATIONS:
+def _activation(name: object) -> Activation:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise UnsupportedModel(
-            f"hidden_act={name!r} is not one of {', '.join(_ACTIVATIONS)}: use transformers"
+            f"hidden_act={name!r:.60} is not one of {', '.join(_ACTIVATIONS)}: use transformers"
         )
     return _ACTIVATIONS[name]
 
 
 def _moe(family: str, values: Mapping[str, Any]) -> MoeConfig | None:
-    experts = int(values.get("num_local_experts") or values.get("num_experts") or 0)
-    if family not in ("mixtral", "qwen2_moe", "qwen3_moe") or not experts:
+    key = "num_local_experts" if values.get("num_local_experts") else "num_experts"
+    if family not in ("mixtral", "qwen2_moe", "qwen3_moe") or not values.get(key):
         return None
+    experts = _size(values, key, _MOST_LAYERS)
     return MoeConfig(
         experts=experts,
-        per_token=int(values["num_experts_per_tok"]),
-        inner=int(values["intermediate_size" if family == "mixtral" else "moe_intermediate_size"]),
+        per_token=_size(values, "num_experts_per_tok", experts),
+        inner=_size(values, "intermediate_size" if family == "mixtral" else "moe_intermediate_size"),
         renormalise=family == "mixtral" or bool(values.get("norm_topk_prob", False)),
-        shared_inner=int(values["shared_expert_intermediate_size"]) if family == "qwen2_moe" else None,
+        shared_inner=_size(values, "shared_expert_intermediate_size") if family == "qwen2_moe" else None,
     )
 
 

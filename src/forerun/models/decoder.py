@@ -17,6 +17,7 @@ from torch import Tensor
 from forerun.models.attention import Span, attend, reach_of, view_of
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
+from forerun.models.finite import check_numbers
 from forerun.models.layers import Rotations, add_linear_, gate, linear, rms_norm, rotate_, softcap_
 from forerun.models.moe import Experts, mix
 from forerun.models.slots import SlotTarget
@@ -86,6 +87,7 @@ class Decoder(SlotTarget):
         argmax = self._run(tokens, spans, seqs, hidden, logits)
         if self._dtype != torch.float32:
             logits = logits.float()
+        check_numbers(logits)
         cap, known = self.config.logit_softcap, None if argmax is None else Greedy(argmax)
         return Scores(logits if cap is None else softcap_(logits, cap), hidden, known)
 

@@ -53,24 +53,29 @@ class RopeConfig:
         name = given.get("rope_type") or given.get("type") or "default"
         if name not in _KINDS:
             known = ", ".join(_KINDS)
-            raise UnsupportedModel(f"rope type {name!r} is not one of {known}: use the transformers backend")
+            raise UnsupportedModel(
+                f"rope type {name!r:.60} is not one of {known}: use the transformers backend"
+            )
         longest = context = int(values["max_position_embeddings"])
         if _KINDS[name] in ("llama3", "yarn", "longrope"):
             key = "original_max_position_embeddings"
             context = int(values.get(key) or given.get(key) or longest)
         share = given.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
         dims = int(head_dim * share)
+        if not 2 <= dims <= head_dim or dims % 2 or context < 1:
+            raise ValueError(f"a rope over {dims} of {head_dim} dimensions and a context of {context}")
         for key in ("short_factor", "long_factor"):
             if _KINDS[name] == "longrope" and len(given.get(key) or ()) != dims // 2:
-                raise UnsupportedModel(f"longrope needs {dims // 2} numbers in {key}: {given.get(key)!r}")
+                raise UnsupportedModel(f"longrope needs {dims // 2} numbers in {key}: {given.get(key)!r:.60}")
         mscales = given.get("mscale"), given.get("mscale_all_dim")
-        return cls(
+        attention_factor = given.get("attention_factor")
+        rope = cls(
             kind=_KINDS[name],
             theta=float(given.get("rope_theta") or values["rope_theta"]),
             dims=dims,
             context=context,
             factor=float(given.get("factor") or longest / context),
-            attention_factor=given.get("attention_factor"),
+            attention_factor=None if attention_factor is None else float(attention_factor),
             betas=(float(given.get("beta_fast") or 32), float(given.get("beta_slow") or 1)),
             mscales=(float(mscales[0]), float(mscales[1])) if mscales[0] and mscales[1] else None,
             truncate=bool(given.get("truncate", True)),
@@ -78,9 +83,14 @@ class RopeConfig:
                 float(given.get("low_freq_factor", 1)),
                 float(given.get("high_freq_factor", 4)),
             ),
-            short_factors=tuple(given.get("short_factor") or ()),
-            long_factors=tuple(given.get("long_factor") or ()),
+            short_factors=tuple(map(float, given.get("short_factor") or ())),
+            long_factors=tuple(map(float, given.get("long_factor") or ())),
         )
+        for regime in {0, rope.regime(context + 1)}:
+            rates, scale = frequencies(rope, regime)
+            if not (bool(rates.isfinite().all()) and 0 < scale < math.inf):
+                raise ValueError(f"the {name} rope's settings give no angles")
+        return rope
 
     def regime(self, length: int) -> int:
         """Texts of equal regime share frequencies: 0 but for dynamic and longrope beyond their context."""

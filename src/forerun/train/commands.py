@@ -58,8 +58,12 @@ def _run(values: Mapping[str, Any]) -> None:
             if due(at.done == at.total):
                 log.info("%s %d/%d, %d tokens", at.stage, at.done, at.total, at.tokens)
 
-        make_data(DataOptions(**{k: v for k, v in values.items() if k != "method"}), say_data)
+        make_data(DataOptions(**{k: v for k, v in values.items() if k != "method"}), say_data, log.info)
         return
+    from forerun.train.data.folder import require_texts
+
+    options = TrainOptions(**values)
+    require_texts(options)
     from forerun.train.loop import Progress
     from forerun.train.run import train
 
@@ -70,7 +74,7 @@ def _run(values: Mapping[str, Any]) -> None:
             head = f"step {at.step}/{at.steps}, loss {at.loss:.4f}, acceptance {at.acceptance:.3f}"
             log.info("%s, %.0f tokens/s%s%s", head, at.tokens_per_second, shown, tree)
 
-    train(TrainOptions(**values), say)
+    train(options, say, log.info)
 
 
 def _add_flag(parser: argparse.ArgumentParser, field: Field[Any], hint: Any) -> None:

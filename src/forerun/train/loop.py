@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -18,10 +17,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from forerun.errors import InvalidInput
+from forerun.train.checkpoint import read_checkpoint, write_checkpoint
 from forerun.train.data.corpus import Batches, Corpus
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.base import Measured, Recipe, loss_of
@@ -117,48 +115,19 @@ class Trainer:
 
     def save(self) -> None:
         """A checkpoint, whole or not at all."""
-        part, kept = self.folder / "checkpoint.part", self.folder / "checkpoint"
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        save_file({n: p.detach().contiguous() for n, p in self.named.items()}, part / "weights.safetensors")
-        state = self.optimizer.state_dict()["state"]
-        moments: dict[str, Tensor] = {}
-        for i, name in enumerate(self.named):
-            for key, value in state.get(i, {}).items():
-                moments[f"{name}|{key}"] = torch.as_tensor(value).detach().clone()
-        save_file(moments, part / "optimizer.safetensors")
-        (part / "run.json").write_text(
-            json.dumps({"step": self.step, "options": asdict(self.options)}, indent=1)
-        )
-        shutil.rmtree(kept, ignore_errors=True)
-        part.replace(kept)
+        write_checkpoint(self.folder, self.step, self.options, self.named, self.optimizer)
 
     def resume(self) -> bool:
         """Go on from the checkpoint in the folder, if there is one of this run."""
-        kept = self.folder / "checkpoint"
-        if not (kept / "run.json").is_file():
+        saved = read_checkpoint(self.folder, self.options, self.named)
+        if saved is None:
             return False
-        known = json.loads((kept / "run.json").read_text())
-        free = ("steps", "eval_every", "eval_batches", "save_every", "device", "compile", "out")
-        ours = json.loads(json.dumps(asdict(self.options)))
-        for name, value in known["options"].items():
-            if name not in free and ours.get(name) != value:
-                raise InvalidInput(
-                    f"{self.folder} holds a run with {name}={value!r}, not {ours.get(name)!r}; "
-                    "resume with the same settings or give another --out"
-                )
-        weights = load_file(kept / "weights.safetensors", device=str(self.device))
         with torch.no_grad():
             for name, parameter in self.named.items():
-                parameter.copy_(weights[name])
-        moments = load_file(kept / "optimizer.safetensors")
-        state: dict[int, dict[str, Tensor]] = {}
-        for i, name in enumerate(self.named):
-            found = {k.partition("|")[2]: v for k, v in moments.items() if k.partition("|")[0] == name}
-            if found:
-                state[i] = found
+                parameter.copy_(saved.weights[name])
+        state = {i: saved.moments[name] for i, name in enumerate(self.named) if name in saved.moments}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
-        self.step = int(known["step"])
+        self.step = saved.step
         self._cut_log()
         return True
 
@@ -198,8 +167,17 @@ class Trainer:
             log.write(json.dumps(asdict(progress)) + "\n")
 
     def _cut_log(self) -> None:
-        """Steps after the checkpoint will be made again."""
+        """Steps after the checkpoint will be made again; lines that cannot be read are dropped with them."""
         file = self.folder / "log.jsonl"
         if file.is_file():
-            lines = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= self.step]
-            file.write_text("".join(f"{line}\n" for line in lines))
+            lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+            file.write_text("".join(f"{line}\n" for line in lines if 0 < _step_of(line) <= self.step))
+
+
+def _step_of(line: str) -> int:
+    """Which step a line of the log is about; 0 = of none."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return 0
+    return step if type(step) is int else 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +18,7 @@ from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import MissingDependency
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.train.data.corpus import Batches, Corpus, hash_of
+from forerun.train.data.folder import require_texts
 from forerun.train.loop import Report, Trainer
 from forerun.train.options import TrainOptions
 from forerun.train.provenance import write_provenance
@@ -27,14 +30,21 @@ from forerun.train.recipes.scaling import Sizes, measure_sizes
 from forerun.train.start import Start, read_start
 from forerun.train.teacher import Teacher, device_of, load_teacher
 
+log = logging.getLogger(__name__)
 
-def train(options: TrainOptions, report: Report = lambda progress: None) -> Measured:
+
+def train(
+    options: TrainOptions, report: Report = lambda progress: None, say: Callable[[str], None] = log.info
+) -> Measured:
     """Train a drafter into `options.out`; a run that was interrupted goes on where its checkpoint is."""
+    require_texts(options)  # before anything is loaded
     accelerator = _accelerator()
     device = device_of(options.device) if accelerator is None else accelerator.device
+    corpus = Corpus(options.data, max_length=options.max_length, holdout=options.holdout)
+    say(corpus.in_words(options.steps * options.batch_tokens))
     checkpoint = open_checkpoint(options.target)
     teacher = load_teacher(checkpoint, device, compiled=options.compile)
-    corpus = Corpus(options.data, max_length=options.max_length, holdout=options.holdout)
+    corpus.must_fit(len(teacher.head))
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
         start = read_start(options, teacher.head.shape[1], len(teacher.head))

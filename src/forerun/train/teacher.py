@@ -15,6 +15,7 @@ from torch import Tensor
 from forerun.errors import InvalidInput
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.load.checkpoint import Checkpoint
+from forerun.models.load.shapes import check_shapes
 from forerun.train.network import CausalNet, is_plain
 
 
@@ -100,6 +101,7 @@ def load_net(checkpoint: Checkpoint, device: torch.device) -> CausalNet:
     """A plain family's weights in our own network: bfloat16 on a GPU, float32 elsewhere."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     config = DecoderConfig.from_hf(checkpoint.config)
+    check_shapes(config, checkpoint.weights)
     return CausalNet(config, checkpoint.weights, dtype=dtype, device=device)
 
 
@@ -110,5 +112,5 @@ def load_teacher(checkpoint: Checkpoint, device: torch.device, *, compiled: bool
     from transformers import AutoModelForCausalLM
 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    model = AutoModelForCausalLM.from_pretrained(str(checkpoint.path), dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(str(checkpoint.path), dtype=dtype, use_safetensors=True)
     return TransformersTeacher(model.to(device))

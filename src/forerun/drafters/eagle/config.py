@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from forerun.drafters.head_drafter import Calibration
-from forerun.errors import DamagedFile
+from forerun.drafters.head_formats import rates_in, settings_in, size_in
+from forerun.errors import DamagedFile, brief
 
 Kind = Literal["eagle", "eagle3"]
 NAMES: Mapping[str, str] = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
@@ -50,37 +51,37 @@ class EagleConfig:
     @classmethod
     def from_json(cls, values: Mapping[str, Any], kind: Kind) -> EagleConfig:
         """From a config.json in the authors' form, or in that of speculators; layers stay empty if not named."""
-        shape = {**values, **(values.get("transformer_layer_config") or {})}
-        ours = values.get("forerun") or {}
         try:
-            width, heads = int(shape["hidden_size"]), int(shape["num_attention_heads"])
-            rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+            shape = {**values, **settings_in(values, "transformer_layer_config")}
+            ours = settings_in(values, "forerun")
+            width, heads = size_in(shape, "hidden_size"), size_in(shape, "num_attention_heads")
+            rope = settings_in(shape, "rope_parameters") or settings_in(shape, "rope_scaling")
             ids = values.get("eagle_aux_hidden_state_layer_ids") or _nested_ids(values) or ()
             return cls(
                 kind=kind,
                 width=width,
-                inner=int(shape["intermediate_size"]),
+                inner=size_in(shape, "intermediate_size"),
                 heads=heads,
-                kv_heads=int(shape.get("num_key_value_heads") or heads),
-                head_dim=int(shape.get("head_dim") or width // heads),
-                vocab_size=int(shape["vocab_size"]),
-                draft_vocab_size=int(values.get("draft_vocab_size") or shape["vocab_size"]),
+                kv_heads=size_in(shape, "num_key_value_heads", heads),
+                head_dim=size_in(shape, "head_dim", max(1, width // heads)),
+                vocab_size=size_in(shape, "vocab_size"),
+                draft_vocab_size=size_in(values, "draft_vocab_size", size_in(shape, "vocab_size")),
                 layers=(-1,) if kind == "eagle" else tuple(int(layer) for layer in ids),
-                target_width=int(values.get("target_hidden_size") or width),
+                target_width=size_in(values, "target_hidden_size", width),
                 norm_eps=float(shape.get("rms_norm_eps") or 1e-5),
                 rope_theta=float(shape.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
-                max_length=int(shape.get("max_position_embeddings") or 2048),
+                max_length=size_in(shape, "max_position_embeddings", 2048),
                 fc_norm=bool(values.get("fc_norm")),
                 norm_output=bool(values.get("norm_output")),
                 norm_before_fc=bool(values.get("norm_before_fc")),
                 norm_before_residual=bool(values.get("norm_before_residual")),
                 target=_target_name(values),
-                calibration=Calibration(**ours.get("calibration", {})),
-                rates=tuple(tuple(map(float, row)) for row in ours.get("rates", ())),
+                calibration=Calibration(**settings_in(ours, "calibration")),
+                rates=rates_in(ours),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise DamagedFile(
-                f"config.json of the head lacks or garbles {error}; is it an EAGLE head's config?"
+                f"config.json of the head lacks or garbles {brief(error)}; is it an EAGLE head's config?"
             ) from None
 
     def to_json(self) -> dict[str, Any]:
@@ -151,9 +152,9 @@ def default_layers(layers: int) -> tuple[int, int, int]:
 
 
 def _target_name(values: Mapping[str, Any]) -> str:
-    nested = (values.get("speculators_config") or {}).get("verifier") or {}
+    nested = settings_in(settings_in(values, "speculators_config"), "verifier")
     return str(values.get("target_model") or nested.get("name_or_path") or "")
 
 
 def _nested_ids(values: Mapping[str, Any]) -> Any:
-    return (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return settings_in(values, "eagle_config").get("eagle_aux_hidden_state_layer_ids")

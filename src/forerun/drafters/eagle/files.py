@@ -14,7 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from forerun.drafters.eagle.config import NAMES, EagleConfig, Kind
-from forerun.drafters.head_formats import read_config, read_tensors, write_config, write_shards
+from forerun.drafters.head_formats import check_weight, read_config, read_tensors, write_config, write_shards
 from forerun.errors import DamagedFile, InvalidInput
 
 Layout = Literal["eagle", "speculators"]
@@ -62,12 +62,22 @@ def kind_of(weights: Iterable[str]) -> Kind | None:
 
 def check_shapes(config: EagleConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
     """Every weight against the config, so that a wrong file is named here and not deep in a matrix product."""
-    for name, shape in expected_shapes(config).items():
-        if name not in weights:
-            raise DamagedFile(f"{folder} has no weight {name!r}; is a file missing?")
-        if tuple(weights[name].shape) != shape:
-            given = tuple(weights[name].shape)
-            raise DamagedFile(f"weight {name!r} of {folder} is {given} but its config says {shape}")
+    if config.heads % config.kv_heads or config.head_dim % 2:
+        raise DamagedFile(
+            f"config.json of {folder} says {config.heads} heads on {config.kv_heads} of keys, "
+            f"each {config.head_dim} wide; fetch it again"
+        )
+    rows = config.draft_vocab_size
+    optional = {
+        "embed_tokens.weight": (config.vocab_size, config.width),
+        "lm_head.weight": (rows, config.width),
+        "d2t": (rows,),
+        "fc.bias": (config.width,),
+        "norm.weight": (config.width,),
+    }
+    present = {name: shape for name, shape in optional.items() if name in weights}
+    for name, shape in (present | expected_shapes(config)).items():
+        check_weight(folder, weights, name, shape)
 
 
 def expected_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from forerun.errors import ModelNotFound, UnsupportedModel
+from forerun.errors import ModelNotFound, UnsupportedModel, brief
+from forerun.models.finite import check_numbers
 from forerun.models.hf.cache import Placement, TreeCache
 from forerun.models.hf.check import arguments, check_trees, refuse_by_shape
 from forerun.types import Needs, Scores, Seq, TreeBatch, Verdict
@@ -54,13 +55,11 @@ class HFTarget:
         try:
             model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, use_safetensors=True)
         except OSError as error:
-            reason = str(error).splitlines()[0]
             raise ModelNotFound(
-                f"transformers cannot load {str(path)!r}: {reason}; check the path"
+                f"transformers cannot load {str(path)!r}: {brief(error)}; check the path"
             ) from error
-        except ValueError as error:  # transformers' way of saying that it has no such causal model
-            reason = str(error).splitlines()[0]
-            raise UnsupportedModel(f"transformers cannot run {str(path)!r}: {reason}") from error
+        except Exception as error:  # no such causal model, or whatever a damaged config or file trips it over
+            raise UnsupportedModel(f"transformers cannot run {str(path)!r}: {brief(error)}") from error
         return cls(model.to(device), kv_slots=kv_slots)
 
     @property
@@ -180,7 +179,7 @@ class HFTarget:
         flat = [starts[b] + i for b in range(len(ids)) for i in range(sizes[b])]
         real = torch.tensor(flat, device=self.device)  # [M]
         hidden = {i: out.hidden_states[i].flatten(0, 1)[real] for i in needs.hidden_layers}
-        return Scores(out.logits.flatten(0, 1)[real].float() if logits else None, hidden)
+        return Scores(check_numbers(out.logits.flatten(0, 1)[real].float()) if logits else None, hidden)
 
     def _mask(
         self, place: Placement, ancestors: Tensor, positions: Tensor, key_positions: Tensor

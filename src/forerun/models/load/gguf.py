@@ -199,11 +199,11 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tens
         name = cursor.text(_LONGEST_KEY)
         dimensions = cursor.number("<I")
         if not 1 <= dimensions <= _MOST_DIMENSIONS:
-            cursor.damaged(f"tensor {name!r} has {dimensions} dimensions")
+            cursor.damaged(f"tensor {name[:80]!r} has {dimensions} dimensions")
         shape = tuple(cursor.number("<Q") for _ in range(dimensions))[::-1]
         kind = cursor.number("<I")
         if name in listed:
-            cursor.damaged(f"tensor {name!r} is listed twice")
+            cursor.damaged(f"tensor {name[:80]!r} is listed twice")
         listed[name] = (kind, shape, cursor.number("<Q"))
     start = -(-cursor.at // alignment) * alignment
     return {name: _locate(cursor, name, entry, start, alignment) for name, entry in listed.items()}
@@ -215,14 +215,14 @@ def _locate(
     kind, shape, offset = entry
     if kind not in LAYOUTS:
         raise UnsupportedModel(
-            f"tensor {name!r} of {cursor.path} has the unknown type {kind}; use another file"
+            f"tensor {name[:80]!r} of {cursor.path} has the unknown type {kind}; use another file"
         )
     layout = LAYOUTS[kind]
     if not all(shape) or shape[-1] % layout.weights or offset % alignment:
-        cursor.damaged(f"tensor {name!r} has shape {shape} of {layout.name} at offset {offset}")
+        cursor.damaged(f"tensor {name[:80]!r} has shape {shape} of {layout.name} at offset {offset}")
     size = prod(shape) // layout.weights * layout.bytes
     if start + offset + size > cursor.size:
         cursor.damaged(
-            f"tensor {name!r} ends at byte {start + offset + size}, the file at byte {cursor.size}"
+            f"tensor {name[:80]!r} ends at byte {start + offset + size}, the file at byte {cursor.size}"
         )
     return TensorInfo(kind, shape, start + offset, size)

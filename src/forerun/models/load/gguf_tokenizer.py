@@ -17,10 +17,10 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from forerun.errors import DamagedFile, UnsupportedModel
+from forerun.errors import DamagedFile, UnsupportedModel, brief
 from forerun.models.load.metadata import Metadata
 
-_FORMAT = 1  # of the cached tokenizer; raise it when what is built here changes
+_FORMAT = 2  # of the cached tokenizer; raise it when what is built here changes
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SPACE = "\u2581"
 
@@ -58,17 +58,25 @@ def cached_tokenizer(metadata: Metadata, cache: Path) -> Tokenizer:
     """The tokenizer of a file: from the cache when it was built before, else built and left there."""
     stat = metadata.path.stat()
     identity = f"{metadata.path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{_FORMAT}"
-    kept = cache / "tokenizers" / f"{sha256(identity.encode()).hexdigest()[:32]}.json"
-    if kept.is_file():
-        with suppress(Exception):  # tokenizers raises bare Exception; a bad cache is simply made anew
-            return Tokenizer.from_file(str(kept))
+    kept = cache / "tokenizers" / f"{sha256(identity.encode()).hexdigest()[:32]}.tokenizer"
+    with suppress(
+        Exception
+    ):  # tokenizers raises bare Exception; a cache that will not do is simply made anew
+        digest, _, content = kept.read_text(encoding="utf-8").partition("\n")
+        if digest == _digest(content):  # a flipped byte would be another tokenizer, which nobody would notice
+            return Tokenizer.from_str(content)
     built = build_tokenizer(metadata)
     with suppress(OSError):  # a cache that cannot be written costs time, nothing else
         kept.parent.mkdir(parents=True, exist_ok=True)
         partial = kept.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(built.to_str(), encoding="utf-8")
+        content = built.to_str()
+        partial.write_text(f"{_digest(content)}\n{content}", encoding="utf-8")
         partial.replace(kept)
     return built
+
+
+def _digest(content: str) -> str:
+    return sha256(content.encode()).hexdigest()
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
@@ -84,7 +92,7 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
         Exception
     ) as error:  # tokenizers raises bare Exception, for instance for merges outside the vocabulary
         raise DamagedFile(
-            f"{metadata.path} is damaged: its tokenizer is refused ({error}); pull it again"
+            f"{metadata.path} is damaged: its tokenizer is refused ({brief(error)}); pull it again"
         ) from None
     raise UnsupportedModel(
         f"{metadata.path} has a tokenizer of kind {model[:40]!r}; known in GGUF: gpt2, llama"

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import tokenizers
 
-from forerun.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel
+from forerun.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel, brief
 from forerun.models.load.chat import render_chat
 from forerun.models.load.gguf_tokenizer import cached_tokenizer
 from forerun.models.load.metadata import Metadata
@@ -145,8 +145,8 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (ValueError, OSError) as error:
-        raise DamagedFile(f"{path} cannot be read as JSON ({error}); fetch it again") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise DamagedFile(f"{path} cannot be read as JSON ({brief(error)}); fetch it again") from None
     if not isinstance(found, dict):
         raise DamagedFile(f"{path} does not hold a JSON object; fetch it again")
     return found
@@ -158,7 +158,7 @@ def _folder_backend(folder: Path) -> tokenizers.Tokenizer:
         try:
             return tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises bare Exception
-            raise DamagedFile(f"{file} is not a tokenizer ({error}); fetch it again") from None
+            raise DamagedFile(f"{file} is not a tokenizer ({brief(error)}); fetch it again") from None
     if not any(folder.glob("*.model")) and not (folder / "vocab.json").is_file():
         raise ModelNotFound(f"{folder} has no tokenizer.json; fetch the model's tokenizer files into it")
     from transformers import AutoTokenizer
@@ -168,7 +168,7 @@ def _folder_backend(folder: Path) -> tokenizers.Tokenizer:
         backend: tokenizers.Tokenizer = converted.backend_tokenizer
     except Exception as error:  # whatever a converter trips over; the user can only fetch tokenizer.json
         raise UnsupportedModel(
-            f"the tokenizer of {folder} cannot be converted ({error}); add a tokenizer.json"
+            f"the tokenizer of {folder} cannot be converted ({brief(error)}); add a tokenizer.json"
         ) from None
     return backend
 
@@ -176,19 +176,27 @@ def _folder_backend(folder: Path) -> tokenizers.Tokenizer:
 def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (ValueError, OSError) as error:
+            raise DamagedFile(f"{file} is no text ({brief(error)}); fetch it again") from None
     template = settings.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # several, each under a name
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
-    return template if isinstance(template, str) else None
+    return template if _is_text(template) else None
 
 
 def _spelling(settings: Mapping[str, Any], role: str) -> str | None:
     token = settings.get(role)
     if isinstance(token, dict):  # an added token with its options
         token = token.get("content")
-    return token if isinstance(token, str) else None
+    return token if _is_text(token) else None
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    """Half of a character, which JSON can spell, is no text: nothing downstream could encode it."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _index(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
@@ -197,5 +205,5 @@ def _index(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
 
 def _ids(value: Any) -> list[int]:
     if isinstance(value, list):
-        return [index for index in value if type(index) is int]
-    return [value] if type(value) is int else []
+        return [index for one in value for index in _ids(one) if not isinstance(one, list)]
+    return [value] if type(value) is int and 0 <= value < 1 << 31 else []

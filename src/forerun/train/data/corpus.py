@@ -19,10 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.errors import InvalidInput, ModelNotFound
+from forerun.errors import DamagedFile, InvalidInput, brief
+from forerun.train.data.folder import shards_of, wanted_prompts
 
 Span = tuple[int, int, int]  # first token, end, first token of the answer
 _WIDTHS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
@@ -67,17 +69,27 @@ def write_shard(file: Path, texts: Sequence[Text]) -> None:
     part.replace(file)
 
 
-def shards_of(data: str | Path) -> list[Path]:
-    """The shards of one data folder, or of several with commas between, in order."""
-    found = list[Path]()
-    for folder in str(data).split(","):
-        files = sorted(Path(folder).glob("shard-*.safetensors"))
-        if not files:
-            raise ModelNotFound(
-                f"{folder} holds no shards; make some with `forerun data make --out {folder}`"
-            )
-        found += files
-    return found
+def read_shard(file: Path) -> dict[str, Tensor]:
+    """One shard as `write_shard` has written it; anything else about it is a damaged file."""
+    try:
+        tensors = load_file(file)
+        tokens, starts, prompts = (tensors[name] for name in ("tokens", "starts", "prompt_lengths"))
+        beside = [tensors[name] for name in ("prompt_lengths", "temperatures", "numbers")]
+        texts = len(starts) - 1
+        whole = not any(one.is_floating_point() for one in (tokens, starts, prompts, tensors["numbers"]))
+        flat = all(one.dim() == 1 for one in (tokens, starts)) and all(
+            one.shape == (texts,) for one in beside
+        )
+        if not (whole and flat and starts[0] == 0 and starts[-1] == len(tokens)):
+            raise ValueError("its lists do not fit each other")
+        lengths = starts.diff()
+        if texts and not bool((lengths >= 0).all() and (prompts >= 0).all() and (prompts <= lengths).all()):
+            raise ValueError("its texts overlap or end before their prompts")
+        if len(tokens) and int(tokens.to(torch.int64).min()) < 0:
+            raise ValueError("it holds negative token ids")
+    except (OSError, ValueError, KeyError, IndexError, RuntimeError, SafetensorError) as error:
+        raise DamagedFile(f"{file} is no shard of texts ({brief(error)}); make the data again") from None
+    return tensors
 
 
 def hash_of(data: str | Path) -> str:
@@ -92,7 +104,7 @@ class Corpus:
     """All texts of the data in memory, split into those to learn and those held back."""
 
     def __init__(self, data: str | Path, *, max_length: int, holdout: float) -> None:
-        parts = [load_file(file) for file in shards_of(data)]
+        parts = [read_shard(file) for file in shards_of(data)]
         self.tokens = torch.cat([part["tokens"].to(torch.int32) for part in parts])
         self.max_length = max_length
         self.training, self.held_back = list[Span](), list[Span]()
@@ -108,7 +120,23 @@ class Corpus:
         if not self.training or not self.held_back:
             count = sum(len(part["numbers"]) for part in parts)
             raise InvalidInput(
-                f"{count} texts in {data} leave none to learn or none to hold back; make more data"
+                f"of {count} texts in {data} {len(self.training)} are left to learn and {len(self.held_back)} held "
+                f"back (holdout={holdout:g}); make more data, of {wanted_prompts(holdout)} prompts at least, or raise "
+                "--holdout"
+            )
+
+    def in_words(self, read: int) -> str:
+        """How much there is, and how often a run that reads so many tokens sees it."""
+        tokens = sum(end - first for first, end, _ in self.training)
+        counts = f"{len(self.training)} texts to learn ({tokens} tokens), {len(self.held_back)} held back"
+        return f"{counts}; this run reads them {read / tokens:.1f} times"
+
+    def must_fit(self, vocab_size: int) -> None:
+        """Raise where a text holds what the target does not know."""
+        largest = int(self.tokens.max())
+        if largest >= vocab_size:
+            raise InvalidInput(
+                f"the texts hold token {largest} and the target knows {vocab_size}; use texts that it wrote itself"
             )
 
     def count_tokens(self, vocab_size: int) -> Tensor:

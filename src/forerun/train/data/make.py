@@ -2,27 +2,31 @@
 
 Answers must be the target's own: a drafter learns to guess this model, not the language. Long prompts are made of
 the answers of an earlier run, which cost nothing to write again. Two stages, each of which picks up where an
-interrupted run stopped: prompts.jsonl first, then one shard after the other.
+interrupted run stopped: prompts.jsonl first, then one shard after the other. What is dropped on the way is counted
+and said; a run that would leave nothing is an error.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-
-from safetensors.torch import load_file
+from random import Random
+from time import perf_counter
 
 from forerun.build import load_target, make_engine
 from forerun.engine.engine import Engine
+from forerun.errors import DamagedFile, InvalidInput, brief
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.train.data.corpus import Text, write_shard
+from forerun.train.data.corpus import Text, read_shard, write_shard
 from forerun.train.data.passages import read_passages
 from forerun.train.data.prompts import Chats, Novelty, Prompt, Renderer, around_user_turn, read_prompts
+from forerun.train.data.tally import Tally
 from forerun.train.data.wrap import FRAME, Wrapper
 from forerun.train.data.writer import BatchWriter, Order, Written
 from forerun.train.network import is_plain
@@ -32,6 +36,9 @@ from forerun.train.teacher import device_of, load_net
 from forerun.types import Request
 
 Write = Callable[[Iterable[Order]], Iterator[Written]]
+log = logging.getLogger(__name__)
+_ALIKE = "are like another"
+_LEAST_ROOM = 16  # tokens left for the answer to any prompt
 _LEAST_ANSWER = 32  # tokens left for the answer to a prompt made of passages
 
 
@@ -46,41 +53,47 @@ class DataProgress:
 
 
 Report = Callable[[DataProgress], None]
+Say = Callable[[str], None]
 
 
-def make_data(options: DataOptions, report: Report = lambda progress: None) -> Path:
-    """Prompts and answers into `options.out`."""
+def make_data(options: DataOptions, report: Report = lambda progress: None, say: Say = log.info) -> Path:
+    """Prompts and answers into `options.out`; `say` hears what was dropped and what was written."""
     checkpoint = open_checkpoint(options.target)
     tokenizer = checkpoint.tokenizer()
     write = _writer(checkpoint, options)
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
-    prompts = write_prompts(options, tokenizer, write, folder, report)
-    tokens = write_answers(options, tokenizer, write, folder, prompts, report)
+    prompts = write_prompts(options, tokenizer, write, folder, report, say)
+    started = perf_counter()
+    texts, tokens = write_answers(options, tokenizer, write, folder, prompts, report, say)
+    seconds = perf_counter() - started
     write_provenance(folder, options, prompts=len(prompts), answer_tokens=tokens)
+    say(f"{texts} texts written, {tokens} tokens in their answers, {tokens / seconds:.0f} tokens/s")
     return folder
 
 
 def _writer(checkpoint: Checkpoint, options: DataOptions) -> Write:
-    """One static batch for the plain families; the engine, without drafting, for all others."""
+    """On a GPU one static batch where the family is plain; else the engine, which has the native kernels of a CPU."""
     stops, device = checkpoint.tokenizer().eos_ids, device_of(options.device)
-    if supports(checkpoint.config) and is_plain(DecoderConfig.from_hf(checkpoint.config)):
+    plain = supports(checkpoint.config) and is_plain(DecoderConfig.from_hf(checkpoint.config))
+    if plain and device.type != "cpu":
         net = load_net(checkpoint, device)
         length = options.max_length
         return BatchWriter(net, stops, rows=options.batch, max_length=length, seed=options.seed).write
     target = load_target(checkpoint, EngineConfig(device=str(device)))
     speculative = SpeculativeConfig(drafter="none", verifier="exact", controller="fixed")
     engine = make_engine(target, stops, speculative, EngineConfig(max_batch=options.batch))
-    return lambda orders: write_with_engine(engine, orders)
+    return lambda orders: write_with_engine(engine, orders, options.seed)
 
 
-def write_with_engine(engine: Engine, orders: Iterable[Order]) -> Iterator[Written]:
-    """Texts by way of the engine: any target, at the pace of a loop on the host."""
+def write_with_engine(engine: Engine, orders: Iterable[Order], seed: int = 0) -> Iterator[Written]:
+    """Texts by way of the engine: any target; an order is written the same, whatever is written beside it."""
     waiting, running = iter(orders), dict[int, tuple[Order, list[int]]]()
     while True:
         for order in islice(waiting, engine.max_batch - len(running)):
+            own = Random(f"{seed}:{order.number}:{order.temperature}:{len(order.prompt)}").getrandbits(62)
             params = SamplingParams(
-                max_tokens=order.max_length - len(order.prompt), temperature=order.temperature
+                max_tokens=order.max_length - len(order.prompt), temperature=order.temperature, seed=own
             )
             running[engine.submit(Request(tuple(order.prompt), params))] = (order, list(order.prompt))
         if not running:
@@ -94,34 +107,76 @@ def write_with_engine(engine: Engine, orders: Iterable[Order]) -> Iterator[Writt
 
 
 def write_prompts(
-    options: DataOptions, tokenizer: Chats, write: Write, folder: Path, report: Report
+    options: DataOptions, tokenizer: Chats, write: Write, folder: Path, report: Report, say: Say = log.info
 ) -> list[Prompt]:
     """The prompts of all files, those that the target writes, and those made of passages; no two alike."""
     kept = folder / "prompts.jsonl"
-    if kept.is_file():
-        return [json.loads(line) for line in kept.read_text(encoding="utf-8").split("\n") if line]
-    novelty = Novelty()
-    prompts: list[Prompt] = [
-        text for text in read_prompts(map(Path, options.prompts)) if novelty.is_new(text)
-    ]
+    if known := _read_kept(kept):
+        say(f"{len(known)} prompts are in {kept} already")
+        return known
+    novelty, tally = Novelty(), Tally()
+    given = read_prompts(map(Path, options.prompts))
+    prompts: list[Prompt] = [text for text in given if tally.count(None if novelty.is_new(text) else _ALIKE)]
     wrapped = _wrapped(options, tokenizer, report)  # first: a folder that will not do should be known at once
-    before, _ = around_user_turn(tokenizer) if options.own_prompts else ("", "")
-    starts = [tokenizer.encode(before + opening, add_special=False) or [0] for opening in options.openings]
-    turns = len(tokenizer.encode(before, add_special=False))
-    orders = (Order(starts[i % len(starts)], 1.0, options.max_prompt, i) for i in range(options.own_prompts))
-    tokens = 0
-    for done, written in enumerate(write(orders) if options.own_prompts else (), start=1):
-        text = tokenizer.decode(written.tokens[turns:]).strip()
-        tokens += len(written.tokens) - len(written.order.prompt)
-        whole = written.ended or bool(options.openings[written.order.number % len(starts)])
-        if whole and len(text) > 8 and novelty.is_new(text):  # a passage may be cut, a question may not
-            prompts.append(text)
-        report(DataProgress("prompts", done, options.own_prompts, tokens))
+    prompts += _own_prompts(options, tokenizer, write, novelty, tally, report) if options.own_prompts else ()
+    tally.seen += len(wrapped)
     prompts += wrapped
+    if not prompts:
+        raise InvalidInput(f"no prompt is left to answer: {tally.in_words}; {_next_step(options)}")
+    say(tally.in_words)
     part = kept.with_suffix(".part")
     part.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts), encoding="utf-8")
     part.replace(kept)
     return prompts
+
+
+def _read_kept(kept: Path) -> list[Prompt]:
+    """The prompts of an interrupted run; none if it had not come to that."""
+    if not kept.is_file():
+        return []
+    try:
+        return [json.loads(line) for line in kept.read_text(encoding="utf-8").split("\n") if line]
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedFile(
+            f"{kept} is damaged ({brief(error)}); remove it to write the prompts again"
+        ) from None
+
+
+def _own_prompts(
+    options: DataOptions, tokenizer: Chats, write: Write, novelty: Novelty, tally: Tally, report: Report
+) -> Iterator[Prompt]:
+    """What the target writes when it is given an empty user turn, or one with an opening."""
+    before, _ = around_user_turn(tokenizer)
+    starts = [tokenizer.encode(before + opening, add_special=False) or [0] for opening in options.openings]
+    turns = len(tokenizer.encode(before, add_special=False))
+    if (longest := max(map(len, starts))) >= options.max_prompt:
+        raise InvalidInput(
+            f"max_prompt={options.max_prompt} leaves no room for a prompt: the chat template and the opening take "
+            f"{longest} tokens; raise --max-prompt"
+        )
+    orders = (Order(starts[i % len(starts)], 1.0, options.max_prompt, i) for i in range(options.own_prompts))
+    tokens, unfinished = (
+        0,
+        f"did not end within --max-prompt {options.max_prompt} ({turns} of it the template)",
+    )
+    for done, written in enumerate(write(orders), start=1):
+        text = tokenizer.decode(written.tokens[turns:]).strip()
+        tokens += len(written.tokens) - len(written.order.prompt)
+        opened = bool(options.openings[written.order.number % len(starts)])
+        reason = None
+        if not (written.ended or opened):  # a passage may be cut, a question may not
+            reason = unfinished
+        elif len(text) <= 8:
+            reason = "hold no more than 8 letters"
+        elif not novelty.is_new(text):
+            reason = _ALIKE
+        if tally.count(reason):
+            yield text
+        report(DataProgress("prompts", done, options.own_prompts, tokens))
+
+
+def _next_step(options: DataOptions) -> str:
+    return "raise --max-prompt or --own-prompts" if options.own_prompts else "give other --prompts"
 
 
 def _wrapped(options: DataOptions, tokenizer: Chats, report: Report) -> list[Prompt]:
@@ -147,32 +202,46 @@ def write_answers(
     folder: Path,
     prompts: Sequence[Prompt],
     report: Report,
-) -> int:
-    """Every prompt once at each temperature, shard by shard; what earlier runs left in shards is not written again."""
+    say: Say = log.info,
+) -> tuple[int, int]:
+    """Every prompt once at each temperature, shard by shard; what earlier runs left in shards is not written again.
+
+    How many texts were written, and how many tokens are in their answers.
+    """
     shards = sorted(folder.glob("shard-*.safetensors"))
-    known = {n for file in shards for n in load_file(file)["numbers"].tolist()}
-    orders = (order for order in _orders(options, tokenizer, prompts) if order.number not in known)
-    total = len(prompts) * len(options.temperatures)
+    known = {n for file in shards for n in read_shard(file)["numbers"].tolist()}
+    ordered = _orders(options, tokenizer, prompts, say)
+    orders = [order for order in ordered if order.number not in known]
     texts: list[Text] = []
     tokens = held = 0
-    for done, written in enumerate(write(orders), start=len(known) + 1):
+    for done, written in enumerate(write(orders), start=1):
         order, answer = written.order, len(written.tokens) - len(written.order.prompt)
         texts.append(Text(written.tokens, len(order.prompt), order.temperature, order.number))
         tokens, held = tokens + answer, held + len(written.tokens)
-        report(DataProgress("answers", done, total, tokens))
+        report(DataProgress("answers", len(ordered) - len(orders) + done, len(ordered), tokens))
         if held >= options.shard_tokens:
             write_shard(folder / f"shard-{len(shards):05}.safetensors", texts)
             shards.append(folder)
             texts, held = [], 0
     if texts:
         write_shard(folder / f"shard-{len(shards):05}.safetensors", texts)
-    return tokens
+    return len(orders), tokens
 
 
-def _orders(options: DataOptions, tokenizer: Chats, prompts: Iterable[Prompt]) -> Iterator[Order]:
-    heats, render = options.temperatures, Renderer(tokenizer)
+def _orders(options: DataOptions, tokenizer: Chats, prompts: Iterable[Prompt], say: Say) -> list[Order]:
+    """What is to be written: each prompt that leaves room for an answer, at each temperature."""
+    heats, render, tally = options.temperatures, Renderer(tokenizer), Tally()
+    most = options.max_length - _LEAST_ROOM
+    too_long = f"leave less than {_LEAST_ROOM} tokens of --max-length {options.max_length} for an answer"
+    orders: list[Order] = []
     for i, prompt in enumerate(prompts):
         asked = render(prompt)
-        if len(asked) <= options.max_length - 16:
-            for j, heat in enumerate(heats):
-                yield Order(asked, heat, options.max_length, i * len(heats) + j)
+        if tally.count(None if len(asked) <= most else too_long):
+            orders += [
+                Order(asked, heat, options.max_length, i * len(heats) + j) for j, heat in enumerate(heats)
+            ]
+    if tally.dropped:
+        say(tally.in_words)
+    if not orders:
+        raise InvalidInput(f"no prompt is left to answer: {tally.in_words}; raise --max-length")
+    return orders

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.torch import load_file
 
 from forerun.errors import InvalidInput
-from forerun.train.data.corpus import shards_of
+from forerun.train.data.corpus import read_shard
+from forerun.train.data.folder import shards_of
 from forerun.train.data.prompts import Chats, Novelty, Prompt, as_messages
 
 LEAST = 60  # tokens of a passage
@@ -94,7 +94,7 @@ class _Text:
 
 def _texts_of(folder: Path) -> list[_Text]:
     """Every text by its number: shards keep the order of completion, which is not for ever."""
-    shards = [load_file(file) for file in shards_of(folder)]
+    shards = [read_shard(file) for file in shards_of(folder)]
     asked, heats = _asked_in(folder)
     heats = heats or len({heat for shard in shards for heat in shard["temperatures"].tolist()})
     texts: dict[int, _Text] = {}

@@ -223,7 +223,7 @@ static void find_most(void *arg, int64_t begin, int64_t end, int worker) {
         int64_t i = 0;
         while (i + 8 <= job->count && !any((load4(x + i) == most) | (load4(x + i + 4) == most))) i += 8;
         while (i < job->count - 1 && x[i] != most[0]) i++;
-        job->out[r] = (int32_t)i;
+        job->out[r] = (int32_t)(i < job->count ? i : job->count - 1); /* NaN equals nothing, itself included */
     }
 }
 

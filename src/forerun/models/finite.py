@@ -1,0 +1,17 @@
+"""Refuses logits that are not numbers: weights that are damaged, or too large for their type, give NaN."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from forerun.errors import ModelError
+
+
+def check_numbers(logits: Tensor) -> Tensor:
+    """The logits, unless a row of them holds NaN or both infinities; on a CPU, where looking costs no waiting."""
+    if logits.device.type == "cpu" and bool(logits.sum().isnan()):
+        raise ModelError(
+            "the model computes logits that are not numbers (NaN): its weights are damaged or too large for this "
+            "dtype; fetch them again, or use dtype='float32'"
+        )
+    return logits

@@ -1,0 +1,88 @@
+"""Holds a checkpoint's weights against its config before anything is allocated.
+
+A damaged config or GGUF header may announce heads, layers or experts by the million. Every size that a decoder would
+allocate by is compared here with the shapes that the files really hold, which costs no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from forerun.errors import DamagedFile
+from forerun.models.config import DecoderConfig, MoeConfig
+from forerun.models.load.weights import Weights
+
+Shape = tuple[int, ...]
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+
+
+def check_shapes(config: DecoderConfig, weights: Weights) -> None:
+    """Raise DamagedFile at the first weight that is missing or of another shape than the config says."""
+    for name, shape in expected_shapes(config, weights):
+        if name not in weights:
+            raise DamagedFile(
+                f"the checkpoint has no weight {name!r}: is a shard missing, or the config another's?"
+            )
+        if weights.shape(name) != shape:
+            raise DamagedFile(
+                f"weight {name!r} is {weights.shape(name)} but the config says {shape}: are they of one model?"
+            )
+
+
+def expected_shapes(config: DecoderConfig, weights: Weights) -> Iterator[tuple[str, Shape]]:
+    """Every matrix that a decoder of this config reads, under the names that this checkpoint uses, and its shape."""
+    prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in weights), "model.")
+    yield prefix + "embed_tokens.weight", (config.vocab_size, config.width)
+    if not config.tied:
+        head = next((name for name in _HEADS if name in weights), _HEADS[0])
+        yield head, (config.vocab_size, config.width)
+    for i in range(config.layers):
+        at = f"{prefix}layers.{i}."
+        yield from _attention(config, weights, at + "self_attn.")
+        if config.sparse[i]:
+            assert config.moe is not None
+            yield from _experts(config.moe, config.width, weights, at)
+        else:
+            yield from _mlp(config.inner, config.width, weights, at + "mlp.")
+
+
+def _attention(config: DecoderConfig, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    sizes = {"q": queries, "k": keys, "v": keys}
+    if f"{at}qkv_proj.weight" in weights:
+        sizes = {"qkv": queries + 2 * keys}
+    for name, size in sizes.items():
+        yield f"{at}{name}_proj.weight", (size, config.width)
+        if f"{at}{name}_proj.bias" in weights:
+            yield f"{at}{name}_proj.bias", (size,)
+    yield f"{at}o_proj.weight", (config.width, queries)
+
+
+def _mlp(inner: int, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+    sizes = {"gate": inner, "up": inner}
+    if f"{at}gate_up_proj.weight" in weights:
+        sizes = {"gate_up": 2 * inner}
+    for name, size in sizes.items():
+        yield f"{at}{name}_proj.weight", (size, width)
+        if f"{at}{name}_proj.bias" in weights:
+            yield f"{at}{name}_proj.bias", (size,)
+    yield f"{at}down_proj.weight", (width, inner)
+
+
+def _experts(moe: MoeConfig, width: int, weights: Weights, at: str) -> Iterator[tuple[str, Shape]]:
+    old = f"{at}block_sparse_moe.gate.weight" in weights
+    at += "block_sparse_moe." if old else "mlp."
+    yield at + "gate.weight", (moe.experts, width)
+    if at + "experts.gate_up_proj" in weights:
+        yield at + "experts.gate_up_proj", (moe.experts, 2 * moe.inner, width)
+        yield at + "experts.down_proj", (moe.experts, width, moe.inner)
+    else:
+        old_names = f"{at}experts.0.w1.weight" in weights
+        into, out = (("w1", "w3"), "w2") if old_names else (("gate_proj", "up_proj"), "down_proj")
+        for i in range(moe.experts):
+            for name in into:
+                yield f"{at}experts.{i}.{name}.weight", (moe.inner, width)
+            yield f"{at}experts.{i}.{out}.weight", (width, moe.inner)
+    if moe.shared_inner is not None:
+        yield from _mlp(moe.shared_inner, width, weights, at + "shared_expert.")

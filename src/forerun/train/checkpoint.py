@@ -1,0 +1,110 @@
+"""A training run on disk: weights, the optimiser's moments, the step and the options it belongs to.
+
+A checkpoint appears whole or not at all. Reading one trusts nothing: a file that is damaged, or of another run, is
+said in one line before anything of it reaches the module that learns.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from forerun.errors import DamagedFile, InvalidInput, brief
+from forerun.train.options import TrainOptions
+
+_FREE = (
+    "steps",
+    "eval_every",
+    "eval_batches",
+    "save_every",
+    "device",
+    "compile",
+    "out",
+)  # may change on the way
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Where a run was."""
+
+    step: int
+    weights: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]]  # parameter -> what AdamW keeps of it; none before its first step
+
+
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    options: TrainOptions,
+    named: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Into `checkpoint` of a run's folder, in place of the one before."""
+    part, kept = folder / "checkpoint.part", folder / "checkpoint"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    save_file({n: p.detach().contiguous() for n, p in named.items()}, part / "weights.safetensors")
+    state = optimizer.state_dict()["state"]
+    moments: dict[str, Tensor] = {}
+    for i, name in enumerate(named):
+        for key, value in state.get(i, {}).items():
+            moments[f"{name}|{key}"] = torch.as_tensor(value).detach().clone()
+    save_file(moments, part / "optimizer.safetensors")
+    (part / "run.json").write_text(json.dumps({"step": step, "options": asdict(options)}, indent=1))
+    shutil.rmtree(kept, ignore_errors=True)
+    part.replace(kept)
+
+
+def read_checkpoint(folder: Path, options: TrainOptions, named: Mapping[str, nn.Parameter]) -> Saved | None:
+    """The checkpoint in a run's folder, if there is one; it must be of a run with these options and parameters."""
+    kept = folder / "checkpoint"
+    if not (kept / "run.json").is_file():
+        return None
+    try:
+        known = json.loads((kept / "run.json").read_text(encoding="utf-8"))
+        step, theirs = known["step"], dict(known["options"])
+        weights, flat = load_file(kept / "weights.safetensors"), load_file(kept / "optimizer.safetensors")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+        raise _damaged(kept, brief(error)) from None
+    _must_be_ours(folder, theirs, options)
+    if type(step) is not int or step < 0:
+        raise _damaged(kept, f"it was saved at step {step!r:.40}")
+    moments: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in flat.items():
+        name, _, kind = key.partition("|")
+        moments.setdefault(name, {})[kind] = tensor
+    for name, parameter in named.items():
+        found = moments.get(name, {})
+        if name not in weights or weights[name].shape != parameter.shape:
+            raise _damaged(kept, f"{name!r} is missing or not {tuple(parameter.shape)}")
+        shapes = {kind: tuple(found[kind].shape) for kind in found}
+        expected = dict.fromkeys(_MOMENTS[1:], tuple(parameter.shape)) | {"step": ()}
+        if found and shapes != expected:
+            raise _damaged(kept, f"what the optimiser kept of {name!r} does not fit it")
+    return Saved(step, weights, moments)
+
+
+def _must_be_ours(folder: Path, theirs: Mapping[str, Any], options: TrainOptions) -> None:
+    ours = json.loads(json.dumps(asdict(options)))
+    for name, value in theirs.items():
+        if name not in _FREE and ours.get(name) != value:
+            raise InvalidInput(
+                f"{folder} holds a run with {name[:40]}={value!r:.80}, not {ours.get(name)!r:.80}; "
+                "resume with the same settings or give another --out"
+            )
+
+
+def _damaged(kept: Path, why: str) -> DamagedFile:
+    return DamagedFile(
+        f"the checkpoint in {kept} is damaged ({why}); remove that folder to begin the run again"
+    )

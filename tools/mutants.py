@@ -1,0 +1,117 @@
+"""Do the tests notice? One-line faults are put into a copy of the source, and the tests of that area must fail.
+
+    python tools/mutants.py [--area verify,control] [--only TEXT] [--list]
+
+The faults are in tools/mutants.toml: the file, a fragment that is there exactly once, what it becomes, and the tests
+that should notice. Selections of tests must pass on the source as it is, or their verdict on a fault says nothing.
+Ends with 1 where fewer than 95% are killed, or where a fragment is no longer found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 240  # for one selection of tests; a fault may also make them hang
+ENOUGH = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One fault."""
+
+    area: str
+    file: str  # below src/forerun
+    old: str
+    new: str
+    tests: str  # what pytest is given, with spaces between
+
+    @property
+    def label(self) -> str:
+        return f"{self.file}: {' '.join(self.old.split())[:48]} -> {' '.join(self.new.split())[:48]}"
+
+
+def read_mutants(file: Path = ROOT / "tools" / "mutants.toml") -> list[Mutant]:
+    """The list; an area names the tests of all its faults, and a fault may name others."""
+    found = []
+    for area, group in tomllib.loads(file.read_text(encoding="utf-8")).items():
+        for entry in group["mutants"]:
+            tests = entry.get("tests", group["tests"])
+            found.append(Mutant(area, entry["file"], entry["old"], entry["new"], tests))
+    return found
+
+
+def run_tests(tests: str, source: Path) -> tuple[str, str]:
+    """passed, failed or hung; and the first test that failed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
+    environment = os.environ | {
+        "PYTHONPATH": str(source),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return "hung", ""
+    lines = done.stdout.splitlines()
+    first = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), "")
+    return ("passed" if done.returncode == 0 else "failed"), first.split(" - ")[0]
+
+
+def try_mutant(mutant: Mutant, source: Path) -> tuple[str, str]:
+    """killed, survived or stale; and what noticed."""
+    file = source / "forerun" / mutant.file
+    whole = file.read_text(encoding="utf-8") if file.is_file() else ""
+    if whole.count(mutant.old) != 1:
+        return "stale", f"the fragment is there {whole.count(mutant.old)} times"
+    file.write_text(whole.replace(mutant.old, mutant.new), encoding="utf-8")
+    try:
+        outcome, noticed = run_tests(mutant.tests, source)
+    finally:
+        file.write_text(whole, encoding="utf-8")
+    return ("survived" if outcome == "passed" else "killed"), noticed or outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--area", default="", help="only these, with commas between")
+    parser.add_argument("--only", default="", help="only faults whose line holds this text")
+    parser.add_argument("--list", action="store_true", help="show the faults and stop")
+    given = parser.parse_args()
+    areas = [area for area in given.area.split(",") if area]
+    mutants = [m for m in read_mutants() if (not areas or m.area in areas) and given.only in m.label]
+    if given.list:
+        print("\n".join(f"{m.area:<10} {m.label}" for m in mutants))
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "src"
+        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+        for tests in dict.fromkeys(mutant.tests for mutant in mutants):
+            outcome, noticed = run_tests(tests, source)
+            if outcome != "passed":
+                print(f"{tests}: {outcome} without any fault ({noticed}); mend that first")
+                return 2
+        outcomes = []
+        for mutant in mutants:
+            outcome, noticed = try_mutant(mutant, source)
+            outcomes.append(outcome)
+            print(f"{outcome:<9}{mutant.area:<10}{mutant.label}  [{noticed}]", flush=True)
+    killed, stale = outcomes.count("killed"), outcomes.count("stale")
+    tried = len(outcomes) - stale
+    share = killed / tried if tried else 0.0
+    print(f"{killed} of {tried} killed ({100 * share:.0f}%), {stale} no longer fit the source")
+    return 0 if share >= ENOUGH and not stale else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
