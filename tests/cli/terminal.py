@@ -40,11 +40,14 @@ class Terminal:
     """A forked `forerun` that believes to be talking to a person."""
 
     def __init__(
-        self, *arguments: str, prompts: Path, load: Callable[[Settings], LLM] = tiny_llm, **environment: str
-    ) -> None:
+        self, *arguments: str, prompts: Path, load: Callable[[Settings], LLM] = tiny_llm, into: Path | None = None,
+        **environment: str,
+    ) -> None:  # fmt: skip
         self.raw, self._seen, self._prompts = "", 0, prompts
         self._pid, self._fd = pty.fork()
         if self._pid == 0:
+            if into is not None:  # as `forerun ... > file` does
+                os.dup2(os.open(into, os.O_WRONLY | os.O_CREAT), 1)
             _child(arguments, prompts, load, environment)
 
     def type(self, keys: str) -> None:

@@ -231,3 +231,17 @@ def test_chat_in_a_terminal_without_colours(tmp_path: Path) -> None:
     assert chat.end() == 0
     assert "\x1b[32m" not in chat.raw
     assert chat.messages == ["the cat sat on the cat"]
+
+
+def test_answers_can_go_into_a_file_while_a_person_types(tmp_path: Path) -> None:
+    file = tmp_path / "answers"
+    chat = Terminal("chat", "--max-tokens", "6", "--drafter", "none", prompts=tmp_path / "p", into=file)
+    for message in ("one\\" + ENTER + "two", "three"):
+        chat.wait_for(PROMPT)
+        chat.type(message + ENTER)
+    chat.wait_for(PROMPT)
+    chat.type(CTRL_D)
+    assert chat.end() == 0
+    assert chat.messages == ["one\ntwo", "three"]
+    assert [len(line) for line in file.read_text().splitlines()] == [6, 6]
+    assert "\x1b" not in file.read_text()
