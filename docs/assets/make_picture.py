@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from forerun import LLM, Completion, SamplingParams
-from forerun.cli.show import Shades, closing_line
+from forerun import LLM, SamplingParams
+from forerun.cli.show import closing_line
+from forerun.cli.write import Written, write_text
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.txt"
 PROMPT = DEMO.read_text(encoding="utf-8").strip()
@@ -25,20 +26,18 @@ WIDTH, MAX_TOKENS = 92, 110
 FILE = Path(__file__).with_name("generate.svg")
 
 
-def write() -> tuple[Text, Completion]:
+def write() -> tuple[Text, Written]:
     """The text in its two colours, and how it came about."""
     llm, text = LLM.load("smollm2"), Text()
-    shades = Shades(llm.tokenizer)
     prompt = [{"role": "user", "content": PROMPT}]
-    for step in llm.stream(prompt, SamplingParams(max_tokens=MAX_TOKENS)):
-        if isinstance(step, Completion):
-            return text, step
-        for piece, drafted in shades.split(step):
-            text.append(piece, "bright_green" if drafted else None)
-    raise AssertionError("a stream ends with its completion")
+
+    def show(piece: str, drafted: bool) -> None:
+        text.append(piece, "bright_green" if drafted else None)
+
+    return text, write_text(llm, prompt, SamplingParams(max_tokens=MAX_TOKENS), show=show)
 
 
-def draw(text: Text, completion: Completion) -> str:
+def draw(text: Text, written: Written) -> str:
     """The screen as SVG, in a font that the reader's machine has."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     command = f"forerun generate {shlex.quote(PROMPT)} --max-tokens {MAX_TOKENS}"
@@ -46,8 +45,9 @@ def draw(text: Text, completion: Completion) -> str:
     console.print()
     console.print(text)
     console.print()
-    said = re.sub(r" · [\d.]+ tokens/s", "", closing_line(completion))
-    line = Text(said, "dim").append(" · exact" if completion.exact else " · NOT EXACT")
+    assert written.completion is not None, "nobody interrupted it"
+    said = re.sub(r", [\d.]+ tokens/s", "", closing_line(written))
+    line = Text(said, "dim").append(" · exact" if written.completion.exact else " · NOT EXACT")
     console.print(line.append(" · ").append("green", "not dim bright_green").append(" = drafted"))
     svg = console.export_svg(title="forerun generate", theme=MONOKAI, unique_id="forerun")
     return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL).replace("Fira Code,", "")

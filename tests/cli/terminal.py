@@ -40,24 +40,31 @@ class Terminal:
     """A forked `forerun` that believes to be talking to a person."""
 
     def __init__(
-        self, *arguments: str, prompts: Path, load: Callable[[Settings], LLM] = tiny_llm, **environment: str
-    ) -> None:
+        self, *arguments: str, prompts: Path, load: Callable[[Settings], LLM] = tiny_llm, into: Path | None = None,
+        **environment: str,
+    ) -> None:  # fmt: skip
         self.raw, self._seen, self._prompts = "", 0, prompts
         self._pid, self._fd = pty.fork()
         if self._pid == 0:
+            if into is not None:  # as `forerun ... > file` does
+                os.dup2(os.open(into, os.O_WRONLY | os.O_CREAT), 1)
             _child(arguments, prompts, load, environment)
 
     def type(self, keys: str) -> None:
         os.write(self._fd, keys.encode())
 
-    def wait_for(self, words: str) -> str:
-        """Read until some words appear that were not there at the last call; all the text there is by then."""
-        ends = time.monotonic() + _PATIENCE
+    def wait_for(self, words: str) -> None:
+        """Read until some words appear that were not there at the last call."""
+        assert self.shows(words, _PATIENCE), f"{words!r} did not come; the terminal shows {self.text!r}"
+
+    def shows(self, words: str, within: float) -> bool:
+        """Do some words, new since the last that came, appear within some seconds?"""
+        ends = time.monotonic() + within
         while words not in self.text[self._seen :]:
-            assert time.monotonic() < ends, f"{words!r} did not come; the terminal shows {self.text!r}"
-            assert self._read(0.1), f"it ended before {words!r} came; the terminal shows {self.text!r}"
+            if time.monotonic() > ends or not self._read(0.1):
+                return False
         self._seen = self.text.index(words, self._seen) + len(words)
-        return self.text
+        return True
 
     def end(self) -> int:
         """Read until the command ends; its exit code."""

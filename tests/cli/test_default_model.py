@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -33,3 +35,30 @@ def test_doctor_finds_nothing_in_the_way(forerun: Run) -> None:
     ran = forerun("doctor", "--json")
     assert ran.code == 0
     assert json.loads(ran.out)["ready"] is True
+
+
+GENERATE = """
+import sys
+from forerun.cli.app import main
+sys.argv = ["forerun", "generate", "Hi", "--max-tokens", "2"]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code
+print(*sys.modules, sep=" ")
+"""
+
+
+def test_a_start_imports_only_what_it_needs() -> None:
+    ended = subprocess.run([sys.executable, "-c", GENERATE], capture_output=True, text=True, check=True)
+    loaded = set(ended.stdout.split())
+    assert {"torch", "tokenizers", "forerun.cli.generate"} <= loaded  # the control: these it does need
+    dear = {"transformers", "scipy", "matplotlib", "huggingface_hub", "gguf", "prompt_toolkit", "sympy"}
+    needless = {
+        "torch._dynamo",
+        "torch._inductor",
+        "forerun.cli.chat",
+        "forerun.cli.bench",
+        "forerun.cli.train",
+    }
+    assert loaded.isdisjoint(dear | needless), sorted(loaded & (dear | needless))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from forerun.build import make_engine
+from forerun.engine.progress import prompt_progress
 from forerun.models import decoder as decoder_module
 from forerun.models.hf import target as hf_module
 from forerun.models.hf.target import HFTarget
@@ -30,12 +31,12 @@ def test_progress_grows_with_every_pass(kind: str, tmp_path: Path, monkeypatch: 
     run_pass = getattr(target, name)
 
     def watched(*given: Any, **more: Any) -> Any:
-        seen.append(engine.prompt_progress())
+        seen.append(prompt_progress(engine))
         return run_pass(*given, **more)
 
     monkeypatch.setattr(target, name, watched)
-    assert engine.prompt_progress() == (0, 0)
+    assert prompt_progress(engine) == (0, 0)
     engine.submit(Request(PROMPT, SamplingParams(max_tokens=2)))
     engine.step()
     assert seen == [(0, 19), (8, 19), (16, 19), (19, 19)]  # before each of three passes, and before the round
-    assert engine.prompt_progress() == (0, 0)  # nothing is being read any more
+    assert prompt_progress(engine) == (0, 0)  # nothing is being read any more

@@ -61,8 +61,8 @@ def unquoted(text: str) -> str:
 def _reader() -> Read:
     if not sys.stdin.isatty():
         return lambda: join_lines(lambda prompt: _line())
-    if not sys.stdout.isatty():  # prompts must not get among the answers
-        return lambda: join_lines(lambda prompt: (sys.stderr.write(prompt), sys.stderr.flush(), _line())[-1])
+    if not sys.stdout.isatty():
+        return lambda: join_lines(_line_asked_on_stderr)
     if os.environ.get("TERM", "dumb") != "dumb":
         try:
             from forerun.cli.chat_editor import make_editor
@@ -90,6 +90,12 @@ def _line() -> str:
     if not line:
         raise EOFError
     return line.rstrip("\r\n")
+
+
+def _line_asked_on_stderr(prompt: str) -> str:
+    """For a person whose answers go into a file: prompts must not get among them."""
+    print(prompt, end="", file=sys.stderr, flush=True)
+    return _line()
 
 
 def _with_readline() -> Read:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from forerun.cli.loading import ModelCommand
+from forerun.cli.loading import check_model
 from forerun.cli.train import with_options
 from forerun.train.options import DataOptions
 
@@ -45,6 +45,7 @@ def _data() -> None:
 def make(given: Mapping[str, Any]) -> None:
     """Have the target write prompts and answer them at several temperatures."""
     options = DataOptions(**given)
+    check_model(options.target)
     console = Console(stderr=True)
     with console.status(f"loading {options.target}"):
         from forerun.train.data.make import make_data
@@ -61,4 +62,4 @@ def make(given: Mapping[str, Any]) -> None:
     print(f"texts are in {folder}")
 
 
-data.command(cls=ModelCommand)(make)
+data.command()(make)

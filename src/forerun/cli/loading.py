@@ -42,7 +42,7 @@ def check_draft_model(name: str) -> None:
         check_model(name)
 
 
-_CHECKS = {"model": check_model, "target": check_model, "draft_model": check_draft_model}
+_CHECKS = {"model": check_model, "draft_model": check_draft_model}
 
 
 def load_llm(settings: Settings) -> LLM:

@@ -54,10 +54,10 @@ class Screen:
     """Writes texts to stdout as they grow, and lines about them where they do not get in the way."""
 
     def __init__(self) -> None:
-        out = Console(highlight=False, soft_wrap=True)
+        out = _console(stderr=False)
         self.is_terminal = out.is_terminal
         self.coloured = out.color_system is not None and not out.no_color
-        self._lines = out if out.is_terminal else Console(stderr=True, highlight=False, soft_wrap=True)
+        self._lines = out if out.is_terminal else _console(stderr=True)
 
     def write(self, text: str, drafted: bool = False) -> None:
         """Add to the text, at once."""
@@ -82,6 +82,13 @@ class Screen:
         if self.coloured and written.accepted:
             line.append(" · ").append("green", style="green").append(" = drafted")
         self._lines.print(line)
+
+
+def _console(stderr: bool) -> Console:
+    """A console that wraps lines between words on a terminal, and nowhere else."""
+    console = Console(stderr=stderr, highlight=False)
+    console.soft_wrap = not console.is_terminal
+    return console
 
 
 def closing_line(written: Written) -> str:

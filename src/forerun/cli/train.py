@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from forerun.cli.loading import check_model
 from forerun.train.data.folder import require_texts
 from forerun.train.options import METHODS, TrainOptions, as_method
 
@@ -112,6 +113,7 @@ def train(
 ) -> None:
     """Train a drafter: one process, features made on the fly, nothing kept but the drafter and a checkpoint."""
     options = TrainOptions(method=as_method(method), **given)
+    check_model(options.target)
     require_texts(options)
     console = Console(stderr=True)
     with console.status(f"loading {options.target}"):

@@ -110,7 +110,9 @@ def over_the_context(llm: LLM, prompt_tokens: int, params: SamplingParams) -> st
 def _progress(llm: LLM, written: Written, limit: int) -> str:
     if written.rounds:
         return f"{written.tokens} of at most {limit} tokens written"
-    done, total = llm.engine.prompt_progress()
+    from forerun.engine.progress import prompt_progress
+
+    done, total = prompt_progress(llm.engine)
     return f"reading the prompt: {done} of {total} tokens" if total else "reading the prompt"
 
 

@@ -120,12 +120,6 @@ class Engine:
         """The sequence behind an id while it is queued or running."""
         return next((seq for seq in (*self.running, *self.waiting) if seq.id == seq_id), None)
 
-    def prompt_progress(self) -> tuple[int, int]:
-        """Of the prompts being read now: tokens that are cached, and tokens in all. Any thread may ask."""
-        reading = [seq for seq in self.running.copy() if not seq.stats.rounds]
-        cached = sum(self.target.cached_tokens(seq) for seq in reading)
-        return cached, sum(seq.prompt_length - 1 for seq in reading)
-
     def _check(self, request: Request) -> None:
         length, vocab = len(request.prompt), self.target.vocab_size
         if not length:

@@ -139,11 +139,6 @@ class KVStore:
             raise InvalidInput(f"sequence {seq_id} holds no KV slots: prefill it first")
         return self._extents[seq_id]
 
-    def committed(self, seq_id: int) -> int:
-        """Tokens of a sequence that are committed; none for one that holds no slots."""
-        extent = self._extents.get(seq_id)
-        return 0 if extent is None else extent.length
-
     def table(self, seq_id: int) -> Tensor:
         """[size] the slot of every position a sequence may have."""
         extent = self.extent(seq_id)

@@ -66,7 +66,10 @@ class SlotTarget:
         return self.kv.has_room(*(length + TREE_MARGIN for length in lengths))
 
     def cached_tokens(self, seq: Seq) -> int:
-        return self.kv.committed(seq.id)
+        try:  # and no question before: another thread may release it in between
+            return self.kv.extent(seq.id).length
+        except InvalidInput:
+            return 0
 
     def release(self, seq: Seq) -> None:
         self.kv.release(seq.id)
