@@ -24,6 +24,7 @@ from forerun.cli.flags import HELP
 from forerun.cli.flags import Settings as Flags
 from forerun.control.cost import CostModel
 from forerun.params import SpeculativeConfig
+from forerun.testing import TableLM
 
 FLAT = CostModel({1: 1.0, 8: 1.2, 64: 4.0})
 COPYING = Text((1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 5, 6, 7, 8) * 4)
@@ -57,7 +58,7 @@ def parsed(command: str) -> dict[str, Any]:
 @pytest.mark.parametrize("drafter", [name for name in registry.drafters.names() if name != "none"])
 def test_every_recommendation_parses_and_vllm_gets_an_answer_where_it_can(drafter: str) -> None:
     setup = Setup("my model.gguf", "ngram", "a folder", flags=("--dtype", "q8"))
-    found = document(evidence_for(drafter), setup, object())
+    found = document(evidence_for(drafter), setup, TableLM(8))
     assert found["recommended"]["drafter"] == drafter
     values = parsed(found["forerun"])
     flags = Flags.of({name: value for name, value in values.items() if name in HELP})
@@ -117,7 +118,7 @@ def test_batch_sizes_have_ranges_without_holes() -> None:
 
 def test_nothing_to_draft_leaves_the_option_out() -> None:
     steep = replace(evidence_for("ngram"), texts=[FRESH], costs=Costs(CostModel({1: 1.0, 2: 9.0}), 0.0))
-    found = document(steep, Setup("m", "ngram"), object())
+    found = document(steep, Setup("m", "ngram"), TableLM(8))
     assert (found["vllm"], found["recommended"]["drafter"]) == (None, "none")
     assert "In vLLM: Leave --speculative-config out." in in_words(found)
     assert parsed(found["forerun"])["drafter"] == "none"

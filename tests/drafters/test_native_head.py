@@ -14,10 +14,11 @@ from forerun.drafters.eagle.eagle2 import Eagle2Drafter
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.head import EagleHead
 from forerun.drafters.eagle.native_head import NativeHead
-from forerun.drafters.head_drafter import Calibration, SharedWeights
+from forerun.drafters.head_drafter import Calibration
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.models.native import head_library
 from forerun.models.native.packing import unpack_rows
+from forerun.models.shared import SharedWeights
 from forerun.params import SamplingParams
 from forerun.testing import FakeSeq, TableLM
 from forerun.types import Budget, Scores, TreeBatch, Verdict

@@ -22,6 +22,7 @@ from forerun.drafters.base import Drafter, Parts
 from forerun.errors import InvalidInput
 from forerun.llm import LLM
 from forerun.models.load import checkpoint as loading
+from forerun.models.native.target import NativeDecoder
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.types import Request
 
@@ -126,7 +127,8 @@ def load_peers(llm: LLM, settings: Settings) -> Peers:
     threads, target = torch.get_num_threads(), llm.engine.target
     if names := [name for name in settings.peers if not name.startswith(LLAMA_CPP)]:
         # quantised weights and other roundings write other texts: then our own plain loop is the reference
-        alike = target.device.type == "cpu" and getattr(target, "mode", "float32") == "float32"
+        mode = target.mode if isinstance(target, NativeDecoder) else "float32"
+        alike = target.device.type == "cpu" and mode == "float32"
         found.host(
             TRANSFORMERS, names, "forerun.bench.peers.transformers", model=settings.model,
             draft=settings.draft_model, ends=ends, device=str(target.device), alike=alike, threads=threads,

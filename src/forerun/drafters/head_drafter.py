@@ -8,65 +8,18 @@ n - 1 rows when a round starts: the last token, the root, has not been through t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.errors import InvalidInput, VocabularyMismatch
+from forerun.errors import InvalidInput
 from forerun.models.base import Target
-from forerun.models.load.quants import Blocks
+from forerun.models.shared import SharedWeights
 from forerun.quotes import Quote
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class SharedWeights:
-    """What a target lends to heads that share it, row by row: it may hold neither table as one tensor."""
-
-    embed: Callable[[Tensor], Tensor]  # [N] ids -> [N, D], what enters the first layer
-    head_rows: Callable[[Tensor], Tensor]  # [N] ids -> [N, D] of the LM head
-    vocab_size: int
-    width: int
-    dtype: torch.dtype
-    table: Tensor | Blocks | None = None  # [V, D] what `embed` reads, where others can read it in place
-    head_table: Tensor | Blocks | None = None  # [V, D] what `head_rows` reads
-
-    @classmethod
-    def of(cls, embedding: Tensor, head: Tensor) -> SharedWeights:
-        """From whole tables [V, D]."""
-        size, width = embedding.shape
-        return cls(
-            lambda ids: F.embedding(ids, embedding),
-            lambda ids: head[ids],
-            size,
-            width,
-            embedding.dtype,
-            embedding,
-        )
-
-    def must_fit(self, width: int, vocab_size: int, trained_for: str) -> None:
-        """Raise unless a head of this width and vocabulary can use what is shared."""
-        other = f"it was trained for another target ({trained_for or 'unnamed'})"
-        if self.width != width:
-            raise InvalidInput(f"the head is {width} wide and the target {self.width}: {other}")
-        if self.vocab_size < vocab_size:
-            raise VocabularyMismatch(
-                f"the head knows a vocabulary of {vocab_size} and the target one of {self.vocab_size}: {other}"
-            )
-
-
-def borrow(target: Target) -> SharedWeights | None:
-    """What the target offers as `embed(ids)` and `head_rows(ids)`; None where it offers nothing."""
-    embed, head_rows = getattr(target, "embed", None), getattr(target, "head_rows", None)
-    if embed is None or head_rows is None:
-        return None
-    one: Tensor = embed(torch.zeros(1, dtype=torch.long, device=target.device))
-    tables = (getattr(target, name, None) for name in ("embedding_table", "head_table"))
-    return SharedWeights(embed, head_rows, target.vocab_size, one.shape[-1], one.dtype, *tables)
 
 
 def head_dtype(target: Target, shared: SharedWeights | None) -> torch.dtype:
@@ -74,13 +27,6 @@ def head_dtype(target: Target, shared: SharedWeights | None) -> torch.dtype:
     if shared is not None:
         return shared.dtype
     return torch.float32 if target.device.type == "cpu" else torch.bfloat16
-
-
-def layer_count(target: Target) -> int | None:
-    """How many layers a target has; None if it does not say."""
-    config = getattr(target, "config", None)
-    count = getattr(config, "layers", None) or getattr(config, "num_hidden_layers", None)
-    return int(count) if count else None
 
 
 @dataclass(frozen=True, slots=True)

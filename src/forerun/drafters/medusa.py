@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.drafters.base import Parts
 from forerun.drafters.draft_law import DraftLaw, likeliest
-from forerun.drafters.head_drafter import LastRowDrafter, SharedWeights, borrow, head_dtype
+from forerun.drafters.head_drafter import LastRowDrafter, head_dtype
 from forerun.drafters.head_formats import read_config, read_tensors, write_config, write_shards
 from forerun.drafters.matrix import Matrix
 from forerun.drafters.tree_builder import best_count
@@ -27,6 +27,7 @@ from forerun.drafters.tree_growth import lay_out
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.base import Target
+from forerun.models.shared import SharedWeights
 from forerun.types import Budget, Seq, TreeBatch
 
 Family = Literal["medusa", "hydra"]
@@ -223,7 +224,7 @@ def load_heads(folder: str | None, target: Target, family: Family) -> HeadSet:
     """Heads from their folder, for this target."""
     if folder is None:
         raise InvalidInput(f"the drafter {family!r} needs trained heads; pass draft_model=FOLDER")
-    shared = borrow(target)
+    shared = target.shared()
     width = 0 if shared is None else shared.width
     config, weights = read_heads(Path(folder), family, width, target.vocab_size)
     return HeadSet(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)

@@ -41,7 +41,7 @@ def check_target(
     rng, ids = random.Random(seed), count()
     target, plain = target_factory(), target_factory()
     assert target.vocab_size == vocab_size, f"vocab_size is {target.vocab_size}, not {vocab_size}"
-    free = getattr(target, "used_slots", None)
+    free = target.used_slots
     live = [_new_seq(rng, next(ids), vocab_size, length) for length in (1, *[0] * (batch - 1))]
     _prefill(target, live, needs)
     for n in range(rounds):
@@ -73,7 +73,7 @@ def check_target(
     target.release(unknown)
     for seq in live:
         target.release(seq)
-    left = getattr(target, "used_slots", None)
+    left = target.used_slots
     assert left == free, f"{left} slots are in use after every release; {free} were when it was made"
 
 
@@ -91,7 +91,7 @@ def _rewrite(rng: random.Random, target: Target, seq: FakeSeq, needs: Needs) -> 
 
 def _check_room(rng: random.Random, target: Target, needs: Needs, ids: count[int]) -> None:
     """Several that there is room for can be prefilled together, in the order asked, and leave nothing behind."""
-    used, longest = getattr(target, "used_slots", None), min(24, target.max_length)
+    used, longest = target.used_slots, min(24, target.max_length)
     asked = [rng.randint(1, longest) for _ in range(6)]
     while not target.has_room(*asked):
         asked.pop()
@@ -103,7 +103,7 @@ def _check_room(rng: random.Random, target: Target, needs: Needs, ids: count[int
         _prefill(target, seqs, needs)
     for seq in seqs:
         target.release(seq)
-    left = getattr(target, "used_slots", None)
+    left = target.used_slots
     assert left == used, f"{left} slots are in use after sequences came and went; {used} were before"
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from forerun.models.shared import SharedWeights
 from forerun.noise import DRAFT, draw, uniform
 from forerun.params import SamplingParams
 from forerun.types import Budget, Draws, Needs, Scores, Seq, TreeBatch, Verdict
@@ -53,6 +54,9 @@ class TableLM:
     max_length: int = 1 << 20
     slots: int | None = None  # tokens it can cache in all; None = no limit
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    lends: SharedWeights | None = (
+        None  # what `shared` answers: a table over n-grams has no weights of its own
+    )
     _cached: dict[int, list[int]] = field(default_factory=dict)
     _scored: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     _rows: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
@@ -60,6 +64,9 @@ class TableLM:
     @property
     def used_slots(self) -> int:
         return sum(len(tokens) for tokens in self._cached.values())
+
+    def shared(self) -> SharedWeights | None:
+        return self.lends
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """[V] what it says after these tokens, cache or no cache."""

@@ -14,7 +14,6 @@ from typing import Literal
 from forerun.build import load_target, make_engine
 from forerun.drafters.eagle.config import NAMES
 from forerun.drafters.eagle.files import read_head, write_head
-from forerun.drafters.head_drafter import layer_count
 from forerun.drafters.head_formats import read_config
 from forerun.drafters.medusa import read_heads, write_heads
 from forerun.errors import InvalidInput, VocabularyMismatch
@@ -96,8 +95,9 @@ def _compare(folder: Path, kind: HeadKind, target: Target) -> tuple[str, str]:
         return f"{heads.count} heads of {heads.blocks} blocks, {heads.width} wide", heads.target
     config, _ = read_head(folder)
     _check_vocabulary(config.vocab_size, target, config.target)
-    count = layer_count(target)
-    beyond = [layer for layer in config.layers if count is not None and layer > count]
+    shared = target.shared()
+    count = 0 if shared is None else len(shared.layers)
+    beyond = [layer for layer in config.layers if count and layer > count]
     if beyond:
         raise InvalidInput(
             f"the head reads layer {beyond[0]} and the target has {count}: it was trained for another target "

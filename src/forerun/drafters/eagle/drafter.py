@@ -9,13 +9,14 @@ them, seen by their own descendants only, and forgotten. So a draft never depend
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
 from forerun.drafters.base import Drafter, Parts
-from forerun.drafters.eagle.config import EagleConfig, Kind, default_layers
+from forerun.drafters.eagle.config import Kind, default_layers
 from forerun.drafters.eagle.files import read_head
 from forerun.drafters.eagle.head import EagleHead
 from forerun.drafters.eagle.native_head import NativeHead
@@ -24,11 +25,9 @@ from forerun.drafters.eagle.torch_runner import TorchRunner
 from forerun.drafters.head_drafter import (
     Meter,
     Rows,
-    borrow,
     head_dtype,
     is_drawn,
     is_ready,
-    layer_count,
     observe_rows,
     wants_sampling,
 )
@@ -168,15 +167,13 @@ class EagleDrafter:
 def load_head(folder: Path, target: Target, kind: Kind | None = None) -> EagleHead | NativeHead:
     """A head from its folder, for this target; layers that the file does not name are the usual ones."""
     config, weights = read_head(folder, kind=kind)
+    shared = target.shared()
     if not config.layers:
-        count = layer_count(target)
-        if count is None:
+        if shared is None or not shared.layers:
             raise InvalidInput(
                 f"{folder} does not say which hidden layers its head reads; add them to config.json"
             )
-        values = {name: getattr(config, name) for name in EagleConfig.__dataclass_fields__}
-        config = EagleConfig(**{**values, "layers": default_layers(count)})
-    shared = borrow(target)
+        config = replace(config, layers=default_layers(len(shared.layers)))
     if NativeHead.supports(config, target.device):
         return NativeHead(config, weights, shared)
     return EagleHead(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)

@@ -15,7 +15,6 @@ from forerun.drafters.eagle.cuda.draft_graphs import MOST, DeviceDraft
 from forerun.drafters.eagle.cuda.draft_plan import UNKNOWN, Shape, best_of_menu
 from forerun.drafters.eagle.cuda.feature_fusion import make_net, why_not
 from forerun.drafters.eagle.files import read_head
-from forerun.drafters.head_drafter import borrow
 from forerun.errors import ForerunError
 from forerun.models.base import Target
 from forerun.models.cuda.plan import MAX_ROWS
@@ -181,9 +180,7 @@ def on_device(folder: Path, target: Target, make_plain: Callable[[], Drafter]) -
         return None
     if not config.layers:
         config = replace(config, layers=default_layers(target.config.layers))
-    shared = borrow(target)
-    assert shared is not None
-    shared.must_fit(config.target_width, config.vocab_size, config.target)
+    target.shared().must_fit(config.target_width, config.vocab_size, config.target)
     try:
         draft = DeviceDraft(*make_net(config, weights, target), capture=target.kernels == "triton")
     except ForerunError:
