@@ -25,8 +25,8 @@ from forerun.engine.routing import DrafterPool, VerifierPool
 from forerun.errors import InvalidInput, UnsupportedModel, VocabularyMismatch
 from forerun.heads import find_head, open_head
 from forerun.models.base import Target
+from forerun.offers import Offer
 from forerun.params import EngineConfig, SpeculativeConfig
-from forerun.quotes import Quote, claim_of, quote_of
 from forerun.types import Seq
 
 if TYPE_CHECKING:
@@ -97,15 +97,12 @@ def make_controller(
     def drafter_of(seq: Seq) -> Drafter:
         return drafters.get(getattr(seq, "drafter", speculative.drafter))
 
-    def quote(seq: Seq) -> Quote:
-        return quote_of(drafter_of(seq), seq)
-
-    def claim(seq: Seq) -> float | None:
-        return claim_of(drafter_of(seq), seq)
+    def offer(seq: Seq) -> Offer:
+        return drafter_of(seq).offer(seq)
 
     cost = CostModel.measure_or_load(target, cost_file)
     nodes = MOST_NODES if speculative.budget is None else speculative.budget
-    weighing: Controller = cls(cost, nodes, speculative.width or MOST_WIDTH, quote, claim)
+    weighing: Controller = cls(cost, nodes, speculative.width or MOST_WIDTH, offer)
     return weighing
 
 

@@ -45,9 +45,8 @@ def decided(cost: CostModel, make: Make, batch: int) -> list[str]:
 
 
 def _line(budget: Budget) -> str:
-    source = "any" if budget.level is None else "costly" if budget.level else "free"
     price = "" if budget.price is None else f" {sum(budget.price):.6f}"
-    return f"{source} {budget.nodes} {budget.depth} {budget.width} {budget.level or 0.0:.6f}{price}"
+    return f"{budget.source} {budget.nodes} {budget.depth} {budget.width} {budget.level:.6f}{price}"
 
 
 def digest(lines: list[str]) -> dict[str, object]:

@@ -18,8 +18,11 @@ from torch import Tensor
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
 from forerun.models.shared import SharedWeights
-from forerun.quotes import Quote
+from forerun.offers import Offer
+from forerun.params import SpeculativeConfig
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+
+UNMEASURED = 1e-3  # seconds per level, until the first draft has shown better
 
 
 def head_dtype(target: Target, shared: SharedWeights | None) -> torch.dtype:
@@ -147,8 +150,7 @@ def observe_rows(
 
 def is_ready(text: Rows | None, seq: Seq, budget: Budget) -> bool:
     """May this text be drafted for: is there a budget, and are its rows those of its committed tokens?"""
-    wanted = budget.nodes > 0 and budget.depth > 0 and budget.level != 0.0
-    return wanted and text is not None and text.seen > 0 and text.seen == len(seq.tokens) - 1
+    return budget.runs and text is not None and text.seen > 0 and text.seen == len(seq.tokens) - 1
 
 
 def is_drawn(seq: Seq) -> bool:
@@ -166,13 +168,9 @@ class LastRowDrafter:
         self._texts: dict[int, Rows] = {}
         self._meter = Meter()
 
-    @property
-    def cost(self) -> float:
-        return self._meter.seconds
-
-    def quote(self, seq: Seq) -> Quote:
+    def offer(self, seq: Seq) -> Offer:
         """A level of heads; a millisecond until the first draft has shown better."""
-        return Quote(self.cost or 1e-3, chosen=not (self.sampled and is_drawn(seq)))
+        return Offer((self._meter.seconds or UNMEASURED,), chosen=not (self.sampled and is_drawn(seq)))
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         observe_rows(self._texts, (-1,), seqs, trees, scores, verdict)
@@ -192,9 +190,6 @@ class LastRowDrafter:
         return torch.cat([self._texts[seq.id].features[0] for seq in seqs]).to(dtype)  # [B, D]
 
 
-def wants_sampling(speculative: object) -> bool:
+def wants_sampling(speculative: SpeculativeConfig) -> bool:
     """Should nodes be drawn from the head's law, where the verifier can test them? (vLLM's setting)"""
-    method = getattr(speculative, "draft_sample_method", "probabilistic")
-    if method not in ("greedy", "probabilistic"):
-        raise InvalidInput(f"draft_sample_method={method!r} is unknown; use greedy or probabilistic")
-    return bool(method == "probabilistic")
+    return speculative.draft_sample_method == "probabilistic"

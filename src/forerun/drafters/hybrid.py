@@ -9,17 +9,17 @@ drafted it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from forerun import registry
-from forerun.drafters.base import Drafter, Parts
+from forerun.drafters.base import Drafter, LookupDrafter, Parts
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.tree_builder import best_count
-from forerun.quotes import Quote, claim_of, quote_of
+from forerun.offers import Offer
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 HANDICAP = 0.1  # of acceptance: what the costlier drafter must be ahead by, where nobody weighs costs
@@ -29,20 +29,6 @@ BESIDE = 0.15  # how often n-gram is right where the other says otherwise, to be
 LONGEST_BESIDE = 8
 
 Tree = tuple[list[int], list[int]]  # tokens and parents, the root first
-
-
-class Confident(Drafter, Protocol):
-    """A drafter that costs nothing and knows how far to trust itself."""
-
-    def confidence(self, seq: Seq) -> float:
-        """How likely the first token it would draft now is right; 0 = it has nothing to say."""
-        ...
-
-    def chain(self, seq: Seq, length: int) -> Iterator[tuple[int, float]]:
-        """What it would draft now: tokens, and how likely each stands if those before it do."""
-        ...
-
-    def quote(self, seq: Seq) -> Quote: ...
 
 
 @dataclass(slots=True)
@@ -65,7 +51,7 @@ class HybridDrafter:
     uses_checkpoint = True
     second_name: ClassVar[str] = "draft_model"
 
-    def __init__(self, first: Confident, second: Drafter) -> None:
+    def __init__(self, first: LookupDrafter, second: Drafter) -> None:
         self.first, self.second = first, second
         self._texts: dict[int, _Text] = {}
 
@@ -78,20 +64,12 @@ class HybridDrafter:
     def needs(self) -> Needs:
         return self.first.needs | self.second.needs
 
-    @property
-    def cost(self) -> float:
-        return self.second.cost
-
-    def quote(self, seq: Seq) -> Quote:
-        """What the second costs, and what the first has at hand."""
-        second = quote_of(self.second, seq)
-        free = self.first.quote(seq).free
-        return Quote(second.level or UNMEASURED, second.start, second.chosen, second.stops, free)
-
-    def claim(self, seq: Seq) -> float | None:
-        """What the second expected of a tree that is all its own."""
-        text = self._texts.get(seq.id)
-        return claim_of(self.second, seq) if text is not None and text.drafted and not text.merged else None
+    def offer(self, seq: Seq) -> Offer:
+        """What the second costs, what the first has at hand, and what the second expected of a tree all its own."""
+        second, text = self.second.offer(seq), self._texts.get(seq.id)
+        own = text is not None and text.drafted and not text.merged
+        free, expected = self.first.offer(seq).free, second.expected if own else None
+        return replace(second, seconds=second.seconds or (UNMEASURED,), free=free, expected=expected)
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         ours = [self._goes_first(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
@@ -135,8 +113,8 @@ class HybridDrafter:
     def _goes_first(self, seq: Seq, budget: Budget) -> bool:
         """Is this round the first drafter's? The controller has said so, or the better record decides."""
         text = self._texts.setdefault(seq.id, _Text())
-        if budget.level is not None:
-            return budget.level == 0.0
+        if budget.source != "any":
+            return budget.source == "free"
         rival = 0.0 if text.silenced else text.hits / text.tries - HANDICAP
         confidence = self.first.confidence(seq)
         return confidence > 0.0 and confidence >= rival

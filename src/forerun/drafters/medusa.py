@@ -183,7 +183,7 @@ class MedusaDrafter(LastRowDrafter):
 
     @classmethod
     def build(cls, parts: Parts) -> MedusaDrafter:
-        return cls(load_heads(parts.speculative.draft_model, parts.target, "medusa"))
+        return cls(load_heads(parts.head_folder("medusa"), parts.target, "medusa"))
 
     @torch.no_grad()
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
@@ -220,13 +220,11 @@ class MedusaDrafter(LastRowDrafter):
         return guesses
 
 
-def load_heads(folder: str | None, target: Target, family: Family) -> HeadSet:
+def load_heads(folder: Path, target: Target, family: Family) -> HeadSet:
     """Heads from their folder, for this target."""
-    if folder is None:
-        raise InvalidInput(f"the drafter {family!r} needs trained heads; pass draft_model=FOLDER")
     shared = target.shared()
     width = 0 if shared is None else shared.width
-    config, weights = read_heads(Path(folder), family, width, target.vocab_size)
+    config, weights = read_heads(folder, family, width, target.vocab_size)
     return HeadSet(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)
 
 
