@@ -90,13 +90,13 @@ def test_a_draft_model_is_set_to_the_length_that_pays() -> None:
 def test_heads_and_hybrids_are_left_to_the_controller() -> None:
     tree = Drafting((((12, 4, 4), (4, 2, 2)) * 4,), level=0.05)
     found = evidence(FLAT, FRESH)
-    found = replace(found, draftings={"hybrid_eagle3": tree, "eagle3": tree.cut(1)})
+    found = replace(found, draftings={"ngram+eagle3": tree, "eagle3": tree.cut(1)})
     best = prospects(found, 1)[0]
-    assert (best.drafter, best.budget) == ("hybrid_eagle3", None)
+    assert (best.drafter, best.budget) == ("ngram+eagle3", None)
     # rounds of four tokens on average: passes over 13 and 5 nodes and three levels, on average
     assert best.speedup.value == pytest.approx(4.0 / ((1.45 + 1.1143) / 2 + 3 * 0.05), rel=0.01)
     said = document(found, replace(SETUP, draft_model="folder"), TableLM(8))
-    assert said["recommended"] == {"drafter": "hybrid_eagle3", "budget": None}
+    assert said["recommended"] == {"drafter": "ngram+eagle3", "budget": None}
     assert said["vllm"]["method"] == "eagle3"
     assert said["vllm"]["num_speculative_tokens"] >= 2
     assert "A trained head is there already" in " ".join(in_words(said))
@@ -118,7 +118,7 @@ def test_gathering_writes_every_prompt_with_every_drafter_that_is_there() -> Non
     settings = Settings(max_tokens=12, ways=ways_of(["auto"]))
     found = gather(table_llm(), FLAT, prompts, settings)
     assert found.free == ("ngram",)
-    assert list(found.draftings) == ["draft_model", "hybrid"]
+    assert list(found.draftings) == ["draft_model", "ngram+draft_model"]
     assert [len(text.tokens) for text in found.texts] == [12, 12]
     assert len(found.draftings["draft_model"].rounds) == 2
 
@@ -187,11 +187,11 @@ def test_one_prompt_is_said_to_be_one() -> None:
 def test_the_default_and_the_advice_agree_or_it_says_why_not() -> None:
     copying, fresh = evidence(FLAT, COPYING, COPYING), evidence(STEEP, FRESH, FRESH)
     tree = Drafting((((6, 3, 3),) * 8,) * 2, level=0.01)
-    heads = replace(evidence(FLAT, FRESH, FRESH), draftings={"hybrid_eagle3": tree})
+    heads = replace(evidence(FLAT, FRESH, FRESH), draftings={"ngram+eagle3": tree})
     cases = {
         "agree": (copying, SETUP),
         "nothing pays": (fresh, SETUP),
-        "a head on a CPU": (heads, replace(SETUP, checkpoints={"hybrid_eagle3": "box/head"})),
+        "a head on a CPU": (heads, replace(SETUP, checkpoints={"ngram+eagle3": "box/head"})),
         "a head on a GPU": (heads, replace(SETUP, auto="ngram", device="cuda")),
     }
     for case, (known, setup) in cases.items():

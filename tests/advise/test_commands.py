@@ -14,7 +14,7 @@ import typer
 from forerun import registry
 from forerun.advise import run as advise
 from forerun.advise.answer import document, in_words
-from forerun.advise.commands import PROMPT, Setup, forerun_command, vllm_config, vllm_method
+from forerun.advise.commands import PROMPT, Setup, forerun_command, vllm_config
 from forerun.advise.evidence import Evidence
 from forerun.advise.predict import Costs, Drafting
 from forerun.advise.replay import Text
@@ -65,11 +65,11 @@ def test_every_recommendation_parses_and_vllm_gets_an_answer_where_it_can(drafte
     assert (values["prompt"], flags.model, flags.speculative.drafter) == (PROMPT, "my model.gguf", drafter)
     assert flags.engine.dtype == "q8"
     assert (flags.speculative.draft_model is None) is (drafter == "ngram")
-    if vllm_method(drafter) is None:
+    if registry.drafters.spec(drafter).vllm is None:
         assert found["vllm"] is None
         assert drafter in found["vllm_note"]
     else:
-        assert found["vllm"]["method"] == vllm_method(drafter)
+        assert found["vllm"]["method"] == registry.drafters.spec(drafter).vllm
         assert found["vllm"]["num_speculative_tokens"] >= 1
         assert found["vllm"].keys() <= VLLM_KEYS
         assert found["vllm"].get("model") == (None if drafter == "ngram" else "a folder")
@@ -77,7 +77,7 @@ def test_every_recommendation_parses_and_vllm_gets_an_answer_where_it_can(drafte
 
 
 def test_only_what_vllm_lacks_is_left_unanswered() -> None:
-    lacking = {name for name in registry.drafters.names() if vllm_method(name) is None}
+    lacking = {name for name in registry.drafters.names() if registry.drafters.spec(name).vllm is None}
     assert lacking == {"none", "hydra"}
     config, note = vllm_config(evidence_for("hydra"), Setup("m", "ngram", "folder"), "hydra")
     assert config is None
@@ -85,14 +85,14 @@ def test_only_what_vllm_lacks_is_left_unanswered() -> None:
 
 
 def test_a_head_that_comes_with_the_package_is_named_by_its_folder() -> None:
-    known = evidence_for("hybrid_eagle3")
-    setup = Setup("m", "ngram", checkpoints={"hybrid_eagle3": "box/eagle3"})
-    config, note = vllm_config(known, setup, "hybrid_eagle3")
+    known = evidence_for("ngram+eagle3")
+    setup = Setup("m", "ngram", checkpoints={"ngram+eagle3": "box/eagle3"})
+    config, note = vllm_config(known, setup, "ngram+eagle3")
     assert config is not None
     assert (config["method"], config["model"]) == ("eagle3", "box/eagle3")
-    assert "vLLM has no hybrids" in note
-    assert "--draft-model" not in forerun_command(setup, "hybrid_eagle3", None), "forerun finds it by itself"
-    assert vllm_config(known, replace(setup, checkpoints={}), "hybrid_eagle3")[0] is None
+    assert "vLLM composes no drafters" in note
+    assert "--draft-model" not in forerun_command(setup, "ngram+eagle3", None), "forerun finds it by itself"
+    assert vllm_config(known, replace(setup, checkpoints={}), "ngram+eagle3")[0] is None
 
 
 def test_a_lookup_that_only_pays_when_weighed_is_still_answered_and_said_to_be_so() -> None:

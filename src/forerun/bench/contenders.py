@@ -15,6 +15,7 @@ from forerun.bench.measure import Contender, Written
 from forerun.bench.peers.process import Peers
 from forerun.bench.recorder import Recorder
 from forerun.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS, Cell, Settings, Way
+from forerun.build import build_drafter
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.control.fixed import budget_of
@@ -49,12 +50,11 @@ def load(settings: Settings) -> tuple[LLM, CostModel]:
 def build_head(llm: LLM, way: Way) -> Drafter:
     """A drafter with a head of its own, beside whatever the engine drafts with."""
     assert way.drafter is not None
-    cls = registry.drafters.get(way.drafter)
-    if not hasattr(cls, "build"):
+    spec = registry.drafters.spec(way.drafter)
+    if spec.needs != "head":
         raise InvalidInput(f"the drafter {way.drafter!r} has no head; write {way.drafter} without a folder")
     speculative = SpeculativeConfig(way.drafter, draft_model=way.head)
-    drafter: Drafter = cls.build(Parts(llm.engine.target, None, speculative))
-    return drafter
+    return build_drafter(spec, Parts(llm.engine.target, None, speculative))
 
 
 def fresh_costs(llm: LLM) -> CostModel:

@@ -18,11 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from forerun.control.allocate import Levels, allocate, best_depth, deepest, shortest_that_pays, widest
+from forerun.control.base import ControlParts
 from forerun.control.cost import CostModel
 from forerun.control.history import History
 from forerun.offers import FREE, Offer, total
 from forerun.types import Budget, Round, Seq
 
+MOST_NODES, MOST_WIDTH = 60, 10  # what budgets may come to, where nobody set a limit
 EARNED = 0.015  # passes that a token adds to the allowance
 MOST_SAVED = 4.0  # passes; more would only be spent at once when a text goes bad
 PACE = 0.97  # memory of the rate, per round
@@ -55,8 +57,6 @@ class PriceList:
 class AdaptiveController:
     """Budgets from measured costs and observed acceptance."""
 
-    weighs_costs = True
-
     def __init__(
         self,
         cost: CostModel,
@@ -75,6 +75,11 @@ class AdaptiveController:
         self._written, self._passes = 1.0, 1.0
         self._prices: dict[tuple[int, float, int], PriceList] = {}
         self._rounds = 0
+
+    @classmethod
+    def build(cls, parts: ControlParts) -> AdaptiveController:
+        nodes = MOST_NODES if parts.nodes is None else parts.nodes
+        return cls(parts.measure(), nodes, parts.width or MOST_WIDTH, parts.offer)
 
     @property
     def rate(self) -> float:
