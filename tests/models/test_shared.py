@@ -9,7 +9,6 @@ import torch
 
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.models.base import Target
-from forerun.models.cuda.target import CudaDecoder
 from forerun.models.decoder import Decoder
 from forerun.models.hf.target import HFTarget
 from forerun.models.layers import rms_norm
@@ -18,7 +17,7 @@ from forerun.models.native.target import NativeDecoder
 from forerun.models.shared import SharedWeights
 from forerun.testing import FakeSeq, TableLM
 from forerun.types import Needs, TreeBatch
-from tests.gpu.tiny import VOCAB, make_reference, weights_of
+from tests.gpu.tiny import VOCAB, make_reference, make_target, weights_of
 
 KINDS = ("torch", "native", "cuda", "hf")
 TEXT = [3, 9, 27, 4]
@@ -35,7 +34,7 @@ def make(kind: str, name: str) -> tuple[Target, Any]:
         if not native_library.available():
             pytest.skip("no native kernels")
         return NativeDecoder(config, weights, mode="float32", kv_slots=None), model
-    return CudaDecoder(config, weights, dtype=torch.float32, device="cpu", kv_slots=5_000), model
+    return make_target(name, "cpu", kv_slots=5_000), model
 
 
 def shared_of(target: Target) -> SharedWeights:
