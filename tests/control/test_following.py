@@ -241,3 +241,30 @@ def test_texts_that_are_not_drafted_for_leave_the_rate_alone() -> None:
             controller.plan([seq])
             controller.observe(Round((seq,), (accepted,), (accepted,), (accepted,), {"target": 1.0}))
         assert controller.rate > 2.0
+
+
+@pytest.mark.parametrize("acceptance", [0.1, 0.4, 0.7, 0.9])
+@pytest.mark.parametrize("cost", [CPU, FLAT, GPU])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_drafter_of_one_pass_never_settles_below_plain(
+    acceptance: float, cost: CostModel, batch: int
+) -> None:
+    simulation = Simulation(cost, Make(0.3, stops=False, one_pass=True), nodes=8, width=1, batch=batch)
+    simulation.speed(TextKind(acceptance), 100)
+    assert simulation.speed(TextKind(acceptance), 600) >= 0.97
+
+
+def test_a_drafter_of_one_pass_goes_deeper_than_one_that_pays_by_level() -> None:
+    depths = []
+    for one_pass in (True, False):
+        simulation = Simulation(FLAT, Make(0.25, stops=False, one_pass=one_pass), nodes=8, width=1)
+        simulation.speed(TextKind(0.8, EVEN), 200)
+        budgets = []
+        for _ in range(50):
+            simulation.write(TextKind(0.8, EVEN), 1)
+            budgets += simulation.budgets
+        depths.append(sum(budget.depth for budget in budgets) / len(budgets))
+        costly = [budget for budget in budgets if budget.source == "costly"]
+        assert costly
+        assert all((budget.level == 0.0) == one_pass for budget in costly)  # of one more level
+    assert depths[0] > depths[1] + 1.0

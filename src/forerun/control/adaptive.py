@@ -70,6 +70,7 @@ class AdaptiveController:
         self._records: dict[int, History] = {}
         self._latest = History()  # what a new text starts from
         self._offers: dict[int, Offer] = {}  # of this round's sequences
+        self._next: dict[int, tuple[int, Offer]] = {}  # asked for already: at how many tokens, and the offer
         self._asked: dict[int, int] = {}  # of these, whose costly drafter was asked, and how deep it may go
         self._usual: dict[int, float] = {}  # nodes that a sequence drafts on average
         self._written, self._passes = 1.0, 1.0
@@ -87,7 +88,7 @@ class AdaptiveController:
         return max(1.0, self._written / self._passes)
 
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
-        self._offers = {seq.id: self.offer(seq) for seq in seqs}
+        self._offers = {seq.id: self._offer_now(seq) for seq in seqs}
         costly = sum(offer.costs for offer in self._offers.values())
         options = [self._option(seq, len(seqs), costly) for seq in seqs]
         others = [0] * len(seqs)
@@ -133,8 +134,13 @@ class AdaptiveController:
             self.allowance = min(self.allowance, MOST_SAVED)
 
     def forget(self, seq: Seq) -> None:
-        for kept in (self._records, self._offers, self._usual):
+        for kept in (self._records, self._offers, self._usual, self._next):
             kept.pop(seq.id, None)
+
+    def _offer_now(self, seq: Seq) -> Offer:
+        """The drafter's offer; one that was asked for when the last round was settled still holds."""
+        length, offer = self._next.pop(seq.id, (-1, FREE))
+        return offer if length == len(seq.tokens) else self.offer(seq)
 
     def _settle(self, seq: Seq, drafted: int, depth: int, accepted: int, spent: float, once: float) -> None:
         """Book what a drafter that costs brought, against the passes that it took.
@@ -142,7 +148,9 @@ class AdaptiveController:
         Those that went into reading the text so far come once: they tell nothing of the rounds to come.
         """
         self.allowance += accepted - spent
-        expected = self.offer(seq).expected
+        following = self.offer(seq)  # it also says what was expected of the round that is being settled
+        self._next[seq.id] = len(seq.tokens), following
+        expected = following.expected
         for record in (self._record(seq), self._latest):
             if depth:
                 record.count(depth, accepted, drafted)

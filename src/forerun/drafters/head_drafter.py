@@ -163,14 +163,17 @@ class LastRowDrafter:
 
     needs = Needs((-1,))
     sampled = False  # are nodes drawn from the heads' laws?
+    one_pass = False  # do all levels of a draft come from one pass?
 
     def __init__(self) -> None:
         self._texts: dict[int, Rows] = {}
         self._meter = Meter()
 
     def offer(self, seq: Seq) -> Offer:
-        """A level of heads; a millisecond until the first draft has shown better."""
-        return Offer((self._meter.seconds or UNMEASURED,), chosen=not (self.sampled and is_drawn(seq)))
+        """What a level takes, or the pass that makes all of them; a millisecond until a draft has shown better."""
+        seconds = self._meter.seconds or UNMEASURED
+        chosen = not (self.sampled and is_drawn(seq))
+        return Offer((seconds, 0.0) if self.one_pass else (seconds,), chosen=chosen)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         observe_rows(self._texts, (-1,), seqs, trees, scores, verdict)

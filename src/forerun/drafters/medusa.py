@@ -180,6 +180,7 @@ class MedusaDrafter(LastRowDrafter):
     def __init__(self, heads: HeadSet) -> None:
         super().__init__()
         self.heads = heads
+        self.one_pass = heads.shared_head is not None  # else every level reads an LM head of its own
 
     @classmethod
     def build(cls, parts: Parts) -> MedusaDrafter:
@@ -196,7 +197,7 @@ class MedusaDrafter(LastRowDrafter):
             guesses = self._guesses(some, levels)
             for i, b in enumerate(live):
                 trees[b] = _planted(seqs[b].tokens[-1], guesses[i], self.heads.config.tree_rates, budgets[b])
-            self._meter.stop(levels)
+            self._meter.stop(1 if self.one_pass else levels)
         return lay_out(trees)
 
     def _guesses(self, seqs: Sequence[Seq], levels: int) -> list[list[list[int]]]:

@@ -44,6 +44,7 @@ class Make:
     boast: float = 1.0  # claimed = confidence ** boast: below 1 it promises too much
     start: float = 0.0  # passes before its first draft
     ngram: bool = False  # what n-gram has at hand is used too
+    one_pass: bool = False  # all levels come from one pass, which costs `level`
 
 
 @dataclass(slots=True)
@@ -103,7 +104,9 @@ class Simulation:
             starts = [self._start(*pair) for pair in zip(self.texts, drafts, strict=True)]
             target = self.cost.pass_seconds(batch + sum(one.nodes for one in drafts))
             unit = self.cost.pass_seconds(1)
-            drafting = unit * (max(one.levels for one in drafts) * self.make.level + sum(starts))
+            levels = max(one.levels for one in drafts)
+            passes_run = min(1, levels) if self.make.one_pass else levels
+            drafting = unit * (passes_run * self.make.level + sum(starts))
             nodes, depths = tuple(one.nodes for one in drafts), tuple(one.depth for one in drafts)
             accepted, times = tuple(one.accepted for one in drafts), {"target": target, "draft": drafting}
             judge.observe(Round(tuple(self.texts), nodes, depths, accepted, times))
@@ -120,7 +123,8 @@ class Simulation:
         make, text, unit = self.make, self._of(seq), self.cost.pass_seconds(1)
         start = 0.0 if text.started else make.start * unit
         free = text.match if make.ngram else ()
-        seconds = (make.level * unit,) if make.level else ()
+        level = make.level * unit
+        seconds = (level, 0.0) if make.one_pass else (level,) if level else ()
         return Offer(seconds, start, free, make.chosen, make.stops, expected=text.claimed)
 
     def _match(self, kind: TextKind) -> tuple[float, ...]:
