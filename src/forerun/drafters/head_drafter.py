@@ -56,7 +56,7 @@ class Meter:
     """Seconds per drafted level, a running mean.
 
     The first draft of all warms up and tells little: it counts for a tenth, and the second replaces it. Pauses of the
-    machine count little too, because a drafter that seems too dear is not asked again and could not clear its name.
+    machine count little too: a drafter that seems too dear is not asked again, and so is not measured again.
     """
 
     def __init__(self) -> None:
