@@ -105,11 +105,11 @@ def test_a_chain_is_cut_from_its_start() -> None:
 
 
 def test_calibrated_confidences_choose_other_nodes() -> None:
-    sharp = HeadOutput(IDS, log_scale=math.log(0.9), power=0.3)
-    tokens, parents = grow(1, 6, output=sharp)
+    sharp = HeadOutput(IDS, log_scale=math.log(0.5), power=0.3)
+    tokens, parents = grow(1, 8, output=sharp)
     found = paths_of(tokens[0].tolist(), parents[0].tolist())
-    assert found == brute_force(0, 6, power=0.3, scale=math.log(0.9))
-    assert found != brute_force(0, 6)
+    assert found == brute_force(0, 8, power=0.3, scale=math.log(0.5))
+    assert found != brute_force(0, 8)
     assert HeadOutput(IDS).log_confidence(torch.tensor([0.3, -1.0])).tolist() == [0.0, -1.0]
 
 
