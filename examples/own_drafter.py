@@ -9,16 +9,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from forerun import LLM, SamplingParams
+from forerun.drafters.base import BaseDrafter
 from forerun.registry import drafters
 from forerun.testing import check_drafter
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 
 
-class FollowerDrafter:
+class FollowerDrafter(BaseDrafter):
     """The likeliest successor of the last token, then its successor, and so on: a chain of chosen tokens."""
-
-    needs = Needs()  # it reads nothing of the target but the tokens
-    cost = 0.0  # drafting takes no time worth counting
 
     def __init__(self) -> None:
         self.followers: defaultdict[int, Counter[int]] = defaultdict(Counter)
@@ -34,9 +32,6 @@ class FollowerDrafter:
             came = [*root, *(tokens[first + node] for node in verdict.path(b)), bonus[b]]
             for token, follower in pairwise(came):
                 self.followers[token][follower] += 1
-
-    def forget(self, seq: Seq) -> None:
-        """Nothing is held per sequence."""
 
     def _chain(self, root: int, budget: Budget) -> list[int]:
         chain = [root]

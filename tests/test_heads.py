@@ -41,7 +41,7 @@ def test_a_folder_with_a_head_is_recognised(tmp_path: Path, drafter: str) -> Non
     assert found is not None
     assert found.serves(drafter)
     assert not found.serves("draft_model")
-    assert found.drafter in ("hybrid_eagle3", "hybrid_medusa", "eagle2", "hydra")
+    assert found.drafter in ("ngram+eagle3", "ngram+medusa", "eagle2", "hydra")
     assert found.size > 0
 
 
@@ -126,7 +126,7 @@ def test_the_default_is_the_head_of_the_box_or_ngram(tmp_path: Path, monkeypatch
     assert chosen() == ("ngram", None)
     assert chosen(drafter="eagle3") == ("eagle3", None)
     folder = str(boxed(tmp_path / "box"))
-    assert chosen() == ("hybrid_eagle3", folder)
+    assert chosen() == ("ngram+eagle3", folder)
     assert chosen("cpu") == ("ngram", folder)  # it does not pay everywhere there
     assert chosen(drafter="eagle3") == ("eagle3", folder)
     assert chosen(drafter="ngram") == ("ngram", None)
@@ -135,7 +135,7 @@ def test_the_default_is_the_head_of_the_box_or_ngram(tmp_path: Path, monkeypatch
 
 def test_what_draft_model_is_decides_the_drafter(tmp_path: Path) -> None:
     head = str(save_head("medusa", tmp_path / "m", 24))
-    assert chosen(draft_model=head) == ("hybrid_medusa", head)
+    assert chosen(draft_model=head) == ("ngram+medusa", head)
     assert chosen(draft_model=head, drafter="medusa") == ("medusa", head)
     assert chosen(draft_model="smollm2") == ("draft_model", "smollm2")
 
@@ -154,4 +154,4 @@ def test_a_head_under_the_controller_writes_the_plain_text(tmp_path: Path, tempe
             engine.step()
         return [seq.tokens for seq in seqs if seq is not None]
 
-    assert write("hybrid_eagle3") == write("eagle3") == write("none")
+    assert write("ngram+eagle3") == write("hybrid_eagle3") == write("eagle3") == write("none")

@@ -10,30 +10,32 @@ import os
 import platform
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from forerun import registry
-from forerun.control.base import Controller
+from forerun.control.base import Controller, ControllerClass, ControlParts
 from forerun.control.cost import CostModel
-from forerun.drafters.base import Drafter, Parts
+from forerun.drafters.base import CompositeClass, Drafter, DrafterClass, Parts
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool, VerifierPool
+from forerun.engine.sequence import SequenceState
 from forerun.errors import InvalidInput, UnsupportedModel, VocabularyMismatch
 from forerun.heads import find_head, open_head
 from forerun.models.base import Target
+from forerun.offers import Offer
 from forerun.params import EngineConfig, SpeculativeConfig
-from forerun.quotes import Quote, claim_of, quote_of
+from forerun.registry import DrafterSpec
 from forerun.types import Seq
 
 if TYPE_CHECKING:
     from forerun.models.load.checkpoint import Checkpoint
 
-MOST_NODES, MOST_WIDTH = 60, 10  # what a controller that weighs costs may come to, where nobody set a limit
-FIXED_NODES = 8  # what one that does not drafts
+_DERIVE = "derive it from forerun.drafters.base.BaseDrafter"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -53,9 +55,8 @@ def make_engine(
     parts = Parts(target, draft_target, speculative)
 
     def make_drafter(name: str) -> Drafter:
-        cls: Any = registry.drafters.get(name)
-        drafter: Drafter = cls.build(parts) if hasattr(cls, "build") else cls()
-        return drafter
+        spec = registry.drafters.spec(name)  # an old name is the same drafter, not a second one
+        return build_drafter(spec, parts) if spec.name == name else drafters.get(spec.name)
 
     drafters = DrafterPool(make_drafter)
     return Engine(
@@ -63,7 +64,7 @@ def make_engine(
         drafters,
         VerifierPool(lambda name: registry.verifiers.get(name)()),
         make_controller(target, drafters, speculative, cost_file),
-        default_drafter=speculative.drafter,
+        default_drafter=registry.drafters.spec(speculative.drafter).name,
         default_verifier=speculative.verifier,
         stop_ids=stop_ids,
         tokenizer=tokenizer,
@@ -72,10 +73,24 @@ def make_engine(
     )
 
 
+def build_drafter(spec: DrafterSpec, parts: Parts) -> Drafter:
+    """The drafter of this specification; a composition is built from its members."""
+    cls = registry.load(spec.where)
+    if spec.members:
+        assert isinstance(cls, CompositeClass), f"{spec.where} has no compose(first, second)"
+        return cls.compose(*(build_drafter(member, parts) for member in spec.members))
+    if not isinstance(cls, DrafterClass):
+        raise InvalidInput(f"{spec.where} has no classmethod build(parts): {_DERIVE}")
+    drafter = cls.build(parts)
+    if not isinstance(drafter, Drafter):
+        raise InvalidInput(f"{spec.where} lacks one of needs, offer, propose, observe and forget: {_DERIVE}")
+    return drafter
+
+
 def check_names(speculative: SpeculativeConfig) -> None:
     """Unknown names are the caller's error before anything is loaded."""
     if speculative.drafter != "auto":
-        registry.drafters.get(speculative.drafter)
+        registry.drafters.spec(speculative.drafter)
     registry.controllers.get(speculative.controller)
     if speculative.verifier != "auto":
         registry.verifiers.get(speculative.verifier)
@@ -84,29 +99,20 @@ def check_names(speculative: SpeculativeConfig) -> None:
 def make_controller(
     target: Target, drafters: DrafterPool, speculative: SpeculativeConfig, cost_file: Path | None
 ) -> Controller:
-    """The controller of that name; one that weighs costs gets them measured, unless nothing is drafted."""
+    """The controller of that name; where nothing is drafted there is nothing to weigh."""
+
+    def offer(seq: Seq) -> Offer:
+        name = seq.drafter if isinstance(seq, SequenceState) else speculative.drafter
+        return drafters.get(name).offer(seq)
+
     name = speculative.controller
-    cls: Any = registry.controllers.get(
-        "fixed" if speculative.drafter == "none" and name == "adaptive" else name
-    )
-    if not getattr(cls, "weighs_costs", False):
-        nodes = FIXED_NODES if speculative.budget is None else speculative.budget
-        controller: Controller = cls(nodes, speculative.width or 1)
-        return controller
-
-    def drafter_of(seq: Seq) -> Drafter:
-        return drafters.get(getattr(seq, "drafter", speculative.drafter))
-
-    def quote(seq: Seq) -> Quote:
-        return quote_of(drafter_of(seq), seq)
-
-    def claim(seq: Seq) -> float | None:
-        return claim_of(drafter_of(seq), seq)
-
-    cost = CostModel.measure_or_load(target, cost_file)
-    nodes = MOST_NODES if speculative.budget is None else speculative.budget
-    weighing: Controller = cls(cost, nodes, speculative.width or MOST_WIDTH, quote, claim)
-    return weighing
+    cls = registry.controllers.get("fixed" if speculative.drafter == "none" and name == "adaptive" else name)
+    if not isinstance(cls, ControllerClass):
+        raise InvalidInput(
+            f"the controller {name!r} has no classmethod build(parts); see forerun.control.base"
+        )
+    measure = partial(CostModel.measure_or_load, target, cost_file)
+    return cls.build(ControlParts(offer, measure, speculative.budget, speculative.width))
 
 
 def choose_drafter(
@@ -134,7 +140,7 @@ def choose_drafter(
 
 def needs_head(drafter: str) -> bool:
     """Does this drafter run a trained head?"""
-    return drafter.removeprefix("hybrid_") in ("eagle", "eagle2", "eagle3", "medusa", "hydra")
+    return registry.drafters.spec(drafter).needs == "head"
 
 
 def _names_of(checkpoint: Checkpoint) -> list[str]:
@@ -147,7 +153,7 @@ def _names_of(checkpoint: Checkpoint) -> list[str]:
 
 def drafts_with_checkpoint(drafter: str) -> bool:
     """Does this drafter run a second model? Others take `draft_model` for a head, or not at all."""
-    return bool(getattr(registry.drafters.get(drafter), "uses_checkpoint", False))
+    return registry.drafters.spec(drafter).needs == "checkpoint"
 
 
 def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:

@@ -1,19 +1,26 @@
-"""Names to classes, without importing them: `registry.drafters.get("ngram")` imports only ngram's module.
+"""Names of drafters, verifiers and controllers, and who a drafter is (DrafterSpec), without importing any of them.
 
-A third party adds a drafter by an entry point in the group `forerun.drafters` (or `.verifiers`,
-`.controllers`), or at run time by `register`. Nothing here knows what the classes do.
+`drafters.spec("eagle3")` says what a drafter needs, who it is in vLLM and SGLang, and where its class is; the class
+is imported when one is built. Drafters are composed by name: `ngram+eagle3` is one drafter made of two. A third
+party adds a part by an entry point in the group `forerun.drafters` (or `.verifiers`, `.controllers`), or at run time
+by `register`. Nothing here knows what the classes do.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Literal
 
-from forerun.errors import UnknownName
+from forerun.errors import InvalidInput, UnknownName
+
+log = logging.getLogger(__name__)
+
+Need = Literal["nothing", "checkpoint", "head"]
 
 
 @dataclass(slots=True)
@@ -28,41 +35,203 @@ class Registry:
         self.paths[name] = path
 
     def names(self) -> list[str]:
-        return sorted({*self.paths, *(point.name for point in self._points())})
+        return sorted({*self.paths, *(point.name for point in _points(self.kind))})
 
     def get(self, name: str) -> Any:
         """The class behind a name; an unknown name lists what there is and the nearest spelling."""
-        path = self.paths.get(name) or next((p.value for p in self._points() if p.name == name), None)
+        path = self.paths.get(name) or next((p.value for p in _points(self.kind) if p.name == name), None)
         if path is None:
-            raise UnknownName(self._unknown(name))
-        module, _, attribute = path.partition(":")
-        return getattr(import_module(module), attribute)
-
-    def _points(self) -> Iterator[Any]:
-        return iter(entry_points(group=f"forerun.{self.kind}s"))
-
-    def _unknown(self, name: str) -> str:
-        near = difflib.get_close_matches(name, self.names(), n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        return f"unknown {self.kind} {name!r}; {hint}known: {', '.join(self.names())}"
+            raise UnknownName(_unknown(self.kind, name, self.names()))
+        return load(path)
 
 
-drafters = Registry(
-    "drafter",
-    {
-        "none": "forerun.drafters.none:NoDrafter",
-        "ngram": "forerun.drafters.ngram:NgramDrafter",
-        "draft_model": "forerun.drafters.draft_model:ModelDrafter",
-        "hybrid": "forerun.drafters.hybrid:HybridDrafter",
-        "hybrid_eagle3": "forerun.drafters.hybrid:HybridEagle3Drafter",
-        "hybrid_medusa": "forerun.drafters.hybrid:HybridMedusaDrafter",
-        "medusa": "forerun.drafters.medusa:MedusaDrafter",
-        "hydra": "forerun.drafters.hydra:HydraDrafter",
-        "eagle": "forerun.drafters.eagle.drafter:EagleDrafter",
-        "eagle2": "forerun.drafters.eagle.eagle2:Eagle2Drafter",
-        "eagle3": "forerun.drafters.eagle.eagle3:Eagle3Drafter",
+@dataclass(frozen=True, slots=True)
+class DrafterSpec:
+    """Who a drafter is: the registry, the command line, doctor, advise, build and the tests read it here."""
+
+    name: str
+    where: str  # "module:Class"; the class has `build(parts)`, of a composition `compose(first, second)`
+    needs: Need = "nothing"  # what `draft_model` must name: nothing, a second checkpoint, or a head's folder
+    formats: tuple[str, ...] = ()  # kinds of heads that it runs, as forerun.heads tells them
+    says: str = ""  # one line
+    vllm: str | None = None  # its `method` in vLLM's --speculative-config
+    sglang: str | None = None  # its name as SGLang's --speculative-algorithm
+    beside: str | None = None  # a drafter that costs nothing and is best composed with it: beside+name
+    members: tuple[DrafterSpec, ...] = ()  # of a composition
+
+    @property
+    def best(self) -> str:
+        """The name under which it drafts best: with a drafter beside it where there is one."""
+        return f"{self.beside}+{self.name}" if self.beside else self.name
+
+
+class DrafterRegistry:
+    """Drafters by name, in order of preference: of two that run the same kind of head, the first is the default."""
+
+    kind = "drafter"
+
+    def __init__(
+        self, specs: Iterable[DrafterSpec], aliases: dict[str, str], operators: dict[str, tuple[str, str]]
+    ) -> None:
+        self._specs = {spec.name: spec for spec in specs}
+        self.aliases = aliases  # old name -> name
+        self._operators = operators  # loosest first -> where the composing class is, and what it says
+        self._told: set[str] = set()  # aliases that were met before
+
+    def register(
+        self,
+        name: str,
+        path: str,
+        *,
+        needs: Need = "nothing",
+        formats: tuple[str, ...] = (),
+        says: str = "",
+        vllm: str | None = None,
+        sglang: str | None = None,
+        beside: str | None = None,
+    ) -> None:
+        """Add or replace a drafter; `path` is "module:Class", the rest as in DrafterSpec."""
+        if not name or any(mark in name for mark in (*"+>:=, ", *self._operators)):
+            raise InvalidInput(f"a drafter cannot be called {name!r}: use letters, digits and underscores")
+        self._specs[name] = DrafterSpec(name, path, needs, formats, says, vllm, sglang, beside)
+
+    def unregister(self, name: str) -> None:
+        """Take a drafter out; unknown names are ignored."""
+        self._specs.pop(name, None)
+
+    def specs(self) -> list[DrafterSpec]:
+        """All drafters that are no compositions, in order of preference."""
+        return [*self._specs.values(), *self._installed()]
+
+    def names(self) -> list[str]:
+        """Their names, by alphabet."""
+        return sorted(spec.name for spec in self.specs())
+
+    def spec(self, name: str) -> DrafterSpec:
+        """Who this is; composes `a+b`, follows old names and raises UnknownName on what is neither."""
+        name = self._current(name.strip())
+        for mark in self._operators:
+            if mark in name:
+                first, _, second = name.partition(mark)
+                return self._composed(mark, self.spec(first), self.spec(second))
+        if name in self._specs:
+            return self._specs[name]
+        if ">" in name:
+            raise UnknownName(f"{name!r}: no drafter drafts for another with '>' yet; compose them with '+'")
+        found = next((spec for spec in self._installed() if spec.name == name), None)
+        if found is None:
+            raise UnknownName(_unknown(self.kind, name, self.names()))
+        return found
+
+    def get(self, name: str) -> Any:
+        """The class behind a name, imported."""
+        return load(self.spec(name).where)
+
+    def running(self, head: str) -> list[DrafterSpec]:
+        """The drafters that run heads of this kind, the default first."""
+        return [spec for spec in self.specs() if head in spec.formats]
+
+    def _current(self, name: str) -> str:
+        """The name of today behind an old one, with a notice when it is first met."""
+        current = self.aliases.get(name)
+        if current is None:
+            return name
+        if name not in self._told:
+            self._told.add(name)
+            log.warning("the drafter %r is an old name of %r; it still works", name, current)
+        return current
+
+    def _composed(self, mark: str, first: DrafterSpec, second: DrafterSpec) -> DrafterSpec:
+        where, says = self._operators[mark]
+        name = f"{first.name}{mark}{second.name}"
+        needs = {spec.needs for spec in (first, second)} - {"nothing"}
+        heads = [set(spec.formats) for spec in (first, second) if spec.needs == "head"]
+        formats = sorted(set.intersection(*heads)) if heads else []
+        if len(needs) > 1 or (heads and not formats):
+            raise InvalidInput(
+                f"{name!r} cannot be composed: draft_model names one checkpoint or one head, not two"
+            )
+        dearer = second if second.needs != "nothing" else first  # other engines have no compositions
+        return DrafterSpec(
+            name,
+            where,
+            next(iter(needs), "nothing"),
+            tuple(formats),
+            says.format(first.name, second.name),
+            dearer.vllm,
+            dearer.sglang,
+            members=(first, second),
+        )
+
+    def _installed(self) -> Iterator[DrafterSpec]:
+        """Drafters of other packages: an entry point names a class, or, in capitals, a DrafterSpec."""
+        for point in _points(self.kind):
+            if point.name not in self._specs:
+                found = load(point.value) if point.value.partition(":")[2].isupper() else None
+                spec = found if isinstance(found, DrafterSpec) else DrafterSpec(point.name, point.value)
+                yield replace(spec, name=point.name)
+
+
+def _points(kind: str) -> Iterator[Any]:
+    return iter(entry_points(group=f"forerun.{kind}s"))
+
+
+def load(path: str) -> Any:
+    """The class behind "module:Class", imported now."""
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def _unknown(kind: str, name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown {kind} {name!r}; {hint}known: {', '.join(known)}"
+
+
+drafters = DrafterRegistry(
+    [
+        DrafterSpec(
+            "none", "forerun.drafters.none:NoDrafter", says="No drafting: plain decoding in the same loop."
+        ),
+        DrafterSpec(
+            "ngram", "forerun.drafters.ngram:NgramDrafter", vllm="ngram", sglang="NGRAM",
+            says="Prompt lookup: what followed the last few tokens earlier in this text.",
+        ),
+        DrafterSpec(
+            "draft_model", "forerun.drafters.draft_model:ModelDrafter", "checkpoint",
+            vllm="draft_model", sglang="STANDALONE", beside="ngram",
+            says="A second, smaller model that shares the target's vocabulary.",
+        ),
+        DrafterSpec(
+            "eagle3", "forerun.drafters.eagle.eagle3:Eagle3Drafter", "head", ("eagle3",),
+            vllm="eagle3", sglang="EAGLE3", beside="ngram",
+            says="EAGLE-3: one layer on three of the target's hidden layers; a chain, or a tree that grows.",
+        ),
+        DrafterSpec(
+            "medusa", "forerun.drafters.medusa:MedusaDrafter", "head", ("medusa",), vllm="medusa", beside="ngram",
+            says="Medusa: heads on the last hidden row that each guess one position, all at once.",
+        ),
+        DrafterSpec(
+            "eagle2", "forerun.drafters.eagle.eagle2:Eagle2Drafter", "head", ("eagle",),
+            vllm="eagle", sglang="EAGLE",
+            says="EAGLE-2: EAGLE-1's head, with a tree that grows where the head is sure of itself.",
+        ),
+        DrafterSpec(
+            "eagle", "forerun.drafters.eagle.drafter:EagleDrafter", "head", ("eagle",), vllm="eagle", sglang="EAGLE",
+            says="EAGLE-1: one layer on the target's last hidden row; a chain, or a tree of one shape.",
+        ),
+        DrafterSpec(
+            "hydra", "forerun.drafters.hydra:HydraDrafter", "head", ("hydra",),
+            says="Hydra: heads on the last hidden row that see the tokens drafted before them.",
+        ),
+    ],
+    aliases={
+        "hybrid": "ngram+draft_model",
+        "hybrid_eagle3": "ngram+eagle3",
+        "hybrid_medusa": "ngram+medusa",
     },
-)
+    operators={"+": ("forerun.drafters.hybrid:HybridDrafter", "Both {0} and {1}: whichever is expected to gain more.")},
+)  # fmt: skip
 verifiers = Registry(
     "verifier",
     {

@@ -24,6 +24,7 @@ from forerun.trees import Verdict as Verdict
 from forerun.trees import offsets as offsets
 
 FinishReason = Literal["stop", "length", "aborted"]
+Source = Literal["free", "costly", "any"]
 
 
 class Seq(Protocol):
@@ -121,7 +122,8 @@ class Budget:
     """How much one sequence may draft this round, fixed before anything is drawn.
 
     `price` and `level` are in tokens: what would have been written in the time that they take. A drafter whose
-    nodes are chosen leaves out those that its own confidence does not deem worth their price.
+    nodes are chosen leaves out those that its own confidence does not deem worth their price. `source` is the
+    controller's word on who may draft; `any` leaves it to the drafter.
     """
 
     nodes: int  # below the root; 0 = do not draft
@@ -130,7 +132,13 @@ class Budget:
     price: tuple[float, ...] | None = (
         None  # of a pass over the root and 0, 1, ... more nodes; None = all alike
     )
-    level: float | None = None  # of drafting one level; 0 = only what costs nothing; None = nobody weighed it
+    level: float = 0.0  # of drafting one more level
+    source: Source = "any"  # free = only what costs nothing | costly = the drafter that must run | any
+
+    @property
+    def runs(self) -> bool:
+        """May a drafter that costs something draft?"""
+        return self.nodes > 0 and self.depth > 0 and self.source != "free"
 
     def __post_init__(self) -> None:
         if self.nodes < 0 or self.depth < 0 or self.width < 1:

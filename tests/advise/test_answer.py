@@ -23,6 +23,7 @@ from forerun.cli import app
 from forerun.control.cost import CostModel
 from forerun.errors import InvalidInput
 from forerun.params import SpeculativeConfig
+from forerun.testing import TableLM
 from tests.bench.conftest import table_llm
 
 FLAT = CostModel({1: 1.0, 8: 1.2, 64: 4.0})
@@ -39,7 +40,7 @@ def evidence(cost: CostModel, *texts: Text, draft_model: bool = False) -> Eviden
 
 
 def test_copied_texts_on_flat_costs_are_worth_drafting() -> None:
-    found = document(evidence(FLAT, COPYING, COPYING), SETUP, object())
+    found = document(evidence(FLAT, COPYING, COPYING), SETUP, TableLM(8))
     assert found["pays"]
     assert found["recommended"] == {"drafter": "ngram", "budget": None}
     assert found["by_batch"]["1"]["ngram"]["speedup"]["value"] > 3.0
@@ -54,7 +55,7 @@ def test_copied_texts_on_flat_costs_are_worth_drafting() -> None:
 
 
 def test_fresh_texts_are_not_and_it_says_so() -> None:
-    found = document(evidence(STEEP, FRESH, FRESH), SETUP, object())
+    found = document(evidence(STEEP, FRESH, FRESH), SETUP, TableLM(8))
     assert not found["pays"]
     assert found["recommended"]["drafter"] == "none"
     assert found["vllm"] is None
@@ -64,7 +65,7 @@ def test_fresh_texts_are_not_and_it_says_so() -> None:
 
 def test_the_load_from_which_on_it_stops_paying() -> None:
     bend = CostModel({1: 1.0, 16: 1.05, 17: 3.0, 64: 30.0})
-    found = document(evidence(bend, COPYING, FRESH), SETUP, object())
+    found = document(evidence(bend, COPYING, FRESH), SETUP, TableLM(8))
     assert found["pays"]
     assert found["off_from_batch"] in BATCHES[2:]
     ranges = found["vllm"]["num_speculative_tokens_per_batch_size"]
@@ -75,7 +76,7 @@ def test_the_load_from_which_on_it_stops_paying() -> None:
 
 def test_a_draft_model_is_set_to_the_length_that_pays() -> None:
     found = document(
-        evidence(FLAT, FRESH, FRESH, draft_model=True), replace(SETUP, draft_model="small"), object()
+        evidence(FLAT, FRESH, FRESH, draft_model=True), replace(SETUP, draft_model="small"), TableLM(8)
     )
     assert found["recommended"]["drafter"] == "draft_model"
     assert found["recommended"]["budget"] in (3, 4)
@@ -89,13 +90,13 @@ def test_a_draft_model_is_set_to_the_length_that_pays() -> None:
 def test_heads_and_hybrids_are_left_to_the_controller() -> None:
     tree = Drafting((((12, 4, 4), (4, 2, 2)) * 4,), level=0.05)
     found = evidence(FLAT, FRESH)
-    found = replace(found, draftings={"hybrid_eagle3": tree, "eagle3": tree.cut(1)})
+    found = replace(found, draftings={"ngram+eagle3": tree, "eagle3": tree.cut(1)})
     best = prospects(found, 1)[0]
-    assert (best.drafter, best.budget) == ("hybrid_eagle3", None)
+    assert (best.drafter, best.budget) == ("ngram+eagle3", None)
     # rounds of four tokens on average: passes over 13 and 5 nodes and three levels, on average
     assert best.speedup.value == pytest.approx(4.0 / ((1.45 + 1.1143) / 2 + 3 * 0.05), rel=0.01)
-    said = document(found, replace(SETUP, draft_model="folder"), object())
-    assert said["recommended"] == {"drafter": "hybrid_eagle3", "budget": None}
+    said = document(found, replace(SETUP, draft_model="folder"), TableLM(8))
+    assert said["recommended"] == {"drafter": "ngram+eagle3", "budget": None}
     assert said["vllm"]["method"] == "eagle3"
     assert said["vllm"]["num_speculative_tokens"] == 1  # the head alone drafted no deeper
     assert "A trained head is there already" in " ".join(in_words(said))
@@ -103,8 +104,8 @@ def test_heads_and_hybrids_are_left_to_the_controller() -> None:
 
 
 def test_whether_a_head_would_pay_depends_on_what_passes_cost() -> None:
-    cheap = document(evidence(FLAT, FRESH), SETUP, object())["head"]
-    dear = document(evidence(STEEP, FRESH), SETUP, object())["head"]
+    cheap = document(evidence(FLAT, FRESH), SETUP, TableLM(8))["head"]
+    dear = document(evidence(STEEP, FRESH), SETUP, TableLM(8))["head"]
     assert cheap["pays"]
     assert not dear["pays"]
     assert cheap["break_even"] < 0.2
@@ -117,7 +118,7 @@ def test_gathering_writes_every_prompt_with_every_drafter_that_is_there() -> Non
     settings = Settings(max_tokens=12, ways=ways_of(["auto"]))
     found = gather(table_llm(), FLAT, prompts, settings)
     assert found.free == ("ngram",)
-    assert list(found.draftings) == ["draft_model", "hybrid"]
+    assert list(found.draftings) == ["draft_model", "ngram+draft_model"]
     assert [len(text.tokens) for text in found.texts] == [12, 12]
     assert len(found.draftings["draft_model"].rounds) == 2
 
@@ -175,24 +176,26 @@ def test_a_drafter_is_worth_a_setting_where_it_gains_and_does_no_harm(
 
 
 def test_one_prompt_is_said_to_be_one() -> None:
-    said = " ".join(in_words(document(evidence(FLAT, COPYING), SETUP, object())))
+    said = " ".join(in_words(document(evidence(FLAT, COPYING), SETUP, TableLM(8))))
     assert "(one prompt, no interval)" in said
     assert "This rests on one prompt" in said
-    assert "one prompt" not in " ".join(in_words(document(evidence(FLAT, COPYING, COPYING), SETUP, object())))
+    assert "one prompt" not in " ".join(
+        in_words(document(evidence(FLAT, COPYING, COPYING), SETUP, TableLM(8)))
+    )
 
 
 def test_the_default_and_the_advice_agree_or_it_says_why_not() -> None:
     copying, fresh = evidence(FLAT, COPYING, COPYING), evidence(STEEP, FRESH, FRESH)
     tree = Drafting((((6, 3, 3),) * 8,) * 2, level=0.01)
-    heads = replace(evidence(FLAT, FRESH, FRESH), draftings={"hybrid_eagle3": tree})
+    heads = replace(evidence(FLAT, FRESH, FRESH), draftings={"ngram+eagle3": tree})
     cases = {
         "agree": (copying, SETUP),
         "nothing pays": (fresh, SETUP),
-        "a head on a CPU": (heads, replace(SETUP, checkpoints={"hybrid_eagle3": "box/head"})),
+        "a head on a CPU": (heads, replace(SETUP, checkpoints={"ngram+eagle3": "box/head"})),
         "a head on a GPU": (heads, replace(SETUP, auto="ngram", device="cuda")),
     }
     for case, (known, setup) in cases.items():
-        found = document(known, setup, object())
+        found = document(known, setup, TableLM(8))
         auto, name = found["auto"], found["recommended"]["drafter"]
         assert auto["agrees"] is (auto["drafter"] == name) is (case == "agree"), case
         assert auto["why"] in in_words(found), case
@@ -200,7 +203,7 @@ def test_the_default_and_the_advice_agree_or_it_says_why_not() -> None:
             assert auto["drafter"] in auto["why"], case
             assert name in auto["why"], case
             assert f"{auto['speedup']['value']:.2f}x" in auto["why"], case
-    said = document(heads, cases["a head on a CPU"][1], object())["auto"]["why"]
+    said = document(heads, cases["a head on a CPU"][1], TableLM(8))["auto"]["why"]
     assert "on a CPU it leaves trained heads off" in said
 
 

@@ -14,7 +14,7 @@ import typer
 from forerun import registry
 from forerun.advise import run as advise
 from forerun.advise.answer import document, in_words
-from forerun.advise.commands import PROMPT, Setup, costly_part, forerun_command, vllm_config, vllm_method
+from forerun.advise.commands import PROMPT, Setup, costly_part, forerun_command, vllm_config
 from forerun.advise.evidence import Evidence
 from forerun.advise.predict import Costs, Drafting
 from forerun.advise.replay import Text
@@ -24,6 +24,7 @@ from forerun.cli.flags import HELP
 from forerun.cli.flags import Settings as Flags
 from forerun.control.cost import CostModel
 from forerun.params import SpeculativeConfig
+from forerun.testing import TableLM
 
 FLAT = CostModel({1: 1.0, 8: 1.2, 64: 4.0})
 COPYING = Text((1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 5, 6, 7, 8) * 4)
@@ -57,18 +58,18 @@ def parsed(command: str) -> dict[str, Any]:
 @pytest.mark.parametrize("drafter", [name for name in registry.drafters.names() if name != "none"])
 def test_every_recommendation_parses_and_vllm_gets_an_answer_where_it_can(drafter: str) -> None:
     setup = Setup("my model.gguf", "ngram", "a folder", flags=("--dtype", "q8"))
-    found = document(evidence_for(drafter), setup, object())
+    found = document(evidence_for(drafter), setup, TableLM(8))
     assert found["recommended"]["drafter"] == drafter
     values = parsed(found["forerun"])
     flags = Flags.of({name: value for name, value in values.items() if name in HELP})
     assert (values["prompt"], flags.model, flags.speculative.drafter) == (PROMPT, "my model.gguf", drafter)
     assert flags.engine.dtype == "q8"
     assert (flags.speculative.draft_model is None) is (drafter == "ngram")
-    if vllm_method(drafter) is None:
+    if registry.drafters.spec(drafter).vllm is None:
         assert found["vllm"] is None
         assert drafter in found["vllm_note"]
     else:
-        assert found["vllm"]["method"] == vllm_method(drafter)
+        assert found["vllm"]["method"] == registry.drafters.spec(drafter).vllm
         assert found["vllm"]["num_speculative_tokens"] >= 1
         assert found["vllm"].keys() <= VLLM_KEYS
         assert found["vllm"].get("model") == (None if drafter == "ngram" else "a folder")
@@ -76,7 +77,7 @@ def test_every_recommendation_parses_and_vllm_gets_an_answer_where_it_can(drafte
 
 
 def test_only_what_vllm_lacks_is_left_unanswered() -> None:
-    lacking = {name for name in registry.drafters.names() if vllm_method(name) is None}
+    lacking = {name for name in registry.drafters.names() if registry.drafters.spec(name).vllm is None}
     assert lacking == {"none", "hydra"}
     config, note = vllm_config(evidence_for("hydra"), Setup("m", "ngram", "folder"), "hydra")
     assert config is None
@@ -84,27 +85,27 @@ def test_only_what_vllm_lacks_is_left_unanswered() -> None:
 
 
 def test_a_head_that_comes_with_the_package_is_named_by_its_folder() -> None:
-    known = evidence_for("hybrid_eagle3")
-    setup = Setup("m", "ngram", checkpoints={"hybrid_eagle3": "box/eagle3"})
-    config, note = vllm_config(known, setup, "hybrid_eagle3")
+    known = evidence_for("ngram+eagle3")
+    setup = Setup("m", "ngram", checkpoints={"ngram+eagle3": "box/eagle3"})
+    config, note = vllm_config(known, setup, "ngram+eagle3")
     assert config is not None
     assert (config["method"], config["model"]) == ("eagle3", "box/eagle3")
-    assert "vLLM has no hybrids" in note
-    assert "--draft-model" not in forerun_command(setup, "hybrid_eagle3", None), "forerun finds it by itself"
-    assert vllm_config(known, replace(setup, checkpoints={}), "hybrid_eagle3")[0] is None
+    assert "vLLM composes no drafters" in note
+    assert "--draft-model" not in forerun_command(setup, "ngram+eagle3", None), "forerun finds it by itself"
+    assert vllm_config(known, replace(setup, checkpoints={}), "ngram+eagle3")[0] is None
 
 
 def test_a_hybrids_chain_for_vllm_is_that_of_its_costly_part_alone() -> None:
-    known = evidence_for("hybrid_eagle3")
+    known = evidence_for("ngram+eagle3")
     short = Drafting(
         (((2, 2, 2), (2, 2, 1)) * 8,) * 2, level=0.02
     )  # the head alone never drafted more than two
     both = replace(known, draftings={**known.draftings, "eagle3": short})
-    setup = Setup("m", "ngram", checkpoints={"hybrid_eagle3": "box/eagle3"})
-    config, _ = vllm_config(both, setup, "hybrid_eagle3")
+    setup = Setup("m", "ngram", checkpoints={"ngram+eagle3": "box/eagle3"})
+    config, _ = vllm_config(both, setup, "ngram+eagle3")
     assert config is not None
     assert config["num_speculative_tokens"] == 2
-    assert (costly_part("hybrid"), costly_part("eagle3")) == ("draft_model", "eagle3")
+    assert (costly_part("ngram+draft_model"), costly_part("eagle3")) == ("draft_model", "eagle3")
 
 
 def test_a_lookup_that_only_pays_when_weighed_is_still_answered_and_said_to_be_so() -> None:
@@ -130,7 +131,7 @@ def test_batch_sizes_have_ranges_without_holes() -> None:
 
 def test_nothing_to_draft_leaves_the_option_out() -> None:
     steep = replace(evidence_for("ngram"), texts=[FRESH], costs=Costs(CostModel({1: 1.0, 2: 9.0}), 0.0))
-    found = document(steep, Setup("m", "ngram"), object())
+    found = document(steep, Setup("m", "ngram"), TableLM(8))
     assert (found["vllm"], found["recommended"]["drafter"]) == (None, "none")
     assert "In vLLM: Leave --speculative-config out." in in_words(found)
     assert parsed(found["forerun"])["drafter"] == "none"

@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forerun.bench import machine
 from forerun.bench.machine import cores, is_busy, load_average, machine_facts, peak_memory, weight_bytes
 from forerun.models.config import DecoderConfig
+from forerun.models.decoder import Decoder
+from forerun.models.native import library as native_library
+from forerun.models.native.target import NativeDecoder
+from forerun.testing import TableLM
 from tests.bench.conftest import CONFIG, random_weights
 
 
@@ -76,15 +81,13 @@ def test_a_commit_has_a_plus_sign_where_files_differ(monkeypatch: pytest.MonkeyP
 
 
 def test_bytes_of_weights_are_told_or_counted_or_not_known() -> None:
-    class Told:
-        weight_bytes = 12
-
-    class Known:
-        config = DecoderConfig.from_hf(CONFIG)
-
-    assert weight_bytes(Told()) == 12
-    assert weight_bytes(object()) is None
-    matrices = [weight for weight in random_weights().values() if weight.dim() == 2]
-    assert weight_bytes(Known()) == 4 * sum(
+    config, weights = DecoderConfig.from_hf(CONFIG), random_weights()
+    assert weight_bytes(TableLM(8)) is None
+    matrices = [weight for weight in weights.values() if weight.dim() == 2]
+    counted = Decoder(config, weights, dtype=torch.float32, device="cpu", kv_slots=None)
+    assert weight_bytes(counted) == 4 * sum(
         weight.numel() for weight in matrices
     )  # read once each; norms are small
+    if native_library.available():
+        told = NativeDecoder(config, weights, mode="bfloat16", kv_slots=None)
+        assert weight_bytes(told) == told.weight_bytes < weight_bytes(counted)

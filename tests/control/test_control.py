@@ -99,7 +99,7 @@ def test_a_fixed_budget() -> None:
 
 
 def chain(acceptance: float, level: float = 0.0, most: int = 8) -> Levels:
-    return Levels([acceptance**depth for depth in range(1, most + 1)], level)
+    return Levels([acceptance**depth for depth in range(1, most + 1)], (level,))
 
 
 def test_depth_rises_with_acceptance_and_falls_with_cost() -> None:
@@ -118,8 +118,8 @@ def test_depth_is_the_best_there_is() -> None:
 
 def test_levels_of_several_nodes_are_charged_for_all_of_them() -> None:
     price = FLAT.price(16, rate=2.0)
-    assert best_depth(Levels([0.5, 0.4, 0.3], 0.0, nodes=4.0), price)[0] == 2
-    assert best_depth(Levels([0.5, 0.4, 0.3], 0.0, nodes=1.0), price)[0] == 3
+    assert best_depth(Levels([0.5, 0.4, 0.3], nodes=4.0), price)[0] == 2
+    assert best_depth(Levels([0.5, 0.4, 0.3], nodes=1.0), price)[0] == 3
 
 
 def test_nodes_go_to_whoever_is_likeliest_to_keep_them() -> None:
@@ -144,9 +144,9 @@ def test_the_shared_choice_is_the_best_there_is(acceptances: tuple[float, float]
 
 
 def test_trials_are_as_short_as_can_pay() -> None:
-    assert shortest_that_pays(FLAT.price(8), 0.1) == 1
-    assert shortest_that_pays(STEEP.price(8), 0.1) == 3
-    assert shortest_that_pays(STEEP.price(8), 0.1, acceptance=0.5) == 0
+    assert shortest_that_pays(FLAT.price(8), (0.1,)) == 1
+    assert shortest_that_pays(STEEP.price(8), (0.1,)) == 3
+    assert shortest_that_pays(STEEP.price(8), (0.1,), acceptance=0.5) == 0
 
 
 def test_flat_costs_allow_wide_and_deep_trees_and_steep_ones_do_not() -> None:

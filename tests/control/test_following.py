@@ -10,7 +10,7 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.drafters.none import NoDrafter
 from forerun.drafters.tree_builder import best_count
-from forerun.quotes import Quote, quote_of
+from forerun.offers import Offer
 from forerun.testing import FakeSeq
 from forerun.testing.control_simulator import Make, Simulation, TextKind
 from forerun.types import Budget, Round, Seq
@@ -156,9 +156,10 @@ def test_texts_that_keep_changing_cost_no_more_than_the_allowance(
 def test_what_is_at_hand_is_used_and_the_head_rests() -> None:
     simulation = Simulation(CPU, Make(0.15, ngram=True))
     simulation.speed(TextKind(0.6, copied=1.0, copy_rate=0.9), 100)
-    assert simulation.budgets[0].level == 0.0
+    assert simulation.budgets[0].source == "free"
     simulation.speed(TextKind(0.8, copied=0.0), 40)
-    assert simulation.budgets[0].level
+    assert simulation.budgets[0].source == "costly"
+    assert simulation.budgets[0].level > 0.0
 
 
 @pytest.mark.parametrize("cost", [CPU, GPU])
@@ -192,7 +193,7 @@ def test_forgets_and_never_runs_what_cannot_pay() -> None:
 
 def test_a_batch_spends_its_allowance_once() -> None:
     cost = CostModel({1: 1.0, 8: 1.7, 64: 8.0})
-    controller = AdaptiveController(cost, 4, 1, lambda seq: Quote(0.3, chosen=False))
+    controller = AdaptiveController(cost, 4, 1, lambda seq: Offer((0.3,), chosen=False))
     seqs = [FakeSeq(i, [1]) for i in range(8)]
     for _ in range(200):
         depths = [budget.depth for budget in controller.plan(seqs)]
@@ -212,31 +213,58 @@ def test_a_batch_spends_its_allowance_once() -> None:
 def test_lookups_of_a_batch_share_the_pass_nearly_as_well_as_can_be(strong: int) -> None:
     cost = CostModel({1: 1.0, 8: 1.6, 16: 2.4, 32: 4.4, 64: 8.4})
     sure, unsure = tuple(0.95**i for i in range(1, 17)), tuple(0.35**i for i in range(1, 17))
-    quotes = [Quote(free=sure if i < strong else unsure) for i in range(8)]
-    controller = AdaptiveController(cost, 16, 1, lambda seq: quotes[seq.id])
+    offers = [Offer(free=sure if i < strong else unsure) for i in range(8)]
+    controller = AdaptiveController(cost, 16, 1, lambda seq: offers[seq.id])
     seqs = [FakeSeq(i, [1]) for i in range(8)]
     for _ in range(60):  # the rate settles
-        counts = _cut(controller.plan(seqs), quotes)
-        tokens = tuple(round(sum(quotes[i].free[:n])) for i, n in enumerate(counts))
+        counts = _cut(controller.plan(seqs), offers)
+        tokens = tuple(round(sum(offers[i].free[:n])) for i, n in enumerate(counts))
         controller.observe(Round(tuple(seqs), tuple(counts), tuple(counts), tokens, {"target": 1.0}))
 
     def rate(counts: list[int]) -> float:
-        tokens = 8 + sum(sum(quotes[i].free[:n]) for i, n in enumerate(counts))
+        tokens = 8 + sum(sum(offers[i].free[:n]) for i, n in enumerate(counts))
         return tokens / cost.pass_seconds(8 + sum(counts))
 
     options = ([n] * strong + [m] * (8 - strong) for n in range(17) for m in range(4))
-    assert rate(_cut(controller.plan(seqs), quotes)) >= 0.97 * max(map(rate, options))
+    assert rate(_cut(controller.plan(seqs), offers)) >= 0.97 * max(map(rate, options))
 
 
-def _cut(budgets: list[Budget], quotes: list[Quote]) -> list[int]:
-    return [best_count(q.free[: b.nodes], b.price) for b, q in zip(budgets, quotes, strict=True)]
+def _cut(budgets: list[Budget], offers: list[Offer]) -> list[int]:
+    return [best_count(q.free[: b.nodes], b.price) for b, q in zip(budgets, offers, strict=True)]
 
 
 def test_texts_that_are_not_drafted_for_leave_the_rate_alone() -> None:
-    quotes = [Quote(free=(0.9, 0.8)), quote_of(NoDrafter(), FakeSeq(1, [1]))]
-    controller = AdaptiveController(FLAT, 8, 1, lambda seq: quotes[seq.id])
+    offers = [Offer(free=(0.9, 0.8)), NoDrafter().offer(FakeSeq(1, [1]))]
+    controller = AdaptiveController(FLAT, 8, 1, lambda seq: offers[seq.id])
     for seq, accepted in ((FakeSeq(0, [1]), 2), (FakeSeq(1, [1]), 0)):
         for _ in range(100):
             controller.plan([seq])
             controller.observe(Round((seq,), (accepted,), (accepted,), (accepted,), {"target": 1.0}))
         assert controller.rate > 2.0
+
+
+@pytest.mark.parametrize("acceptance", [0.1, 0.4, 0.7, 0.9])
+@pytest.mark.parametrize("cost", [CPU, FLAT, GPU])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_drafter_of_one_pass_never_settles_below_plain(
+    acceptance: float, cost: CostModel, batch: int
+) -> None:
+    simulation = Simulation(cost, Make(0.3, stops=False, one_pass=True), nodes=8, width=1, batch=batch)
+    simulation.speed(TextKind(acceptance), 100)
+    assert simulation.speed(TextKind(acceptance), 600) >= 0.97
+
+
+def test_a_drafter_of_one_pass_goes_deeper_than_one_that_pays_by_level() -> None:
+    depths = []
+    for one_pass in (True, False):
+        simulation = Simulation(FLAT, Make(0.25, stops=False, one_pass=one_pass), nodes=8, width=1)
+        simulation.speed(TextKind(0.8, EVEN), 200)
+        budgets = []
+        for _ in range(50):
+            simulation.write(TextKind(0.8, EVEN), 1)
+            budgets += simulation.budgets
+        depths.append(sum(budget.depth for budget in budgets) / len(budgets))
+        costly = [budget for budget in budgets if budget.source == "costly"]
+        assert costly
+        assert all((budget.level == 0.0) == one_pass for budget in costly)  # of one more level
+    assert depths[0] > depths[1] + 1.0

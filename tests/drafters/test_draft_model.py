@@ -73,12 +73,12 @@ def test_texts_that_pause_drafting_catch_up_later() -> None:
 def test_it_says_what_reading_the_text_would_cost_and_forgets_that_when_it_is_read() -> None:
     drafter = ModelDrafter(TableLM(vocab_size=30), vocab_size=30)
     seq = FakeSeq(0, [i % 30 for i in range(40)])
-    before = drafter.quote(seq)
+    before = drafter.offer(seq)
     assert before.start > 0
     assert before.level > 0  # never taken for free, measured or not
     assert not before.chosen
     drafter.propose([seq], [Budget(2, 2)])
-    assert drafter.quote(seq).start == 0.0
+    assert drafter.offer(seq).start == 0.0
     assert (
-        drafter.quote(FakeSeq(1, [1, 2, 3] * 20)).start > drafter.quote(FakeSeq(2, [1, 2, 3] * 10)).start > 0
+        drafter.offer(FakeSeq(1, [1, 2, 3] * 20)).start > drafter.offer(FakeSeq(2, [1, 2, 3] * 10)).start > 0
     )

@@ -16,8 +16,8 @@ from forerun.drafters.eagle.eagle2 import Eagle2Drafter
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.files import read_head, write_head
 from forerun.drafters.eagle.head import EagleHead
-from forerun.drafters.head_drafter import SharedWeights
 from forerun.errors import DamagedFile, InvalidInput, VocabularyMismatch
+from forerun.models.shared import SharedWeights
 from forerun.params import SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
 from forerun.train.recipes.eagle import EagleModule

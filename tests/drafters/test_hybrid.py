@@ -9,11 +9,10 @@ import torch
 from forerun.build import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.drafters.base import Parts
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
+from forerun.offers import Offer
 from forerun.params import SamplingParams, SpeculativeConfig
-from forerun.quotes import Quote, claim_of, quote_of
 from forerun.testing import FakeSeq, LawDrafter, ScriptedDrafter, TableLM, check_drafter
 from forerun.types import Budget, Request, Scores, Seq, TreeBatch, Verdict
 
@@ -63,21 +62,21 @@ def is_lookup(drafter: HybridDrafter, seq: FakeSeq, budget: Budget = CHAIN) -> b
 
 def test_the_controller_is_told_what_both_have_to_offer() -> None:
     drafter, _ = hybrid(cost=0.5)
-    copying, fresh = (drafter.quote(FakeSeq(i, [*text])) for i, text in enumerate((COPY, FRESH)))
+    copying, fresh = (drafter.offer(FakeSeq(i, [*text])) for i, text in enumerate((COPY, FRESH)))
     assert copying.level == fresh.level == 0.5
     assert not copying.chosen  # nobody said that the second chooses its nodes
     assert copying.free[0] > 0.5
     assert list(copying.free) == sorted(copying.free, reverse=True)
     assert fresh.free == ()
-    assert hybrid(cost=0.0)[0].quote(FakeSeq(0, [1])).level > 0  # never taken for free
+    assert not hybrid(cost=0.0)[0].offer(FakeSeq(0, [1])).costs
 
 
 def test_the_controllers_word_holds() -> None:
     drafter, _ = hybrid()
     seq = FakeSeq(0, [*COPY])
-    assert is_lookup(drafter, seq, Budget(3, 3, level=0.0))
-    assert not is_lookup(drafter, seq, Budget(3, 3, level=0.2))
-    nothing = drafter.propose([FakeSeq(1, [*FRESH])], [Budget(3, 3, level=0.0)])
+    assert is_lookup(drafter, seq, Budget(3, 3, source="free"))
+    assert not is_lookup(drafter, seq, Budget(3, 3, level=0.2, source="costly"))
+    nothing = drafter.propose([FakeSeq(1, [*FRESH])], [Budget(3, 3, source="free")])
     assert nothing.is_plain()
 
 
@@ -112,26 +111,26 @@ DEAR = tuple(1.0 + 0.6 * n for n in range(13))
 def test_what_is_at_hand_stands_beside_the_tree_where_nodes_are_cheap() -> None:
     drafter, _ = hybrid()
     seq = FakeSeq(0, [*COPY])
-    trees = drafter.propose([seq], [Budget(12, 6, 4, CHEAP, level=0.2)])
+    trees = drafter.propose([seq], [Budget(12, 6, 4, CHEAP, 0.2, "costly")])
     assert tokens_of(trees, 0)[:4] == [6, 9, 9, 9]
     assert tokens_of(trees, 0)[4:6] == [7, 8]
     assert trees.parents.tolist()[4:6] == [0, 4]
-    assert claim_of(drafter, seq) is None
-    alone = drafter.propose([seq], [Budget(12, 6, 4, DEAR, level=0.2)])
+    assert drafter.offer(seq).expected is None
+    alone = drafter.propose([seq], [Budget(12, 6, 4, DEAR, 0.2, "costly")])
     assert tokens_of(alone, 0) == [6, 9, 9, 9]
 
 
 def test_a_match_that_agrees_makes_the_tree_longer() -> None:
     second = ScriptedDrafter(lambda seq, budget: ([seq.tokens[-1], 7, 8], [-1, 0, 1]), cost=0.5)
     drafter = HybridDrafter(NgramDrafter(), second)
-    trees = drafter.propose([FakeSeq(0, [*COPY])], [Budget(12, 6, 4, CHEAP, level=0.2)])
+    trees = drafter.propose([FakeSeq(0, [*COPY])], [Budget(12, 6, 4, CHEAP, 0.2, "costly")])
     assert tokens_of(trees, 0)[:5] == [6, 7, 8, 1, 2]
     assert trees.parents.tolist()[:5] == [-1, 0, 1, 2, 3]
 
 
 def test_matches_that_are_never_right_beside_the_tree_are_left_out() -> None:
     drafter, _ = hybrid()
-    budget = Budget(12, 6, 4, tuple(1.0 + 0.05 * n for n in range(13)), level=0.2)
+    budget = Budget(12, 6, 4, tuple(1.0 + 0.05 * n for n in range(13)), 0.2, "costly")
     seq = FakeSeq(0, [*COPY])
     assert len(drafter.propose([seq], [budget]).tokens) > 4
     for _ in range(40):  # the target goes with the second, whatever n-gram has
@@ -154,23 +153,22 @@ def test_everybody_is_shown_everything_and_forgets() -> None:
 def test_plan_and_proposal_agree_on_the_route() -> None:
     drafter, _ = hybrid(cost=0.05)
     cost = CostModel({1: 1.0, 16: 1.3})
-    controller = AdaptiveController(cost, 6, 1, drafter.quote, drafter.claim)
+    controller = AdaptiveController(cost, 6, 1, drafter.offer)
     seqs = [FakeSeq(0, [*COPY]), FakeSeq(1, [*FRESH])]
     copying, fresh = controller.plan(seqs)
-    assert copying.level == 0.0
+    assert copying.source == "free"
     assert copying.price is not None  # n-gram cuts its own tree
-    assert fresh.level
+    assert fresh.source == "costly"
     assert fresh.price is None
     trees = drafter.propose(seqs, [copying, fresh])
     assert tokens_of(trees, 0)[1:2] == [7]
     assert tokens_of(trees, 1)[1:2] == [9]
 
 
-def test_drafters_that_do_not_quote_are_taken_at_their_cost() -> None:
+def test_doubles_that_cost_something_may_sample() -> None:
     seq = FakeSeq(0, [1])
-    assert quote_of(ScriptedDrafter(nines, cost=0.5), seq) == Quote(0.5, chosen=False)
-    assert quote_of(ScriptedDrafter(nines), seq) == Quote()
-    assert claim_of(ScriptedDrafter(nines), seq) is None
+    assert ScriptedDrafter(nines, cost=0.5).offer(seq) == Offer((0.5,), chosen=False)
+    assert ScriptedDrafter(nines).offer(seq) == Offer()
 
 
 def test_it_keeps_the_contract_of_drafters() -> None:
@@ -192,10 +190,4 @@ def test_the_text_is_the_plain_loops_at_every_temperature() -> None:
 
     with torch.no_grad():
         for temperature in (0.0, 0.8):
-            assert write("hybrid", temperature) == write("none", temperature)
-
-
-def test_it_is_built_from_a_draft_model() -> None:
-    target = TableLM(8)
-    parts = Parts(target, TableLM(8), SpeculativeConfig("hybrid"))
-    assert type(HybridDrafter.build(parts).second).__name__ == "ModelDrafter"
+            assert write("ngram+draft_model", temperature) == write("none", temperature)

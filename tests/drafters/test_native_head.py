@@ -14,10 +14,11 @@ from forerun.drafters.eagle.eagle2 import Eagle2Drafter
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.head import EagleHead
 from forerun.drafters.eagle.native_head import NativeHead
-from forerun.drafters.head_drafter import Calibration, SharedWeights
+from forerun.drafters.head_drafter import Calibration
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.models.native import head_library
 from forerun.models.native.packing import unpack_rows
+from forerun.models.shared import SharedWeights
 from forerun.params import SamplingParams
 from forerun.testing import FakeSeq, TableLM
 from forerun.types import Budget, Scores, TreeBatch, Verdict
@@ -120,7 +121,7 @@ def test_trees_are_the_same(params: dict[str, float | bool], budget: Budget) -> 
         observe_prompts(drafter, TableLM(VOCAB), seqs)
         trees.append(as_lists(drafter.propose(seqs, [budget, Budget(2, 2), budget])))
     assert trees[0] == trees[1]
-    claims = [[drafter.claim(seq) for seq in seqs] for drafter in drafters]
+    claims = [[drafter.offer(seq).expected for seq in seqs] for drafter in drafters]
     assert claims[1] == pytest.approx(claims[0], rel=1e-3)
 
 
@@ -187,13 +188,13 @@ def test_a_quote_counts_what_is_to_be_read() -> None:
     drafter = Eagle3Drafter(NativeHead(config, eagle_weights(config), None))
     seq = FakeSeq(0, [i % VOCAB for i in range(100)])
     show(drafter, seq, torch.randn(99, config.feature_width))
-    before = drafter.quote(seq)
+    before = drafter.offer(seq)
     drafter.propose([seq], [Budget(3, 3)])
-    after = drafter.quote(seq)
+    after = drafter.offer(seq)
     assert before.start > 0.0 == after.start
     assert after.level > 0.0
     assert after.chosen
     assert after.stops
-    assert drafter.claim(seq) is not None
+    assert drafter.offer(seq).expected is not None
     drafter.forget(seq)
-    assert drafter.claim(seq) is None
+    assert drafter.offer(seq).expected is None

@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forerun import registry
 from forerun.drafters.eagle.config import EagleConfig, Kind
 from forerun.drafters.eagle.files import expected_shapes, write_head
 from forerun.drafters.medusa import Family, HeadsConfig, write_heads
 from forerun.drafters.vocab import DraftVocabulary
 
-HEADS = ("medusa", "hydra", "eagle", "eagle2", "eagle3")
+HEADS = tuple(spec.name for spec in registry.drafters.specs() if spec.needs == "head")
 
 
 def eagle_config(

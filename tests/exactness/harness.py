@@ -23,9 +23,9 @@ from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
 from forerun.types import Request, TreeBatch
 from forerun.verify.warp import warp
-from tests.drafters.tiny_heads import HEADS, save_head
+from tests.drafters.tiny_heads import save_head
 
-DRAFTERS = registry.drafters.names()
+DRAFTERS = sorted({name for spec in registry.drafters.specs() for name in (spec.name, spec.best)})
 VERIFIERS = [name for name in registry.verifiers.names() if registry.verifiers.get(name)().exact]
 SHAPES = {"chain": (4, 1), "tree": (6, 2)}  # name -> nodes, width
 SETTINGS = {
@@ -72,8 +72,10 @@ class Alike(TableLM):
 @cache
 def head_folder(drafter: str, vocab: int) -> str | None:
     """A folder with random weights for a drafter that is a head of TableLM; None for any other."""
-    head = drafter.removeprefix("hybrid_")
-    return str(save_head(head, Path(mkdtemp(prefix="forerun-head-")), vocab)) if head in HEADS else None
+    spec = registry.drafters.spec(drafter)
+    if spec.needs != "head":
+        return None
+    return str(save_head(spec.formats[0], Path(mkdtemp(prefix="forerun-head-")), vocab))
 
 
 def engine_for(

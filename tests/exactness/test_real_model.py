@@ -15,7 +15,6 @@ from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.types import Request
-from tests.drafters.tiny_heads import HEADS
 from tests.exactness.harness import run
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -88,8 +87,8 @@ def head_for(drafter: str) -> str | None:
 # heads that nobody trained for this model are covered on the TableLM
 DRAFTERS = [
     name
-    for name in registry.drafters.names()
-    if name.removeprefix("hybrid_") not in HEADS or head_for(name) is not None
+    for name in sorted({name for spec in registry.drafters.specs() for name in (spec.name, spec.best)})
+    if registry.drafters.spec(name).needs != "head" or head_for(name) is not None
 ]
 
 

@@ -11,7 +11,6 @@ from forerun.drafters.eagle.cuda.drafter import DeviceEagle
 from forerun.drafters.eagle.cuda.feature_fusion import make_net
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.head import EagleHead
-from forerun.drafters.head_drafter import borrow
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder
 from forerun.types import Scores, Verdict
@@ -42,7 +41,7 @@ def both_drafters(
 ) -> tuple[DeviceEagle, Eagle3Drafter]:
     """A head drafting on the device, and the same head as everywhere."""
     config, weights = make_head(target, **more)
-    head = EagleHead(config, weights, borrow(target), dtype=target.model.dtype, device=target.device)
+    head = EagleHead(config, weights, target.shared(), dtype=target.model.dtype, device=target.device)
     plain = Eagle3Drafter(head)
     draft = DeviceDraft(*make_net(config, weights, target, kind), capture=target.kernels == "triton")
     return DeviceEagle(draft, lambda: plain), plain

@@ -46,7 +46,7 @@ def test_what_the_device_cannot_do_the_plain_drafter_does(
         target.release(seq)
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
     assert "no such instruction" in caplog.text
-    assert device.cost == device.quote(seq).level == plain.cost > 0
+    assert device.offer(seq).level == plain.offer(seq).level > 0
     assert device.draft.net.kv.used == 0
 
 

@@ -23,7 +23,7 @@ def surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Whatever needs the model shares one; what a snippet registers is gone after it."""
     if request.node.get_closest_marker("model"):
         request.getfixturevalue("one_load")
-    monkeypatch.setattr(registry.drafters, "paths", dict(registry.drafters.paths))
+    monkeypatch.setattr(registry.drafters, "_specs", dict(registry.drafters._specs))
 
 
 @pytest.mark.parametrize("page", [marked(page, "".join(blocks(page, "python"))) for page in PAGES])

@@ -23,19 +23,9 @@ from forerun.train.run import train
 from forerun.types import Request
 
 
-class Lending(Decoder):
-    """Our decoder with what heads borrow."""
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._embedding[tokens]
-
-    def head_rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._head[tokens]
-
-
-def lending(checkpoint: Checkpoint) -> Lending:
+def lending(checkpoint: Checkpoint) -> Decoder:
     config = DecoderConfig.from_hf(checkpoint.config)
-    return Lending(config, checkpoint.weights, dtype=torch.float32, device="cpu", kv_slots=None)
+    return Decoder(config, checkpoint.weights, dtype=torch.float32, device="cpu", kv_slots=None)
 
 
 def options_for(method: Method, tiny: Checkpoint, texts: Path, out: Path, **more: object) -> TrainOptions:

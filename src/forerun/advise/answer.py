@@ -17,12 +17,13 @@ from forerun.bench.figures import acceptance_document
 from forerun.bench.report.summary import busy_warning
 from forerun.bench.stats import Spread
 from forerun.build import needs_head
+from forerun.models.base import Target
 
 HARMLESS = 0.97  # what other prompts of the kind may cost at worst
 STOP = 1.02  # a drafter that gains less at some batch size need not draft there
 
 
-def document(evidence: Evidence, setup: Setup, target: object) -> dict[str, Any]:
+def document(evidence: Evidence, setup: Setup, target: Target) -> dict[str, Any]:
     """Everything that is known and what follows from it, as plain JSON values."""
     by_batch = {batch: prospects(evidence, batch) for batch in BATCHES}
     best = by_batch[1][0] if by_batch[1] else None

@@ -11,20 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from forerun import registry
 from forerun.advise.evidence import Evidence, Fixed, fixed_chain, fixed_lookup
 
 PROMPT = "Your prompt"
-_METHODS = {  # vLLM's names; the only place here that knows them
-    "ngram": "ngram",
-    "draft_model": "draft_model",
-    "medusa": "medusa",
-    "eagle": "eagle",
-    "eagle2": "eagle",
-    "eagle3": "eagle3",
-    "hybrid": "draft_model",
-    "hybrid_eagle3": "eagle3",
-    "hybrid_medusa": "medusa",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +35,16 @@ class Setup:
         return self.draft_model or self.checkpoints.get(drafter)
 
 
-def vllm_method(drafter: str) -> str | None:
-    """vLLM's name for a drafter; of a hybrid, that of the part that costs something: it has no hybrids."""
-    return _METHODS.get(drafter)
-
-
 def costly_part(drafter: str) -> str:
-    """The drafter that a hybrid falls back to where n-gram has nothing to say; itself for all others."""
-    return "draft_model" if drafter == "hybrid" else drafter.removeprefix("hybrid_")
+    """The part of a composition that must run to draft; itself for all others."""
+    spec = registry.drafters.spec(drafter)
+    return next((part.name for part in spec.members if part.needs != "nothing"), spec.name)
 
 
 def forerun_command(setup: Setup, drafter: str, budget: int | None) -> str:
     """A command that runs as it is printed."""
     words = ["forerun", "generate", PROMPT, "--model", setup.model, "--drafter", drafter]
-    if setup.draft_model is not None and drafter not in ("none", "ngram"):
+    if setup.draft_model is not None and registry.drafters.spec(drafter).needs != "nothing":
         words += ["--draft-model", setup.draft_model]
     if budget:
         words += ["--budget", str(budget)]
@@ -67,7 +53,7 @@ def forerun_command(setup: Setup, drafter: str, budget: int | None) -> str:
 
 def vllm_config(evidence: Evidence, setup: Setup, drafter: str) -> tuple[dict[str, Any] | None, str]:
     """The configuration, and what must be said with it; None only where vLLM cannot do it, and then why."""
-    method = vllm_method(drafter)
+    method = registry.drafters.spec(drafter).vllm  # of a composition, that of the part that costs something
     if method is None:
         return None, f"vLLM has no drafter like {drafter!r}."
     config: dict[str, Any]
@@ -92,8 +78,8 @@ def vllm_config(evidence: Evidence, setup: Setup, drafter: str) -> tuple[dict[st
 def _note(drafter: str, method: str, fixed: Fixed) -> str:
     """Where vLLM would do less than we do."""
     said = []
-    if drafter.startswith("hybrid"):
-        said.append(f"vLLM has no hybrids: this is its {method!r} part alone.")
+    if registry.drafters.spec(drafter).members:
+        said.append(f"vLLM composes no drafters: this is the {method!r} part alone.")
     if not fixed.budgets[1]:
         said.append(
             f"With a fixed budget, as vLLM has it, {fixed.gains[1]:.2f}x plain is predicted: "

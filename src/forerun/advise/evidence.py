@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from forerun import registry
 from forerun.advise.predict import Costs, Drafting, estimate, predict, worst_prompt
@@ -21,7 +20,7 @@ from forerun.bench.figures import Accepted, interval_of
 from forerun.bench.measure import Group, Prompt, Run, alternate, warm_up
 from forerun.bench.settings import PLAIN, Cell, Settings, Way
 from forerun.bench.stats import Spread
-from forerun.build import needs_head
+from forerun.build import build_drafter
 from forerun.control.allocate import deepest
 from forerun.control.cost import CostModel
 from forerun.drafters.base import Drafter, Parts
@@ -106,7 +105,8 @@ def gather(llm: LLM, cost: CostModel, prompts: Sequence[Prompt], settings: Setti
 def _available(llm: LLM) -> dict[str, Drafter]:
     """The drafters that can be built around this engine as it is; those that need a file not given are left out."""
     found: dict[str, Drafter] = {}
-    for name in registry.drafters.names():
+    specs = sorted(registry.drafters.specs(), key=lambda spec: spec.name)
+    for name in dict.fromkeys(name for spec in specs for name in (spec.name, spec.best)):
         if name == "none":
             continue
         try:
@@ -118,7 +118,8 @@ def _available(llm: LLM) -> dict[str, Drafter]:
 
 def knows_its_confidence(name: str) -> bool:
     """Does this drafter cost something and still cut its own trees? Then only the controller sets its budget."""
-    return needs_head(name) or name.startswith("hybrid")
+    spec = registry.drafters.spec(name)
+    return spec.needs == "head" or bool(spec.members)
 
 
 def calibrate(cost: CostModel, plain: Sequence[Run], drafted: Sequence[Run]) -> Costs:
@@ -201,9 +202,8 @@ def _replayed(evidence: Evidence, name: str, budget: Budget, shortest: int = 1) 
         prompt_lookup_max=evidence.speculative.prompt_lookup_max,
         prompt_lookup_min=shortest,
     )
-    cls: Any = registry.drafters.get(name)
     parts = Parts(None, None, speculative)  # type: ignore[arg-type]  # it reads nothing of the target
-    drafter: Drafter = cls.build(parts) if hasattr(cls, "build") else cls()
+    drafter = build_drafter(registry.drafters.spec(name), parts)
     done = replay(drafter, evidence.texts, budget)
     return Drafting(done.rounds, 0.0, done.seconds_per_round)
 

@@ -8,7 +8,7 @@ from typing import Any
 from forerun.advise.evidence import WORTH_IT, Evidence, Prospect
 from forerun.advise.predict import Costs, at_acceptance
 from forerun.build import needs_head
-from forerun.models.config import DecoderConfig
+from forerun.models.base import Target
 
 ACCEPTANCE = (0.55, 0.7)  # what small heads reach on a text they were not, and were, trained for
 VOCABULARY = 16384  # tokens that a draft head needs to rank
@@ -16,7 +16,7 @@ TOKENS = 2_000_000  # of the target's own answers, to train one
 SHARE = 0.1  # of a plain pass, where the model's shape is not known
 
 
-def head_prospect(evidence: Evidence, best: Prospect | None, target: object) -> dict[str, Any]:
+def head_prospect(evidence: Evidence, best: Prospect | None, target: Target) -> dict[str, Any]:
     """What a one-layer head would gain, if it got the acceptance that such heads get."""
     share = _level_share(target)
     gains = [at_acceptance(rate, share, evidence.costs, 1, evidence.nodes)[0] for rate in ACCEPTANCE]
@@ -34,10 +34,11 @@ def head_prospect(evidence: Evidence, best: Prospect | None, target: object) -> 
     }
 
 
-def _level_share(target: object) -> float:
+def _level_share(target: Target) -> float:
     """What one level of a one-layer head with a trimmed vocabulary costs, in plain passes, by bytes read."""
-    config = getattr(target, "config", None)
-    if not isinstance(config, DecoderConfig) or config.moe is not None:
+    shared = target.shared()
+    config = None if shared is None else shared.config
+    if config is None or config.moe is not None:
         return SHARE
     layer = (
         config.width * config.head_dim * 2 * (config.heads + config.kv_heads)

@@ -8,11 +8,11 @@ likes: which is how a speed-up can be predicted for loads that nobody has run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from forerun.bench.measure import Drafts
-from forerun.drafters.base import Drafter
+from forerun.drafters.base import Drafter, LookupDrafter
 from forerun.params import SamplingParams
 from forerun.types import Budget, Scores, TreeBatch, Verdict
 from forerun.verify.greedy import follow
@@ -53,7 +53,7 @@ class Replay:
 
 def can_replay(drafter: Drafter) -> bool:
     """Does it know its own confidence, cost nothing, and read nothing of the target?"""
-    return drafter.cost == 0.0 and not drafter.needs.hidden_layers and hasattr(drafter, "confidence")
+    return isinstance(drafter, LookupDrafter) and not drafter.needs.hidden_layers
 
 
 def replay(drafter: Drafter, texts: Sequence[Text], budget: Budget) -> Replay:
@@ -67,7 +67,7 @@ def replay(drafter: Drafter, texts: Sequence[Text], budget: Budget) -> Replay:
         while len(seq.tokens) < len(whole):
             depth = min(budget.depth, end - len(seq.tokens) - 1)
             nodes = budget.nodes if depth > 0 else 0
-            allowed = Budget(nodes, max(0, depth), budget.width, budget.price, budget.level)
+            allowed = replace(budget, nodes=nodes, depth=max(0, depth))
             started = perf_counter()
             trees = drafter.propose([seq], [allowed])
             path = _walk(trees, whole[len(seq.tokens) :])

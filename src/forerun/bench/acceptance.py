@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from forerun import registry
 from forerun.bench.suites import Item, load_suite
 from forerun.heads import open_head
 from forerun.llm import LLM
@@ -30,11 +31,7 @@ SEED = 20261115
 def drafter_of(folder: Path) -> str:
     """The drafter that runs what is in a folder."""
     head = open_head(folder)
-    if head is None:
-        return "draft_model"
-    return (
-        "eagle2" if head.kind == "eagle" else head.kind
-    )  # the same head, with a tree that follows its confidence
+    return "draft_model" if head is None else registry.drafters.running(head.kind)[0].name
 
 
 def measure(

@@ -15,6 +15,7 @@ from forerun.bench.measure import Contender, Written
 from forerun.bench.peers.process import Peers
 from forerun.bench.recorder import Recorder
 from forerun.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS, Cell, Settings, Way
+from forerun.build import build_drafter
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.control.fixed import budget_of
@@ -22,6 +23,7 @@ from forerun.drafters.base import Drafter, Parts
 from forerun.errors import InvalidInput
 from forerun.llm import LLM
 from forerun.models.load import checkpoint as loading
+from forerun.models.native.target import NativeDecoder
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.types import Request
 
@@ -48,12 +50,11 @@ def load(settings: Settings) -> tuple[LLM, CostModel]:
 def build_head(llm: LLM, way: Way) -> Drafter:
     """A drafter with a head of its own, beside whatever the engine drafts with."""
     assert way.drafter is not None
-    cls = registry.drafters.get(way.drafter)
-    if not hasattr(cls, "build"):
+    spec = registry.drafters.spec(way.drafter)
+    if spec.needs != "head":
         raise InvalidInput(f"the drafter {way.drafter!r} has no head; write {way.drafter} without a folder")
     speculative = SpeculativeConfig(way.drafter, draft_model=way.head)
-    drafter: Drafter = cls.build(Parts(llm.engine.target, None, speculative))
-    return drafter
+    return build_drafter(spec, Parts(llm.engine.target, None, speculative))
 
 
 def fresh_costs(llm: LLM) -> CostModel:
@@ -126,7 +127,8 @@ def load_peers(llm: LLM, settings: Settings) -> Peers:
     threads, target = torch.get_num_threads(), llm.engine.target
     if names := [name for name in settings.peers if not name.startswith(LLAMA_CPP)]:
         # quantised weights and other roundings write other texts: then our own plain loop is the reference
-        alike = target.device.type == "cpu" and getattr(target, "mode", "float32") == "float32"
+        mode = target.mode if isinstance(target, NativeDecoder) else "float32"
+        alike = target.device.type == "cpu" and mode == "float32"
         found.host(
             TRANSFORMERS, names, "forerun.bench.peers.transformers", model=settings.model,
             draft=settings.draft_model, ends=ends, device=str(target.device), alike=alike, threads=threads,

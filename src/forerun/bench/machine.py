@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from forerun.bench.bandwidth import copy_bandwidth
-from forerun.models.config import DecoderConfig
+from forerun.models.base import Target
+from forerun.models.native.target import NativeDecoder
 
 BUSY_SHARE = 0.5  # of the cores: a load above this before we start is somebody else's
 
@@ -69,20 +70,19 @@ def peak_memory() -> dict[str, float | None]:
     return {"process_mb": held, "device_mb": None if on_gpu is None else round(on_gpu, 1)}
 
 
-def weight_bytes(target: object) -> int | None:
+def weight_bytes(target: Target) -> int | None:
     """Bytes of weights that a pass over one node reads, where the target or its configuration tells."""
-    told = getattr(target, "weight_bytes", None)
-    if isinstance(told, int):
-        return told
-    config = getattr(target, "config", None)
-    if not isinstance(config, DecoderConfig):
+    if isinstance(target, NativeDecoder):
+        return target.weight_bytes
+    shared = target.shared()
+    if shared is None or shared.config is None:
         return None
+    config = shared.config
     attention = config.width * config.head_dim * 2 * (config.heads + config.kv_heads)
     moe = config.moe
     inner = config.inner if moe is None else moe.per_token * moe.inner + (moe.shared_inner or 0)
     weights = config.layers * (attention + 3 * config.width * inner) + config.vocab_size * config.width
-    dtype = getattr(target, "_dtype", torch.float32)
-    return int(weights * torch.empty((), dtype=dtype).element_size())
+    return int(weights * torch.empty((), dtype=shared.dtype).element_size())
 
 
 def _cpu_model() -> str:

@@ -147,7 +147,8 @@ def _engine_facts(llm: LLM, cost: CostModel, copy_rate: float) -> dict[str, Any]
     return {
         "device": str(target.device),
         "default_drafter": llm.engine.default_drafter,
-        "mode": getattr(target, "mode", None),  # how the native kernels hold the weights; None = torch's
+        # how the native kernels hold the weights; None = torch's
+        "mode": target.mode if isinstance(target, NativeDecoder) else None,
         "memory": peak_memory(),
         "weight_bytes": read,
         "bandwidth_share": None if share is None else round(share, 3),

@@ -41,8 +41,8 @@ class Way:
         name, colon, nodes = text.partition(":")
         if name == PLAIN:
             raise InvalidInput("'plain' is always measured; name the drafters to compare with it")
-        if name != AUTO and name not in registry.drafters.names():
-            registry.drafters.get(name)  # raises, naming what there is
+        if name != AUTO:
+            name = registry.drafters.spec(name).name  # raises, naming what there is
         if colon and not (nodes.isdigit() and 1 <= int(nodes) <= 256):
             raise InvalidInput(f"the budget in {text!r} is not usable; write {name}:8, with 1 to 256 nodes")
         return cls(text, None if name == AUTO else name, int(nodes) if colon else None)

@@ -21,10 +21,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from forerun import __version__
+from forerun import __version__, registry
 from forerun.cli.flags import DEFAULT_MODEL
 from forerun.cli.models import in_units
 from forerun.errors import InvalidInput
+from forerun.heads import heads_in_the_box
 from forerun.models.load.catalog import cache_folder, known_models
 
 # Distribution names: what each extra brings, and what is always needed. A test holds them to pyproject.toml.
@@ -79,6 +80,7 @@ def examine() -> Iterator[Finding]:
     for library in HANDY:
         yield _library(library, needed=False, fix=f"pip install {library}")
     yield _default_model()
+    yield from _drafters()
     yield _cache()
     yield _compiler()
     yield _kernels()
@@ -127,6 +129,23 @@ def _default_model() -> Finding:
             "model", f"{DEFAULT_MODEL} is absent", ok=False, fix=f"forerun models pull {DEFAULT_MODEL}"
         )
     return Finding("model", f"{DEFAULT_MODEL}, {path}")
+
+
+def _drafters() -> Iterator[Finding]:
+    """Which drafters work as they are, and what the others need."""
+    boxed = heads_in_the_box()
+    ready, wanting = [], dict[str, list[str]]()
+    for spec in registry.drafters.specs():
+        head = next((head.path.name for head in boxed if head.kind in spec.formats), None)
+        if spec.needs == "nothing" or head is not None:
+            ready.append(spec.name if head is None else f"{spec.name} (head {head})")
+        else:
+            wanting.setdefault("a second model" if spec.needs == "checkpoint" else "a head", []).append(
+                spec.name
+            )
+    yield Finding("drafters", ", ".join(ready), needed=False)
+    for need, names in wanting.items():
+        yield Finding("drafters", f"with {need} (--draft-model): {', '.join(names)}", needed=False)
 
 
 def _cache() -> Finding:

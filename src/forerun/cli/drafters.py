@@ -1,10 +1,10 @@
-"""`forerun drafters`: who can guess ahead, in a line each; `check` holds a trained head against its target."""
+"""`forerun drafters`: the drafters, in a line each; `check` holds a trained head against its target."""
 
 from __future__ import annotations
 
 import ast
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -18,21 +18,47 @@ from forerun.cli.flags import DEFAULT_MODEL
 from forerun.cli.show import table_console
 from forerun.errors import InvalidInput
 from forerun.heads import heads_in_the_box
+from forerun.registry import DrafterSpec
 
 drafters = typer.Typer(invoke_without_command=True)
 
 
 @drafters.callback()
-def list_drafters(context: typer.Context) -> None:
-    """List the drafters that --drafter takes, and the trained heads that come with the package."""
+def list_drafters(
+    context: typer.Context,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """List the drafters that --drafter takes, and the trained heads that come with the package.
+
+    Two drafters are composed by name: ngram+eagle3.
+    """
     if context.invoked_subcommand is not None:
         return
+    specs = sorted(registry.drafters.specs(), key=lambda spec: spec.name)
+    specs = [replace(spec, says=spec.says or first_line(spec.where)) for spec in specs]
+    heads = heads_in_the_box()
+    if as_json:
+        boxed = [{"name": head.path.name, "kind": head.kind, "target": head.target} for head in heads]
+        rows = [{**asdict(spec), "best": spec.best} for spec in specs]
+        print(json.dumps({"drafters": rows, "aliases": registry.drafters.aliases, "heads": boxed}))
+        return
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
-    for name in registry.drafters.names():
-        table.add_row(name, describe(registry.drafters.paths.get(name, "")))
+    for spec in specs:
+        table.add_row(spec.name, spec.says, needs_in_words(spec))
     table_console().print(table)
-    for head in heads_in_the_box():
+    for old, name in registry.drafters.aliases.items():
+        print(f"old name {old}: {name}")
+    for head in heads:
         print(f"head {head.path.name}: {head.kind} for {head.target}, {head.size / 1e6:.1f} MB")
+
+
+def needs_in_words(spec: DrafterSpec) -> str:
+    """What --draft-model must name for it."""
+    if spec.needs == "head":
+        return f"needs a head: {', '.join(spec.formats)}"
+    return "needs a second model" if spec.needs == "checkpoint" else ""
 
 
 @drafters.command()
@@ -69,10 +95,13 @@ def check(
         raise typer.Exit(2)
 
 
-def describe(path: str) -> str:
-    """The first line of a part's module, read and not imported: importing it would import torch."""
-    spec = find_spec(path.partition(":")[0]) if path else None
-    if spec is None or spec.origin is None:
+def first_line(where: str) -> str:
+    """The first line of a module, read and not imported: importing it would import torch."""
+    try:
+        spec = find_spec(where.partition(":")[0])
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return "from another package"
     doc = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
     return doc.partition("\n")[0]

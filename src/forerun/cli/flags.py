@@ -40,7 +40,7 @@ HELP: Mapping[str, str] = {
     "stop": "End before this text; may be given several times.",
     "ignore_eos": "Write on past the model's own end, up to --max-tokens.",
     "seed": "Makes the text a function of the seed alone, whatever the drafter.",
-    "drafter": "Who guesses ahead; `forerun drafters` lists them, none is plain decoding.",
+    "drafter": "Who guesses ahead; `forerun drafters` lists them, a+b composes two, none is plain decoding.",
     "draft_model": "A smaller model of the same vocabulary, or the folder of a trained head, to draft with.",
     "budget": "Draft exactly this many tokens a round, instead of what pays; 0 drafts nothing.",
     "width": "Children per node of a drafted tree at most; 1 is a chain.",
@@ -88,18 +88,12 @@ def _speculative(values: Mapping[str, Any]) -> SpeculativeConfig:
     if "budget" in ours:
         ours["controller"] = "fixed"
     config = SpeculativeConfig(**ours)
-    if config.drafter != "auto":
-        _check_known(registry.drafters, config.drafter)
-    if config.drafter == "draft_model" and config.draft_model is None:
-        raise InvalidInput("--drafter draft_model needs a model to draft with; add --draft-model NAME")
-    if config.verifier != "auto":
-        _check_known(registry.verifiers, config.verifier)
+    needs = "nothing" if config.drafter == "auto" else registry.drafters.spec(config.drafter).needs
+    if needs == "checkpoint" and config.draft_model is None:
+        raise InvalidInput(f"--drafter {config.drafter} needs a model to draft with; add --draft-model NAME")
+    if config.verifier not in ("auto", *registry.verifiers.names()):
+        registry.verifiers.get(config.verifier)  # raises, naming what there is, before a model is loaded
     return config
-
-
-def _check_known(parts: registry.Registry, name: str) -> None:
-    if name not in parts.names():
-        parts.get(name)  # raises, naming what there is: now, and not after a model was loaded
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:

@@ -18,26 +18,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from forerun.control.allocate import Levels, allocate, best_depth, deepest, shortest_that_pays, widest
+from forerun.control.base import ControlParts
 from forerun.control.cost import CostModel
 from forerun.control.history import History
-from forerun.quotes import Quote
+from forerun.offers import FREE, Offer, total
 from forerun.types import Budget, Round, Seq
 
+MOST_NODES, MOST_WIDTH = 60, 10  # what budgets may come to, where nobody set a limit
 EARNED = 0.015  # passes that a token adds to the allowance
 MOST_SAVED = 4.0  # passes; more would only be spent at once when a text goes bad
 PACE = 0.97  # memory of the rate, per round
 WORTH_IT = 0.05  # tokens a round: less is not worth the noise
 CLOSE = 0.05  # of trust: what is not worth correcting
 REFRESH = 16  # rounds for which a price list holds
-NOTHING = Budget(0, 0, level=0.0)
+NOTHING = Budget(0, 0, source="free")
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
     """What a sequence is to do in the coming round."""
 
-    quote: Quote
-    offer: Levels
+    offer: Offer
+    levels: Levels
     asks: bool = False  # the drafter that costs
     idle: bool = False  # nothing pays
     depth: int = 0
@@ -55,28 +57,30 @@ class PriceList:
 class AdaptiveController:
     """Budgets from measured costs and observed acceptance."""
 
-    weighs_costs = True
-
     def __init__(
         self,
         cost: CostModel,
         nodes: int,
         width: int,
-        quote: Callable[[Seq], Quote],
-        claim: Callable[[Seq], float | None] = lambda seq: None,
+        offer: Callable[[Seq], Offer],
     ) -> None:
         self.cost, self.nodes, self.width = cost, nodes, width
-        self.quote = quote  # what the sequence's own drafter would cost
-        self.claim = claim  # how many tokens it expected to stand of what it drafted last
+        self.offer = offer  # of the sequence's own drafter
         self.allowance = MOST_SAVED / 2  # passes that may still be lost on trials
         self._records: dict[int, History] = {}
         self._latest = History()  # what a new text starts from
-        self._quotes: dict[int, Quote] = {}  # of this round's sequences
+        self._offers: dict[int, Offer] = {}  # of this round's sequences
+        self._next: dict[int, tuple[int, Offer]] = {}  # asked for already: at how many tokens, and the offer
         self._asked: dict[int, int] = {}  # of these, whose costly drafter was asked, and how deep it may go
         self._usual: dict[int, float] = {}  # nodes that a sequence drafts on average
         self._written, self._passes = 1.0, 1.0
         self._prices: dict[tuple[int, float, int], PriceList] = {}
         self._rounds = 0
+
+    @classmethod
+    def build(cls, parts: ControlParts) -> AdaptiveController:
+        nodes = MOST_NODES if parts.nodes is None else parts.nodes
+        return cls(parts.measure(), nodes, parts.width or MOST_WIDTH, parts.offer)
 
     @property
     def rate(self) -> float:
@@ -84,8 +88,8 @@ class AdaptiveController:
         return max(1.0, self._written / self._passes)
 
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
-        self._quotes = {seq.id: self.quote(seq) for seq in seqs}
-        costly = sum(quote.level > 0.0 for quote in self._quotes.values())
+        self._offers = {seq.id: self._offer_now(seq) for seq in seqs}
+        costly = sum(offer.costs for offer in self._offers.values())
         options = [self._option(seq, len(seqs), costly) for seq in seqs]
         others = [0] * len(seqs)
         if len(seqs) > 1:
@@ -96,8 +100,8 @@ class AdaptiveController:
             length, worst = self._trial(option, len(seqs), costly) if option.idle else (0, 0.0)
             if length and spare >= worst:
                 spare -= worst
-                depth = 2 * length if option.quote.stops else length  # it goes on only where it is sure
-                option = Option(option.quote, option.offer, asks=True, depth=depth)
+                depth = 2 * length if option.offer.stops else length  # it goes on only where it is sure
+                option = Option(option.offer, option.levels, asks=True, depth=depth)
             if option.asks:
                 self._asked[seq.id] = option.depth
             budgets.append(self._budget(seq, option, len(seqs), costly, nodes))
@@ -110,7 +114,7 @@ class AdaptiveController:
             self.cost.observe(nodes + 1, outcome.seconds["target"] + outcome.seconds.get("verify", 0.0))
         plain, taken = self.cost.pass_seconds(batch), self.cost.pass_seconds(batch + nodes)
         drafting = self._drafting_seconds(outcome) / plain
-        if any(quote.chosen or quote.level for quote in self._quotes.values()):  # plain texts tell nothing
+        if any(offer.chosen or offer.costs for offer in self._offers.values()):  # plain texts tell nothing
             self._written = self._written * PACE + 1.0 + sum(outcome.accepted) / batch
             self._passes = self._passes * PACE + taken / plain + drafting
         self._rounds += 1
@@ -120,18 +124,23 @@ class AdaptiveController:
         for seq, drafted, depth, accepted in rows:
             usual = self._usual.get(seq.id, 0.0)
             self._usual[seq.id] = usual + 0.2 * (drafted - usual)
-            if self._quotes.get(seq.id, Quote()).level:
+            if self._offers.get(seq.id, FREE).costs:
                 self.allowance += EARNED * (accepted + 1)
             if seq.id in self._asked:
                 added = taken - self.cost.pass_seconds(batch + nodes - drafted)
                 spent = batch * (max(0.0, added) / plain + drafting / len(self._asked))
-                once = min(spent, batch * self._quotes[seq.id].start / plain / len(self._asked))
+                once = min(spent, batch * self._offers[seq.id].start / plain / len(self._asked))
                 self._settle(seq, drafted, depth, accepted, spent, once)
             self.allowance = min(self.allowance, MOST_SAVED)
 
     def forget(self, seq: Seq) -> None:
-        for kept in (self._records, self._quotes, self._usual):
+        for kept in (self._records, self._offers, self._usual, self._next):
             kept.pop(seq.id, None)
+
+    def _offer_now(self, seq: Seq) -> Offer:
+        """The drafter's offer; one that was asked for when the last round was settled still holds."""
+        length, offer = self._next.pop(seq.id, (-1, FREE))
+        return offer if length == len(seq.tokens) else self.offer(seq)
 
     def _settle(self, seq: Seq, drafted: int, depth: int, accepted: int, spent: float, once: float) -> None:
         """Book what a drafter that costs brought, against the passes that it took.
@@ -139,14 +148,16 @@ class AdaptiveController:
         Those that went into reading the text so far come once: they tell nothing of the rounds to come.
         """
         self.allowance += accepted - spent
-        claimed = self.claim(seq)
+        following = self.offer(seq)  # it also says what was expected of the round that is being settled
+        self._next[seq.id] = len(seq.tokens), following
+        expected = following.expected
         for record in (self._record(seq), self._latest):
             if depth:
                 record.count(depth, accepted, drafted)
-            if claimed is not None:
-                record.hold_to(claimed, accepted)
+            if expected is not None:
+                record.hold_to(expected, accepted)
             # what a drafter expects, corrected by how it errs, is a steadier measure than what chance gave
-            stood = accepted if claimed is None else record.trust * claimed
+            stood = accepted if expected is None else record.trust * expected
             record.settle(stood - self.rate * (spent - once))
 
     def _drafting_seconds(self, outcome: Round) -> float:
@@ -154,36 +165,36 @@ class AdaptiveController:
         longest = most = 0.0
         for seq, depth in zip(outcome.seqs, outcome.depths, strict=True):
             if seq.id in self._asked:
-                quote = self._quotes[seq.id]
-                levels = max(1, depth) if quote.stops else self._asked[seq.id]  # whatever came of them
-                longest = max(longest, quote.start + levels * quote.level)
-                most = max(most, quote.start + 2 * (levels + 1) * quote.level)
+                offer = self._offers[seq.id]
+                levels = max(1, depth) if offer.stops else self._asked[seq.id]  # whatever came of them
+                longest = max(longest, offer.start + offer.until(levels))
+                most = max(most, offer.start + 2 * offer.until(levels + 1))
         return min(outcome.seconds.get("draft", longest), most) if len(outcome.seqs) == 1 else longest
 
     def _option(self, seq: Seq, batch: int, costly: int) -> Option:
         """What is at hand for nothing, or what the drafter that costs would bring: whichever gains more."""
-        quote = self._quotes[seq.id]
-        free = Option(quote, Levels(quote.free))
-        if not quote.level:
+        offer = self._offers[seq.id]
+        free = Option(offer, Levels(offer.free))
+        if not offer.costs:
             return free
-        others = round(sum(self._usual.get(i, 0.0) for i in self._quotes if i != seq.id))
+        others = round(sum(self._usual.get(i, 0.0) for i in self._offers if i != seq.id))
         listed = self._price(batch, self.rate, others)
-        at_hand = best_depth(free.offer, listed.price)[1]
+        at_hand = best_depth(free.levels, listed.price)[1]
         record = self._record(seq)
-        level = self._in_tokens(quote.level, batch, costly)
-        survivals = record.survivals(self.nodes, least=level)
-        levels = Levels(survivals, level, max(1.0, record.nodes) if quote.chosen else 1.0)
+        costs = [self._in_tokens(seconds, batch, costly) for seconds in offer.seconds]
+        survivals = record.survivals(self.nodes, least=costs[-1])
+        levels = Levels(survivals, costs, max(1.0, record.nodes) if offer.chosen else 1.0)
         depth, gain = best_depth(levels, listed.price)
-        if quote.stops:  # what it gains by stopping in time, only its rounds can tell
-            hoped = 2 * shortest_that_pays(listed.price, level)  # less could not pay, however sure it were
+        if offer.stops:  # what it gains by stopping in time, only its rounds can tell
+            hoped = 2 * shortest_that_pays(listed.price, costs)  # less could not pay, however sure it were
             depth, gain = min(listed.deepest, max(depth + 1, hoped)), record.mean_gain
-        elif quote.chosen:  # what it left out was not tested, so that its rates flatter it
+        elif offer.chosen:  # what it left out was not tested, so that its rates flatter it
             gain = min(gain, record.mean_gain)
         left = (seq.max_length - len(seq.tokens)) / (1.0 + sum(levels.survivals[:depth]))  # rounds
-        pays = gain > max(at_hand, WORTH_IT) and gain * left > self._in_tokens(quote.start, batch, 1)
+        pays = gain > max(at_hand, WORTH_IT) and gain * left > self._in_tokens(offer.start, batch, 1)
         if pays and depth and self.allowance > -MOST_SAVED:
-            return Option(quote, levels, asks=True, depth=depth)
-        return Option(quote, free.offer, idle=not at_hand)
+            return Option(offer, levels, asks=True, depth=depth)
+        return Option(offer, free.levels, idle=not at_hand)
 
     def _share(self, options: list[Option], batch: int) -> tuple[list[Option], list[int]]:
         """The same with one pass for everybody: how deep each goes, and how many nodes the others have."""
@@ -192,37 +203,36 @@ class AdaptiveController:
         def price(nodes: int) -> float:
             return rate * batch * (self.cost.pass_seconds(batch + nodes) / plain - 1.0)
 
-        depths = allocate([option.offer for option in options], price)
-        nodes = [round(depth * option.offer.nodes) for depth, option in zip(depths, options, strict=True)]
+        depths = allocate([option.levels for option in options], price)
+        nodes = [round(depth * option.levels.nodes) for depth, option in zip(depths, options, strict=True)]
         shared = [
-            Option(one.quote, one.offer, one.asks and depth > 0, one.idle or (one.asks and not depth), depth)
+            Option(one.offer, one.levels, one.asks and depth > 0, one.idle or (one.asks and not depth), depth)
             for one, depth in zip(options, depths, strict=True)
         ]
         return shared, [sum(nodes) - own for own in nodes]
 
     def _trial(self, option: Option, batch: int, costly: int) -> tuple[int, float]:
         """The shortest draft that could pay, and what it costs in passes if nothing of it stands."""
-        quote, price = option.quote, self._price(batch, 1.0, 0).price
-        level = quote.level * batch / costly / self.cost.pass_seconds(batch)
-        length = shortest_that_pays(price, level)
-        start = quote.start * batch / self.cost.pass_seconds(batch)
-        return length, price[length] - 1.0 + length * level + start
+        offer, price, plain = option.offer, self._price(batch, 1.0, 0).price, self.cost.pass_seconds(batch)
+        costs = [seconds * batch / costly / plain for seconds in offer.seconds]
+        length = shortest_that_pays(price, costs)
+        return length, price[length] - 1.0 + total(costs, length) + offer.start * batch / plain
 
     def _budget(self, seq: Seq, option: Option, batch: int, costly: int, others: int) -> Budget:
         if option.idle:
             return NOTHING
-        quote, listed = option.quote, self._price(batch, self.rate, others)
+        offer, listed = option.offer, self._price(batch, self.rate, others)
         if not option.asks:
             nodes = listed.deepest if listed.widest == 1 else self.nodes if listed.deepest else 0
-            return Budget(nodes, listed.deepest, listed.widest, listed.price[: nodes + 1], 0.0)
-        level = self._in_tokens(quote.level, batch, costly)
-        if not quote.chosen:
-            return Budget(option.depth, option.depth, level=level)
+            return Budget(nodes, listed.deepest, listed.widest, listed.price[: nodes + 1], source="free")
+        level = self._in_tokens(offer.level, batch, costly)
+        if not offer.chosen:
+            return Budget(option.depth, option.depth, level=level, source="costly")
         nodes = option.depth if listed.widest == 1 else self.nodes
         price, trust = listed.price[: nodes + 1], self._record(seq).trust
         if abs(trust - 1.0) > CLOSE:
             price, level = tuple(cost / trust for cost in price), level / trust
-        return Budget(nodes, option.depth, listed.widest, price, level)
+        return Budget(nodes, option.depth, listed.widest, price, level, "costly")
 
     def _price(self, batch: int, rate: float, others: int) -> PriceList:
         key = batch, round(rate * 20) / 20, others

@@ -10,16 +10,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from forerun.offers import at_depth
+
 HOPEFUL = 0.95  # the acceptance that a trial hopes for, and the best that a chain is expected to have
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What one sequence could draft: the survival of each level, what a level costs, and the nodes it takes."""
+    """What one sequence could draft: the survival of each level, what each costs, and the nodes that a level takes."""
 
     survivals: Sequence[float]
-    level: float = 0.0
+    costs: Sequence[float] = ()  # of depth 1, 2, ...; the last holds for all that follow
     nodes: float = 1.0
+
+    def worth(self) -> list[float]:
+        """What each depth brings beyond its cost, per node, evened out so that it never grows with depth.
+
+        A drafter that makes all levels in one pass pays for the first alone. The depths behind it are then worth more
+        than the first, and none of them can be had without it: such depths are worth what they are worth together.
+        """
+        pools: list[tuple[float, int]] = []  # worth of each depth, how many depths
+        for depth, survival in enumerate(self.survivals, start=1):
+            pools.append(((survival - at_depth(self.costs, depth)) / self.nodes, 1))
+            while len(pools) > 1 and pools[-1][0] > pools[-2][0]:
+                (above, many), (below, few) = pools[-2:]
+                pools[-2:] = [((above * many + below * few) / (many + few), many + few)]
+        return [worth for worth, count in pools for _ in range(count)]
 
 
 def best_depth(levels: Levels, price: Sequence[float]) -> tuple[int, float]:
@@ -29,7 +45,7 @@ def best_depth(levels: Levels, price: Sequence[float]) -> tuple[int, float]:
         count = round(depth * levels.nodes)
         if count >= len(price):
             break
-        gain += survival - levels.level
+        gain += survival - at_depth(levels.costs, depth)
         if gain - price[count] > best_gain:
             best, best_gain = depth, gain - price[count]
     return best, best_gain
@@ -42,10 +58,10 @@ def allocate(offers: Sequence[Levels], price: Callable[[int], float]) -> list[in
     chosen hangs together.
     """
     ranked = sorted(
-        (-(survival - offer.level) / offer.nodes, depth, i)
+        (-worth, depth, i)
         for i, offer in enumerate(offers)
-        for depth, survival in enumerate(offer.survivals)
-        if survival > offer.level
+        for depth, worth in enumerate(offer.worth())
+        if worth > 0.0
     )
     depths, best = [0] * len(offers), [0] * len(offers)
     nodes = gain = best_gain = 0.0
@@ -58,12 +74,12 @@ def allocate(offers: Sequence[Levels], price: Callable[[int], float]) -> list[in
     return best
 
 
-def shortest_that_pays(price: Sequence[float], level: float, acceptance: float = HOPEFUL) -> int:
+def shortest_that_pays(price: Sequence[float], costs: Sequence[float], acceptance: float = HOPEFUL) -> int:
     """The shortest chain that beats a plain pass at this acceptance; 0 where none does."""
     gain, survival = price[0], 1.0
     for length in range(1, len(price)):
         survival *= acceptance
-        gain += survival - level
+        gain += survival - at_depth(costs, length)
         if gain > price[length]:
             return length
     return 0

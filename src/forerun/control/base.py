@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
+from forerun.control.cost import CostModel
+from forerun.offers import Offer
 from forerun.types import Budget, Round, Seq
+
+
+@dataclass(frozen=True, slots=True)
+class ControlParts:
+    """What a controller is built from: its class has `build(parts)`."""
+
+    offer: Callable[[Seq], Offer]  # of the sequence's own drafter
+    measure: Callable[
+        [], CostModel
+    ]  # what passes cost on this machine: takes a second, so only who asks pays
+    nodes: int | None  # drafted nodes per round that the user allows; None = what may pay
+    width: int | None  # children per node at most
+
+
+@runtime_checkable
+class ControllerClass(Protocol):
+    """What the registry names: a class that builds itself from parts."""
+
+    def build(self, parts: ControlParts) -> Controller: ...
 
 
 class Controller(Protocol):

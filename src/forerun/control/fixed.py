@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forerun.control.base import ControlParts
 from forerun.types import Budget, Round, Seq
+
+NODES = 8  # drafted every round, where nobody set a number
 
 
 def budget_of(nodes: int, width: int) -> Budget:
@@ -17,6 +20,10 @@ class FixedController:
 
     def __init__(self, nodes: int, width: int = 1) -> None:
         self.budget = budget_of(nodes, width)
+
+    @classmethod
+    def build(cls, parts: ControlParts) -> FixedController:
+        return cls(NODES if parts.nodes is None else parts.nodes, parts.width or 1)
 
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
         return [self.budget] * len(seqs)

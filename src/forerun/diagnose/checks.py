@@ -19,6 +19,7 @@ from forerun.bench.figures import Figures
 from forerun.bench.measure import Group, Prompt, Run, alternate, first_difference
 from forerun.bench.settings import Cell, Settings, Way
 from forerun.bench.suites import Item
+from forerun.drafters.draft_model import ModelDrafter
 from forerun.llm import LLM
 from forerun.params import SamplingParams
 from forerun.types import Needs, TreeBatch
@@ -149,8 +150,8 @@ def _texts(llm: LLM, partings: Sequence[Parting], cell: Cell, total: int) -> Ite
     if not partings:
         yield Finding("texts", "fine", f"all {total} are equal, token for token")
         return
-    dtype = getattr(llm.engine.target, "_dtype", torch.float32)
-    limit = TIE.get(dtype, TIE[torch.float32])
+    shared = llm.engine.target.shared()
+    limit = TIE.get(torch.float32 if shared is None else shared.dtype, TIE[torch.float32])
     far = [parting for parting in partings if parting.gap > limit]
     shown = (far or list(partings))[0].in_words
     if cell.temperature > 0.0:
@@ -204,7 +205,7 @@ def _temperature(
 
 def _templates(llm: LLM, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """A first token that is there twice shows a template on top of a template."""
-    start = getattr(llm.tokenizer, "bos_id", None)
+    start = llm.tokenizer.bos_id
     twice = [prompt.id for prompt in prompts if start is not None and prompt.ids[:2] == (start, start)]
     if twice:
         step = "give messages, or the raw text without the token that begins a text"
@@ -229,7 +230,7 @@ def marks_in(items: Sequence[Item]) -> Iterator[Finding]:
 def _contexts(llm: LLM, figures: Figures, prompts: Sequence[Prompt], asked: Asked) -> Iterator[Finding]:
     """Does acceptance fall where the context is long? A drafter knows the lengths that it was made with."""
     drafter = llm.engine.drafters.get(asked.way.drafter or llm.engine.default_drafter)
-    limit = getattr(getattr(drafter, "draft", None), "max_length", None)
+    limit = drafter.draft.max_length if isinstance(drafter, ModelDrafter) else None
     ids = {prompt.id: len(prompt.ids) for prompt in prompts}
     longest = max(ids.values()) + max((len(run.texts[0]) for run in figures.runs), default=0)
     if limit is not None and longest > limit:

@@ -1,25 +1,50 @@
-"""The seam of drafting: three methods, batched, and nothing about exactness, which is the verifier's."""
+"""The seam of drafting: the Drafter protocol, what a drafter is built from, and two classes to derive drafters from.
+
+Exactness is no part of it: that is the verifier's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
+from forerun.errors import InvalidInput
 from forerun.models.base import Target
+from forerun.offers import FREE, Offer
 from forerun.params import SpeculativeConfig
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+
+AT_HAND, NEGLIGIBLE = (
+    24,
+    0.05,
+)  # tokens of a chain that an offer looks ahead, and the least probability worth naming
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a drafter may be built from: a class with `build(parts)` gets them, any other is called bare."""
+    """What a drafter may be built from."""
 
     target: Target
     draft: Target | None  # the second checkpoint, if one was given
     speculative: SpeculativeConfig
 
+    def head_folder(self, drafter: str) -> Path:
+        """The folder of the trained head that this drafter runs."""
+        if self.speculative.draft_model is None:
+            raise InvalidInput(f"the drafter {drafter!r} needs a trained head; pass draft_model=FOLDER")
+        return Path(self.speculative.draft_model)
 
+    def checkpoint(self, drafter: str) -> Target:
+        """The second model that this drafter runs."""
+        if self.draft is None:
+            raise InvalidInput(f"the drafter {drafter!r} needs a second checkpoint; pass draft_model=NAME")
+        return self.draft
+
+
+@runtime_checkable
 class Drafter(Protocol):
     """Guesses continuations.
 
@@ -35,9 +60,8 @@ class Drafter(Protocol):
         """What it reads from the target."""
         ...
 
-    @property
-    def cost(self) -> float:
-        """Seconds to draft one more level of depth; 0 = not worth counting. The controller weighs it."""
+    def offer(self, seq: Seq) -> Offer:
+        """What drafting for this sequence would cost now. Decided from committed tokens alone."""
         ...
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
@@ -54,3 +78,64 @@ class Drafter(Protocol):
     def forget(self, seq: Seq) -> None:
         """The sequence is finished: free what is held for it."""
         ...
+
+
+@runtime_checkable
+class DrafterClass(Protocol):
+    """What the registry's `where` of a drafter names: a class that builds itself from parts."""
+
+    def build(self, parts: Parts) -> Drafter: ...
+
+
+@runtime_checkable
+class CompositeClass(Protocol):
+    """What the registry's `where` of a composition names: a class that is built from two drafters."""
+
+    def compose(self, first: Drafter, second: Drafter) -> Drafter: ...
+
+
+class BaseDrafter(ABC):
+    """A drafter that needs nothing, costs nothing and learns nothing, until a subclass says otherwise."""
+
+    needs: Needs = Needs()
+
+    @classmethod
+    def build(cls, parts: Parts) -> Drafter:
+        return cls()
+
+    def offer(self, seq: Seq) -> Offer:
+        return FREE
+
+    @abstractmethod
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch: ...
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:  # noqa: B027
+        """Nothing is learnt."""
+
+    def forget(self, seq: Seq) -> None:  # noqa: B027
+        """Nothing is held."""
+
+
+class LookupDrafter(BaseDrafter):
+    """A drafter that looks continuations up at no cost, and knows how far to trust them.
+
+    In a composition `lookup+other` its chain also stands beside the other drafter's tree.
+    """
+
+    @abstractmethod
+    def chain(self, seq: Seq, length: int) -> Iterator[tuple[int, float]]:
+        """What it would draft now: tokens, and how likely each is accepted if those before it are."""
+
+    def confidence(self, seq: Seq) -> float:
+        """How likely the first token it would draft now is right; 0 = it has nothing to say."""
+        return next((rate for _, rate in self.chain(seq, 1)), 0.0)
+
+    def offer(self, seq: Seq) -> Offer:
+        """What is at hand: how likely each depth of its chain is to be accepted."""
+        survivals, survival = [], 1.0
+        for _, rate in self.chain(seq, AT_HAND):
+            survival *= rate
+            if survival < NEGLIGIBLE:
+                break
+            survivals.append(survival)
+        return Offer(free=tuple(survivals))

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from forerun.drafters.base import Parts
 from forerun.drafters.head_drafter import Meter
-from forerun.errors import InvalidInput
 from forerun.models.base import Target
 from forerun.noise import DRAFT, draw, exponential, uniform
+from forerun.offers import Offer
 from forerun.params import SamplingParams
-from forerun.quotes import Quote
 from forerun.topology import topology_of
 from forerun.types import Budget, Draws, Laws, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.warp import warp
@@ -76,23 +75,17 @@ class ModelDrafter:
         self._reading = 0.0  # seconds per token of a prompt
         self._branches: dict[int, Branch] = {}
 
-    @property
-    def cost(self) -> float:
-        return self._meter.seconds
-
-    def quote(self, seq: Seq) -> Quote:
+    def offer(self, seq: Seq) -> Offer:
         """A level, and reading the text before the first one; a chain that may be sampled, so of fixed length."""
-        level = self.cost or UNMEASURED
+        level = self._meter.seconds or UNMEASURED
         branch = self._branches.get(seq.id)
         unread = len(seq.tokens) - max(0, branch.cached if branch is not None else 0)
         start = unread * (self._reading or READING * level) if unread > CATCH_UP else 0.0
-        return Quote(level, start, chosen=False)
+        return Offer((level,), start, chosen=False)
 
     @classmethod
     def build(cls, parts: Parts) -> ModelDrafter:
-        if parts.draft is None:
-            raise InvalidInput("the drafter 'draft_model' needs a second checkpoint; pass draft_model=NAME")
-        return cls(parts.draft, parts.target.vocab_size)
+        return cls(parts.checkpoint("draft_model"), parts.target.vocab_size)
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         laws: list[Tensor] = []

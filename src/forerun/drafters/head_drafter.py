@@ -8,65 +8,21 @@ n - 1 rows when a round starts: the last token, the root, has not been through t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.errors import InvalidInput, VocabularyMismatch
+from forerun.errors import InvalidInput
 from forerun.models.base import Target
-from forerun.models.load.quants import Blocks
-from forerun.quotes import Quote
+from forerun.models.shared import SharedWeights
+from forerun.offers import Offer
+from forerun.params import SpeculativeConfig
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
-
-@dataclass(frozen=True, slots=True)
-class SharedWeights:
-    """What a target lends to heads that share it, row by row: it may hold neither table as one tensor."""
-
-    embed: Callable[[Tensor], Tensor]  # [N] ids -> [N, D], what enters the first layer
-    head_rows: Callable[[Tensor], Tensor]  # [N] ids -> [N, D] of the LM head
-    vocab_size: int
-    width: int
-    dtype: torch.dtype
-    table: Tensor | Blocks | None = None  # [V, D] what `embed` reads, where others can read it in place
-    head_table: Tensor | Blocks | None = None  # [V, D] what `head_rows` reads
-
-    @classmethod
-    def of(cls, embedding: Tensor, head: Tensor) -> SharedWeights:
-        """From whole tables [V, D]."""
-        size, width = embedding.shape
-        return cls(
-            lambda ids: F.embedding(ids, embedding),
-            lambda ids: head[ids],
-            size,
-            width,
-            embedding.dtype,
-            embedding,
-        )
-
-    def must_fit(self, width: int, vocab_size: int, trained_for: str) -> None:
-        """Raise unless a head of this width and vocabulary can use what is shared."""
-        other = f"it was trained for another target ({trained_for or 'unnamed'})"
-        if self.width != width:
-            raise InvalidInput(f"the head is {width} wide and the target {self.width}: {other}")
-        if self.vocab_size < vocab_size:
-            raise VocabularyMismatch(
-                f"the head knows a vocabulary of {vocab_size} and the target one of {self.vocab_size}: {other}"
-            )
-
-
-def borrow(target: Target) -> SharedWeights | None:
-    """What the target offers as `embed(ids)` and `head_rows(ids)`; None where it offers nothing."""
-    embed, head_rows = getattr(target, "embed", None), getattr(target, "head_rows", None)
-    if embed is None or head_rows is None:
-        return None
-    one: Tensor = embed(torch.zeros(1, dtype=torch.long, device=target.device))
-    tables = (getattr(target, name, None) for name in ("embedding_table", "head_table"))
-    return SharedWeights(embed, head_rows, target.vocab_size, one.shape[-1], one.dtype, *tables)
+UNMEASURED = 1e-3  # seconds per level, until the first draft has shown better
 
 
 def head_dtype(target: Target, shared: SharedWeights | None) -> torch.dtype:
@@ -74,13 +30,6 @@ def head_dtype(target: Target, shared: SharedWeights | None) -> torch.dtype:
     if shared is not None:
         return shared.dtype
     return torch.float32 if target.device.type == "cpu" else torch.bfloat16
-
-
-def layer_count(target: Target) -> int | None:
-    """How many layers a target has; None if it does not say."""
-    config = getattr(target, "config", None)
-    count = getattr(config, "layers", None) or getattr(config, "num_hidden_layers", None)
-    return int(count) if count else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +56,7 @@ class Meter:
     """Seconds per drafted level, a running mean.
 
     The first draft of all warms up and tells little: it counts for a tenth, and the second replaces it. Pauses of the
-    machine count little too, because a drafter that seems too dear is not asked again and could not clear its name.
+    machine count little too: a drafter that seems too dear is not asked again, and so is not measured again.
     """
 
     def __init__(self) -> None:
@@ -201,8 +150,7 @@ def observe_rows(
 
 def is_ready(text: Rows | None, seq: Seq, budget: Budget) -> bool:
     """May this text be drafted for: is there a budget, and are its rows those of its committed tokens?"""
-    wanted = budget.nodes > 0 and budget.depth > 0 and budget.level != 0.0
-    return wanted and text is not None and text.seen > 0 and text.seen == len(seq.tokens) - 1
+    return budget.runs and text is not None and text.seen > 0 and text.seen == len(seq.tokens) - 1
 
 
 def is_drawn(seq: Seq) -> bool:
@@ -215,18 +163,17 @@ class LastRowDrafter:
 
     needs = Needs((-1,))
     sampled = False  # are nodes drawn from the heads' laws?
+    one_pass = False  # do all levels of a draft come from one pass?
 
     def __init__(self) -> None:
         self._texts: dict[int, Rows] = {}
         self._meter = Meter()
 
-    @property
-    def cost(self) -> float:
-        return self._meter.seconds
-
-    def quote(self, seq: Seq) -> Quote:
-        """A level of heads; a millisecond until the first draft has shown better."""
-        return Quote(self.cost or 1e-3, chosen=not (self.sampled and is_drawn(seq)))
+    def offer(self, seq: Seq) -> Offer:
+        """What a level takes, or the pass that makes all of them; a millisecond until a draft has shown better."""
+        seconds = self._meter.seconds or UNMEASURED
+        chosen = not (self.sampled and is_drawn(seq))
+        return Offer((seconds, 0.0) if self.one_pass else (seconds,), chosen=chosen)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         observe_rows(self._texts, (-1,), seqs, trees, scores, verdict)
@@ -246,9 +193,6 @@ class LastRowDrafter:
         return torch.cat([self._texts[seq.id].features[0] for seq in seqs]).to(dtype)  # [B, D]
 
 
-def wants_sampling(speculative: object) -> bool:
+def wants_sampling(speculative: SpeculativeConfig) -> bool:
     """Should nodes be drawn from the head's law, where the verifier can test them? (vLLM's setting)"""
-    method = getattr(speculative, "draft_sample_method", "probabilistic")
-    if method not in ("greedy", "probabilistic"):
-        raise InvalidInput(f"draft_sample_method={method!r} is unknown; use greedy or probabilistic")
-    return bool(method == "probabilistic")
+    return speculative.draft_sample_method == "probabilistic"

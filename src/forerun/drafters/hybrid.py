@@ -1,4 +1,4 @@
-"""Two drafters in one: n-gram where its match can be trusted, a model or a trained head elsewhere.
+"""Composition `a+b`: a lookup such as n-gram where it can be trusted, a model or a trained head elsewhere.
 
 Looking things up costs nothing and is right for long stretches of copied text; a model is right more often in
 the stretches between. Who drafts is decided per sequence and round from the committed text and from how often each
@@ -9,40 +9,23 @@ drafted it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
-from typing import ClassVar, Protocol
 
-from forerun import registry
-from forerun.drafters.base import Drafter, Parts
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.base import Drafter, LookupDrafter
+from forerun.drafters.either import EitherDrafter
 from forerun.drafters.tree_builder import best_count
-from forerun.quotes import Quote, claim_of, quote_of
+from forerun.offers import Offer
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 HANDICAP = 0.1  # of acceptance: what the costlier drafter must be ahead by, where nobody weighs costs
 MEMORY = 0.95  # per position tested
-UNMEASURED = 1e-3  # seconds per level, until the first draft has shown better
 BESIDE = 0.15  # how often n-gram is right where the other says otherwise, to begin with
 LONGEST_BESIDE = 8
 
 Tree = tuple[list[int], list[int]]  # tokens and parents, the root first
-
-
-class Confident(Drafter, Protocol):
-    """A drafter that costs nothing and knows how far to trust itself."""
-
-    def confidence(self, seq: Seq) -> float:
-        """How likely the first token it would draft now is right; 0 = it has nothing to say."""
-        ...
-
-    def chain(self, seq: Seq, length: int) -> Iterator[tuple[int, float]]:
-        """What it would draft now: tokens, and how likely each stands if those before it do."""
-        ...
-
-    def quote(self, seq: Seq) -> Quote: ...
 
 
 @dataclass(slots=True)
@@ -62,36 +45,31 @@ class _Text:
 class HybridDrafter:
     """Hands each sequence, each round, to one of two drafters."""
 
-    uses_checkpoint = True
-    second_name: ClassVar[str] = "draft_model"
-
-    def __init__(self, first: Confident, second: Drafter) -> None:
+    def __init__(self, first: LookupDrafter, second: Drafter) -> None:
         self.first, self.second = first, second
         self._texts: dict[int, _Text] = {}
 
     @classmethod
-    def build(cls, parts: Parts) -> HybridDrafter:
-        second: Drafter = registry.drafters.get(cls.second_name).build(parts)
-        return cls(NgramDrafter.build(parts), second)
+    def compose(cls, first: Drafter, second: Drafter) -> Drafter:
+        """`first+second`: whichever of them looks things up goes first; two that both cost take turns."""
+        if isinstance(first, LookupDrafter):
+            return cls(first, second)
+        return cls(second, first) if isinstance(second, LookupDrafter) else EitherDrafter(first, second)
 
     @property
     def needs(self) -> Needs:
         return self.first.needs | self.second.needs
 
-    @property
-    def cost(self) -> float:
-        return self.second.cost
-
-    def quote(self, seq: Seq) -> Quote:
-        """What the second costs, and what the first has at hand."""
-        second = quote_of(self.second, seq)
-        free = self.first.quote(seq).free
-        return Quote(second.level or UNMEASURED, second.start, second.chosen, second.stops, free)
-
-    def claim(self, seq: Seq) -> float | None:
-        """What the second expected of a tree that is all its own."""
-        text = self._texts.get(seq.id)
-        return claim_of(self.second, seq) if text is not None and text.drafted and not text.merged else None
+    def offer(self, seq: Seq) -> Offer:
+        """What the second costs, what is at hand at no cost, and what the second expected of a tree all its own."""
+        first, second, text = self.first.offer(seq), self.second.offer(seq), self._texts.get(seq.id)
+        own = text is not None and text.drafted and not text.merged
+        return replace(
+            second,
+            free=max(first.free, second.free, key=sum) if second.free else first.free,
+            chosen=second.chosen or not second.costs,
+            expected=second.expected if own else None,
+        )
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         ours = [self._goes_first(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
@@ -135,8 +113,14 @@ class HybridDrafter:
     def _goes_first(self, seq: Seq, budget: Budget) -> bool:
         """Is this round the first drafter's? The controller has said so, or the better record decides."""
         text = self._texts.setdefault(seq.id, _Text())
-        if budget.level is not None:
-            return budget.level == 0.0
+        if budget.source == "costly":
+            return False
+        if budget.source == "free":
+            second = self.second.offer(seq)
+            if second.free:
+                return sum(self.first.offer(seq).free) >= sum(second.free)
+            if second.costs:
+                return True
         rival = 0.0 if text.silenced else text.hits / text.tries - HANDICAP
         confidence = self.first.confidence(seq)
         return confidence > 0.0 and confidence >= rival
@@ -182,20 +166,6 @@ class HybridDrafter:
             tokens, parents = [*tokens, token], [*parents, node]
             node = len(tokens) - 1
         return tokens, parents
-
-
-class HybridEagle3Drafter(HybridDrafter):
-    """n-gram, else an EAGLE-3 head."""
-
-    uses_checkpoint = False
-    second_name = "eagle3"
-
-
-class HybridMedusaDrafter(HybridDrafter):
-    """n-gram, else Medusa heads."""
-
-    uses_checkpoint = False
-    second_name = "medusa"
 
 
 def _count(text: _Text, depth: int, accepted: int) -> None:

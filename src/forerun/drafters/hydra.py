@@ -8,6 +8,7 @@ a few small products per level, and unlike Medusa's the guesses fit each other: 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class HydraDrafter(LastRowDrafter):
 
     @classmethod
     def build(cls, parts: Parts) -> HydraDrafter:
-        heads = load_heads(parts.speculative.draft_model, parts.target, "hydra")
+        heads = load_heads(parts.head_folder("hydra"), parts.target, "hydra")
         return cls(heads, sampled=wants_sampling(parts.speculative))
 
     @torch.no_grad()
@@ -84,4 +85,4 @@ class _Walk:
 
 
 def _within(budget: Budget, levels: int) -> Budget:
-    return Budget(budget.nodes, min(budget.depth, levels), budget.width, budget.price, budget.level)
+    return replace(budget, depth=min(budget.depth, levels))

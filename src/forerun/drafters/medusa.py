@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.drafters.base import Parts
 from forerun.drafters.draft_law import DraftLaw, likeliest
-from forerun.drafters.head_drafter import LastRowDrafter, SharedWeights, borrow, head_dtype
+from forerun.drafters.head_drafter import LastRowDrafter, head_dtype
 from forerun.drafters.head_formats import (
     check_weight,
     rates_in,
@@ -36,6 +36,7 @@ from forerun.drafters.tree_growth import lay_out
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import DamagedFile, InvalidInput, brief
 from forerun.models.base import Target
+from forerun.models.shared import SharedWeights
 from forerun.types import Budget, Seq, TreeBatch
 
 Family = Literal["medusa", "hydra"]
@@ -193,10 +194,11 @@ class MedusaDrafter(LastRowDrafter):
     def __init__(self, heads: HeadSet) -> None:
         super().__init__()
         self.heads = heads
+        self.one_pass = heads.shared_head is not None  # else every level reads an LM head of its own
 
     @classmethod
     def build(cls, parts: Parts) -> MedusaDrafter:
-        return cls(load_heads(parts.speculative.draft_model, parts.target, "medusa"))
+        return cls(load_heads(parts.head_folder("medusa"), parts.target, "medusa"))
 
     @torch.no_grad()
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
@@ -209,7 +211,7 @@ class MedusaDrafter(LastRowDrafter):
             guesses = self._guesses(some, levels)
             for i, b in enumerate(live):
                 trees[b] = _planted(seqs[b].tokens[-1], guesses[i], self.heads.config.tree_rates, budgets[b])
-            self._meter.stop(levels)
+            self._meter.stop(1 if self.one_pass else levels)
         return lay_out(trees)
 
     def _guesses(self, seqs: Sequence[Seq], levels: int) -> list[list[list[int]]]:
@@ -233,13 +235,11 @@ class MedusaDrafter(LastRowDrafter):
         return guesses
 
 
-def load_heads(folder: str | None, target: Target, family: Family) -> HeadSet:
+def load_heads(folder: Path, target: Target, family: Family) -> HeadSet:
     """Heads from their folder, for this target."""
-    if folder is None:
-        raise InvalidInput(f"the drafter {family!r} needs trained heads; pass draft_model=FOLDER")
-    shared = borrow(target)
+    shared = target.shared()
     width = 0 if shared is None else shared.width
-    config, weights = read_heads(Path(folder), family, width, target.vocab_size)
+    config, weights = read_heads(folder, family, width, target.vocab_size)
     return HeadSet(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)
 
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from forerun.drafters.base import Parts
+from forerun.drafters.base import LookupDrafter, Parts
 from forerun.drafters.tree_builder import TreeBuilder
-from forerun.quotes import Quote
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 
 KEYS = (4, 2, 1)  # n-gram lengths that are indexed; longer matches are found by walking back from these
-AT_HAND, NEGLIGIBLE = 24, 0.05  # tokens of a match that a quote looks ahead, and the least worth naming
 CANDIDATES = 32  # earlier places looked at per key: the most recent ones
 _PRIOR = (0.2, 0.3, 0.45, 0.55, 0.62, 0.68, 0.72, 0.76, 0.8, 0.82, 0.84, 0.86, 0.87, 0.88, 0.89, 0.9)
 
@@ -62,11 +60,8 @@ class _Text:
     found: list[tuple[int, int]] = field(default_factory=list)
 
 
-class NgramDrafter:
+class NgramDrafter(LookupDrafter):
     """Longest recent match of the text's end within the text itself."""
-
-    needs = Needs()
-    cost = 0.0
 
     def __init__(self, longest: int = 16, shortest: int = 1) -> None:
         self.longest, self.shortest = longest, shortest
@@ -97,26 +92,12 @@ class NgramDrafter:
     def forget(self, seq: Seq) -> None:
         self._texts.pop(seq.id, None)
 
-    def confidence(self, seq: Seq) -> float:
-        """How likely the first token it would draft now is right; 0 where nothing matches."""
-        return next((rate for _, rate in self.chain(seq, 1)), 0.0)
-
     def chain(self, seq: Seq, length: int) -> Iterator[tuple[int, float]]:
         """What follows the longest match: tokens, and how likely each stands if those before it do."""
         text = self._text(seq)
         for match, end in self._matches(text, seq.tokens, 1):
             for i, token in enumerate(_copy(seq.tokens, end, length, seq.stop_ids)):
                 yield token, text.rates.rate(match + i, self._all)
-
-    def quote(self, seq: Seq) -> Quote:
-        """What is at hand: how likely each token of the longest match's chain is to stand."""
-        survivals, survival = [], 1.0
-        for _, rate in self.chain(seq, AT_HAND):
-            survival *= rate
-            if survival < NEGLIGIBLE:
-                break
-            survivals.append(survival)
-        return Quote(free=tuple(survivals))
 
     def _text(self, seq: Seq) -> _Text:
         """What is kept for a sequence, brought up to its last token."""

@@ -185,7 +185,7 @@ class _Growth:
         survivals = [math.exp(score) for score in sorted(self._scores, reverse=True)[: self._budget.nodes]]
         drafted = best_count(survivals, price)
         standing = [math.exp(self._scores[place]) for place in frontier]
-        return pays_to_deepen(standing, drafted, price, self._budget.level or 0.0)
+        return pays_to_deepen(standing, drafted, price, self._budget.level)
 
     def cut(self) -> Tree:
         """Of everything put forward the best nodes: within the budget, and only while they pay."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from time import perf_counter
 
@@ -182,7 +183,7 @@ class Engine:
             wish = seq.request.budget or plan
             depth = min(wish.depth, seq.room - 1)
             nodes = wish.nodes if depth > 0 else 0
-            budgets.append(Budget(nodes, depth, wish.width, wish.price, wish.level))
+            budgets.append(replace(wish, nodes=nodes, depth=depth))
         return budgets
 
     def _emit(

@@ -1,4 +1,7 @@
-"""Trained heads that come with the package, and what a folder with a head says of itself. No torch here.
+"""Trained heads: what kind of head a folder holds, and the heads that come with the package. No torch here.
+
+This is the one place that tells kinds of heads apart. A head of a kind that others do not know says so itself, in its
+config.json: {"forerun": {"format": KIND}}; which drafter runs a kind is in the registry.
 
 Each lies in a folder of its own beside this file: config.json and safetensors, as `forerun train` writes them. One
 is only used where it fits: the config names the target it was trained for, and widths, vocabulary and layers
@@ -10,16 +13,17 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forerun import registry
+from forerun.errors import InvalidInput
+
 BOX = Path(__file__).parent
-_FAMILIES = ("medusa", "hydra")
+_FAMILIES = ("medusa", "hydra")  # config.json counts their heads
 _FORMAT = re.compile(r"([._-](i?q\d\w*|b?f16|fp16|f32|fp32))?(\.gguf)?$")
-# What drafts best with a head of each kind: n-gram costs nothing, so it comes first where there is a hybrid.
-_DRAFTERS = {"eagle3": "hybrid_eagle3", "medusa": "hybrid_medusa", "eagle": "eagle2", "hydra": "hydra"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class HeadFolder:
     """A head on disk, told by its config.json."""
 
     path: Path
-    kind: str  # eagle | eagle3 | medusa | hydra
+    kind: str  # a format of the registry: eagle, eagle3, medusa, hydra, ...
     target: str  # what it was trained for, as the trainer named it
     width: int | None  # the target's
     vocab_size: int | None  # the target's
@@ -37,12 +41,16 @@ class HeadFolder:
     @property
     def drafter(self) -> str:
         """The drafter that makes the most of it."""
-        return _DRAFTERS[self.kind]
+        running = registry.drafters.running(self.kind)
+        if not running:
+            raise InvalidInput(
+                f"{self.path} holds a head of the kind {self.kind!r}, which no drafter here runs"
+            )
+        return running[0].best
 
     def serves(self, drafter: str) -> bool:
         """Can this drafter run it?"""
-        kind = drafter.removeprefix("hybrid_")
-        return kind == self.kind or (kind, self.kind) == ("eagle2", "eagle")
+        return self.kind in registry.drafters.spec(drafter).formats
 
     def fits(self, config: Mapping[str, Any], names: Iterable[str]) -> bool:
         """Is this the head of a model with this configuration, known by these names?"""
@@ -65,14 +73,19 @@ def heads_in_the_box(box: Path = BOX) -> list[HeadFolder]:
 def find_head(
     config: Mapping[str, Any], names: Iterable[str], drafter: str = "auto", box: Path = BOX
 ) -> HeadFolder | None:
-    """The head of the box for this model, and for this drafter if one is named; EAGLE-3 first."""
+    """The head of the box for this model, and for this drafter if one is named; of several the registry's first."""
     names = list(names)
     fitting = [
         head
         for head in heads_in_the_box(box)
         if head.fits(config, names) and (drafter == "auto" or head.serves(drafter))
     ]
-    return min(fitting, key=lambda head: list(_DRAFTERS).index(head.kind), default=None)
+    order = [kind for spec in registry.drafters.specs() for kind in spec.formats]
+    return min(
+        (head for head in fitting if head.kind in order),
+        key=lambda head: order.index(head.kind),
+        default=None,
+    )
 
 
 def open_head(folder: Path) -> HeadFolder | None:
@@ -81,7 +94,7 @@ def open_head(folder: Path) -> HeadFolder | None:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    kind = _kind_of(values, folder) if isinstance(values, dict) else None
+    kind = kind_of(values, lambda: _weights_in(folder)) if isinstance(values, dict) else None
     if kind is None:
         return None
     shape = {**values, **_settings(values, "transformer_layer_config")}
@@ -99,19 +112,25 @@ def _settings(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _kind_of(values: Mapping[str, Any], folder: Path) -> str | None:
+def kind_of(values: Mapping[str, Any], weights: Callable[[], Iterable[str]]) -> str | None:
+    """What kind of head a config.json and the names of weights are; None = no head that is known.
+
+    Weights are asked for only where the config does not tell.
+    """
+    if named := _settings(values, "forerun").get("format"):
+        return str(named)
     for family in _FAMILIES:
         if f"{family}_num_heads" in values:
             return family
     listed = values.get("architectures")
     names = " ".join(map(str, listed)).lower() if isinstance(listed, list) else ""
-    if "eagle3" in names or values.get("speculators_model_type") == "eagle3":
-        return "eagle3"
+    if speculators := values.get("speculators_model_type"):
+        return str(speculators)
     if "eagle" in names:
-        return "eagle"
-    weights = _weights_in(folder)  # EAGLE-1's authors call theirs an ordinary model
-    if "fc.weight" in weights and any("self_attn" in name for name in weights):
-        return "eagle3" if any(name.endswith("hidden_norm.weight") for name in weights) else "eagle"
+        return "eagle3" if "eagle3" in names else "eagle"
+    found = set(weights())  # EAGLE-1's authors call theirs an ordinary model
+    if "fc.weight" in found and any("self_attn" in name for name in found):
+        return "eagle3" if any(name.endswith("hidden_norm.weight") for name in found) else "eagle"
     return None
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from forerun.models.shared import SharedWeights
 from forerun.types import Needs, Scores, Seq, TreeBatch, Verdict
 
 
@@ -29,6 +30,15 @@ class Target(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def used_slots(self) -> int:
+        """Tokens whose keys and values are held now, for all sequences together."""
+        ...
+
+    def shared(self) -> SharedWeights | None:
+        """Weights that drafters may read; None where there are none to read. Made anew at every call."""
+        ...
 
     def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
         """Cache all committed tokens that are not cached yet, but the last.

@@ -20,6 +20,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.finite import check_numbers
 from forerun.models.layers import Rotations, add_linear_, gate, linear, rms_norm, rotate_, softcap_
 from forerun.models.moe import Experts, mix
+from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
 from forerun.topology import chain_of
 from forerun.types import Greedy, Needs, Scores, Seq, TreeBatch, Verdict, offsets
@@ -48,13 +49,18 @@ class Decoder(SlotTarget):
             self._head = checkpoint.head(self._embedding)
         self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """[..., D] rows of the embedding, for heads that share it."""
-        return F.embedding(ids.to(self._device), self._embedding)
-
-    def head_rows(self, ids: Tensor) -> Tensor:
-        """[N, D] rows of the LM head, for heads that start from it."""
-        return self._head[ids.to(self._device)]
+    def shared(self) -> SharedWeights:
+        return SharedWeights(
+            embed=lambda ids: F.embedding(ids.to(self._device), self._embedding),
+            head_rows=lambda ids: self._head[ids.to(self._device)],
+            vocab_size=self.vocab_size,
+            width=self.config.width,
+            dtype=self._dtype,
+            layers=self._blocks,
+            final_norm=self._final_norm,
+            rotations=self._rotations,
+            config=self.config,
+        )
 
     @torch.no_grad()
     def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:

@@ -6,15 +6,17 @@ to get it, a sequence alone that was prefilled from scratch.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
-from itertools import count
+from itertools import count, pairwise
 
 import torch
 from torch import Tensor
 
 from forerun.drafters.base import Drafter
 from forerun.models.base import Target
+from forerun.offers import Offer
 from forerun.params import SamplingParams
 from forerun.testing.doubles import FakeSeq, TableLM, extend, path_to, random_tree, random_verdict, tree_of
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
@@ -41,7 +43,7 @@ def check_target(
     rng, ids = random.Random(seed), count()
     target, plain = target_factory(), target_factory()
     assert target.vocab_size == vocab_size, f"vocab_size is {target.vocab_size}, not {vocab_size}"
-    free = getattr(target, "used_slots", None)
+    free = target.used_slots
     live = [_new_seq(rng, next(ids), vocab_size, length) for length in (1, *[0] * (batch - 1))]
     _prefill(target, live, needs)
     for n in range(rounds):
@@ -73,7 +75,7 @@ def check_target(
     target.release(unknown)
     for seq in live:
         target.release(seq)
-    left = getattr(target, "used_slots", None)
+    left = target.used_slots
     assert left == free, f"{left} slots are in use after every release; {free} were when it was made"
 
 
@@ -91,7 +93,7 @@ def _rewrite(rng: random.Random, target: Target, seq: FakeSeq, needs: Needs) -> 
 
 def _check_room(rng: random.Random, target: Target, needs: Needs, ids: count[int]) -> None:
     """Several that there is room for can be prefilled together, in the order asked, and leave nothing behind."""
-    used, longest = getattr(target, "used_slots", None), min(24, target.max_length)
+    used, longest = target.used_slots, min(24, target.max_length)
     asked = [rng.randint(1, longest) for _ in range(6)]
     while not target.has_room(*asked):
         asked.pop()
@@ -103,7 +105,7 @@ def _check_room(rng: random.Random, target: Target, needs: Needs, ids: count[int
         _prefill(target, seqs, needs)
     for seq in seqs:
         target.release(seq)
-    left = getattr(target, "used_slots", None)
+    left = target.used_slots
     assert left == used, f"{left} slots are in use after sequences came and went; {used} were before"
 
 
@@ -178,15 +180,16 @@ def check_drafter(
     """
     rng, drafter = random.Random(seed), drafter_factory()
     target = TableLM(vocab_size, seed=seed, width=hidden_width, device=torch.device(device))
-    assert drafter.cost >= 0, f"cost is {drafter.cost}; it is in seconds, 0 or more"
     live = [_varied_seq(rng, b, vocab_size) for b in range(batch)]
     _observe_prompts(drafter, target, live)
     for n in range(rounds):
         seqs = rng.sample(live, rng.randint(1, len(live))) if n else live
         budgets = [_varied_budget(rng, 0 if b == n % batch else 8) for b in range(len(seqs))]
         before = [list(seq.tokens) for seq in seqs]
+        for seq in seqs:
+            check_offer(drafter.offer(seq))
         trees = drafter.propose(seqs, budgets)
-        assert [seq.tokens for seq in seqs] == before, "propose changed a sequence"
+        assert [seq.tokens for seq in seqs] == before, "offer or propose changed a sequence"
         check_trees(trees, seqs, budgets, vocab_size)
         scores = target.score(seqs, trees, drafter.needs)
         verdict = random_verdict(rng, trees, vocab_size)
@@ -201,6 +204,16 @@ def check_drafter(
             _observe_prompts(drafter, target, live[-1:])
     for seq in live:
         drafter.forget(seq)
+
+
+def check_offer(offer: Offer) -> None:
+    """What must hold of any offer."""
+    times = (*offer.seconds, offer.start)
+    assert all(math.isfinite(time) and time >= 0 for time in times), f"{offer}: times are seconds, 0 or more"
+    assert all(0 <= share <= 1 for share in offer.free), f"{offer}: free holds probabilities"
+    falls = all(deep <= shallow for shallow, deep in pairwise(offer.free))
+    assert falls, f"{offer}: what is accepted at a depth was accepted above it, so free never grows"
+    assert offer.expected is None or offer.expected >= 0, f"{offer}: expected is a number of tokens"
 
 
 def check_trees(trees: TreeBatch, seqs: Sequence[Seq], budgets: Sequence[Budget], vocab_size: int) -> None:

@@ -14,8 +14,8 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.base import Controller
 from forerun.control.cost import CostModel
 from forerun.drafters.tree_builder import best_count, pays_to_deepen
+from forerun.offers import Offer
 from forerun.params import SamplingParams
-from forerun.quotes import Quote
 from forerun.types import Budget, Round, Seq
 
 
@@ -44,6 +44,7 @@ class Make:
     boast: float = 1.0  # claimed = confidence ** boast: below 1 it promises too much
     start: float = 0.0  # passes before its first draft
     ngram: bool = False  # what n-gram has at hand is used too
+    one_pass: bool = False  # all levels come from one pass, which costs `level`
 
 
 @dataclass(slots=True)
@@ -82,9 +83,7 @@ class Simulation:
     ) -> None:
         self.cost, self.make, self.rng = cost, make, random.Random(seed)
         self.texts = [Writing(i) for i in range(batch)]
-        self.controller = AdaptiveController(
-            CostModel(cost.seconds), nodes, width, self._quote, lambda seq: self._of(seq).claimed
-        )
+        self.controller = AdaptiveController(CostModel(cost.seconds), nodes, width, self._offer)
         self.budgets: list[Budget] = []
 
     def speed(self, kind: TextKind, rounds: int, controller: Controller | None = None) -> float:
@@ -105,7 +104,9 @@ class Simulation:
             starts = [self._start(*pair) for pair in zip(self.texts, drafts, strict=True)]
             target = self.cost.pass_seconds(batch + sum(one.nodes for one in drafts))
             unit = self.cost.pass_seconds(1)
-            drafting = unit * (max(one.levels for one in drafts) * self.make.level + sum(starts))
+            levels = max(one.levels for one in drafts)
+            passes_run = min(1, levels) if self.make.one_pass else levels
+            drafting = unit * (passes_run * self.make.level + sum(starts))
             nodes, depths = tuple(one.nodes for one in drafts), tuple(one.depth for one in drafts)
             accepted, times = tuple(one.accepted for one in drafts), {"target": target, "draft": drafting}
             judge.observe(Round(tuple(self.texts), nodes, depths, accepted, times))
@@ -118,11 +119,13 @@ class Simulation:
     def _of(self, seq: Seq) -> Writing:
         return self.texts[seq.id]
 
-    def _quote(self, seq: Seq) -> Quote:
+    def _offer(self, seq: Seq) -> Offer:
         make, text, unit = self.make, self._of(seq), self.cost.pass_seconds(1)
         start = 0.0 if text.started else make.start * unit
         free = text.match if make.ngram else ()
-        return Quote(make.level * unit, start, make.chosen, make.stops, free)
+        level = make.level * unit
+        seconds = (level, 0.0) if make.one_pass else (level,) if level else ()
+        return Offer(seconds, start, free, make.chosen, make.stops, expected=text.claimed)
 
     def _match(self, kind: TextKind) -> tuple[float, ...]:
         if self.rng.random() >= kind.copied:
@@ -137,7 +140,7 @@ class Simulation:
     def _draft(self, kind: TextKind, text: Writing, budget: Budget) -> Drafted:
         if not budget.nodes or not budget.depth:
             return Drafted()
-        if budget.level == 0.0:
+        if budget.source == "free":
             count = best_count(text.match[: budget.nodes], budget.price)
             return Drafted(count, count, 0, _run(self.rng, count, lambda: kind.copy_rate))
         if not self.make.chosen:
@@ -161,7 +164,7 @@ class _Tree:
             levels += 1
             fresh = [child for node in frontier for child in self._children(node, budget.width)]
             frontier = sorted(fresh, key=lambda node: -self.claims[node])[: budget.width]
-            if self.make.stops and budget.price is not None and budget.level is not None:
+            if self.make.stops and budget.price is not None:
                 survivals = [self.claims[node] for node in frontier]
                 drafted = len(self._cut(budget))
                 if not pays_to_deepen(survivals, drafted, budget.price, budget.level):

@@ -15,7 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from forerun.models.shared import SharedWeights
 from forerun.noise import DRAFT, draw, uniform
+from forerun.offers import Offer
 from forerun.params import SamplingParams
 from forerun.types import Budget, Draws, Needs, Scores, Seq, TreeBatch, Verdict
 
@@ -53,6 +55,9 @@ class TableLM:
     max_length: int = 1 << 20
     slots: int | None = None  # tokens it can cache in all; None = no limit
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    lends: SharedWeights | None = (
+        None  # what `shared` answers: a table over n-grams has no weights of its own
+    )
     _cached: dict[int, list[int]] = field(default_factory=dict)
     _scored: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     _rows: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
@@ -60,6 +65,9 @@ class TableLM:
     @property
     def used_slots(self) -> int:
         return sum(len(tokens) for tokens in self._cached.values())
+
+    def shared(self) -> SharedWeights | None:
+        return self.lends
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """[V] what it says after these tokens, cache or no cache."""
@@ -148,7 +156,7 @@ class ScriptedDrafter:
 
     script: Script
     needs: Needs = field(default_factory=Needs)
-    cost: float = 0.0
+    cost: float = 0.0  # seconds per level
     observed: list[tuple[int, int]] = field(default_factory=list)  # (sequence, accepted) by round
     forgotten: list[int] = field(default_factory=list)
 
@@ -161,6 +169,9 @@ class ScriptedDrafter:
             return random_tree(rng, seq.tokens[-1], vocab_size, budget.nodes, width)
 
         return cls(script)
+
+    def offer(self, seq: Seq) -> Offer:
+        return _offer(self.cost)
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         return TreeBatch.trees([self._cut(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
@@ -193,7 +204,10 @@ class LawDrafter:
     law: Law
     how: Literal["chosen", "sampled", "distinct"] = "sampled"
     needs: Needs = field(default_factory=Needs)
-    cost: float = 0.0
+    cost: float = 0.0  # seconds per level
+
+    def offer(self, seq: Seq) -> Offer:
+        return _offer(self.cost)
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         laws: list[Tensor] = []
@@ -236,6 +250,11 @@ class LawDrafter:
             if self.how == "distinct":
                 left[children[-1]] = 0.0
         return children
+
+
+def _offer(cost: float) -> Offer:
+    """What costs nothing is chosen; what costs may be sampled."""
+    return Offer((cost,), chosen=False) if cost else Offer()
 
 
 def tree_of(trees: TreeBatch, b: int) -> tuple[list[int], list[int]]:

@@ -14,17 +14,15 @@ from typing import Literal
 from forerun.build import load_target, make_engine
 from forerun.drafters.eagle.config import NAMES
 from forerun.drafters.eagle.files import read_head, write_head
-from forerun.drafters.head_drafter import layer_count
-from forerun.drafters.head_formats import read_config
 from forerun.drafters.medusa import read_heads, write_heads
 from forerun.errors import InvalidInput, VocabularyMismatch
+from forerun.heads import open_head
 from forerun.models.base import Target
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.types import Request
 
-HeadKind = Literal["eagle", "eagle3", "medusa", "hydra"]
 PROMPTS = (
     "Explain why the sky is blue.",
     "Write a Python function that reverses a list.",
@@ -39,7 +37,7 @@ class HeadReport:
     """What a check found."""
 
     folder: str
-    kind: HeadKind
+    kind: str
     about: str  # shape in a line
     trained_for: str
     tokens_per_round: float
@@ -57,14 +55,10 @@ class HeadReport:
         )
 
 
-def kind_of_head(folder: Path, *, pickle: bool = False) -> HeadKind:
-    """What a folder holds, by its config and its weights."""
-    values = read_config(folder)
-    if "medusa_num_heads" in values:
-        return "medusa"
-    if "hydra_num_heads" in values:
-        return "hydra"
-    return read_head(folder, pickle=pickle)[0].kind
+def kind_of_head(folder: Path, *, pickle: bool = False) -> str:
+    """What a folder holds; raises where it holds no head."""
+    found = open_head(folder)
+    return read_head(folder, pickle=pickle)[0].kind if found is None else found.kind
 
 
 def check_head(
@@ -88,7 +82,7 @@ def convert_head(folder: Path, out: Path, layout: Literal["eagle", "speculators"
         write_head(out, *read_head(folder, pickle=pickle), layout)
 
 
-def _compare(folder: Path, kind: HeadKind, target: Target) -> tuple[str, str]:
+def _compare(folder: Path, kind: str, target: Target) -> tuple[str, str]:
     """Shapes, vocabulary and layers against the target's."""
     if kind in ("medusa", "hydra"):
         heads, _ = read_heads(folder, "medusa" if kind == "medusa" else "hydra", vocab_size=target.vocab_size)
@@ -96,8 +90,9 @@ def _compare(folder: Path, kind: HeadKind, target: Target) -> tuple[str, str]:
         return f"{heads.count} heads of {heads.blocks} blocks, {heads.width} wide", heads.target
     config, _ = read_head(folder)
     _check_vocabulary(config.vocab_size, target, config.target)
-    count = layer_count(target)
-    beyond = [layer for layer in config.layers if count is not None and layer > count]
+    shared = target.shared()
+    count = 0 if shared is None else len(shared.layers)
+    beyond = [layer for layer in config.layers if count and layer > count]
     if beyond:
         raise InvalidInput(
             f"the head reads layer {beyond[0]} and the target has {count}: it was trained for another target "
@@ -119,7 +114,7 @@ def _check_vocabulary(size: int, target: Target, trained_for: str) -> None:
 
 
 def _accepted(
-    folder: Path, kind: HeadKind, target: Target, tokenizer: Tokenizer, tokens: int
+    folder: Path, kind: str, target: Target, tokenizer: Tokenizer, tokens: int
 ) -> tuple[float, list[float]]:
     """Tokens per round of greedy chains, and how often they stood to each depth."""
     speculative = SpeculativeConfig(drafter=kind, draft_model=str(folder), budget=5, controller="fixed")

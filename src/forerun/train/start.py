@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,11 @@ from torch import Tensor, nn
 from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.files import read_head
 from forerun.drafters.eagle.head import vocabulary_of
-from forerun.drafters.head_formats import read_config
+from forerun.drafters.head_formats import read_config, read_tensors
 from forerun.drafters.medusa import HeadsConfig, read_heads
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import InvalidInput
+from forerun.heads import kind_of
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.scaling import unfold
 
@@ -47,9 +47,10 @@ class Start:
             unnamed = name == "layers" and not theirs  # then those that are read by default
             if name not in _FREE and theirs != ours and not unnamed:
                 _refuse(self.folder, f"{name}={theirs!r}", f"{name}={ours!r}")
-        theirs, ours = (getattr(one, "inner", 0) for one in (self.config, config))
-        if ours < theirs:
-            _refuse(self.folder, f"inner={theirs}", f"inner={ours}, which is less")
+        if isinstance(self.config, EagleConfig) and isinstance(config, EagleConfig):
+            theirs, ours = self.config.inner, config.inner
+            if ours < theirs:
+                _refuse(self.folder, f"inner={theirs}", f"inner={ours}, which is less")
 
     @torch.no_grad()
     def fill(self, module: nn.Module, embedding: Tensor) -> None:
@@ -85,10 +86,9 @@ def read_start(options: TrainOptions, width: int, vocab_size: int) -> Start | No
     if not options.init:
         return None
     folder = Path(options.init)
-    found = _family_of(read_config(folder))
-    wanted = options.method if options.method in ("medusa", "hydra") else "eagle"
-    if found != wanted:
-        _refuse(folder, f"a head of the family {found}", options.method)
+    kind = kind_of(read_config(folder), lambda: read_tensors(folder))
+    if _family_of(str(kind)) != _family_of(options.method):
+        _refuse(folder, f"a head of the kind {kind}", options.method)
     if options.method == "medusa" or options.method == "hydra":
         heads, weights = read_heads(folder, options.method, width, vocab_size)
         rows = len(weights["d2t"]) if "d2t" in weights else heads.vocab_size
@@ -101,8 +101,8 @@ def read_start(options: TrainOptions, width: int, vocab_size: int) -> Start | No
     return start
 
 
-def _family_of(values: Mapping[str, Any]) -> str:
-    return next((name for name in ("medusa", "hydra") if f"{name}_num_heads" in values), "eagle")
+def _family_of(method: str) -> str:
+    return method if method in ("medusa", "hydra") else "eagle"
 
 
 def _refuse(folder: Path, theirs: str, ours: str) -> None:

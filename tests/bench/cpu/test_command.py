@@ -63,7 +63,7 @@ def test_the_last_line_is_the_document(
     assert json.loads(saved.read_text()) == result
     assert result["equal"] is True
     assert result["compared"] == 2 * 2 * 8  # prompts, repeats, contenders
-    drafters = ["auto", "ngram", "draft_model", "hybrid", "ngram_fixed"]
+    drafters = ["auto", "ngram", "draft_model", "ngram+draft_model", "ngram_fixed"]
     peers = ["transformers", "transformers_lookup"]
     assert list(result["contenders"]) == [*peers, "plain", *drafters]
     assert set(result["by_task"]) == set(drafters)
@@ -147,8 +147,8 @@ def test_a_head_in_a_folder_is_measured_beside_the_others(tmp_path: Path) -> Non
     folder = tmp_path / "mine"
     config = heads_config("medusa", VOCAB, width=32)
     write_heads(folder, config, heads_weights(config))
-    assert cpu.drafters_of(["auto"], "tiny", str(folder)) == ["auto", "medusa", "hybrid_medusa"]
-    assert cpu.drafters_of(["auto"], "tiny", "tiny") == ["auto", "draft_model", "hybrid"]
+    assert cpu.drafters_of(["auto"], "tiny", str(folder)) == ["auto", "medusa", "ngram+medusa"]
+    assert cpu.drafters_of(["auto"], "tiny", "tiny") == ["auto", "draft_model", "ngram+draft_model"]
     assert cpu.drafters_of(["auto"], "tiny", None) == ["auto"]
     settings = Settings(ways=ways_of(["ngram", f"medusa:3={folder}"]), threads=1)
     assert [way.name for way in settings.ways] == ["ngram", "medusa:3=mine"]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from forerun import registry
 from forerun.bench.bandwidth import WAYS, bandwidth
 from forerun.bench.cpu.memory import resident
 from forerun.bench.cpu.modes import measure_modes
@@ -41,7 +42,7 @@ from forerun.bench.settings import (
     ways_of,
 )
 from forerun.bench.suites import TASKS, load_suite
-from forerun.build import choose_drafter, drafts_with_checkpoint
+from forerun.build import choose_drafter
 from forerun.errors import ForerunError, InvalidInput
 from forerun.models.load import checkpoint as loading
 from forerun.params import SpeculativeConfig
@@ -107,13 +108,13 @@ def settings_of(flags: argparse.Namespace) -> Settings:
 
 def drafters_of(named: Sequence[str], model: str, draft: str | None) -> list[str]:
     """Those named, and those that run the second model given, or a head that comes with the package."""
-    wish = SpeculativeConfig(drafter="hybrid_eagle3" if draft is None else "auto", draft_model=draft)
+    wish = SpeculativeConfig(drafter="ngram+eagle3" if draft is None else "auto", draft_model=draft)
     settled = choose_drafter(wish, loading.open_checkpoint(model))
     more: list[str] = []
     if settled.draft_model is not None:
-        with_model = drafts_with_checkpoint(settled.drafter)
-        alone = settled.drafter.removeprefix("hybrid_")
-        more = ["draft_model", "hybrid"] if with_model else [alone, settled.drafter]
+        spec = registry.drafters.spec(settled.drafter)
+        alone = next((member for member in spec.members if member.needs != "nothing"), spec)
+        more = [alone.name, alone.best]
     return [*dict.fromkeys([*named, *more])]
 
 

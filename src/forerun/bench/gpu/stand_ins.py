@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from forerun.drafters.base import BaseDrafter
 from forerun.models.inflate import Shape
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.types import Budget, Seq, TreeBatch
 
 
 class RandomWeights(Mapping[str, Tensor]):
@@ -47,23 +48,14 @@ class RandomWeights(Mapping[str, Tensor]):
         return new.normal_(0.0, 0.7 / size[-1] ** 0.5) if len(size) > 1 else new
 
 
-class AnswerTrees:
+class AnswerTrees(BaseDrafter):
     """Trees that branch at random and hold some of the known answer somewhere: a drafter to test equality with."""
-
-    needs = Needs()
-    cost = 0.0
 
     def __init__(self) -> None:
         self.answers: dict[tuple[int, ...], list[int]] = {}
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
-
-    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        """Nothing is learnt."""
-
-    def forget(self, seq: Seq) -> None:
-        """Nothing is held."""
 
     def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
         rng = random.Random(f"{seq.id} {len(seq.tokens)}")

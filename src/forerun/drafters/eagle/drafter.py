@@ -9,26 +9,26 @@ them, seen by their own descendants only, and forgotten. So a draft never depend
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
 from forerun.drafters.base import Drafter, Parts
-from forerun.drafters.eagle.config import EagleConfig, Kind, default_layers
+from forerun.drafters.eagle.config import Kind, default_layers
 from forerun.drafters.eagle.files import read_head
 from forerun.drafters.eagle.head import EagleHead
 from forerun.drafters.eagle.native_head import NativeHead
 from forerun.drafters.eagle.native_runner import NativeRunner
 from forerun.drafters.eagle.torch_runner import TorchRunner
 from forerun.drafters.head_drafter import (
+    UNMEASURED,
     Meter,
     Rows,
-    borrow,
     head_dtype,
     is_drawn,
     is_ready,
-    layer_count,
     observe_rows,
     wants_sampling,
 )
@@ -36,12 +36,11 @@ from forerun.drafters.tree_growth import Ranks, Steps, Tree, grow_ranked, lay_ou
 from forerun.drafters.tree_sampling import sample_trees
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
-from forerun.quotes import Quote
+from forerun.offers import Offer
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 PROMPT = 32  # more rows than this at once are no round's
 READING = 0.15  # of a level: what a row of a prompt takes, until one was read
-UNMEASURED = 1e-3  # seconds per level, until the first draft has shown better
 # How often EAGLE-1's first ranks are right, by level: what a head without measured rates is drafted with.
 _RATES = ((0.6, 0.15, 0.07, 0.04, 0.03), *[(0.5, 0.13, 0.06, 0.035, 0.025)] * 7)
 
@@ -83,31 +82,23 @@ class EagleDrafter:
         self._runner = runner_for(head)
         self._meter = Meter()
         self._reading = 0.0  # seconds per row of a prompt
-        self._claims: dict[int, float] = {}
+        self._expected: dict[int, float] = {}  # tokens of the last draft that should be accepted
         self._rates = None if self.dynamic else config.rates or _RATES
 
     @classmethod
     def build(cls, parts: Parts) -> Drafter:
-        folder = parts.speculative.draft_model
-        if folder is None:
-            raise InvalidInput(f"the drafter {cls.kind!r} needs a trained head; pass draft_model=FOLDER")
-        return cls(load_head(Path(folder), parts.target, cls.kind), sampled=wants_sampling(parts.speculative))
+        head = load_head(parts.head_folder(cls.kind), parts.target, cls.kind)
+        return cls(head, sampled=wants_sampling(parts.speculative))
 
-    @property
-    def cost(self) -> float:
-        return self._meter.seconds
-
-    def quote(self, seq: Seq) -> Quote:
+    def offer(self, seq: Seq) -> Offer:
         """A level, and the rows of a prompt that it has not read; a dynamic tree stops where confidence ends."""
-        level, text = self.cost or UNMEASURED, self._texts.get(seq.id)
+        level, text = self._meter.seconds or UNMEASURED, self._texts.get(seq.id)
         unread = len(text.tokens) if text is not None else 0
         start = unread * (self._reading or READING * level) if unread > PROMPT else 0.0
         chosen = not self._draws(seq)
-        return Quote(level, start, chosen=chosen, stops=self.dynamic and chosen)
-
-    def claim(self, seq: Seq) -> float | None:
-        """How many tokens of its last draft this text's head expected to stand; None = it drafted none."""
-        return self._claims.get(seq.id)
+        return Offer(
+            (level,), start, chosen=chosen, stops=self.dynamic and chosen, expected=self._expected.get(seq.id)
+        )
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
@@ -155,28 +146,26 @@ class EagleDrafter:
 
     def forget(self, seq: Seq) -> None:
         self._texts.pop(seq.id, None)
-        self._claims.pop(seq.id, None)
+        self._expected.pop(seq.id, None)
         self._runner.forget(seq.id)
 
     def _grow(self, walk: RunnerSteps, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
         calibration = self.head.config.calibration
-        trees, claims = grow_ranked(walk.ranks(seqs), seqs, budgets, calibration, self._rates)
-        self._claims |= {seq.id: claim for seq, claim in zip(seqs, claims, strict=True)}
+        trees, expected = grow_ranked(walk.ranks(seqs), seqs, budgets, calibration, self._rates)
+        self._expected |= {seq.id: tokens for seq, tokens in zip(seqs, expected, strict=True)}
         return trees
 
 
 def load_head(folder: Path, target: Target, kind: Kind | None = None) -> EagleHead | NativeHead:
     """A head from its folder, for this target; layers that the file does not name are the usual ones."""
     config, weights = read_head(folder, kind=kind)
+    shared = target.shared()
     if not config.layers:
-        count = layer_count(target)
-        if count is None:
+        if shared is None or not shared.layers:
             raise InvalidInput(
                 f"{folder} does not say which hidden layers its head reads; add them to config.json"
             )
-        values = {name: getattr(config, name) for name in EagleConfig.__dataclass_fields__}
-        config = EagleConfig(**{**values, "layers": default_layers(count)})
-    shared = borrow(target)
+        config = replace(config, layers=default_layers(len(shared.layers)))
     if NativeHead.supports(config, target.device):
         return NativeHead(config, weights, shared)
     return EagleHead(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)

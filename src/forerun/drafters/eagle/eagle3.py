@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.eagle.config import Kind
 from forerun.drafters.eagle.drafter import EagleDrafter
@@ -18,11 +16,11 @@ class Eagle3Drafter(EagleDrafter):
     @classmethod
     def build(cls, parts: Parts) -> Drafter:
         """On a GPU drafting stays on the device, as far as head and target allow it."""
-        folder = parts.speculative.draft_model
-        if folder is not None and parts.target.device.type == "cuda":
+        if parts.target.device.type == "cuda":
             from forerun.drafters.eagle.cuda.drafter import on_device
 
-            drafter = on_device(Path(folder), parts.target, lambda: super(Eagle3Drafter, cls).build(parts))
+            folder = parts.head_folder(cls.kind)
+            drafter = on_device(folder, parts.target, lambda: super(Eagle3Drafter, cls).build(parts))
             if drafter is not None:
                 return drafter
         return super().build(parts)

@@ -7,7 +7,7 @@ asked for, and then as weights only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from forerun.drafters.eagle.config import NAMES, EagleConfig, Kind
 from forerun.drafters.head_formats import check_weight, read_config, read_tensors, write_config, write_shards
 from forerun.errors import DamagedFile, InvalidInput
+from forerun.heads import kind_of
 
 Layout = Literal["eagle", "speculators"]
 
@@ -26,11 +27,12 @@ def read_head(
     """A head's config and weights, under our names; `kind` is what the caller wants to use it as."""
     values, weights = read_config(folder), read_tensors(folder, pickle=pickle)
     weights = {_our_name(name): weight for name, weight in weights.items()}
-    found = kind_of(weights)
-    if found is None:
+    told = kind_of(values, lambda: weights)
+    if told not in NAMES:
         raise InvalidInput(
             f"{folder} holds no EAGLE head (no fc and layer in it); try `forerun drafters check`"
         )
+    found: Kind = "eagle3" if told == "eagle3" else "eagle"
     if kind is not None and found != kind:
         raise InvalidInput(
             f"{folder} holds an {NAMES[found]} head, not an {NAMES[kind]} one; use drafter={found!r}"
@@ -50,14 +52,6 @@ def write_head(
     prefix = "midlayer." if config.kind == "eagle3" and layout == "eagle" else "layers.0."
     named = {name.replace("midlayer.", prefix): weight.contiguous().cpu() for name, weight in weights.items()}
     write_shards(folder, named)
-
-
-def kind_of(weights: Iterable[str]) -> Kind | None:
-    """Which head these weights are; a projection of two widths, or the norms beside it, give EAGLE-3 away."""
-    names = set(weights)
-    if "fc.weight" not in names or "midlayer.self_attn.q_proj.weight" not in names:
-        return None
-    return "eagle3" if "midlayer.hidden_norm.weight" in names else "eagle"
 
 
 def check_shapes(config: EagleConfig, weights: Mapping[str, Tensor], folder: Path) -> None:

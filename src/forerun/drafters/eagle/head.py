@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.drafters.eagle.config import EagleConfig
-from forerun.drafters.head_drafter import SharedWeights
 from forerun.drafters.matrix import Matrix
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import InvalidInput
 from forerun.models.layers import Rotations, gate, pair_up, rms_norm, rotate_
 from forerun.models.rope import RopeConfig
+from forerun.models.shared import SharedWeights
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [N, H, Dh], k and v [N, Hkv, Dh] -> [N, H Dh]
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.head import checked_shared, vocabulary_of
-from forerun.drafters.head_drafter import SharedWeights
 from forerun.drafters.matrix import packed_form
 from forerun.errors import VocabularyMismatch
 from forerun.models.load.quants import Blocks
@@ -21,6 +20,7 @@ from forerun.models.native import head_library
 from forerun.models.native.head_library import Head
 from forerun.models.native.library import Weights
 from forerun.models.native.packing import is_packable, pack_blocks, side_by_side, table_of, take_rows
+from forerun.models.shared import SharedWeights
 
 
 class NativeHead:

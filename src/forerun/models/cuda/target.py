@@ -24,6 +24,8 @@ from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.plain import PlainSteps
 from forerun.models.cuda.plan import MAX_ROWS, Span, plan_pass
 from forerun.models.kv import TREE_MARGIN
+from forerun.models.layers import Rotations
+from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
 from forerun.topology import chain_of
 from forerun.types import (
@@ -87,13 +89,19 @@ class CudaDecoder(SlotTarget):
         """Memory that the KV pool takes, full or not."""
         return self.kv.data.numel() * self.kv.data.element_size()
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """[..., D] rows of the embedding, for heads that share it."""
-        return self.model.embedding[ids.to(self.device)]
-
-    def head_rows(self, ids: Tensor) -> Tensor:
-        """[N, D] rows of the LM head, for heads that start from it."""
-        return self.model.head[ids.to(self.device)].to(self.model.dtype)
+    def shared(self) -> SharedWeights:
+        model = self.model
+        return SharedWeights(
+            embed=lambda ids: model.embedding[ids.to(self.device)],
+            head_rows=lambda ids: model.head[ids.to(self.device)].to(model.dtype),
+            vocab_size=self.vocab_size,
+            width=self.config.width,
+            dtype=model.dtype,
+            layers=model.layers,
+            final_norm=model.final_norm,
+            rotations=[Rotations(rope, self.device) for rope in self.config.ropes],
+            config=self.config,
+        )
 
     @torch.no_grad()
     def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:

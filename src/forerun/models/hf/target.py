@@ -19,6 +19,7 @@ from forerun.errors import ModelNotFound, UnsupportedModel, brief
 from forerun.models.finite import check_numbers
 from forerun.models.hf.cache import Placement, TreeCache
 from forerun.models.hf.check import arguments, check_trees, refuse_by_shape
+from forerun.models.shared import SharedWeights
 from forerun.types import Needs, Scores, Seq, TreeBatch, Verdict
 
 CHUNK = 512  # tokens of a prompt per pass: bounds the mask, and the logits that some families always compute
@@ -87,15 +88,23 @@ class HFTarget:
     def has_room(self, *lengths: int) -> bool:
         return self._kv_slots is None or sum(self._reserved.values()) + sum(lengths) <= self._kv_slots
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """[..., D] rows of the embedding, for heads that share it."""
-        rows: Tensor = self.model.get_input_embeddings()(ids.to(self.device))
-        return rows
-
-    def head_rows(self, ids: Tensor) -> Tensor:
-        """[N, D] rows of the LM head, for heads that start from it."""
-        rows: Tensor = self.model.get_output_embeddings().weight[ids.to(self.device)]
-        return rows
+    def shared(self) -> SharedWeights | None:
+        """None where the model has no table to look tokens up in, or no LM head of rows."""
+        model, embedding, head = (
+            self.model,
+            self.model.get_input_embeddings(),
+            self.model.get_output_embeddings(),
+        )
+        if not isinstance(embedding, torch.nn.Embedding) or not isinstance(head, torch.nn.Linear):
+            return None
+        return SharedWeights(
+            embed=lambda ids: embedding(ids.to(self.device)),
+            head_rows=lambda ids: head.weight[ids.to(self.device)],
+            vocab_size=self.vocab_size,
+            width=embedding.embedding_dim,
+            dtype=embedding.weight.dtype,
+            layers=_layers_of(model, self.config.num_hidden_layers),
+        )
 
     def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
         rows = [seq.tokens[self._cache.length(seq.id) : -1] for seq in seqs]
@@ -206,6 +215,12 @@ class HFTarget:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
             ~mask, torch.finfo(dtype).min
         )
+
+
+def _layers_of(model: Any, count: int) -> Sequence[torch.nn.Module]:
+    """The decoder layers: the first list of modules that has as many members as the config says there are."""
+    lists = (part for part in model.modules() if isinstance(part, torch.nn.ModuleList))
+    return list(next((part for part in lists if len(part) == count), ()))
 
 
 def _mask_kinds(config: Any, family: str) -> dict[str, int | None]:

@@ -25,6 +25,7 @@ from forerun.models.native import library as native
 from forerun.models.native.packing import is_packable, table_of, unpack_rows
 from forerun.models.native.pass_rows import Rows, rows_of
 from forerun.models.native.weights import Mode, NativeReader
+from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
 from forerun.types import Seq
 
@@ -65,6 +66,7 @@ class NativeDecoder(Decoder):
             reader = NativeReader(config, weights, mode)
             self._model = reader.model()
             self._embedding_rows, self._head_rows = reader.embedding(), reader.head_table()
+            self._final_norm = reader.names.final_norm()
             self._kept = reader.kept
         self._model.embedding = table_of(self._embedding_rows)
         self._looks_up = bool(self._model.embedding.rows)  # the kernels themselves, token by token
@@ -134,23 +136,21 @@ class NativeDecoder(Decoder):
             raise MemoryError(f"no memory for a pass over {len(tokens)} nodes")
         return None if tops is None else list(tops)
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """[N] -> [N, D] what enters the first layer; heads that share the target's tables read it here."""
-        return _take(self._embedding_rows, ids)
-
-    @property
-    def embedding_table(self) -> Tensor | Blocks:
-        """What `embed` looks rows up in, for heads that read it in place."""
-        return self._embedding_rows
-
-    @property
-    def head_table(self) -> Tensor | Blocks:
-        """What `head_rows` reads."""
-        return self._head_rows
-
-    def head_rows(self, ids: Tensor) -> Tensor:
-        """[N] -> [N, D] rows of the head."""
-        return _take(self._head_rows, ids)
+    def shared(self) -> SharedWeights:
+        """Rows in float32; heads that run on the same kernels read the tables in place."""
+        return SharedWeights(
+            embed=lambda ids: _take(self._embedding_rows, ids),
+            head_rows=lambda ids: _take(self._head_rows, ids),
+            vocab_size=self.vocab_size,
+            width=self.config.width,
+            dtype=torch.float32,
+            table=self._embedding_rows,
+            head_table=self._head_rows,
+            layers=[self._model.layer[i] for i in range(self.config.layers)],
+            final_norm=self._final_norm,
+            rotations=self._rotations,
+            config=self.config,
+        )
 
     @property
     def weight_bytes(self) -> int:

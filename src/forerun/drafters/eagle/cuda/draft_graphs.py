@@ -55,7 +55,7 @@ class DeviceDraft:
         self.seconds = 0.0  # per level, measured when a form is first captured
         device, width = net.model.device, feature_fusion.feature_width
         self._texts: dict[int, Rows] = {}
-        self._repertoire = DraftMenu()
+        self._menu = DraftMenu()
         self._held: set[int] = set()  # texts that have slots
         self._replays = Replays(device, capture=capture)
         self._group_nodes = 64 // (
@@ -93,7 +93,7 @@ class DeviceDraft:
         Where a text ends within such a draft, it may be deeper than asked for: a graph that is there is cheaper.
         """
         wanted = self._fitting(len(seqs), nodes, depth, width)
-        shape = self._repertoire.choose(len(seqs), wanted, ends) if self._replays.capture else wanted
+        shape = self._menu.choose(len(seqs), wanted, ends) if self._replays.capture else wanted
         if shape is None:
             return None
         ids, roots = tuple(seq.id for seq in seqs), [seq.tokens[-1] for seq in seqs]

@@ -15,12 +15,11 @@ from forerun.drafters.eagle.cuda.draft_graphs import MOST, DeviceDraft
 from forerun.drafters.eagle.cuda.draft_plan import UNKNOWN, Shape, best_of_menu
 from forerun.drafters.eagle.cuda.feature_fusion import make_net, why_not
 from forerun.drafters.eagle.files import read_head
-from forerun.drafters.head_drafter import borrow
 from forerun.errors import ForerunError
 from forerun.models.base import Target
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
-from forerun.quotes import Quote, quote_of
+from forerun.offers import Offer
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 if TYPE_CHECKING:
@@ -52,15 +51,11 @@ class DeviceEagle:
         self._failed = False
         self._choices: dict[Hashable, Shape] = {}
 
-    @property
-    def cost(self) -> float:
-        return self.plain.cost if self._failed else self.draft.seconds
-
-    def quote(self, seq: Seq) -> Quote:
+    def offer(self, seq: Seq) -> Offer:
         """A level; a form that was never captured costs about what its weights take to read."""
         if self._failed or not seq.params.is_greedy:
-            return quote_of(self.plain, seq)
-        return Quote(self.cost or UNMEASURED)
+            return self.plain.offer(seq)
+        return Offer((self.draft.seconds or UNMEASURED,))
 
     @property
     def plain(self) -> Drafter:
@@ -106,20 +101,19 @@ class DeviceEagle:
     def _route(self, seq: Seq, budget: Budget) -> str:
         if not seq.params.is_greedy:
             return "plain"
-        wanted = budget.nodes > 0 and budget.depth > 0 and budget.level != 0.0
-        return "device" if wanted and self.draft.is_ready(seq, budget.depth) else "idle"
+        return "device" if budget.runs and self.draft.is_ready(seq, budget.depth) else "idle"
 
     def _grow(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         """Trees of one form: what every budget allows, and what one pass over all of them takes."""
-        nodes, depth, width = (
-            min(getattr(budget, name) for budget in budgets) for name in ("nodes", "depth", "width")
+        nodes, depth, width = map(
+            min, zip(*((one.nodes, one.depth, one.width) for one in budgets), strict=True)
         )
         nodes = min(nodes, MAX_ROWS // len(seqs) - 1)
         if len(seqs) > MOST or nodes < 1:
             return _lone_roots(seqs, budgets)
         ends = depth >= min(seq.max_length - len(seq.tokens) for seq in seqs) - 1
         if (price := budgets[0].price) is not None and not ends:
-            nodes, depth, width = self._menu(nodes, depth, width, price, budgets[0].level or 0.0)
+            nodes, depth, width = self._menu(nodes, depth, width, price, budgets[0].level)
         unread = [] if self._proven else [self.draft.unread(seq) for seq in seqs]
         try:
             grown = self.draft.propose(seqs, nodes, depth, width, ends=ends)
@@ -181,9 +175,7 @@ def on_device(folder: Path, target: Target, make_plain: Callable[[], Drafter]) -
         return None
     if not config.layers:
         config = replace(config, layers=default_layers(target.config.layers))
-    shared = borrow(target)
-    assert shared is not None
-    shared.must_fit(config.target_width, config.vocab_size, config.target)
+    target.shared().must_fit(config.target_width, config.vocab_size, config.target)
     try:
         draft = DeviceDraft(*make_net(config, weights, target), capture=target.kernels == "triton")
     except ForerunError:

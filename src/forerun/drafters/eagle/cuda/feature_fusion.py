@@ -107,7 +107,7 @@ def _head_weights(
         gate_up=interleaved(torch.cat(gates)),
         down=weights["midlayer.mlp.down_proj.weight"],
         norm=weights["norm.weight"],
-        head=target.head_rows(vocabulary.ids) if head is None else head,
+        head=target.shared().head_rows(vocabulary.ids) if head is None else head,
     )
 
 

@@ -1,0 +1,42 @@
+"""No code asks drafters, targets or controllers what attributes they have: the protocols say what is there."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src" / "forerun"
+# Objects that are not ours, by file: transformers' configs and models, torch modules, the operating system, tensors.
+NOT_OURS = {
+    "bench/machine.py": 1,
+    "bench/peers/transformers_gpu.py": 1,
+    "bench/cpu/command.py": 1,
+    "cli/doctor.py": 1,
+    "models/hf/check.py": 3,
+    "models/hf/target.py": 6,
+    "models/load/gguf.py": 1,
+    "prompts.py": 2,
+    "train/provenance.py": 1,
+    "train/recipes/eagle.py": 2,
+}
+
+
+def probes(source: str) -> int:
+    """How often a program asks for an attribute that may not be there."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    names = [(call.func.id, len(call.args)) for call in calls if isinstance(call.func, ast.Name)]
+    return sum(name == "hasattr" or (name == "getattr" and count == 3) for name, count in names)
+
+
+def test_probes_are_counted() -> None:
+    assert probes("x = getattr(a, 'b', None) or hasattr(a, 'c')") == 2
+    assert probes("x = getattr(a, 'b')") == 0
+
+
+def test_only_what_is_not_ours_is_probed() -> None:
+    found = {}
+    for file in sorted(SOURCE.rglob("*.py")):
+        if count := probes(file.read_text(encoding="utf-8")):
+            found[file.relative_to(SOURCE).as_posix()] = count
+    beyond = {name: count for name, count in found.items() if count > NOT_OURS.get(name, 0)}
+    assert beyond == {}, "give the part a method in its protocol instead of probing for it"
