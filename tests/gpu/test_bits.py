@@ -56,7 +56,7 @@ def test_a_node_has_the_same_bits_in_any_company(name: str) -> None:
 WIDTHS = [1, 2, 8, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 160, 192, 200, 224, 256, 300, 384, 400, 512, 768]
 
 
-@pytest.mark.parametrize("name", ["smollm2", "large", "large-qwen2", "large-qwen3"])
+@pytest.mark.parametrize("name", ["smollm2", "large", "wide-qwen2", "wide-qwen3"])
 def test_a_row_has_the_same_bits_at_every_width(name: str) -> None:
     need_cuda()
     rng = random.Random(3)
@@ -96,7 +96,7 @@ def test_a_text_is_the_same_however_its_prompt_was_cut_up(name: str, monkeypatch
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-@pytest.mark.parametrize("name", ["large", "large-qwen2", "large-qwen3"])
+@pytest.mark.parametrize("name", ["large", "wide-qwen2", "wide-qwen3"])
 def test_wide_products_have_the_bits_of_narrow_ones(name: str) -> None:
     """And would not have them in another order of sums."""
     need_cuda()
