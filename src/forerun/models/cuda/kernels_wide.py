@@ -93,10 +93,10 @@ def _fetch(left, right, a0, a1, a2, w, r0, r1, r2, full, empty, units, K: gl.con
         _fetch_rows(a0, a1, a2, row_tile * MT, k0 + i * _BK, full.index(i), r0.index(i), r1.index(i), r2.index(i),
                     P0, P1, P2)  # fmt: skip
     slot, phase = 0, 0
-    begin = gl.to_tensor(STAGES)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         tile, split, row_tile = _place(unit, ROW_TILES, PARALLEL)
         k0 = split * (K // PARALLEL)
+        begin = gl.where(unit == gl.program_id(0), STAGES, 0)
         for step in range(begin, steps):
             bar = full.index(slot)
             mbarrier.wait(empty.index(slot), phase)
@@ -108,7 +108,6 @@ def _fetch(left, right, a0, a1, a2, w, r0, r1, r2, full, empty, units, K: gl.con
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
-        begin = 0
 
 
 @gluon.jit
@@ -120,7 +119,6 @@ def _multiply(w, r0, r1, r2, full, empty, slot, phase, steps, BN: gl.constexpr, 
     acc0 = gl.zeros([BN, P0], gl.float32, L0)
     acc1 = gl.zeros([BN, P1 if P1 > 0 else P0], gl.float32, L1)
     acc2 = gl.zeros([BN, P2 if P2 > 0 else P0], gl.float32, L2)
-    before = slot
     for k in range(steps):
         mbarrier.wait(full.index(slot), phase)
         weights = w.index(slot)
@@ -135,8 +133,7 @@ def _multiply(w, r0, r1, r2, full, empty, slot, phase, steps, BN: gl.constexpr, 
             acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
         else:
             acc0, acc1, acc2 = warpgroup_mma_wait(3, deps=[acc0, acc1, acc2])
-        mbarrier.arrive(empty.index(before), pred=k > 0)
-        before = slot
+        mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES, slot) - 1), pred=k > 0)
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -147,7 +144,7 @@ def _multiply(w, r0, r1, r2, full, empty, slot, phase, steps, BN: gl.constexpr, 
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
     else:
         acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=[acc0, acc1, acc2])
-    mbarrier.arrive(empty.index(before))
+    mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES, slot) - 1))
     return acc0, acc1, acc2, slot, phase
 
 

@@ -64,7 +64,7 @@ def choose_wide(name: str, rows: int, splits: int) -> WideTile:
     """Found by measuring an 8B shape on an H200."""
     if name in ("gate", "head"):  # no parts: what follows needs the whole sum
         if splits > 1:
-            return WideTile(128, 128 if rows % 128 == 0 else _tile_rows(rows, 96), 1, splits)
+            return WideTile(128, _tile_rows(rows, 192), 1, splits)
         if rows <= 128:
             return WideTile(256, rows)
         return WideTile(128, _tile_rows(rows, 256))
@@ -76,8 +76,8 @@ def choose_wide(name: str, rows: int, splits: int) -> WideTile:
 
 
 def _tile_rows(rows: int, most: int) -> int:
-    """The tallest tile of which a number makes these rows."""
-    return max(size for size in _PIECES if rows % size == 0 and size <= most)
+    """The tallest tile of which a number makes these rows; all of them where none does."""
+    return max((size for size in _PIECES if rows % size == 0 and size <= most), default=rows)
 
 
 def fits(weights: Mapping[str, Weight], cuts: Mapping[str, Cut]) -> bool:
