@@ -187,7 +187,10 @@ def _tiles(steps: FusedSteps, product: str, rows: int, sweep: bool) -> list[Wide
         others += [WideTile(128, size, splits) for size in (128, 192, 256) if rows % size == 0]
         others += [WideTile(128, size, 1, splits) for size in (96, 128, 192) if rows % size == 0]
         others = [WideTile(256, 128, splits), *others[1:]] if rows % 128 == 0 else others
-    return [chosen, *(tile for tile in dict.fromkeys(others) if tile != chosen)]
+    room = steps.wide.parts.numel() // rows
+    outputs = 0 if product in ("gate", "head") else max(steps.width, steps.qkv_outputs)
+    fit = [tile for tile in others if tile.parallel * outputs <= room]
+    return [chosen, *(tile for tile in dict.fromkeys(fit) if tile != chosen)]
 
 
 def _line(row: dict[str, Any]) -> str:
