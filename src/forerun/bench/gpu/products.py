@@ -18,7 +18,7 @@ from forerun.bench.gpu.rounds import seconds_of
 from forerun.models.cuda.fused import FusedSteps
 from forerun.models.cuda.graphs import capture
 from forerun.models.cuda.network import Run
-from forerun.models.cuda.plan import ROW_SIZES, Size
+from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Size
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.cuda.wide import NARROW, WideTile
 
@@ -54,13 +54,11 @@ def measure_products(target: CudaDecoder, name: str, sweep: bool = False) -> lis
 def fill(target: CudaDecoder) -> None:
     """Numbers as they might be: never zeros, which run faster."""
     buffers, steps = target.buffers, target.passes.steps
-    assert isinstance(steps, FusedSteps)
-    for tensor in (buffers.x, buffers.rows, buffers.found, buffers.inner):
+    run = _run(target, MAX_ROWS)
+    run.tokens.random_(0, target.config.vocab_size)
+    steps.embed(run)
+    for tensor in (buffers.found, buffers.inner):
         tensor.normal_()
-    steps.squares.fill_(0.0)
-    steps.squares[:, : steps.norm_tiles] = steps.width / steps.norm_tiles
-    steps.inverses.fill_(float(torch.tensor(1.0 + target.config.norm_eps).rsqrt()))
-    target.buffers.ints.zero_()
 
 
 def work_of(steps: FusedSteps, product: str, run: Run) -> Callable[[int], None]:
@@ -73,18 +71,17 @@ def work_of(steps: FusedSteps, product: str, run: Run) -> Callable[[int], None]:
     return lambda layer: step(run, layer)
 
 
-def outcome(target: CudaDecoder, product: str, rows: int) -> list[Tensor]:
-    """Everything that a product writes."""
-    buffers = target.buffers
+def outcome(target: CudaDecoder, product: str, run: Run) -> list[Tensor]:
+    """Everything that a product writes; the factor of a norm that it hands on is seen in what follows."""
+    steps, buffers, rows = target.passes.steps, target.buffers, run.size.rows
     if product == "qkv":
         return [buffers.queries[:rows].clone(), target.kv.data[0, :, :, :rows].clone()]
     if product == "gate":
         return [buffers.inner[:rows].clone()]
-    return (
-        [buffers.logits[:rows].clone()]
-        if product == "head"
-        else [buffers.x[:rows].clone(), buffers.rows[:rows].clone()]
-    )
+    if product == "head":
+        return [buffers.logits[:rows].clone()]
+    steps.head(run)
+    return [buffers.x[:rows].clone(), buffers.rows[:rows].clone(), buffers.logits[:rows].clone()]
 
 
 @contextmanager
@@ -105,15 +102,13 @@ def count_differing(target: CudaDecoder, product: str, rows: int) -> int:
     before = [tensor.clone() for tensor in (target.buffers.x, target.buffers.rows, target.buffers.inner)]
 
     def once() -> list[Tensor]:
-        if product in ("qkv", "head", "gate"):
-            for tensor in (target.buffers.queries, target.buffers.logits):
-                tensor.fill_(float("nan"))
-            target.kv.data[0, :, :, :rows].fill_(float("nan"))
+        for tensor in (target.buffers.queries, target.buffers.logits, target.kv.data[0, :, :, :rows]):
+            tensor.fill_(float("nan"))
         if product == "gate":
             target.buffers.inner.fill_(float("nan"))
         target.buffers.x.copy_(before[0])
         work_of(steps, product, run)(0)
-        result = outcome(target, product, rows)
+        result = outcome(target, product, run)
         for tensor, old in zip(
             (target.buffers.x, target.buffers.rows, target.buffers.inner), before, strict=True
         ):

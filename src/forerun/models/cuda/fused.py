@@ -129,7 +129,7 @@ class FusedSteps:
             run.tokens, self.model.embedding, self.buffers.x, self.buffers.rows, self.squares, self.inverses,
             self.model.layers[0].attention_norm, self.model.config.norm_eps, WIDTH=self.width,
             UP=power_of_two(self.width), BN=self.norm_tile, TILES_UP=self.norm_columns, PDL=self.pdl, num_warps=8,
-            launch_pdl=self.pdl,
+            enable_fp_fusion=False, launch_pdl=self.pdl,
         )  # fmt: skip
 
     def qkv(self, run: Run, layer: int) -> None:

@@ -61,18 +61,18 @@ class WideTile:
 
 
 def choose_wide(name: str, rows: int, splits: int) -> WideTile:
-    """Found by measuring an 8B shape on an H200."""
+    """Found by measuring an 8B shape on an H200 (`python -m forerun.bench.gpu --products --sweep`)."""
     if name in ("gate", "head"):  # no parts: what follows needs the whole sum
         if splits > 1:
             return WideTile(128, _tile_rows(rows, 192), 1, splits)
-        if rows <= 128:
-            return WideTile(256, rows)
+        if rows <= 128 or (rows == 384 and name == "gate"):
+            return WideTile(256, min(rows, 128))
         return WideTile(128, _tile_rows(rows, 256))
     if rows <= 256:
         return WideTile(128, rows, splits)
     if rows == 384:
-        return WideTile(128, 192, splits)
-    return WideTile(128, 192 if rows % 192 == 0 else 128, 1, splits)
+        return WideTile(128, 192 if name == "qkv" else 96, 1, splits)
+    return WideTile(128, 192 if rows == 768 else 128, 1, splits)
 
 
 def _tile_rows(rows: int, most: int) -> int:
