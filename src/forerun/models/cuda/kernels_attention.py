@@ -17,7 +17,6 @@ import triton.language as tl
 
 from forerun.models.cuda.kernels_linear import put_rows
 
-ROWS = tl.constexpr(64)  # queries per program: nodes times heads of a group; unused ones cost nothing to read
 TILE = tl.constexpr(64)  # positions per step
 FIELDS = tl.constexpr(8)  # ints per group; see plan.py
 
@@ -69,8 +68,12 @@ def _walk(q, at, last, start, end, top, total, acc, keys, values, ints, base, le
 @triton.jit
 def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, scale, head_stride, split_stride,
            H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-           PDL: tl.constexpr):  # fmt: skip
-    """One group, one key-value head, one split: what its queries found there, unnormalised, in fp32."""
+           ROWS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One group, one key-value head, one split: what its queries found there, unnormalised, in fp32.
+
+    ROWS queries are nodes times heads of the group; unused ones cost nothing to read. Four warps take 64 of them, so
+    more queries with more warps change no sum.
+    """
     g, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = groups + g * FIELDS
     low, high = tl.load(group), tl.load(group + 1)
@@ -108,10 +111,10 @@ def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, sc
 
 
 @triton.jit
-def combine(out, positions, parts, tops, sums, split_stride, H: tl.constexpr, D: tl.constexpr,
+def combine(out, positions, parts, tops, sums, split_stride, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
             WINDOW: tl.constexpr, STEP: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Add up the splits of one node and head, STEP at a time, in order."""
-    m, h = tl.program_id(0), tl.program_id(1)
+    """Add up the splits of one node and HEADS heads, STEP at a time, in order; a warp has a head."""
+    m = tl.program_id(0)
     position = tl.load(positions + m)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -121,22 +124,23 @@ def combine(out, positions, parts, tops, sums, split_stride, H: tl.constexpr, D:
     if WINDOW > 0:
         low = _split_of(tl.maximum(position - WINDOW + 1, 0))
     d = tl.arange(0, D)
-    head = m * H + h
-    top, total = float("-inf"), 0.0
-    acc = tl.zeros((D,), dtype=tl.float32)
+    head = m * H + tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    top = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((HEADS,), dtype=tl.float32)
+    acc = tl.zeros((HEADS, D), dtype=tl.float32)
     for s0 in range((low // STEP) * STEP, last + 1, STEP):
         s = s0 + tl.arange(0, STEP)
-        inside = (s >= low) & (s <= last)
-        row = s * split_stride + head
+        inside = ((s >= low) & (s <= last))[:, None] & (head >= 0)[None, :]
+        row = s[:, None] * split_stride + head[None, :]
         heights = tl.load(tops + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
         share = tl.load(sums + row, mask=inside, other=0.0, cache_modifier=".cg")
-        place = row.to(tl.int64)[:, None] * D + d[None, :]
-        part = tl.load(parts + place, mask=inside[:, None], other=0.0, cache_modifier=".cg")
+        place = row.to(tl.int64)[:, :, None] * D + d[None, None, :]
+        part = tl.load(parts + place, mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
         higher = tl.maximum(top, tl.max(heights, 0))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(heights - safe)
+        weight = tl.exp2(heights - safe[None, :])
         shrink = tl.exp2(top - safe)
         total = total * shrink + tl.sum(share * weight, 0)
-        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
+        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
         top = higher
-    put_rows(out, head * D + d, acc / total, d < D, ROOM * H * D)
+    put_rows(out, head[:, None] * D + d[None, :], acc / total[:, None], (head >= 0)[:, None], ROOM * H * D)
