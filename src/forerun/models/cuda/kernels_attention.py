@@ -130,17 +130,17 @@ def combine(out, positions, parts, tops, sums, split_stride, H: tl.constexpr, D:
     acc = tl.zeros((HEADS, D), dtype=tl.float32)
     for s0 in range((low // STEP) * STEP, last + 1, STEP):
         s = s0 + tl.arange(0, STEP)
-        inside = ((s >= low) & (s <= last))[:, None] & (head >= 0)[None, :]
-        row = s[:, None] * split_stride + head[None, :]
+        inside = (head >= 0)[:, None] & ((s >= low) & (s <= last))[None, :]
+        row = head[:, None] + s[None, :] * split_stride
         heights = tl.load(tops + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
         share = tl.load(sums + row, mask=inside, other=0.0, cache_modifier=".cg")
         place = row.to(tl.int64)[:, :, None] * D + d[None, None, :]
         part = tl.load(parts + place, mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(top, tl.max(heights, 0))
+        higher = tl.maximum(top, tl.max(heights, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(heights - safe[None, :])
+        weight = tl.exp2(heights - safe[:, None])
         shrink = tl.exp2(top - safe)
-        total = total * shrink + tl.sum(share * weight, 0)
-        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
+        total = total * shrink + tl.sum(share * weight, 1)
+        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 1)
         top = higher
     put_rows(out, head[:, None] * D + d[None, :], acc / total[:, None], (head >= 0)[:, None], ROOM * H * D)
