@@ -55,7 +55,7 @@ def random_target(name: str, kind: WeightKind) -> CudaDecoder:
     shape, vocab_size = SHAPES[name]
     weights = RandomWeights(shape, vocab_size, name == "135m", "cuda")
     config = DecoderConfig.from_hf(weights.config)
-    return CudaDecoder(config, weights, dtype=torch.bfloat16, kv_slots=60_000, weight_kind=kind)
+    return CudaDecoder(config, weights, dtype=torch.bfloat16, kv_slots=64_000, weight_kind=kind)
 
 
 def measure_shape(name: str, kind: WeightKind, rate: float, given: argparse.Namespace) -> dict[str, Any]:
