@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -177,9 +176,8 @@ def _tiles(steps: FusedSteps, product: str, rows: int, sweep: bool) -> list[Wide
     splits = steps.tiles[product].splits
     others = [WideTile(256, 128)] if rows % 128 == 0 else []
     if product in ("gate", "head"):
-        sizes = [size for size in (96, 128, 160, 192, 224, 256) if rows % size == 0]
-        others += [WideTile(128, size, chained=chained) for size in sizes for chained in (False, True)]
-        others += [replace(tile, chained=True) for tile in others[:1] if tile.outputs == 256]
+        others += [WideTile(128, size) for size in (192, 256) if rows % size == 0]
+        others += [WideTile(128, rows)] if rows < 192 else []
     else:
         others += [WideTile(128, size, splits) for size in (128, 192, 256) if rows % size == 0]
         others += [WideTile(128, size, 1, splits) for size in (96, 128, 192) if rows % size == 0]

@@ -260,14 +260,11 @@ class FusedSteps:
         config, window = self.model.config, self.model.layers[layer].window
         grid = run.size.groups, config.kv_heads, run.size.splits
         each = power_of_two(config.heads // config.kv_heads)
-        queries = 128 if run.size.tall else 64
-        stages = 2 if run.size.tall and config.head_dim > 128 else 3  # shared memory holds no more
         kernels_attention.attend[grid](
             self.buffers.queries, self.kv[layer, 0], self.kv[layer, 1], run.ints, run.groups, run.positions,
             self.parts, self.tops, self.sums, config.attention_scale / math.log(2), self.kv.stride(2),
             self.split_stride, H=config.heads, HKV=config.kv_heads, EACH=each,
-            D=config.head_dim, WINDOW=window, ROWS=queries, PDL=self.pdl, num_warps=queries // 16, num_stages=stages,
-            launch_pdl=self.pdl,
+            D=config.head_dim, WINDOW=window, PDL=self.pdl, num_warps=4, num_stages=3, launch_pdl=self.pdl,
         )  # fmt: skip
         heads = math.gcd(config.heads, 4)
         kernels_attention.combine[(run.size.rows, config.heads // heads)](

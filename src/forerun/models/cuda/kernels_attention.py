@@ -17,6 +17,7 @@ import triton.language as tl
 
 from forerun.models.cuda.kernels_linear import put_rows
 
+ROWS = tl.constexpr(64)  # queries per program: nodes times heads of a group; unused ones cost nothing to read
 TILE = tl.constexpr(64)  # positions per step
 FIELDS = tl.constexpr(8)  # ints per group; see plan.py
 
@@ -68,12 +69,8 @@ def _walk(q, at, last, start, end, top, total, acc, keys, values, ints, base, le
 @triton.jit
 def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, scale, head_stride, split_stride,
            H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-           ROWS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One group, one key-value head, one split: what its queries found there, unnormalised, in fp32.
-
-    ROWS queries are nodes times heads of the group; unused ones cost nothing to read. Four warps take 64 of them, so
-    more queries with more warps change no sum.
-    """
+           PDL: tl.constexpr):  # fmt: skip
+    """One group, one key-value head, one split: what its queries found there, unnormalised, in fp32."""
     g, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group = groups + g * FIELDS
     low, high = tl.load(group), tl.load(group + 1)

@@ -76,60 +76,28 @@ def _fetch_rows(a0, a1, a2, first, k, bar, r0, r1, r2, P0: gl.constexpr, P1: gl.
 
 
 @gluon.jit
-def _stretch(units, STEPS: gl.constexpr, CHAINED: gl.constexpr):
-    """The steps of this program, counted over all units, and how many units they touch."""
-    me, programs = gl.program_id(0), gl.num_programs(0)
-    if CHAINED:
-        low = me * units * STEPS // programs
-        high = (me + 1) * units * STEPS // programs
-        return low, high, (high - 1) // STEPS - low // STEPS + 1
-    else:  # noqa: RET505  (without it both would be compiled)
-        return me * STEPS, me * STEPS, (units - me + programs - 1) // programs
-
-
-@gluon.jit
-def _segment(j, low, high, count, STEPS: gl.constexpr, CHAINED: gl.constexpr):
-    """The j-th unit of this program, and its first and last step here.
-
-    CHAINED: programs have equally many steps, so that most begin in the middle of a unit, with the sums that the
-    program before has left, and end in the middle of another. They do that last one first: nobody waits for long.
-    """
-    if CHAINED:
-        start, end = low // STEPS, (high - 1) // STEPS
-        unit = gl.where(j == 0, end, gl.where(j == count - 1, start, start + j))
-        begin = gl.where(unit == start, low - start * STEPS, 0)
-        return unit, begin, gl.where(unit == end, high - end * STEPS, STEPS)
-    else:  # noqa: RET505
-        return gl.program_id(0) + j * gl.num_programs(0), j * 0, j * 0 + STEPS
-
-
-@gluon.jit
 def _fetch(left, right, a0, a1, a2, w, r0, r1, r2, full, empty, units, K: gl.constexpr, MODE: gl.constexpr,
            BN: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr, ROW_TILES: gl.constexpr,
-           PARALLEL: gl.constexpr, CHAINED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+           PARALLEL: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Keep all stages filled. The first weights are asked for before the kernel in front has ended."""
-    STEPS: gl.constexpr = K // PARALLEL // _BK
+    steps: gl.constexpr = K // PARALLEL // _BK
     MT: gl.constexpr = P0 + P1 + P2
     bytes: gl.constexpr = (BN + MT) * _BK * 2
-    low, high, count = _stretch(units, STEPS, CHAINED)
-    unit, begin, end = _segment(low * 0, low, high, count, STEPS, CHAINED)
-    tile, split, row_tile = _place(unit, ROW_TILES, PARALLEL)
-    k0 = split * (K // PARALLEL) + begin * _BK
-    early = gl.minimum(end - begin, STAGES)
-    for i in range(early):
+    tile, split, row_tile = _place(gl.program_id(0), ROW_TILES, PARALLEL)
+    k0 = split * (K // PARALLEL)
+    for i in gl.static_range(STAGES):
         mbarrier.expect(full.index(i), bytes)
         _fetch_weights(left, right, tile * BN, k0 + i * _BK, full.index(i), w.index(i), MODE, BN)
     _gdc_wait()
-    for i in range(early):
+    for i in gl.static_range(STAGES):
         _fetch_rows(a0, a1, a2, row_tile * MT, k0 + i * _BK, full.index(i), r0.index(i), r1.index(i), r2.index(i),
                     P0, P1, P2)  # fmt: skip
-    slot = gl.where(early == STAGES, 0, early)
-    phase = gl.where(early == STAGES, 0, 1)  # stages that were never filled are free
-    for j in range(count):
-        unit, begin, end = _segment(j, low, high, count, STEPS, CHAINED)
+    slot, phase = 0, 0
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         tile, split, row_tile = _place(unit, ROW_TILES, PARALLEL)
         k0 = split * (K // PARALLEL)
-        for step in range(begin + gl.where(j == 0, early, 0), end):
+        begin = gl.where(unit == gl.program_id(0), STAGES, 0)
+        for step in range(begin, steps):
             bar = full.index(slot)
             mbarrier.wait(empty.index(slot), phase)
             mbarrier.expect(bar, bytes)
@@ -143,10 +111,14 @@ def _fetch(left, right, a0, a1, a2, w, r0, r1, r2, full, empty, units, K: gl.con
 
 
 @gluon.jit
-def _multiply(acc0, acc1, acc2, w, r0, r1, r2, full, empty, slot, phase, steps, P1: gl.constexpr, P2: gl.constexpr,
-              STAGES: gl.constexpr):  # fmt: skip
-    """Add so many steps to [BN, P0], [BN, P1] and [BN, P2]; a stage is free when the next has begun."""
+def _multiply(w, r0, r1, r2, full, empty, slot, phase, steps, BN: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr,
+              P2: gl.constexpr, STAGES: gl.constexpr, L0: gl.constexpr, L1: gl.constexpr,
+              L2: gl.constexpr):  # fmt: skip
+    """[BN, P0], [BN, P1] and [BN, P2] over one stretch of K; a stage is free when the next has begun."""
     pieces: gl.constexpr = 1 + (P1 > 0) + (P2 > 0)
+    acc0 = gl.zeros([BN, P0], gl.float32, L0)
+    acc1 = gl.zeros([BN, P1 if P1 > 0 else P0], gl.float32, L1)
+    acc2 = gl.zeros([BN, P2 if P2 > 0 else P0], gl.float32, L2)
     for k in range(steps):
         mbarrier.wait(full.index(slot), phase)
         weights = w.index(slot)
@@ -223,111 +195,62 @@ def _put(acc, out, into, staging, inverses, first, n0, split, M, N: gl.constexpr
 
 
 @gluon.jit
-def _carried(carry, BN: gl.constexpr, P: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where a program leaves the sums [BN, P] of a unit that the next one ends."""
-    return (
-        carry
-        + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))[:, None] * P
-        + gl.arange(0, P, gl.SliceLayout(0, LAYOUT))[None, :]
-    )
-
-
-@gluon.jit
-def _start(begin, carry, flags, BN: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr,
-           L0: gl.constexpr, L1: gl.constexpr, L2: gl.constexpr, CHAINED: gl.constexpr):  # fmt: skip
-    """Sums to add to: zeros, or in the middle of a unit what the program before has left, who began with it."""
-    acc0 = gl.zeros([BN, P0], gl.float32, L0)
-    acc1 = gl.zeros([BN, P1 if P1 > 0 else P0], gl.float32, L1)
-    acc2 = gl.zeros([BN, P2 if P2 > 0 else P0], gl.float32, L2)
-    if CHAINED:
-        flag = flags + gl.maximum(gl.program_id(0) - 1, 0)
-        mine = carry + gl.maximum(gl.program_id(0) - 1, 0) * (BN * (P0 + P1 + P2))
-        there = begin > 0
-        if there:
-            while gl.atomic_add(flag, 0, sem="acquire") == 0:
-                pass
-            gl.thread_barrier()
-        # always loaded, if of nothing: tensor cores wait after every step for sums that come from two places
-        acc0 = gl.load(_carried(mine, BN, P0, L0), mask=there, other=0.0, cache_modifier=".cg")
-        if P1 > 0:
-            acc1 = gl.load(_carried(mine + BN * P0, BN, P1, L1), mask=there, other=0.0, cache_modifier=".cg")
-        if P2 > 0:
-            acc2 = gl.load(
-                _carried(mine + BN * (P0 + P1), BN, P2, L2), mask=there, other=0.0, cache_modifier=".cg"
-            )
-        if there:
-            gl.store(flag, 0)
-    return acc0, acc1, acc2
-
-
-@gluon.jit
-def _leave(acc0, acc1, acc2, carry, flags, BN: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr,
-           L0: gl.constexpr, L1: gl.constexpr, L2: gl.constexpr):  # fmt: skip
-    """Sums of a unit that the next program ends."""
-    mine = carry + gl.program_id(0) * (BN * (P0 + P1 + P2))
-    gl.store(_carried(mine, BN, P0, L0), acc0)
-    if P1 > 0:
-        gl.store(_carried(mine + BN * P0, BN, P1, L1), acc1)
-    if P2 > 0:
-        gl.store(_carried(mine + BN * (P0 + P1), BN, P2, L2), acc2)
-    gl.thread_barrier()
-    gl.atomic_add(flags + gl.program_id(0), 1, sem="release")
-
-
-@gluon.jit
-def _consume(w, r0, r1, r2, full, empty, out, into0, into1, into2, staging, inverses, carry, flags, units, M,
-             N: gl.constexpr, K: gl.constexpr, MODE: gl.constexpr, BN: gl.constexpr, P0: gl.constexpr,
-             P1: gl.constexpr, P2: gl.constexpr, ROW_TILES: gl.constexpr, PARALLEL: gl.constexpr,
-             SEQUENTIAL: gl.constexpr, CHAINED: gl.constexpr, STAGES: gl.constexpr, L0: gl.constexpr,
-             L1: gl.constexpr, L2: gl.constexpr):  # fmt: skip
-    """Multiply what is fetched, and do what follows."""
+def _consume(w, r0, r1, r2, full, empty, out, into0, into1, into2, staging, inverses, units, M, N: gl.constexpr,
+             K: gl.constexpr, MODE: gl.constexpr, BN: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr,
+             P2: gl.constexpr, ROW_TILES: gl.constexpr, PARALLEL: gl.constexpr, SEQUENTIAL: gl.constexpr,
+             STAGES: gl.constexpr, L0: gl.constexpr, L1: gl.constexpr, L2: gl.constexpr):  # fmt: skip
     MT: gl.constexpr = P0 + P1 + P2
-    STEPS: gl.constexpr = K // PARALLEL // _BK
     _gdc_wait()
     slot, phase = 0, 0
-    low, high, count = _stretch(units, STEPS, CHAINED)
-    for j in range(count):
-        unit, begin, end = _segment(j, low, high, count, STEPS, CHAINED)
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         tile, split, row_tile = _place(unit, ROW_TILES, PARALLEL)
-        acc0, acc1, acc2 = _start(begin, carry, flags, BN, P0, P1, P2, L0, L1, L2, CHAINED)
-        acc0, acc1, acc2, slot, phase = _multiply(acc0, acc1, acc2, w, r0, r1, r2, full, empty, slot, phase,
-                                                  (end - begin) // SEQUENTIAL, P1, P2, STAGES)  # fmt: skip
+        steps: gl.constexpr = K // (PARALLEL * SEQUENTIAL) // _BK
+        acc0, acc1, acc2, slot, phase = _multiply(w, r0, r1, r2, full, empty, slot, phase, steps, BN, P0, P1, P2,
+                                                  STAGES, L0, L1, L2)  # fmt: skip
         if SEQUENTIAL > 1:
-            sum0, sum1, sum2 = 0.0 + acc0, 0.0 + acc1, 0.0 + acc2
+            sum0 = 0.0 + acc0
+            sum1 = 0.0 + acc1
+            sum2 = 0.0 + acc2
             for _ in range(SEQUENTIAL - 1):
-                acc0, acc1, acc2 = _start(begin, carry, flags, BN, P0, P1, P2, L0, L1, L2, False)
-                acc0, acc1, acc2, slot, phase = _multiply(acc0, acc1, acc2, w, r0, r1, r2, full, empty, slot, phase,
-                                                          STEPS // SEQUENTIAL, P1, P2, STAGES)  # fmt: skip
+                acc0, acc1, acc2, slot, phase = _multiply(w, r0, r1, r2, full, empty, slot, phase, steps, BN, P0, P1,
+                                                          P2, STAGES, L0, L1, L2)  # fmt: skip
                 sum0 = sum0 + acc0
                 if P1 > 0:
                     sum1 = sum1 + acc1
                 if P2 > 0:
                     sum2 = sum2 + acc2
             acc0, acc1, acc2 = sum0, sum1, sum2
-        complete = end == STEPS
-        if CHAINED:
-            if not complete:  # noqa: SIM102  (only the outer question is answered when it is compiled)
-                _leave(acc0, acc1, acc2, carry, flags, BN, P0, P1, P2, L0, L1, L2)
-        if complete:
-            n0, first = tile * BN, row_tile * MT
+        n0, first = tile * BN, row_tile * MT
+        _put(acc0, out, into0, staging.slice(0, P0, 0), inverses, first, n0, split, M, N, MODE, BN, P0, L0)
+        if P1 > 0:
             _put(
-                acc0, out, into0, staging.slice(0, P0, 0), inverses, first, n0, split, M, N, MODE, BN, P0, L0
+                acc1,
+                out,
+                into1,
+                staging.slice(0, P1, 0),
+                inverses,
+                first + P0,
+                n0,
+                split,
+                M,
+                N,
+                MODE,
+                BN,
+                P1,
+                L1,
             )
-            if P1 > 0:
-                _put(acc1, out, into1, staging.slice(0, P1, 0), inverses, first + P0, n0, split, M, N, MODE, BN, P1,
-                     L1)  # fmt: skip
-            if P2 > 0:
-                _put(acc2, out, into2, staging.slice(0, P2, 0), inverses, first + P0 + P1, n0, split, M, N, MODE, BN,
-                     P2, L2)  # fmt: skip
+        if P2 > 0:
+            _put(acc2, out, into2, staging.slice(0, P2, 0), inverses, first + P0 + P1, n0, split, M, N, MODE, BN, P2,
+                 L2)  # fmt: skip
     if MODE == GATED:
         tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["units", "M"])
-def wide(left, right, a0, a1, a2, out, into0, into1, into2, inverses, carry, flags, units, M, N: gl.constexpr,
-         K: gl.constexpr, MODE: gl.constexpr, BN: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr,
+def wide(left, right, a0, a1, a2, out, into0, into1, into2, inverses, units, M, N: gl.constexpr, K: gl.constexpr,
+         MODE: gl.constexpr, BN: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr,
          WARPS_N: gl.constexpr, ROW_TILES: gl.constexpr, PARALLEL: gl.constexpr, SEQUENTIAL: gl.constexpr,
-         CHAINED: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+         STAGES: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
     """Tiles of BN outputs for P0 + P1 + P2 rows; `left` and `right` describe the weight: in GATED gates and ups."""
     dtype: gl.constexpr = left.dtype
     L0: gl.constexpr = gl.NVMMADistributedLayout(
@@ -360,10 +283,10 @@ def wide(left, right, a0, a1, a2, out, into0, into1, into2, inverses, carry, fla
     _gdc_launch()
     gl.warp_specialize(
         [
-            (_consume, (w, r0, r1, r2, full, empty, out, into0, into1, into2, staging, inverses, carry, flags, units,
-                        M, N, K, MODE, BN, P0, P1, P2, ROW_TILES, PARALLEL, SEQUENTIAL, CHAINED, STAGES, L0, L1, L2)),
+            (_consume, (w, r0, r1, r2, full, empty, out, into0, into1, into2, staging, inverses, units, M, N, K, MODE,
+                        BN, P0, P1, P2, ROW_TILES, PARALLEL, SEQUENTIAL, STAGES, L0, L1, L2)),
             (_fetch, (left, right, a0, a1, a2, w, r0, r1, r2, full, empty, units, K, MODE, BN, P0, P1, P2, ROW_TILES,
-                      PARALLEL, CHAINED, STAGES)),
+                      PARALLEL, STAGES)),
         ],
         [1],
         [24],

@@ -17,7 +17,6 @@ MAX_ROWS = 1024  # rows in one pass; a tree has at most 257
 FIELDS = 8  # ints per group: low split, high split, first row, rows, base slot, length, ancestors, -
 ROW_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, MAX_ROWS)
 SPLIT_SIZES = (4, 8, 14, 20, 32, 48, 64, 96, 128, 192, 256)
-TALL = 64  # nodes of one sequence from which groups of attention are worth twice as many
 LONGEST = 245_760  # positions that 256 splits cover
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
@@ -53,7 +52,6 @@ class Size:
     rows: int
     groups: int
     splits: int
-    tall: bool = False  # groups have twice as many nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +64,7 @@ class Plan:
 
 
 def plan_pass(spans: Sequence[Span], group_nodes: int) -> Plan:
-    """Lay out a pass; `group_nodes` is how many nodes one program of attention takes, or half of it in tall groups."""
-    tall = max(len(span.tokens) for span in spans) >= TALL
-    group_nodes *= 1 + tall
+    """Lay out a pass; `group_nodes` is how many nodes one program of attention can take."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -89,7 +85,6 @@ def plan_pass(spans: Sequence[Span], group_nodes: int) -> Plan:
         round_up(len(tokens), ROW_SIZES),
         1 << max(0, len(groups) - 1).bit_length(),
         round_up(1 + split_of(max(positions)), SPLIT_SIZES),
-        tall,
     )
     return Plan(size, len(tokens), _pack(size, tokens, positions, slots, groups, ancestors))
 

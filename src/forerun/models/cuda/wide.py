@@ -22,7 +22,6 @@ from forerun.models.cuda.packed import Weight
 from forerun.models.cuda.plan import ROW_SIZES
 
 NARROW = 64  # rows up to which products are left to kernels_linear
-LARGEST = 128 * 256  # numbers of a tile, whose sums are held in registers
 SHARED = 227 << 10  # bytes of shared memory that a program may have
 PARTS, GATED, LOGITS = range(3)  # as in kernels_wide
 _PIECES = {  # rows of a tile as powers of two
@@ -53,7 +52,6 @@ class WideTile:
     rows: int
     parallel: int = 1  # splits by programs of their own, whose sums somebody else adds up
     sequential: int = 1  # splits one after another in one program
-    chained: bool = False  # programs have equally much to do: one begins a tile, the next one ends it
     stages: int = 8  # at most; as many as shared memory holds
 
     def stages_for(self, mode: int, depth: int) -> int:
@@ -67,11 +65,12 @@ def choose_wide(name: str, rows: int, splits: int) -> WideTile:
     if name in ("gate", "head"):  # no parts: what follows needs the whole sum
         if splits > 1:
             return WideTile(128, _tile_rows(rows, 192), 1, splits)
-        if rows <= 128:
+        if rows <= 128 or (rows > 256 and name == "gate"):
             return WideTile(256, min(rows, 128))
-        return WideTile(128, _tile_rows(rows, 256), chained=True)
+        return WideTile(128, _tile_rows(rows, 256))
     if rows <= 256:
-        return WideTile(128, rows, splits)
+        sequential = name == "qkv" and rows == 256
+        return WideTile(128, 128, 1, splits) if sequential else WideTile(128, rows, splits)
     if rows == 384:
         return WideTile(128, 192 if name == "qkv" else 96, 1, splits)
     return WideTile(128, 192 if rows == 768 else 128, 1, splits)
@@ -111,8 +110,6 @@ class WideProducts:
         )
         self.parts = torch.empty(most, device=device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.carry = torch.empty(self.processors * LARGEST, device=device)
-        self.flags = torch.zeros(self.processors, dtype=torch.int32, device=device)
         self._described: dict[tuple[int, ...], Any] = {}
 
     def takes(self, count: int) -> bool:
@@ -143,12 +140,10 @@ class WideProducts:
         if mode == GATED:
             into = [self._describe(out, piece or pieces[0], tile.outputs // 2) for piece in pieces]
         kernels_wide.wide[(min(units, self.processors),)](
-            left, right, *given, self.parts if mode == GATED else out, *into, self.inverses, self.carry, self.flags,
-            units, count,
+            left, right, *given, self.parts if mode == GATED else out, *into, self.inverses, units, count,
             N=outputs, K=depth, MODE=mode, BN=tile.outputs, P0=pieces[0], P1=pieces[1], P2=pieces[2],
             WARPS_N=2 if mode == GATED and tile.outputs == 128 else 1, ROW_TILES=row_tiles,
-            PARALLEL=tile.parallel, SEQUENTIAL=tile.sequential, CHAINED=tile.chained and units > self.processors,
-            STAGES=tile.stages_for(mode, depth),
+            PARALLEL=tile.parallel, SEQUENTIAL=tile.sequential, STAGES=tile.stages_for(mode, depth),
             num_warps=8, enable_fp_fusion=False, launch_pdl=True,
         )  # fmt: skip
         return tile.parallel
