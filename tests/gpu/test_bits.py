@@ -1,11 +1,13 @@
 """Bits of a node are the same in a tree, in a chain, alone, and in a batch: bf16 text cannot depend on drafting."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES
 from forerun.models.cuda.target import CudaDecoder
 from forerun.testing import FakeSeq, path_to, random_tree
 from forerun.types import Needs, TreeBatch, Verdict
@@ -51,20 +53,69 @@ def test_a_node_has_the_same_bits_in_any_company(name: str) -> None:
             assert torch.equal(root[0], single[node]), f"node {node} differs alone"
 
 
-@pytest.mark.parametrize("name", ["smollm2", "large"])
+WIDTHS = [1, 2, 8, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 160, 192, 200, 224, 256, 300, 384, 400, 512, 768]
+
+
+@pytest.mark.parametrize("name", ["smollm2", "large", "wide-qwen2", "wide-qwen3"])
 def test_a_row_has_the_same_bits_at_every_width(name: str) -> None:
     need_cuda()
     rng = random.Random(3)
     target = make_target(name, "cuda", torch.bfloat16, "triton")
-    seq = FakeSeq(1, _text(rng, 300), max_length=900)
-    target.prefill([seq], Needs())
-    chain = [seq.tokens[-1], *_text(rng, 256)]
-    wanted = _score(target, [seq], TreeBatch.chains([chain]))
-    for count in [1, 2, 8, 16, 17, 32, 33, 64, 65, 128, 129]:
-        got = _score(target, [seq], TreeBatch.chains([chain[:count]]))
+    seqs = [FakeSeq(i, _text(rng, length), max_length=900) for i, length in enumerate([300, 2, 129, 600])]
+    target.prefill(seqs, Needs())
+    chains = [[seq.tokens[-1], *_text(rng, 255)] for seq in seqs]
+    wanted = _score(target, seqs, TreeBatch.chains(chains))
+    assert len(wanted) == MAX_ROWS
+    for count in WIDTHS:
+        some = [chain[: max(0, count - 256 * i)] for i, chain in enumerate(chains)]
+        some = [chain for chain in some if chain]
+        got = _score(target, seqs[: len(some)], TreeBatch.chains(some))
         assert torch.equal(got, wanted[:count]), (
             f"{int((got != wanted[:count]).sum())} differ at {count} rows"
         )
+
+
+@pytest.mark.parametrize("name", ["smollm2", "large"])
+def test_a_text_is_the_same_however_its_prompt_was_cut_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts alone or together, in passes of any size: what is read later is the same."""
+    need_cuda()
+    rng = random.Random(13)
+    texts = [_text(rng, length) for length in (1, 70, 257, 900, 1400)]
+    layers = 2 if name == "large" else 3
+    found = []
+    for chunk, together in [(MAX_ROWS, True), (MAX_ROWS, False), (512, True), (200, True), (64, False)]:
+        monkeypatch.setattr("forerun.models.cuda.target.CHUNK", chunk)
+        target = make_target(name, "cuda", torch.bfloat16, "triton")
+        seqs = [FakeSeq(i, text, max_length=1800) for i, text in enumerate(texts)]
+        for some in [seqs] if together else [[seq] for seq in seqs]:
+            target.prefill(some, Needs())
+        scores = target.score(seqs, TreeBatch.chains([seq.tokens[-1:] for seq in seqs]), Needs((layers, -1)))
+        assert scores.logits is not None
+        found.append([scores.logits, *scores.hidden.values()])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["large", "wide-qwen2", "wide-qwen3"])
+def test_wide_products_have_the_bits_of_narrow_ones(name: str) -> None:
+    """And would not have them in another order of sums."""
+    need_cuda()
+    from forerun.bench.gpu.products import NAMES, count_differing, fill
+    from forerun.models.cuda.fused import FusedSteps
+
+    target = make_target(name, "cuda", torch.bfloat16, "triton")
+    steps = target.passes.steps
+    assert isinstance(steps, FusedSteps)
+    if steps.wide is None:
+        pytest.skip("this GPU has no wide products")
+    fill(target)
+    for rows in [size for size in ROW_SIZES if size > 64]:
+        for product in NAMES:
+            assert count_differing(target, product, rows) == 0, f"{product} of {rows} rows"
+    assert steps.tiles["down"].splits > 1
+    tile = steps.wide.tiles["down", 256]
+    steps.wide.tiles["down", 256] = replace(tile, outputs=128, rows=128, parallel=1, sequential=1)
+    assert count_differing(target, "down", 256) > 0, "one sum and a sum of several have the same bits"
 
 
 def test_plain_decoding_goes_the_way_of_one_large_chain() -> None:

@@ -25,6 +25,7 @@ from forerun.bench.machine import machine_facts
 from forerun.errors import InvalidInput
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.packed import WeightKind
+from forerun.models.cuda.plan import ROW_SIZES
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.inflate import PRESETS, Shape
 from forerun.testing import FakeSeq
@@ -36,9 +37,9 @@ SHAPES = {
     "1b": (PRESETS["1b"], 49152),
     "8b": (PRESETS["8b"], 128256),
 }
-NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+NODES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 256)
 QUICK_NODES = (1, 8, 64)
-BATCHES = (1, 8, 32)
+BATCHES = (1, 8, 32, 64)
 CONTEXT = 512
 
 
@@ -59,7 +60,7 @@ def random_target(name: str, kind: WeightKind) -> CudaDecoder:
         config,
         weights,
         dtype=torch.bfloat16,
-        kv_slots=60_000,
+        kv_slots=64_000,
         weight_kind=kind,
         greedy_walk=device_walk(torch.device("cuda")),
     )
@@ -69,6 +70,11 @@ def measure_shape(name: str, kind: WeightKind, rate: float, given: argparse.Name
     """Passes, rounds and a long context of one shape."""
     target = random_target(name, kind)
     result = measure_passes(target, name, kind, rate, given.quick)
+    result["prefill"] = measure_prefill(target, name)
+    if given.products and kind == "plain":
+        from forerun.bench.gpu.products import measure_products  # needs triton
+
+        result["products"] = measure_products(target, name, given.sweep)
     if not given.skip_rounds and kind == "plain":
         result["rounds"] = measure_rounds(target, name, batches=(1,) if given.quick else (1, 8))
     if given.long and name != "135m":
@@ -87,13 +93,14 @@ def measure_passes(
         tensor for layer in target.model.layers for tensor in (layer.qkv, layer.o, layer.gate_up, layer.down)
     ]
     read = sum(tensor.nbytes for tensor in (*layers, target.model.head))
+    numbers = sum(tensor.shape.numel() for tensor in (*layers, target.model.head))
     rows = []
     for batch in BATCHES[: 1 if quick else None]:
         seqs = [
             FakeSeq(i, [(7 * i + j) % 997 for j in range(CONTEXT + 1)], max_length=700) for i in range(batch)
         ]
         target.prefill(seqs, Needs())
-        for nodes in [n for n in (QUICK_NODES if quick else NODES) if n * batch <= 512]:
+        for nodes in [n for n in (QUICK_NODES if quick else NODES) if n * batch in ROW_SIZES]:
             trees = TreeBatch.chains([[seq.tokens[-1], *range(nodes - 1)] for seq in seqs])
             target.score(seqs, trees, Needs())
             device = seconds_of(target.passes.replay_last, 20)
@@ -104,10 +111,12 @@ def measure_passes(
                 logits.argmax(-1).tolist()
             whole = (perf_counter() - started) / 10
             row = {"batch": batch, "nodes": nodes, "pass_ms": device * 1e3, "score_ms": whole * 1e3}
-            rows.append({**row, "share_of_copy_rate": read / rate / device})
+            flops = 2.0 * numbers * batch * nodes
+            row |= {"share_of_copy_rate": read / rate / device, "tflops": flops / device / 1e12}
+            rows.append(row)
             print(
                 f"{name:>5} {kind} batch {batch:2d} x {nodes:3d} nodes: {device * 1e3:7.3f} ms, with the host "
-                f"{whole * 1e3:7.3f} ms, {read / rate / device:4.0%} of the copy rate",
+                f"{whole * 1e3:7.3f} ms, {read / rate / device:4.0%} of the copy rate, {row['tflops']:4.0f} TFLOP/s",
                 flush=True,
             )
         for seq in seqs:
@@ -119,6 +128,29 @@ def measure_passes(
         "weight_bytes": read,
         "passes": rows,
     }
+
+
+def measure_prefill(target: CudaDecoder, name: str, texts: int = 8, length: int = 1500) -> dict[str, Any]:
+    """Prompts read per second, all at once."""
+    seqs = [
+        FakeSeq(i, [(7 * i + j) % 997 for j in range(length + 1)], max_length=length + 2)
+        for i in range(texts)
+    ]
+    seconds = 0.0
+    for _ in range(2):  # the first time captures
+        torch.cuda.synchronize()
+        started = perf_counter()
+        target.prefill(seqs, Needs())
+        torch.cuda.synchronize()
+        seconds = perf_counter() - started
+        for seq in seqs:
+            target.release(seq)
+    rate = texts * length / seconds
+    print(
+        f"{name:>5} prefill of {texts} x {length} tokens: {seconds * 1e3:.1f} ms, {rate:,.0f} tokens/s",
+        flush=True,
+    )
+    return {"texts": texts, "length": length, "ms": seconds * 1e3, "tokens_per_s": rate}
 
 
 def _add_text_flags(group: argparse._ArgumentGroup) -> None:
@@ -147,6 +179,8 @@ def main() -> None:
     parser.add_argument("--weights", default="plain", help="kinds of weights: plain, int8, fp8")
     parser.add_argument("--quick", action="store_true", help="few sizes, batch 1")
     parser.add_argument("--long", action="store_true", help="passes behind 32k tokens too")
+    parser.add_argument("--products", action="store_true", help="every product by number of rows")
+    parser.add_argument("--sweep", action="store_true", help="with --products: try other tiles")
     parser.add_argument("--skip-rounds", action="store_true", help="no rounds with a head")
     parser.add_argument("--json", type=Path, help="where to write the document, too")
     parser.add_argument("--plot", type=Path, help="where to draw t(n), as PNG")

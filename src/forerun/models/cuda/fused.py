@@ -1,22 +1,27 @@
 """The steps of a pass as Triton kernels: five launches per layer, and one before and behind all layers.
 
-Which tile a product uses is decided here, from the weight's shape alone and never from the number of rows: that
-is half of why a row's bits do not depend on its neighbours (the other half is in the kernels).
+Into how many splits a product's depth is cut is decided here, from the weight's shape alone and never from the number
+of rows: that is half of why a row's bits do not depend on its neighbours (the other half is in the kernels). More than
+64 rows are multiplied by other kernels where the GPU has them (wide.py), in the same order of sums.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from forerun.models.cuda import kernels_attention, kernels_linear
+from forerun.models.cuda import kernels_attention, kernels_linear, kernels_rows
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.packed import Weight
 from forerun.models.cuda.plan import MAX_ROWS, split_of
+
+if TYPE_CHECKING:
+    from forerun.models.cuda.wide import WideProducts
 
 SHARED = 104 << 10  # bytes of shared memory that one program may fill: two to a multiprocessor
 NORM_COLUMNS = 32  # at least: a sum over fewer would be laid out differently for few rows and for many
@@ -94,6 +99,23 @@ class FusedSteps:
         most = max(self._partials(name) for name in ("qkv", "o", "gate", "down", "head"))
         self.partial = torch.empty(max(1, most), device=device)
         self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+        self.inverses = torch.empty(MAX_ROWS, device=device)  # factors of the next norm, for wide products
+        self.wide = self._wide_products()
+
+    def _wide_products(self) -> WideProducts | None:
+        """None where this GPU, or this model, has only the kernels for few rows."""
+        hopper = torch.cuda.get_device_capability(self.model.device)[0] == 9
+        if not hopper or self.whole or importlib.util.find_spec("triton.experimental.gluon") is None:
+            return None
+        from forerun.models.cuda.wide import WideProducts, fits
+
+        layer = self.model.layers[0]
+        weights = {"qkv": layer.qkv, "o": layer.o, "gate": layer.gate_up, "down": layer.down}
+        weights["head"] = self.model.head
+        if not fits(weights, self.tiles):
+            return None
+        outputs = {name: weight.shape[0] for name, weight in weights.items()}
+        return WideProducts(self.tiles, outputs, self.inverses)
 
     def _partials(self, name: str) -> int:
         """Numbers that the splits of one product leave for the last of them."""
@@ -103,10 +125,11 @@ class FusedSteps:
         return tiles * tile.outputs * MAX_ROWS * tile.splits if tile.splits > 1 else 0
 
     def embed(self, run: Run) -> None:
-        kernels_linear.embed[(run.size.rows,)](
-            run.tokens, self.model.embedding, self.buffers.x, self.buffers.rows, self.squares,
-            self.model.layers[0].attention_norm, WIDTH=self.width, UP=power_of_two(self.width),
-            BN=self.norm_tile, TILES_UP=self.norm_columns, PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
+        kernels_rows.embed[(run.size.rows,)](
+            run.tokens, self.model.embedding, self.buffers.x, self.buffers.rows, self.squares, self.inverses,
+            self.model.layers[0].attention_norm, self.model.config.norm_eps, WIDTH=self.width,
+            UP=power_of_two(self.width), BN=self.norm_tile, TILES_UP=self.norm_columns, PDL=self.pdl, num_warps=8,
+            enable_fp_fusion=False, launch_pdl=self.pdl,
         )  # fmt: skip
 
     def qkv(self, run: Run, layer: int) -> None:
@@ -128,7 +151,7 @@ class FusedSteps:
 
     def normalise(self, run: Run, into: Tensor) -> None:
         config = self.model.config
-        kernels_linear.normalise[(run.size.rows,)](
+        kernels_rows.normalise[(run.size.rows,)](
             self.buffers.x, self.model.final_norm, into, config.norm_eps, WIDTH=self.width,
             UP=power_of_two(self.width), PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
         )  # fmt: skip
@@ -152,6 +175,9 @@ class FusedSteps:
 
         `normed`: the rows come with their norm applied, and not as x times its weight.
         """
+        if self.wide is not None and self.wide.takes(run.size.rows):
+            self._wide_linear(self.wide, run, name, mode, rows, weight, out, norm, layer, normed)
+            return
         config, place = self.model.config, self.model.layers[layer]
         outputs, depth = weight.shape
         wide = rows_per_tile(run.size.rows, self.whole)
@@ -186,6 +212,36 @@ class FusedSteps:
             enable_fp_fusion=False, **settings,
         )  # fmt: skip
 
+    def _wide_linear(
+        self,
+        wide: WideProducts,
+        run: Run,
+        name: str,
+        mode: int,
+        rows: Tensor,
+        weight: Weight,
+        out: Tensor,
+        norm: Tensor | None,
+        layer: int,
+        normed: bool,
+    ) -> None:
+        """The same by the kernels for many rows."""
+        assert isinstance(weight, Tensor)
+        count = run.size.rows
+        if mode == GATED:
+            wide.gated(count, rows, weight, out)
+        elif mode == LOGITS:
+            wide.logits(count, rows, weight, out)
+        elif mode == RESIDUAL:
+            assert norm is not None
+            parts = wide.sums(name, count, rows, weight)
+            wide.finish_residual(count, parts, self.buffers.x, out, norm, self.model.config.norm_eps)
+        else:
+            parts = wide.sums(name, count, rows, weight)
+            wide.finish_qkv(
+                run, parts, self.model.config, self.model.layers[layer], self.kv[layer], out, normed
+            )
+
     def _tile(self, name: str, wide: int) -> Tile:
         """64 rows are worth larger tiles where that changes no sum: the norms' tiles must stay."""
         tile = self.tiles[name]
@@ -210,10 +266,11 @@ class FusedSteps:
             self.split_stride, H=config.heads, HKV=config.kv_heads, EACH=each,
             D=config.head_dim, WINDOW=window, PDL=self.pdl, num_warps=4, num_stages=3, launch_pdl=self.pdl,
         )  # fmt: skip
-        kernels_attention.combine[(run.size.rows, config.heads)](
+        heads = math.gcd(config.heads, 4)
+        kernels_attention.combine[(run.size.rows, config.heads // heads)](
             self.buffers.found, run.positions, self.parts, self.tops, self.sums, self.split_stride,
-            H=config.heads, D=config.head_dim, WINDOW=window, STEP=8, ROOM=self.room,
-            PDL=self.pdl, num_warps=1, launch_pdl=self.pdl,
+            H=config.heads, D=config.head_dim, HEADS=heads, WINDOW=window, STEP=8, ROOM=self.room,
+            PDL=self.pdl, num_warps=heads, launch_pdl=self.pdl,
         )  # fmt: skip
 
 

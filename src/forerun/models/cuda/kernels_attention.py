@@ -108,10 +108,10 @@ def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, sc
 
 
 @triton.jit
-def combine(out, positions, parts, tops, sums, split_stride, H: tl.constexpr, D: tl.constexpr,
+def combine(out, positions, parts, tops, sums, split_stride, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
             WINDOW: tl.constexpr, STEP: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Add up the splits of one node and head, STEP at a time, in order."""
-    m, h = tl.program_id(0), tl.program_id(1)
+    """Add up the splits of one node and HEADS heads, STEP at a time, in order; a warp has a head."""
+    m = tl.program_id(0)
     position = tl.load(positions + m)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -121,22 +121,23 @@ def combine(out, positions, parts, tops, sums, split_stride, H: tl.constexpr, D:
     if WINDOW > 0:
         low = _split_of(tl.maximum(position - WINDOW + 1, 0))
     d = tl.arange(0, D)
-    head = m * H + h
-    top, total = float("-inf"), 0.0
-    acc = tl.zeros((D,), dtype=tl.float32)
+    head = m * H + tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    top = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((HEADS,), dtype=tl.float32)
+    acc = tl.zeros((HEADS, D), dtype=tl.float32)
     for s0 in range((low // STEP) * STEP, last + 1, STEP):
         s = s0 + tl.arange(0, STEP)
-        inside = (s >= low) & (s <= last)
-        row = s * split_stride + head
+        inside = (head >= 0)[:, None] & ((s >= low) & (s <= last))[None, :]
+        row = head[:, None] + s[None, :] * split_stride
         heights = tl.load(tops + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
         share = tl.load(sums + row, mask=inside, other=0.0, cache_modifier=".cg")
-        place = row.to(tl.int64)[:, None] * D + d[None, :]
-        part = tl.load(parts + place, mask=inside[:, None], other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(top, tl.max(heights, 0))
+        place = row.to(tl.int64)[:, :, None] * D + d[None, None, :]
+        part = tl.load(parts + place, mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, tl.max(heights, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(heights - safe)
+        weight = tl.exp2(heights - safe[:, None])
         shrink = tl.exp2(top - safe)
-        total = total * shrink + tl.sum(share * weight, 0)
-        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
+        total = total * shrink + tl.sum(share * weight, 1)
+        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 1)
         top = higher
-    put_rows(out, head * D + d, acc / total, d < D, ROOM * H * D)
+    put_rows(out, head[:, None] * D + d[None, :], acc / total[:, None], (head >= 0)[:, None], ROOM * H * D)

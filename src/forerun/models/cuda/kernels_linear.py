@@ -260,38 +260,3 @@ def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bi
             _finish(total, scale, before, lift, tile, rows, live, out, x, squares, norm, keys, values, bias, head_norm,
                     rope, positions, slots, eps, head_stride, N, K, MODE, BN, MT, TILES, TILES_UP, H, HKV, D, ROT,
                     BIAS, HEAD_NORM, ROPE, W8, NORMED, ROOM)  # fmt: skip
-
-
-@triton.jit
-def embed(tokens, table, x, out, squares, norm, WIDTH: tl.constexpr, UP: tl.constexpr, BN: tl.constexpr,
-          TILES_UP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Start the residual stream of one row, and leave what the first norm needs."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    m = tl.program_id(0)
-    n = tl.arange(0, UP)
-    inside = n < WIDTH
-    token = tl.load(tokens + m).to(tl.int64)
-    row = tl.load(table + token * WIDTH + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(x + m * WIDTH + n, row, mask=inside)
-    scaled = row * tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + m * WIDTH + n, scaled.to(out.dtype.element_ty), mask=inside)
-    tile = tl.arange(0, UP // BN)
-    wide = row.to(tl.float64)
-    sums = tl.sum(tl.reshape(wide * wide, (UP // BN, BN)), axis=1)
-    tl.store(squares + m * TILES_UP + tile, sums, mask=tile < WIDTH // BN)
-
-
-@triton.jit
-def normalise(x, norm, out, eps, WIDTH: tl.constexpr, UP: tl.constexpr, PDL: tl.constexpr):
-    """The last norm of one row, where somebody wants to see it: the head itself does without."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    m = tl.program_id(0)
-    n = tl.arange(0, UP)
-    inside = n < WIDTH
-    row = tl.load(x + m * WIDTH + n, mask=inside, other=0.0, cache_modifier=".cg")
-    scale = tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)
-    weight = tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + m * WIDTH + n, (row * scale * weight).to(out.dtype.element_ty), mask=inside)

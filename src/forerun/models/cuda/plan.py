@@ -15,9 +15,9 @@ import numpy as np
 
 from forerun.topology import Topology
 
-MAX_ROWS = 512  # rows in one pass; a tree has at most 257
+MAX_ROWS = 1024  # rows in one pass; a tree has at most 257
 FIELDS = 8  # ints per group: low split, high split, first row, rows, base slot, length, ancestors, -
-ROW_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, MAX_ROWS)
+ROW_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, MAX_ROWS)
 SPLIT_SIZES = (4, 8, 14, 20, 32, 48, 64, 96, 128, 192, 256)
 LONGEST = 245_760  # positions that 256 splits cover
 

@@ -42,7 +42,7 @@ from forerun.types import (
 
 log = logging.getLogger(__name__)
 
-CHUNK = 256  # rows of prompts per pass
+CHUNK = MAX_ROWS  # rows of prompts per pass
 POOL_SHARE = 0.8  # of the memory that is free once the weights are loaded
 POOL_TEXTS = 16  # texts of full length that the pool need not exceed
 _QUERIES = 64  # rows that one program of attention has: nodes times heads per key-value head

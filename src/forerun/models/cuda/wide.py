@@ -1,0 +1,185 @@
+"""Products of more than 64 rows: how each is cut into tiles, and the launches (kernels_wide.py, kernels_rows.py).
+
+Which splits a weight has was decided for few rows (fused.py) and stays, because sums depend on it. What is chosen here
+changes only how fast they are found: tiles of 128 outputs for all rows of a pass of up to 256 rows, so that a weight is
+read once; splits in parallel where there are too few tiles to keep every multiprocessor busy, else one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.models.config import DecoderConfig
+from forerun.models.cuda import kernels_rows, kernels_wide
+from forerun.models.cuda.network import Layer, Run
+from forerun.models.cuda.packed import Weight
+from forerun.models.cuda.plan import ROW_SIZES
+
+NARROW = 64  # rows up to which products are left to kernels_linear
+SHARED = 227 << 10  # bytes of shared memory that a program may have
+PARTS, GATED, LOGITS = range(3)  # as in kernels_wide
+_PIECES = {  # rows of a tile as powers of two
+    64: (64, 0, 0),
+    96: (64, 32, 0),
+    128: (128, 0, 0),
+    160: (128, 32, 0),
+    192: (128, 64, 0),
+    224: (128, 64, 32),
+    256: (256, 0, 0),
+}
+
+
+class Cut(Protocol):
+    """What fused.py says of a product: its outputs per tile, and into how many splits its depth is cut."""
+
+    @property
+    def outputs(self) -> int: ...
+    @property
+    def splits(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WideTile:
+    """How a wide product is cut up."""
+
+    outputs: int
+    rows: int
+    parallel: int = 1  # splits by programs of their own, whose sums somebody else adds up
+    sequential: int = 1  # splits one after another in one program
+    stages: int = 8  # at most; as many as shared memory holds
+
+    def stages_for(self, mode: int, depth: int) -> int:
+        left = SHARED - 2048 - (self.outputs * _PIECES[self.rows][0] if mode == GATED else 0)
+        held = left // ((self.outputs + self.rows) * kernels_wide.STEP * 2)
+        return min(self.stages, held, depth // self.parallel // kernels_wide.STEP)
+
+
+def choose_wide(name: str, rows: int, splits: int) -> WideTile:
+    """Found by measuring an 8B shape on an H200 (`python -m forerun.bench.gpu --products --sweep`)."""
+    if name in ("gate", "head"):  # no parts: what follows needs the whole sum
+        if splits > 1:
+            return WideTile(128, _tile_rows(rows, 192), 1, splits)
+        if rows <= 128 or (rows > 256 and name == "gate"):
+            return WideTile(256, min(rows, 128))
+        return WideTile(128, _tile_rows(rows, 256))
+    if rows <= 256:
+        sequential = name == "qkv" and rows == 256
+        return WideTile(128, 128, 1, splits) if sequential else WideTile(128, rows, splits)
+    if rows == 384:
+        return WideTile(128, 192 if name == "qkv" else 96, 1, splits)
+    return WideTile(128, 192 if rows == 768 else 128, 1, splits)
+
+
+def _tile_rows(rows: int, most: int) -> int:
+    """The tallest tile of which a number makes these rows; all of them where none does."""
+    return max((size for size in _PIECES if rows % size == 0 and size <= most), default=rows)
+
+
+def fits(weights: Mapping[str, Weight], cuts: Mapping[str, Cut]) -> bool:
+    """Can all products of a model be done here, with the bits they have for few rows?"""
+
+    def fit(name: str, weight: Weight) -> bool:
+        if not isinstance(weight, Tensor) or weight.element_size() != 2 or cuts[name].outputs < 64:
+            return False  # narrower tiles use another instruction, whose sums may differ
+        return weight.shape[1] % (kernels_wide.STEP * cuts[name].splits) == 0
+
+    return all(fit(name, weight) for name, weight in weights.items())
+
+
+class WideProducts:
+    """Launches wide products of one model; sums that are not finished lie in `parts`."""
+
+    def __init__(self, cuts: Mapping[str, Cut], outputs: Mapping[str, int], inverses: Tensor) -> None:
+        device, self.inverses = inverses.device, inverses
+        self.tiles = {
+            (name, rows): choose_wide(name, rows, cuts[name].splits)
+            for name in cuts
+            for rows in ROW_SIZES
+            if rows > NARROW
+        }
+        most = max(
+            tile.parallel * rows * outputs[name]
+            for (name, rows), tile in self.tiles.items()
+            if name not in ("gate", "head")
+        )
+        self.parts = torch.empty(most, device=device)
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._described: dict[tuple[int, ...], Any] = {}
+
+    def takes(self, count: int) -> bool:
+        """Are passes of so many rows done here?"""
+        return ("gate", count) in self.tiles
+
+    def sums(self, name: str, count: int, rows: Tensor, weight: Tensor) -> int:
+        """Parts [so many, rows, N] of a product; how many there are is returned."""
+        return self._launch(name, PARTS, count, rows, weight, self.parts)
+
+    def gated(self, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
+        self._launch("gate", GATED, count, rows, weight, out)
+
+    def logits(self, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
+        self._launch("head", LOGITS, count, rows, weight, out)
+
+    def _launch(self, name: str, mode: int, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> int:
+        tile = self.tiles[name, count]
+        outputs, depth = weight.shape
+        pieces = _PIECES[tile.rows]
+        row_tiles = count // tile.rows
+        units = -(-outputs // tile.outputs) * row_tiles * tile.parallel
+        left = right = self._describe(weight, tile.outputs)
+        if mode == GATED:  # gates and ups lie interleaved
+            left, right = (self._describe(weight[i::2], tile.outputs // 2) for i in range(2))
+        given = [self._describe(rows, piece or pieces[0]) for piece in pieces]
+        into = given
+        if mode == GATED:
+            into = [self._describe(out, piece or pieces[0], tile.outputs // 2) for piece in pieces]
+        kernels_wide.wide[(min(units, self.processors),)](
+            left, right, *given, self.parts if mode == GATED else out, *into, self.inverses, units, count,
+            N=outputs, K=depth, MODE=mode, BN=tile.outputs, P0=pieces[0], P1=pieces[1], P2=pieces[2],
+            WARPS_N=2 if mode == GATED and tile.outputs == 128 else 1, ROW_TILES=row_tiles,
+            PARALLEL=tile.parallel, SEQUENTIAL=tile.sequential, STAGES=tile.stages_for(mode, depth),
+            num_warps=8, enable_fp_fusion=False, launch_pdl=True,
+        )  # fmt: skip
+        return tile.parallel
+
+    def _describe(self, tensor: Tensor, rows: int, columns: int = kernels_wide.STEP) -> Any:
+        key = tensor.data_ptr(), tensor.stride(0), rows, columns
+        if key not in self._described:
+            self._described[key] = kernels_wide.describe(tensor, rows, columns)
+        return self._described[key]
+
+    def finish_residual(
+        self, count: int, parts: int, x: Tensor, out: Tensor, norm: Tensor, eps: float
+    ) -> None:
+        """Add what `sums` left to the residual stream, and leave what the next norm needs."""
+        width = x.shape[1]
+        kernels_rows.finish_residual[(count,)](
+            self.parts, x, out, norm, self.inverses, count, eps, WIDTH=width, UP=1 << (width - 1).bit_length(),
+            PARTS=parts, PDL=True, num_warps=8, enable_fp_fusion=False, launch_pdl=True,
+        )  # fmt: skip
+
+    def finish_qkv(
+        self, run: Run, parts: int, config: DecoderConfig, layer: Layer, kv: Tensor, out: Tensor, normed: bool
+    ) -> None:
+        """Turn what `sums` left into queries, keys and values; kv [2, Hkv, S, D]."""
+        heads = gcd(config.heads, config.kv_heads, 8)
+        unused = self.inverses
+        kernels_rows.finish_qkv[(run.size.rows, (config.heads + 2 * config.kv_heads) // heads)](
+            self.parts, self.inverses, out, kv[0], kv[1], _or(layer.qkv_bias, unused), _or(layer.qk_norm, unused),
+            _or(layer.rope, unused), run.positions, run.slots, run.size.rows, config.norm_eps, kv.stride(1),
+            H=config.heads, HKV=config.kv_heads, D=config.head_dim,
+            ROT=0 if layer.rope is None else layer.rope.shape[1],
+            HEADS=heads, PARTS=parts, BIAS=layer.qkv_bias is not None, HEAD_NORM=layer.qk_norm is not None,
+            ROPE=layer.rope is not None, NORMED=normed, PDL=True, num_warps=4, enable_fp_fusion=False,
+            launch_pdl=True,
+        )  # fmt: skip
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor
