@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from forerun.models.cuda.wide import WideProducts
 
 SHARED = 104 << 10  # bytes of shared memory that one program may fill: two to a multiprocessor
+SHORT_SPLITS = 20  # up to here splits of the context have no more than 256 positions
 NORM_COLUMNS = 32  # at least: a sum over fewer would be laid out differently for few rows and for many
 QKV, GATED, RESIDUAL, LOGITS = range(4)  # as in kernels_linear
 
@@ -87,6 +88,7 @@ class FusedSteps:
         }
         self.norm_tile = tile
         self.pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.split_stride = MAX_ROWS * config.heads
         rows = self.split_stride * (split_of(model.max_length + MAX_ROWS) + 1)
         self.norm_tiles = self.width // tile
@@ -260,11 +262,17 @@ class FusedSteps:
         config, window = self.model.config, self.model.layers[layer].window
         grid = run.size.groups, config.kv_heads, run.size.splits
         each = power_of_two(config.heads // config.kv_heads)
+        short = (
+            run.size.splits <= SHORT_SPLITS
+        )  # a program has few steps, and nothing to gain by asking ahead
+        settings: dict[str, Any] = {"num_stages": 1 if short else 3}
+        if short and config.head_dim <= 128 and math.prod(grid) > 2 * self.processors:
+            settings["maxnreg"] = 168  # three programs to a multiprocessor
         kernels_attention.attend[grid](
             self.buffers.queries, self.kv[layer, 0], self.kv[layer, 1], run.ints, run.groups, run.positions,
             self.parts, self.tops, self.sums, config.attention_scale / math.log(2), self.kv.stride(2),
             self.split_stride, H=config.heads, HKV=config.kv_heads, EACH=each,
-            D=config.head_dim, WINDOW=window, PDL=self.pdl, num_warps=4, num_stages=3, launch_pdl=self.pdl,
+            D=config.head_dim, WINDOW=window, PDL=self.pdl, num_warps=4, launch_pdl=self.pdl, **settings,
         )  # fmt: skip
         heads = math.gcd(config.heads, 4)
         kernels_attention.combine[(run.size.rows, config.heads // heads)](

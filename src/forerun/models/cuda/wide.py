@@ -67,6 +67,8 @@ def choose_wide(name: str, rows: int, splits: int) -> WideTile:
             return WideTile(128, _tile_rows(rows, 192), 1, splits)
         if rows <= 128 or (rows > 256 and name == "gate"):
             return WideTile(256, min(rows, 128))
+        if rows == 224 and name == "gate":
+            return WideTile(128, 256)  # three pieces cost more than rows that nobody reads
         return WideTile(128, _tile_rows(rows, 256))
     if rows <= 256:
         sequential = name == "qkv" and rows == 256
@@ -130,7 +132,7 @@ class WideProducts:
         tile = self.tiles[name, count]
         outputs, depth = weight.shape
         pieces = _PIECES[tile.rows]
-        row_tiles = count // tile.rows
+        row_tiles = -(-count // tile.rows)
         units = -(-outputs // tile.outputs) * row_tiles * tile.parallel
         left = right = self._describe(weight, tile.outputs)
         if mode == GATED:  # gates and ups lie interleaved
