@@ -106,6 +106,7 @@ class Laws:
     log_weights: Tensor  # [M, V] fp32
     greedy: tuple[bool, ...]  # [B]
     plain_greedy: bool = False  # all are greedy, and the log-weights are the target's logits as they are
+    failures: Mapping[int, str] = field(default_factory=dict)  # node -> why no token is possible there
 
     def probs(self, node: int) -> Tensor:
         return self.log_weights[node].softmax(-1)  # [V]
@@ -113,7 +114,10 @@ class Laws:
     def select(self, nodes: Tensor, which: Sequence[int]) -> Laws:
         if list(which) == list(range(len(self.greedy))):
             return self
-        return Laws(self.log_weights[nodes], tuple(self.greedy[b] for b in which))
+        places = {node: i for i, node in enumerate(nodes.tolist())} if self.failures else {}
+        failures = {places[node]: why for node, why in self.failures.items() if node in places}
+        greedy = tuple(self.greedy[b] for b in which)
+        return Laws(self.log_weights[nodes], greedy, failures=failures)
 
 
 @dataclass(frozen=True, slots=True)
