@@ -36,15 +36,15 @@ def refuse(name: str, value: object, limit: str) -> InvalidInput:
 
 def as_whole(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
     """An integer within limits; booleans, fractions and text are none."""
-    limit = "an integer" + _limits(low, high)
-    if _is_bool(value):
-        raise refuse(name, value, limit)
+    limits = _limits(low, high)
     try:
-        number = int(operator.index(value))
-    except Exception:
-        raise refuse(name, value, limit) from None
+        number = None if _is_bool(value) else int(operator.index(value))
+    except Exception:  # somebody's own class may fail at anything
+        number = None
+    if number is None:
+        raise refuse(name, value, f"an integer, {limits}" if limits else "an integer")
     if (low is not None and number < low) or (high is not None and number > high):
-        raise refuse(name, value, limit)
+        raise refuse(name, value, limits)
     return number
 
 
@@ -52,7 +52,8 @@ def as_real(
     name: str, value: Any, low: float = -math.inf, high: float = math.inf, limit: str | None = None
 ) -> float:
     """A finite number within limits; booleans and text are none."""
-    limit = limit or f"a finite number{_limits(low, high)}"
+    limits = _limits(low, high)
+    limit = limit or (f"a finite number, {limits}" if limits else "a finite number")
     try:
         number = math.nan if _is_bool(value) or isinstance(value, str | bytes | bytearray) else float(value)
     except Exception:
@@ -148,8 +149,9 @@ def _is_bool(value: object) -> bool:
 
 
 def _limits(low: float | None, high: float | None) -> str:
-    if low is not None and high is not None and math.isfinite(low) and math.isfinite(high):
-        return f", {low:g} to {high:g}"
-    if low is not None and math.isfinite(low):
-        return f", at least {low:g}"
-    return f", at most {high:g}" if high is not None and math.isfinite(high) else ""
+    bounded = [value is not None and math.isfinite(value) for value in (low, high)]
+    if all(bounded):
+        return f"{low:g} to {high:g}"
+    if bounded[0]:
+        return f"at least {low:g}"
+    return f"at most {high:g}" if bounded[1] else ""

@@ -36,7 +36,7 @@ SPELLINGS = {  # what others call the fields of SamplingParams
     "logits_processors": "processors", "logits_processor": "processors", "top_logprobs": "logprobs",
 }  # fmt: skip
 _VLLM_DRAFTING = {"method": "drafter", "model": "draft_model", "num_speculative_tokens": "budget"}
-_OTHER_ENGINES = {
+ENGINE_SPELLINGS = {
     "max_model_len": "max_length", "n_ctx": "max_length", "max_num_seqs": "max_batch", "n_threads": "threads",
     "torch_dtype": "dtype",
 }  # fmt: skip
@@ -213,7 +213,7 @@ class EngineConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
         """Build one from a mapping in our names or in others' (`max_model_len`, `n_ctx`, `n_threads`, ...)."""
-        return cls(**as_given(cls, values, _OTHER_ENGINES, "engine setting"))
+        return cls(**as_given(cls, values, ENGINE_SPELLINGS, "engine setting"))
 
 
 def _store(settings: object, **values: Any) -> None:

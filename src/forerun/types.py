@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from forerun.errors import InvalidInput
+from forerun.checks import as_token_ids, as_whole, refuse
 from forerun.params import SamplingParams
 from forerun.trees import DeviceOutcome as DeviceOutcome
 from forerun.trees import Draws as Draws
@@ -137,8 +137,10 @@ class Budget:
     level: float | None = None  # of drafting one level; 0 = only what costs nothing; None = nobody weighed it
 
     def __post_init__(self) -> None:
-        if self.nodes < 0 or self.depth < 0 or self.width < 1:
-            raise InvalidInput(f"{self} is out of range: nodes and depth 0 or more, width 1 or more")
+        for name, least in (("nodes", 0), ("depth", 0), ("width", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:  # checked every round: the usual case comes first
+                object.__setattr__(self, name, as_whole(f"Budget.{name}", value, low=least))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,20 @@ class Request:
     drafter: str | None = None  # None = the engine's
     verifier: str | None = None
     budget: Budget | None = None  # None = the controller decides
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", as_token_ids("Request.prompt", self.prompt))
+        for name, kind in (
+            ("params", SamplingParams),
+            ("drafter", str),
+            ("verifier", str),
+            ("budget", Budget),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and (value is not None or name == "params"):
+                raise refuse(
+                    f"Request.{name}", value, f"{kind.__name__}{'' if name == 'params' else ' or None'}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
