@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from forerun.engine.sequence import SequenceState
 from forerun.types import FinishReason, TokenLogprob
 
 SHOWN = 48  # characters of the text in a repr
@@ -51,3 +52,34 @@ class Completion:
         rate = f"{self.tokens_per_round:.2f} tokens per round"
         exact = "" if self.exact else ", NOT EXACT"
         return f"Completion({text!r}, {self.tokens} tokens, {self.finish_reason!r}, {rate}{exact})"
+
+
+def completion_of(
+    seq: SequenceState, text: str, seconds: float, logprobs: list[TokenLogprob], exact: bool
+) -> Completion:
+    """A sequence that has ended, as a Completion."""
+    stats = seq.stats
+    return Completion(
+        text=text,
+        token_ids=seq.tokens[seq.prompt_length :],
+        finish_reason=seq.finished or "aborted",
+        prompt_tokens=seq.prompt_length,
+        rounds=stats.rounds,
+        tokens_per_round=stats.tokens_per_round,
+        accepted_per_position=stats.accepted_per_position,
+        drafted=stats.drafted,
+        accepted=stats.accepted,
+        drafter=seq.drafter,
+        verifier=seq.verifier,
+        exact=exact,
+        seed=seed_of(seq),
+        seconds=seconds,
+        logprobs=logprobs,
+    )
+
+
+def seed_of(seq: SequenceState) -> int | None:
+    """The seed that gives the same text again with any drafter; None where there is none: see docs/library.md."""
+    if seq.shares_noise:
+        return seq.seed
+    return seq.params.seed if seq.params.is_greedy else None

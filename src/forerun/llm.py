@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from forerun.call_options import Options, Params, in_shape, make_request, make_requests
 from forerun.completion import Completion as Completion
+from forerun.completion import completion_of
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
 from forerun.load_engine import LoadOptions, load_engine
@@ -249,28 +250,5 @@ class LLM:
         self._writings.pop(writing.seq.id, None)
 
     def _complete(self, writing: _Writing) -> Completion:
-        seq, stats = writing.seq, writing.seq.stats
-        return Completion(
-            text=writing.text,
-            token_ids=seq.tokens[seq.prompt_length :],
-            finish_reason=seq.finished or "aborted",
-            prompt_tokens=seq.prompt_length,
-            rounds=stats.rounds,
-            tokens_per_round=stats.tokens_per_round,
-            accepted_per_position=stats.accepted_per_position,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-            drafter=seq.drafter,
-            verifier=seq.verifier,
-            exact=self.engine.verifiers.get(seq.verifier).exact,
-            seed=seed_of(seq),
-            seconds=writing.seconds,
-            logprobs=writing.logprobs,
-        )
-
-
-def seed_of(seq: SequenceState) -> int | None:
-    """The seed that gives the same text again with any drafter; None where there is none: see docs/library.md."""
-    if seq.shares_noise:
-        return seq.seed
-    return seq.params.seed if seq.params.is_greedy else None
+        exact = self.engine.verifiers.get(writing.seq.verifier).exact
+        return completion_of(writing.seq, writing.text, writing.seconds, writing.logprobs, exact)
