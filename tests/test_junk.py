@@ -17,6 +17,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from forerun.call_options import Options  # noqa: E402
+from forerun.dropin.generate_args import KNOWN  # noqa: E402
 from forerun.errors import ForerunError  # noqa: E402
 from forerun.llm import LLM  # noqa: E402
 from forerun.load_engine import LoadOptions  # noqa: E402
@@ -37,11 +38,12 @@ class Hostile:
 
 ODD: list[Any] = [
     object(), Hostile(), np.int64(3), np.float32(0.5), np.float64("nan"), np.bool_(True), np.array([1, 2]),
-    np.array([[1.5]]), np.array(3), torch.tensor(3), torch.tensor([1.5]), torch.tensor([[1, 2]]), len, int, Decimal("0.5"),
-    Decimal("NaN"), 10**400, -(10**400), 2**63, 3.5e38, -3.5e38, 1e-300, "5", "auto", "ngram", "\ud800", "a\nb", b"abc",
-    bytearray(b"abc"), range(3), {1, 2}, frozenset(), iter([1]), {5: "1"}, {"5": 1}, {5: float("nan")}, {-1: 1.0}, {"a": 1},
-    [[1, 2]], [[]], [None], [{}], [[1], "a"], {"role": "user"}, [{"role": "user", "content": None}], 1j, ..., NotImplemented,
-    [{"role": "user", "content": [{"type": "text"}]}], Budget(2, 2), SamplingParams(max_tokens=2), lambda *_: None,
+    np.array([[1.5]]), np.array(3), torch.tensor(3), torch.tensor([1.5]), torch.tensor([[1, 2]]), len, int,
+    Decimal("0.5"), Decimal("NaN"), 10**400, -(10**400), 2**63, 3.5e38, -3.5e38, 1e-300, "5", "auto", "ngram",
+    "\ud800", "a\nb", b"abc", bytearray(b"abc"), range(3), {1, 2}, frozenset(), iter([1]), {5: "1"}, {"5": 1},
+    {5: float("nan")}, {-1: 1.0}, {"a": 1}, [[1, 2]], [[]], [None], [{}], [[1], "a"], {"role": "user"}, 1j, ...,
+    [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "text"}]}], NotImplemented,
+    Budget(2, 2), SamplingParams(max_tokens=2), lambda *_: None,
 ]  # fmt: skip
 TEXT = st.text(st.characters(), max_size=5)  # surrogates included
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | TEXT | st.binary(max_size=4)
@@ -52,11 +54,10 @@ JUNK = (
     | st.dictionaries(st.integers() | TEXT, PLAIN, max_size=3)
     | st.tuples(PLAIN, PLAIN)
 )
-SETTINGS: list[tuple[Any, str]] = [
-    (kind, field.name) for kind in (SamplingParams, SpeculativeConfig, EngineConfig, Budget, Request) for field in fields(kind)
-]  # fmt: skip
+KINDS: tuple[Any, ...] = (SamplingParams, SpeculativeConfig, EngineConfig, Budget, Request)
+SETTINGS: list[tuple[Any, str]] = [(kind, field.name) for kind in KINDS for field in fields(kind)]
 NEEDED: dict[Any, dict[str, Any]] = {Budget: {"nodes": 2, "depth": 2}, Request: {"prompt": (1, 2)}}
-QUICK = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+QUICK = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 
 
 @cache
@@ -84,7 +85,7 @@ def refused(call: Any, *args: Any, **kwargs: Any) -> bool:
 def test_settings(kind: Any, name: str, value: Any) -> None:
     given_ = {**NEEDED.get(kind, {}), name: value}
     if not refused(kind, **given_):
-        repr(kind(**given_))
+        assert kind is Budget or repr(kind(**given_))
         if kind is SamplingParams:  # what is accepted can be written with
             refused(llm().generate, "abc", kind(**{"max_tokens": 4, "min_tokens": 0, **given_}))
         if kind is Request:
@@ -143,6 +144,45 @@ def test_models_and_dicts(value: Any) -> None:
     for kind in (SamplingParams, SpeculativeConfig, EngineConfig):
         refused(kind.from_dict, value)
         refused(kind.from_dict, {"seed": value, "width": value})
+
+
+@cache
+def wrapped() -> Any:
+    from forerun import wrap
+    from tests.test_wrap import Letters, llama
+
+    return wrap(llama(), Letters())
+
+
+@pytest.mark.parametrize(
+    "name", [*sorted(KNOWN), "inputs", "input_ids", "attention_mask", "generation_config", "x"]
+)
+@settings(QUICK, max_examples=12)
+@given(value=JUNK)
+def test_arguments_of_the_drop_in(name: str, value: Any) -> None:
+    pytest.importorskip("transformers")
+    arguments = {"inputs": torch.tensor([[5, 6, 5, 6, 5]]), "max_new_tokens": 3, name: value}
+    if name in ("input_ids", "max_length"):
+        del arguments["inputs" if name == "input_ids" else "max_new_tokens"]
+    if name in ("top_k", "top_p", "min_p", "temperature", "seed", "num_return_sequences"):
+        arguments["do_sample"] = True
+    if name == "tokenizer":
+        arguments["stop_strings"] = "x"
+    refused(wrapped().generate, **arguments)
+    assert wrapped()._target.used_slots == 0
+
+
+@QUICK
+@given(value=JUNK)
+def test_what_is_wrapped(value: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    assert isinstance(wrapped()._model, transformers.PreTrainedModel)
+    from forerun import wrap
+
+    assert refused(wrap, value)
+    if value is not None:
+        refused(wrap, wrapped()._model, drafter=value)
+        assert refused(wrap, wrapped()._model, draft_model=value)
 
 
 def test_the_check_itself_can_fail() -> None:

@@ -149,9 +149,15 @@ def _is_bool(value: object) -> bool:
 
 
 def _limits(low: float | None, high: float | None) -> str:
-    bounded = [value is not None and math.isfinite(value) for value in (low, high)]
-    if all(bounded):
-        return f"{low:g} to {high:g}"
-    if bounded[0]:
-        return f"at least {low:g}"
-    return f"at most {high:g}" if bounded[1] else ""
+    least, most = (
+        None if value is None or value in (-math.inf, math.inf) else value for value in (low, high)
+    )
+    if least is not None and most is not None:
+        return f"{_number(least)} to {_number(most)}"
+    if least is not None:
+        return f"at least {_number(least)}"
+    return "" if most is None else f"at most {_number(most)}"
+
+
+def _number(value: float) -> str:
+    return shown(value) if isinstance(value, int) else f"{value:g}"

@@ -56,9 +56,9 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
     settings = _engine_config(options)
     speculative = _speculative(*(options.get(key) for key in _DRAFTING))
     check_names(speculative)
+    checkpoint = open_checkpoint(name)
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    checkpoint = open_checkpoint(name)
     speculative = choose_drafter(speculative, checkpoint, settings.device)
     draft = None
     if speculative.draft_model is not None and drafts_with_checkpoint(speculative.drafter):

@@ -205,7 +205,7 @@ class EngineConfig:
             max_batch=as_whole("max_batch", self.max_batch, low=1),
             max_length=_at_least("max_length", self.max_length, 2),
             kv_slots=_at_least("kv_slots", self.kv_slots, 2),
-            threads=_at_least("threads", self.threads, 1),
+            threads=None if self.threads is None else as_whole("threads", self.threads, 1, 4096),
         )
 
     __repr__ = short_repr

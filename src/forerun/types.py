@@ -141,6 +141,8 @@ class Budget:
             value = getattr(self, name)
             if type(value) is not int or value < least:  # checked every round: the usual case comes first
                 object.__setattr__(self, name, as_whole(f"Budget.{name}", value, low=least))
+        if self.price is not None and not isinstance(self.price, tuple):
+            raise refuse("Budget.price", self.price, "a tuple of numbers, or None")
 
 
 @dataclass(frozen=True, slots=True)

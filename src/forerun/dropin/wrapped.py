@@ -262,7 +262,7 @@ def _mask(ids: Tensor, given: Any, pad: int | None, eos: list[int]) -> Tensor:
 
 
 def _copies(wish: Mapping[str, Any]) -> int:
-    copies = as_whole("num_return_sequences", wish["num_return_sequences"] or 1, low=1)
+    copies = as_whole("num_return_sequences", wish["num_return_sequences"] or 1, 1, 1024)
     if copies > 1 and not wish["do_sample"]:
         raise InvalidInput(f"num_return_sequences={copies} would repeat one greedy text; set do_sample=True")
     return copies
