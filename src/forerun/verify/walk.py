@@ -19,7 +19,9 @@ from forerun.types import Draws, Laws, TreeBatch, Verdict
 from forerun.verify.greedy import walk_argmax
 from forerun.verify.warp import top_tokens
 
-NOTHING_FOLLOWS = "no token is possible here: bans, biases, processors or a grammar rule all of them out; allow some"
+NOTHING_FOLLOWS = (
+    "no token is possible here: bans, biases, processors or a grammar rule all of them out; allow some"
+)
 
 
 @dataclass(frozen=True, slots=True)
