@@ -157,7 +157,7 @@ def wrapped() -> Any:
 @pytest.mark.parametrize(
     "name", [*sorted(KNOWN), "inputs", "input_ids", "attention_mask", "generation_config", "x"]
 )
-@settings(QUICK, max_examples=12)
+@settings(QUICK, max_examples=8)
 @given(value=JUNK)
 def test_arguments_of_the_drop_in(name: str, value: Any) -> None:
     pytest.importorskip("transformers")

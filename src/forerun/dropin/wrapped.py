@@ -121,7 +121,7 @@ class Wrapped:
             engine = self._engine(wish, len(requests))
             if streamer is not None:
                 streamer.put(ids.cpu())
-            tokenizer = wish.get("tokenizer") or self._tokenizer
+            tokenizer = _decoder(wish, self._tokenizer)
             self.last = run(engine, requests, [ids[b].tolist() for b in rows], streamer, criteria, tokenizer)
         written = [done.token_ids for done in self.last]
         sequences = _joined(ids.repeat_interleave(copies, 0), written, pad)
@@ -197,8 +197,12 @@ def _drafter_named(drafter: str | None, draft: Any, head: str | None) -> str:
 
 def _decoder(wish: Mapping[str, Any], own: Decodes | None) -> Decodes | None:
     tokenizer: Decodes | None = wish.get("tokenizer") or own
-    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
-        raise InvalidInput(f"tokenizer={shown(tokenizer)} cannot decode; pass the model's tokenizer")
+    try:
+        assert tokenizer is None or isinstance(tokenizer.decode([0]), str)
+    except Exception:  # not a tokenizer: it may fail at anything
+        raise InvalidInput(
+            f"tokenizer={shown(tokenizer)} cannot decode token ids; pass the model's tokenizer"
+        ) from None
     return tokenizer
 
 
