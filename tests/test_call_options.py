@@ -156,8 +156,10 @@ def test_n_texts_of_one_prompt() -> None:
     ]
     assert len(llm.generate("abc", **HOT, n=1)) == 1
     assert len({tuple(done.token_ids) for done in llm.generate("abc", **HOT, n=8)}) > 1
-    greedy = llm.generate("abc", max_tokens=5, n=3)
-    assert [done.text for done in greedy] == [llm.generate("abc", max_tokens=5).text] * 3
+    before = llm.engine.stats.tokens
+    greedy = llm.generate("abc", max_tokens=5, n=3, ignore_eos=True)
+    assert llm.engine.stats.tokens == before + 5  # all are alike: written once
+    assert [done.text for done in greedy] == [llm.generate("abc", max_tokens=5, ignore_eos=True).text] * 3
 
 
 def test_several_chats_at_once() -> None:
@@ -213,6 +215,20 @@ def test_a_completion_in_json_and_in_short() -> None:
     assert "60 tokens" in repr(done)
     assert repr(llm) == "LLM('', drafter='ngram')"
     assert repr(SamplingParams(temperature=0.5, seed=3)) == "SamplingParams(temperature=0.5, seed=3)"
+
+
+def test_a_stream_reads_well_in_a_notebook(capfd: pytest.CaptureFixture[str]) -> None:
+    """What the library prints is nothing, and pieces of text hold no terminal codes: they join to the text."""
+    llm, pieces, whole = make(), list[str](), ""
+    for step in llm.stream("abc", **HOT, seed=3):
+        if isinstance(step, Event):
+            pieces.append(step.text)
+        else:
+            whole = step.text
+    llm.generate(["abc"] * 3, **HOT)
+    assert "".join(pieces) == whole
+    assert whole.isalpha()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_model_is_loaded_by_its_name(smollm2_path: str) -> None:
