@@ -13,16 +13,12 @@ from forerun.errors import InvalidInput
 
 REFUSED: list[dict[str, Any]] = [
     {"num_beams": 4},
-    {"logits_processor": [object()]},
-    {"stopping_criteria": [object()]},
-    {"prefix_allowed_tokens_fn": lambda *_: [1]},
-    {"no_repeat_ngram_size": 2},
     {"guidance_scale": 1.5},
     {"sequence_bias": {(1,): 2.0}},
-    {"max_time": 1.0},
     {"do_sample": True, "typical_p": 0.9},
     {"return_dict_in_generate": True, "output_scores": True},
     {"inputs_embeds": torch.zeros(1, 2, 3)},
+    {"past_key_values": object()},
     {"max_length": 3},
     {"max_new_tokenz": 3},
     {"do_sample": True, "top_p": -1.0},
@@ -34,6 +30,13 @@ def test_what_would_change_the_text_is_refused_by_name(settings: dict[str, Any])
     with pytest.raises(InvalidInput, match=f"^{list(settings)[-1]}=") as refusal:
         sampling_params(merge_settings(SimpleNamespace(), None, settings), 6, [2])
     assert "\n" not in str(refusal.value)
+
+
+def test_a_refusal_says_why_and_what_to_do_instead() -> None:
+    with pytest.raises(InvalidInput, match="keeps a KV cache of its own; pass the whole text as input_ids"):
+        merge_settings(SimpleNamespace(), None, {"past_key_values": object()})
+    with pytest.raises(InvalidInput, match=r"^max_new_tokenz=3 .* did you mean 'max_new_tokens'\?"):
+        merge_settings(SimpleNamespace(), None, {"max_new_tokenz": 3})
 
 
 def test_the_same_is_refused_in_a_configuration() -> None:

@@ -29,7 +29,6 @@ BAD = [
     (SamplingParams, {"max_tokens": None}),
     (SamplingParams, {"logprobs": True}),
     (SamplingParams, {"seed": "x"}),
-    (SamplingParams, {"stop": None}),
     (SamplingParams, {"presence_penalty": float("nan")}),
     (SamplingParams, {"stop_token_ids": [-1]}),
     (SamplingParams, {"bad_words": ["hello"]}),

@@ -13,6 +13,8 @@ def test_public_names() -> None:
         "Event",
         "ForerunError",
         "LLM",
+        "LawProcessor",
+        "Prefix",
         "Request",
         "SamplingParams",
         "SpeculativeConfig",

@@ -6,9 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forerun.completion import Completion
     from forerun.dropin.wrapped import wrap
     from forerun.errors import ForerunError
-    from forerun.llm import LLM, Completion
+    from forerun.law_processor import LawProcessor, Prefix
+    from forerun.llm import LLM
     from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
     from forerun.types import Budget, Event, Request
 
@@ -20,6 +22,8 @@ __all__ = [
     "EngineConfig",
     "Event",
     "ForerunError",
+    "LawProcessor",
+    "Prefix",
     "Request",
     "SamplingParams",
     "SpeculativeConfig",
@@ -28,7 +32,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "forerun.llm",
-    "Completion": "forerun.llm",
+    "Completion": "forerun.completion",
     "Budget": "forerun.types",
     "Event": "forerun.types",
     "Request": "forerun.types",
@@ -36,6 +40,8 @@ _HOMES = {
     "SamplingParams": "forerun.params",
     "SpeculativeConfig": "forerun.params",
     "ForerunError": "forerun.errors",
+    "LawProcessor": "forerun.law_processor",
+    "Prefix": "forerun.law_processor",
     "wrap": "forerun.dropin.wrapped",
 }
 

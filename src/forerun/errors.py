@@ -4,7 +4,9 @@
     ├── InvalidInput            a value the caller gave cannot be used
     │   ├── UnknownName         no drafter, verifier, controller or model of that name
     │   ├── PromptTooLong       the prompt leaves no room in the context
-    │   └── VocabularyMismatch  drafter and target do not speak the same tokens
+    │   ├── VocabularyMismatch  drafter and target do not speak the same tokens
+    │   └── ImpossibleLaw       every token is ruled out where a text should go on (also a RequestFailed)
+    ├── RequestFailed           one request of a batch cannot go on; `rows` says which
     ├── ModelError              a checkpoint cannot be found, read or run
     │   ├── ModelNotFound
     │   ├── DamagedFile         a file is truncated, inconsistent or not what its name says
@@ -34,6 +36,18 @@ class PromptTooLong(InvalidInput):
 
 class VocabularyMismatch(InvalidInput):
     """Drafter and target do not share a vocabulary."""
+
+
+class RequestFailed(ForerunError):
+    """One request cannot go on; those beside it can. `rows` are places in the batch that was being worked on."""
+
+    def __init__(self, message: str, rows: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
+class ImpossibleLaw(RequestFailed, InvalidInput):
+    """Bans, biases and processors together leave no token that could follow."""
 
 
 class ModelError(ForerunError):

@@ -22,12 +22,17 @@ from torch import Tensor
 from forerun.errors import InvalidInput
 
 _MASK = (1 << 64) - 1
-DRAW, ACCEPT, BLOCK, DRAFT, COUPLE = range(5)  # purposes: two of them never share a number
+DRAW, ACCEPT, BLOCK, DRAFT, COUPLE, DERIVE = range(6)  # purposes: two of them never share a number
 
 
 def fresh_seed() -> int:
     """A seed for a request that gave none."""
     return secrets.randbits(63)
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of the index-th of several texts for one prompt: the first has the seed itself."""
+    return _key(seed, index, DERIVE) >> 1 if index else seed
 
 
 def _mix(x: int) -> int:

@@ -1,51 +1,77 @@
 """What a user may set: frozen, slotted, checked when made. No torch here, so that the CLI can show help at once.
 
-The names are the ones people know from transformers, vLLM and the OpenAI API.
+The names are the ones people know from transformers, vLLM and the OpenAI API; `from_dict` takes their other spellings.
+Numbers may be numpy's or torch's. Penalties and biases have limits, so that no law overflows: see `SamplingParams`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypedDict, get_args
 
+from forerun.checks import (
+    as_flag,
+    as_given,
+    as_items,
+    as_name,
+    as_path,
+    as_real,
+    as_token_ids,
+    as_whole,
+    refuse,
+    short_repr,
+    shown,
+)
 from forerun.errors import InvalidInput
+from forerun.law_processor import LawProcessor
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "q8", "gguf"]
+LARGEST_BIAS = 1e9  # fp32 has room for it at the lowest temperature, and no logit comes near it
+LARGEST_PENALTY = 1e3
+SPELLINGS = {  # what others call the fields of SamplingParams
+    "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "min_new_tokens": "min_tokens",
+    "repeat_penalty": "repetition_penalty", "stop_strings": "stop", "bad_words_ids": "bad_words",
+    "logits_processors": "processors", "logits_processor": "processors", "top_logprobs": "logprobs",
+}  # fmt: skip
+_VLLM_DRAFTING = {"method": "drafter", "model": "draft_model", "num_speculative_tokens": "budget"}
+ENGINE_SPELLINGS = {
+    "max_model_len": "max_length", "n_ctx": "max_length", "max_num_seqs": "max_batch", "n_threads": "threads",
+    "torch_dtype": "dtype",
+}  # fmt: skip
 
 
-def _check(ok: bool, name: str, value: object, limit: str) -> None:
-    if not ok:
-        raise InvalidInput(f"{name}={value!r} is out of range: {limit}")
+class SamplingOptions(TypedDict, total=False):
+    """The fields of SamplingParams as keywords of a call; None = not given."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    bad_words: Sequence[Sequence[int]] | None
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    seed: int | None
+    logprobs: int | None
+    processors: Sequence[LawProcessor] | None
 
 
-def _check_numbers(settings: object, whole: Sequence[str], real: Sequence[str] = ()) -> None:
-    """Fields that must be integers (or None where they may be), and fields that must be finite numbers."""
-    for name in whole:
-        value = getattr(settings, name)
-        optional = value is None and "None" in str(settings.__dataclass_fields__[name].type)  # type: ignore[attr-defined]
-        _check(
-            optional or (isinstance(value, int) and not isinstance(value, bool)), name, value, "an integer"
-        )
-    for name in real:
-        value = getattr(settings, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        _check(number and math.isfinite(value), name, value, "a finite number")
-
-
-def _check_tokens(name: str, tokens: object) -> None:
-    ids = list(tokens) if isinstance(tokens, Sequence | Mapping) and not isinstance(tokens, str) else None
-    ok = ids is not None and all(isinstance(token, int) and token >= 0 for token in ids)
-    _check(ok, name, tokens, "token ids, which are integers of 0 or more")
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SamplingParams:
     """How one request wants its text sampled. The defaults are greedy.
 
-    The law is built in the order transformers uses: bias, repetition penalty, presence and frequency
-    penalties, bad words, min tokens, temperature, top-k, top-p, min-p. Penalties count the node's own path.
+    The law is built in the order transformers uses: bias, repetition penalty, presence and frequency penalties, bad
+    words, min tokens, processors, temperature, top-k, top-p, min-p. Penalties count the node's own path. Presence
+    and frequency penalties lie within +-1000, a repetition penalty within 0.001 and 1000, a bias within +-1e9 or at
+    -inf, which bans the token: beyond, numbers would overflow and a text could depend on how it was drafted.
     """
 
     max_tokens: int = 256
@@ -64,44 +90,58 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None  # None = off, 0 = the chosen token only, n = and the n likeliest
+    processors: Sequence[LawProcessor] = ()  # change the law, node by node
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        if self.top_k == -1:  # vLLM's way of saying off
-            object.__setattr__(self, "top_k", 0)
-        _check_numbers(
+        _store(
             self,
-            ("max_tokens", "top_k", "min_tokens", "seed", "logprobs"),
-            ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+            max_tokens=as_whole("max_tokens", self.max_tokens, low=1),
+            temperature=_temperature(self.temperature),
+            top_k=max(0, as_whole("top_k", self.top_k, low=-1)),  # -1 is vLLM's way of saying off
+            top_p=as_real("top_p", self.top_p, high=1.0, limit="above 0, at most 1 (off)"),
+            min_p=as_real("min_p", self.min_p, 0.0, 1.0),
+            repetition_penalty=as_real(
+                "repetition_penalty", self.repetition_penalty, 1 / LARGEST_PENALTY, LARGEST_PENALTY
+            ),
+            presence_penalty=_penalty("presence_penalty", self.presence_penalty),
+            frequency_penalty=_penalty("frequency_penalty", self.frequency_penalty),
+            logit_bias=_biases(self.logit_bias),
+            bad_words=_words(self.bad_words),
+            min_tokens=as_whole("min_tokens", self.min_tokens, low=0),
+            stop=_strings(self.stop),
+            stop_token_ids=as_token_ids("stop_token_ids", self.stop_token_ids),
+            ignore_eos=as_flag("ignore_eos", self.ignore_eos),
+            seed=None if self.seed is None else as_whole("seed", self.seed),
+            logprobs=None if self.logprobs is None else as_whole("logprobs", self.logprobs, 0, 64),
+            processors=_processors(self.processors),
         )
-        _check_tokens("stop_token_ids", self.stop_token_ids)
-        _check_tokens("logit_bias", self.logit_bias)
-        for word in self.bad_words:
-            _check_tokens("bad_words", word)
-        biases = list(self.logit_bias.values())
-        _check(all(bias < math.inf for bias in biases), "logit_bias", biases, "numbers below infinity")
-        _check(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        warm = self.temperature == 0.0 or self.temperature >= 1e-4  # below, logits overflow
-        _check(warm, "temperature", self.temperature, "0 (greedy), or at least 0.0001")
-        _check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0, at most 1 (off)")
-        _check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 (off) to 1")
-        _check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0; 1 = off")
-        _check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "0 to max_tokens")
-        strings = isinstance(self.stop, Sequence) and all(
-            isinstance(stop, str) and stop for stop in self.stop
-        )
-        _check(strings, "stop", self.stop, "strings, none of them empty")
-        _check(all(self.bad_words), "bad_words", self.bad_words, "no empty words")
-        _check(self.logprobs is None or 0 <= self.logprobs <= 64, "logprobs", self.logprobs, "0 to 64")
+        if self.top_p <= 0.0:
+            raise refuse("top_p", self.top_p, "above 0, at most 1 (off)")
+        if self.min_tokens > self.max_tokens:
+            raise refuse("min_tokens", self.min_tokens, f"0 to max_tokens, which is {self.max_tokens}")
+
+    __repr__ = short_repr
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], over: SamplingParams | None = None) -> SamplingParams:
+        """Build one from a mapping in our names or in others' (`SPELLINGS`), on top of another; None = not given."""
+        values = dict(values) if isinstance(values, Mapping) else values
+        if isinstance(values, dict) and isinstance(values.get("logprobs"), bool):  # as OpenAI's chats have it
+            most = values.pop("top_logprobs", None) or 0
+            values["logprobs"] = most if values["logprobs"] else None
+        given = as_given(cls, values, SPELLINGS, "sampling parameter")
+        if over is None:
+            return cls(**given)
+        return (
+            cls(**({each.name: getattr(over, each.name) for each in fields(cls)} | given)) if given else over
+        )
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class SpeculativeConfig:
     """How to draft. `from_dict` also takes vLLM's names."""
 
@@ -118,32 +158,32 @@ class SpeculativeConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_numbers(self, ("budget", "width", "prompt_lookup_max", "prompt_lookup_min"))
-        methods = ("greedy", "probabilistic")
-        _check(
-            self.draft_sample_method in methods, "draft_sample_method", self.draft_sample_method, str(methods)
+        draft, methods = self.draft_model, ("greedy", "probabilistic")
+        longest = as_whole("prompt_lookup_max", self.prompt_lookup_max, low=1)
+        _store(
+            self,
+            drafter=as_name("drafter", self.drafter),
+            draft_model=None if draft is None else as_path("draft_model", draft),
+            budget=None if self.budget is None else as_whole("budget", self.budget, 0, 256),
+            width=None if self.width is None else as_whole("width", self.width, 1, 64),
+            verifier=as_name("verifier", self.verifier),
+            controller=as_name("controller", self.controller),
+            prompt_lookup_max=longest,
+            prompt_lookup_min=as_whole("prompt_lookup_min", self.prompt_lookup_min, 1, longest),
+            draft_sample_method=as_name("draft_sample_method", self.draft_sample_method, methods),
         )
-        _check(self.budget is None or 0 <= self.budget <= 256, "budget", self.budget, "0 to 256 nodes")
-        _check(self.width is None or 1 <= self.width <= 64, "width", self.width, "1 to 64")
-        lowest = self.prompt_lookup_min
-        _check(1 <= lowest <= self.prompt_lookup_max, "prompt_lookup_min", lowest, "1 to prompt_lookup_max")
+
+    __repr__ = short_repr
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
         """Build one from a mapping in our names or in vLLM's (`method`, `model`, `num_speculative_tokens`)."""
-        ours = {"method": "drafter", "model": "draft_model", "num_speculative_tokens": "budget"}
-        known = set(cls.__dataclass_fields__)
-        named = {ours.get(key, key): value for key, value in values.items()}
-        if unknown := sorted(set(named) - known):
-            raise InvalidInput(
-                f"unknown speculative setting {unknown[0]!r}; known: {', '.join(sorted(known))}"
-            )
-        return cls(**named)
+        return cls(**as_given(cls, values, _VLLM_DRAFTING, "speculative setting"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class EngineConfig:
-    """Where and how large the engine runs."""
+    """Where and how large the engine runs. `from_dict` also takes vLLM's and llama-cpp-python's names."""
 
     dtype: Dtype = "auto"  # auto = a GGUF file's own types or float32 on a CPU, bfloat16 on a GPU
     device: str = "auto"
@@ -153,7 +193,104 @@ class EngineConfig:
     threads: int | None = None  # CPU threads; None = one per core
 
     def __post_init__(self) -> None:
-        _check_numbers(self, ("max_batch", "max_length", "kv_slots", "threads"))
-        _check(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
-        _check(self.threads is None or self.threads >= 1, "threads", self.threads, "at least 1")
-        _check(self.max_length is None or self.max_length >= 2, "max_length", self.max_length, "at least 2")
+        dtype, device = self.dtype, self.device
+        if type(dtype).__module__ == "torch":  # torch.float32 is what its name says
+            dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
+        if type(device).__name__ == "device":
+            device = str(device)
+        _store(
+            self,
+            dtype=as_name("dtype", dtype, get_args(Dtype)),
+            device=as_name("device", device),
+            max_batch=as_whole("max_batch", self.max_batch, low=1),
+            max_length=_at_least("max_length", self.max_length, 2),
+            kv_slots=_at_least("kv_slots", self.kv_slots, 2),
+            threads=None if self.threads is None else as_whole("threads", self.threads, 1, 4096),
+        )
+
+    __repr__ = short_repr
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
+        """Build one from a mapping in our names or in others' (`max_model_len`, `n_ctx`, `n_threads`, ...)."""
+        return cls(**as_given(cls, values, ENGINE_SPELLINGS, "engine setting"))
+
+
+def _store(settings: object, **values: Any) -> None:
+    """Put checked values into a frozen object while it is made."""
+    for name, value in values.items():
+        object.__setattr__(settings, name, value)
+
+
+def _at_least(name: str, value: Any, low: int) -> int | None:
+    return None if value is None else as_whole(name, value, low=low)
+
+
+def _temperature(value: Any) -> float:
+    limit = "0 (greedy), or 0.0001 to 10000"  # beyond, logits overflow
+    number = as_real("temperature", value, 0.0, 1e4, limit)
+    if 0.0 < number < 1e-4:
+        raise refuse("temperature", value, limit)
+    return number
+
+
+def _penalty(name: str, value: Any) -> float:
+    return as_real(name, value, -LARGEST_PENALTY, LARGEST_PENALTY)
+
+
+def _biases(value: Any) -> dict[int, float]:
+    """Token id to bias; ids may be text, as they are in JSON."""
+    limit = "token ids to numbers from -1e9 to 1e9, or to -inf, which bans the token"
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise refuse("logit_bias", value, limit)
+    try:
+        pairs = [(_bias_token(token), bias) for token, bias in value.items()]
+        return {token: _bias(bias) for token, bias in pairs}
+    except InvalidInput:
+        raise refuse("logit_bias", value, limit) from None
+
+
+def _bias_token(token: Any) -> int:
+    if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 20:
+        token = int(token)
+    return as_whole("logit_bias", token, low=0)
+
+
+def _bias(value: Any) -> float:
+    if isinstance(value, float) and value == -math.inf:
+        return value
+    return as_real("logit_bias", value, -LARGEST_BIAS, LARGEST_BIAS)
+
+
+def _words(value: Any) -> tuple[tuple[int, ...], ...]:
+    limit = "sequences of token ids (llm.tokenizer.encode makes them of text), none of them empty"
+    words = as_items("bad_words", value, limit)
+    if any(not isinstance(word, Sequence) and not hasattr(word, "tolist") for word in words):
+        raise refuse("bad_words", value, limit)
+    try:
+        made = tuple(as_token_ids("bad_words", word) for word in words)
+    except InvalidInput:
+        raise refuse("bad_words", value, limit) from None
+    if not all(made):
+        raise refuse("bad_words", value, limit)
+    return made
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    limit = "a string or several, none of them empty"
+    strings = (value,) if isinstance(value, str) else tuple(as_items("stop", value, limit))
+    if not all(isinstance(stop, str) and stop for stop in strings):
+        raise refuse("stop", value, limit)
+    return strings
+
+
+def _processors(value: Any) -> tuple[LawProcessor, ...]:
+    given = (value,) if callable(value) and not isinstance(value, list) else value
+    made = tuple(as_items("processors", given, "functions of (prefix, logits)"))
+    if wrong := [each for each in made if not callable(each) or isinstance(each, type)]:
+        raise InvalidInput(
+            f"processors holds {shown(wrong[0])}: give functions of (prefix, logits), see LawProcessor"
+        )
+    return made

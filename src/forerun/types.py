@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from forerun.errors import InvalidInput
+from forerun.checks import as_token_ids, as_whole, refuse
 from forerun.params import SamplingParams
 from forerun.trees import DeviceOutcome as DeviceOutcome
 from forerun.trees import Draws as Draws
@@ -107,6 +107,7 @@ class Laws:
     log_weights: Tensor  # [M, V] fp32
     greedy: tuple[bool, ...]  # [B]
     plain_greedy: bool = False  # all are greedy, and the log-weights are the target's logits as they are
+    failures: Mapping[int, str] = field(default_factory=dict)  # node -> why no token is possible there
 
     def probs(self, node: int) -> Tensor:
         return self.log_weights[node].softmax(-1)  # [V]
@@ -114,7 +115,10 @@ class Laws:
     def select(self, nodes: Tensor, which: Sequence[int]) -> Laws:
         if list(which) == list(range(len(self.greedy))):
             return self
-        return Laws(self.log_weights[nodes], tuple(self.greedy[b] for b in which))
+        places = {node: i for i, node in enumerate(nodes.tolist())} if self.failures else {}
+        failures = {places[node]: why for node, why in self.failures.items() if node in places}
+        greedy = tuple(self.greedy[b] for b in which)
+        return Laws(self.log_weights[nodes], greedy, failures=failures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +145,12 @@ class Budget:
         return self.nodes > 0 and self.depth > 0 and self.source != "free"
 
     def __post_init__(self) -> None:
-        if self.nodes < 0 or self.depth < 0 or self.width < 1:
-            raise InvalidInput(f"{self} is out of range: nodes and depth 0 or more, width 1 or more")
+        for name, least in (("nodes", 0), ("depth", 0), ("width", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:  # checked every round: the usual case comes first
+                object.__setattr__(self, name, as_whole(f"Budget.{name}", value, low=least))
+        if self.price is not None and not isinstance(self.price, tuple):
+            raise refuse("Budget.price", self.price, "a tuple of numbers, or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +162,20 @@ class Request:
     drafter: str | None = None  # None = the engine's
     verifier: str | None = None
     budget: Budget | None = None  # None = the controller decides
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", as_token_ids("Request.prompt", self.prompt))
+        for name, kind in (
+            ("params", SamplingParams),
+            ("drafter", str),
+            ("verifier", str),
+            ("budget", Budget),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and (value is not None or name == "params"):
+                raise refuse(
+                    f"Request.{name}", value, f"{kind.__name__}{'' if name == 'params' else ' or None'}"
+                )
 
 
 @dataclass(frozen=True, slots=True)

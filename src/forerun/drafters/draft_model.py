@@ -186,6 +186,9 @@ class ModelDrafter:
             step = self._step([branches[b] for b in live])
             for i, b in enumerate(live):
                 picked, row = self._pick(branches[b], step, i, 1, laws)
+                if not picked:  # the text could not go on here
+                    depths[b] = 0
+                    continue
                 tips[b] = trees[b].add(tips[b], picked[0], row)
                 branches[b].tokens.append(picked[0])
 
@@ -220,6 +223,8 @@ class ModelDrafter:
             possible = int((weights > -torch.inf).sum())
             return weights.topk(min(width, possible)).indices.tolist(), -1
         law = weights.softmax(-1)
+        if bool(law[0].isnan()):  # no token is possible
+            return [], -1
         laws.append(law)
         rest, picked = law.clone(), list[int]()
         for rank in range(min(width, int((law > 0).sum()))):

@@ -7,12 +7,15 @@ carry all sorts of them; as an argument it is an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 from torch import Tensor
 
+from forerun.checks import as_items, as_token_ids, as_whole, refuse, shown
 from forerun.errors import InvalidInput
+from forerun.law_processor import LawProcessor
 from forerun.params import SamplingParams
 
 USED = frozenset({
@@ -20,7 +23,8 @@ USED = frozenset({
     "top_p", "min_p", "repetition_penalty", "bad_words_ids", "suppress_tokens", "eos_token_id",
     "pad_token_id", "bos_token_id", "stop_strings", "assistant_model", "prompt_lookup_num_tokens",
     "max_matching_ngram_size", "num_assistant_tokens", "num_return_sequences", "return_dict_in_generate",
-    "streamer", "tokenizer", "seed",
+    "streamer", "tokenizer", "seed", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
+    "no_repeat_ngram_size", "begin_suppress_tokens", "max_time",
 })  # fmt: skip
 # speed, memory, or beam search alone
 HARMLESS = frozenset({
@@ -36,13 +40,12 @@ OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden
 # what would change the text, and the value besides None at which it does not
 OFF: dict[str, object] = {
     "num_beams": 1, "num_beam_groups": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1,
-    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "penalty_alpha": 0, "token_healing": False,
-    "logits_processor": [], "stopping_criteria": [], "constraints": [], "force_words_ids": [],
-    "begin_suppress_tokens": [],
+    "encoder_no_repeat_ngram_size": 0, "penalty_alpha": 0, "token_healing": False,
+    "constraints": [], "force_words_ids": [],
 }  # fmt: skip
 OFF_AT_NONE = frozenset({
     "dola_layers", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
-    "sequence_bias", "watermarking_config", "max_time", "prefix_allowed_tokens_fn", "negative_prompt_ids",
+    "sequence_bias", "watermarking_config", "negative_prompt_ids",
     "negative_prompt_attention_mask", "custom_generate", "inputs_embeds", "past_key_values", "position_ids",
     "token_type_ids", "assistant_tokenizer", "assistant_ensemble_weight",
 })  # fmt: skip
@@ -51,17 +54,27 @@ KNOWN = USED | HARMLESS | OFF_AT_NONE | {*OUTPUTS, *OFF, *OFF_WHEN_SAMPLING}
 DEFAULTS = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "num_return_sequences": 1}
 DEFAULT_NEW_TOKENS = 20  # transformers' own, when nobody says how long
 INSTEAD = "drop it, or call the model's own generate"
+WHY_NOT = {
+    "past_key_values": "Forerun keeps a KV cache of its own; pass the whole text as input_ids",
+    "inputs_embeds": "drafters read tokens; pass input_ids",
+    "position_ids": "positions follow from the attention mask; drop it",
+    "num_beams": "there is one text per row; drop it, or call the model's own generate",
+}
 
 
 def merge_settings(of_model: Any, given: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """One wish out of all that was said; raises where it cannot be granted."""
     for name, value in arguments.items():
         if name not in KNOWN and value is not None:
-            raise InvalidInput(f"{name}={value!r} is not an argument of Forerun's generate; {INSTEAD}")
+            near = difflib.get_close_matches(name, KNOWN, n=1)
+            hint = f"did you mean {near[0]!r}? Else " if near else ""
+            raise InvalidInput(
+                f"{name}={shown(value)} is not an argument of Forerun's generate; {hint}{INSTEAD}"
+            )
     wish = dict[str, Any](DEFAULTS)
     for config in (of_model, given):
         if config is not None:
-            wish |= {name: value for name, value in vars(config).items() if value is not None}
+            wish |= {name: value for name, value in _fields(config).items() if value is not None}
     wish |= arguments
     off = OFF | dict.fromkeys(OFF_AT_NONE) | (OFF_WHEN_SAMPLING if wish["do_sample"] else {})
     if wish.get("return_dict_in_generate"):
@@ -69,30 +82,31 @@ def merge_settings(of_model: Any, given: Any, arguments: Mapping[str, Any]) -> d
     for name, neutral in off.items():
         value = wish.get(name)
         if value is not None and not _same(value, neutral):
-            raise InvalidInput(f"{name}={_shown(value)} is not supported; {INSTEAD}")
+            raise InvalidInput(f"{name}={_shown(value)} is not supported: {WHY_NOT.get(name, INSTEAD)}")
     return wish
 
 
-def sampling_params(wish: Mapping[str, Any], width: int, eos: list[int]) -> SamplingParams:
+def sampling_params(
+    wish: Mapping[str, Any], width: int, eos: list[int], processors: Sequence[LawProcessor] = ()
+) -> SamplingParams:
     """Our parameters for prompts that are `width` tokens wide, padding included."""
-    new = wish.get("max_new_tokens")
+    new = _whole(wish, "max_new_tokens")
     if new is None:
-        longest = wish.get("max_length")
+        longest = _whole(wish, "max_length")
         new = DEFAULT_NEW_TOKENS if longest is None else longest - width
         if new < 1:
             given = f"max_length={longest} leaves no room"
             raise InvalidInput(f"{given} after {width} prompt tokens; set max_new_tokens instead")
-    least = wish.get("min_new_tokens")
+    if new < 1:
+        raise refuse("max_new_tokens", new, "at least 1")
+    least = _whole(wish, "min_new_tokens")
     if least is None:
-        least = max(0, (wish.get("min_length") or 0) - width)
-    banned = [list(word) for word in wish.get("bad_words_ids") or ()]
-    banned = [word for word in banned if word not in [[token] for token in eos]]  # as transformers has it
-    banned += [[token] for token in token_ids(wish.get("suppress_tokens"))]
+        least = max(0, (_whole(wish, "min_length") or 0) - width)
     stops = wish.get("stop_strings") or ()
     sampled: dict[str, Any] = {}
     if wish["do_sample"]:
         sampled = {
-            "temperature": 1.0 if wish["temperature"] is None else float(wish["temperature"]),
+            "temperature": 1.0 if wish["temperature"] is None else wish["temperature"],
             "top_k": wish["top_k"] or 0,
             "top_p": 1.0 if wish["top_p"] is None else wish["top_p"],
             "min_p": wish.get("min_p") or 0.0,
@@ -101,30 +115,54 @@ def sampling_params(wish: Mapping[str, Any], width: int, eos: list[int]) -> Samp
         max_tokens=new,
         min_tokens=min(least, new),
         repetition_penalty=wish.get("repetition_penalty") or 1.0,
-        bad_words=tuple(tuple(word) for word in banned),
-        stop=(stops,) if isinstance(stops, str) else tuple(stops),
+        bad_words=_banned(wish, eos),
+        stop=stops,
         stop_token_ids=tuple(eos),
+        processors=processors,
         **sampled,
     )
 
 
-def token_ids(value: Any) -> list[int]:
+def _banned(wish: Mapping[str, Any], eos: list[int]) -> list[tuple[int, ...]]:
+    """Words that must not appear; the end token alone may, as transformers has it."""
+    words = as_items("bad_words_ids", wish.get("bad_words_ids"), "lists of token ids")
+    banned = [as_token_ids("bad_words_ids", word) for word in words]
+    kept = [word for word in banned if word not in [(token,) for token in eos]]
+    return [*kept, *((token,) for token in token_ids(wish.get("suppress_tokens"), "suppress_tokens"))]
+
+
+def _whole(wish: Mapping[str, Any], name: str) -> int | None:
+    value = wish.get(name)
+    return None if value is None else as_whole(name, value)
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """What a configuration says, given as transformers' own class or as a dict."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    try:
+        return dict(vars(config))
+    except TypeError:
+        raise refuse("generation_config", config, "a GenerationConfig or a dict") from None
+
+
+def token_ids(value: Any, name: str = "eos_token_id") -> list[int]:
     """Token ids given as nothing, one, several or a tensor; negative ones mean none."""
-    if value is None:
-        return []
-    values = value.tolist() if isinstance(value, Tensor) else value
-    return [token for token in (values if isinstance(values, (list, tuple)) else [values]) if token >= 0]
+    ids = as_items(name, value.tolist() if isinstance(value, Tensor) else value, "token ids")
+    return [token for token in (as_whole(name, each) for each in ids) if token >= 0]
 
 
 def _same(value: Any, neutral: object) -> bool:
     if isinstance(value, Tensor):
         return False
     if neutral == []:
-        return len(value) == 0
-    return bool(value == neutral)
+        return isinstance(value, Sized) and len(value) == 0
+    try:
+        return bool(value == neutral)
+    except Exception:  # of somebody's own class
+        return False
 
 
 def _shown(value: Any) -> str:
     """A value in a message: short, whatever it is."""
-    text = repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
-    return text if len(text) < 40 else f"{text[:37]}..."
+    return shown(value) if isinstance(value, (int, float, str)) else type(value).__name__

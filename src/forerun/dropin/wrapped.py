@@ -11,19 +11,27 @@ neighbours; and a stop string must lie in the new text, where transformers lets 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from os import PathLike
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from forerun import registry
 from forerun.build import make_engine
+from forerun.checks import as_name, as_path, as_whole, shown
+from forerun.completion import Completion
 from forerun.dropin.generate_args import merge_settings, sampling_params, token_ids
+from forerun.dropin.hooks import law_processors, stopping_criteria
+from forerun.dropin.run import check_streamer, run
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput, VocabularyMismatch
+from forerun.heads import open_head
 from forerun.models.hf.target import HFTarget
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.types import Budget, Request
@@ -31,24 +39,53 @@ from forerun.types import Budget, Request
 log = logging.getLogger(__name__)
 
 
-def wrap(hf_model: Any, tokenizer: Decodes | None = None) -> Wrapped:
-    """A transformers causal language model whose `generate` drafts; everything else is the model's own."""
-    return Wrapped(hf_model, tokenizer)
+def wrap(
+    hf_model: Any,
+    tokenizer: Decodes | None = None,
+    *,
+    drafter: str | None = None,
+    draft_model: Any = None,
+) -> Wrapped:
+    """A transformers causal language model whose `generate` drafts; everything else is the model's own.
+
+    `drafter` is one of `forerun drafters`; `draft_model` a smaller transformers model, or the folder of a trained head.
+    """
+    return Wrapped(hf_model, tokenizer, drafter=drafter, draft_model=draft_model)
 
 
 class Wrapped:
     """The model, and an engine around it that is kept from call to call."""
 
-    def __init__(self, hf_model: Any, tokenizer: Decodes | None = None) -> None:
+    def __init__(
+        self,
+        hf_model: Any,
+        tokenizer: Decodes | None = None,
+        *,
+        drafter: str | None = None,
+        draft_model: Any = None,
+    ) -> None:
+        _check_model("wrap", hf_model)
+        self._draft, head = None, None
+        if isinstance(draft_model, str | PathLike):
+            head = as_path("draft_model", draft_model)
+        elif draft_model is not None:
+            _check_model("draft_model", draft_model)
+            self._draft = draft_model
+        self._drafter = _drafter_named(drafter, self._draft, head)
+        self._head = head
         self._model, self._tokenizer = hf_model, tokenizer
         self._target = HFTarget(hf_model)
         self._engines: dict[tuple[int, int | None], Engine] = {}
         self._lock = Lock()  # streamers are read from another thread, which may call again
+        self.last: list[Completion] = []  # what the last call wrote, text by text, and how it came about
 
     def __getattr__(self, name: str) -> Any:
         if name == "_model":  # not there yet: somebody copies or unpickles
             raise AttributeError(name)
         return getattr(self._model, name)
+
+    def __repr__(self) -> str:
+        return f"wrap({type(self._model).__name__}, drafter={self._drafter!r})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._model(*args, **kwargs)
@@ -62,30 +99,32 @@ class Wrapped:
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Token ids [B, prompt + new], as transformers' `generate` returns them."""
+        """Token ids [B, prompt + new], as transformers' `generate` returns them; `last` says how they came about."""
         wish = merge_settings(self._model.generation_config, generation_config, kwargs)
         eos = token_ids(wish.get("eos_token_id"))
-        pad = next(iter([*token_ids(wish.get("pad_token_id")), *eos]), None)
+        pad = next(iter([*token_ids(wish.get("pad_token_id"), "pad_token_id"), *eos]), None)
         ids = _input_ids(inputs if input_ids is None else input_ids, wish)  # [B, T]
         mask = _mask(ids, attention_mask, pad, eos)
         copies = _copies(wish)
-        prompts = [ids[b][mask[b]].tolist() for b in range(len(ids)) for _ in range(copies)]
-        streamer = wish.get("streamer")
-        if streamer is not None and len(prompts) > 1:
-            raise InvalidInput(f"streamer takes one text, not {len(prompts)}; drop it or pass one prompt")
-        params = sampling_params(wish, ids.shape[1], eos)
-        self._warn_of_context(max(map(len, prompts)), params.max_tokens)
+        rows = [b for b in range(len(ids)) for _ in range(copies)]
+        streamer = check_streamer(wish.get("streamer"), len(rows))
         seed = _seed(wish)
-        requests = [
-            _request(prompt, params, None if seed is None else seed + i, wish)
-            for i, prompt in enumerate(prompts)
-        ]
+        requests = []
+        for place, b in enumerate(rows):
+            prompt = ids[b][mask[b]].tolist()
+            params = sampling_params(wish, ids.shape[1], eos, law_processors(wish, ids[b], len(prompt), b))
+            own = replace(params, seed=None if seed is None else seed + place)
+            requests.append(_request(prompt, own, wish))
+        self._warn_of_context(max(len(each.prompt) for each in requests), requests[0].params.max_tokens)
+        criteria = stopping_criteria(wish)
         with self._lock:
             engine = self._engine(wish, len(requests))
             if streamer is not None:
                 streamer.put(ids.cpu())
-            rows = _run(engine, requests, streamer)
-        sequences = _joined(ids.repeat_interleave(copies, 0), rows, pad)
+            tokenizer = _decoder(wish, self._tokenizer)
+            self.last = run(engine, requests, [ids[b].tolist() for b in rows], streamer, criteria, tokenizer)
+        written = [done.token_ids for done in self.last]
+        sequences = _joined(ids.repeat_interleave(copies, 0), written, pad)
         if not wish.get("return_dict_in_generate"):
             return sequences
         from transformers.generation import GenerateDecoderOnlyOutput
@@ -94,24 +133,28 @@ class Wrapped:
 
     def _engine(self, wish: Mapping[str, Any], batch: int) -> Engine:
         """The engine for this draft model and lookup length: what it has learnt about costs stays with it."""
-        draft, lookup = wish.get("assistant_model"), wish.get("max_matching_ngram_size")
-        key = (id(draft), lookup)
+        given, lookup = wish.get("assistant_model"), wish.get("max_matching_ngram_size")
+        draft = self._draft if given is None else given
+        key = (id(draft), None if lookup is None else as_whole("max_matching_ngram_size", lookup, low=1))
         if key not in self._engines:
-            draft_target = None if draft is None else self._draft_target(draft)
-            drafter = "ngram" if draft is None else "draft_model"
-            speculative = SpeculativeConfig(
-                drafter=drafter, **({"prompt_lookup_max": lookup} if lookup else {})
-            )
+            drafter = self._drafter if given is None else "draft_model"
+            speculative = SpeculativeConfig(drafter=drafter, draft_model=self._head)
+            if lookup:
+                speculative = replace(speculative, prompt_lookup_max=lookup)
             self._engines[key] = make_engine(
-                self._target, frozenset(), speculative, draft_target=draft_target
+                self._target,
+                frozenset(),
+                speculative,
+                draft_target=None if draft is None else self._draft_target(draft),
             )
         engine = self._engines[key]
         engine.max_batch = batch  # the caller has chosen: the whole batch at once, as in transformers
-        engine.tokenizer = (wish.get("tokenizer") or self._tokenizer) if wish.get("stop_strings") else None
+        engine.tokenizer = _decoder(wish, self._tokenizer) if wish.get("stop_strings") else None
         return engine
 
     def _draft_target(self, draft: Any) -> HFTarget:
         """The assistant as a target; padding may differ, more than that means other tokens."""
+        _check_model("assistant_model", draft)
         target = HFTarget(draft)
         ours, theirs = self._target.vocab_size, target.vocab_size
         if abs(ours - theirs) > max(ours, theirs) // 100:
@@ -128,34 +171,51 @@ class Wrapped:
             )
 
 
-def _request(prompt: list[int], params: SamplingParams, seed: int | None, wish: Mapping[str, Any]) -> Request:
+def _check_model(name: str, model: Any) -> None:
+    """A name or a path is no model yet, and neither is anything that transformers did not make."""
+    if isinstance(model, str | PathLike):
+        load = f"AutoModelForCausalLM.from_pretrained({shown(model)})"
+        raise InvalidInput(f"{name} takes a model that is loaded, not a name; pass {load}, or use LLM")
+    if isinstance(model, type) or not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise InvalidInput(f"{name} takes a transformers causal language model, not {type(model).__name__}")
+
+
+def _drafter_named(drafter: str | None, draft: Any, head: str | None) -> str:
+    """The drafter to use by default: as named, or what the draft model is, or lookup."""
+    if drafter is not None and as_name("drafter", drafter) != "auto":
+        registry.drafters.get(drafter)  # an unknown one is the caller's error, now
+        return drafter
+    if head is not None:
+        found = open_head(Path(head).expanduser())
+        if found is None:
+            raise InvalidInput(
+                f"draft_model={shown(head)} holds no trained head; for a model, pass it loaded"
+            )
+        return found.drafter
+    return "ngram" if draft is None else "draft_model"
+
+
+def _decoder(wish: Mapping[str, Any], own: Decodes | None) -> Decodes | None:
+    tokenizer: Decodes | None = wish.get("tokenizer") or own
+    try:
+        assert tokenizer is None or isinstance(tokenizer.decode([0]), str)
+    except Exception:  # not a tokenizer: it may fail at anything
+        raise InvalidInput(
+            f"tokenizer={shown(tokenizer)} cannot decode token ids; pass the model's tokenizer"
+        ) from None
+    return tokenizer
+
+
+def _request(prompt: list[int], params: SamplingParams, wish: Mapping[str, Any]) -> Request:
     """One text; a number of drafted tokens that the caller names is kept to, else the controller decides."""
-    drafter, nodes = None, wish.get("prompt_lookup_num_tokens")
-    if nodes:
+    drafter, name = None, "prompt_lookup_num_tokens"
+    if wish.get(name):
         drafter = "ngram"
     elif wish.get("assistant_model") is not None:
-        drafter, nodes = "draft_model", wish.get("num_assistant_tokens")
-    budget = Budget(int(nodes), int(nodes)) if nodes else None
-    return Request(tuple(prompt), replace(params, seed=seed), drafter=drafter, budget=budget)
-
-
-def _run(engine: Engine, requests: Sequence[Request], streamer: Any) -> list[list[int]]:
-    """Write all texts; the new tokens of each, in order. Nothing is left in the engine, whatever happens."""
-    written: dict[int, list[int]] = {}
-    try:
-        for request in requests:
-            written[engine.submit(request)] = []
-        while engine.busy:
-            for event in engine.step():
-                written[event.seq_id] += event.tokens
-                if streamer is not None:
-                    streamer.put(torch.tensor(event.tokens))
-    finally:
-        for seq_id in written:
-            engine.abort(seq_id)
-    if streamer is not None:
-        streamer.end()
-    return list(written.values())
+        drafter, name = "draft_model", "num_assistant_tokens"
+    nodes = as_whole(name, wish[name], 0, 256) if wish.get(name) and drafter else 0
+    budget = Budget(nodes, nodes) if nodes else None
+    return Request(tuple(prompt), params, drafter=drafter, budget=budget)
 
 
 def _joined(prompts: Tensor, rows: list[list[int]], pad: int | None) -> Tensor:
@@ -167,12 +227,13 @@ def _joined(prompts: Tensor, rows: list[list[int]], pad: int | None) -> Tensor:
     return torch.cat([prompts, torch.tensor(new, dtype=prompts.dtype, device=prompts.device)], 1)
 
 
-def _input_ids(ids: Tensor | None, wish: Mapping[str, Any]) -> Tensor:
-    if ids is None:
+def _input_ids(given: Any, wish: Mapping[str, Any]) -> Tensor:
+    if given is None:
         bos = wish.get("bos_token_id")
         if bos is None:
             raise InvalidInput("neither input_ids nor a bos_token_id to start from was given; pass input_ids")
-        ids = torch.tensor([[bos]])
+        given = [[as_whole("bos_token_id", bos, low=0)]]
+    ids = _as_tensor("input_ids", given)
     if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
         raise InvalidInput(
             f"input_ids has shape {tuple(ids.shape)} and type {ids.dtype}; give token ids [B, T]"
@@ -180,22 +241,32 @@ def _input_ids(ids: Tensor | None, wish: Mapping[str, Any]) -> Tensor:
     return ids
 
 
-def _mask(ids: Tensor, given: Tensor | None, pad: int | None, eos: list[int]) -> Tensor:
+def _as_tensor(name: str, value: Any) -> Tensor:
+    """Lists and arrays are fine; text is not."""
+    try:
+        return torch.as_tensor(value)
+    except Exception:
+        raise InvalidInput(f"{name}={shown(value)} are no token ids [B, T]; encode text first") from None
+
+
+def _mask(ids: Tensor, given: Any, pad: int | None, eos: list[int]) -> Tensor:
     """[B, T] which tokens count; told from the pads, as transformers does, where that is unambiguous."""
     if given is None:
         guess = pad is not None and pad not in eos
-        given = ids.ne(pad) if guess and pad is not None else torch.ones_like(ids)
-    if given.shape != ids.shape:
+        mask = ids.ne(pad) if guess and pad is not None else torch.ones_like(ids)
+    else:
+        mask = _as_tensor("attention_mask", given)
+    if mask.shape != ids.shape:
         raise InvalidInput(
-            f"attention_mask has shape {tuple(given.shape)}, input_ids {tuple(ids.shape)}; pass one for all"
+            f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}; pass one for all"
         )
-    if not bool(given[:, -1].all()):
+    if not bool(mask[:, -1].all()):
         raise InvalidInput("attention_mask hides the last token of a prompt; pad with padding_side='left'")
-    return given.to(device=ids.device, dtype=torch.bool)
+    return mask.to(device=ids.device, dtype=torch.bool)
 
 
 def _copies(wish: Mapping[str, Any]) -> int:
-    copies = int(wish["num_return_sequences"] or 1)
+    copies = as_whole("num_return_sequences", wish["num_return_sequences"] or 1, 1, 1024)
     if copies > 1 and not wish["do_sample"]:
         raise InvalidInput(f"num_return_sequences={copies} would repeat one greedy text; set do_sample=True")
     return copies
@@ -204,5 +275,5 @@ def _copies(wish: Mapping[str, Any]) -> int:
 def _seed(wish: Mapping[str, Any]) -> int | None:
     """The caller's, else one from torch's generator, so that torch.manual_seed makes sampling repeatable."""
     if wish.get("seed") is not None:
-        return int(wish["seed"])
+        return as_whole("seed", wish["seed"])
     return int(torch.randint(1 << 62, ())) if wish["do_sample"] else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from forerun.errors import RequestFailed
 from forerun.noise import Noise
 from forerun.types import Budget, Greedy, Laws, Needs, Scores, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
@@ -108,7 +109,11 @@ class VerifierPool:
         bonus = [0] * len(seqs)
         for name, which in groups.items():
             part = laws.select(trees.nodes_of(which), which)
-            verdict = self.get(name).verify(trees.select(which), part, noise.select(which))
+            try:
+                verdict = self.get(name).verify(trees.select(which), part, noise.select(which))
+            except RequestFailed as failed:  # it names places in its part of the batch
+                failed.rows = tuple(which[row] for row in failed.rows)
+                raise
             for b, path, token in zip(which, *verdict.to_host(), strict=True):
                 paths[b], bonus[b] = path, token
         return Verdict.of(paths, bonus, trees.device)

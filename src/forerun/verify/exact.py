@@ -26,9 +26,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forerun.errors import ImpossibleLaw
 from forerun.noise import ACCEPT, Noise
 from forerun.types import Laws, TreeBatch, Verdict
-from forerun.verify.walk import TreeView, decide, follow_argmax
+from forerun.verify.walk import TreeView, decide, follow_argmax, stop_before
 
 _TINY = torch.finfo(torch.float64).tiny  # an empty support stays empty
 
@@ -50,7 +51,10 @@ def walk_exactly(view: TreeView) -> tuple[list[int], int]:
     path: list[int] = []
     node = 0
     while True:
-        child, token = step(view, node, depth=len(path))
+        try:
+            child, token = step(view, node, depth=len(path))
+        except ImpossibleLaw:
+            return stop_before(view, path)
         if child is None:
             return path, token
         path.append(child)

@@ -2,8 +2,9 @@
 
 Each node is warped with its own path as context, because a penalty or a ban that looks at the text must see
 the text as it would be if the node were accepted. The order and the semantics are transformers': bias,
-repetition penalty, presence and frequency penalties, bad words, min tokens, temperature, top-k, top-p,
-min-p. Greedy rows skip the last four. Rows that need nothing are handed on as they are, without a copy.
+repetition penalty, presence and frequency penalties, bad words, min tokens, the caller's own processors,
+temperature, top-k, top-p, min-p. Greedy rows skip the last four. Rows that need nothing are handed on as they
+are, without a copy. No number here overflows: parameters have limits (params.py), processors are checked.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from forerun.params import SamplingParams
 from forerun.types import Laws, Seq, TokenLogprob, TreeBatch
+from forerun.verify.processors import process_block
 from forerun.verify.truncation import keep_top_k, keep_top_p, keep_within_min_p
 
 _BANNED = -math.inf
@@ -29,15 +31,23 @@ def warp(logits: Tensor, seqs: Sequence[Seq], trees: TreeBatch) -> Laws:
     if all(greedy) and not any(_adjusts(seq.params) for seq in seqs):
         return Laws(logits, greedy, plain_greedy=True)
     owners = [seq for seq, size in zip(seqs, trees.sizes(), strict=True) for _ in range(size)]
-    return Laws(warp_rows(logits, owners, _paths(seqs, trees)), greedy)
+    failures: dict[int, str] = {}
+    log_weights = warp_rows(logits, owners, _paths(seqs, trees), failures)
+    return Laws(log_weights, greedy, failures=failures)
 
 
-def warp_rows(logits: Tensor, seqs: Sequence[Seq], paths: Sequence[Sequence[int]]) -> Tensor:
+def warp_rows(
+    logits: Tensor,
+    seqs: Sequence[Seq],
+    paths: Sequence[Sequence[int]],
+    failures: dict[int, str] | None = None,
+) -> Tensor:
     """Log-weights [N, V] from logits [N, V]: row n is what follows the text of seqs[n] and then paths[n].
 
-    A draft model that wants to draw as the target will be asked to draw warps its own logits with this.
+    A draft model that wants to draw as the target will be asked to draw warps its own logits with this. Rows at
+    which a processor of the caller failed allow no token; they are told in `failures`.
     """
-    logits = _adjust(logits, seqs, paths)
+    logits = _adjust(logits, seqs, paths, {} if failures is None else failures)
     groups: dict[tuple[float, int, float, float], list[int]] = {}
     for row, seq in enumerate(seqs):
         given = seq.params
@@ -58,9 +68,11 @@ def coupled_token(log_weights: Tensor, uniforms: Tensor) -> int:
     """argmin(E / p), E = -log(1 - u): the draw from a law [V], given as log-weights, under shared noise.
 
     E is never less than u. So with the likeliest token as the one to beat, only tokens whose u / p is no more than
-    its E / p can win: a handful, and only theirs need a logarithm.
+    its E / p can win: a handful, and only theirs need a logarithm. -1 where no token is possible.
     """
-    top = argmax_rows(log_weights[None])[0]
+    top = top_tokens(log_weights[None])[0]
+    if top < 0:
+        return -1
     weights = (log_weights - log_weights[top]).exp_()  # [V], 1 at the top
     bar = -torch.log1p(-uniforms[top])
     rivals = (uniforms <= weights * bar * 1.0001).nonzero()[:, 0]  # a little wider than rounding can shift
@@ -72,6 +84,13 @@ def argmax_rows(rows: Tensor) -> list[int]:
     """The first argmax of each row [N, V]; by numpy on a CPU, where it is ten times faster than torch."""
     found: list[int] = (rows.numpy() if rows.device.type == "cpu" else rows).argmax(-1).tolist()
     return found
+
+
+def top_tokens(rows: Tensor) -> list[int]:
+    """The first argmax of each row [N, V]; -1 where every entry is impossible."""
+    tops = argmax_rows(rows)
+    best = rows[range(len(tops)), tops].tolist()
+    return [top if math.isfinite(value) else -1 for top, value in zip(tops, best, strict=True)]
 
 
 def token_logprobs(
@@ -110,7 +129,7 @@ def _adjusts(params: SamplingParams) -> bool:
 
 def _reads_path(params: SamplingParams) -> bool:
     penalties = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-    return bool(penalties or params.bad_words or params.min_tokens)
+    return bool(penalties or params.bad_words or params.min_tokens or params.processors)
 
 
 def _paths(seqs: Sequence[Seq], trees: TreeBatch) -> list[list[int]]:
@@ -122,7 +141,9 @@ def _paths(seqs: Sequence[Seq], trees: TreeBatch) -> list[list[int]]:
     return [[tokens[first + node] for node in path[1:]] for first, shape in shapes for path in shape.paths]
 
 
-def _adjust(logits: Tensor, seqs: Sequence[Seq], paths: Sequence[Sequence[int]]) -> Tensor:
+def _adjust(
+    logits: Tensor, seqs: Sequence[Seq], paths: Sequence[Sequence[int]], failures: dict[int, str]
+) -> Tensor:
     """Everything before temperature; a copy only where something is set."""
     rows_of: dict[int, list[int]] = {}
     for row, seq in enumerate(seqs):
@@ -137,6 +158,9 @@ def _adjust(logits: Tensor, seqs: Sequence[Seq], paths: Sequence[Sequence[int]])
         _add_bias(block, seq.params)
         _penalise(block, seq, mine)
         _ban(block, seq, mine)
+        if seq.params.processors:
+            failed = process_block(block, seq, mine)
+            failures |= {rows[row]: why for row, why in failed.items()}
         logits[rows] = block
     return logits
 

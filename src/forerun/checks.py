@@ -1,0 +1,163 @@
+"""Checks of what callers give: numbers of any library, names, token ids; each refusal is one line.
+
+numpy's and torch's scalars are numbers, as they are to everybody; text that looks like a number is not. No torch here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
+
+from forerun.errors import InvalidInput
+
+Given = TypeVar("Given")
+LONGEST = 60  # characters of a value that a message shows
+
+
+def shown(value: object) -> str:
+    """A value in a message: one short line, whatever it is."""
+    try:
+        text = " ".join(ascii(value).split()) if isinstance(value, str) else " ".join(repr(value).split())
+        text = text.encode("utf-8", "backslashreplace").decode()
+    except Exception:  # somebody's own class may fail at anything
+        text = type(value).__name__
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def refuse(name: str, value: object, limit: str) -> InvalidInput:
+    """The error for a value that cannot be used."""
+    return InvalidInput(f"{name}={shown(value)} is out of range: {limit}")
+
+
+def as_whole(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+    """An integer within limits; booleans, fractions and text are none."""
+    limits = _limits(low, high)
+    try:
+        number = None if _is_bool(value) else int(operator.index(value))
+    except Exception:  # somebody's own class may fail at anything
+        number = None
+    if number is None:
+        raise refuse(name, value, f"an integer, {limits}" if limits else "an integer")
+    if (low is not None and number < low) or (high is not None and number > high):
+        raise refuse(name, value, limits)
+    return number
+
+
+def as_real(
+    name: str, value: Any, low: float = -math.inf, high: float = math.inf, limit: str | None = None
+) -> float:
+    """A finite number within limits; booleans and text are none."""
+    limits = _limits(low, high)
+    limit = limit or (f"a finite number, {limits}" if limits else "a finite number")
+    try:
+        number = math.nan if _is_bool(value) or isinstance(value, str | bytes | bytearray) else float(value)
+    except Exception:
+        raise refuse(name, value, limit) from None
+    if not (math.isfinite(number) and low <= number <= high):
+        raise refuse(name, value, limit)
+    return number
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """True or False, numpy's included."""
+    if not _is_bool(value):
+        raise refuse(name, value, "True or False")
+    return bool(value)
+
+
+def as_name(name: str, value: Any, choices: Iterable[str] | None = None) -> str:
+    """A string, one of a few if they are named."""
+    known = None if choices is None else tuple(choices)
+    if not isinstance(value, str) or (known is not None and value not in known):
+        raise refuse(name, value, f"one of {', '.join(known)}" if known else "a name, as text")
+    return value
+
+
+def as_path(name: str, value: Any) -> str:
+    """A name or a path, as text."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise refuse(name, value, "a name or a path")
+    return os.fsdecode(os.fspath(value))
+
+
+def as_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Token ids: one, or any number of them in a list, a set, an array or a tensor."""
+    limit = "token ids, which are integers of 0 or more"
+    ids = as_items(name, value, limit)
+    try:
+        return tuple(as_whole(name, token, low=0) for token in ids)
+    except InvalidInput:
+        raise refuse(name, value, limit) from None
+
+
+def as_items(name: str, value: Any, limit: str) -> list[Any]:
+    """The items of any collection but text and mappings; a number is a collection of one, None an empty one."""
+    if value is None:
+        return []
+    if isinstance(value, str | bytes | bytearray | Mapping):
+        raise refuse(name, value, limit)
+    try:
+        return list(value)
+    except Exception:
+        return [value]
+
+
+def as_given(cls: type[Given], values: Any, renamed: Mapping[str, str], what: str) -> dict[str, Any]:
+    """The fields of a settings class out of a mapping: in its own names or others' (`renamed`); None = not given."""
+    if not isinstance(values, Mapping):
+        raise InvalidInput(f"{shown(values)} are no {what}s: give a {cls.__name__} or a dict of its fields")
+    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = renamed.get(key, key) if isinstance(key, str) else key
+        if name not in known:
+            raise InvalidInput(unknown(what, key, [*known, *renamed]))
+        if value is not None:
+            if name in found:
+                raise InvalidInput(f"{what} {name!r} was given twice, once as {key!r}; give it once")
+            found[name] = value
+    return found
+
+
+def unknown(what: str, name: object, known: Iterable[str]) -> str:
+    """The message for a name that nobody knows, with the nearest spelling."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else []
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown {what} {shown(name)}; {hint}known: {', '.join(names)}"
+
+
+def short_repr(settings: Any) -> str:
+    """The class and the fields that differ from their defaults."""
+    parts = []
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        factory: Callable[[], Any] | Any = field.default_factory
+        default = field.default if factory is MISSING else factory()
+        if value != default:
+            parts.append(f"{field.name}={shown(value)}")
+    return f"{type(settings).__name__}({', '.join(parts)})"
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
+
+
+def _limits(low: float | None, high: float | None) -> str:
+    least, most = (
+        None if value is None or value in (-math.inf, math.inf) else value for value in (low, high)
+    )
+    if least is not None and most is not None:
+        return f"{_number(least)} to {_number(most)}"
+    if least is not None:
+        return f"at least {_number(least)}"
+    return "" if most is None else f"at most {_number(most)}"
+
+
+def _number(value: float) -> str:
+    return shown(value) if isinstance(value, int) else f"{value:g}"

@@ -1,0 +1,85 @@
+"""One finished text, and how it came about."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from forerun.engine.sequence import SequenceState
+from forerun.types import FinishReason, TokenLogprob
+
+SHOWN = 48  # characters of the text in a repr
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Completion:
+    """One finished text, and how it came about. `print` shows the text."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    rounds: int
+    tokens_per_round: float
+    accepted_per_position: list[float]
+    drafted: int
+    accepted: int
+    drafter: str
+    verifier: str
+    exact: bool
+    seed: int | None  # passed back, it gives this text with any drafter; None where no seed does that
+    seconds: float  # of the engine's work since it was admitted, beside whatever else ran in the batch
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in it as plain values that JSON can hold."""
+        derived = {"tokens": self.tokens, "tokens_per_second": self.tokens_per_second}
+        return {**asdict(self), **derived}
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= SHOWN else f"{self.text[: SHOWN - 3]}..."
+        rate = f"{self.tokens_per_round:.2f} tokens per round"
+        exact = "" if self.exact else ", NOT EXACT"
+        return f"Completion({text!r}, {self.tokens} tokens, {self.finish_reason!r}, {rate}{exact})"
+
+
+def completion_of(
+    seq: SequenceState, text: str, seconds: float, logprobs: list[TokenLogprob], exact: bool
+) -> Completion:
+    """A sequence that has ended, as a Completion."""
+    stats = seq.stats
+    return Completion(
+        text=text,
+        token_ids=seq.tokens[seq.prompt_length :],
+        finish_reason=seq.finished or "aborted",
+        prompt_tokens=seq.prompt_length,
+        rounds=stats.rounds,
+        tokens_per_round=stats.tokens_per_round,
+        accepted_per_position=stats.accepted_per_position,
+        drafted=stats.drafted,
+        accepted=stats.accepted,
+        drafter=seq.drafter,
+        verifier=seq.verifier,
+        exact=exact,
+        seed=seed_of(seq),
+        seconds=seconds,
+        logprobs=logprobs,
+    )
+
+
+def seed_of(seq: SequenceState) -> int | None:
+    """The seed that gives the same text again with any drafter; None where there is none: see docs/library.md."""
+    if seq.shares_noise:
+        return seq.seed
+    return seq.params.seed if seq.params.is_greedy else None

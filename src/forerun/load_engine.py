@@ -1,0 +1,102 @@
+"""From a model's name and settings to an engine: what `LLM("smollm2", drafter="ngram")` does.
+
+Settings are checked before anything is read, so that a slip costs no waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from os import PathLike
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+
+from forerun.build import (
+    check_names,
+    check_vocabulary,
+    choose_drafter,
+    cost_file,
+    drafts_with_checkpoint,
+    load_target,
+    make_engine,
+)
+from forerun.checks import as_path, shown, unknown
+from forerun.engine.engine import Engine
+from forerun.errors import InvalidInput
+from forerun.params import ENGINE_SPELLINGS, Dtype, EngineConfig, SpeculativeConfig
+
+if TYPE_CHECKING:
+    from forerun.models.load.tokenizer import Tokenizer
+
+_DRAFTING = ("drafter", "draft_model", "speculative_config")
+
+
+class LoadOptions(TypedDict, total=False):
+    """What may be set when a model is loaded: how to draft, and where and how large the engine runs."""
+
+    drafter: str | None
+    draft_model: str | PathLike[str] | None
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None
+    config: EngineConfig | Mapping[str, Any] | None
+    dtype: Dtype | None
+    device: str | None
+    max_batch: int | None
+    max_length: int | None
+    kv_slots: int | None
+    threads: int | None
+
+
+def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
+    """An engine around a model by known name, GGUF file, Hugging Face folder or hub id; and its tokenizer."""
+    from forerun.models.load.catalog import cache_folder
+    from forerun.models.load.checkpoint import open_checkpoint
+
+    name = as_path("model", model)
+    settings = _engine_config(options)
+    speculative = _speculative(*(options.get(key) for key in _DRAFTING))
+    check_names(speculative)
+    checkpoint = open_checkpoint(name)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    speculative = choose_drafter(speculative, checkpoint, settings.device)
+    draft = None
+    if speculative.draft_model is not None and drafts_with_checkpoint(speculative.drafter):
+        small = open_checkpoint(speculative.draft_model)
+        check_vocabulary(checkpoint, small)
+        draft = load_target(small, settings)
+    tokenizer = checkpoint.tokenizer()
+    costs = cost_file(checkpoint, settings, cache_folder())
+    target = load_target(checkpoint, settings)
+    return make_engine(target, tokenizer.eos_ids, speculative, settings, tokenizer, draft, costs), tokenizer
+
+
+def _engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    """The configuration given, or one of the single settings."""
+    single = {key: value for key, value in options.items() if key not in (*_DRAFTING, "config")}
+    known = [field.name for field in fields(EngineConfig)]
+    for key in single:
+        if key not in known and key not in ENGINE_SPELLINGS:
+            names = [*_DRAFTING, "config", *known, *ENGINE_SPELLINGS]
+            raise InvalidInput(unknown("option of LLM", key, names))
+    single = {key: value for key, value in single.items() if value is not None}
+    config = options.get("config")
+    if config is None:
+        return EngineConfig.from_dict(single)
+    if any(value != "auto" for value in single.values()):
+        raise InvalidInput(f"{', '.join(single)} came beside config; set them in the EngineConfig")
+    return config if isinstance(config, EngineConfig) else EngineConfig.from_dict(config)
+
+
+def _speculative(drafter: Any, draft_model: Any, given: Any) -> SpeculativeConfig:
+    """The configuration given, with a drafter and a draft model of the caller's over it."""
+    if isinstance(given, str):
+        raise InvalidInput(
+            f"speculative_config={shown(given)} is a name; pass drafter={shown(given)} instead"
+        )
+    if given is None:
+        given = {}
+    config = given if isinstance(given, SpeculativeConfig) else SpeculativeConfig.from_dict(given)
+    if draft_model is not None:
+        config = replace(config, draft_model=draft_model, drafter="auto")
+    return config if drafter is None else replace(config, drafter=drafter)

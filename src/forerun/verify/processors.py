@@ -1,0 +1,135 @@
+"""Callers' own processors, applied node by node; and ready-made ones for masks and grammars.
+
+`Allow(rule)` keeps what a rule allows after a prefix. `AllowByState(start)` does the same for rules that carry a state
+from token to token, such as a grammar: a state is made once for every text, and nodes of a tree share those of
+their ancestors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.checks import shown
+from forerun.law_processor import LawProcessor, Prefix
+from forerun.types import Seq
+
+# token ids; or a mask [V] of booleans; or one bit per token, 32 to an int32, lowest first; None = everything
+Allowed = Sequence[int] | Tensor | None
+IMPOSSIBLE = -math.inf
+
+
+def process_block(block: Tensor, seq: Seq, paths: Sequence[Sequence[int]]) -> dict[int, str]:
+    """Put the rows [m, V] of one sequence through its processors, in place; rows that failed, and why.
+
+    Parents come before children. A node whose path was ruled out above it is left alone: no verifier arrives there,
+    and a grammar has no state for it. A row that failed allows nothing, so it counts only where a text arrives at it.
+    """
+    failures: dict[int, str] = {}
+    row_of: dict[tuple[int, ...], int | None] = {}  # by path; None = ruled out
+    for row, path in enumerate(map(tuple, paths)):
+        above = row_of.get(path[:-1], -1) if path else -1
+        if above is None or (above >= 0 and block[above, path[-1]] == IMPOSSIBLE):
+            row_of[path] = None
+            continue
+        row_of[path] = row
+        prefix = Prefix(seq.tokens, seq.prompt_length, path)
+        try:
+            block[row] = _processed(block[row], prefix, seq.params.processors)
+        except Exception as error:  # of somebody else's code: any
+            block[row] = IMPOSSIBLE
+            reason = " ".join(str(error).split()) or "no reason given"
+            failures[row] = f"a processor failed ({type(error).__name__}: {reason[:200]}); mend or drop it"
+    return failures
+
+
+def _processed(row: Tensor, prefix: Prefix, processors: Sequence[LawProcessor]) -> Tensor:
+    for process in processors:
+        after = process(prefix, row.clone())
+        if not isinstance(after, Tensor) or after.shape != row.shape:
+            got = tuple(after.shape) if isinstance(after, Tensor) else type(after).__name__
+            raise TypeError(f"{shown(process)} returned {got}, not logits {tuple(row.shape)}")
+        row = after.to(row)
+        if bool((row.isnan() | (row == math.inf)).any()):
+            raise ValueError(f"{shown(process)} returned NaN or +inf")
+    return row
+
+
+class Allow:
+    """A processor that keeps what a rule allows: `Allow(lambda prefix: [5, 6])`."""
+
+    def __init__(self, rule: Callable[[Prefix], Allowed]) -> None:
+        self.rule = rule
+
+    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
+        return keep_allowed(logits, self.rule(prefix))
+
+
+class State(Protocol):
+    """What a grammar knows after a text. Never changed: `after` returns another."""
+
+    def allowed(self) -> Allowed:
+        """What may follow here."""
+        ...
+
+    def after(self, token: int) -> State:
+        """The state when an allowed token has followed."""
+        ...
+
+
+class AllowByState:
+    """A processor that follows an output through states; the same states serve committed text and drafts.
+
+    The state of a text comes from that of the text without its last token, which is nearly always at hand: a node's
+    parent was seen just before, and a round starts where the last one ended. The latest `keep` are held.
+    """
+
+    def __init__(self, start: State, keep: int = 1024) -> None:
+        self.keep = keep
+        self._start = start
+        self._states: OrderedDict[tuple[int, ...], State] = OrderedDict()
+
+    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
+        return keep_allowed(logits, self.state(prefix.output).allowed())
+
+    def state(self, output: tuple[int, ...]) -> State:
+        """The state after an output."""
+        known = len(output)
+        while known and output[:known] not in self._states:
+            known -= 1
+        state = self._states[output[:known]] if known else self._start
+        for end in range(known + 1, len(output) + 1):
+            state = self._states[output[:end]] = state.after(output[end - 1])
+        if output:
+            self._states.move_to_end(output)
+        while len(self._states) > self.keep:
+            self._states.popitem(last=False)
+        return state
+
+
+def keep_allowed(logits: Tensor, allowed: Allowed) -> Tensor:
+    """Logits [V] where everything that is not allowed is impossible."""
+    if allowed is None:
+        return logits
+    if isinstance(allowed, Tensor) and allowed.dtype == torch.bool:
+        mask = _sized(allowed, len(logits))
+    elif isinstance(allowed, Tensor) and allowed.dtype == torch.int32:
+        bits = allowed.cpu()[:, None] >> torch.arange(32, dtype=torch.int32)  # [words, 32]
+        mask = _sized((bits & 1).bool().flatten(), len(logits))
+    else:
+        ids = torch.as_tensor(allowed, dtype=torch.long)
+        mask = torch.zeros(len(logits), dtype=torch.bool)
+        mask[ids[ids < len(logits)]] = True
+    return logits.masked_fill(~mask.to(logits.device), IMPOSSIBLE)
+
+
+def _sized(mask: Tensor, size: int) -> Tensor:
+    """[V]: padding of the vocabulary is not allowed, padding of the mask is not read."""
+    if len(mask) >= size:
+        return mask[:size]
+    return torch.cat([mask, mask.new_zeros(size - len(mask))])
