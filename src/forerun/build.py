@@ -57,7 +57,7 @@ def make_engine(
         drafter: Drafter = cls.build(parts) if hasattr(cls, "build") else cls()
         return drafter
 
-    drafters = DrafterPool(make_drafter)
+    drafters = DrafterPool(make_drafter, target.vocab_size)
     return Engine(
         target,
         drafters,

@@ -9,6 +9,8 @@
     │   ├── ModelNotFound
     │   ├── DamagedFile         a file is truncated, inconsistent or not what its name says
     │   └── UnsupportedModel    a family or layout that neither our decoder nor transformers can run here
+    ├── CannotSample            every token is banned: nothing can follow
+    ├── Overloaded              more requests at once than were allowed
     └── MissingDependency       an optional library is needed and absent
 
 Each message is one line: what was given, what the limit is, and what to do next. The command line prints
@@ -50,6 +52,14 @@ class DamagedFile(ModelError):
 
 class UnsupportedModel(ModelError):
     """A family or layout that cannot be run here."""
+
+
+class CannotSample(ForerunError):
+    """What a request bans leaves no token to follow."""
+
+
+class Overloaded(ForerunError):
+    """More requests at once than were allowed."""
 
 
 class MissingDependency(ForerunError, ImportError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import torch
@@ -24,6 +23,7 @@ from forerun.build import (
     make_engine,
 )
 from forerun.control.fixed import budget_of
+from forerun.engine.driver import Driver
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
 from forerun.params import Dtype, EngineConfig, SamplingParams, SpeculativeConfig
@@ -72,28 +72,15 @@ class Completion:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-@dataclass(slots=True)
-class _Writing:
-    """A request on its way to a Completion."""
-
-    seq: SequenceState
-    seconds: float = 0.0
-    text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    unread: list[Event] = field(default_factory=list)
-
-    def take(self, event: Event) -> None:
-        self.text += event.text
-        self.logprobs.extend(event.logprobs)
-        self.unread.append(event)
-
-
 class LLM:
-    """A target, its tokenizer, and an engine that writes with them."""
+    """A target, its tokenizer, and an engine that writes with them.
+
+    Any number of threads may share one: their calls join the running batch, and each gets its own text.
+    """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, name: str = "") -> None:
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
-        self._writings: dict[int, _Writing] = {}
+        self.driver = Driver(engine)
 
     @classmethod
     def load(
@@ -156,7 +143,8 @@ class LLM:
         """A Completion for a prompt (text, token ids or chat messages), or a list of them for several prompts.
 
         Text is taken as it is; messages go through the model's chat template. `drafter`, `verifier` and `budget`
-        hold for this call only. Several prompts may share their parameters or bring a list of them.
+        hold for this call only. Several prompts may share their parameters or bring a list of them. A request that
+        cannot go on raises its error once the others of the call have finished.
         """
         batch, several = as_prompts(prompts)
         each = [params] * len(batch) if params is None or isinstance(params, SamplingParams) else [*params]
@@ -183,16 +171,13 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]
     ) -> Iterator[Event | Completion]:
         """Yield an Event per round as the text grows, then its Completion."""
-        writing = self._start(self._request(prompt, params, options))
+        handle = self.driver.submit(self._request(prompt, params, options))
         try:
-            while not writing.seq.finished or writing.unread:
-                if not writing.unread:
-                    self._step()
-                while writing.unread:
-                    yield writing.unread.pop(0)
-            yield self._complete(writing)
+            for _, event in self.driver.events({0: handle}):
+                yield event
+            yield self.completion_of(handle.seq)
         finally:  # the caller may stop listening half-way
-            self._end(writing)
+            self.driver.abort(handle)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The token ids of a prompt in any of its forms."""
@@ -215,42 +200,16 @@ class LLM:
         names = options.get("drafter"), options.get("verifier")
         return Request(self.encode(prompt), params or SamplingParams(), *names, budget)
 
-    def _start(self, request: Request) -> _Writing:
-        seq = self.engine.find(self.engine.submit(request))
-        assert seq is not None
-        return self._writings.setdefault(seq.id, _Writing(seq))
-
-    def _step(self) -> None:
-        """One round for everybody; every text gets its own events, whoever asked for the round."""
-        started = perf_counter()
-        events = self.engine.step()
-        spent = perf_counter() - started
-        for event in events:
-            if writing := self._writings.get(event.seq_id):
-                writing.take(event)
-                writing.seconds += spent
-
     def _write(self, requests: Sequence[Request]) -> list[Completion]:
-        writings: list[_Writing] = []
-        try:
-            writings.extend(
-                self._start(request) for request in requests
-            )  # those started end, whatever follows
-            while not all(writing.seq.finished for writing in writings):
-                self._step()
-            return [self._complete(writing) for writing in writings]
-        finally:
-            for writing in writings:
-                self._end(writing)
+        return [self.completion_of(seq) for seq in self.driver.write(requests)]
 
-    def _end(self, writing: _Writing) -> None:
-        self.engine.abort(writing.seq.id)
-        self._writings.pop(writing.seq.id, None)
-
-    def _complete(self, writing: _Writing) -> Completion:
-        seq, stats = writing.seq, writing.seq.stats
+    def completion_of(self, seq: SequenceState) -> Completion:
+        """A sequence that has ended as a Completion; raises the error that ended it, if one did."""
+        if seq.error is not None:
+            raise seq.error
+        stats = seq.stats
         return Completion(
-            text=writing.text,
+            text="".join(event.text for event in seq.events),
             token_ids=seq.tokens[seq.prompt_length :],
             finish_reason=seq.finished or "aborted",
             prompt_tokens=seq.prompt_length,
@@ -263,8 +222,8 @@ class LLM:
             verifier=seq.verifier,
             exact=self.engine.verifiers.get(seq.verifier).exact,
             seed=seq.seed,
-            seconds=writing.seconds,
-            logprobs=writing.logprobs,
+            seconds=stats.seconds,
+            logprobs=[entry for event in seq.events for entry in event.logprobs],
         )
 
 

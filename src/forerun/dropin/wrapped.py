@@ -22,6 +22,7 @@ from torch import Tensor
 from forerun.build import make_engine
 from forerun.dropin.generate_args import merge_settings, sampling_params, token_ids
 from forerun.engine.detokenize import Decodes
+from forerun.engine.driver import Driver
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.models.hf.target import HFTarget
@@ -141,21 +142,19 @@ def _request(prompt: list[int], params: SamplingParams, seed: int | None, wish: 
 
 def _run(engine: Engine, requests: Sequence[Request], streamer: Any) -> list[list[int]]:
     """Write all texts; the new tokens of each, in order. Nothing is left in the engine, whatever happens."""
-    written: dict[int, list[int]] = {}
-    try:
-        for request in requests:
-            written[engine.submit(request)] = []
-        while engine.busy:
-            for event in engine.step():
-                written[event.seq_id] += event.tokens
-                if streamer is not None:
-                    streamer.put(torch.tensor(event.tokens))
-    finally:
-        for seq_id in written:
-            engine.abort(seq_id)
+    rows: list[list[int]] = [[] for _ in requests]
+    errors: list[Exception] = []
+    for place, event in Driver(engine).stream(requests):
+        rows[place] += event.tokens
+        if event.error is not None:
+            errors.append(event.error)
+        if streamer is not None:
+            streamer.put(torch.tensor(event.tokens))
+    if errors:
+        raise errors[0]
     if streamer is not None:
         streamer.end()
-    return list(written.values())
+    return rows
 
 
 def _joined(prompts: Tensor, rows: list[list[int]], pad: int | None) -> Tensor:

@@ -1,0 +1,75 @@
+"""What a round comes to, worked out before anything is written: pure, so that a fault in here changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forerun.engine.sequence import Advance, SequenceState
+from forerun.errors import CannotSample
+from forerun.types import Event, FinishReason, Laws, Round, TokenLogprob, TreeBatch, Verdict
+from forerun.verify.warp import token_logprobs
+
+
+def outcome_of(
+    seqs: Sequence[SequenceState],
+    trees: TreeBatch,
+    laws: Laws,
+    verdict: Verdict,
+    clock: dict[str, float],
+    seconds: float,
+) -> tuple[list[Advance], Round]:
+    """What each sequence gets, and what controllers are told: `clock` has the seconds of the round by part."""
+    paths, bonus = verdict.to_host()
+    (tokens, _), depths = trees.to_host(), trees.host_depths()
+    starts = trees.starts
+    advances, drafted, deepest, accepted = list[Advance](), list[int](), list[int](), list[int]()
+    for b, seq in enumerate(seqs):
+        first, path = starts[b], paths[b]
+        nodes = [first, *(first + node for node in path)]
+        fresh = [*(tokens[node] for node in nodes[1:]), bonus[b]]
+        error = None
+        if laws.impossible:
+            fresh, error = _up_to_impossible(fresh, nodes, laws.impossible)
+        taken, detokenizer, finished = seq.extended(fresh)
+        if finished is None and error is not None:
+            finished = "error"
+        elif error is not None:
+            error = None  # the text ended before
+        drafted.append(starts[b + 1] - first - 1)
+        deepest.append(max(depths[first : starts[b + 1]]))
+        accepted.append(min(len(path), taken))
+        stats = seq.stats.after(taken, drafted[b], deepest[b], accepted[b], seconds)
+        text = detokenizer.take(final=finished is not None)
+        event = _event(seq, fresh[:taken], nodes, accepted[b], text, laws, finished, error)
+        advances.append(
+            Advance(seq, len(seq.tokens), fresh[:taken], detokenizer, stats, len(seq.events), event, finished, error)
+        )  # fmt: skip
+    return advances, Round(tuple(seqs), tuple(drafted), tuple(deepest), tuple(accepted), clock)
+
+
+def _up_to_impossible(
+    fresh: list[int], nodes: list[int], impossible: frozenset[int]
+) -> tuple[list[int], Exception | None]:
+    """The tokens before the first node after which nothing can be said; token i was drawn after nodes[i]."""
+    for i, node in enumerate(nodes):
+        if node in impossible:
+            cause = "logit_bias, bad_words and min_tokens leave none"
+            return fresh[:i], CannotSample(f"no token can follow: {cause}; loosen one of them")
+    return fresh, None
+
+
+def _event(
+    seq: SequenceState,
+    fresh: list[int],
+    nodes: list[int],
+    accepted: int,
+    text: str,
+    laws: Laws,
+    finished: FinishReason | None,
+    error: Exception | None,
+) -> Event:
+    """What the round added to a sequence; nodes[i] is the node whose law token i was drawn from."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    if seq.request.params.logprobs is not None and fresh:
+        logprobs = token_logprobs(laws, nodes[: len(fresh)], fresh, seq.request.params.logprobs)
+    return Event(seq.id, tuple(fresh), accepted, text, logprobs, finished, error)
