@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from forerun.drafters.none import NoDrafter
+from forerun.engine.sequence import SequenceState
 from forerun.engine.tree_check import check_trees
 from forerun.noise import Noise
-from forerun.types import Budget, Greedy, Laws, Needs, Scores, TreeBatch, Verdict
+from forerun.types import Budget, Greedy, Laws, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
 
 if TYPE_CHECKING:
     from forerun.drafters.base import Drafter
-    from forerun.engine.sequence import SequenceState
     from forerun.verify.base import Verifier
 
 log = logging.getLogger(__name__)
@@ -94,13 +94,14 @@ class DrafterPool:
             if name in self._made:
                 self._forget(name, seq)
 
-    def guarded(self, seq: SequenceState, ask: Callable[[Drafter], T]) -> T:
+    def ask(self, seq: Seq, question: Callable[[Drafter], T]) -> T:
         """What a sequence's drafter says; one that raises is switched off, and the plain one is asked."""
+        assert isinstance(seq, SequenceState), "only the engine's own sequences have a drafter"
         try:
-            return ask(self._made[seq.drafting])
+            return question(self._made[seq.drafting])
         except Exception as error:
             self._switch_off(seq.drafting, [seq], error)
-            return ask(self._made[SWITCHED_OFF])
+            return question(self._made[SWITCHED_OFF])
 
     def _propose(self, name: str, seqs: Sequence[SequenceState], budgets: Sequence[Budget]) -> TreeBatch:
         try:

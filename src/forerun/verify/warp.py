@@ -29,7 +29,12 @@ def warp(logits: Tensor, seqs: Sequence[Seq], trees: TreeBatch) -> Laws:
     if all(greedy) and not any(_adjusts(seq.params) for seq in seqs):
         return Laws(logits, greedy, plain_greedy=True)
     owners = [seq for seq, size in zip(seqs, trees.sizes(), strict=True) for _ in range(size)]
-    return Laws(warp_rows(logits, owners, _paths(seqs, trees)), greedy)
+    rows = warp_rows(logits, owners, _paths(seqs, trees))
+    impossible = _impossible(rows, [row for row, seq in enumerate(owners) if _bans(seq.params)])
+    if impossible:
+        rows = rows.clone()
+        rows[list(impossible)] = 0.0  # any law: whoever arrives there is not heeded
+    return Laws(rows, greedy, impossible=impossible)
 
 
 def warp_rows(logits: Tensor, seqs: Sequence[Seq], paths: Sequence[Sequence[int]]) -> Tensor:
@@ -106,6 +111,19 @@ def _truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
 def _adjusts(params: SamplingParams) -> bool:
     """Something besides temperature and truncation is set."""
     return bool(params.logit_bias) or _reads_path(params)
+
+
+def _bans(params: SamplingParams) -> bool:
+    """Can every token become impossible?"""
+    return bool(params.bad_words or params.min_tokens or params.logit_bias)
+
+
+def _impossible(log_weights: Tensor, rows: list[int]) -> frozenset[int]:
+    """Those of these rows that hold no possible token."""
+    if not rows:
+        return frozenset()
+    possible = (log_weights[rows].amax(-1) > _BANNED).tolist()  # False of NaN too
+    return frozenset(row for row, is_possible in zip(rows, possible, strict=True) if not is_possible)
 
 
 def _reads_path(params: SamplingParams) -> bool:
