@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forerun.async_llm import AsyncLLM
     from forerun.dropin.wrapped import wrap
     from forerun.errors import ForerunError
     from forerun.llm import LLM, Completion
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Budget",
     "Completion",
     "EngineConfig",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncLLM": "forerun.async_llm",
     "LLM": "forerun.llm",
     "Completion": "forerun.llm",
     "Budget": "forerun.types",

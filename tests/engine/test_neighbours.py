@@ -29,7 +29,7 @@ PROMPT = (1, 2, 3, 1, 2, 3)
 
 
 def engine_with(drafter: object | None = None, controller: str = "fixed", **config: Any) -> Engine:
-    speculative = SpeculativeConfig(drafter="none", controller=controller, budget=4)
+    speculative = SpeculativeConfig(drafter="ngram", controller=controller, budget=4)
     engine = make_engine(
         TableLM(vocab_size=VOCAB), frozenset(), speculative, EngineConfig(**config), Letters()
     )

@@ -133,11 +133,11 @@ class Driver:
             raise handle.refused
         return handle
 
-    def abort(self, handle: Handle) -> None:
-        """Drop a request, before the next round at the latest; finished ones are ignored. Never waits."""
+    def abort(self, handle: Handle, at_once: bool = True) -> None:
+        """Drop a request, before the next round at the latest; finished ones are ignored. Never waits for a round."""
         handle.is_dropped = True
         if not handle.is_finished:
-            self.post(handle.drop_from)
+            self.post(handle.drop_from, at_once)
 
     def result(self, handle: Handle) -> SequenceState:
         """Wait until it has finished, however that may be: see `finished` and `error`."""
@@ -219,6 +219,11 @@ class Driver:
     def ignore(self, waiter: Waits) -> None:
         self._waiting.pop(waiter, None)
 
+    def wake_all(self) -> None:
+        """Have everybody look again."""
+        for other in list(self._waiting):
+            other.wake()
+
     def _lead(self, waiter: Waiter, makes_rounds: bool) -> None:
         """Make rounds until it is ready; whoever else's time has come is woken after each."""
         while True:
@@ -251,8 +256,7 @@ class Driver:
         self._waiting.pop(waiter, None)
         if _LEADER not in self._leading:
             self._empty_inbox()
-            for other in list(self._waiting):
-                other.wake()
+            self.wake_all()
 
     def _empty_inbox(self) -> None:
         """Do what was posted, unless somebody leads: a leader looks again when it has left."""

@@ -36,7 +36,7 @@ class Fault:
         self._operations = _Operations(self)
 
     def __enter__(self) -> Fault:
-        self._operations.__enter__()
+        self._operations.__enter__()  # type: ignore[no-untyped-call]
         sys.setprofile(self._profile)
         return self
 
@@ -44,7 +44,7 @@ class Fault:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         sys.setprofile(None)
-        self._operations.__exit__(kind, error, trace)
+        self._operations.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def point(self, where: str) -> None:
         """One more point; raises if it is the one."""
@@ -63,11 +63,11 @@ class Fault:
             self.point(f"{event} in {code.co_qualname}, line {frame.f_lineno}")
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every tensor operation is a point."""
 
     def __init__(self, fault: Fault) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._fault = fault
 
     def __torch_dispatch__(
