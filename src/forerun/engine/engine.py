@@ -81,9 +81,11 @@ class Engine:
         Either way nobody else is harmed: what was written stays, and the round that failed is made again.
         """
         try:
-            self._recover()
+            if self._pending is not None:
+                self._recover()
             started = perf_counter()
-            self._admit()
+            if self.waiting:
+                self._admit()
             if self.running:
                 self._round(self.running, started)
         except Exception as error:
@@ -213,8 +215,6 @@ class Engine:
     def _next_group(self) -> list[SequenceState]:
         """The head of the queue: what fits the batch, the slots and, but for one long prompt, PROMPT_ROWS."""
         group: list[SequenceState] = []
-        if not self.waiting:
-            return group
         rows, most = 0, min(self.max_batch, self._limit or self.max_batch)
         for seq in islice(self.waiting, max(0, most - len(self.running))):
             rows += len(seq.tokens)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import NamedTuple
+
+
+class RoundCounts(NamedTuple):
+    """What one round came to for one sequence."""
+
+    tokens: int
+    drafted: int  # nodes below the root
+    depth: int  # of the deepest
+    accepted: int
+    seconds: float  # of the whole step
 
 
 @dataclass(slots=True)
 class SequenceStats:
-    """Counts of one sequence, never changed but replaced. Tokens per round = committed tokens / target passes."""
+    """Counts of one sequence. Tokens per round = committed tokens / target passes, bonus included."""
 
     rounds: int = 0
     tokens: int = 0
@@ -20,22 +31,19 @@ class SequenceStats:
     seconds: float = 0.0  # of the engine's steps that it took part in, the one that read its prompt included
     prompt_seconds: float = 0.0  # of these, reading its prompt, beside those that were read with it
 
-    def after(
-        self, tokens: int, drafted: int, depth: int, accepted: int, seconds: float = 0.0
-    ) -> SequenceStats:
-        """One round more: what was committed, the tree's nodes and depth, the length of the path, and the time."""
-        reached, kept = self.reached, self.kept
-        if depth:
-            reached, kept = _raised(reached, depth, depth), _raised(kept, depth, accepted)
-        return SequenceStats(
-            self.rounds + 1,
-            self.tokens + tokens,
-            self.drafted + drafted,
-            self.accepted + accepted,
-            reached,
-            kept,
-            self.seconds + seconds,
-            self.prompt_seconds,
+    @classmethod
+    def of(cls, rounds: Sequence[RoundCounts], prompt_seconds: float = 0.0) -> SequenceStats:
+        """Add up rounds."""
+        depths = range(1, max((one.depth for one in rounds), default=0) + 1)
+        return cls(
+            len(rounds),
+            sum(one.tokens for one in rounds),
+            sum(one.drafted for one in rounds),
+            sum(one.accepted for one in rounds),
+            [sum(one.depth >= depth for one in rounds) for depth in depths],
+            [sum(one.accepted >= depth for one in rounds) for depth in depths],
+            sum(one.seconds for one in rounds),
+            prompt_seconds,
         )
 
     @property
@@ -46,12 +54,6 @@ class SequenceStats:
     def accepted_per_position(self) -> list[float]:
         """Of the rounds whose tree reached depth 1, 2, ...: the share whose path did."""
         return [kept / reached for kept, reached in zip(self.kept, self.reached, strict=True) if reached]
-
-
-def _raised(counts: list[int], size: int, first: int) -> list[int]:
-    """The first so many counts one higher, in a list of at least `size`."""
-    padded = counts + [0] * (size - len(counts))
-    return [*(count + 1 for count in padded[:first]), *padded[first:]]
 
 
 @dataclass(slots=True)

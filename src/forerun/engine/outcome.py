@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forerun.engine.metrics import RoundCounts
 from forerun.engine.sequence import Advance, SequenceState
 from forerun.errors import CannotSample
 from forerun.types import Event, FinishReason, Laws, Round, TokenLogprob, TreeBatch, Verdict
@@ -24,26 +25,29 @@ def outcome_of(
     starts = trees.starts
     advances, drafted, deepest, accepted = list[Advance](), list[int](), list[int](), list[int]()
     for b, seq in enumerate(seqs):
-        first, path = starts[b], paths[b]
-        nodes = [first, *(first + node for node in path)]
-        fresh = [*(tokens[node] for node in nodes[1:]), bonus[b]]
-        error = None
+        first, path, error = starts[b], paths[b], None
+        nodes, fresh, depth = [first], [bonus[b]], 0
+        if path:
+            nodes += [first + node for node in path]
+            fresh = [*[tokens[node] for node in nodes[1:]], bonus[b]]
         if laws.impossible:
             fresh, error = _up_to_impossible(fresh, nodes, laws.impossible)
         taken, detokenizer, finished = seq.extended(fresh)
-        if finished is None and error is not None:
-            finished = "error"
-        elif error is not None:
-            error = None  # the text ended before
-        drafted.append(starts[b + 1] - first - 1)
-        deepest.append(max(depths[first : starts[b + 1]]))
+        if error is not None:
+            finished, error = (finished, None) if finished else ("error", error)  # it may have ended before
+        if taken < len(fresh):
+            fresh = fresh[:taken]
+        size = starts[b + 1] - first
+        if size > 1:
+            depth = max(depths[first : starts[b + 1]])
+        drafted.append(size - 1)
+        deepest.append(depth)
         accepted.append(min(len(path), taken))
-        stats = seq.stats.after(taken, drafted[b], deepest[b], accepted[b], seconds)
-        text = detokenizer.take(final=finished is not None)
-        event = _event(seq, fresh[:taken], nodes, accepted[b], text, laws, finished, error)
-        advances.append(
-            Advance(seq, len(seq.tokens), fresh[:taken], detokenizer, stats, len(seq.events), event, finished, error)
-        )  # fmt: skip
+        counts = RoundCounts(taken, size - 1, depth, accepted[b], seconds)
+        text = detokenizer.take(finished is not None)
+        event = _event(seq, fresh, nodes, accepted[b], text, laws, finished, error)
+        places = len(seq.rounds), counts, len(seq.events)
+        advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
     return advances, Round(tuple(seqs), tuple(drafted), tuple(deepest), tuple(accepted), clock)
 
 
@@ -70,6 +74,7 @@ def _event(
 ) -> Event:
     """What the round added to a sequence; nodes[i] is the node whose law token i was drawn from."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    if seq.request.params.logprobs is not None and fresh:
-        logprobs = token_logprobs(laws, nodes[: len(fresh)], fresh, seq.request.params.logprobs)
+    wanted = seq.request.params.logprobs
+    if wanted is not None and fresh:
+        logprobs = token_logprobs(laws, nodes[: len(fresh)], fresh, wanted)
     return Event(seq.id, tuple(fresh), accepted, text, logprobs, finished, error)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from forerun.engine.detokenize import Detokenizer
-from forerun.engine.metrics import SequenceStats
+from forerun.engine.metrics import RoundCounts, SequenceStats
 from forerun.params import SamplingParams
 from forerun.types import Event, FinishReason, Request
 
@@ -44,8 +44,9 @@ class SequenceState:
     tokens: Tokens
     prompt_length: int
     drafting: str  # the drafter's name, or the plain one's where it has failed
-    stats: SequenceStats = field(default_factory=SequenceStats)
+    rounds: list[RoundCounts] = field(default_factory=list)  # and what each came to
     events: list[Event] = field(default_factory=list)  # all that came of it so far
+    prompt_seconds: float = 0.0
     finished: FinishReason | None = None
     error: Exception | None = None
     failures: int = 0  # rounds that failed since one succeeded
@@ -55,32 +56,40 @@ class SequenceState:
         return self.request.params
 
     @property
+    def stats(self) -> SequenceStats:
+        """What was counted so far; added up when it is asked for."""
+        return SequenceStats.of(self.rounds, self.prompt_seconds)
+
+    @property
     def room(self) -> int:
         """Tokens it may still write."""
         return self.max_length - len(self.tokens)
 
     def extended(self, tokens: list[int]) -> tuple[int, Detokenizer, FinishReason | None]:
         """How many of these tokens it takes, up to the one that ends the text, and what that comes to."""
-        detokenizer, params = self.detokenizer.fork(), self.request.params
-        written = len(self.tokens) - self.prompt_length
+        detokenizer = self.detokenizer
+        if detokenizer.tokenizer is not None:
+            detokenizer = detokenizer.fork()
+        written, least = len(self.tokens) - self.prompt_length, self.request.params.min_tokens
         most = self.max_length - self.prompt_length
-        for count, token in enumerate(tokens, start=1):
-            may_stop = written + count >= params.min_tokens
-            if may_stop and token in self.stop_ids:
-                return count, detokenizer, "stop"
-            if detokenizer.push(token, may_stop):
-                return count, detokenizer, "stop"
-            if written + count >= most:
-                return count, detokenizer, "length"
+        for token in tokens:
+            written += 1
+            may_stop = written >= least
+            if (may_stop and token in self.stop_ids) or detokenizer.push(token, may_stop):
+                return written - len(self.tokens) + self.prompt_length, detokenizer, "stop"
+            if written >= most:
+                return written - len(self.tokens) + self.prompt_length, detokenizer, "length"
         return len(tokens), detokenizer, None
 
     def take(self, advance: Advance) -> None:
         """Write what a round has come to; a second time changes nothing."""
-        list.__setitem__(self.tokens, slice(advance.length, None), advance.tokens)
-        _set(self, "detokenizer", advance.detokenizer)
-        _set(self, "stats", advance.stats)
+        _write(self.tokens, slice(advance.length, None), advance.tokens)
+        if self.detokenizer is not advance.detokenizer:
+            _set(self, "detokenizer", advance.detokenizer)
+        if advance.counts is not None:
+            self.rounds[advance.rounds :] = (advance.counts,)
         if advance.event is not None:
-            self.events[advance.events :] = [advance.event]
+            self.events[advance.events :] = (advance.event,)
         if self.failures:
             _set(self, "failures", 0)
         if advance.finished is not None:
@@ -92,9 +101,7 @@ class SequenceState:
         detokenizer = self.detokenizer.fork()
         text = detokenizer.take(final=True)
         event = Event(self.id, (), 0, text, (), why, error) if why == "error" else None
-        return Advance(
-            self, len(self.tokens), [], detokenizer, self.stats, len(self.events), event, why, error
-        )
+        return Advance(self, len(self.tokens), [], detokenizer, 0, None, len(self.events), event, why, error)
 
     def note_failure(self) -> None:
         """A round that it was in failed."""
@@ -102,7 +109,7 @@ class SequenceState:
 
     def note_prompt(self, seconds: float) -> None:
         """Its prompt was read, in so many seconds."""
-        _set(self, "stats", _with_prompt(self.stats, seconds))
+        _set(self, "prompt_seconds", self.prompt_seconds + seconds)
 
     def draft_with(self, name: str) -> None:
         """Another drafter from now on."""
@@ -116,18 +123,12 @@ class Advance(NamedTuple):
     length: int  # tokens before it
     tokens: list[int]
     detokenizer: Detokenizer
-    stats: SequenceStats
+    rounds: int  # that came before it
+    counts: RoundCounts | None
     events: int  # that came before it
     event: Event | None
     finished: FinishReason | None
     error: Exception | None = None
 
 
-_set = object.__setattr__
-
-
-def _with_prompt(stats: SequenceStats, seconds: float) -> SequenceStats:
-    return SequenceStats(
-        stats.rounds, stats.tokens, stats.drafted, stats.accepted, stats.reached, stats.kept,
-        stats.seconds, stats.prompt_seconds + seconds,
-    )  # fmt: skip
+_set, _write = object.__setattr__, list.__setitem__
