@@ -57,7 +57,7 @@ def make_engine(
         drafter: Drafter = cls.build(parts) if hasattr(cls, "build") else cls()
         return drafter
 
-    drafters = DrafterPool(make_drafter)
+    drafters = DrafterPool(make_drafter, target.vocab_size)
     return Engine(
         target,
         drafters,
@@ -94,14 +94,11 @@ def make_controller(
         controller: Controller = cls(nodes, speculative.width or 1)
         return controller
 
-    def drafter_of(seq: Seq) -> Drafter:
-        return drafters.get(getattr(seq, "drafter", speculative.drafter))
-
     def quote(seq: Seq) -> Quote:
-        return quote_of(drafter_of(seq), seq)
+        return drafters.ask(seq, lambda drafter: quote_of(drafter, seq))
 
     def claim(seq: Seq) -> float | None:
-        return claim_of(drafter_of(seq), seq)
+        return drafters.ask(seq, lambda drafter: claim_of(drafter, seq))
 
     cost = CostModel.measure_or_load(target, cost_file)
     nodes = MOST_NODES if speculative.budget is None else speculative.budget

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from safetensors.torch import load_file
 
 from forerun.build import load_target, make_engine
+from forerun.engine.driver import Driver
 from forerun.engine.engine import Engine
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
@@ -76,21 +76,23 @@ def _writer(checkpoint: Checkpoint, options: DataOptions) -> Write:
 
 def write_with_engine(engine: Engine, orders: Iterable[Order]) -> Iterator[Written]:
     """Texts by way of the engine: any target, at the pace of a loop on the host."""
-    waiting, running = iter(orders), dict[int, tuple[Order, list[int]]]()
-    while True:
-        for order in islice(waiting, engine.max_batch - len(running)):
-            params = SamplingParams(
-                max_tokens=order.max_length - len(order.prompt), temperature=order.temperature
-            )
-            running[engine.submit(Request(tuple(order.prompt), params))] = (order, list(order.prompt))
-        if not running:
-            return
-        for event in engine.step():
-            order, tokens = running[event.seq_id]
-            tokens += event.tokens
-            if event.finished:
-                del running[event.seq_id]
-                yield Written(order, tokens, event.finished == "stop")
+    running = dict[int, tuple[Order, list[int]]]()
+
+    def requests() -> Iterator[Request]:
+        for place, order in enumerate(orders):
+            running[place] = order, list(order.prompt)
+            most = order.max_length - len(order.prompt)
+            params = SamplingParams(max_tokens=most, temperature=order.temperature)
+            yield Request(tuple(order.prompt), params)
+
+    for place, event in Driver(engine).stream(requests(), at_once=engine.max_batch):
+        order, tokens = running[place]
+        tokens += event.tokens
+        if event.error is not None:
+            raise event.error
+        if event.finished:
+            del running[place]
+            yield Written(order, tokens, event.finished == "stop")
 
 
 def write_prompts(
