@@ -109,7 +109,6 @@ def test_a_stream_closed_early_frees_its_place() -> None:
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert not llm.engine.busy
-    assert not llm._writings
 
 
 def test_one_bad_prompt_takes_the_others_back_out_of_the_queue() -> None:
@@ -117,7 +116,6 @@ def test_one_bad_prompt_takes_the_others_back_out_of_the_queue() -> None:
     with pytest.raises(InvalidInput, match="empty"):
         llm.generate(["abc", ""], PARAMS)
     assert not llm.engine.busy
-    assert not llm._writings
 
 
 def test_names_are_checked_before_anything_is_loaded() -> None:

@@ -7,6 +7,7 @@ import forerun
 
 def test_public_names() -> None:
     assert sorted(forerun.__all__) == [
+        "AsyncLLM",
         "Budget",
         "Completion",
         "EngineConfig",

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forerun.async_llm import AsyncLLM
     from forerun.completion import Completion
     from forerun.dropin.wrapped import wrap
     from forerun.errors import ForerunError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Budget",
     "Completion",
     "EngineConfig",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncLLM": "forerun.async_llm",
     "LLM": "forerun.llm",
     "Completion": "forerun.completion",
     "Budget": "forerun.types",

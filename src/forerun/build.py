@@ -23,7 +23,6 @@ from forerun.drafters.base import CompositeClass, Drafter, DrafterClass, Parts
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool, VerifierPool
-from forerun.engine.sequence import SequenceState
 from forerun.errors import InvalidInput, UnsupportedModel, VocabularyMismatch
 from forerun.heads import find_head, open_head
 from forerun.models.base import Target
@@ -58,7 +57,7 @@ def make_engine(
         spec = registry.drafters.spec(name)  # an old name is the same drafter, not a second one
         return build_drafter(spec, parts) if spec.name == name else drafters.get(spec.name)
 
-    drafters = DrafterPool(make_drafter)
+    drafters = DrafterPool(make_drafter, target.vocab_size)
     return Engine(
         target,
         drafters,
@@ -102,8 +101,7 @@ def make_controller(
     """The controller of that name; where nothing is drafted there is nothing to weigh."""
 
     def offer(seq: Seq) -> Offer:
-        name = seq.drafter if isinstance(seq, SequenceState) else speculative.drafter
-        return drafters.get(name).offer(seq)
+        return drafters.ask(seq, lambda drafter: drafter.offer(seq))
 
     name = speculative.controller
     cls = registry.controllers.get("fixed" if speculative.drafter == "none" and name == "adaptive" else name)

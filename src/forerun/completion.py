@@ -54,14 +54,12 @@ class Completion:
         return f"Completion({text!r}, {self.tokens} tokens, {self.finish_reason!r}, {rate}{exact})"
 
 
-def completion_of(
-    seq: SequenceState, text: str, seconds: float, logprobs: list[TokenLogprob], exact: bool
-) -> Completion:
-    """A sequence that has ended, as a Completion."""
+def completion_of(seq: SequenceState, exact: bool) -> Completion:
+    """A sequence that has ended, as a Completion; `exact` is its verifier's."""
     stats = seq.stats
     return Completion(
-        text=text,
-        token_ids=seq.tokens[seq.prompt_length :],
+        text="".join(event.text for event in seq.events),
+        token_ids=[*seq.tokens[seq.prompt_length :]],
         finish_reason=seq.finished or "aborted",
         prompt_tokens=seq.prompt_length,
         rounds=stats.rounds,
@@ -73,8 +71,8 @@ def completion_of(
         verifier=seq.verifier,
         exact=exact,
         seed=seed_of(seq),
-        seconds=seconds,
-        logprobs=logprobs,
+        seconds=stats.seconds,
+        logprobs=[entry for event in seq.events for entry in event.logprobs],
     )
 
 

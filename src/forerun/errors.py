@@ -5,12 +5,12 @@
     │   ├── UnknownName         no drafter, verifier, controller or model of that name
     │   ├── PromptTooLong       the prompt leaves no room in the context
     │   ├── VocabularyMismatch  drafter and target do not speak the same tokens
-    │   └── ImpossibleLaw       every token is ruled out where a text should go on (also a RequestFailed)
-    ├── RequestFailed           one request of a batch cannot go on; `rows` says which
+    │   └── CannotSample        every token is ruled out, or a processor failed: nothing can follow
     ├── ModelError              a checkpoint cannot be found, read or run
     │   ├── ModelNotFound
     │   ├── DamagedFile         a file is truncated, inconsistent or not what its name says
     │   └── UnsupportedModel    a family or layout that neither our decoder nor transformers can run here
+    ├── Overloaded              more requests at once than were allowed
     └── MissingDependency       an optional library is needed and absent
 
 Each message is one line: what was given, what the limit is, and what to do next. The command line prints
@@ -38,16 +38,8 @@ class VocabularyMismatch(InvalidInput):
     """Drafter and target do not share a vocabulary."""
 
 
-class RequestFailed(ForerunError):
-    """One request cannot go on; those beside it can. `rows` are places in the batch that was being worked on."""
-
-    def __init__(self, message: str, rows: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.rows = rows
-
-
-class ImpossibleLaw(RequestFailed, InvalidInput):
-    """Bans, biases and processors together leave no token that could follow."""
+class CannotSample(InvalidInput):
+    """What a request bans, or its own processors, leave no token to follow."""
 
 
 class ModelError(ForerunError):
@@ -64,6 +56,10 @@ class DamagedFile(ModelError):
 
 class UnsupportedModel(ModelError):
     """A family or layout that cannot be run here."""
+
+
+class Overloaded(ForerunError):
+    """More requests at once than were allowed."""
 
 
 class MissingDependency(ForerunError, ImportError):

@@ -7,14 +7,13 @@ print(llm.chat("Why is the sky blue?", max_tokens=80).text)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from os import PathLike
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from forerun.call_options import Options, Params, in_shape, make_request, make_requests
 from forerun.completion import Completion as Completion
 from forerun.completion import completion_of
+from forerun.engine.driver import Driver
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
 from forerun.load_engine import LoadOptions, load_engine
@@ -28,31 +27,18 @@ from forerun.prompts import (
     check_text,
     is_chat,
 )
-from forerun.types import Event, Request, TokenLogprob
+from forerun.types import Event
 
 if TYPE_CHECKING:
     from forerun.engine.sequence import SequenceState
     from forerun.models.load.tokenizer import Tokenizer
 
 
-@dataclass(slots=True)
-class _Writing:
-    """A request on its way to a Completion."""
-
-    seq: SequenceState
-    seconds: float = 0.0
-    text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    unread: list[Event] = field(default_factory=list)
-
-    def take(self, event: Event) -> None:
-        self.text += event.text
-        self.logprobs.extend(event.logprobs)
-        self.unread.append(event)
-
-
 class LLM:
-    """A target, its tokenizer, and an engine that writes with them."""
+    """A target, its tokenizer, and an engine that writes with them.
+
+    Any number of threads may share one: their calls join the running batch, and each gets its own text.
+    """
 
     def __init__(
         self,
@@ -75,7 +61,7 @@ class LLM:
                 "an engine comes with its tokenizer and without options: LLM(engine, tokenizer)"
             )
         self.engine, self.tokenizer, self.name = model, tokenizer, name
-        self._writings: dict[int, _Writing] = {}
+        self.driver = Driver(model)
 
     @classmethod
     def load(cls, model: str | PathLike[str] = "smollm2", **options: Unpack[LoadOptions]) -> LLM:
@@ -124,7 +110,8 @@ class LLM:
         Text is taken as it is; messages go through the model's chat template. Fields of SamplingParams may be given
         as keywords, over those of `params`; `drafter`, `verifier` and `budget` hold for this call only. Several
         prompts may share their parameters or bring a list of them. With `n`, each prompt gets a list of n texts: the
-        first has the seed that was given, the i-th `noise.derived_seed(seed, i)`, and each says its own.
+        first has the seed that was given, the i-th `noise.derived_seed(seed, i)`, and each says its own. A request
+        that cannot go on raises its error once the others of the call have finished.
         """
         return self._answer(*as_prompts(prompts), params, n, options)
 
@@ -185,16 +172,13 @@ class LLM:
         self, prompt: Prompt, params: Params | None = None, **options: Unpack[Options]
     ) -> Iterator[Event | Completion]:
         """Yield an Event per round as the text grows, then its Completion. Options are `generate`'s."""
-        writing = self._start(make_request(prompt, params, options, self.encode))
+        handle = self.driver.submit(make_request(prompt, params, options, self.encode))
         try:
-            while not writing.seq.finished or writing.unread:
-                if not writing.unread:
-                    self._step()
-                while writing.unread:
-                    yield writing.unread.pop(0)
-            yield self._complete(writing)
+            for _, event in self.driver.events({0: handle}):
+                yield event
+            yield self.completion_of(handle.seq)
         finally:  # the caller may stop listening half-way
-            self._end(writing)
+            self.driver.abort(handle)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The token ids of a prompt in any of its forms."""
@@ -214,41 +198,11 @@ class LLM:
     ) -> Completion | list[Completion] | list[list[Completion]]:
         """What was asked for, in the shape it was asked in."""
         asked = make_requests(prompts, params, n, options, self.encode)
-        done = self._write([request for requests in asked for request in requests])
-        return in_shape(done, asked, several, n)
+        done = self.driver.write([request for requests in asked for request in requests])
+        return in_shape([self.completion_of(seq) for seq in done], asked, several, n)
 
-    def _start(self, request: Request) -> _Writing:
-        seq = self.engine.find(self.engine.submit(request))
-        assert seq is not None
-        return self._writings.setdefault(seq.id, _Writing(seq))
-
-    def _step(self) -> None:
-        """One round for everybody; every text gets its own events, whoever asked for the round."""
-        started = perf_counter()
-        events = self.engine.step()
-        spent = perf_counter() - started
-        for event in events:
-            if writing := self._writings.get(event.seq_id):
-                writing.take(event)
-                writing.seconds += spent
-
-    def _write(self, requests: Sequence[Request]) -> list[Completion]:
-        writings: list[_Writing] = []
-        try:
-            writings.extend(
-                self._start(request) for request in requests
-            )  # those started end, whatever follows
-            while not all(writing.seq.finished for writing in writings):
-                self._step()
-            return [self._complete(writing) for writing in writings]
-        finally:
-            for writing in writings:
-                self._end(writing)
-
-    def _end(self, writing: _Writing) -> None:
-        self.engine.abort(writing.seq.id)
-        self._writings.pop(writing.seq.id, None)
-
-    def _complete(self, writing: _Writing) -> Completion:
-        exact = self.engine.verifiers.get(writing.seq.verifier).exact
-        return completion_of(writing.seq, writing.text, writing.seconds, writing.logprobs, exact)
+    def completion_of(self, seq: SequenceState) -> Completion:
+        """A sequence that has ended as a Completion; raises the error that ended it, if one did."""
+        if seq.error is not None:
+            raise seq.error
+        return completion_of(seq, self.engine.verifiers.get(seq.verifier).exact)

@@ -23,7 +23,7 @@ from forerun.trees import TreeForm as TreeForm
 from forerun.trees import Verdict as Verdict
 from forerun.trees import offsets as offsets
 
-FinishReason = Literal["stop", "length", "aborted"]
+FinishReason = Literal["stop", "length", "aborted", "error"]
 Source = Literal["free", "costly", "any"]
 
 
@@ -46,6 +46,24 @@ class Seq(Protocol):
     def stop_ids(self) -> frozenset[int]: ...  # tokens that end it
     @property
     def shares_noise(self) -> bool: ...  # its verifier couples by noise: draft with the same noise
+
+
+@dataclass(slots=True, eq=False)
+class PlainSeq:
+    """A sequence that no engine schedules: whoever makes it also writes it. For probes, replays and tests."""
+
+    id: int
+    tokens: list[int]
+    prompt_length: int = -1  # -1 = all of the tokens given
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    max_length: int = 1 << 20
+    stop_ids: frozenset[int] = frozenset()
+    shares_noise: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prompt_length < 0:
+            self.prompt_length = len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +125,7 @@ class Laws:
     log_weights: Tensor  # [M, V] fp32
     greedy: tuple[bool, ...]  # [B]
     plain_greedy: bool = False  # all are greedy, and the log-weights are the target's logits as they are
-    failures: Mapping[int, str] = field(default_factory=dict)  # node -> why no token is possible there
+    impossible: Mapping[int, str] = field(default_factory=dict)  # node -> why no token can follow it
 
     def probs(self, node: int) -> Tensor:
         return self.log_weights[node].softmax(-1)  # [V]
@@ -115,10 +133,7 @@ class Laws:
     def select(self, nodes: Tensor, which: Sequence[int]) -> Laws:
         if list(which) == list(range(len(self.greedy))):
             return self
-        places = {node: i for i, node in enumerate(nodes.tolist())} if self.failures else {}
-        failures = {places[node]: why for node, why in self.failures.items() if node in places}
-        greedy = tuple(self.greedy[b] for b in which)
-        return Laws(self.log_weights[nodes], greedy, failures=failures)
+        return Laws(self.log_weights[nodes], tuple(self.greedy[b] for b in which))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +212,7 @@ class Event:
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
     finished: FinishReason | None = None
+    error: Exception | None = None  # why it ended, where finished is "error"
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,25 +118,28 @@ def test_a_group_is_what_there_is_room_for(tmp_path: Path, monkeypatch: pytest.M
     assert target.used_slots == 0
 
 
-def test_an_error_releases_everybody_of_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefill_that_fails_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody of the group gives its slots back, queues again in order, and writes the same text."""
     target = make_decoder(*save(make_reference("smollm2"), tmp_path))
     engine = make(target, max_batch=3)
-    ids = [engine.submit(Request(prompt, ENDLESS)) for prompt in PROMPTS]
-    seqs = [engine.find(seq_id) for seq_id in ids]
+    requests = [Request(prompt, ENDLESS) for prompt in PROMPTS]
+    expected = run(engine, requests)
+    ids = [engine.submit(request) for request in requests]
 
     def fail(*_: object) -> None:
         raise RuntimeError("half-way")
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.drafters, "observe", fail)
-        with pytest.raises(RuntimeError, match="half-way"):
-            engine.step()
+        assert engine.step() == []
     assert target.used_slots == 0
     assert not engine.running
-    assert [seq.finished for seq in seqs if seq is not None] == ["aborted"] * 3 + [None] * 4
+    assert [seq.id for seq in engine.waiting] == ids
+    seqs = list(engine.waiting)
     while engine.busy:
         engine.step()
-    assert [seq.finished for seq in seqs[3:] if seq is not None] == ["length"] * 4
+    assert [seq.tokens[seq.prompt_length :] for seq in seqs] == expected[0]
+    assert target.used_slots == 0
 
 
 def test_one_that_can_never_fit_is_told_when_its_turn_comes() -> None:
@@ -146,14 +149,16 @@ def test_one_that_can_never_fit_is_told_when_its_turn_comes() -> None:
         for count in (12, 100, 12)
     )
     assert first is not None
+    assert never is not None
     assert last is not None
     while not first.finished:
         engine.step()
-    with pytest.raises(InvalidInput, match=r"103 tokens .*kv_slots"):
-        engine.step()
+    (event,) = engine.step()
+    assert (event.seq_id, event.finished, event.tokens) == (never.id, "error", ())
+    assert isinstance(event.error, InvalidInput)
+    assert "103 tokens" in str(event.error)
+    assert "kv_slots" in str(event.error)
     assert list(engine.waiting) == [last]
     while engine.busy:
         engine.step()
-    assert last.finished == "length"
-    assert never is not None
-    assert never.finished is None
+    assert (first.finished, never.finished, last.finished) == ("length", "error", "length")

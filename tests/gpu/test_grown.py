@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.engine.engine import Stopwatch
+from forerun.engine.metrics import Stopwatch
 from forerun.models.cuda.grown import GrownBuffers, plan_grown
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.noise import Noise

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from forerun import registry
-from forerun.engine.routing import VerifierPool
-from forerun.errors import ImpossibleLaw, InvalidInput
-from forerun.noise import Noise
+from forerun.engine.engine import Engine
+from forerun.errors import CannotSample, InvalidInput
+from forerun.law_processor import Prefix
 from forerun.params import SamplingParams
 from forerun.testing import FakeSeq, random_tree
-from forerun.types import Draws, Laws, Request, TreeBatch
+from forerun.types import Request, TreeBatch
+from forerun.verify.processors import Allow
 from forerun.verify.warp import warp
 from tests.exactness.harness import DRAFTERS, engine_for, run
 
@@ -37,80 +37,64 @@ EXTREMES: list[dict[str, Any]] = [
 ]
 
 
-def pool() -> VerifierPool:
-    return VerifierPool(lambda name: registry.verifiers.get(name)())
+def write(engine: Engine, *requests: Request) -> list[tuple[list[int], Exception | None]]:
+    """What each request wrote, and the error that ended it."""
+    ids = [engine.submit(request) for request in requests]
+    tokens, errors = {i: list[int]() for i in ids}, dict[int, Exception | None]()
+    while engine.busy:
+        for event in engine.step():
+            tokens[event.seq_id] += event.tokens
+            errors[event.seq_id] = event.error
+    return [(tokens[i], errors[i]) for i in ids]
 
 
 @pytest.mark.parametrize("heat", HEATS)
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_one_error_for_every_rule(heat: str, verifier: str) -> None:
     params = SamplingParams(logit_bias=dict.fromkeys(range(V), -math.inf), **HEATS[heat])
-    seq, trees = FakeSeq(0, [1], params=params), TreeBatch.chains([[1, 2, 3]])
-    laws = warp(torch.randn(3, V, generator=torch.Generator().manual_seed(0)), [seq], trees)
-    with pytest.raises(ImpossibleLaw, match=r"^no token is possible here: ") as caught:
-        registry.verifiers.get(verifier)().verify(trees, laws, Noise([3], [1]))
-    assert caught.value.rows == (0,)
-    assert isinstance(caught.value, InvalidInput)
-
-
-def test_the_error_names_its_place_in_a_mixed_batch() -> None:
-    which = ["exact", "coupled", "exact", "coupled", "block"]
-    weights = torch.zeros(5, V)
-    for bad in range(5):
-        laws = Laws(weights.clone(), (False, False, False, True, True))
-        laws.log_weights[bad] = -math.inf
-        seqs: Any = [SimpleNamespace(verifier=name) for name in which]
-        with pytest.raises(ImpossibleLaw) as caught:
-            pool().verify(seqs, TreeBatch.chains([[1]] * 5), laws, Noise([0] * 5, [1] * 5))
-        assert caught.value.rows == (bad,)
-
-
-@pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("greedy", [True, False])
-def test_a_dead_end_beside_the_path_is_nobodys_business(verifier: str, greedy: bool) -> None:
-    """The walk goes 0 -> 2 -> 3; after node 1 nothing is possible."""
-    weights = torch.full((4, V), -math.inf)
-    for node, token in ((0, 6), (2, 7), (3, 8)):
-        weights[node, token] = 0.0
-    trees = TreeBatch.trees([([1, 5, 6, 7], [-1, 0, 0, 2])])
-    verdict = registry.verifiers.get(verifier)().verify(trees, Laws(weights, (greedy,)), Noise([4], [1]))
-    assert verdict.to_host() == ([[2, 3]], [8])
-
-
-@pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("sampled", [True, False])
-@pytest.mark.parametrize("dead", [1, 2])
-def test_what_comes_before_a_dead_end_is_written(verifier: str, sampled: bool, dead: int) -> None:
-    """The chain 6, 7 is all that the target can say; after its `dead`-th token nothing is possible."""
-    weights = torch.full((3, V), -math.inf)
-    weights[0, 6] = weights[1, 7] = weights[2, 8] = 0.0
-    weights[dead] = -math.inf
-    drawn = Draws(
-        torch.nn.functional.one_hot(torch.tensor([6, 7]), V).float(), torch.tensor([-1, 0, 1]), False
-    )
-    trees = TreeBatch.trees([([1, 6, 7], [-1, 0, 1])], drawn if sampled else None)
-    verdict = registry.verifiers.get(verifier)().verify(trees, Laws(weights, (False,)), Noise([4], [1]))
-    assert verdict.to_host() == ([list(range(1, dead))], [[6, 7][dead - 1]])
+    plain = SamplingParams(max_tokens=6, ignore_eos=True)
+    engine = engine_for("ngram", verifier, "tree", V)
+    (none, error), (text, fine) = write(engine, Request((1, 2, 1), params), Request((1, 2), plain))
+    assert isinstance(error, CannotSample)
+    assert isinstance(error, InvalidInput)
+    assert str(error).startswith("no token can follow: ")
+    assert (none, len(text), fine) == ([], 6, None)  # the neighbour goes on
 
 
 @pytest.mark.parametrize("heat", HEATS)
-@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model", "eagle3"])
-def test_an_engine_says_so_whatever_drafts(drafter: str, heat: str) -> None:
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft_model", "eagle3", "medusa"])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_what_comes_before_a_dead_end_is_written_whatever_drafts(drafter: str, heat: str, shape: str) -> None:
     """Token 3 is the only one, and banned after two of it: the third cannot be written."""
     biases = {token: -math.inf for token in range(V) if token != 3}
     params = SamplingParams(logit_bias=biases, bad_words=((3, 3, 3),), ignore_eos=True, **HEATS[heat])
-    engine = engine_for(drafter, "auto", "tree", V)
-    written: list[int] = []
-    engine.submit(Request((1, 2), params))
+    for prompt in ((1, 2), (3, 3, 3, 3, 2)):  # the second makes ngram draft it
+        [(written, error)] = write(engine_for(drafter, "auto", shape, V), Request(prompt, params))
+        assert written == [3, 3]
+        assert isinstance(error, CannotSample)
 
-    def write() -> None:
-        while engine.busy:
-            for event in engine.step():
-                written.extend(event.tokens)
 
-    with pytest.raises(ImpossibleLaw, match="no token is possible"):
-        write()
-    assert written == [3, 3]  # as without a drafter
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("heat", ["greedy", "seeded"])
+def test_a_dead_end_beside_the_text_is_nobodys_business(verifier: str, heat: str) -> None:
+    """After 5 nothing is possible. It is drafted, as the prompt has it, and the target never says it."""
+    asked = []
+
+    def rule(prefix: Prefix) -> list[int] | None:
+        if prefix.path and prefix.path[-1] == 5:
+            asked.append(prefix)
+            return []
+        return None
+
+    params = SamplingParams(
+        max_tokens=16, ignore_eos=True, logit_bias={5: -90.0}, processors=[Allow(rule)], **HEATS[heat]
+    )
+    prompt = tuple(token for other in range(V) for token in (other, 5))
+    [(written, error)] = write(engine_for("ngram", verifier, "tree", V), Request(prompt, params))
+    assert (len(written), error) == (16, None)
+    assert asked
+    [(alone, _)] = write(engine_for("none", verifier, "tree", V), Request(prompt, params))
+    assert written == alone or verifier in ("exact", "block", "typical")
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ likes: which is how a speed-up can be predicted for loads that nobody has run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from forerun.bench.measure import Drafts
 from forerun.drafters.base import Drafter, LookupDrafter
-from forerun.params import SamplingParams
-from forerun.types import Budget, Scores, TreeBatch, Verdict
+from forerun.types import Budget, PlainSeq, Scores, TreeBatch, Verdict
 from forerun.verify.greedy import follow
 
 
@@ -27,20 +26,6 @@ class Text:
     prompt_seconds: float = 0.0
     most: int | None = None  # tokens that were allowed; None = as many as were written
     stop_ids: frozenset[int] = frozenset()
-
-
-@dataclass(slots=True, eq=False)
-class _Seq:
-    """A text being written again; it never meets an engine."""
-
-    id: int
-    tokens: list[int]
-    prompt_length: int
-    max_length: int
-    params: SamplingParams = field(default_factory=SamplingParams)
-    seed: int = 0
-    stop_ids: frozenset[int] = frozenset()
-    shares_noise: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +47,7 @@ def replay(drafter: Drafter, texts: Sequence[Text], budget: Budget) -> Replay:
     for number, text in enumerate(texts):
         whole = [*text.prompt, *text.tokens]
         end = len(text.prompt) + (text.most or len(text.tokens))
-        seq = _Seq(-1 - number, list(text.prompt), len(text.prompt), end, stop_ids=text.stop_ids)
+        seq = PlainSeq(-1 - number, list(text.prompt), max_length=end, stop_ids=text.stop_ids)
         rounds: list[tuple[int, int, int]] = []
         while len(seq.tokens) < len(whole):
             depth = min(budget.depth, end - len(seq.tokens) - 1)

@@ -73,7 +73,7 @@ def own_contenders(llm: LLM, settings: Settings, cell: Cell) -> list[Contender]:
 
 def own_contender(llm: LLM, settings: Settings, cell: Cell, way: Way) -> Contender:
     """One way of drafting in one cell; drafters keep what they learnt between prompts, as in a server."""
-    engine, recorder = llm.engine, recorder_of(llm)
+    recorder = recorder_of(llm)
     budget = None if way.budget is None else budget_of(way.budget, width=1)
     drafter = way.drafter if way.head is None else way.name
 
@@ -84,12 +84,10 @@ def own_contender(llm: LLM, settings: Settings, cell: Cell, way: Way) -> Contend
             for ids in prompts
         ]
         started = perf_counter()
-        seqs = [engine.find(engine.submit(request)) for request in requests]
-        while engine.busy:
-            engine.step()
+        seqs = llm.driver.write(requests)
         seconds = perf_counter() - started
         passes, drafts = recorder.take()
-        texts = [seq.tokens[seq.prompt_length :] for seq in seqs if seq is not None]
+        texts = [seq.tokens[seq.prompt_length :] for seq in seqs]
         decoding = sum(spent for one in passes for spent in one.values())
         return Written(texts, seconds, len(passes), decoding, passes, drafts)
 

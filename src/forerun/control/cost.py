@@ -10,14 +10,12 @@ import json
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from time import perf_counter
 
 from forerun.models.base import Target
-from forerun.params import SamplingParams
-from forerun.types import Needs, TreeBatch
+from forerun.types import Needs, PlainSeq, TreeBatch
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # for a benchmark
 QUICK = (1, 2, 4, 8, 16)  # at load: what a controller needs, in about a second
@@ -25,20 +23,6 @@ WIDE = (*QUICK, 32, 64)  # where passes are nearly flat, trees are large
 ALIKE = 0.9  # of what one size is slower by: what the others are expected to be
 CONTEXT = 128  # tokens cached while measuring
 STRIDE = 7919  # a prime: steps through the vocabulary without hurry to repeat
-
-
-@dataclass(slots=True, eq=False)
-class _Probe:
-    """A sequence to measure with; it never meets the engine, so its id cannot clash."""
-
-    tokens: list[int]
-    id: int = -1
-    prompt_length: int = CONTEXT
-    params: SamplingParams = field(default_factory=SamplingParams)
-    seed: int = 0
-    max_length: int = CONTEXT + 1
-    stop_ids: frozenset[int] = frozenset()
-    shares_noise: bool = False
 
 
 class CostModel:
@@ -89,7 +73,7 @@ class CostModel:
         context = max(2, min(CONTEXT, target.max_length - max(sizes) - 1))
         while context > 2 and not target.has_room(context + 1):
             context //= 2  # a small store: measure on a shorter text
-        probe = _Probe([1] * context, prompt_length=context, max_length=context + 1)
+        probe = PlainSeq(-1, [1] * context, max_length=context + 1)  # no engine gives that id
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
         target.prefill([probe], Needs())
         try:

@@ -21,8 +21,7 @@ from forerun.bench.settings import Cell, Settings, Way
 from forerun.bench.suites import Item
 from forerun.drafters.draft_model import ModelDrafter
 from forerun.llm import LLM
-from forerun.params import SamplingParams
-from forerun.types import Needs, TreeBatch
+from forerun.types import Needs, PlainSeq, TreeBatch
 
 Verdict = Literal["fine", "look", "bad"]
 TIE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # logits; what rounding can turn round
@@ -109,24 +108,10 @@ def find_partings(llm: LLM, figures: Figures, asked: Asked, prompts: Sequence[Pr
     return found
 
 
-@dataclass(slots=True, eq=False)
-class _Probe:
-    """A text to ask the target about."""
-
-    tokens: list[int]
-    prompt_length: int
-    max_length: int
-    id: int = -2
-    params: SamplingParams = SamplingParams()  # noqa: RUF009  # frozen
-    seed: int = 0
-    stop_ids: frozenset[int] = frozenset()
-    shares_noise: bool = False
-
-
 def logit_gap(llm: LLM, context: Sequence[int], tokens: tuple[int | None, int | None]) -> float:
     """How far apart the target sees two tokens after this context, in one plain pass."""
     target = llm.engine.target
-    probe = _Probe([*context], len(context), len(context) + 1)
+    probe = PlainSeq(-2, [*context], max_length=len(context) + 1)
     try:
         target.prefill([probe], Needs())
         scores = target.score([probe], TreeBatch.chains([[context[-1]]], target.device), Needs())

@@ -21,9 +21,8 @@ from forerun.drafters.head_drafter import Meter
 from forerun.models.base import Target
 from forerun.noise import DRAFT, draw, exponential, uniform
 from forerun.offers import Offer
-from forerun.params import SamplingParams
 from forerun.topology import topology_of
-from forerun.types import Budget, Draws, Laws, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.types import Budget, Draws, Laws, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.warp import warp
 
 UNMEASURED = 2e-3  # seconds per level, until the first draft has shown better
@@ -32,18 +31,10 @@ CATCH_UP = 8  # tokens; a draft model that is further behind reads them as a pro
 
 
 @dataclass(slots=True, eq=False)
-class Branch:
+class Branch(PlainSeq):
     """A sequence as the draft model sees it: the committed text, and what was drafted on top."""
 
-    id: int
-    tokens: list[int]
-    prompt_length: int
-    params: SamplingParams
-    seed: int
-    max_length: int
-    stop_ids: frozenset[int]
-    shares_noise: bool
-    committed: int  # length of the committed text
+    committed: int = 0  # length of the committed text
     cached: int = -1  # tokens whose keys and values the draft model holds; -1 = it does not know the text
     foreign: bool = False  # the text holds a token that the draft model has no id for
 
@@ -123,8 +114,10 @@ class ModelDrafter:
         pass  # the next proposal compares with the committed text itself
 
     def forget(self, seq: Seq) -> None:
-        if branch := self._branches.pop(seq.id, None):
+        branch = self._branches.get(seq.id)
+        if branch is not None:  # known until it is released: an interrupted call can be made again
             self.draft.release(branch)
+            self._branches.pop(seq.id, None)
 
     def _depth(self, seq: Seq, budget: Budget) -> int:
         """How deep to draft: the budget, within the draft model's own context."""
@@ -136,7 +129,7 @@ class ModelDrafter:
         if branch is None:
             length = min(seq.max_length, self.draft.max_length)
             fields = (seq.prompt_length, seq.params, seq.seed, length, seq.stop_ids, seq.shares_noise)
-            branch = Branch(seq.id, [], *fields, committed=0)
+            branch = Branch(seq.id, [], *fields)
             self._branches[seq.id] = branch
         fresh = seq.tokens[branch.committed :]
         branch.foreign = branch.foreign or max(fresh, default=0) >= self.draft.vocab_size
@@ -214,6 +207,8 @@ class ModelDrafter:
         self, branch: Branch, step: Laws, i: int, width: int, laws: list[Tensor]
     ) -> tuple[list[int], int]:
         """Up to `width` tokens to follow a branch, and the row of the law they were drawn from (-1 = chosen)."""
+        if i in step.impossible:
+            return [], -1
         weights = step.log_weights[i]
         if step.greedy[i] or branch.shares_noise:
             if not step.greedy[i]:
@@ -223,8 +218,6 @@ class ModelDrafter:
             possible = int((weights > -torch.inf).sum())
             return weights.topk(min(width, possible)).indices.tolist(), -1
         law = weights.softmax(-1)
-        if bool(law[0].isnan()):  # no token is possible
-            return [], -1
         laws.append(law)
         rest, picked = law.clone(), list[int]()
         for rank in range(min(width, int((law > 0).sum()))):

@@ -52,6 +52,7 @@ class _Text:
     """What is kept per sequence."""
 
     rates: HitRates
+    tokens: list[int] = field(default_factory=list)  # the sequence's own, in a list that is quick to read
     places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # n-gram -> ends, oldest first
     indexed: int = 0  # tokens in the index
     guess: list[int] = field(default_factory=list)  # best continuation at the last proposal
@@ -95,23 +96,26 @@ class NgramDrafter(LookupDrafter):
     def chain(self, seq: Seq, length: int) -> Iterator[tuple[int, float]]:
         """What follows the longest match: tokens, and how likely each stands if those before it do."""
         text = self._text(seq)
-        for match, end in self._matches(text, seq.tokens, 1):
-            for i, token in enumerate(_copy(seq.tokens, end, length, seq.stop_ids)):
+        for match, end in self._matches(text, text.tokens, 1):
+            for i, token in enumerate(_copy(text.tokens, end, length, seq.stop_ids)):
                 yield token, text.rates.rate(match + i, self._all)
 
     def _text(self, seq: Seq) -> _Text:
         """What is kept for a sequence, brought up to its last token."""
-        text = self._texts.setdefault(seq.id, _Text(HitRates.empty(self.longest)))
-        self._index(text, seq.tokens)
+        text = self._texts.get(seq.id)
+        if text is None:
+            text = self._texts[seq.id] = _Text(HitRates.empty(self.longest))
+        text.tokens += seq.tokens[len(text.tokens) :]
+        self._index(text, text.tokens)
         return text
 
     def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
         text = self._text(seq)
-        builder = TreeBuilder(seq.tokens[-1])
+        builder = TreeBuilder(text.tokens[-1])
         text.guess, text.match = [], 0
         left = 1.0  # what the better branches leave over at the root
-        for match, end in self._matches(text, seq.tokens, max(1, budget.width)):
-            follow = list(_copy(seq.tokens, end, max(1, budget.depth), seq.stop_ids))
+        for match, end in self._matches(text, text.tokens, max(1, budget.width)):
+            follow = list(_copy(text.tokens, end, max(1, budget.depth), seq.stop_ids))
             if not text.guess:
                 text.guess, text.match = follow, match
             node = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -13,7 +12,9 @@ from forerun.checks import shown
 from forerun.completion import Completion, completion_of
 from forerun.dropin.hooks import Hook, tokens_until_stop
 from forerun.engine.detokenize import Decodes
+from forerun.engine.driver import Driver, Handle
 from forerun.engine.engine import Engine
+from forerun.engine.sequence import SequenceState
 from forerun.errors import InvalidInput
 from forerun.types import Request
 
@@ -40,50 +41,46 @@ def run(
     tokenizer: Decodes | None,
 ) -> list[Completion]:
     """All texts, in order. `prompts` are the rows as they came, pads included. Nothing stays in the engine."""
-    texts: dict[int, _Text] = {}
+    driver, handles = Driver(engine), dict[int, Handle]()
+    texts = [_Text(prompt) for prompt in prompts]
     try:
-        for request, prompt in zip(requests, prompts, strict=True):
-            seq_id = engine.submit(request)
-            seq = engine.find(seq_id)
-            texts[seq_id] = _Text(seq, prompt)
-        while engine.busy:
-            started = perf_counter()
-            events = engine.step()
-            spent = perf_counter() - started
-            for event in events:
-                fresh = texts[event.seq_id].take(event.tokens, criteria, spent)
-                if texts[event.seq_id].stopped:
-                    engine.abort(event.seq_id)
-                if streamer is not None and fresh:
-                    streamer.put(torch.tensor(fresh))
+        for place, request in enumerate(requests):
+            handles[place] = driver.submit(request)
+        for place, event in driver.events(handles):
+            fresh = texts[place].take(event.tokens, criteria)
+            if texts[place].stopped:
+                driver.abort(handles[place])
+            if streamer is not None and fresh:
+                streamer.put(torch.tensor(fresh))
     finally:
-        for seq_id in texts:
-            engine.abort(seq_id)
+        for handle in handles.values():
+            driver.abort(handle)
+    if errors := [handle.seq.error for handle in handles.values() if handle.seq.error is not None]:
+        raise errors[0]
     if streamer is not None:
         streamer.end()
-    return [text.completion(engine, tokenizer) for text in texts.values()]
+    return [text.completion(handles[place].seq, engine, tokenizer) for place, text in enumerate(texts)]
 
 
 class _Text:
     """One text on its way."""
 
-    def __init__(self, seq: Any, prompt: list[int]) -> None:
-        self.seq, self.prompt = seq, prompt
-        self.written: list[int] = []
-        self.seconds = 0.0
+    def __init__(self, prompt: list[int]) -> None:
+        self.prompt, self.written = prompt, list[int]()
         self.stopped = False  # by a criterion of the caller
 
-    def take(self, tokens: Sequence[int], criteria: Sequence[Hook], seconds: float) -> list[int]:
+    def take(self, tokens: Sequence[int], criteria: Sequence[Hook]) -> list[int]:
         """Add the tokens of a round, up to the one at which a criterion stops; those that were added."""
+        if self.stopped:
+            return []
         count = tokens_until_stop(criteria, [*self.prompt, *self.written], tokens) if criteria else None
         self.stopped = count is not None
         fresh = list(tokens[:count])
         self.written += fresh
-        self.seconds += seconds
         return fresh
 
-    def completion(self, engine: Engine, tokenizer: Decodes | None) -> Completion:
-        exact = engine.verifiers.get(self.seq.verifier).exact
+    def completion(self, seq: SequenceState, engine: Engine, tokenizer: Decodes | None) -> Completion:
+        done = completion_of(seq, engine.verifiers.get(seq.verifier).exact)
         text = "" if tokenizer is None else tokenizer.decode(self.written)
-        done = completion_of(self.seq, text, self.seconds, [], exact)
-        return replace(done, token_ids=self.written, finish_reason="stop") if self.stopped else done
+        ended = "stop" if self.stopped else done.finish_reason
+        return replace(done, text=text, token_ids=self.written, finish_reason=ended)

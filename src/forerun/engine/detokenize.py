@@ -18,21 +18,32 @@ class Decodes(Protocol):
 class Detokenizer:
     """The text of one sequence's output."""
 
+    __slots__ = ("_done", "_from", "_ids", "_passed", "_taken", "stops", "text", "tokenizer")
+
     def __init__(self, tokenizer: Decodes | None, stops: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.stops = tuple(stops)
         self.text = ""  # all that is decoded, cut at a stop string
         self._taken = 0  # characters already handed out
         self._passed = 0  # characters written before stop strings began to count
-        self._ids: list[int] = []
-        self._from = 0  # ids before this one no longer influence what follows
+        self._ids: list[int] = []  # those that still influence what follows; never changed, only replaced
+        self._from = 0  # ids before this one no longer do
         self._done = 0  # ids before this one are in `text`
+
+    def fork(self) -> Detokenizer:
+        """A second one that goes on from here, so that a round can be worked out before it counts."""
+        twin = Detokenizer.__new__(Detokenizer)
+        twin.tokenizer, twin.stops, twin.text = self.tokenizer, self.stops, self.text
+        twin._taken, twin._passed, twin._ids = self._taken, self._passed, self._ids
+        twin._from, twin._done = self._from, self._done
+        return twin
 
     def push(self, token: int, may_stop: bool = True) -> bool:
         """Add a token; True if it completes a stop string, which is then cut off."""
         if self.tokenizer is None:
             return False
-        self._ids.append(token)
+        self._ids = [*self._ids[self._from :], token]
+        self._done, self._from = self._done - self._from, 0
         before = self.tokenizer.decode(self._ids[self._from : self._done])
         after = self.tokenizer.decode(self._ids[self._from :])
         if after.endswith("\ufffd"):

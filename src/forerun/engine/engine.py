@@ -1,29 +1,45 @@
 """The loop. Plain decoding, chains, trees, any drafter and any verifier run through `Engine.step`.
 
-engine.submit(Request(prompt)); while engine.busy: events = engine.step()
+    engine.submit(Request(prompt)); while engine.busy: events = engine.step()
+
+A round happens whole or not at all. What it comes to is worked out first (`Advance`) and then written, which can be
+repeated where it was interrupted. A round that fails before that is rolled back by recomputation: its sequences give
+their caches back and queue again with the tokens that they have. One thread at a time: see forerun.engine.driver.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from time import perf_counter
 
 from forerun.control.base import Controller
 from forerun.engine.detokenize import Decodes, Detokenizer
-from forerun.engine.metrics import EngineStats
+from forerun.engine.metrics import EngineStats, Stopwatch
+from forerun.engine.outcome import outcome_of
 from forerun.engine.routing import DrafterPool, VerifierPool
-from forerun.engine.sequence import SequenceState
+from forerun.engine.sequence import Advance, SequenceState, Tokens
 from forerun.errors import InvalidInput, PromptTooLong
 from forerun.models.base import Target
 from forerun.noise import Noise, fresh_seed
-from forerun.types import Budget, Event, Laws, Request, Round, TokenLogprob, TreeBatch, Verdict
-from forerun.verify.warp import token_logprobs, warp
+from forerun.types import Budget, Event, Request, Verdict
+from forerun.verify.warp import warp
+
+log = logging.getLogger(__name__)
 
 PROMPT_ROWS = 4096  # tokens of several prompts that one step takes in: whoever writes already waits for them
+
+
+class Pending:
+    """A change of state that is under way: until its advances are known it is undone, from then on completed."""
+
+    __slots__ = ("advances", "seqs")
+
+    def __init__(self, seqs: Sequence[SequenceState], advances: list[Advance] | None = None) -> None:
+        self.seqs, self.advances = seqs, advances
 
 
 class Engine:
@@ -51,39 +67,69 @@ class Engine:
         self.running: list[SequenceState] = []
         self.stats = EngineStats()
         self._next_id = 0
+        self._pending: Pending | None = None
+        self._unread: list[Event] = []  # of what was completed and not returned yet
+        self._limit: int | None = None  # sequences at once, since a round failed; None = max_batch
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self._unread)
 
     def step(self) -> list[Event]:
-        """One round for everybody: admit, plan, propose, score, warp, verify, commit, observe, emit."""
-        self._admit()
-        seqs = self.running
-        if not seqs:
-            return []
-        with self._release_on_error(seqs):
-            clock = Stopwatch()
-            budgets = self._plan(seqs)
-            trees = self.drafters.propose(seqs, budgets)
-            clock.lap("draft")
-            scores = self.target.score(seqs, trees, self.drafters.needs(seqs))
-            clock.lap("target")
-            laws = warp(scores.required_logits, seqs, trees)
-            noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
-            verdict = self.verifiers.verify(seqs, trees, laws, noise, scores.greedy)
-            clock.lap("verify")
-            clock.move(
-                trees.device_seconds, "verify", "draft"
-            )  # the device drafted while nobody waited for it
-            self.target.commit(seqs, trees, verdict)
-            self.drafters.observe(seqs, trees, scores, verdict)
-            events = self._emit(seqs, trees, laws, verdict, clock)
-        self.running = [seq for seq in seqs if not seq.finished]
+        """One round for everybody: admit, plan, propose, score, warp, verify, commit, observe, emit.
+
+        A request that cannot go on ends with an event of its own, whose `error` says why; an interrupt is raised.
+        Either way nobody else is harmed: what was written stays, and the round that failed is made again.
+        """
+        try:
+            if self._pending is not None:
+                self._recover()
+            started = perf_counter()
+            if self.waiting:
+                self._admit()
+            if self.running:
+                self._round(self.running, started)
+        except Exception as error:
+            self._after_failure(error)
+        except BaseException:
+            self._recover()
+            raise
+        events, self._unread = self._unread, []
         return events
+
+    def _round(self, seqs: list[SequenceState], started: float) -> None:
+        clock = Stopwatch()
+        pending = self._pending = Pending(seqs)
+        budgets = self._plan(seqs)
+        trees = self.drafters.propose(seqs, budgets)
+        clock.lap("draft")
+        scores = self.target.score(seqs, trees, self.drafters.needs(seqs))
+        clock.lap("target")
+        laws = warp(scores.required_logits, seqs, trees)
+        noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
+        verdict = self.verifiers.verify(seqs, trees, laws, noise, scores.greedy)
+        clock.lap("verify")
+        clock.move(trees.device_seconds, "verify", "draft")  # drafted while nobody waited for it
+        self.target.commit(seqs, trees, verdict)
+        self.drafters.observe(seqs, trees, scores, verdict)
+        spent = perf_counter() - started
+        advances, outcome = outcome_of(seqs, trees, laws, verdict, clock.seconds, spent)
+        pending.advances = advances  # from here on the round has happened
+        for advance in advances:
+            advance.seq.take(advance)
+        clock.lap("rest")
+        self.controller.observe(outcome)
+        self._complete(advances)
+        self.stats.count(sum(len(advance.tokens) for advance in advances), clock.seconds)
 
     def submit(self, request: Request) -> int:
         """Queue a request; its id names it in events."""
+        seq = self.prepare(request)
+        self.enqueue(seq)
+        return seq.id
+
+    def prepare(self, request: Request) -> SequenceState:
+        """The sequence of a request, if it can be served; nothing else is changed."""
         self._check(request)
         params = request.params
         drafter = request.drafter or self.default_drafter
@@ -92,8 +138,9 @@ class Engine:
         if verifier == "auto":
             verifier = "exact" if params.seed is None else "coupled"
         eos = frozenset() if params.ignore_eos else self.stop_ids
-        seq = SequenceState(
-            id=self._next_id,
+        self._next_id += 1
+        return SequenceState(
+            id=self._next_id - 1,
             request=request,
             seed=fresh_seed() if params.seed is None else params.seed,
             max_length=min(len(request.prompt) + params.max_tokens, self.max_length),
@@ -102,20 +149,22 @@ class Engine:
             verifier=verifier,
             shares_noise=self.verifiers.get(verifier).shares_noise,
             detokenizer=Detokenizer(self.tokenizer, params.stop),
-            tokens=list(request.prompt),
+            tokens=Tokens(request.prompt),
             prompt_length=len(request.prompt),
+            drafting=drafter,
         )
-        self._next_id += 1
-        self.waiting.append(seq)
-        return seq.id
+
+    def enqueue(self, seq: SequenceState) -> None:
+        """Let a sequence wait for its turn; repeated at once, where it was interrupted, it changes nothing."""
+        if not self.waiting or self.waiting[-1] is not seq:
+            self.waiting.append(seq)
 
     def abort(self, seq_id: int) -> None:
         """Drop a request, queued or running; unknown ids are ignored."""
-        for queue in (self.waiting, self.running):
-            for seq in [seq for seq in queue if seq.id == seq_id]:
-                queue.remove(seq)
-                seq.finished = "aborted"
-                self._forget(seq)
+        self._recover()
+        seq = self.find(seq_id)
+        if seq is not None:
+            self._end(seq.ended("aborted"))
 
     def find(self, seq_id: int) -> SequenceState | None:
         """The sequence behind an id while it is queued or running."""
@@ -140,40 +189,35 @@ class Engine:
     def _admit(self) -> None:
         """Prefill queued requests in order, as many at once as there is room for."""
         group = self._next_group()
-        if not group and self.waiting and not self.running:
-            limit = f"a request of {self.waiting.popleft().max_length} tokens does not fit the KV cache"
-            raise InvalidInput(f"{limit}; raise kv_slots or lower max_tokens")
         if not group:
+            if self.waiting and not self.running:
+                seq = self.waiting[0]
+                limit = f"a request of {seq.max_length} tokens does not fit the KV cache"
+                self._end(seq.ended("error", InvalidInput(f"{limit}; raise kv_slots or lower max_tokens")))
             return
+        started = perf_counter()
+        self._pending = Pending(group)
         for _ in group:
             self.waiting.popleft()
-        self.running += group
-        with self._release_on_error(group):
-            trees, scores = self.target.prefill(group, self.drafters.needs(group))
-            verdict = Verdict.whole_chain(trees, [seq.tokens[-1] for seq in group])
-            self.drafters.observe(group, trees, scores, verdict)
+        self.running = [*self.running, *group]
+        trees, scores = self.target.prefill(group, self.drafters.needs(group))
+        verdict = Verdict.whole_chain(trees, [seq.tokens[-1] for seq in group])
+        self.drafters.observe(group, trees, scores, verdict)
+        for seq in group:
+            seq.note_prompt(perf_counter() - started)
+        self._pending = None
 
     def _next_group(self) -> list[SequenceState]:
         """The head of the queue: what fits the batch, the slots and, but for one long prompt, PROMPT_ROWS."""
         group: list[SequenceState] = []
-        rows = 0
-        for seq in islice(self.waiting, max(0, self.max_batch - len(self.running))):
+        rows, most = 0, min(self.max_batch, self._limit or self.max_batch)
+        for seq in islice(self.waiting, max(0, most - len(self.running))):
             rows += len(seq.tokens)
             lengths = [each.max_length for each in (*group, seq)]
             if (group and rows > PROMPT_ROWS) or not self.target.has_room(*lengths):
                 break
             group.append(seq)
         return group
-
-    @contextmanager
-    def _release_on_error(self, seqs: Sequence[SequenceState]) -> Iterator[None]:
-        """A round that fails half-way leaves caches that no longer match their texts: end those texts."""
-        try:
-            yield
-        except BaseException:
-            for seq in list(seqs):
-                self.abort(seq.id)
-            raise
 
     def _plan(self, seqs: Sequence[SequenceState]) -> list[Budget]:
         """The controller's budgets, or a request's own, cut to what the sequence can still take."""
@@ -186,63 +230,66 @@ class Engine:
             budgets.append(replace(wish, nodes=nodes, depth=depth))
         return budgets
 
-    def _emit(
-        self, seqs: Sequence[SequenceState], trees: TreeBatch, laws: Laws, verdict: Verdict, clock: Stopwatch
-    ) -> list[Event]:
-        """Append what was committed, end what has ended, and tell the controller what the round came to."""
-        paths, bonus = verdict.to_host()
-        (tokens, _), depths = trees.to_host(), trees.host_depths()
-        events, deepest, accepted = [], [], []
-        for b, seq in enumerate(seqs):
-            first, end = trees.starts[b], trees.starts[b + 1]
-            path = paths[b]
-            taken = seq.append([*(tokens[first + node] for node in path), bonus[b]])
-            kept = min(len(path), taken)
-            deepest.append(max(depths[first:end]))
-            accepted.append(kept)
-            seq.stats.count(taken, end - first - 1, deepest[b], kept)
-            nodes = [first, *(first + node for node in path)][:taken]
-            events.append(self._event(seq, nodes, kept, laws))
-        clock.lap("rest")
-        drafted = tuple(size - 1 for size in trees.sizes())
-        outcome = Round(tuple(seqs), drafted, tuple(deepest), tuple(accepted), clock.seconds)
-        self.controller.observe(outcome)
-        self.stats.count(sum(len(event.tokens) for event in events), clock.seconds)
-        for seq in seqs:
-            if seq.finished:
-                self._forget(seq)
-        return events
+    def _end(self, advance: Advance) -> None:
+        """End a sequence, wherever it is."""
+        self._pending = Pending([advance.seq], [advance])
+        self._recover()
 
-    def _event(self, seq: SequenceState, nodes: list[int], accepted: int, laws: Laws) -> Event:
-        """What the round added to a sequence; nodes[i] is the node whose law token i was drawn from."""
-        fresh = tuple(seq.tokens[len(seq.tokens) - len(nodes) :])
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if seq.params.logprobs is not None:
-            logprobs = token_logprobs(laws, nodes, fresh, seq.params.logprobs)
-        text = seq.detokenizer.take(final=seq.finished is not None)
-        return Event(seq.id, fresh, accepted, text, logprobs, seq.finished)
+    def _recover(self) -> None:
+        """Complete or undo what an error or an interrupt has cut short. Can itself be interrupted, and repeated."""
+        pending = self._pending
+        if pending is None:
+            return
+        if pending.advances is None:
+            self._roll_back(pending.seqs)
+            return
+        for advance in pending.advances:
+            advance.seq.take(advance)
+        self._complete(pending.advances)
+
+    def _complete(self, advances: Sequence[Advance]) -> None:
+        """After a round was written: free what has ended, and have the events read."""
+        ended = [advance.seq for advance in advances if advance.finished is not None]
+        for seq in ended:
+            self._forget(seq)
+        if ended:
+            self.running = [seq for seq in self.running if not seq.finished]
+            self.waiting = deque(seq for seq in self.waiting if not seq.finished)
+            if self._limit is not None:  # who leaves gives room to try one more
+                self._limit = self._limit + 1 if self._limit < self.max_batch else None
+        fresh = [advance.event for advance in advances if advance.event is not None]
+        self._unread, self._pending = [*self._unread, *fresh], None
+
+    def _roll_back(self, seqs: Sequence[SequenceState]) -> None:
+        """Free what these sequences hold and queue them again, in front: their prompts now end where they are."""
+        for seq in seqs:
+            self._forget(seq)
+        hit = {seq.id for seq in seqs}
+        again = sorted(seqs, key=lambda seq: -seq.failures)  # who fails alone is to be found soon
+        self.running = [seq for seq in self.running if seq.id not in hit]
+        self.waiting = deque([*again, *(seq for seq in self.waiting if seq.id not in hit)])
+        self._pending = None
+
+    def _after_failure(self, error: Exception) -> None:
+        """Try again with half as many at once; a sequence that fails twice, alone, ends with the error."""
+        pending = self._pending
+        if pending is None:
+            raise error  # nothing was under way: trying again would come to the same
+        if pending.advances is not None:
+            log.warning("a round was completed, but not all were told of it: %r", error)
+            self._recover()
+            return
+        seqs = list(pending.seqs)
+        for seq in seqs:
+            seq.note_failure()
+        self._recover()
+        self._limit = max(1, len(seqs) // 2)
+        if len(seqs) == 1 and seqs[0].failures > 1:
+            self._end(seqs[0].ended("error", error))
+        else:
+            log.warning("a round of %d sequences failed and is made again: %r", len(seqs), error)
 
     def _forget(self, seq: SequenceState) -> None:
         self.target.release(seq)
         self.drafters.forget(seq)
         self.controller.forget(seq)
-
-
-class Stopwatch:
-    """Seconds per part of a round."""
-
-    def __init__(self, now: Callable[[], float] = perf_counter) -> None:
-        self.seconds: dict[str, float] = {}
-        self._now, self._last = now, now()
-
-    def lap(self, part: str) -> None:
-        """Book the time since the last lap under a name."""
-        now = self._now()
-        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
-        self._last = now
-
-    def move(self, seconds: float, part: str, other: str) -> None:
-        """Book so much of one part, as far as it has it, under another."""
-        seconds = min(seconds, self.seconds[part])
-        self.seconds[part] -= seconds
-        self.seconds[other] += seconds

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
+from typing import NamedTuple
+
+
+class RoundCounts(NamedTuple):
+    """What one round came to for one sequence."""
+
+    tokens: int
+    drafted: int  # nodes below the root
+    depth: int  # of the deepest
+    accepted: int
+    seconds: float  # of the whole step
 
 
 @dataclass(slots=True)
@@ -15,17 +28,23 @@ class SequenceStats:
     accepted: int = 0
     reached: list[int] = field(default_factory=list)  # [depth-1] rounds whose tree reached that depth
     kept: list[int] = field(default_factory=list)  # [depth-1] rounds whose path reached that depth
+    seconds: float = 0.0  # of the engine's steps that it took part in, the one that read its prompt included
+    prompt_seconds: float = 0.0  # of these, reading its prompt, beside those that were read with it
 
-    def count(self, tokens: int, drafted: int, depth: int, accepted: int) -> None:
-        """Add one round: what was committed, the tree's nodes and depth, and the length of the path."""
-        self.rounds += 1
-        self.tokens += tokens
-        self.drafted += drafted
-        self.accepted += accepted
-        for counts, length in ((self.reached, depth), (self.kept, accepted)):
-            counts.extend([0] * (depth - len(counts)))
-            for i in range(length):
-                counts[i] += 1
+    @classmethod
+    def of(cls, rounds: Sequence[RoundCounts], prompt_seconds: float = 0.0) -> SequenceStats:
+        """Add up rounds."""
+        depths = range(1, max((one.depth for one in rounds), default=0) + 1)
+        return cls(
+            len(rounds),
+            sum(one.tokens for one in rounds),
+            sum(one.drafted for one in rounds),
+            sum(one.accepted for one in rounds),
+            [sum(one.depth >= depth for one in rounds) for depth in depths],
+            [sum(one.accepted >= depth for one in rounds) for depth in depths],
+            sum(one.seconds for one in rounds),
+            prompt_seconds,
+        )
 
     @property
     def tokens_per_round(self) -> float:
@@ -50,3 +69,23 @@ class EngineStats:
         self.tokens += tokens
         for part, spent in seconds.items():
             self.seconds[part] = self.seconds.get(part, 0.0) + spent
+
+
+class Stopwatch:
+    """Seconds per part of a round."""
+
+    def __init__(self, now: Callable[[], float] = perf_counter) -> None:
+        self.seconds: dict[str, float] = {}
+        self._now, self._last = now, now()
+
+    def lap(self, part: str) -> None:
+        """Book the time since the last lap under a name."""
+        now = self._now()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def move(self, seconds: float, part: str, other: str) -> None:
+        """Book so much of one part, as far as it has it, under another."""
+        seconds = min(seconds, self.seconds[part])
+        self.seconds[part] -= seconds
+        self.seconds[other] += seconds

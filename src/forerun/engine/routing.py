@@ -1,25 +1,33 @@
 """Per-request drafters and verifiers: several parts behind the seam of one.
 
 A batch may mix requests that want different drafters or verifiers. These pools split it, let each part do
-its share, and put the results back in order; a batch that agrees pays nothing for it.
+its share, and put the results back in order; a batch that agrees pays nothing for it. Drafters may come from
+anywhere: one that raises, or whose trees are malformed, is switched off for its sequences, which go on plainly.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from forerun.errors import RequestFailed
+from forerun.drafters.none import NoDrafter
+from forerun.engine.sequence import SequenceState
+from forerun.engine.tree_check import check_trees
 from forerun.noise import Noise
-from forerun.types import Budget, Greedy, Laws, Needs, Scores, TreeBatch, Verdict
+from forerun.types import Budget, Greedy, Laws, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
 
 if TYPE_CHECKING:
     from forerun.drafters.base import Drafter
-    from forerun.engine.sequence import SequenceState
     from forerun.verify.base import Verifier
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+SWITCHED_OFF = ""  # what drafts for a sequence whose own drafter has failed
 
 
 def _groups(names: Sequence[str]) -> dict[str, list[int]]:
@@ -32,9 +40,10 @@ def _groups(names: Sequence[str]) -> dict[str, list[int]]:
 class DrafterPool:
     """Drafters by name, made when first asked for."""
 
-    def __init__(self, make: Callable[[str], Drafter]) -> None:
-        self._make = make
-        self._made: dict[str, Drafter] = {}
+    def __init__(self, make: Callable[[str], Drafter], vocab_size: int) -> None:
+        self._make, self._vocab_size = make, vocab_size
+        self._made: dict[str, Drafter] = {SWITCHED_OFF: NoDrafter()}
+        self._failed: set[str] = set()
 
     def get(self, name: str) -> Drafter:
         if name not in self._made:
@@ -46,17 +55,21 @@ class DrafterPool:
         self._made[name] = drafter
 
     def needs(self, seqs: Sequence[SequenceState]) -> Needs:
-        needs = Needs()
-        for name in {seq.drafter for seq in seqs}:
-            needs = needs | self.get(name).needs
-        return needs
+        needs: Needs | None = None
+        for name in {seq.drafting for seq in seqs}:
+            try:
+                more = self._made[name].needs
+                needs = more if needs is None else needs | more
+            except Exception as error:
+                self._switch_off(name, [seq for seq in seqs if seq.drafting == name], error)
+        return needs or Needs()
 
     def propose(self, seqs: Sequence[SequenceState], budgets: Sequence[Budget]) -> TreeBatch:
-        groups = _groups([seq.drafter for seq in seqs])
+        groups = _groups([seq.drafting for seq in seqs])
         if len(groups) == 1:
-            return self.get(seqs[0].drafter).propose(seqs, budgets)
+            return self._propose(seqs[0].drafting, seqs, budgets)
         parts = [
-            self.get(name).propose([seqs[b] for b in which], [budgets[b] for b in which])
+            self._propose(name, [seqs[b] for b in which], [budgets[b] for b in which])
             for name, which in groups.items()
         ]
         return TreeBatch.join(parts, [b for which in groups.values() for b in which])
@@ -64,19 +77,71 @@ class DrafterPool:
     def observe(
         self, seqs: Sequence[SequenceState], trees: TreeBatch, scores: Scores, verdict: Verdict
     ) -> None:
-        groups = _groups([seq.drafter for seq in seqs])
+        groups = _groups([seq.drafting for seq in seqs])
         for name, which in groups.items():
-            if len(groups) == 1:
-                self.get(name).observe(seqs, trees, scores, verdict)
-                continue
-            nodes, rows = trees.nodes_of(which), torch.tensor(which, device=verdict.paths.device)
-            hidden = {layer: rows_[nodes] for layer, rows_ in scores.hidden.items()}
-            part = Scores(None if scores.logits is None else scores.logits[nodes], hidden)
-            chosen = Verdict(verdict.paths[rows], verdict.accepted[rows], verdict.bonus[rows])
-            self.get(name).observe([seqs[b] for b in which], trees.select(which), part, chosen)
+            some = seqs if len(groups) == 1 else [seqs[b] for b in which]
+            try:
+                if len(groups) == 1:
+                    self._made[name].observe(seqs, trees, scores, verdict)
+                else:
+                    self._observe_part(name, some, which, trees, scores, verdict)
+            except Exception as error:
+                self._switch_off(name, some, error)
 
     def forget(self, seq: SequenceState) -> None:
-        self.get(seq.drafter).forget(seq)
+        """Also what a drafter that was switched off may still hold."""
+        for name in {seq.drafting, seq.drafter}:
+            if name in self._made:
+                self._forget(name, seq)
+
+    def ask(self, seq: Seq, question: Callable[[Drafter], T]) -> T:
+        """What a sequence's drafter says; one that raises is switched off, and the plain one is asked."""
+        assert isinstance(seq, SequenceState), "only the engine's own sequences have a drafter"
+        try:
+            return question(self._made[seq.drafting])
+        except Exception as error:
+            self._switch_off(seq.drafting, [seq], error)
+            return question(self._made[SWITCHED_OFF])
+
+    def _propose(self, name: str, seqs: Sequence[SequenceState], budgets: Sequence[Budget]) -> TreeBatch:
+        try:
+            trees = self._made[name].propose(seqs, budgets)
+            check_trees(trees, seqs, budgets, self._vocab_size)
+        except Exception as error:
+            self._switch_off(name, seqs, error)
+            return self._made[SWITCHED_OFF].propose(seqs, budgets)
+        return trees
+
+    def _observe_part(
+        self,
+        name: str,
+        seqs: Sequence[SequenceState],
+        which: Sequence[int],
+        trees: TreeBatch,
+        scores: Scores,
+        verdict: Verdict,
+    ) -> None:
+        """Show a drafter its own sequences of a batch that several share."""
+        nodes, rows = trees.nodes_of(which), torch.tensor(which, device=verdict.paths.device)
+        hidden = {layer: rows_[nodes] for layer, rows_ in scores.hidden.items()}
+        part = Scores(None if scores.logits is None else scores.logits[nodes], hidden)
+        chosen = Verdict(verdict.paths[rows], verdict.accepted[rows], verdict.bonus[rows])
+        self._made[name].observe(seqs, trees.select(which), part, chosen)
+
+    def _switch_off(self, name: str, seqs: Sequence[SequenceState], error: Exception) -> None:
+        """These sequences go on without their drafter; said once per drafter."""
+        if name not in self._failed:
+            self._failed.add(name)
+            log.warning("drafter %r failed and is switched off for its sequences: %r", name, error)
+        for seq in seqs:
+            seq.draft_with(SWITCHED_OFF)
+            self._forget(name, seq)
+
+    def _forget(self, name: str, seq: SequenceState) -> None:
+        try:
+            self._made[name].forget(seq)
+        except Exception as error:
+            log.warning("drafter %r could not forget a sequence: %r", name, error)
 
 
 class VerifierPool:
@@ -109,11 +174,7 @@ class VerifierPool:
         bonus = [0] * len(seqs)
         for name, which in groups.items():
             part = laws.select(trees.nodes_of(which), which)
-            try:
-                verdict = self.get(name).verify(trees.select(which), part, noise.select(which))
-            except RequestFailed as failed:  # it names places in its part of the batch
-                failed.rows = tuple(which[row] for row in failed.rows)
-                raise
+            verdict = self.get(name).verify(trees.select(which), part, noise.select(which))
             for b, path, token in zip(which, *verdict.to_host(), strict=True):
                 paths[b], bonus[b] = path, token
         return Verdict.of(paths, bonus, trees.device)

@@ -1,16 +1,34 @@
-"""One text being written: its tokens, its rules for ending, and what was counted on the way."""
+"""One sequence of the engine: its tokens, its rules for ending, and what was counted on the way.
+
+Drafters, targets and controllers get it as it is and cannot change it: its fields are frozen and its tokens refuse
+to be changed. Only `SequenceState.take` writes, all that a round has come to at once, and may be called again where
+it was interrupted: a fault leaves a sequence as it was before a round or as it is after it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
 
 from forerun.engine.detokenize import Detokenizer
-from forerun.engine.metrics import SequenceStats
+from forerun.engine.metrics import RoundCounts, SequenceStats
 from forerun.params import SamplingParams
-from forerun.types import FinishReason, Request
+from forerun.types import Event, FinishReason, Request
 
 
-@dataclass(slots=True, eq=False)
+class Tokens(list[int]):
+    """A list that reads like any other and refuses to be changed: slices and sums of it are plain lists."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("the tokens of a sequence are read-only; copy them with list(seq.tokens)")
+
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SequenceState:
     """The engine's own view of a request; others see it as `forerun.types.Seq`."""
 
@@ -19,38 +37,98 @@ class SequenceState:
     seed: int
     max_length: int
     stop_ids: frozenset[int]
-    drafter: str
+    drafter: str  # as asked for
     verifier: str
     shares_noise: bool
     detokenizer: Detokenizer
-    tokens: list[int]
+    tokens: Tokens
     prompt_length: int
-    stats: SequenceStats = field(default_factory=SequenceStats)
+    drafting: str  # the drafter's name, or the plain one's where it has failed
+    rounds: list[RoundCounts] = field(default_factory=list)  # and what each came to
+    events: list[Event] = field(default_factory=list)  # all that came of it so far
+    prompt_seconds: float = 0.0
     finished: FinishReason | None = None
+    error: Exception | None = None
+    failures: int = 0  # rounds that failed since one succeeded
 
     @property
     def params(self) -> SamplingParams:
         return self.request.params
 
     @property
+    def stats(self) -> SequenceStats:
+        """What was counted so far; added up when it is asked for."""
+        return SequenceStats.of(self.rounds, self.prompt_seconds)
+
+    @property
     def room(self) -> int:
         """Tokens it may still write."""
         return self.max_length - len(self.tokens)
 
-    def append(self, tokens: list[int]) -> int:
-        """Take committed tokens up to the one that ends the text; returns how many were taken."""
-        for count, token in enumerate(tokens, start=1):
-            self.tokens.append(token)
-            self.finished = self._end_at(token)
-            if self.finished:
-                return count
-        return len(tokens)
+    def extended(self, tokens: list[int]) -> tuple[int, Detokenizer, FinishReason | None]:
+        """How many of these tokens it takes, up to the one that ends the text, and what that comes to."""
+        detokenizer = self.detokenizer
+        if detokenizer.tokenizer is not None:
+            detokenizer = detokenizer.fork()
+        written, least = len(self.tokens) - self.prompt_length, self.request.params.min_tokens
+        most = self.max_length - self.prompt_length
+        for token in tokens:
+            written += 1
+            may_stop = written >= least
+            if (may_stop and token in self.stop_ids) or detokenizer.push(token, may_stop):
+                return written - len(self.tokens) + self.prompt_length, detokenizer, "stop"
+            if written >= most:
+                return written - len(self.tokens) + self.prompt_length, detokenizer, "length"
+        return len(tokens), detokenizer, None
 
-    def _end_at(self, token: int) -> FinishReason | None:
-        written = len(self.tokens) - self.prompt_length
-        may_stop = written >= self.params.min_tokens
-        if may_stop and token in self.stop_ids:
-            return "stop"
-        if self.detokenizer.push(token, may_stop):
-            return "stop"
-        return "length" if self.room <= 0 else None
+    def take(self, advance: Advance) -> None:
+        """Write what a round has come to; a second time changes nothing."""
+        _write(self.tokens, slice(advance.length, None), advance.tokens)
+        if self.detokenizer is not advance.detokenizer:
+            _set(self, "detokenizer", advance.detokenizer)
+        if advance.counts is not None:
+            self.rounds[advance.rounds :] = (advance.counts,)
+        if advance.event is not None:
+            self.events[advance.events :] = (advance.event,)
+        if self.failures:
+            _set(self, "failures", 0)
+        if advance.finished is not None:
+            _set(self, "error", advance.error)
+            _set(self, "finished", advance.finished)  # last: who waits for it finds everything else in place
+
+    def ended(self, why: FinishReason, error: Exception | None = None) -> Advance:
+        """What ends it here and now, with an event if it is an error."""
+        detokenizer = self.detokenizer.fork()
+        text = detokenizer.take(final=True)
+        event = Event(self.id, (), 0, text, (), why, error) if why == "error" else None
+        return Advance(self, len(self.tokens), [], detokenizer, 0, None, len(self.events), event, why, error)
+
+    def note_failure(self) -> None:
+        """A round that it was in failed."""
+        _set(self, "failures", self.failures + 1)
+
+    def note_prompt(self, seconds: float) -> None:
+        """Its prompt was read, in so many seconds."""
+        _set(self, "prompt_seconds", self.prompt_seconds + seconds)
+
+    def draft_with(self, name: str) -> None:
+        """Another drafter from now on."""
+        _set(self, "drafting", name)
+
+
+class Advance(NamedTuple):
+    """What a round adds to a sequence: worked out, not yet written."""
+
+    seq: SequenceState
+    length: int  # tokens before it
+    tokens: list[int]
+    detokenizer: Detokenizer
+    rounds: int  # that came before it
+    counts: RoundCounts | None
+    events: int  # that came before it
+    event: Event | None
+    finished: FinishReason | None
+    error: Exception | None = None
+
+
+_set, _write = object.__setattr__, list.__setitem__

@@ -28,6 +28,11 @@ class FreeList:
         self.size = size
         self.runs: list[tuple[int, int]] = [(0, size)] if size else []  # (base, size), sorted, never touching
 
+    def copy(self) -> FreeList:
+        twin = FreeList(0)
+        twin.size, twin.runs = self.size, list(self.runs)
+        return twin
+
     def take(self, size: int) -> int | None:
         """The base of a run of `size` slots, or None where no run is that long."""
         for i, (base, free) in enumerate(self.runs):
@@ -38,8 +43,7 @@ class FreeList:
 
     def fits(self, sizes: Sequence[int]) -> bool:
         """Could runs of these sizes be taken, in this order? Free slots need not be in one row."""
-        trial = FreeList(0)
-        trial.runs = list(self.runs)
+        trial = self.copy()
         return all(trial.take(size) is not None for size in sizes)
 
     def give(self, base: int, size: int) -> None:
@@ -82,7 +86,11 @@ class Extent:
 
 
 class KVStore:
-    """Keys and values of all sequences: `data` [L, 2, Hkv, S, D], keys at 0 and values at 1."""
+    """Keys and values of all sequences: `data` [L, 2, Hkv, S, D], keys at 0 and values at 1.
+
+    Who holds which slots, and which are free, is one value that is replaced in one step: whatever fails or is
+    interrupted, no slot is lost and none has two owners.
+    """
 
     def __init__(
         self,
@@ -98,8 +106,11 @@ class KVStore:
         shape = (layers, 2, kv_heads, capacity or 0, head_dim)
         with torch.inference_mode(False):  # written in every mode, whoever made the store
             self.data = torch.empty(shape, dtype=dtype, device=device)
-        self._slots = FreeList(capacity or 0)
-        self._extents: dict[int, Extent] = {}
+        self._state: tuple[FreeList, dict[int, Extent]] = FreeList(capacity or 0), {}
+
+    @property
+    def _slots(self) -> FreeList:
+        return self._state[0]
 
     @property
     def used(self) -> int:
@@ -117,27 +128,37 @@ class KVStore:
     def reserve(self, seq_id: int, size: int) -> Extent:
         """Give a sequence its slots for life; what it held before is released."""
         self.release(seq_id)
-        base = self._slots.take(size)
+        slots = self._slots.copy()
+        base = slots.take(size)
         if base is None and not self.bounded:
-            self._grow(size - self._slots.tail)
-            base = self._slots.take(size)
+            slots.grow(self._make_room(size - slots.tail))
+            base = slots.take(size)
         if base is None:
             raise InvalidInput(
                 f"a sequence needs {size} KV slots in a row, but the longest free run of {self.capacity} is "
-                f"{self._slots.longest}: raise kv_slots, lower max_tokens, or wait for a sequence to finish"
+                f"{slots.longest}: raise kv_slots, lower max_tokens, or wait for a sequence to finish"
             )
-        extent = self._extents[seq_id] = Extent(base, size)
+        extent = Extent(base, size)
+        self._state = slots, {**self._state[1], seq_id: extent}
         return extent
 
     def release(self, seq_id: int) -> None:
-        extent = self._extents.pop(seq_id, None)
+        extents = dict(self._state[1])
+        extent = extents.pop(seq_id, None)
         if extent is not None:
-            self._slots.give(extent.base, extent.size)
+            slots = self._slots.copy()
+            slots.give(extent.base, extent.size)
+            self._state = slots, extents
+
+    def holds(self, seq_id: int) -> bool:
+        """Has this sequence slots?"""
+        return seq_id in self._state[1]
 
     def extent(self, seq_id: int) -> Extent:
-        if seq_id not in self._extents:
+        extent = self._state[1].get(seq_id)
+        if extent is None:
             raise InvalidInput(f"sequence {seq_id} holds no KV slots: prefill it first")
-        return self._extents[seq_id]
+        return extent
 
     def table(self, seq_id: int) -> Tensor:
         """[size] the slot of every position a sequence may have."""
@@ -171,16 +192,19 @@ class KVStore:
 
     def truncate(self, seq_id: int, length: int) -> None:
         """Forget what is committed beyond the first `length`; unknown sequences are ignored."""
-        if seq_id in self._extents:
-            extent = self._extents[seq_id]
+        if seq_id in self._state[1]:
+            extent = self._state[1][seq_id]
             extent.length = min(extent.length, length)
 
-    def _grow(self, size: int) -> None:
-        """Make room by copying into a larger tensor: rare, as it grows by half at least."""
+    def _make_room(self, size: int) -> int:
+        """Have a tensor with so many slots more, by half more at least, and say how many; the copy is rare."""
         more = max(size, self.capacity // 2)
         more = -(-more // CHUNK) * CHUNK
-        old = self.data
+        old, held = self.data, self.capacity
         with torch.inference_mode(False):
-            self.data = old.new_empty(*old.shape[:3], self.capacity + more, old.shape[4])
-        self.data[:, :, :, : self.capacity] = old
-        self._slots.grow(more)
+            larger = old.new_empty(*old.shape[:3], held + more, old.shape[4])
+        larger[:, :, :, :held] = old[
+            :, :, :, :held
+        ]  # it may be larger already, if the last call was interrupted
+        self.data = larger
+        return more

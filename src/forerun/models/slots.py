@@ -77,13 +77,13 @@ class SlotTarget:
 
     def _admit(self, seqs: Sequence[Seq]) -> list[list[int]]:
         """Slots for all that have none yet, or for none of them; what of each text is still to be cached."""
-        new = [seq for seq in seqs if seq.id not in self._lengths]
+        new = [seq for seq in seqs if not self.kv.holds(seq.id)]
         try:
             for seq in new:
                 length = max(min(seq.max_length, self.max_length), len(seq.tokens))
-                self.kv.reserve(seq.id, length + TREE_MARGIN)
                 self._lengths[seq.id] = length
-        except InvalidInput:
+                self.kv.reserve(seq.id, length + TREE_MARGIN)
+        except BaseException:
             for seq in new:
                 self.release(seq)
             raise

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.base import Controller
 from forerun.control.cost import CostModel
 from forerun.drafters.tree_builder import best_count, pays_to_deepen
 from forerun.offers import Offer
-from forerun.params import SamplingParams
-from forerun.types import Budget, Round, Seq
+from forerun.types import Budget, PlainSeq, Round, Seq
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +46,10 @@ class Make:
     one_pass: bool = False  # all levels come from one pass, which costs `level`
 
 
-@dataclass(slots=True)
-class Writing:
+@dataclass(slots=True, eq=False)
+class Writing(PlainSeq):
     """A text being written."""
 
-    id: int
-    tokens: list[int] = field(default_factory=lambda: [1])
-    prompt_length: int = 1
-    params: SamplingParams = field(default_factory=SamplingParams)
-    seed: int = 0
-    max_length: int = 1 << 20
-    stop_ids: frozenset[int] = frozenset()
-    shares_noise: bool = False
     match: tuple[float, ...] = ()  # survivals of what n-gram has at hand
     started: bool = False
     claimed: float = 0.0
@@ -82,7 +73,7 @@ class Simulation:
         self, cost: CostModel, make: Make, *, batch: int = 1, nodes: int = 60, width: int = 10, seed: int = 1
     ) -> None:
         self.cost, self.make, self.rng = cost, make, random.Random(seed)
-        self.texts = [Writing(i) for i in range(batch)]
+        self.texts = [Writing(i, [1]) for i in range(batch)]
         self.controller = AdaptiveController(CostModel(cost.seconds), nodes, width, self._offer)
         self.budgets: list[Budget] = []
 

@@ -18,29 +18,13 @@ from torch import Tensor
 from forerun.models.shared import SharedWeights
 from forerun.noise import DRAFT, draw, uniform
 from forerun.offers import Offer
-from forerun.params import SamplingParams
-from forerun.types import Budget, Draws, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.types import Budget, Draws, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
 
 Law = Callable[[Sequence[int]], Tensor]  # tokens so far -> [V], sums to 1
 Script = Callable[[Seq, Budget], tuple[Sequence[int], Sequence[int]]]  # -> tokens and parents, root included
 
 
-@dataclass(slots=True)
-class FakeSeq:
-    """A sequence that nobody schedules."""
-
-    id: int
-    tokens: list[int]
-    prompt_length: int = -1  # -1 = all of the tokens given
-    params: SamplingParams = field(default_factory=SamplingParams)
-    seed: int = 0
-    max_length: int = 1 << 20
-    stop_ids: frozenset[int] = frozenset()
-    shares_noise: bool = False
-
-    def __post_init__(self) -> None:
-        if self.prompt_length < 0:
-            self.prompt_length = len(self.tokens)
+FakeSeq = PlainSeq  # a sequence that nobody schedules
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from forerun.build import load_target, make_engine
 from forerun.drafters.eagle.config import NAMES
 from forerun.drafters.eagle.files import read_head, write_head
 from forerun.drafters.medusa import read_heads, write_heads
+from forerun.engine.driver import Driver
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.heads import open_head
 from forerun.models.base import Target
@@ -125,10 +126,8 @@ def _accepted(
         else tokenizer.encode(text)
         for text in PROMPTS
     ]
-    ids = [engine.submit(Request(tuple(ids), SamplingParams(max_tokens=tokens))) for ids in prompts]
-    seqs = [seq for seq in map(engine.find, ids) if seq is not None]
-    while engine.busy:
-        engine.step()
+    params = SamplingParams(max_tokens=tokens)
+    seqs = Driver(engine).write(Request(tuple(ids), params) for ids in prompts)
     rows = [seq.stats.accepted_per_position for seq in seqs]
     depth = max((len(row) for row in rows), default=0)
     rates = [sum(row[i] for row in rows if i < len(row)) / len(rows) for i in range(depth)]

@@ -11,13 +11,10 @@ Trees with siblings, chosen nodes and greedy trees have no such slack to carry, 
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from forerun.errors import ImpossibleLaw
 from forerun.noise import BLOCK, Noise
 from forerun.types import Laws, TreeBatch, Verdict
 from forerun.verify.exact import walk_exactly
-from forerun.verify.walk import TreeView, decide, stop_before
+from forerun.verify.walk import TreeView, decide
 
 
 class BlockVerifier:
@@ -35,36 +32,23 @@ def walk_block(view: TreeView) -> tuple[list[int], int]:
     if view.greedy or not is_sampled_chain(view):
         return walk_exactly(view)
     length = len(view.tokens) - 1
-    ratio, accepted = 1.0, 0
-    rest: Tensor | None = view.law(0)
+    ratio, accepted, rest = 1.0, 0, view.law(0)
     for i in range(length + 1):
-        p = law_if_any(view, i)
-        left: Tensor | None
-        if p is None or i == length:
+        p = view.law(i)
+        if i == length:
             left, passes = p, ratio
         else:
             q, x = view.drawn_from(i + 1), view.tokens[i + 1]
-            over = (ratio * p - q).clamp_(min=0.0)  # [V] sums to S_i
-            spare = float(over.sum())
+            left = (ratio * p - q).clamp_(min=0.0)  # [V] sums to S_i
+            spare = float(left.sum())
             passes = passing(spare, ratio)
-            left = over if spare > 0 else p
+            left = left if spare > 0 else p
             ratio = carry(ratio, float(p[x]), float(q[x]))
         # All of these numbers belong to the root's position, which no other round has: the tests of positions
         # beyond the prefix are spent in vain, and their numbers must not come again when the text gets there.
         if i == 0 or view.uniform(0, BLOCK, i) < passes:
             accepted, rest = i, left
-        if p is None:
-            break  # nothing can follow: the chain ends here
-    path = list(range(1, accepted + 1))
-    return stop_before(view, path) if rest is None else (path, view.draw(rest, accepted))
-
-
-def law_if_any(view: TreeView, node: int) -> Tensor | None:
-    """[V] the law after a node; None where no token is possible."""
-    try:
-        return view.law(node)
-    except ImpossibleLaw:
-        return None
+    return list(range(1, accepted + 1)), view.draw(rest, accepted)
 
 
 def passing(spare: float, ratio: float) -> float:

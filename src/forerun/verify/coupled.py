@@ -13,7 +13,7 @@ from __future__ import annotations
 from forerun.noise import Noise
 from forerun.types import Laws, TreeBatch, Verdict
 from forerun.verify.greedy import follow
-from forerun.verify.walk import TreeView, checked, decide, follow_argmax
+from forerun.verify.walk import TreeView, decide, follow_argmax
 from forerun.verify.warp import coupled_token
 
 
@@ -36,4 +36,4 @@ def walk_coupled(view: TreeView) -> tuple[list[int], int]:
         log_weights = view.log_weights(node)
         return coupled_token(log_weights, view.noise.uniforms(view.b, depth, log_weights))
 
-    return checked(view, *follow(view.tokens, view.children, say))
+    return follow(view.tokens, view.children, say)

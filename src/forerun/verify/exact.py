@@ -26,10 +26,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forerun.errors import ImpossibleLaw
 from forerun.noise import ACCEPT, Noise
 from forerun.types import Laws, TreeBatch, Verdict
-from forerun.verify.walk import TreeView, decide, follow_argmax, stop_before
+from forerun.verify.walk import TreeView, decide, follow_argmax
 
 _TINY = torch.finfo(torch.float64).tiny  # an empty support stays empty
 
@@ -51,10 +50,7 @@ def walk_exactly(view: TreeView) -> tuple[list[int], int]:
     path: list[int] = []
     node = 0
     while True:
-        try:
-            child, token = step(view, node, depth=len(path))
-        except ImpossibleLaw:
-            return stop_before(view, path)
+        child, token = step(view, node, depth=len(path))
         if child is None:
             return path, token
         path.append(child)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.errors import ImpossibleLaw, InvalidInput
+from forerun.errors import InvalidInput
 from forerun.noise import Noise
 from forerun.types import Laws, TreeBatch, Verdict
-from forerun.verify.walk import TreeView, decide, follow_argmax, stop_before
+from forerun.verify.walk import TreeView, decide, follow_argmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,7 @@ class TypicalVerifier:
         for node in range(len(view.tokens)):  # parents precede children
             if node not in paths or not view.children[node]:
                 continue
-            try:
-                p = view.law(node)
-            except ImpossibleLaw:
-                continue  # nothing can follow
+            p = view.law(node)
             least = min(self.epsilon, self.delta * math.exp(-entropy(view.log_weights(node), p)))
             for child in view.children[node]:
                 likely = float(p[view.tokens[child]])
@@ -63,10 +60,7 @@ class TypicalVerifier:
                     likelihoods[child] = likelihoods[node] + math.log(likely)
                     best = max(best, (len(paths[child]), likelihoods[child], -child))
         path = paths[-best[2]]
-        try:
-            return path, view.draw(view.law(-best[2]), len(path))
-        except ImpossibleLaw:
-            return stop_before(view, path)
+        return path, view.draw(view.law(-best[2]), len(path))
 
 
 def entropy(log_weights: Tensor, p: Tensor) -> float:

@@ -13,15 +13,10 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.errors import ImpossibleLaw
 from forerun.noise import DRAW, Noise, draw
 from forerun.types import Draws, Laws, TreeBatch, Verdict
 from forerun.verify.greedy import walk_argmax
-from forerun.verify.warp import top_tokens
-
-NOTHING_FOLLOWS = (
-    "no token is possible here: bans, biases, processors or a grammar rule all of them out; allow some"
-)
+from forerun.verify.warp import argmax_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +43,7 @@ class TreeView:
 
     def law(self, node: int) -> Tensor:
         """[V] fp64, the target's law after a node."""
-        law = self.laws.probs(self.first + node).double()
-        if bool(law[0].isnan()):  # one entry tells: a law is a softmax
-            raise self.impossible(node)
-        return law
-
-    def impossible(self, node: int) -> ImpossibleLaw:
-        """The error for a text that has arrived at a node after which nothing may follow."""
-        why = self.laws.failures.get(self.first + node, NOTHING_FOLLOWS)
-        return ImpossibleLaw(why, (self.b,))
+        return self.laws.probs(self.first + node).double()
 
     def drawn_from(self, node: int) -> Tensor:
         """[V] fp64, the law that a sampled node was drawn from; what its drafter does not know, it cannot draw."""
@@ -81,24 +68,9 @@ def decide(trees: TreeBatch, laws: Laws, noise: Noise, walk: Walk) -> Verdict:
     return Verdict.of([path for path, _ in walks], [bonus for _, bonus in walks], trees.device)
 
 
-def stop_before(view: TreeView, path: list[int]) -> tuple[list[int], int]:
-    """The verdict where nothing can follow the path: all of it is written, the error is the next round's.
-
-    So what is written before the error does not depend on what was drafted.
-    """
-    if not path:
-        raise view.impossible(0)
-    return path[:-1], view.tokens[path[-1]]
-
-
-def checked(view: TreeView, path: list[int], token: int) -> tuple[list[int], int]:
-    """The verdict of a walk that ended with this token, -1 = none is possible."""
-    return stop_before(view, path) if token < 0 else (path, token)
-
-
 def follow_argmax(view: TreeView) -> tuple[list[int], int]:
     """The walk of a greedy tree, under every rule."""
-    return checked(view, *walk_argmax(view.tokens, view.children, view.argmax))
+    return walk_argmax(view.tokens, view.children, view.argmax)
 
 
 def _views(trees: TreeBatch, laws: Laws, noise: Noise) -> list[TreeView]:
@@ -116,10 +88,10 @@ def _views(trees: TreeBatch, laws: Laws, noise: Noise) -> list[TreeView]:
 def _argmax_tokens(trees: TreeBatch, laws: Laws) -> list[int]:
     """[M] the target's token after each node of the greedy trees, in one pass and one read."""
     if all(laws.greedy):
-        return top_tokens(laws.log_weights)
+        return argmax_rows(laws.log_weights)
     nodes = trees.nodes_of([b for b, greedy in enumerate(laws.greedy) if greedy])
     argmax = [-1] * trees.nodes
     if len(nodes):
-        for node, top in zip(nodes.tolist(), top_tokens(laws.log_weights[nodes]), strict=True):
+        for node, top in zip(nodes.tolist(), argmax_rows(laws.log_weights[nodes]), strict=True):
             argmax[node] = top
     return argmax

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from forerun.verify.processors import process_block
 from forerun.verify.truncation import keep_top_k, keep_top_p, keep_within_min_p
 
 _BANNED = -math.inf
+NOTHING_LEFT = (
+    "no token can follow: logit_bias, bad_words, min_tokens and processors leave none; loosen one of them"
+)
 _AS_IS = (1.0, 0, 1.0, 0.0)  # temperature, top-k, top-p, min-p that change nothing
 
 
@@ -32,8 +35,12 @@ def warp(logits: Tensor, seqs: Sequence[Seq], trees: TreeBatch) -> Laws:
         return Laws(logits, greedy, plain_greedy=True)
     owners = [seq for seq, size in zip(seqs, trees.sizes(), strict=True) for _ in range(size)]
     failures: dict[int, str] = {}
-    log_weights = warp_rows(logits, owners, _paths(seqs, trees), failures)
-    return Laws(log_weights, greedy, failures=failures)
+    rows = warp_rows(logits, owners, _paths(seqs, trees), failures)
+    impossible = _impossible(rows, [row for row, seq in enumerate(owners) if _bans(seq.params)], failures)
+    if impossible:
+        rows = rows.clone()
+        rows[list(impossible)] = 0.0  # any law: whoever arrives there is not heeded
+    return Laws(rows, greedy, impossible=impossible)
 
 
 def warp_rows(
@@ -68,11 +75,9 @@ def coupled_token(log_weights: Tensor, uniforms: Tensor) -> int:
     """argmin(E / p), E = -log(1 - u): the draw from a law [V], given as log-weights, under shared noise.
 
     E is never less than u. So with the likeliest token as the one to beat, only tokens whose u / p is no more than
-    its E / p can win: a handful, and only theirs need a logarithm. -1 where no token is possible.
+    its E / p can win: a handful, and only theirs need a logarithm.
     """
-    top = top_tokens(log_weights[None])[0]
-    if top < 0:
-        return -1
+    top = argmax_rows(log_weights[None])[0]
     weights = (log_weights - log_weights[top]).exp_()  # [V], 1 at the top
     bar = -torch.log1p(-uniforms[top])
     rivals = (uniforms <= weights * bar * 1.0001).nonzero()[:, 0]  # a little wider than rounding can shift
@@ -84,13 +89,6 @@ def argmax_rows(rows: Tensor) -> list[int]:
     """The first argmax of each row [N, V]; by numpy on a CPU, where it is ten times faster than torch."""
     found: list[int] = (rows.numpy() if rows.device.type == "cpu" else rows).argmax(-1).tolist()
     return found
-
-
-def top_tokens(rows: Tensor) -> list[int]:
-    """The first argmax of each row [N, V]; -1 where every entry is impossible."""
-    tops = argmax_rows(rows)
-    best = rows[range(len(tops)), tops].tolist()
-    return [top if math.isfinite(value) else -1 for top, value in zip(tops, best, strict=True)]
 
 
 def token_logprobs(
@@ -125,6 +123,20 @@ def _truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
 def _adjusts(params: SamplingParams) -> bool:
     """Something besides temperature and truncation is set."""
     return bool(params.logit_bias) or _reads_path(params)
+
+
+def _bans(params: SamplingParams) -> bool:
+    """Can every token become impossible?"""
+    return bool(params.bad_words or params.min_tokens or params.logit_bias or params.processors)
+
+
+def _impossible(log_weights: Tensor, rows: list[int], failures: Mapping[int, str]) -> dict[int, str]:
+    """Those of these rows that hold no possible token, and why."""
+    if not rows:
+        return {}
+    possible = (log_weights[rows].amax(-1) > _BANNED).tolist()  # False of NaN too
+    dead = [row for row, is_possible in zip(rows, possible, strict=True) if not is_possible]
+    return {row: failures.get(row, NOTHING_LEFT) for row in dead}
 
 
 def _reads_path(params: SamplingParams) -> bool:

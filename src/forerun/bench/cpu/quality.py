@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,28 +20,13 @@ from torch import Tensor
 from forerun.bench.cpu.modes import MODES, REFERENCE, load_mode
 from forerun.errors import InvalidInput
 from forerun.models.load import checkpoint as loading
-from forerun.params import SamplingParams
-from forerun.types import Needs, TreeBatch
+from forerun.types import Needs, PlainSeq, TreeBatch
 
 if TYPE_CHECKING:
     from forerun.models.base import Target
     from forerun.params import Dtype
 
 WINDOW = 256  # tokens scored together; each of them sees those of its own window
-
-
-@dataclass(slots=True, eq=False)
-class _Window:
-    """A piece of the text as a sequence of one token, whose chain is the rest; it never meets the engine."""
-
-    tokens: list[int]
-    max_length: int
-    id: int = -1
-    prompt_length: int = 1
-    params: SamplingParams = field(default_factory=SamplingParams)
-    seed: int = 0
-    stop_ids: frozenset[int] = frozenset()
-    shares_noise: bool = False
 
 
 @dataclass(slots=True)
@@ -127,7 +112,7 @@ def laws_of(target: Target, piece: Sequence[int]) -> Tensor:
         raise InvalidInput(
             f"window={len(piece)} is beyond the model's {target.max_length} tokens; use a smaller one"
         )
-    probe = _Window([piece[0]], max_length=len(piece))
+    probe = PlainSeq(-1, [piece[0]], max_length=len(piece))  # its chain is the rest of the window
     target.prefill([probe], Needs())
     try:
         chain = TreeBatch.chains([list(piece[:-1])], target.device)

@@ -22,6 +22,7 @@ from forerun.bench.suites import load_suite
 from forerun.build import make_engine
 from forerun.drafters.eagle.files import read_head
 from forerun.drafters.eagle.inflate_head import inflate_head
+from forerun.engine.driver import Driver
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
 from forerun.heads import find_head
@@ -119,6 +120,7 @@ class Texts:
         self, engine: Engine, prompts: Sequence[tuple[int, ...]], tasks: Sequence[str], tokens: int
     ) -> None:
         self.engine, self.prompts, self.tasks, self.tokens = engine, prompts, tasks, tokens
+        self.driver = Driver(engine)
         self.plain: list[list[int]] = []
         self.differing: list[tuple[int, list[int]]] = []
 
@@ -150,32 +152,29 @@ class Texts:
         params = SamplingParams(max_tokens=self.tokens)
         _wait()
         requests = [Request(prompt, params, drafter=drafter, budget=budget) for prompt in self.prompts]
-        ids = [self.engine.submit(request) for request in requests]
-        texts: dict[int, list[int]] = {seq_id: [] for seq_id in ids}
+        texts: list[list[int]] = [[] for _ in requests]
         spent = dict.fromkeys(self.tasks, 0.0)
-        task_of = dict(zip(ids, self.tasks, strict=True))
         rounds, before = 0, dict(self.engine.stats.seconds)
         started = at = perf_counter()
-        while self.engine.busy:
-            for event in self.engine.step():
-                texts[event.seq_id] += event.tokens
-                rounds += 1
-                if event.finished is not None:
-                    now = perf_counter()
-                    spent[task_of[event.seq_id]] += now - at
-                    at = now
+        for place, event in self.driver.stream(requests):
+            texts[place] += event.tokens
+            rounds += 1
+            if event.finished is not None:
+                now = perf_counter()
+                spent[self.tasks[place]] += now - at
+                at = now
         seconds = perf_counter() - started
-        count = sum(map(len, texts.values()))
+        count = sum(map(len, texts))
         figures: dict[str, Any] = {"tokens": count, "seconds": seconds, "tokens_per_s": count / seconds}
         parts = {name: total - before.get(name, 0.0) for name, total in self.engine.stats.seconds.items()}
         figures |= {"decoding_per_s": count / sum(parts.values()), "tokens_per_round": count / rounds}
         figures["ms_per_round"] = {name: 1e3 * batch * spent / rounds for name, spent in parts.items()}
         if batch == 1:
             written = dict.fromkeys(self.tasks, 0)
-            for seq_id, text in texts.items():
-                written[task_of[seq_id]] += len(text)
+            for task, text in zip(self.tasks, texts, strict=True):
+                written[task] += len(text)
             figures["by_task"] = {task: written[task] / spent[task] for task in written}
-        return [texts[seq_id] for seq_id in ids], figures
+        return texts, figures
 
 
 def _print_run(run: dict[str, Any], texts: int) -> None:

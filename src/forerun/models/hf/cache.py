@@ -62,8 +62,10 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
             slab[rows.to(at), :, destination.to(at)] = slab[rows.to(at), :, source.to(at)]
 
     def copy_row(self, source: int, destination: int) -> None:
+        """Copy what a row holds; a pass that failed may not have come to this layer, which then holds nothing of it."""
         for slab in self._slabs():
-            slab[destination] = slab[source]
+            if source < len(slab):
+                slab[destination] = slab[source]
 
     def clear(self) -> None:
         self.keys, self.values, self.is_initialized = None, None, False
@@ -72,27 +74,41 @@ class TreeLayer(CacheLayerMixin):  # type: ignore[misc]
         return [slab for slab in (self.keys, self.values) if slab is not None]
 
 
+@dataclass(slots=True)
+class Row:
+    """Where a sequence lies in every slab, and how many of its slots are committed."""
+
+    index: int
+    length: int = 0
+
+
 class TreeCache(Cache):  # type: ignore[misc]
-    """All layers' slabs, which row is whose, and how much of each row is committed."""
+    """All layers' slabs, and which row is whose.
+
+    Rows change hands in one step, after all that can fail: an interrupted call can be made again.
+    """
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers=[TreeLayer() for _ in range(layers)])
-        self.row_of: dict[int, int] = {}  # sequence id -> row
-        self.lengths: list[int] = []  # by row: committed slots
+        self.rows: dict[int, Row] = {}  # sequence id -> row; their indices are 0, 1, ...
+
+    @property
+    def used(self) -> int:
+        """Slots committed, of all sequences."""
+        return sum(row.length for row in self.rows.values())
 
     def length(self, seq_id: int) -> int:
-        return self.lengths[self.row_of[seq_id]] if seq_id in self.row_of else 0
+        return self.rows[seq_id].length if seq_id in self.rows else 0
 
     def admit(self, seq_id: int) -> None:
         """Give a sequence a row, unless it has one."""
-        if seq_id not in self.row_of:
-            self.row_of[seq_id] = len(self.lengths)
-            self.lengths.append(0)
+        if seq_id not in self.rows:
+            self.rows[seq_id] = Row(len(self.rows))
 
     def place(self, seq_ids: list[int], nodes: int, device: torch.device) -> Placement:
         """Aim the next pass, of `nodes` nodes a row, at these sequences, given in the order of their rows."""
-        rows = [self.row_of[seq_id] for seq_id in seq_ids]
-        lengths = [self.lengths[row] for row in rows]
+        rows = [self.rows[seq_id].index for seq_id in seq_ids]
+        lengths = [self.rows[seq_id].length for seq_id in seq_ids]
         slots = torch.tensor(lengths, device=device)[:, None] + torch.arange(nodes, device=device)
         placement = Placement(
             torch.tensor(rows, device=device), slots, rows[0], rows[-1] + 1, max(lengths) + nodes
@@ -105,33 +121,34 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Commit root and path of the nodes written last."""
         moves: list[tuple[int, int, int]] = []
         for seq_id, path in zip(seq_ids, paths, strict=True):
-            row = self.row_of[seq_id]
-            root = self.lengths[row]
-            moves += [(row, root + node, root + i) for i, node in enumerate(path, 1) if node != i]
-            self.lengths[row] = root + 1 + len(path)
+            row = self.rows[seq_id]
+            places = enumerate(path, 1)
+            moves += [(row.index, row.length + node, row.length + i) for i, node in places if node != i]
         if moves:
             rows, source, destination = torch.tensor(moves).unbind(1)
             for layer in self.layers:
                 layer.move(rows, source, destination)
+        for seq_id, path in zip(seq_ids, paths, strict=True):
+            self.rows[seq_id].length += 1 + len(path)
 
     def truncate(self, seq_id: int, length: int) -> None:
-        row = self.row_of.get(seq_id)
+        row = self.rows.get(seq_id)
         if row is not None:
-            self.lengths[row] = min(self.lengths[row], length)
+            row.length = min(row.length, length)
 
     def release(self, seq_id: int) -> None:
         """Free a row; the last one moves into it, so that the rows in use stay consecutive."""
-        row = self.row_of.pop(seq_id, None)
-        if row is None:
+        if seq_id not in self.rows:
             return
-        last = len(self.lengths) - 1
-        if row != last:
-            mover = next(seq for seq, its_row in self.row_of.items() if its_row == last)
+        free, last = self.rows[seq_id].index, len(self.rows) - 1
+        rest = {other: row for other, row in self.rows.items() if other != seq_id}
+        if free != last:
+            mover = next(other for other, row in rest.items() if row.index == last)
             for layer in self.layers:
-                layer.copy_row(last, row)
-            self.row_of[mover], self.lengths[row] = row, self.lengths[last]
-        self.lengths.pop()
-        if not self.lengths:
+                layer.copy_row(last, free)
+            rest[mover] = Row(free, rest[mover].length)
+        self.rows = rest
+        if not rest:
             for layer in self.layers:
                 layer.clear()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,24 +16,9 @@ from torch import Tensor
 
 from forerun.errors import UnsupportedModel
 from forerun.models.base import Target
-from forerun.params import SamplingParams
-from forerun.types import Needs, TreeBatch
+from forerun.types import Needs, PlainSeq, TreeBatch
 
 ADVICE = "run it with transformers alone"
-
-
-@dataclass(slots=True)
-class Probe:
-    """A sequence of the check's own."""
-
-    id: int
-    tokens: list[int]
-    prompt_length: int = 0
-    params: SamplingParams = field(default_factory=SamplingParams)
-    seed: int = 0
-    max_length: int = 64
-    stop_ids: frozenset[int] = frozenset()
-    shares_noise: bool = False
 
 
 def arguments(model: Any) -> frozenset[str]:
@@ -65,7 +49,7 @@ def check_trees(target: Target, model: Any) -> int:
         drawn: list[int] = torch.randint(target.vocab_size, (count,), generator=rng).tolist()
         return drawn
 
-    probes = [Probe(-1, words(6)), Probe(-2, words(3))]
+    probes = [PlainSeq(-1, words(6), max_length=64), PlainSeq(-2, words(3), max_length=64)]
     shapes = [-1, 0, 0, 0, 1, 2], [-1, 0, 0]
     trees = TreeBatch.trees(
         [

@@ -83,7 +83,7 @@ class HFTarget:
 
     @property
     def used_slots(self) -> int:
-        return sum(self._cache.lengths)
+        return self._cache.used
 
     def has_room(self, *lengths: int) -> bool:
         return self._kv_slots is None or sum(self._reserved.values()) + sum(lengths) <= self._kv_slots
@@ -155,7 +155,7 @@ class HFTarget:
         """One call of the model, batched in the order of the rows; nodes are padded to the largest tree."""
         for seq_id in ids:
             self._cache.admit(seq_id)
-        order = sorted(range(len(ids)), key=lambda b: self._cache.row_of[ids[b]])
+        order = sorted(range(len(ids)), key=lambda b: self._cache.rows[ids[b]].index)
         sizes = trees.sizes()
         widest = max(sizes)
         place = self._cache.place([ids[b] for b in order], widest, self.device)
@@ -270,8 +270,8 @@ def _alibi_at(model: Any, key_positions: Tensor) -> Iterator[None]:
         bias: Tensor = build(ones, heads, dtype)[:, 0]  # [H, S]
         return bias[:, key_positions].transpose(0, 1).reshape(-1, 1, key_positions.shape[1])  # [n * H, 1, S]
 
-    model.build_alibi_tensor = by_position  # on the instance only, for this pass only
     try:
+        model.build_alibi_tensor = by_position  # on the instance only, for this pass only
         yield
     finally:
-        del model.build_alibi_tensor
+        vars(model).pop("build_alibi_tensor", None)

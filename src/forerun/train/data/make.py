@@ -12,12 +12,12 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from random import Random
 from time import perf_counter
 
 from forerun.build import load_target, make_engine
+from forerun.engine.driver import Driver
 from forerun.engine.engine import Engine
 from forerun.errors import DamagedFile, InvalidInput, brief
 from forerun.models.config import DecoderConfig, supports
@@ -88,22 +88,24 @@ def _writer(checkpoint: Checkpoint, options: DataOptions) -> Write:
 
 def write_with_engine(engine: Engine, orders: Iterable[Order], seed: int = 0) -> Iterator[Written]:
     """Texts by way of the engine: any target; an order is written the same, whatever is written beside it."""
-    waiting, running = iter(orders), dict[int, tuple[Order, list[int]]]()
-    while True:
-        for order in islice(waiting, engine.max_batch - len(running)):
+    running = dict[int, tuple[Order, list[int]]]()
+
+    def requests() -> Iterator[Request]:
+        for place, order in enumerate(orders):
+            running[place] = order, list(order.prompt)
             own = Random(f"{seed}:{order.number}:{order.temperature}:{len(order.prompt)}").getrandbits(62)
-            params = SamplingParams(
-                max_tokens=order.max_length - len(order.prompt), temperature=order.temperature, seed=own
-            )
-            running[engine.submit(Request(tuple(order.prompt), params))] = (order, list(order.prompt))
-        if not running:
-            return
-        for event in engine.step():
-            order, tokens = running[event.seq_id]
-            tokens += event.tokens
-            if event.finished:
-                del running[event.seq_id]
-                yield Written(order, tokens, event.finished == "stop")
+            most = order.max_length - len(order.prompt)
+            params = SamplingParams(max_tokens=most, temperature=order.temperature, seed=own)
+            yield Request(tuple(order.prompt), params)
+
+    for place, event in Driver(engine).stream(requests(), at_once=engine.max_batch):
+        order, tokens = running[place]
+        tokens += event.tokens
+        if event.error is not None:
+            raise event.error
+        if event.finished:
+            del running[place]
+            yield Written(order, tokens, event.finished == "stop")
 
 
 def write_prompts(

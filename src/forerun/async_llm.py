@@ -1,0 +1,183 @@
+"""An LLM for asyncio: the engine runs on one thread of its own, and coroutines wait for their texts.
+
+    async with AsyncLLM(LLM.load("smollm2")) as llm:
+        completion = await llm.generate("Once upon a time")
+        async for step in llm.stream("Once upon a time"): ...
+
+A coroutine that is cancelled, or a stream that is closed, drops its request before the next round. At most
+`max_requests` are served at once; others wait for a place, or are refused with `Overloaded` where `refuse` is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from threading import Thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Unpack
+
+from forerun.call_options import Options, Params, make_request
+from forerun.completion import Completion
+from forerun.engine.driver import Handle, Waiter
+from forerun.errors import ForerunError, Overloaded
+from forerun.llm import LLM
+from forerun.types import Event, Request
+
+if TYPE_CHECKING:
+    from forerun.prompts import Prompt
+
+log = logging.getLogger(__name__)
+
+
+class AsyncLLM:
+    """Serves the coroutines of one event loop. Made inside of it; `close` or `async with` ends its thread."""
+
+    def __init__(self, llm: LLM, *, max_requests: int = 256, refuse: bool = False) -> None:
+        self.llm, self.max_requests, self.refuse = llm, max_requests, refuse
+        self._places = asyncio.Semaphore(max_requests)
+        self._is_closed = False
+        self._broken: BaseException | None = None
+        self._handles: dict[Handle, str | None] = {}  # with the names that callers gave them
+        self._owner = Waiter(lambda: self._is_closed)
+        self._thread = Thread(target=self._serve, name="forerun-engine", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[Options],
+    ) -> Completion:
+        """The Completion of a prompt; raises what ended it, if an error did. `request_id` is a name for `abort`."""
+        handle = await self._submit(make_request(prompt, params, options, self.llm.encode), request_id)
+        try:
+            await self._until(lambda: handle.is_finished)
+            return self._completion_of(handle)
+        finally:
+            self._drop(handle)
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncIterator[Event | Completion]:
+        """Yield an Event per round as the text grows, then its Completion."""
+        handle = await self._submit(make_request(prompt, params, options, self.llm.encode), request_id)
+        try:
+            is_finished = False
+            while not is_finished:
+                await self._until(lambda: handle.has_news)
+                is_finished = handle.is_finished  # asked first: what is there now is all
+                for event in handle.take():
+                    yield event
+            yield self._completion_of(handle)
+        finally:
+            self._drop(handle)
+
+    def abort(self, request_id: str) -> None:
+        """End the requests of that name before the next round, as "aborted", with what they have; never waits."""
+        for handle, name in self._handles.items():
+            if name == request_id:
+                self.llm.driver.post(handle.drop_from, at_once=False)
+
+    async def close(self) -> None:
+        """Drop all requests and end the thread; whoever still waits gets an error."""
+        self._is_closed = True
+        for handle in list(self._handles):
+            self._drop(handle)
+        self._owner.wake()
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    @property
+    def requests(self) -> int:
+        """Requests that are being served or wait in the engine."""
+        return len(self._handles)
+
+    async def _submit(self, request: Request, name: str | None) -> Handle:
+        if self.refuse and self._places.locked():
+            raise Overloaded(f"{self.max_requests} requests are being served; try again later")
+        await self._places.acquire()
+        handle = Handle(request)
+        self._handles[handle] = name
+        try:
+            self._check_open()
+            self.llm.driver.post(handle.queue_in, at_once=False)
+            await self._until(lambda: handle.is_decided)
+            if handle.refused is not None:
+                raise handle.refused
+        except BaseException:
+            self._drop(handle)
+            raise
+        return handle
+
+    def _drop(self, handle: Handle) -> None:
+        """Nobody waits for it any more: give its place back, and end it if it has not ended."""
+        if handle in self._handles:
+            del self._handles[handle]
+            self._places.release()
+            self.llm.driver.abort(handle, at_once=False)
+
+    def _completion_of(self, handle: Handle) -> Completion:
+        if handle.is_dropped:
+            self._check_open()
+        return self.llm.completion_of(handle.seq)
+
+    async def _until(self, is_ready: Callable[[], bool]) -> None:
+        """Wait for the engine's thread."""
+        waiter = _Coroutine(lambda: is_ready() or self._is_closed or self._broken is not None)
+        try:
+            self.llm.driver.watch(waiter)
+            while not waiter.is_ready():
+                await waiter.woken()
+        finally:
+            self.llm.driver.ignore(waiter)
+        if not is_ready():
+            self._check_open()
+
+    def _check_open(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if self._is_closed:
+            raise ForerunError("this AsyncLLM is closed; make a new one")
+
+    def _serve(self) -> None:
+        """The engine's thread."""
+        try:
+            self.llm.driver.wait(self._owner)
+        except BaseException as error:
+            log.exception("the engine cannot go on")
+            self._broken = error
+        self.llm.driver.wake_all()
+
+
+class _Coroutine:
+    """A coroutine that waits until something is so."""
+
+    def __init__(self, is_ready: Callable[[], bool]) -> None:
+        self._is_ready, self._event = is_ready, asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def is_ready(self) -> bool:
+        return self._is_ready()
+
+    def wake(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._event.set)
+
+    async def woken(self) -> None:
+        await self._event.wait()
+        self._event.clear()

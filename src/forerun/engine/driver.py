@@ -1,0 +1,264 @@
+"""The one loop that drives an engine, for any number of threads: requests in, results and events by handle.
+
+An engine is owned by one thread at a time. There is no thread for that alone: whoever waits for something leads,
+that is makes rounds for everybody, while nobody else does. The others sleep until the leader wakes them, because what
+they wait for has come or because the leader has left. What threads ask of the engine (queue a request, drop one) goes
+through an inbox that the leader empties between rounds.
+
+Events are not handed over: the engine notes them with their sequence, and a handle reads on from where it was. So
+nothing is lost when a leader is interrupted: the engine undoes the round, the caller drops its own request, and the
+next one leads. Leadership is taken and given up by identity, in steps that an interrupt cannot split.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count, islice
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import SequenceState
+from forerun.types import Event, Request
+
+PATIENCE = 1.0  # seconds after which a thread that nobody woke looks for itself
+_LEADER = "leader"
+
+
+class Handle:
+    """A request on its way."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.refused: Exception | None = None  # why it was not queued
+        self.is_dropped = False  # nobody wants it any more
+        self._seq: SequenceState | None = None
+        self._read = 0
+
+    @property
+    def seq(self) -> SequenceState:
+        assert self._seq is not None, "the request was not queued"
+        return self._seq
+
+    @property
+    def is_decided(self) -> bool:
+        """Was it queued, or refused?"""
+        return self._seq is not None or self.refused is not None
+
+    @property
+    def is_finished(self) -> bool:
+        return self._seq is not None and self._seq.finished is not None
+
+    @property
+    def has_news(self) -> bool:
+        """Is there something to take, or nothing more to come?"""
+        seq = self._seq
+        return seq is not None and (seq.finished is not None or len(seq.events) > self._read)
+
+    def take(self) -> list[Event]:
+        """The events since the last call."""
+        fresh = self.seq.events[self._read :]
+        self._read += len(fresh)
+        return fresh
+
+    def queue_in(self, engine: Engine) -> None:
+        """Queue it, or say why not; repeated where it was interrupted, it is queued once."""
+        if self.is_dropped or self.refused is not None:
+            return
+        try:
+            if self._seq is None:
+                self._seq = engine.prepare(self.request)
+            engine.enqueue(self._seq)
+        except Exception as error:
+            self.refused = error
+
+    def drop_from(self, engine: Engine) -> None:
+        if self._seq is not None:
+            engine.abort(self._seq.id)
+
+
+class Waits(Protocol):
+    """Who waits for something of the engine's."""
+
+    def is_ready(self) -> bool:
+        """Has it come? Asked by any thread."""
+        ...
+
+    def wake(self) -> None:
+        """It may have come, or nobody leads. Called by any thread."""
+        ...
+
+
+class Waiter:
+    """A thread that waits until something is so."""
+
+    def __init__(self, is_ready: Callable[[], bool]) -> None:
+        self._is_ready = is_ready
+        self._woken: SimpleQueue[None] = SimpleQueue()
+
+    def is_ready(self) -> bool:
+        return self._is_ready()
+
+    def wake(self) -> None:
+        if self._woken.empty():
+            self._woken.put(None)
+
+    def sleep(self, seconds: float) -> None:
+        try:
+            self._woken.get(timeout=seconds)
+        except Empty:
+            return
+
+
+class Driver:
+    """Serves the requests of any number of threads with one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._inbox: deque[Callable[[Engine], None]] = deque()  # called again where they were interrupted
+        self._leading: dict[str, Waits] = {}  # one at most
+        self._waiting: dict[Waits, None] = {}
+
+    def submit(self, request: Request) -> Handle:
+        """Queue a request, between two rounds; raises what the engine has against it."""
+        handle = Handle(request)
+        try:
+            self.post(handle.queue_in)
+            self.wait(Waiter(lambda: handle.is_decided), makes_rounds=False)
+        except BaseException:
+            self.abort(handle)
+            raise
+        if handle.refused is not None:
+            raise handle.refused
+        return handle
+
+    def abort(self, handle: Handle, at_once: bool = True) -> None:
+        """Drop a request, before the next round at the latest; finished ones are ignored. Never waits for a round."""
+        handle.is_dropped = True
+        if not handle.is_finished:
+            self.post(handle.drop_from, at_once)
+
+    def result(self, handle: Handle) -> SequenceState:
+        """Wait until it has finished, however that may be: see `finished` and `error`."""
+        self.wait(Waiter(lambda: handle.is_finished))
+        return handle.seq
+
+    def events(self, handles: Mapping[int, Handle]) -> Iterator[tuple[int, Event]]:
+        """The events of several requests as they come, under their keys, until all have ended."""
+        left = dict(handles)
+        waiter = Waiter(lambda: any(handle.has_news for handle in left.values()))
+        while left:
+            self.wait(waiter)
+            for key, handle in list(left.items()):
+                if handle.is_finished:  # asked first: what is there now is all
+                    del left[key]
+                for event in handle.take():
+                    yield key, event
+
+    def write(self, requests: Iterable[Request]) -> list[SequenceState]:
+        """Serve several requests and wait for all. Whatever happens, none of them stays behind."""
+        handles: list[Handle] = []
+        try:
+            for request in requests:
+                handles.append(self.submit(request))  # noqa: PERF401  # if one is refused, the others are dropped
+            return [self.result(handle) for handle in handles]
+        finally:
+            for handle in handles:
+                self.abort(handle)
+
+    def stream(self, requests: Iterable[Request], at_once: int | None = None) -> Iterator[tuple[int, Event]]:
+        """The events of many requests as they come, with the place of each; at most so many are served at once."""
+        coming, places, active = iter(requests), count(), dict[int, Handle]()
+        try:
+            while True:
+                for request in islice(coming, None if at_once is None else at_once - len(active)):
+                    active[next(places)] = self.submit(request)
+                if not active:
+                    return
+                for place, event in self.events(active):
+                    if event.finished is not None:
+                        del active[place]
+                    yield place, event
+                    if event.finished is not None and at_once is not None:
+                        break  # another may come
+        finally:
+            for handle in active.values():
+                self.abort(handle)
+
+    def post(self, order: Callable[[Engine], None], at_once: bool = True) -> None:
+        """Have something done to the engine between two rounds: by the leader, or here and now if nobody leads."""
+        self._inbox.append(order)
+        leader = self._leading.get(_LEADER)
+        if leader is not None:
+            leader.wake()
+        if at_once:
+            self._empty_inbox()
+
+    def wait(self, waiter: Waiter, makes_rounds: bool = True) -> None:
+        """Return once it is ready; lead meanwhile, whenever nobody else does."""
+        if waiter.is_ready():
+            return
+        try:
+            self._waiting[waiter] = None
+            while not waiter.is_ready():
+                if self._leading.setdefault(_LEADER, waiter) is waiter:
+                    self._lead(waiter, makes_rounds)
+                else:
+                    waiter.sleep(PATIENCE)
+        finally:
+            try:
+                self._leave(waiter)
+            finally:  # an interrupt in the first call does not spoil the second
+                self._leave(waiter)
+
+    def watch(self, waiter: Waits) -> None:
+        """Have it woken when it is ready, without waiting here; ends with `ignore`."""
+        self._waiting[waiter] = None
+
+    def ignore(self, waiter: Waits) -> None:
+        self._waiting.pop(waiter, None)
+
+    def wake_all(self) -> None:
+        """Have everybody look again."""
+        for other in list(self._waiting):
+            other.wake()
+
+    def _lead(self, waiter: Waiter, makes_rounds: bool) -> None:
+        """Make rounds until it is ready; whoever else's time has come is woken after each."""
+        while True:
+            if self._inbox:
+                self._do_posted()
+            if waiter.is_ready() or not makes_rounds:
+                return
+            if self.engine.busy:
+                self.engine.step()
+                self._wake_ready()
+            else:
+                waiter.sleep(PATIENCE)
+
+    def _do_posted(self) -> None:
+        while self._inbox:
+            self._inbox[0](self.engine)
+            self._inbox.popleft()
+        self._wake_ready()
+
+    def _wake_ready(self) -> None:
+        if len(self._waiting) > 1:
+            for other in list(self._waiting):
+                if other.is_ready():
+                    other.wake()
+
+    def _leave(self, waiter: Waits) -> None:
+        """Wait no more. If it led, see to what was posted meanwhile, and wake the others: one of them will lead."""
+        if self._leading.get(_LEADER) is waiter:
+            del self._leading[_LEADER]
+        self._waiting.pop(waiter, None)
+        if _LEADER not in self._leading:
+            self._empty_inbox()
+            self.wake_all()
+
+    def _empty_inbox(self) -> None:
+        """Do what was posted, unless somebody leads: a leader looks again when it has left."""
+        while self._inbox and _LEADER not in self._leading:
+            self.wait(Waiter(lambda: not self._inbox), makes_rounds=False)

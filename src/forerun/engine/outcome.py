@@ -1,0 +1,79 @@
+"""What a round comes to, worked out before anything is written: pure, so that a fault in here changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from forerun.engine.metrics import RoundCounts
+from forerun.engine.sequence import Advance, SequenceState
+from forerun.errors import CannotSample
+from forerun.types import Event, FinishReason, Laws, Round, TokenLogprob, TreeBatch, Verdict
+from forerun.verify.warp import token_logprobs
+
+
+def outcome_of(
+    seqs: Sequence[SequenceState],
+    trees: TreeBatch,
+    laws: Laws,
+    verdict: Verdict,
+    clock: dict[str, float],
+    seconds: float,
+) -> tuple[list[Advance], Round]:
+    """What each sequence gets, and what controllers are told: `clock` has the seconds of the round by part."""
+    paths, bonus = verdict.to_host()
+    (tokens, _), depths = trees.to_host(), trees.host_depths()
+    starts = trees.starts
+    advances, drafted, deepest, accepted = list[Advance](), list[int](), list[int](), list[int]()
+    for b, seq in enumerate(seqs):
+        first, path, error = starts[b], paths[b], None
+        nodes, fresh, depth = [first], [bonus[b]], 0
+        if path:
+            nodes += [first + node for node in path]
+            fresh = [*[tokens[node] for node in nodes[1:]], bonus[b]]
+        if laws.impossible:
+            fresh, error = _up_to_impossible(fresh, nodes, laws.impossible)
+        taken, detokenizer, finished = seq.extended(fresh)
+        if error is not None:
+            finished, error = (finished, None) if finished else ("error", error)  # it may have ended before
+        if taken < len(fresh):
+            fresh = fresh[:taken]
+        size = starts[b + 1] - first
+        if size > 1:
+            depth = max(depths[first : starts[b + 1]])
+        drafted.append(size - 1)
+        deepest.append(depth)
+        accepted.append(min(len(path), taken))
+        counts = RoundCounts(taken, size - 1, depth, accepted[b], seconds)
+        text = detokenizer.take(finished is not None)
+        event = _event(seq, fresh, nodes, accepted[b], text, laws, finished, error)
+        places = len(seq.rounds), counts, len(seq.events)
+        advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
+    return advances, Round(tuple(seqs), tuple(drafted), tuple(deepest), tuple(accepted), clock)
+
+
+def _up_to_impossible(
+    fresh: list[int], nodes: list[int], impossible: Mapping[int, str]
+) -> tuple[list[int], Exception | None]:
+    """The tokens before the first node after which nothing can be said; token i was drawn after nodes[i]."""
+    for i, node in enumerate(nodes):
+        if node in impossible:
+            return fresh[:i], CannotSample(impossible[node])
+    return fresh, None
+
+
+def _event(
+    seq: SequenceState,
+    fresh: list[int],
+    nodes: list[int],
+    accepted: int,
+    text: str,
+    laws: Laws,
+    finished: FinishReason | None,
+    error: Exception | None,
+) -> Event:
+    """What the round added to a sequence; nodes[i] is the node whose law token i was drawn from."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    wanted = seq.request.params.logprobs
+    if wanted is not None and fresh:
+        logprobs = token_logprobs(laws, nodes[: len(fresh)], fresh, wanted)
+    return Event(seq.id, tuple(fresh), accepted, text, logprobs, finished, error)

@@ -1,0 +1,88 @@
+"""Fault injection: raise an error at the k-th call or allocation of some work, and see what it leaves behind.
+
+    for at in range(count_points(work)):
+        with Fault(at, MemoryError), suppress(MemoryError):
+            work()
+        check_that_all_is_well()
+
+A point is the entry into a function, its return, or a call into C, in code of the given packages; and every tensor
+operation, which is where torch allocates. Python delivers interrupts at such points, so KeyboardInterrupt can be
+injected like any other error. Only the thread that armed the fault is concerned.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Fault:
+    """Raises `error()` once, at point `at` of what runs in its `with` block; counts points either way."""
+
+    def __init__(
+        self, at: int | None, error: Callable[[], BaseException], packages: Sequence[str] = ("forerun",)
+    ) -> None:
+        self.at, self.error = at, error  # at None = only count
+        self.seen = 0
+        self.fired = ""  # where
+        self._folders = tuple(_folder_of(name) for name in packages)
+        self._ours: dict[CodeType, bool] = {}
+        self._operations = _Operations(self)
+
+    def __enter__(self) -> Fault:
+        self._operations.__enter__()  # type: ignore[no-untyped-call]
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sys.setprofile(None)
+        self._operations.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def point(self, where: str) -> None:
+        """One more point; raises if it is the one."""
+        self.seen += 1
+        if self.seen - 1 == self.at:
+            self.fired = where
+            raise self.error()
+
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        ours = self._ours.get(code)
+        if ours is None:
+            file = code.co_filename
+            ours = self._ours[code] = file.startswith(self._folders) and file != __file__
+        if ours:
+            self.point(f"{event} in {code.co_qualname}, line {frame.f_lineno}")
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every tensor operation is a point."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fault = fault
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._fault.point(f"operation {operation}")
+        return operation(*args, **(kwargs or {}))
+
+
+def count_points(work: Callable[[], object], packages: Sequence[str] = ("forerun",)) -> int:
+    """How many points some work has."""
+    with Fault(None, RuntimeError, packages) as fault:
+        work()
+    return fault.seen
+
+
+def _folder_of(package: str) -> str:
+    return str(Path(importlib.import_module(package).__path__[0]))

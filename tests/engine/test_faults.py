@@ -1,0 +1,230 @@
+"""A fault at every call and allocation of a step, on every target: right texts afterwards, and nothing lost.
+
+One sequence is running, a second joins, and the step that does both fails at one point. Whatever fails, the same
+engine must then write both texts as if nothing had happened. By default every *place* of the code is visited at one
+of its points, with errors in turn; FORERUN_EVERY_FAULT=1 visits every point with every error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.build import make_engine
+from forerun.engine.engine import Engine
+from forerun.models.base import Target
+from forerun.models.config import DecoderConfig
+from forerun.models.kv import Extent, KVStore
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.testing import TableLM
+from forerun.testing.faults import Fault
+from forerun.types import Event, Request
+from tests.exactness.harness import Letters, engine_for
+from tests.models.tiny_checkpoints import make_decoder, save
+from tests.native.blocks import needs_native
+
+ERRORS: list[type[BaseException]] = [MemoryError, torch.OutOfMemoryError, KeyboardInterrupt]
+FIRST = Request((5, 6, 7, 5, 6, 7, 5, 6), SamplingParams(max_tokens=4, ignore_eos=True))
+SECOND = Request(
+    (9, 8, 9, 8, 9),
+    SamplingParams(max_tokens=3, temperature=0.9, seed=3, ignore_eos=True, logit_bias={4: 1.0}),
+)
+
+
+def tiny_llama(layers: int) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, pad_token_id=None,
+        bos_token_id=None, eos_token_id=None, initializer_range=0.4,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+
+
+@dataclass
+class Scene:
+    """An engine, what it holds, and how its stores are made as small as at first, so that they must grow again."""
+
+    engine: Engine
+    held: Callable[[], int]
+    packages: tuple[str, ...]  # where to fail: the loop itself need not be walked on every target
+    shrink: Callable[[], None] = lambda: None
+    texts: list[list[int]] = field(default_factory=list)
+
+    def play(self, at: int | None, error: type[BaseException] = RuntimeError) -> tuple[Fault, list[Event]]:
+        """The step that admits the second sequence, with a fault; then all the rest."""
+        self.shrink()
+        seqs = [self.engine.find(self.engine.submit(FIRST))]
+        self.engine.step()
+        seqs.append(self.engine.find(self.engine.submit(SECOND)))
+        fault = Fault(at, lambda: error("injected"), self.packages)
+        with suppress(*ERRORS), fault:
+            self.engine.step()
+        steps = 0
+        while self.engine.busy:
+            self.engine.step()
+            steps += 1
+            assert steps < 100, fault.fired
+        events = [[] if seq is None else seq.events for seq in seqs]
+        self.texts = [[token for event in one for token in event.tokens] for one in events]
+        assert self.texts == [seq.tokens[seq.prompt_length :] for seq in seqs if seq is not None]
+        return fault, [event for one in events for event in one]
+
+
+def unbounded(target: Any) -> Callable[[], None]:
+    """Give the target an empty store, as at first."""
+
+    def shrink() -> None:
+        config = target.config
+        target.kv = KVStore(
+            config.layers, config.kv_heads, config.head_dim, dtype=torch.float32, device=target.device,
+            capacity=None,
+        )  # fmt: skip
+
+    return shrink
+
+
+def engine_on(target: Target, drafter: str = "ngram", draft: Target | None = None) -> Engine:
+    speculative = SpeculativeConfig(drafter=drafter, controller="fixed", budget=3)
+    return make_engine(target, frozenset({0}), speculative, EngineConfig(), Letters(), draft)
+
+
+def torch_scene(folder: Path) -> Scene:
+    target = make_decoder(*save(tiny_llama(1), folder))
+    return Scene(engine_on(target), lambda: target.used_slots, ("forerun",), unbounded(target))
+
+
+def native_scene(folder: Path) -> Scene:
+    from forerun.models.native.target import NativeDecoder
+
+    config, weights = save(tiny_llama(1), folder)
+    target = NativeDecoder(DecoderConfig.from_hf(config), weights, mode="float32", kv_slots=None)
+    return Scene(engine_on(target), lambda: target.used_slots, ("forerun.models",), unbounded(target))
+
+
+def hf_scene(folder: Path) -> Scene:
+    from forerun.models.hf.target import HFTarget
+
+    target = HFTarget(tiny_llama(2))  # two layers: a pass can fail between them
+    return Scene(
+        engine_on(target),
+        lambda: target.used_slots + len(target._cache.rows) + len(target._reserved),
+        ("forerun.models",),
+    )
+
+
+def cuda_scene(folder: Path) -> Scene:
+    from forerun.models.cuda.target import CudaDecoder
+
+    model = tiny_llama(1)
+    config = DecoderConfig.from_hf({**model.config.to_dict(), "model_type": "llama"})
+    target = CudaDecoder(config, dict(model.state_dict()), dtype=torch.float32, device="cpu", kv_slots=900)
+    return Scene(engine_on(target), lambda: target.used_slots, ("forerun.models",))
+
+
+def draft_model_scene(folder: Path) -> Scene:
+    target, draft = make_decoder(*save(tiny_llama(1), folder)), TableLM(vocab_size=40)
+    engine = engine_on(target, "draft_model", draft)
+    return Scene(engine, lambda: target.used_slots + draft.used_slots, ("forerun.drafters",))
+
+
+def eagle_scene(folder: Path) -> Scene:
+    engine = engine_for("eagle3", "auto", "tree", 40)
+    target: Any = engine.target
+    drafter: Any = engine.drafters.get("eagle3")
+    return Scene(
+        engine,
+        lambda: target.used_slots + len(drafter._texts) + len(drafter._runner.cache.rows),
+        ("forerun.drafters",),
+    )
+
+
+SCENES: dict[str, Callable[[Path], Scene]] = {
+    "torch": torch_scene,
+    "native": native_scene,
+    "hf": hf_scene,
+    "cuda": cuda_scene,
+    "draft_model": draft_model_scene,
+    "eagle": eagle_scene,
+}
+
+
+class Places(Fault):
+    """Notes the points of every place: an event at a line, or an operation."""
+
+    def __init__(self, packages: tuple[str, ...]) -> None:
+        super().__init__(None, RuntimeError, packages)
+        self.found: dict[str, list[int]] = {}
+
+    def point(self, where: str) -> None:
+        super().point(where)
+        self.found.setdefault(where, []).append(self.seen - 1)
+
+
+def faults(scene: Scene) -> Iterator[tuple[int, type[BaseException]]]:
+    """Where to fail, and how."""
+    scene.shrink()
+    scene.engine.submit(FIRST)
+    scene.engine.step()
+    scene.engine.submit(SECOND)
+    with Places(scene.packages) as places:
+        scene.engine.step()
+    while scene.engine.busy:
+        scene.engine.step()
+    assert places.seen > 150  # or nothing was looked at
+    if os.environ.get("FORERUN_EVERY_FAULT"):
+        yield from ((at, error) for at in range(places.seen) for error in ERRORS)
+        return
+    for i, points in enumerate(places.found.values()):
+        yield points[i % len(points)], ERRORS[i % 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param("native", marks=needs_native), *sorted({*SCENES} - {"native"})]
+)
+def test_a_fault_anywhere_changes_no_text_and_loses_no_slot(name: str, tmp_path: Path) -> None:
+    scene = SCENES[name](tmp_path)
+    scene.play(None)
+    expected = [list(text) for text in scene.texts]
+    assert [len(text) for text in expected] == [4, 3]
+    fired = 0
+    for at, error in faults(scene):
+        fault, events = scene.play(at, error)
+        fired += bool(fault.fired)
+        said = f"{error.__name__} at point {at}: {fault.fired}"
+        assert [event.error for event in events if event.error is not None] == [], said
+        assert scene.texts == expected, said
+        assert scene.held() == 0, said
+        assert scene.engine._pending is None, said
+    assert fired > 100
+
+
+def test_the_walk_notices_a_store_that_changes_in_two_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: slots are taken first and booked afterwards, so that a fault between loses them."""
+
+    def reserve(self: KVStore, seq_id: int, size: int) -> Extent:
+        slots = self._state[0]
+        if (base := slots.take(size)) is None:
+            slots.grow(self._make_room(size))
+            base = slots.take(size)
+        assert base is not None
+        self._state[1][seq_id] = extent = Extent(base, size)
+        return extent
+
+    monkeypatch.setattr(KVStore, "reserve", reserve)
+    scene = torch_scene(tmp_path)
+    scene.packages = ("forerun.models",)
+    assert any((scene.play(at, error), scene.held())[1] for at, error in islice(faults(scene), 60))
