@@ -6,7 +6,6 @@ They share every pass of the target, join and leave between rounds, and do not i
 from forerun import LLM, Budget, Request, SamplingParams
 
 llm = LLM.load("smollm2")
-engine = llm.engine
 
 
 def ask(text: str) -> tuple[int, ...]:
@@ -23,14 +22,13 @@ requests = {
     "block": Request(ask("Name a lake."), free, verifier="block"),
     "lossy": Request(ask("Name a sea."), free, verifier="typical"),
 }
-names = {engine.submit(request): name for name, request in requests.items()}
+names = list(requests)
 texts = dict.fromkeys(requests, "")
 
-while engine.busy:
-    for event in engine.step():
-        name = names[event.seq_id]
-        texts[name] += event.text
-        if event.finished:
-            print(f"{name} ({event.finished}): {texts[name]!r}")
+for place, event in llm.driver.stream(requests.values()):
+    name = names[place]
+    texts[name] += event.text
+    if event.finished:
+        print(f"{name} ({event.finished}): {texts[name]!r}")
 
 assert texts["plain"] == texts["drafted"]

@@ -125,7 +125,7 @@ def test_time_runs_out(model: Any) -> None:
         {"no_repeat_ngram_size": "2"},
         {"max_time": "soon"},
     ],
-    ids=str,
+    ids=["object", "class", "number", "list", "text", "time"],
 )
 def test_what_cannot_be_called_is_refused_by_name(model: Any, settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=next(iter(settings))) as caught:

@@ -23,6 +23,7 @@ from forerun.drafters.base import CompositeClass, Drafter, DrafterClass, Parts
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool, VerifierPool
+from forerun.engine.sequence import SequenceState
 from forerun.errors import InvalidInput, UnsupportedModel, VocabularyMismatch
 from forerun.heads import find_head, open_head
 from forerun.models.base import Target
@@ -101,7 +102,9 @@ def make_controller(
     """The controller of that name; where nothing is drafted there is nothing to weigh."""
 
     def offer(seq: Seq) -> Offer:
-        return drafters.ask(seq, lambda drafter: drafter.offer(seq))
+        if isinstance(seq, SequenceState):
+            return drafters.ask(seq, lambda drafter: drafter.offer(seq))
+        return drafters.get(speculative.drafter).offer(seq)
 
     name = speculative.controller
     cls = registry.controllers.get("fixed" if speculative.drafter == "none" and name == "adaptive" else name)

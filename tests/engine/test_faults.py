@@ -125,10 +125,14 @@ def hf_scene(folder: Path) -> Scene:
 
 def cuda_scene(folder: Path) -> Scene:
     from forerun.models.cuda.target import CudaDecoder
+    from forerun.verify.greedy import device_walk
 
     model = tiny_llama(1)
     config = DecoderConfig.from_hf({**model.config.to_dict(), "model_type": "llama"})
-    target = CudaDecoder(config, dict(model.state_dict()), dtype=torch.float32, device="cpu", kv_slots=900)
+    target = CudaDecoder(
+        config, dict(model.state_dict()), dtype=torch.float32, device="cpu", kv_slots=900,
+        greedy_walk=device_walk(torch.device("cpu")),
+    )  # fmt: skip
     return Scene(engine_on(target), lambda: target.used_slots, ("forerun.models",))
 
 
@@ -164,10 +168,10 @@ class Places(Fault):
 
     def __init__(self, packages: tuple[str, ...]) -> None:
         super().__init__(None, RuntimeError, packages)
-        self.found: dict[str, list[int]] = {}
+        self.found: dict[tuple[object, ...], list[int]] = {}
 
-    def point(self, where: str) -> None:
-        super().point(where)
+    def point(self, *where: object) -> None:
+        super().point(*where)
         self.found.setdefault(where, []).append(self.seen - 1)
 
 

@@ -99,7 +99,7 @@ class Raises:
 
 
 @pytest.mark.parametrize("controller", ["fixed", "adaptive"])
-@pytest.mark.parametrize("where", ["propose", "observe", "forget", "needs", "quote"])
+@pytest.mark.parametrize("where", ["propose", "observe", "forget", "needs", "offer"])
 def test_a_drafter_that_raises_is_switched_off(
     where: str, controller: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,7 +115,7 @@ def test_a_drafter_that_raises_is_switched_off(
         with caplog.at_level(logging.WARNING):
             assert run(engine, requests)[0] == expected
     told = [record for record in caplog.records if "switched off" in record.message]
-    assert len(told) == (where != "forget" and (where != "quote" or controller == "adaptive"))
+    assert len(told) == (where != "forget" and (where != "offer" or controller == "adaptive"))
     assert engine.target.used_slots == 0  # type: ignore[attr-defined]
 
 

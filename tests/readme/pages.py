@@ -12,6 +12,7 @@ README = ROOT / "README.md"
 GUIDES = [
     README,
     *(ROOT / "docs" / f"{name}.md" for name in ("index", "how-it-works", "exactness", "write-a-drafter")),
+    ROOT / "docs" / "threads-and-failures.md",
     ROOT / "docs" / "glossary.md",
 ]
 ALL = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")})

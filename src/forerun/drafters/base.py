@@ -76,7 +76,7 @@ class Drafter(Protocol):
         ...
 
     def forget(self, seq: Seq) -> None:
-        """The sequence is finished: free what is held for it."""
+        """Free what is held for a sequence: it is finished, or will be read anew after a round that failed."""
         ...
 
 

@@ -17,7 +17,7 @@ from forerun.drafters.none import NoDrafter
 from forerun.engine.sequence import SequenceState
 from forerun.engine.tree_check import check_trees
 from forerun.noise import Noise
-from forerun.types import Budget, Greedy, Laws, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.types import Budget, Greedy, Laws, Needs, Scores, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
 
 if TYPE_CHECKING:
@@ -94,9 +94,8 @@ class DrafterPool:
             if name in self._made:
                 self._forget(name, seq)
 
-    def ask(self, seq: Seq, question: Callable[[Drafter], T]) -> T:
+    def ask(self, seq: SequenceState, question: Callable[[Drafter], T]) -> T:
         """What a sequence's drafter says; one that raises is switched off, and the plain one is asked."""
-        assert isinstance(seq, SequenceState), "only the engine's own sequences have a drafter"
         try:
             return question(self._made[seq.drafting])
         except Exception as error:

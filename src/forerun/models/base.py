@@ -75,5 +75,9 @@ class Target(Protocol):
         ...
 
     def release(self, seq: Seq) -> None:
-        """Free everything held for a sequence; unknown sequences are ignored."""
+        """Free everything held for a sequence; unknown sequences are ignored.
+
+        Called after a pass over it has failed at any point, too: it must then free whatever was taken, leave other
+        sequences as they are, and, where it is interrupted itself, do the rest when it is called again.
+        """
         ...

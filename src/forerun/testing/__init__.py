@@ -18,14 +18,17 @@ from forerun.testing.doubles import (
     random_verdict,
     tree_of,
 )
+from forerun.testing.faults import Fault, count_points
 
 __all__ = [
     "FakeSeq",
+    "Fault",
     "LawDrafter",
     "ScriptedDrafter",
     "TableLM",
     "check_drafter",
     "check_target",
+    "count_points",
     "extend",
     "path_to",
     "random_tree",

@@ -46,11 +46,11 @@ class Fault:
         sys.setprofile(None)
         self._operations.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
-    def point(self, where: str) -> None:
+    def point(self, *where: object) -> None:
         """One more point; raises if it is the one."""
         self.seen += 1
         if self.seen - 1 == self.at:
-            self.fired = where
+            self.fired = " ".join(map(str, where))
             raise self.error()
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -60,7 +60,7 @@ class Fault:
             file = code.co_filename
             ours = self._ours[code] = file.startswith(self._folders) and file != __file__
         if ours:
-            self.point(f"{event} in {code.co_qualname}, line {frame.f_lineno}")
+            self.point(event, code.co_qualname, frame.f_lineno)
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -73,7 +73,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self._fault.point(f"operation {operation}")
+        self._fault.point("operation", operation)
         return operation(*args, **(kwargs or {}))
 
 
