@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server: needs the extra `forerun[serve]`."""

@@ -1,0 +1,125 @@
+"""Answers of chats and completions, whole or in chunks: what the OpenAI API sends, and our figures beside it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import time
+from typing import Any, Literal
+
+from forerun.completion import Completion
+from forerun.server.generation import speculation_of, usage_of
+from forerun.server.logprobs import Spells, for_chat, for_completion
+from forerun.server.schemas import Generation
+from forerun.server.tools import ToolCall
+from forerun.types import Event
+
+Kind = Literal["chat.completion", "text_completion"]
+Found = tuple[str | None, list[ToolCall]]  # the text of an answer, and the calls that were in it
+_REASONS = {"stop": "stop", "length": "length", "aborted": "stop", "error": "error"}
+
+
+@dataclass(slots=True)
+class Answer:
+    """What all messages of one answer have in common, and how far its texts are."""
+
+    kind: Kind
+    model: str
+    tokenizer: Spells
+    body: Generation
+    has_logprobs: bool
+    prompts: int = 1
+    created: int = field(default_factory=lambda: int(time()))
+    id: str = ""
+    _lengths: dict[int, int] = field(default_factory=dict)  # characters sent, by choice
+
+    def __post_init__(self) -> None:
+        prefix = "chatcmpl" if self.kind == "chat.completion" else "cmpl"
+        self.id = self.id or f"{prefix}-{secrets.token_hex(12)}"
+
+    @property
+    def says_speculation(self) -> bool:
+        options = self.body.stream_options
+        return options is not None and options.include_speculative
+
+    def whole(self, done: Sequence[Completion], found: Sequence[Found] = ()) -> dict[str, Any]:
+        """The answer of a request that does not stream."""
+        if self.kind == "chat.completion":
+            parts = found or [(each.text, []) for each in done]
+            choices = [
+                self._message(i, *pair) for i, pair in enumerate(zip(done, parts, strict=True))
+            ]
+        else:
+            choices = [self._text(i, each) for i, each in enumerate(done)]
+        metrics = {"speculative_decoding": speculation_of(done)}
+        return {
+            **self._head(self.kind), "choices": choices, "usage": usage_of(done, self.prompts), "metrics": metrics,
+        }  # fmt: skip
+
+    def first(self, index: int) -> dict[str, Any]:
+        """The chunk that opens a choice of a chat."""
+        return self._delta(index, {"role": "assistant", "content": ""})
+
+    def piece(self, index: int, event: Event) -> dict[str, Any]:
+        """What one round added."""
+        entries = event.logprobs if self.has_logprobs else None
+        if self.kind == "chat.completion":
+            spelt = None if entries is None else for_chat(entries, self.tokenizer)
+            chunk = self._delta(index, {"content": event.text}, spelt)
+        else:
+            at = self._lengths.get(index, 0)
+            self._lengths[index] = at + len(event.text)
+            older = None if entries is None else for_completion(entries, self.tokenizer, at)
+            chunk = self._chunk([{"index": index, "text": event.text, "logprobs": older, "finish_reason": None}])
+        if self.says_speculation:
+            chunk["speculative"] = {"tokens": list(event.tokens), "accepted": event.accepted}
+        return chunk
+
+    def calls(self, index: int, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        """Tool calls, once they are whole."""
+        return self._delta(index, {"tool_calls": [{"index": i, **call.as_json()} for i, call in enumerate(calls)]})
+
+    def last(self, index: int, done: Completion, called: bool = False) -> dict[str, Any]:
+        """The chunk that ends a choice."""
+        reason = reason_of(done, called)
+        if self.kind == "chat.completion":
+            return self._delta(index, {}, reason=reason)
+        return self._chunk([{"index": index, "text": "", "logprobs": None, "finish_reason": reason}])
+
+    def figures(self, done: Sequence[Completion]) -> dict[str, Any]:
+        """The chunk behind all choices: usage, and what drafting came to."""
+        chunk = {**self._chunk([]), "usage": usage_of(done, self.prompts)}
+        if self.says_speculation:
+            chunk["metrics"] = {"speculative_decoding": speculation_of(done)}
+        return chunk
+
+    def _message(self, index: int, done: Completion, found: Found) -> dict[str, Any]:
+        text, calls = found
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message["tool_calls"] = [call.as_json() for call in calls]
+        spelt = for_chat(done.logprobs, self.tokenizer) if self.has_logprobs else None
+        reason = reason_of(done, bool(calls))
+        return {"index": index, "message": message, "logprobs": spelt, "finish_reason": reason, "seed": done.seed}
+
+    def _text(self, index: int, done: Completion) -> dict[str, Any]:
+        spelt = for_completion(done.logprobs, self.tokenizer) if self.has_logprobs else None
+        reason = reason_of(done)
+        return {"index": index, "text": done.text, "logprobs": spelt, "finish_reason": reason, "seed": done.seed}
+
+    def _delta(
+        self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+    ) -> dict[str, Any]:
+        return self._chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.kind == "chat.completion" else "text_completion"
+        return {**self._head(kind), "choices": choices}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def reason_of(done: Completion, called: bool = False) -> str:
+    return "tool_calls" if called else _REASONS[done.finish_reason]

@@ -1,0 +1,92 @@
+"""Errors in the shape of the OpenAI API: every failure of a request is one JSON object with a message that helps."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from forerun.errors import ForerunError, InvalidInput, PromptTooLong
+
+log = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    """A request that cannot be served, with the status that says why."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind = status, message, kind
+        self.param, self.code, self.headers = param, code, headers
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        }
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, headers=self.headers)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Any failure as one of ours; what nobody foresaw is logged, and the client learns that it is our fault."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, PromptTooLong):
+        return ApiError(400, str(error), param="messages", code="context_length_exceeded")
+    if isinstance(error, InvalidInput):
+        return ApiError(400, str(error))
+    if isinstance(error, ForerunError):
+        return ApiError(500, str(error), "server_error")
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the request ran past the server's deadline", "server_error", code="timeout")
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, f"the server failed: {type(error).__name__}", "server_error", code="internal_error")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Give every failure the one shape."""
+
+    async def on_any(request: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response()
+
+    async def on_validation(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return from_validation(error.errors()).response()
+
+    async def on_http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        path = f"{request.method} {request.url.path}"
+        message = f"{path}: {error.detail}" if error.status_code in (404, 405) else str(error.detail)
+        return ApiError(error.status_code, message, kind, headers=dict(error.headers or {})).response()
+
+    for kind in (ApiError, ForerunError, TimeoutError, Exception):
+        app.add_exception_handler(kind, on_any)
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)
+
+
+def from_validation(found: Any) -> ApiError:
+    """The first thing that is wrong with a body, in one line."""
+    first = found[0] if found else {}
+    if first.get("type") == "json_invalid":
+        reason = (first.get("ctx") or {}).get("error", "it cannot be parsed")
+        return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
+    where = [str(part) for part in first.get("loc", ()) if part != "body"]
+    param = ".".join(where) or None
+    message = str(first.get("msg", "the body is wrong"))
+    return ApiError(400, f"{param}: {message}" if param else message, param=param)

@@ -1,0 +1,195 @@
+"""From a request's body to texts: sampling parameters, drafting, and the texts of all its choices as they grow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from forerun.completion import Completion
+from forerun.errors import InvalidInput
+from forerun.noise import derived_seed
+from forerun.server.errors import ApiError
+from forerun.server.schemas import ChatRequest, CompletionRequest, Generation, Speculative
+from forerun.types import Event
+
+if TYPE_CHECKING:
+    from forerun.async_llm import AsyncLLM
+    from forerun.law_processor import LawProcessor
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+             "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One text to write."""
+
+    index: int  # the choice it is
+    prompt: tuple[int, ...]
+    options: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Timing:
+    """When a request came, when its first token did, and when it ended."""
+
+    started: float = field(default_factory=perf_counter)
+    first: float | None = None
+    ended: float | None = None
+
+    def mark(self) -> None:
+        if self.first is None:
+            self.first = perf_counter()
+
+
+def make_jobs(
+    body: Generation, prompts: Sequence[tuple[int, ...]], processors: Sequence[LawProcessor], context: int, most: int
+) -> list[Job]:
+    """The texts that a request asks for: n of each prompt, each with a seed of its own."""
+    copies = 1 if body.n is None else body.n
+    if copies < 1 or copies * len(prompts) > most:
+        raise ApiError(400, f"n={copies} is out of range: 1 to {most} texts in one request", param="n")
+    if body.best_of is not None and body.best_of != copies:
+        raise ApiError(
+            400, f"best_of={body.best_of} is not supported: ask for n={body.best_of} and choose", param="best_of"
+        )
+    jobs = []
+    for number, prompt in enumerate(prompts):
+        options = sampling_of(body, len(prompt), context) | drafting_of(body)
+        if processors:
+            options["processors"] = tuple(processors)
+        for copy in range(copies):
+            own = dict(options)
+            if body.seed is not None:
+                own["seed"] = derived_seed(body.seed, copy)
+            jobs.append(Job(number * copies + copy, prompt, own))
+    return jobs
+
+
+def sampling_of(body: Generation, prompt_length: int, context: int) -> dict[str, Any]:
+    """The body's fields as keywords of `AsyncLLM.stream`, with the OpenAI API's defaults."""
+    given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    given.setdefault("temperature", 1.0)
+    limit = body.max_tokens
+    if isinstance(body, ChatRequest):
+        limit = body.max_completion_tokens if body.max_completion_tokens is not None else limit
+        if body.logprobs:
+            given["logprobs"] = body.top_logprobs or 0
+        elif body.top_logprobs is not None:
+            raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+    elif isinstance(body, CompletionRequest):
+        limit = 16 if limit is None else limit  # the API's own default for completions
+        if body.logprobs is not None:
+            given["logprobs"] = body.logprobs
+    room = context - prompt_length
+    if limit is not None and limit > room > 0:
+        raise ApiError(
+            400,
+            f"max_tokens={limit} and a prompt of {prompt_length} tokens are more than the context of {context}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    given["max_tokens"] = max(1, room) if limit is None else limit
+    return given
+
+
+def drafting_of(body: Generation) -> dict[str, Any]:
+    """`speculative` as keywords: off, on, or a drafter, a budget and a verifier of this request's own."""
+    asked = body.speculative
+    if asked is None or asked is True or asked == "on":
+        return {}
+    if asked is False or asked == "off":
+        return {"drafter": "none"}
+    assert isinstance(asked, Speculative)
+    if not asked.enabled:
+        return {"drafter": "none"}
+    fields = {"drafter": asked.drafter, "budget": asked.budget, "verifier": asked.verifier}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+async def write_one(llm: AsyncLLM, job: Job) -> AsyncIterator[Event | Completion]:
+    """One text as it grows; leaving it early aborts it."""
+    try:
+        async with aclosing(llm.stream(job.prompt, **job.options)) as items:
+            async for item in items:
+                yield item
+    except InvalidInput:
+        raise
+    except (TypeError, ValueError) as error:  # options that no engine takes
+        raise InvalidInput(str(error)) from error
+
+
+async def write_all(llm: AsyncLLM, jobs: Sequence[Job]) -> AsyncIterator[tuple[int, Event | Completion]]:
+    """The texts of all jobs as they grow, whichever comes first; if one fails, all end."""
+    if len(jobs) == 1:
+        async with aclosing(write_one(llm, jobs[0])) as items:
+            async for item in items:
+                yield jobs[0].index, item
+        return
+    found: asyncio.Queue[tuple[int, Event | Completion | BaseException | None]] = asyncio.Queue(maxsize=64)
+
+    async def pump(job: Job) -> None:
+        try:
+            async with aclosing(write_one(llm, job)) as items:
+                async for item in items:
+                    await found.put((job.index, item))
+            await found.put((job.index, None))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            await found.put((job.index, error))
+
+    tasks = [asyncio.create_task(pump(job)) for job in jobs]
+    try:
+        left = len(tasks)
+        while left:
+            index, item = await found.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def usage_of(done: Sequence[Completion], prompts: int) -> dict[str, Any]:
+    """Tokens read and written; a prompt that several choices share counts once."""
+    own = sum(each.tokens for each in done)
+    read = sum(each.prompt_tokens for each in done[:: max(1, len(done) // max(1, prompts))])
+    return {"prompt_tokens": read, "completion_tokens": own, "total_tokens": read + own}
+
+
+def speculation_of(done: Sequence[Completion]) -> dict[str, Any]:
+    """What drafting came to, under the names that users of vLLM know."""
+    rounds = sum(each.rounds for each in done)
+    tokens = sum(each.tokens for each in done)
+    drafted, accepted = sum(each.drafted for each in done), sum(each.accepted for each in done)
+    return {
+        "mean_acceptance_length": tokens / rounds if rounds else 0.0,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "acceptance_histogram": _histogram(done),
+        "num_spec_steps": rounds,
+        "num_draft_tokens": drafted,
+        "num_accepted_draft_tokens": accepted,
+        "drafter": done[0].drafter if done else None,
+        "verifier": done[0].verifier if done else None,
+        "exact": all(each.exact for each in done),
+    }
+
+
+def _histogram(done: Sequence[Completion]) -> list[float]:
+    """Of rounds whose draft reached depth 1, 2, ...: the share whose accepted path did."""
+    longest = max((len(each.accepted_per_position) for each in done), default=0)
+    rows = [each.accepted_per_position for each in done if each.accepted_per_position]
+    return [
+        sum(row[i] for row in rows if i < len(row)) / max(1, sum(i < len(row) for row in rows))
+        for i in range(longest)
+    ]

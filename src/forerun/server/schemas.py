@@ -1,0 +1,132 @@
+"""What requests may hold: the OpenAI API's fields, vLLM's additions, and `speculative`, which is ours.
+
+Ranges are checked by SamplingParams, which says what is wrong in one line; here are names and types. A name that
+is unknown is refused with the nearest one that is known, because a misspelt option that is ignored costs a day.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from forerun.checks import unknown
+
+# fields of the OpenAI API that change nothing here
+_IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key",
+            "safety_identifier", "reasoning_effort", "verbosity", "modalities", "request_id", "priority")  # fmt: skip
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_names(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name in values:
+            if name not in known and name not in _IGNORED:
+                raise ValueError(unknown("field", str(name)[:80], sorted(known)))
+        return {name: value for name, value in values.items() if name in known}
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_speculative: bool = Field(False, description="drafted and own tokens of every chunk, and figures last")
+
+
+class Speculative(_Body):
+    """How this request is to be drafted; what is left out is the server's choice."""
+
+    enabled: bool = True
+    drafter: str | None = None
+    budget: int | None = Field(None, description="drafted tokens per round; 0 = do not draft")
+    verifier: str | None = None
+
+
+class JsonSchema(_Body):
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+
+class FunctionSpec(_Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    type: Literal["function"] = "function"
+    function: FunctionSpec
+
+
+class Generation(_Body):
+    """What completions and chats share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    speculative: Speculative | Literal["off", "on"] | bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+
+
+class CompletionRequest(Generation):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = False
+    suffix: str | None = None
+    logprobs: int | None = None
+
+
+class ChatRequest(Generation):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class TokenizeRequest(_Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(_Body):
+    model: str | None = None
+    tokens: list[int]

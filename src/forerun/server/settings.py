@@ -1,0 +1,49 @@
+"""What the operator of a server sets. No web framework here, so that the command line can show help at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from forerun.errors import InvalidInput
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """How a server answers; what it runs is the engine's affair."""
+
+    model_names: tuple[str, ...]  # what requests may call the model; the first is what answers call it
+    host: str = LOOPBACK
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()  # none = everybody may ask
+    max_queue: int = 256  # requests that wait for a place in the batch; more are turned away
+    max_body: int = 4 << 20  # bytes
+    max_choices: int = 16  # `n` of one request, times its prompts
+    deadline: float | None = None  # seconds that one request may take in all
+    rate_limit: int | None = None  # requests a minute per key, or per address without keys
+    drain_seconds: float = 30.0  # that running requests have to end after SIGTERM
+    hang_seconds: float = 120.0  # without a round while there is work: /health reports it
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.model_names or not all(self.model_names):
+            raise InvalidInput("a server needs a name for its model; pass --served-model-name")
+        if not 0 <= self.port <= 65535:
+            raise InvalidInput(f"port={self.port} is out of range: 0 to 65535; 0 = any that is free")
+        for name in ("max_queue", "max_body", "max_choices"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"{name}={getattr(self, name)} is out of range: 1 or more")
+
+
+def read_keys(file: Path) -> tuple[str, ...]:
+    """API keys from a file, one a line; blank lines and those that start with # are left out."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"the API keys cannot be read from {file}: {error}") from None
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise InvalidInput(f"{file} holds no API key; write one a line")
+    return keys
