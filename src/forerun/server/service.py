@@ -1,0 +1,148 @@
+"""What a server does with a request, apart from HTTP: admission, prompts, texts, and their figures."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from forerun.completion import Completion
+from forerun.prompts import as_messages, as_token_list, check_text
+from forerun.server.answers import Answer, Found
+from forerun.server.errors import ApiError
+from forerun.server.generation import Job, Timing, make_jobs, write_all
+from forerun.server.grammar import Grammars
+from forerun.server.metrics import Metrics
+from forerun.server.schemas import ChatRequest, CompletionRequest, Generation
+from forerun.server.settings import ServerSettings
+from forerun.server.tools import find_calls
+
+if TYPE_CHECKING:
+    from forerun.async_llm import AsyncLLM
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """One model behind one server."""
+
+    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+        self.llm, self.settings = llm, settings
+        self.model = settings.model_names[0]
+        self.metrics = Metrics(llm, self.model)
+        self.grammars = Grammars(llm.tokenizer, llm.vocab_size)
+        self.draining = False
+        self.active = 0  # texts that are waited for
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.settings.model_names:
+            known = ", ".join(self.settings.model_names)
+            message = f"the model {name[:200]!r} is not served here; there is {known}"
+            raise ApiError(404, message, "not_found_error", param="model", code="model_not_found")
+
+    @contextmanager
+    def admitted(self, texts: int) -> Iterator[None]:
+        """A place for so many texts in batch or queue, or a word on when to come again."""
+        room = self.llm.max_batch + self.settings.max_queue
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", "server_error", headers={"Retry-After": "5"})
+        if self.active + texts > room:
+            message = f"{self.active} texts are being written or wait, and there is room for {room}; try again soon"
+            raise ApiError(
+                429, message, "rate_limit_error", code="queue_full", headers={"Retry-After": "1"}
+            )
+        self.active += texts
+        try:
+            yield
+        finally:
+            self.active -= texts
+
+    def chat_jobs(self, body: ChatRequest) -> list[Job]:
+        """The texts that a chat asks for."""
+        self.check_model(body.model)
+        variables = dict(body.chat_template_kwargs or {})
+        if body.tools and body.tool_choice != "none":
+            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        opens = body.add_generation_prompt is not False and not body.continue_final_message
+        ids = self.llm.tokenizer.chat_ids(as_messages(body.messages), opens, **variables)
+        return self._jobs(body, [tuple(ids)])
+
+    def completion_jobs(self, body: CompletionRequest) -> list[Job]:
+        """The texts that a completion asks for: of one prompt or several, in text or ids."""
+        self.check_model(body.model)
+        if body.echo:
+            raise ApiError(400, "echo=true is not supported: the prompt is yours already", param="echo")
+        if body.suffix is not None:
+            raise ApiError(400, "suffix is not supported: this model only continues text", param="suffix")
+        prompt: Any = body.prompt
+        several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        return self._jobs(body, [self._ids(each, body) for each in (prompt if several else [prompt])])
+
+    def _ids(self, prompt: Any, body: Generation) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self.llm.tokenizer.encode(check_text(prompt), body.add_special_tokens is not False))
+        return as_token_list(prompt)
+
+    def _jobs(self, body: Generation, prompts: list[tuple[int, ...]]) -> list[Job]:
+        processors = self.grammars.processors_for(body.response_format)
+        jobs = make_jobs(body, prompts, processors, self.llm.max_length, self.settings.max_choices)
+        for job in jobs:
+            self.llm.check(job.prompt, **job.options)  # before a stream has begun: what is wrong is a 400
+        return jobs
+
+    async def write(self, body: Generation, answer: Answer, jobs: list[Job]) -> dict[str, Any]:
+        """The whole answer of a request."""
+        timing, done = Timing(), dict[int, Completion]()
+        async with asyncio.timeout(self.settings.deadline), aclosing(write_all(self.llm, jobs)) as items:
+            async for index, item in items:
+                timing.mark()
+                if isinstance(item, Completion):
+                    done[index] = item
+                    self._count(item, timing, answer)
+        texts = [done[job.index] for job in jobs]
+        return answer.whole(texts, [self._found(body, each) for each in texts])
+
+    async def stream(self, body: Generation, answer: Answer, jobs: list[Job]) -> AsyncGenerator[dict[str, Any]]:
+        """The answer in chunks, as it grows."""
+        timing, done = Timing(), dict[int, Completion]()
+        chat, tools = answer.kind == "chat.completion", self._offers_tools(body)
+        if chat:
+            for job in jobs:
+                yield answer.first(job.index)
+        async with asyncio.timeout(self.settings.deadline), aclosing(write_all(self.llm, jobs)) as items:
+            async for index, item in items:
+                timing.mark()
+                if not isinstance(item, Completion):
+                    if not tools and (item.text or item.tokens):
+                        yield answer.piece(index, item)
+                    continue
+                done[index] = item
+                self._count(item, timing, answer)
+                text, calls = self._found(body, item)
+                if tools and text:
+                    yield answer.whole_text(index, text, item)
+                if calls:
+                    yield answer.calls(index, calls)
+                yield answer.last(index, item, bool(calls))
+        if body.stream_options is not None and body.stream_options.include_usage or answer.says_speculation:
+            yield answer.figures([done[job.index] for job in jobs])
+
+    def _offers_tools(self, body: Generation) -> bool:
+        return isinstance(body, ChatRequest) and bool(body.tools) and body.tool_choice != "none"
+
+    def _found(self, body: Generation, done: Completion) -> Found:
+        """The text, and the calls of offered tools that are in it."""
+        if isinstance(body, ChatRequest) and body.tools and body.tool_choice != "none":
+            return find_calls(done.text, {tool.function.name for tool in body.tools})
+        return done.text, []
+
+    def _count(self, done: Completion, timing: Timing, answer: Answer) -> None:
+        timing.ended = perf_counter()
+        self.metrics.count(done, timing)
+        log.info(
+            "%s: %d tokens read, %d written in %.3f s, %.2f tokens per round, %s", answer.id, done.prompt_tokens,
+            done.tokens, timing.ended - timing.started, done.tokens_per_round, done.finish_reason,
+        )  # fmt: skip
