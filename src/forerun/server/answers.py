@@ -47,9 +47,7 @@ class Answer:
         """The answer of a request that does not stream."""
         if self.kind == "chat.completion":
             parts = found or [(each.text, []) for each in done]
-            choices = [
-                self._message(i, *pair) for i, pair in enumerate(zip(done, parts, strict=True))
-            ]
+            choices = [self._message(i, *pair) for i, pair in enumerate(zip(done, parts, strict=True))]
         else:
             choices = [self._text(i, each) for i, each in enumerate(done)]
         metrics = {"speculative_decoding": speculation_of(done)}
@@ -71,14 +69,23 @@ class Answer:
             at = self._lengths.get(index, 0)
             self._lengths[index] = at + len(event.text)
             older = None if entries is None else for_completion(entries, self.tokenizer, at)
-            chunk = self._chunk([{"index": index, "text": event.text, "logprobs": older, "finish_reason": None}])
+            chunk = self._chunk(
+                [{"index": index, "text": event.text, "logprobs": older, "finish_reason": None}]
+            )
         if self.says_speculation:
             chunk["speculative"] = {"tokens": list(event.tokens), "accepted": event.accepted}
         return chunk
 
+    def whole_text(self, index: int, text: str, done: Completion) -> dict[str, Any]:
+        """A text that was held back until it was known which part of it calls tools."""
+        spelt = for_chat(done.logprobs, self.tokenizer) if self.has_logprobs else None
+        return self._delta(index, {"content": text}, spelt)
+
     def calls(self, index: int, calls: Sequence[ToolCall]) -> dict[str, Any]:
         """Tool calls, once they are whole."""
-        return self._delta(index, {"tool_calls": [{"index": i, **call.as_json()} for i, call in enumerate(calls)]})
+        return self._delta(
+            index, {"tool_calls": [{"index": i, **call.as_json()} for i, call in enumerate(calls)]}
+        )
 
     def last(self, index: int, done: Completion, called: bool = False) -> dict[str, Any]:
         """The chunk that ends a choice."""
@@ -101,15 +108,31 @@ class Answer:
             message["tool_calls"] = [call.as_json() for call in calls]
         spelt = for_chat(done.logprobs, self.tokenizer) if self.has_logprobs else None
         reason = reason_of(done, bool(calls))
-        return {"index": index, "message": message, "logprobs": spelt, "finish_reason": reason, "seed": done.seed}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": spelt,
+            "finish_reason": reason,
+            "seed": done.seed,
+        }
 
     def _text(self, index: int, done: Completion) -> dict[str, Any]:
         spelt = for_completion(done.logprobs, self.tokenizer) if self.has_logprobs else None
         reason = reason_of(done)
-        return {"index": index, "text": done.text, "logprobs": spelt, "finish_reason": reason, "seed": done.seed}
+        return {
+            "index": index,
+            "text": done.text,
+            "logprobs": spelt,
+            "finish_reason": reason,
+            "seed": done.seed,
+        }
 
     def _delta(
-        self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
     ) -> dict[str, Any]:
         return self._chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
 

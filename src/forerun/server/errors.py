@@ -33,9 +33,7 @@ class ApiError(Exception):
         self.param, self.code, self.headers = param, code, headers
 
     def body(self) -> dict[str, Any]:
-        return {
-            "error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        }
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, headers=self.headers)

@@ -47,7 +47,11 @@ class Timing:
 
 
 def make_jobs(
-    body: Generation, prompts: Sequence[tuple[int, ...]], processors: Sequence[LawProcessor], context: int, most: int
+    body: Generation,
+    prompts: Sequence[tuple[int, ...]],
+    processors: Sequence[LawProcessor],
+    context: int,
+    most: int,
 ) -> list[Job]:
     """The texts that a request asks for: n of each prompt, each with a seed of its own."""
     copies = 1 if body.n is None else body.n
@@ -55,7 +59,9 @@ def make_jobs(
         raise ApiError(400, f"n={copies} is out of range: 1 to {most} texts in one request", param="n")
     if body.best_of is not None and body.best_of != copies:
         raise ApiError(
-            400, f"best_of={body.best_of} is not supported: ask for n={body.best_of} and choose", param="best_of"
+            400,
+            f"best_of={body.best_of} is not supported: ask for n={body.best_of} and choose",
+            param="best_of",
         )
     jobs = []
     for number, prompt in enumerate(prompts):

@@ -47,7 +47,9 @@ class Grammars:
         guidance = _llguidance()
         if self._known is None:
             end = min(self._tokenizer.eos_ids)
-            self._known = guidance.LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=end)
+            self._known = guidance.LLTokenizer(
+                self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=end
+            )
         try:
             grammar = guidance.LLMatcher.grammar_from_json_schema(schema)
             problem = guidance.LLMatcher.validate_grammar(grammar, self._known)

@@ -64,6 +64,10 @@ class Gate:
             wait = max(1, round((1.0 - bucket.left) / rate))
             message = f"more than {self._per_minute} requests a minute; try again in {wait} s"
             raise ApiError(
-                429, message, "rate_limit_error", code="rate_limit_exceeded", headers={"Retry-After": str(wait)}
+                429,
+                message,
+                "rate_limit_error",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": str(wait)},
             )
         bucket.left -= 1.0

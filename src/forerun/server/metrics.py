@@ -67,9 +67,7 @@ class Metrics:
         if timing.first is not None:
             self._first.labels(self._model).observe(timing.first - timing.started)
             if done.tokens > 1:
-                self._per_token.labels(self._model).observe(
-                    (timing.ended - timing.first) / (done.tokens - 1)
-                )
+                self._per_token.labels(self._model).observe((timing.ended - timing.first) / (done.tokens - 1))
 
     def _counter(self, name: str, says: str, *labels: str) -> Counter:
         return Counter(f"forerun:{name}", says, ["model_name", *labels], registry=self.registry)
@@ -103,7 +101,9 @@ class _EngineGauges:
             counter = CounterMetricFamily(f"forerun:{name}", says, labels=["model_name"])
             counter.add_metric([self._model], float(count))
             yield counter
-        seconds = CounterMetricFamily("forerun:round_seconds", "Where rounds spend time", labels=["model_name", "part"])
+        seconds = CounterMetricFamily(
+            "forerun:round_seconds", "Where rounds spend time", labels=["model_name", "part"]
+        )
         for part, spent in load.seconds.items():
             seconds.add_metric([self._model, part], spent)
         yield seconds

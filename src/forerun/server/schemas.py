@@ -35,7 +35,9 @@ class _Body(BaseModel):
 class StreamOptions(_Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_speculative: bool = Field(False, description="drafted and own tokens of every chunk, and figures last")
+    include_speculative: bool = Field(
+        False, description="drafted and own tokens of every chunk, and figures last"
+    )
 
 
 class Speculative(_Body):

@@ -50,10 +50,10 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server is shutting down", "server_error", headers={"Retry-After": "5"})
         if self.active + texts > room:
-            message = f"{self.active} texts are being written or wait, and there is room for {room}; try again soon"
-            raise ApiError(
-                429, message, "rate_limit_error", code="queue_full", headers={"Retry-After": "1"}
+            message = (
+                f"{self.active} texts are being written or wait, and there is room for {room}; try again soon"
             )
+            raise ApiError(429, message, "rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
         self.active += texts
         try:
             yield
@@ -105,7 +105,9 @@ class Service:
         texts = [done[job.index] for job in jobs]
         return answer.whole(texts, [self._found(body, each) for each in texts])
 
-    async def stream(self, body: Generation, answer: Answer, jobs: list[Job]) -> AsyncGenerator[dict[str, Any]]:
+    async def stream(
+        self, body: Generation, answer: Answer, jobs: list[Job]
+    ) -> AsyncGenerator[dict[str, Any]]:
         """The answer in chunks, as it grows."""
         timing, done = Timing(), dict[int, Completion]()
         chat, tools = answer.kind == "chat.completion", self._offers_tools(body)

@@ -1,0 +1,211 @@
+"""The HTTP front: routes in the OpenAI API's places, and what an operator needs beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+
+from forerun import __version__
+from forerun.prompts import as_messages, check_text
+from forerun.server.answers import Answer, Kind
+from forerun.server.errors import ApiError, add_error_handlers, as_api_error
+from forerun.server.generation import Job
+from forerun.server.keys import Gate
+from forerun.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generation,
+    TokenizeRequest,
+)
+from forerun.server.service import Service
+from forerun.server.settings import ServerSettings
+from forerun.server.sse import sse_response
+
+if TYPE_CHECKING:
+    from forerun.async_llm import AsyncLLM
+
+log = logging.getLogger(__name__)
+POLL = 0.25  # seconds between looks whether a client that waits for a whole answer is still there
+
+
+def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
+    """The application around a model that is loaded."""
+    service, gate = Service(llm, settings), Gate(settings.api_keys, settings.rate_limit)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.draining = True
+        await llm.close()
+
+    app = FastAPI(title="Forerun", version=__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    app.state.service = service
+    add_error_handlers(app)
+    app.middleware("http")(_guard(settings, service))
+    allowed = [Depends(_check_key(gate))]
+    _add_operator_routes(app, service)
+    _add_text_routes(app, service, allowed)
+    _add_token_routes(app, service, allowed)
+    return app
+
+
+def _guard(
+    settings: ServerSettings, service: Service
+) -> Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]:
+    """Limits the body, names every request, and counts those turned away."""
+
+    async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
+        request.state.id = request.headers.get("x-request-id", "")[:64] or secrets.token_hex(8)
+        try:
+            size = int(request.headers.get("content-length") or 0)
+        except ValueError:
+            size = settings.max_body + 1
+        if size > settings.max_body:
+            message = f"the body is larger than {settings.max_body} bytes"
+            response: Response = ApiError(413, message, code="body_too_large").response()
+        else:
+            response = await go_on(request)
+        if response.status_code >= 400:
+            service.metrics.count_refused(response.status_code)
+        response.headers["x-request-id"] = request.state.id
+        return response
+
+    return guard
+
+
+def _check_key(gate: Gate) -> Callable[[Request], Awaitable[None]]:
+    async def check(request: Request) -> None:
+        address = request.client.host if request.client else ""
+        request.state.caller = gate.check(request.headers.get("authorization"), address)
+
+    return check
+
+
+def _add_operator_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        problem = service.llm.problem(service.settings.hang_seconds)
+        status = {"status": "ok"} if problem is None else {"status": "failed", "reason": problem}
+        return JSONResponse(status, 200 if problem is None else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        there = not service.draining and service.llm.problem(service.settings.hang_seconds) is None
+        return JSONResponse({"ready": there}, 200 if there else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/", response_class=HTMLResponse)
+    async def page() -> str:
+        return (files("forerun.server") / "page" / "index.html").read_text(encoding="utf-8")
+
+
+def _add_text_routes(app: FastAPI, service: Service, allowed: list[Any]) -> None:
+    @app.post("/v1/chat/completions", dependencies=allowed, response_model=None)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await _answer(
+            service, body, "chat.completion", service.chat_jobs, bool(body.logprobs), request
+        )
+
+    @app.post("/v1/completions", dependencies=allowed, response_model=None)
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        jobs = service.completion_jobs
+        return await _answer(service, body, "text_completion", jobs, body.logprobs is not None, request)
+
+    @app.get("/v1/models", dependencies=allowed)
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(name, service) for name in service.settings.model_names]}
+
+    @app.get("/v1/models/{name:path}", dependencies=allowed)
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return _model(name, service)
+
+
+def _add_token_routes(app: FastAPI, service: Service, allowed: list[Any]) -> None:
+    @app.post("/tokenize", dependencies=allowed)
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give a prompt or messages, one of the two")
+        tokenizer = service.llm.tokenizer
+        if body.prompt is not None:
+            ids = tokenizer.encode(check_text(body.prompt), body.add_special_tokens)
+        else:
+            ids = tokenizer.chat_ids(as_messages(body.messages), body.add_generation_prompt)
+        spelt = [tokenizer.token(index) for index in ids] if body.return_token_strs else None
+        found = {"count": len(ids), "max_model_len": service.llm.max_length, "tokens": ids}
+        return {**found, "token_strs": spelt}
+
+    @app.post("/detokenize", dependencies=allowed)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        service.check_model(body.model)
+        if not all(0 <= token < service.llm.vocab_size for token in body.tokens):
+            raise ApiError(
+                400, f"a token lies outside the vocabulary of {service.llm.vocab_size}", param="tokens"
+            )
+        return {"prompt": service.llm.tokenizer.decode(body.tokens, skip_special=False)}
+
+
+async def _answer(
+    service: Service,
+    body: Generation,
+    kind: Kind,
+    make_jobs: Callable[[Any], list[Job]],
+    has_logprobs: bool,
+    request: Request,
+) -> Response:
+    """One request from body to answer, whole or streamed."""
+    jobs = await asyncio.to_thread(make_jobs, body)
+    prompts = len({job.prompt for job in jobs})
+    answer = Answer(kind, service.model, service.llm.tokenizer, body, has_logprobs, prompts)
+    admission = service.admitted(len(jobs))
+    if not body.stream:
+        with admission:
+            return JSONResponse(await _while_connected(request, service.write(body, answer, jobs)))
+    admission.__enter__()
+    chunks = service.stream(body, answer, jobs)
+
+    async def held() -> AsyncGenerator[dict[str, Any]]:
+        try:
+            async with aclosing(chunks) as found:
+                async for chunk in found:
+                    yield chunk
+        finally:
+            admission.__exit__(None, None, None)
+
+    return sse_response(held(), {"x-request-id": request.state.id})
+
+
+async def _while_connected(request: Request, work: Any) -> Any:
+    """Await some work, unless the client goes away: then it is cancelled, which aborts its texts."""
+    task = asyncio.ensure_future(work)
+    try:
+        while True:
+            ended, _ = await asyncio.wait({task}, timeout=POLL)
+            if ended:
+                return task.result()
+            if await request.is_disconnected():
+                raise ApiError(499, "the client has gone away")
+    finally:
+        task.cancel()
+
+
+def _model(name: str, service: Service) -> dict[str, Any]:
+    facts = {"id": name, "object": "model", "created": 0, "owned_by": "forerun"}
+    return {**facts, "max_model_len": service.llm.max_length, "root": service.model}
