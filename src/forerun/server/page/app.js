@@ -1,0 +1,254 @@
+// The page of a Forerun server: a chat whose tokens show where they came from, and live figures of the engine.
+const $ = (id) => document.getElementById(id);
+const state = { messages: [], turns: [], control: null, history: [], last: null, model: "" };
+const headers = { "Content-Type": "application/json" };
+const key = new URLSearchParams(location.hash.slice(1)).get("key");
+if (key) headers.Authorization = `Bearer ${key}`; // http://host:8000/#key=... for servers that want one
+
+async function getJson(path) {
+  const response = await fetch(path, { headers });
+  if (!response.ok) throw new Error(await errorText(response));
+  return response.json();
+}
+
+async function errorText(response) {
+  try { return (await response.json()).error.message; } catch { return `HTTP ${response.status}`; }
+}
+
+async function* readEvents(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    rest += value;
+    const parts = rest.split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const data = part.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+}
+
+function body(messages, speculative) {
+  const seed = $("seed").value;
+  return {
+    model: state.model, messages, stream: true, temperature: Number($("temperature").value),
+    max_tokens: Number($("tokens").value), logprobs: true, top_logprobs: 3, speculative,
+    stream_options: { include_usage: true, include_speculative: true },
+    ...(seed === "" ? {} : { seed: Number(seed) }),
+  };
+}
+
+async function write(messages, speculative, text, facts, signal) {
+  const started = performance.now();
+  const response = await fetch("v1/chat/completions", {
+    method: "POST", headers, signal, body: JSON.stringify(body(messages, speculative)),
+  });
+  if (!response.ok) throw new Error(await errorText(response));
+  const answer = { text: "", rounds: 0, tokens: [], metrics: null, seconds: 0, first: null };
+  for await (const chunk of readEvents(response)) {
+    if (chunk.error) throw new Error(chunk.error.message);
+    const piece = chunk.choices[0];
+    if (chunk.metrics) answer.metrics = chunk.metrics.speculative_decoding;
+    if (chunk.speculative) {
+      answer.first ??= performance.now() - started;
+      showPiece(text, answer, piece, chunk.speculative);
+    }
+  }
+  answer.seconds = (performance.now() - started) / 1000;
+  facts.textContent = factsOf(answer);
+  return answer;
+}
+
+function showPiece(text, answer, piece, spec) {
+  answer.rounds += 1;
+  const entries = piece.logprobs?.content ?? [];
+  let shown = "";
+  entries.forEach((entry, i) => {
+    const token = { ...entry, round: answer.rounds, drafted: i < spec.accepted, rejected: spec.rejected ?? [] };
+    answer.tokens.push(token);
+    shown += entry.token;
+    text.append(tokenNode(token));
+  });
+  answer.text += piece.delta.content ?? "";
+  const log = $("log");
+  log.scrollTop = log.scrollHeight;
+}
+
+function tokenNode(token) {
+  const node = document.createElement("span");
+  node.className = `token ${token.drafted ? "drafted" : "own"}`;
+  node.textContent = token.token;
+  node.tabIndex = -1;
+  const chance = (100 * Math.exp(token.logprob)).toFixed(1);
+  node.title = `${token.drafted ? "drafted and accepted" : "the target's own"}; probability ${chance}%, round ${token.round}`;
+  node.addEventListener("click", () => showRound(token));
+  return node;
+}
+
+function showRound(token) {
+  const rows = token.top_logprobs.map((other) => `${(100 * Math.exp(other.logprob)).toFixed(1)}%  ${JSON.stringify(other.token)}`);
+  const rejected = token.rejected.map((branch) => JSON.stringify(branch));
+  const area = $("round-body");
+  area.replaceChildren();
+  const add = (title, lines) => {
+    const head = document.createElement("h3"), list = document.createElement("pre");
+    head.textContent = title;
+    list.textContent = lines.length ? lines.join("\n") : "nothing";
+    area.append(head, list);
+  };
+  add(`Round ${token.round}: likeliest tokens here`, rows);
+  add("Drafted and rejected in this round", rejected);
+  $("round").showModal();
+}
+
+function factsOf(answer) {
+  const count = answer.tokens.length, m = answer.metrics;
+  const rate = (count / answer.seconds).toFixed(1);
+  const spec = m ? `, ${m.mean_acceptance_length.toFixed(2)} tokens per round, ${Math.round(100 * m.draft_acceptance_rate)}% of ${m.num_draft_tokens} drafted accepted (${m.drafter})` : "";
+  return `${count} tokens in ${answer.seconds.toFixed(2)} s (${rate}/s), first after ${Math.round(answer.first ?? 0)} ms${spec}`;
+}
+
+function addTurn(role, parent = $("log")) {
+  const turn = document.createElement("div");
+  turn.className = "turn";
+  const head = document.createElement("h3"), text = document.createElement("div"), facts = document.createElement("p");
+  head.textContent = role; text.className = "text"; facts.className = "facts";
+  turn.append(head, text, facts);
+  parent.append(turn);
+  return { turn, text, facts };
+}
+
+async function run(work) {
+  state.control = new AbortController();
+  for (const id of ["send", "compare", "reset"]) $(id).disabled = true;
+  $("stop").disabled = false;
+  try { await work(state.control.signal); }
+  catch (error) {
+    const note = addTurn("");
+    note.text.classList.add("error");
+    note.text.textContent = error.name === "AbortError" ? "stopped" : `failed: ${error.message}`;
+  } finally {
+    state.control = null;
+    for (const id of ["send", "compare", "reset"]) $(id).disabled = false;
+    $("stop").disabled = true;
+    $("prompt").focus();
+  }
+}
+
+function speculative() {
+  const name = $("drafter").value;
+  return name === "" ? "on" : name === "none" ? "off" : { drafter: name };
+}
+
+function takePrompt() {
+  const prompt = $("prompt").value.trim();
+  if (!prompt) return null;
+  $("prompt").value = "";
+  addTurn("You").text.textContent = prompt;
+  return [...state.messages, { role: "user", content: prompt }];
+}
+
+$("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const messages = takePrompt();
+  if (!messages) return;
+  run(async (signal) => {
+    const { text, facts } = addTurn("Model");
+    const answer = await write(messages, speculative(), text, facts, signal);
+    state.messages = [...messages, { role: "assistant", content: answer.text }];
+    state.turns.push({ messages, answer });
+  });
+});
+
+$("compare").addEventListener("click", () => {
+  const messages = takePrompt();
+  if (!messages) return;
+  run(async (signal) => {
+    const { turn, text, facts } = addTurn("With and without speculation");
+    text.className = "sides";
+    const left = addTurn("With drafts", text), right = addTurn("Plain", text);
+    const chosen = speculative() === "off" ? "on" : speculative();
+    const a = await write(messages, chosen, left.text, left.facts, signal);
+    const b = await write(messages, "off", right.text, right.facts, signal);
+    const equal = a.text === b.text, ratio = (b.seconds / a.seconds).toFixed(2);
+    const sampled = Number($("temperature").value) > 0 && $("seed").value === "";
+    facts.textContent = `${equal ? "The texts are equal." : sampled ? "The texts differ: they were drawn without a seed. Give one, and they are equal." : "THE TEXTS DIFFER."} ${ratio}x as fast with drafts.`;
+    if (!equal && !sampled) turn.classList.add("error");
+    state.messages = [...messages, { role: "assistant", content: a.text }];
+    state.turns.push({ messages, answer: a, plain: b, equal });
+  });
+});
+
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); $("ask").requestSubmit(); }
+});
+$("stop").addEventListener("click", () => state.control?.abort());
+$("reset").addEventListener("click", () => { state.messages = []; state.turns = []; $("log").replaceChildren(); $("prompt").focus(); });
+$("export").addEventListener("click", () => {
+  const data = new Blob([JSON.stringify({ model: state.model, turns: state.turns }, null, 2)], { type: "application/json" });
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(data);
+  link.download = "forerun-chat.json";
+  link.click();
+  URL.revokeObjectURL(link.href);
+});
+
+function plotLine(id, values) {
+  const svg = $(id), most = Math.max(1e-9, ...values);
+  svg.setAttribute("viewBox", "0 0 100 40");
+  svg.setAttribute("preserveAspectRatio", "none");
+  const points = values.map((v, i) => `${(100 * i) / Math.max(1, values.length - 1)},${38 - (34 * v) / most}`).join(" ");
+  svg.innerHTML = `<polyline class="line" points="${points}"></polyline>`;
+  svg.previousElementSibling.textContent = `${svg.previousElementSibling.textContent.split(":")[0]}: ${values.at(-1)?.toFixed(values.at(-1) < 10 ? 2 : 0) ?? 0}`;
+}
+
+function plotBars(id, values) {
+  const svg = $(id), wide = 100 / Math.max(1, values.length);
+  svg.setAttribute("viewBox", "0 0 100 40");
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.innerHTML = values.map((v, i) => `<rect class="bar" x="${i * wide + 0.5}" width="${Math.max(0.5, wide - 1)}" y="${40 - 38 * v}" height="${38 * v}"><title>position ${i + 1}: ${Math.round(100 * v)}%</title></rect>`).join("");
+}
+
+async function refresh() {
+  try {
+    const stats = await getJson("stats");
+    const last = state.last;
+    if (last && stats.uptime > last.uptime) {
+      const spent = stats.uptime - last.uptime, rounds = stats.sequence_rounds - last.sequence_rounds;
+      state.history.push({
+        rate: (stats.tokens - last.tokens) / spent,
+        round: rounds ? (stats.tokens - last.tokens) / rounds : 0,
+        batch: stats.running,
+      });
+      state.history = state.history.slice(-60);
+      plotLine("plot-rate", state.history.map((one) => one.rate));
+      plotLine("plot-round", state.history.map((one) => one.round));
+      plotLine("plot-batch", state.history.map((one) => one.batch));
+    }
+    plotBars("plot-position", stats.accepted_per_position);
+    state.last = stats;
+    const rows = { running: stats.running, waiting: stats.waiting, "KV cache": `${(100 * stats.kv_share).toFixed(1)}%`, drafter: stats.drafter, rounds: stats.rounds, tokens: stats.tokens };
+    $("now").replaceChildren(...Object.entries(rows).flatMap(([name, value]) => {
+      const dt = document.createElement("dt"), dd = document.createElement("dd");
+      dt.textContent = name; dd.textContent = value;
+      return [dt, dd];
+    }));
+  } catch (error) { $("model").textContent = `no connection: ${error.message}`; }
+  setTimeout(refresh, 1000);
+}
+
+async function start() {
+  try {
+    state.model = (await getJson("v1/models")).data[0].id;
+    const { drafters, drafter } = await getJson("stats");
+    $("model").textContent = state.model;
+    $("drafter").replaceChildren(new Option(`server's choice (${drafter})`, ""), ...drafters.map((name) => new Option(name, name)));
+  } catch (error) { $("model").textContent = `no connection: ${error.message}`; }
+  refresh();
+  $("prompt").focus();
+}
+start();
