@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from threading import Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
@@ -74,7 +74,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         **options: Unpack[Options],
-    ) -> AsyncIterator[Event | Completion]:
+    ) -> AsyncGenerator[Event | Completion]:
         """Yield an Event per round as the text grows, then its Completion."""
         handle = await self._submit(make_request(prompt, params, options, self.llm.encode), request_id)
         try:
@@ -101,6 +101,11 @@ class AsyncLLM:
             self._drop(handle)
         self._owner.wake()
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine's thread; None while it works."""
+        return self._broken
 
     @property
     def requests(self) -> int:

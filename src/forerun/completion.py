@@ -30,6 +30,8 @@ class Completion:
     seed: int | None  # passed back, it gives this text with any drafter; None where no seed does that
     seconds: float  # of the engine's work since it was admitted, beside whatever else ran in the batch
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)  # rounds whose draft reached depth 1, 2, ...
+    kept: list[int] = field(default_factory=list)  # of these, rounds whose accepted path did
 
     @property
     def tokens(self) -> int:
@@ -73,6 +75,8 @@ def completion_of(seq: SequenceState, exact: bool) -> Completion:
         seed=seed_of(seq),
         seconds=stats.seconds,
         logprobs=[entry for event in seq.events for entry in event.logprobs],
+        reached=stats.reached,
+        kept=stats.kept,
     )
 
 

@@ -21,7 +21,7 @@ from forerun.errors import ForerunError
 
 # In the order of `--help`. Each is a module here and a function or group of the same name in it.
 COMMANDS = (
-    "generate", "chat", "models", "drafters", "train", "data", "bench", "compare", "advise", "diagnose",
+    "generate", "chat", "serve", "models", "drafters", "train", "data", "bench", "compare", "advise", "diagnose",
     "quality", "inflate", "doctor",
 )  # fmt: skip
 _LEAVE_AT_ONCE = ("generate", "chat")  # they leave nothing behind, and taking torch apart takes a while

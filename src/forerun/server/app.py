@@ -6,17 +6,17 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 
 from forerun import __version__
 from forerun.prompts import as_messages, check_text
 from forerun.server.answers import Answer, Kind
-from forerun.server.errors import ApiError, add_error_handlers, as_api_error
+from forerun.server.errors import ApiError, add_error_handlers
 from forerun.server.generation import Job
 from forerun.server.keys import Gate
 from forerun.server.schemas import (
@@ -31,21 +31,21 @@ from forerun.server.settings import ServerSettings
 from forerun.server.sse import sse_response
 
 if TYPE_CHECKING:
-    from forerun.async_llm import AsyncLLM
+    from forerun.server.backend import Backend
 
 log = logging.getLogger(__name__)
 POLL = 0.25  # seconds between looks whether a client that waits for a whole answer is still there
 
 
-def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
+def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
     """The application around a model that is loaded."""
-    service, gate = Service(llm, settings), Gate(settings.api_keys, settings.rate_limit)
+    service, gate = Service(backend, settings), Gate(settings.api_keys, settings.rate_limit)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         service.draining = True
-        await llm.close()
+        await backend.close()
 
     app = FastAPI(title="Forerun", version=__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None)
     app.state.service = service
@@ -93,13 +93,13 @@ def _check_key(gate: Gate) -> Callable[[Request], Awaitable[None]]:
 def _add_operator_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> Response:
-        problem = service.llm.problem(service.settings.hang_seconds)
+        problem = service.backend.problem(service.settings.hang_seconds)
         status = {"status": "ok"} if problem is None else {"status": "failed", "reason": problem}
         return JSONResponse(status, 200 if problem is None else 503)
 
     @app.get("/ready")
     async def ready() -> Response:
-        there = not service.draining and service.llm.problem(service.settings.hang_seconds) is None
+        there = not service.draining and service.backend.problem(service.settings.hang_seconds) is None
         return JSONResponse({"ready": there}, 200 if there else 503)
 
     @app.get("/version")
@@ -110,9 +110,27 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/", response_class=HTMLResponse)
-    async def page() -> str:
-        return (files("forerun.server") / "page" / "index.html").read_text(encoding="utf-8")
+    @app.get("/stats")
+    async def stats() -> dict[str, Any]:
+        return service.stats()
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return _page_file("index.html")
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page_part(name: str) -> Response:
+        return _page_file(name)
+
+
+_PAGE = {"index.html": "text/html", "style.css": "text/css", "app.js": "text/javascript"}
+
+
+def _page_file(name: str) -> Response:
+    if name not in _PAGE:
+        raise ApiError(404, f"the page has no part {name[:80]!r}", "not_found_error")
+    text = (files("forerun.server") / "page" / name).read_text(encoding="utf-8")
+    return Response(text, media_type=f"{_PAGE[name]}; charset=utf-8")
 
 
 def _add_text_routes(app: FastAPI, service: Service, allowed: list[Any]) -> None:
@@ -143,23 +161,23 @@ def _add_token_routes(app: FastAPI, service: Service, allowed: list[Any]) -> Non
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give a prompt or messages, one of the two")
-        tokenizer = service.llm.tokenizer
+        tokenizer = service.backend.tokenizer
         if body.prompt is not None:
             ids = tokenizer.encode(check_text(body.prompt), body.add_special_tokens)
         else:
             ids = tokenizer.chat_ids(as_messages(body.messages), body.add_generation_prompt)
         spelt = [tokenizer.token(index) for index in ids] if body.return_token_strs else None
-        found = {"count": len(ids), "max_model_len": service.llm.max_length, "tokens": ids}
+        found = {"count": len(ids), "max_model_len": service.backend.max_length, "tokens": ids}
         return {**found, "token_strs": spelt}
 
     @app.post("/detokenize", dependencies=allowed)
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         service.check_model(body.model)
-        if not all(0 <= token < service.llm.vocab_size for token in body.tokens):
+        if not all(0 <= token < service.backend.vocab_size for token in body.tokens):
             raise ApiError(
-                400, f"a token lies outside the vocabulary of {service.llm.vocab_size}", param="tokens"
+                400, f"a token lies outside the vocabulary of {service.backend.vocab_size}", param="tokens"
             )
-        return {"prompt": service.llm.tokenizer.decode(body.tokens, skip_special=False)}
+        return {"prompt": service.backend.tokenizer.decode(body.tokens, skip_special=False)}
 
 
 async def _answer(
@@ -173,23 +191,27 @@ async def _answer(
     """One request from body to answer, whole or streamed."""
     jobs = await asyncio.to_thread(make_jobs, body)
     prompts = len({job.prompt for job in jobs})
-    answer = Answer(kind, service.model, service.llm.tokenizer, body, has_logprobs, prompts)
+    answer = Answer(kind, service.model, service.backend.tokenizer, body, has_logprobs, prompts)
     admission = service.admitted(len(jobs))
     if not body.stream:
         with admission:
             return JSONResponse(await _while_connected(request, service.write(body, answer, jobs)))
-    admission.__enter__()
-    chunks = service.stream(body, answer, jobs)
+    with ExitStack() as held:
+        held.enter_context(admission)
+        chunks = service.stream(body, answer, jobs)
+        first = await anext(
+            chunks
+        )  # what the engine has against the request is an answer with a status of its own
+        ends = held.pop_all()
 
-    async def held() -> AsyncGenerator[dict[str, Any]]:
-        try:
+    async def rest() -> AsyncGenerator[dict[str, Any]]:
+        with ends:
             async with aclosing(chunks) as found:
+                yield first
                 async for chunk in found:
                     yield chunk
-        finally:
-            admission.__exit__(None, None, None)
 
-    return sse_response(held(), {"x-request-id": request.state.id})
+    return sse_response(rest(), {"x-request-id": request.state.id})
 
 
 async def _while_connected(request: Request, work: Any) -> Any:
@@ -208,4 +230,4 @@ async def _while_connected(request: Request, work: Any) -> Any:
 
 def _model(name: str, service: Service) -> dict[str, Any]:
     facts = {"id": name, "object": "model", "created": 0, "owned_by": "forerun"}
-    return {**facts, "max_model_len": service.llm.max_length, "root": service.model}
+    return {**facts, "max_model_len": service.backend.max_length, "root": service.model}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -17,8 +17,8 @@ from forerun.server.schemas import ChatRequest, CompletionRequest, Generation, S
 from forerun.types import Event
 
 if TYPE_CHECKING:
-    from forerun.async_llm import AsyncLLM
     from forerun.law_processor import LawProcessor
+    from forerun.server.backend import Backend
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
              "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed")  # fmt: skip
@@ -77,7 +77,7 @@ def make_jobs(
 
 
 def sampling_of(body: Generation, prompt_length: int, context: int) -> dict[str, Any]:
-    """The body's fields as keywords of `AsyncLLM.stream`, with the OpenAI API's defaults."""
+    """The body's fields as keywords of `Backend.stream`, with the OpenAI API's defaults."""
     given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     given.setdefault("temperature", 1.0)
     limit = body.max_tokens
@@ -117,10 +117,10 @@ def drafting_of(body: Generation) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-async def write_one(llm: AsyncLLM, job: Job) -> AsyncIterator[Event | Completion]:
+async def write_one(backend: Backend, job: Job) -> AsyncGenerator[Event | Completion]:
     """One text as it grows; leaving it early aborts it."""
     try:
-        async with aclosing(llm.stream(job.prompt, **job.options)) as items:
+        async with aclosing(backend.stream(job.prompt, **job.options)) as items:
             async for item in items:
                 yield item
     except InvalidInput:
@@ -129,10 +129,10 @@ async def write_one(llm: AsyncLLM, job: Job) -> AsyncIterator[Event | Completion
         raise InvalidInput(str(error)) from error
 
 
-async def write_all(llm: AsyncLLM, jobs: Sequence[Job]) -> AsyncIterator[tuple[int, Event | Completion]]:
+async def write_all(backend: Backend, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Event | Completion]]:
     """The texts of all jobs as they grow, whichever comes first; if one fails, all end."""
     if len(jobs) == 1:
-        async with aclosing(write_one(llm, jobs[0])) as items:
+        async with aclosing(write_one(backend, jobs[0])) as items:
             async for item in items:
                 yield jobs[0].index, item
         return
@@ -140,7 +140,7 @@ async def write_all(llm: AsyncLLM, jobs: Sequence[Job]) -> AsyncIterator[tuple[i
 
     async def pump(job: Job) -> None:
         try:
-            async with aclosing(write_one(llm, job)) as items:
+            async with aclosing(write_one(backend, job)) as items:
                 async for item in items:
                     await found.put((job.index, item))
             await found.put((job.index, None))
@@ -153,13 +153,13 @@ async def write_all(llm: AsyncLLM, jobs: Sequence[Job]) -> AsyncIterator[tuple[i
     try:
         left = len(tasks)
         while left:
-            index, item = await found.get()
-            if item is None:
+            index, news = await found.get()
+            if news is None:
                 left -= 1
-            elif isinstance(item, BaseException):
-                raise item
+            elif isinstance(news, BaseException):
+                raise news
             else:
-                yield index, item
+                yield index, news
     finally:
         for task in tasks:
             task.cancel()
@@ -175,13 +175,16 @@ def usage_of(done: Sequence[Completion], prompts: int) -> dict[str, Any]:
 
 def speculation_of(done: Sequence[Completion]) -> dict[str, Any]:
     """What drafting came to, under the names that users of vLLM know."""
-    rounds = sum(each.rounds for each in done)
+    counts = Counts()
+    for each in done:
+        counts.add(each)
+    rounds = counts.rounds
     tokens = sum(each.tokens for each in done)
     drafted, accepted = sum(each.drafted for each in done), sum(each.accepted for each in done)
     return {
         "mean_acceptance_length": tokens / rounds if rounds else 0.0,
         "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-        "acceptance_histogram": _histogram(done),
+        "acceptance_histogram": counts.accepted_per_position,
         "num_spec_steps": rounds,
         "num_draft_tokens": drafted,
         "num_accepted_draft_tokens": accepted,
@@ -191,11 +194,22 @@ def speculation_of(done: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
-def _histogram(done: Sequence[Completion]) -> list[float]:
-    """Of rounds whose draft reached depth 1, 2, ...: the share whose accepted path did."""
-    longest = max((len(each.accepted_per_position) for each in done), default=0)
-    rows = [each.accepted_per_position for each in done if each.accepted_per_position]
-    return [
-        sum(row[i] for row in rows if i < len(row)) / max(1, sum(i < len(row) for row in rows))
-        for i in range(longest)
-    ]
+@dataclass(slots=True)
+class Counts:
+    """Rounds of several texts, and how deep their drafts and accepted paths went."""
+
+    rounds: int = 0
+    reached: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+
+    def add(self, done: Completion) -> None:
+        self.rounds += done.rounds
+        for own, more in ((self.reached, done.reached), (self.kept, done.kept)):
+            own.extend([0] * (len(more) - len(own)))
+            for i, count in enumerate(more):
+                own[i] += count
+
+    @property
+    def accepted_per_position(self) -> list[float]:
+        """Of rounds whose draft reached depth 1, 2, ...: the share whose accepted path did."""
+        return [kept / reached for kept, reached in zip(self.kept, self.reached, strict=True) if reached]

@@ -16,7 +16,7 @@ import torch
 
 from forerun.errors import InvalidInput, MissingDependency
 from forerun.server.schemas import ResponseFormat
-from forerun.verify.processors import Allowed, AllowByState
+from forerun.verify.processors import AllowByState, Allowed
 
 if TYPE_CHECKING:
     from forerun.law_processor import LawProcessor

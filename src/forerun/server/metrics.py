@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from forerun.completion import Completion
+from forerun.server.backend import Backend
 from forerun.server.generation import Timing
-
-if TYPE_CHECKING:
-    from forerun.async_llm import AsyncLLM
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
@@ -22,9 +19,9 @@ _TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768)
 class Metrics:
     """Counts of one server, and what its engine says of itself when it is asked."""
 
-    def __init__(self, llm: AsyncLLM, model: str) -> None:
+    def __init__(self, backend: Backend, model: str) -> None:
         self.registry = CollectorRegistry()
-        self._model, self._llm = model, llm
+        self._model = model
         self._read = self._counter("prompt_tokens", "Tokens of prompts that were answered")
         self._written = self._counter("generation_tokens", "Tokens written")
         self._ended = self._counter("request_success", "Requests that ended, by reason", "finished_reason")
@@ -42,7 +39,7 @@ class Metrics:
         self._whole = self._histogram("e2e_request_latency_seconds", "From request to its end", _SECONDS)
         self._lengths = self._histogram("request_generation_tokens", "Tokens written per request", _TOKENS)
         Gauge("forerun:info", "The model served", ["model_name"], registry=self.registry).labels(model).set(1)
-        self.registry.register(_EngineGauges(llm, model))
+        self.registry.register(_EngineGauges(backend, model))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -58,7 +55,7 @@ class Metrics:
         self._drafts.labels(self._model).inc(done.rounds)
         self._drafted.labels(self._model).inc(done.drafted)
         self._accepted.labels(self._model).inc(done.accepted)
-        for place, kept in enumerate(done.kept_per_position):
+        for place, kept in enumerate(done.kept):
             self._by_place.labels(self._model, str(place)).inc(kept)
         self._lengths.labels(self._model).observe(done.tokens)
         if timing.ended is None:
@@ -81,23 +78,20 @@ class Metrics:
 class _EngineGauges:
     """Read from the engine whenever metrics are asked for."""
 
-    def __init__(self, llm: AsyncLLM, model: str) -> None:
-        self._llm, self._model = llm, model
+    def __init__(self, backend: Backend, model: str) -> None:
+        self._backend, self._model = backend, model
 
     def collect(self) -> Iterable[Metric]:
-        load = self._llm.load()
+        load = self._backend.load()
         for name, says, value in (
             ("num_requests_running", "Sequences in the batch", load.running),
             ("num_requests_waiting", "Requests that wait for a place", load.waiting),
-            ("kv_cache_usage_perc", "Share of the KV cache in use", load.kv_share),
+            ("kv_cache_used_slots", "Tokens that the KV cache has slots for in use", load.used_slots),
         ):
             gauge = GaugeMetricFamily(f"forerun:{name}", says, labels=["model_name"])
             gauge.add_metric([self._model], float(value))
             yield gauge
-        for name, says, count in (
-            ("rounds", "Rounds of the engine", load.rounds),
-            ("num_preemptions", "Sequences put back to be read again", load.preemptions),
-        ):
+        for name, says, count in (("rounds", "Rounds of the engine", load.rounds),):
             counter = CounterMetricFamily(f"forerun:{name}", says, labels=["model_name"])
             counter.add_metric([self._model], float(count))
             yield counter

@@ -6,14 +6,15 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
+from forerun import registry
 from forerun.completion import Completion
 from forerun.prompts import as_messages, as_token_list, check_text
 from forerun.server.answers import Answer, Found
 from forerun.server.errors import ApiError
-from forerun.server.generation import Job, Timing, make_jobs, write_all
+from forerun.server.generation import Counts, Job, Timing, make_jobs, write_all
 from forerun.server.grammar import Grammars
 from forerun.server.metrics import Metrics
 from forerun.server.schemas import ChatRequest, CompletionRequest, Generation
@@ -21,7 +22,7 @@ from forerun.server.settings import ServerSettings
 from forerun.server.tools import find_calls
 
 if TYPE_CHECKING:
-    from forerun.async_llm import AsyncLLM
+    from forerun.server.backend import Backend
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +30,13 @@ log = logging.getLogger(__name__)
 class Service:
     """One model behind one server."""
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
-        self.llm, self.settings = llm, settings
+    def __init__(self, backend: Backend, settings: ServerSettings) -> None:
+        self.backend, self.settings = backend, settings
         self.model = settings.model_names[0]
-        self.metrics = Metrics(llm, self.model)
-        self.grammars = Grammars(llm.tokenizer, llm.vocab_size)
+        self.metrics = Metrics(backend, self.model)
+        self.grammars = Grammars(backend.tokenizer, backend.vocab_size)
         self.draining = False
+        self.started, self.counts = monotonic(), Counts()
         self.active = 0  # texts that are waited for
 
     def check_model(self, name: str | None) -> None:
@@ -43,10 +45,20 @@ class Service:
             message = f"the model {name[:200]!r} is not served here; there is {known}"
             raise ApiError(404, message, "not_found_error", param="model", code="model_not_found")
 
+    def stats(self) -> dict[str, Any]:
+        """What the page shows: counts so far, and what is going on."""
+        load = self.backend.load()
+        return {
+            "model": self.model, "drafter": self.backend.drafter, "drafters": registry.drafters.names(),
+            "uptime": monotonic() - self.started, "running": load.running, "waiting": load.waiting,
+            "used_slots": load.used_slots, "rounds": load.rounds, "tokens": load.tokens,
+            "sequence_rounds": self.counts.rounds, "accepted_per_position": self.counts.accepted_per_position,
+        }  # fmt: skip
+
     @contextmanager
     def admitted(self, texts: int) -> Iterator[None]:
         """A place for so many texts in batch or queue, or a word on when to come again."""
-        room = self.llm.max_batch + self.settings.max_queue
+        room = self.backend.max_batch + self.settings.max_queue
         if self.draining:
             raise ApiError(503, "the server is shutting down", "server_error", headers={"Retry-After": "5"})
         if self.active + texts > room:
@@ -67,7 +79,7 @@ class Service:
         if body.tools and body.tool_choice != "none":
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
         opens = body.add_generation_prompt is not False and not body.continue_final_message
-        ids = self.llm.tokenizer.chat_ids(as_messages(body.messages), opens, **variables)
+        ids = self.backend.tokenizer.chat_ids(as_messages(body.messages), opens, **variables)
         return self._jobs(body, [tuple(ids)])
 
     def completion_jobs(self, body: CompletionRequest) -> list[Job]:
@@ -83,20 +95,19 @@ class Service:
 
     def _ids(self, prompt: Any, body: Generation) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return tuple(self.llm.tokenizer.encode(check_text(prompt), body.add_special_tokens is not False))
+            return tuple(
+                self.backend.tokenizer.encode(check_text(prompt), body.add_special_tokens is not False)
+            )
         return as_token_list(prompt)
 
     def _jobs(self, body: Generation, prompts: list[tuple[int, ...]]) -> list[Job]:
         processors = self.grammars.processors_for(body.response_format)
-        jobs = make_jobs(body, prompts, processors, self.llm.max_length, self.settings.max_choices)
-        for job in jobs:
-            self.llm.check(job.prompt, **job.options)  # before a stream has begun: what is wrong is a 400
-        return jobs
+        return make_jobs(body, prompts, processors, self.backend.max_length, self.settings.max_choices)
 
     async def write(self, body: Generation, answer: Answer, jobs: list[Job]) -> dict[str, Any]:
         """The whole answer of a request."""
         timing, done = Timing(), dict[int, Completion]()
-        async with asyncio.timeout(self.settings.deadline), aclosing(write_all(self.llm, jobs)) as items:
+        async with asyncio.timeout(self.settings.deadline), aclosing(write_all(self.backend, jobs)) as items:
             async for index, item in items:
                 timing.mark()
                 if isinstance(item, Completion):
@@ -110,13 +121,13 @@ class Service:
     ) -> AsyncGenerator[dict[str, Any]]:
         """The answer in chunks, as it grows."""
         timing, done = Timing(), dict[int, Completion]()
-        chat, tools = answer.kind == "chat.completion", self._offers_tools(body)
-        if chat:
-            for job in jobs:
-                yield answer.first(job.index)
-        async with asyncio.timeout(self.settings.deadline), aclosing(write_all(self.llm, jobs)) as items:
+        opened, tools = set[int](), self._offers_tools(body)
+        async with asyncio.timeout(self.settings.deadline), aclosing(write_all(self.backend, jobs)) as items:
             async for index, item in items:
                 timing.mark()
+                if answer.kind == "chat.completion" and index not in opened:
+                    opened.add(index)
+                    yield answer.first(index)
                 if not isinstance(item, Completion):
                     if not tools and (item.text or item.tokens):
                         yield answer.piece(index, item)
@@ -129,7 +140,7 @@ class Service:
                 if calls:
                     yield answer.calls(index, calls)
                 yield answer.last(index, item, bool(calls))
-        if body.stream_options is not None and body.stream_options.include_usage or answer.says_speculation:
+        if (body.stream_options is not None and body.stream_options.include_usage) or answer.says_speculation:
             yield answer.figures([done[job.index] for job in jobs])
 
     def _offers_tools(self, body: Generation) -> bool:
@@ -144,6 +155,7 @@ class Service:
     def _count(self, done: Completion, timing: Timing, answer: Answer) -> None:
         timing.ended = perf_counter()
         self.metrics.count(done, timing)
+        self.counts.add(done)
         log.info(
             "%s: %d tokens read, %d written in %.3f s, %.2f tokens per round, %s", answer.id, done.prompt_tokens,
             done.tokens, timing.ended - timing.started, done.tokens_per_round, done.finish_reason,

@@ -57,6 +57,10 @@ class Tokenizer:
             settings["chat_template"] = self._template
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
+    def to_json(self) -> str:
+        """The whole of it as `tokenizer.json` has it, for other libraries."""
+        return self._backend.to_str()
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """The ids of a text; `add_special` adds what the model wants around it (BOS, where it uses one)."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids

@@ -68,7 +68,7 @@ function showPiece(text, answer, piece, spec) {
   const entries = piece.logprobs?.content ?? [];
   let shown = "";
   entries.forEach((entry, i) => {
-    const token = { ...entry, round: answer.rounds, drafted: i < spec.accepted, rejected: spec.rejected ?? [] };
+    const token = { ...entry, round: answer.rounds, drafted: i < spec.accepted };
     answer.tokens.push(token);
     shown += entry.token;
     text.append(tokenNode(token));
@@ -91,7 +91,6 @@ function tokenNode(token) {
 
 function showRound(token) {
   const rows = token.top_logprobs.map((other) => `${(100 * Math.exp(other.logprob)).toFixed(1)}%  ${JSON.stringify(other.token)}`);
-  const rejected = token.rejected.map((branch) => JSON.stringify(branch));
   const area = $("round-body");
   area.replaceChildren();
   const add = (title, lines) => {
@@ -101,7 +100,6 @@ function showRound(token) {
     area.append(head, list);
   };
   add(`Round ${token.round}: likeliest tokens here`, rows);
-  add("Drafted and rejected in this round", rejected);
   $("round").showModal();
 }
 
@@ -231,7 +229,7 @@ async function refresh() {
     }
     plotBars("plot-position", stats.accepted_per_position);
     state.last = stats;
-    const rows = { running: stats.running, waiting: stats.waiting, "KV cache": `${(100 * stats.kv_share).toFixed(1)}%`, drafter: stats.drafter, rounds: stats.rounds, tokens: stats.tokens };
+    const rows = { running: stats.running, waiting: stats.waiting, "KV slots": stats.used_slots, drafter: stats.drafter, rounds: stats.rounds, tokens: stats.tokens };
     $("now").replaceChildren(...Object.entries(rows).flatMap(([name, value]) => {
       const dt = document.createElement("dt"), dd = document.createElement("dd");
       dt.textContent = name; dd.textContent = value;

@@ -1,0 +1,77 @@
+"""`forerun serve`: an OpenAI-compatible server around one model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from forerun.errors import InvalidInput
+from forerun.server.settings import LOOPBACK, ServerSettings, read_keys
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Name, GGUF file, folder or hub id.")] = "smollm2",
+    drafter: Annotated[str | None, typer.Option(help="Drafter of requests that name none.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="A smaller model, or a head's folder.")] = None,
+    speculative_config: Annotated[
+        str | None, typer.Option(help="Drafting as JSON, in our names or vLLM's.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = LOOPBACK,
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="A key that clients must send; repeatable.")
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="Keys, one a line.")] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="What clients may call the model; the first is shown.")
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Prompt and answer together, in tokens.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences written together.")] = 8,
+    kv_slots: Annotated[int | None, typer.Option(help="Tokens that the KV cache holds in all.")] = None,
+    max_queue: Annotated[int, typer.Option(help="Texts that may wait; more get status 429.")] = 256,
+    rate_limit: Annotated[int | None, typer.Option(help="Requests a minute per key or address.")] = None,
+    deadline: Annotated[float | None, typer.Option(help="Seconds that one request may take.")] = None,
+    dtype: Annotated[str, typer.Option(help="Number format.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    log_prompts: Annotated[bool, typer.Option(help="Write prompts and answers to the log.")] = False,
+) -> None:
+    """Serve a model over HTTP, as the OpenAI API has it."""
+    keys = (*(api_key or ()), *(read_keys(api_key_file) if api_key_file is not None else ()))
+    settings = ServerSettings(
+        tuple(served_model_name or [model]), host, port, keys, max_queue, rate_limit=rate_limit,
+        deadline=deadline, log_prompts=log_prompts,
+    )  # fmt: skip
+    speculative = _parse(speculative_config)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from forerun.llm import LLM
+    from forerun.params import EngineConfig
+    from forerun.server.run import serve as run
+
+    config = EngineConfig.from_dict(
+        {"dtype": dtype, "device": device, "max_length": max_model_len, "max_batch": max_num_seqs,
+         "kv_slots": kv_slots, "threads": threads}
+    )  # fmt: skip
+    llm = LLM.load(
+        model, drafter=drafter, draft_model=draft_model, speculative_config=speculative, config=config
+    )
+    typer.echo(
+        f"{settings.model_names[0]} at http://{host}:{port} (drafter: {llm.engine.default_drafter})", err=True
+    )
+    run(llm, settings)
+
+
+def _parse(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise InvalidInput(f"--speculative-config is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidInput(f"--speculative-config must be a JSON object, not {text[:80]!r}")
+    return values
