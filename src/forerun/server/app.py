@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from importlib.resources import files
@@ -18,6 +17,7 @@ from forerun.prompts import as_messages, check_text
 from forerun.server.answers import Answer, Kind
 from forerun.server.errors import ApiError, add_error_handlers
 from forerun.server.generation import Job
+from forerun.server.guard import Guard
 from forerun.server.keys import Gate
 from forerun.server.schemas import (
     ChatRequest,
@@ -50,36 +50,12 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
     app = FastAPI(title="Forerun", version=__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None)
     app.state.service = service
     add_error_handlers(app)
-    app.middleware("http")(_guard(settings, service))
+    app.add_middleware(Guard, max_body=settings.max_body, metrics=service.metrics)
     allowed = [Depends(_check_key(gate))]
     _add_operator_routes(app, service)
     _add_text_routes(app, service, allowed)
     _add_token_routes(app, service, allowed)
     return app
-
-
-def _guard(
-    settings: ServerSettings, service: Service
-) -> Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]:
-    """Limits the body, names every request, and counts those turned away."""
-
-    async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
-        request.state.id = request.headers.get("x-request-id", "")[:64] or secrets.token_hex(8)
-        try:
-            size = int(request.headers.get("content-length") or 0)
-        except ValueError:
-            size = settings.max_body + 1
-        if size > settings.max_body:
-            message = f"the body is larger than {settings.max_body} bytes"
-            response: Response = ApiError(413, message, code="body_too_large").response()
-        else:
-            response = await go_on(request)
-        if response.status_code >= 400:
-            service.metrics.count_refused(response.status_code)
-        response.headers["x-request-id"] = request.state.id
-        return response
-
-    return guard
 
 
 def _check_key(gate: Gate) -> Callable[[Request], Awaitable[None]]:

@@ -1,0 +1,60 @@
+"""What every request passes first: a limit on its body, a name for it, and a count of those turned away."""
+
+from __future__ import annotations
+
+import secrets
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forerun.server.errors import ApiError
+from forerun.server.metrics import Metrics
+
+
+class Guard:
+    """An ASGI layer around the application."""
+
+    def __init__(self, app: ASGIApp, max_body: int, metrics: Metrics) -> None:
+        self.app, self.max_body, self.metrics = app, max_body, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        name = headers.get("x-request-id", "")[:64] or secrets.token_hex(8)
+        scope.setdefault("state", {})["id"] = name
+        left = self.max_body
+        started = False
+
+        async def limited() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise ApiError(413, f"the body is larger than {self.max_body} bytes", code="body_too_large")
+            return message
+
+        async def named(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["x-request-id"] = name
+                if message["status"] >= 400:
+                    self.metrics.count_refused(message["status"])
+            await send(message)
+
+        try:
+            if _length(headers) > self.max_body:
+                raise ApiError(413, f"the body is larger than {self.max_body} bytes", code="body_too_large")
+            await self.app(scope, limited, named)
+        except ApiError as error:
+            if started:
+                raise
+            await error.response()(scope, receive, named)
+
+
+def _length(headers: Headers) -> int:
+    """What a request says of its body; 0 where it does not say."""
+    text = headers.get("content-length", "0")
+    return int(text) if text.isascii() and text.isdigit() else 0

@@ -1,0 +1,161 @@
+"""What surrounds texts: operator routes, limits, keys, bad bodies, clients that leave."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import httpx
+import pytest
+
+from forerun.server.errors import ApiError
+from forerun.server.keys import Gate
+from forerun.server.tools import find_calls
+from tests.server.conftest import Running
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/version", "/metrics", "/v1/models", "/stats", "/", "/page/app.js"]
+)
+def test_operator_routes_answer(http: httpx.Client, path: str) -> None:
+    assert http.get(path).status_code == 200
+
+
+def test_tokens_there_and_back(http: httpx.Client, served: Running) -> None:
+    found = http.post("/tokenize", json={"prompt": "Grüße, world"}).json()
+    assert found["tokens"] == served.llm.tokenizer.encode("Grüße, world")
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"] == "Grüße, world"
+    assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("{", 400), ("[]", 400), ("null", 400), ('"x"', 400), ("{}", 400), ('{"messages": []}', 400),
+        ('{"messages": 5}', 400), ('{"messages": [{"role": "user"}]}', 400), ('{"messages": [{"content": "x"}]}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1e99}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "n": 0}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "n": 10000}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "temperature": "hot"}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"x": 1}}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"999999": 1}}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "stop": [""]}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "speculative": {"drafter": "nosuch"}}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "speculative": {"budget": -3}}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "best_of": 5}', 400),
+        ('{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema"}}', 400),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_bodies_get_a_4xx_that_says_why(http: httpx.Client, body: str, status: int, stream: bool) -> None:
+    if stream and body.startswith('{"messages": [{"role"'):
+        body = body[:-1] + ', "stream": true}'
+    answer = http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status, answer.text
+    said = answer.json()["error"]
+    assert said["message"]
+    assert "\n" not in said["message"]
+    assert said["type"] == "invalid_request_error"
+
+
+def test_a_body_that_is_too_large_is_not_read(http: httpx.Client) -> None:
+    answer = http.post("/v1/chat/completions", content=b"x" * 300_000)
+    assert answer.status_code == 413
+
+
+def test_unknown_places_and_methods_have_the_same_shape(http: httpx.Client) -> None:
+    assert http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+    assert http.get("/v1/chat/completions").status_code == 405
+
+
+def test_metrics_count_what_was_written(http: httpx.Client) -> None:
+    def count(name: str) -> float:
+        lines = http.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"forerun:{name}"))
+
+    before = count("generation_tokens_total"), count("spec_decode_num_drafts_total")
+    http.post("/v1/chat/completions", json=CHAT)
+    assert count("generation_tokens_total") == before[0] + 4
+    assert count("spec_decode_num_drafts_total") > before[1]
+    assert count("time_to_first_token_seconds_count") >= 1
+
+
+def test_a_client_that_leaves_frees_its_slots(http: httpx.Client, served: Running) -> None:
+    body = {**CHAT, "max_tokens": 900, "stream": True, "ignore_eos": True}
+    with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        next(answer.iter_lines())
+    body["stream"] = False
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/chat/completions", json=body, timeout=0.3)
+    deadline = time.monotonic() + 10
+    while served.llm.engine.target.used_slots and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert served.llm.engine.target.used_slots == 0
+    assert http.get("/stats").json()["running"] == 0
+
+
+def test_more_than_the_queue_takes_is_turned_away(http: httpx.Client, served: Running) -> None:
+    """Batch 4 and a queue of 8: of 20 at once, some get 429 with a word on when to come again."""
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        answers.append(
+            httpx.post(f"{served.url}/v1/chat/completions", json={**CHAT, "max_tokens": 30}, timeout=60)
+        )
+
+    threads = [threading.Thread(target=ask) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    statuses = sorted(answer.status_code for answer in answers)
+    assert set(statuses) <= {200, 429}
+    assert statuses.count(200) >= 12
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert refused, "twenty at once are more than twelve"
+    assert refused[0].headers["retry-after"]
+    texts = {
+        answer.json()["choices"][0]["message"]["content"] for answer in answers if answer.status_code == 200
+    }
+    assert len(texts) == 1
+
+
+class TestGate:
+    def test_keys(self) -> None:
+        gate = Gate(["one", "two"], None)
+        assert gate.check("Bearer two", "") == "key 1"
+        for wrong in (None, "", "Bearer", "Bearer three", "Basic one", "Bearer on"):
+            with pytest.raises(ApiError) as caught:
+                gate.check(wrong, "")
+            assert caught.value.status == 401
+
+    def test_rates_refill(self) -> None:
+        now = [0.0]
+        gate = Gate([], 2, lambda: now[0])
+        gate.check(None, "a")
+        gate.check(None, "a")
+        gate.check(None, "b")
+        with pytest.raises(ApiError) as caught:
+            gate.check(None, "a")
+        assert (caught.value.status, caught.value.headers) == (429, {"Retry-After": "30"})
+        now[0] = 31.0
+        gate.check(None, "a")
+
+
+class TestTools:
+    def test_tagged_calls(self) -> None:
+        text = 'Sure.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+        rest, calls = find_calls(text, {"add"})
+        assert rest == "Sure."
+        assert [(call.name, call.arguments) for call in calls] == [("add", '{"a": 1}')]
+
+    @pytest.mark.parametrize(
+        "text", ["no call", "{broken", '{"name": "rm"}', '<tool_call>{"name": 5}</tool_call>', "[]"]
+    )
+    def test_what_is_no_call_stays_text(self, text: str) -> None:
+        assert find_calls(text, {"add"}) == (text, [])
