@@ -166,7 +166,7 @@ def test_a_drafter_by_name(model: Any) -> None:
         ({"drafter": "none"}, "none"),
         ({"drafter": "ngram"}, "ngram"),
         ({"draft_model": small}, "draft_model"),
-        ({"drafter": "hybrid", "draft_model": small}, "hybrid"),
+        ({"drafter": "ngram+draft_model", "draft_model": small}, "ngram+draft_model"),
         ({}, "ngram"),
     ):
         ours = wrap(model, **options)  # type: ignore[arg-type]

@@ -183,8 +183,7 @@ def _check_model(name: str, model: Any) -> None:
 def _drafter_named(drafter: str | None, draft: Any, head: str | None) -> str:
     """The drafter to use by default: as named, or what the draft model is, or lookup."""
     if drafter is not None and as_name("drafter", drafter) != "auto":
-        registry.drafters.get(drafter)  # an unknown one is the caller's error, now
-        return drafter
+        return registry.drafters.spec(drafter).name  # an unknown one is the caller's error, now
     if head is not None:
         found = open_head(Path(head).expanduser())
         if found is None:
