@@ -4,7 +4,16 @@ import random
 
 import pytest
 
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Span, plan_pass, split_of, split_start
+from forerun.models.cuda.plan import (
+    FIELDS,
+    MAX_ROWS,
+    ROW_SIZES,
+    Span,
+    plan_pass,
+    round_up,
+    split_of,
+    split_start,
+)
 from forerun.testing import path_to, random_tree
 from forerun.topology import chain_of, topology_of
 
@@ -15,6 +24,13 @@ def test_splits_cover_positions_in_order() -> None:
     for position in [0, 127, 128, 1023, 1024, 1279, 1280, 4095, 4096, 5119, 5120, 32_767]:
         split = split_of(position)
         assert split_start(split) <= position < split_start(split + 1)
+
+
+def test_a_pass_has_few_rows_more_than_it_needs() -> None:
+    for rows in range(1, 257):
+        assert round_up(rows, ROW_SIZES) - rows < max(32, rows)
+    assert round_up(257, ROW_SIZES) == 384
+    assert ROW_SIZES[-1] == MAX_ROWS
 
 
 @pytest.mark.parametrize("seed", range(6))
