@@ -143,6 +143,30 @@ def test_the_shared_choice_is_the_best_there_is(acceptances: tuple[float, float]
     assert gain(tuple(found)) == pytest.approx(gain(best))
 
 
+@pytest.mark.parametrize("nodes", [(3.0, 1.0), (1.0, 3.0), (2.0, 2.0), (4.0, 1.5)])
+def test_levels_of_several_nodes_share_by_what_a_node_brings(nodes: tuple[float, float]) -> None:
+    """The best there is, where a pass takes few nodes and then leaps: a level of three must not be taken for one."""
+    survivals, most = ((0.6, 0.3), (0.5, 0.4)), 2
+    extra = [0.1 * n if n < 4 else 1.5 + 0.1 * n for n in range(20)]
+
+    def gain(depths: tuple[int, ...]) -> float:
+        tokens = sum(sum(row[:depth]) for row, depth in zip(survivals, depths, strict=True))
+        return tokens - extra[round(sum(n * depth for n, depth in zip(nodes, depths, strict=True)))]
+
+    offers = [Levels(row, nodes=n) for row, n in zip(survivals, nodes, strict=True)]
+    found = allocate(offers, lambda count: extra[count])
+    assert sum(n * depth for n, depth in zip(nodes, found, strict=True)) < 4
+    assert sum(found) > 0
+    ranked = sorted(itertools.product(range(most + 1), repeat=2), key=gain, reverse=True)
+    assert gain(tuple(found)) >= gain(ranked[0]) - 0.11  # by what a node brings, one after the other
+
+
+def test_whoever_brings_most_a_node_comes_first() -> None:
+    few = [0.1, 0.1, 0.2, 9.0, 9.0]  # two nodes fit into the pass
+    wide, narrow = Levels((0.6,), nodes=3.0), Levels((0.4,), nodes=1.0)
+    assert allocate([wide, narrow], lambda nodes: few[nodes]) == [0, 1]
+
+
 def test_trials_are_as_short_as_can_pay() -> None:
     assert shortest_that_pays(FLAT.price(8), (0.1,)) == 1
     assert shortest_that_pays(STEEP.price(8), (0.1,)) == 3

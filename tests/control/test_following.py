@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from forerun.control.adaptive import AdaptiveController
+from forerun.control.adaptive import MOST_SAVED, AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.drafters.none import NoDrafter
 from forerun.drafters.tree_builder import best_count
@@ -268,3 +268,29 @@ def test_a_drafter_of_one_pass_goes_deeper_than_one_that_pays_by_level() -> None
         assert costly
         assert all((budget.level == 0.0) == one_pass for budget in costly)  # of one more level
     assert depths[0] > depths[1] + 1.0
+
+
+def test_an_overdrawn_allowance_stops_even_a_drafter_that_paid() -> None:
+    """Whatever the record says: once so much was lost, nothing is drafted until tokens have earned it back."""
+    controller = AdaptiveController(FLAT, 8, 1, lambda seq: Offer((0.05,), chosen=False))
+    seq = FakeSeq(0, [1], max_length=10_000)
+    for _ in range(60):
+        (budget,) = controller.plan([seq])
+        depth = budget.depth
+        seconds = {"target": FLAT.pass_seconds(1 + depth), "draft": 0.05 * depth}
+        controller.observe(Round((seq,), (depth,), (depth,), (depth,), seconds))
+    controller.allowance = -MOST_SAVED + 0.01
+    assert controller.plan([seq])[0].depth > 1
+    controller.allowance = -MOST_SAVED
+    assert controller.plan([seq])[0].nodes == 0
+
+
+def test_a_text_is_charged_for_what_the_others_draft_and_not_for_its_own() -> None:
+    cost = CostModel({1: 1.0, 2: 1.1, 4: 1.2, 8: 1.5, 64: 30.0})
+    sure = tuple(0.99**i for i in range(1, 6))
+    offers = [Offer(free=sure), Offer()]
+    controller = AdaptiveController(cost, 8, 1, lambda seq: offers[seq.id])
+    first, second = controller.plan([FakeSeq(0, [1]), FakeSeq(1, [1])])
+    assert first.price == cost.price(8, neighbours=1)[: len(first.price or ())]
+    assert second.price == cost.price(8, neighbours=1, others=5)[: len(second.price or ())]
+    assert first.nodes >= 5

@@ -191,3 +191,30 @@ def test_the_text_is_the_plain_loops_at_every_temperature() -> None:
     with torch.no_grad():
         for temperature in (0.0, 0.8):
             assert write("ngram+draft_model", temperature) == write("none", temperature)
+
+
+def test_what_stands_beside_a_tree_is_priced_behind_it() -> None:
+    """Three nodes are cheap and the next are dear: the tree has taken the cheap places."""
+    drafter, _ = hybrid()
+    seq = FakeSeq(0, [*COPY])
+    drafter.propose([seq], [CHAIN])
+    tree = ([6, 9, 9, 9], [-1, 0, 1, 2])
+    dear = (1.0, 1.01, 1.02, 1.03, 3.0, 4.0, 5.0)
+    assert drafter._merged(seq, Budget(6, 3, price=dear), tree) == tree
+    cheap = tuple(1.0 + 0.01 * n for n in range(7))
+    tokens, parents = drafter._merged(seq, Budget(6, 3, price=cheap), tree)
+    assert tokens == [6, 9, 9, 9, 7, 8, 1]
+    assert parents == [-1, 0, 1, 2, 0, 4, 5]
+
+
+def test_a_lookup_that_contradicts_the_tree_is_worth_what_such_lookups_were() -> None:
+    """Where they part, one of them is wrong; how often it was the lookup is counted."""
+    drafter, _ = hybrid()
+    seq = FakeSeq(0, [*COPY])
+    drafter.propose([seq], [CHAIN])
+    tree, price = ([6, 9, 9, 9], [-1, 0, 1, 2]), tuple(1.0 + 0.2 * n for n in range(7))
+    text = drafter._texts[seq.id]
+    text.beside_hits, text.beside_tries = 9.0, 10.0
+    assert len(drafter._merged(seq, Budget(6, 3, price=price), tree)[0]) > 4
+    text.beside_hits, text.beside_tries = 0.1, 10.0
+    assert drafter._merged(seq, Budget(6, 3, price=price), tree) == tree

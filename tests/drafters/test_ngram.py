@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.ngram import CANDIDATES, NgramDrafter
 from forerun.testing import FakeSeq, check_drafter
-from forerun.types import Budget, Scores, Verdict
+from forerun.types import Budget, Scores, TreeBatch, Verdict
 
 
 def draft(tokens: list[int], budget: Budget, **fields: object) -> tuple[list[int], list[int]]:
@@ -28,6 +28,38 @@ def test_copies_what_followed_the_longest_match() -> None:
 
 def test_the_most_recent_of_equal_matches_wins() -> None:
     assert draft([1, 2, 5, 1, 2, 6, 8, 1, 2], Budget(2, 2))[0] == [2, 6, 8]
+
+
+def test_of_many_occurrences_the_last_ones_are_looked_at() -> None:
+    often = [1, 2, 7] * (2 * CANDIDATES)
+    assert draft([*often, 1, 2, 9, 8, 1, 2], Budget(2, 2))[0] == [2, 9, 8]
+
+
+def test_a_second_continuation_gets_what_the_first_leaves() -> None:
+    """Both are tokens of one law: if the first is likely, the second is not."""
+    tokens = [1, 2, 5, 6, 1, 2, 7, 8, 1, 2]
+    rate = NgramDrafter().confidence(FakeSeq(0, tokens))
+    assert 0.2 < rate < 1.0
+    between = (
+        rate + rate * (1.0 - rate)
+    ) / 2  # a node costs more than the second is worth, less than the first
+    price = tuple(1.0 + between * n for n in range(3))
+    assert draft(tokens, Budget(2, 1, width=2, price=price))[0] == [2, 7]
+    cheap = tuple(1.0 + 0.9 * rate * (1.0 - rate) * n for n in range(3))
+    assert draft(tokens, Budget(2, 1, width=2, price=cheap))[0] == [2, 7, 5]
+
+
+def test_what_comes_after_a_miss_is_not_counted() -> None:
+    """A guess beyond the first wrong one was made for another text, even where it happens to be right."""
+
+    def rate_after(came: list[int]) -> float:
+        drafter, seq = NgramDrafter(), FakeSeq(0, [1, 2, 3, 4, 5, 6, 1, 2])
+        assert drafter.propose([seq], [Budget(3, 3)]).tokens.tolist() == [2, 3, 4, 5]
+        others = TreeBatch.trees([([2, *came], [-1, 0, 1])])  # what another drafter has drafted stood
+        drafter.observe([seq], others, Scores(None), Verdict.of([[1, 2]], [9], "cpu"))
+        return drafter._texts[0].rates.rate(3, drafter._all)
+
+    assert rate_after([3, 4]) > rate_after([9, 7]) == rate_after([9, 4])
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2, 3, 4], [4, 4, 5]])
