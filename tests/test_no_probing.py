@@ -6,16 +6,20 @@ import ast
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "forerun"
-# Objects that are not ours, by file: transformers' configs and models, torch modules, the operating system, tensors.
+# Objects that are not ours, by file: transformers' configs and models, torch modules, the operating system, and what
+# callers pass (prompts as arrays, streamers).
 NOT_OURS = {
     "bench/machine.py": 1,
     "bench/peers/transformers_gpu.py": 1,
     "bench/cpu/command.py": 1,
     "cli/doctor.py": 1,
+    "dropin/run.py": 1,
+    "dropin/wrapped.py": 1,
     "models/hf/check.py": 3,
     "models/hf/target.py": 6,
     "models/load/gguf.py": 1,
-    "prompts.py": 2,
+    "params.py": 1,
+    "prompts.py": 3,
     "train/provenance.py": 1,
     "train/recipes/eagle.py": 2,
 }
