@@ -18,7 +18,7 @@ from forerun.engine.driver import Driver
 from forerun.errors import ForerunError, InvalidInput, Overloaded
 from forerun.llm import LLM, Completion
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.testing import TableLM
+from forerun.testing import Fault, TableLM
 from forerun.types import Event, Request
 from tests.test_llm import Letters
 
@@ -157,6 +157,35 @@ def test_an_interrupt_drops_the_callers_request_and_no_other(
     rest = [event.text for event in stream if isinstance(event, Event)]
     assert first.text + "".join(rest) == expected
     assert not llm.engine.busy
+
+
+def test_an_interrupt_anywhere_in_the_driver_leaves_it_right() -> None:
+    """While a stream is open, another call is interrupted at every point of the driver and of the LLM around it."""
+    llm, modules = make(), ("forerun.engine.driver", "forerun.llm")
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    alone = {prompt: llm.generate(prompt, params, drafter="none").text for prompt in ("abc", "xyz")}
+
+    def call() -> None:
+        llm.generate("abc", params, drafter="none")
+
+    def streamed(at: int | None) -> tuple[str, Fault]:
+        stream = llm.stream("xyz", params, drafter="none")
+        first = next(stream)
+        assert isinstance(first, Event)
+        with suppress(KeyboardInterrupt), Fault(at, KeyboardInterrupt, modules) as fault:
+            call()
+        return first.text + "".join(e.text for e in stream if isinstance(e, Event)), fault
+
+    points = streamed(None)[1].seen
+    assert points > 100
+    for at in range(points):
+        text, fault = streamed(at)
+        assert text == alone["xyz"], fault.fired
+        assert not llm.driver._leading, fault.fired
+        assert llm.generate("abc", params, drafter="none").text == alone["abc"], fault.fired
+        while llm.engine.busy:  # a call that was interrupted while it dropped its request leaves it to others
+            llm.engine.step()
+        assert llm.engine.target.used_slots == 0, fault.fired  # type: ignore[attr-defined]
 
 
 def test_an_error_of_the_request_is_raised_where_it_was_made() -> None:

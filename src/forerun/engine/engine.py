@@ -227,7 +227,8 @@ class Engine:
             wish = seq.request.budget or plan
             depth = min(wish.depth, seq.room - 1)
             nodes = wish.nodes if depth > 0 else 0
-            budgets.append(replace(wish, nodes=nodes, depth=depth))
+            fits = (nodes, depth) == (wish.nodes, wish.depth)  # as nearly always
+            budgets.append(wish if fits else replace(wish, nodes=nodes, depth=depth))
         return budgets
 
     def _end(self, advance: Advance) -> None:

@@ -5,14 +5,14 @@
             work()
         check_that_all_is_well()
 
-A point is the entry into a function, its return, or a call into C, in code of the given packages; and every tensor
-operation, which is where torch allocates. Python delivers interrupts at such points, so KeyboardInterrupt can be
-injected like any other error. Only the thread that armed the fault is concerned.
+A point is the entry into a function, its return, or a call into C, in code of the given packages or modules; and
+every tensor operation, which is where torch allocates. Python delivers interrupts at such points, so
+KeyboardInterrupt can be injected like any other error. Only the thread that armed the fault is concerned.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ class Fault:
         self.at, self.error = at, error  # at None = only count
         self.seen = 0
         self.fired = ""  # where
-        self._folders = tuple(_folder_of(name) for name in packages)
+        self._places = tuple(_place_of(name) for name in packages)
         self._ours: dict[CodeType, bool] = {}
         self._operations = _Operations(self)
 
@@ -58,7 +58,7 @@ class Fault:
         ours = self._ours.get(code)
         if ours is None:
             file = code.co_filename
-            ours = self._ours[code] = file.startswith(self._folders) and file != __file__
+            ours = self._ours[code] = file.startswith(self._places) and file != __file__
         if ours:
             self.point(event, code.co_qualname, frame.f_lineno)
 
@@ -84,5 +84,9 @@ def count_points(work: Callable[[], object], packages: Sequence[str] = ("forerun
     return fault.seen
 
 
-def _folder_of(package: str) -> str:
-    return str(Path(importlib.import_module(package).__path__[0]))
+def _place_of(name: str) -> str:
+    """The folder of a package, or the file of a module."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None, f"there is no module {name}"
+    folders = spec.submodule_search_locations
+    return str(Path(folders[0])) if folders else str(spec.origin)
