@@ -135,7 +135,17 @@ typedef struct {
     float scales[FR_TILE_ROWS], sums[FR_TILE_ROWS];
 } fr_tile;
 
+/* ---- quantize.c ---- */
+typedef struct {
+    fr_group *groups;
+    fr_tile *tiles; /* NULL where the path has no use for them */
+    int64_t rows, blocks;
+} fr_quants;
+typedef void (*fr_quantize_range)(const fr_quants *to, const float *x, int64_t begin, int64_t end);
+void fr_quantize(const fr_quants *to, const float *x, int64_t begin, int64_t end); /* fills no tiles */
+void fr_quantize_avx512(const fr_quants *to, const float *x, int64_t begin, int64_t end);
 size_t fr_quants_bytes(int64_t rows, int64_t inputs);
+fr_quants fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, void *scratch);
 
 /* y[rows, sum of outputs] = x[rows, inputs] W^T + bias; scratch holds fr_quants_bytes(rows, inputs). */
 void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void *scratch);
@@ -163,6 +173,7 @@ void fr_plain(const fr_range *range);         /* F32 and BF16 */
 fr_kernel fr_packed_kernel(int kind);
 int fr_chosen_width(void);             /* of the panels that the chosen path reads */
 int fr_uses_tiles(int64_t rows);       /* does it want so many rows in tiles? */
+fr_quantize_range fr_chosen_quantize(void);
 FR_API const char *fr_isa(void);       /* "" where the machine lacks what the library is built on */
 FR_API const char *fr_variant(int i);  /* names of all paths of this architecture, best first; NULL after the last */
 FR_API int fr_has(const char *isa);    /* can this machine run it? */
