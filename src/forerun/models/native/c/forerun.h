@@ -183,6 +183,10 @@ FR_API int fr_choose(const char *isa); /* before weights are packed: 0 = chosen,
 void fr_rms_norm(const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t width);
 void fr_rope(float *x, const float *cosines, const float *sines, const int32_t *position, int64_t rows, int64_t heads,
              int64_t stride, int64_t head_dim, int64_t rotary);
+typedef void (*fr_swiglu_of_row)(const float *gate, const float *up, float *y, int64_t width);
+void fr_swiglu_row(const float *gate, const float *up, float *y, int64_t width);
+void fr_swiglu_row_avx512(const float *gate, const float *up, float *y, int64_t width);
+fr_swiglu_of_row fr_chosen_swiglu(void); /* dispatch.c */
 void fr_swiglu(const float *gate_up, float *y, int64_t rows, int64_t width);
 void fr_add(float *x, const float *delta, int64_t count);
 
