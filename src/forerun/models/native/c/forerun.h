@@ -36,6 +36,8 @@ void fr_parallel(fr_job job, void *arg, int64_t count, int64_t grain);
 FR_API void fr_set_threads(int threads);
 FR_API int fr_threads(void);
 
+FR_API void fr_use_huge_pages(void *memory, int64_t bytes); /* memory.c */
+
 /* A number of 16 bits, whatever the machine has for them. */
 FR_INLINE float fr_half(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, mag = h & 0x7fff, bits;
