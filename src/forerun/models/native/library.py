@@ -113,6 +113,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fr_choose": (c_int, [c_char_p]),
     "fr_threads": (c_int, []),
     "fr_set_threads": (None, [c_int]),
+    "fr_use_huge_pages": (None, [c_void_p, c_int64]),
     "fr_packed_kind": (c_int, [c_int]),
     "fr_packed_bytes": (c_int64, [c_int, c_int64, c_int64]),
     "fr_pack": (None, [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p]),

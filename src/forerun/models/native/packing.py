@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
 from forerun.models.native.library import BF16, BLOCK, F32, Table, Weight, Weights, library
+from forerun.models.native.memory import take_memory
 
 FloatMode = Literal["float32", "bfloat16", "q8"]
 
@@ -63,7 +64,7 @@ def pack_blocks(blocks: Blocks, bias: Tensor | None = None) -> PackedWeight:
     layout = LAYOUTS[blocks.kind]
     row_bytes = inputs // layout.weights * layout.bytes
     assert raw.numel() == outputs * row_bytes, (raw.numel(), blocks.shape, layout)
-    data = torch.empty(library().fr_packed_bytes(packed, outputs, inputs), dtype=torch.uint8)
+    data = take_memory(library().fr_packed_bytes(packed, outputs, inputs))
     library().fr_pack(blocks.kind, raw.data_ptr(), row_bytes, outputs, inputs, data.data_ptr())
     return PackedWeight(packed, outputs, inputs, data, _as_bias(bias))
 

@@ -13,6 +13,8 @@ FR_POP_TARGET
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl")
 #endif
 
+#include "exp_avx512.h"
+
 enum { WIDE = 16, MANY_KEYS = 8 };
 
 /* Queries by fours of inputs, [dim / 4, 4 * quads, 4]; those that are not there are zero. */
@@ -73,22 +75,6 @@ FR_INLINE void score_together(const tile *t, int count, int quads) {
     }
     for (; i + 4 <= t->hi; i += 4) score_keys(t, queries, count, quads, 4, i);
     for (; i < t->hi; i++) score_keys(t, queries, count, quads, 1, i);
-}
-
-/* exp4 in sixteen lanes. */
-FR_INLINE __m512 exp16(__m512 x) {
-    const __m512 shift = _mm512_set1_ps(FR_SHIFT);
-    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), _mm512_min_ps(_mm512_set1_ps(88.0f), x));
-    __m512 shifted = _mm512_fmadd_ps(x, _mm512_set1_ps(1.44269504f), shift), n = _mm512_sub_ps(shifted, shift);
-    __m512 r = _mm512_fmadd_ps(n, _mm512_set1_ps(-0.693145752f), x);
-    r = _mm512_fmadd_ps(n, _mm512_set1_ps(-1.42860677e-6f), r);
-    __m512 r2 = _mm512_mul_ps(r, r);
-    __m512 high = _mm512_fmadd_ps(r2, _mm512_set1_ps(1.3888889e-3f),
-                                  _mm512_fmadd_ps(r, _mm512_set1_ps(8.3333338e-3f), _mm512_set1_ps(4.1666668e-2f)));
-    __m512 middle = _mm512_fmadd_ps(r2, high, _mm512_fmadd_ps(r, _mm512_set1_ps(1.6666667e-1f), _mm512_set1_ps(0.5f)));
-    __m512 p = _mm512_fmadd_ps(r2, middle, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_castsi512_ps(
-        _mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
 }
 
 /* `soften` of attention.h, sixteen positions at a time while there are as many. */

@@ -13,7 +13,9 @@ typedef struct {
     fr_kernel packed;
     int width; /* of the panels that it reads */
     int tiles; /* from how many rows on it wants them in tiles; 0 = never */
+    fr_quantize_range quantize;
     const fr_attention_path *attention;
+    fr_swiglu_of_row swiglu;
     int (*here)(void);
 } variant;
 
@@ -51,14 +53,14 @@ static int has_amx(void) {
 /* what lies between the linear layers needs AVX2 as well, so there is no lesser machine to serve */
 static const variant variants[] = {
 #if FR_NEW_X86 && defined(__linux__)
-    {"amx-int8", fr_packed_amx, 16, 8, &eight_queries, has_amx},
+    {"amx-int8", fr_packed_amx, 16, 8, fr_quantize_avx512, &eight_queries, fr_swiglu_row_avx512, has_amx},
 #endif
-    {"avx512-vnni", fr_packed_avx512, 16, 0, &eight_queries, has_avx512},
+    {"avx512-vnni", fr_packed_avx512, 16, 0, fr_quantize_avx512, &eight_queries, fr_swiglu_row_avx512, has_avx512},
 #if FR_NEW_X86
-    {"avx-vnni", fr_packed_avx_vnni, 8, 0, &four_queries, has_avx_vnni},
+    {"avx-vnni", fr_packed_avx_vnni, 8, 0, fr_quantize, &four_queries, fr_swiglu_row, has_avx_vnni},
 #endif
-    {"avx2", fr_packed_avx2, 8, 0, &four_queries, has_avx2},
-    {"generic", fr_packed_generic, 4, 0, &four_queries, has_avx2},
+    {"avx2", fr_packed_avx2, 8, 0, fr_quantize, &four_queries, fr_swiglu_row, has_avx2},
+    {"generic", fr_packed_generic, 4, 0, fr_quantize, &four_queries, fr_swiglu_row, has_avx2},
 };
 #elif defined(__aarch64__)
 static int has_dotprod(void) {
@@ -69,10 +71,10 @@ static int has_dotprod(void) {
 #endif
 }
 static int always(void) { return 1; }
-static const variant variants[] = {{"neon-dotprod", fr_packed_dotprod, 4, 0, &four_queries, has_dotprod}, {"generic", fr_packed_generic, 4, 0, &four_queries, always}};
+static const variant variants[] = {{"neon-dotprod", fr_packed_dotprod, 4, 0, fr_quantize, &four_queries, fr_swiglu_row, has_dotprod}, {"generic", fr_packed_generic, 4, 0, fr_quantize, &four_queries, fr_swiglu_row, always}};
 #else
 static int always(void) { return 1; }
-static const variant variants[] = {{"generic", fr_packed_generic, 4, 0, &four_queries, always}};
+static const variant variants[] = {{"generic", fr_packed_generic, 4, 0, fr_quantize, &four_queries, fr_swiglu_row, always}};
 #endif
 
 enum { VARIANTS = sizeof variants / sizeof *variants };
@@ -94,6 +96,10 @@ static const variant *find(const char *isa) {
 int fr_chosen_width(void) { return choice() ? choice()->width : 4; }
 
 const fr_attention_path *fr_chosen_attention(void) { return choice()->attention; }
+
+fr_quantize_range fr_chosen_quantize(void) { return choice()->quantize; }
+
+fr_swiglu_of_row fr_chosen_swiglu(void) { return choice()->swiglu; }
 
 int fr_uses_tiles(int64_t rows) { return choice() && choice()->tiles && rows >= choice()->tiles; }
 

@@ -36,6 +36,8 @@ void fr_parallel(fr_job job, void *arg, int64_t count, int64_t grain);
 FR_API void fr_set_threads(int threads);
 FR_API int fr_threads(void);
 
+FR_API void fr_use_huge_pages(void *memory, int64_t bytes); /* memory.c */
+
 /* A number of 16 bits, whatever the machine has for them. */
 FR_INLINE float fr_half(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, mag = h & 0x7fff, bits;
@@ -135,7 +137,17 @@ typedef struct {
     float scales[FR_TILE_ROWS], sums[FR_TILE_ROWS];
 } fr_tile;
 
+/* ---- quantize.c ---- */
+typedef struct {
+    fr_group *groups;
+    fr_tile *tiles; /* NULL where the path has no use for them */
+    int64_t rows, blocks;
+} fr_quants;
+typedef void (*fr_quantize_range)(const fr_quants *to, const float *x, int64_t begin, int64_t end);
+void fr_quantize(const fr_quants *to, const float *x, int64_t begin, int64_t end); /* fills no tiles */
+void fr_quantize_avx512(const fr_quants *to, const float *x, int64_t begin, int64_t end);
 size_t fr_quants_bytes(int64_t rows, int64_t inputs);
+fr_quants fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, void *scratch);
 
 /* y[rows, sum of outputs] = x[rows, inputs] W^T + bias; scratch holds fr_quants_bytes(rows, inputs). */
 void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void *scratch);
@@ -163,6 +175,7 @@ void fr_plain(const fr_range *range);         /* F32 and BF16 */
 fr_kernel fr_packed_kernel(int kind);
 int fr_chosen_width(void);             /* of the panels that the chosen path reads */
 int fr_uses_tiles(int64_t rows);       /* does it want so many rows in tiles? */
+fr_quantize_range fr_chosen_quantize(void);
 FR_API const char *fr_isa(void);       /* "" where the machine lacks what the library is built on */
 FR_API const char *fr_variant(int i);  /* names of all paths of this architecture, best first; NULL after the last */
 FR_API int fr_has(const char *isa);    /* can this machine run it? */
@@ -172,6 +185,10 @@ FR_API int fr_choose(const char *isa); /* before weights are packed: 0 = chosen,
 void fr_rms_norm(const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t width);
 void fr_rope(float *x, const float *cosines, const float *sines, const int32_t *position, int64_t rows, int64_t heads,
              int64_t stride, int64_t head_dim, int64_t rotary);
+typedef void (*fr_swiglu_of_row)(const float *gate, const float *up, float *y, int64_t width);
+void fr_swiglu_row(const float *gate, const float *up, float *y, int64_t width);
+void fr_swiglu_row_avx512(const float *gate, const float *up, float *y, int64_t width);
+fr_swiglu_of_row fr_chosen_swiglu(void); /* dispatch.c */
 void fr_swiglu(const float *gate_up, float *y, int64_t rows, int64_t width);
 void fr_add(float *x, const float *delta, int64_t count);
 

@@ -97,16 +97,19 @@ FR_INLINE void scale(int format, int rows, int64_t i, const fr_tile *t, const un
     }
 }
 
-/* A chunk of one panel times one tile of rows: `sums` [rows, W] go on. */
-FR_INLINE void chunk_rows(int format, int rows, int64_t count, const fr_tile *t, const unpacked *u, float *sums) {
+/* A chunk of one panel times one tile of rows: `sums` [rows, W] go on. The weights of the chunk after it, at `next`, are
+ * asked for meanwhile. */
+FR_INLINE void chunk_rows(int format, int rows, int64_t count, const fr_tile *t, const unpacked *u, const uint8_t *next,
+                          float *sums) {
     const int split = format == FR_P6K;
-    const int64_t steps = split ? 2 * count : count;
+    const int64_t steps = split ? 2 * count : count, step_bytes = fr_block_bytes(format, W) >> split;
     __attribute__((aligned(64))) int32_t ring[RING][ROWS * W];
     __m512 total[ROWS];
     FR_UNROLL for (int r = 0; r < rows; r++) total[r] = _mm512_load_ps(sums + r * W);
     for (int64_t i = 0; i < LAG && i < steps; i++) multiply(split, i, t, u, ring);
     int64_t i = 0;
     for (; i + LAG + 2 <= steps; i += 2) {
+        ask_for(next + i * step_bytes, 2 * step_bytes);
         multiply(split, i + LAG, t, u, ring);
         scale(format, rows, i, t, u, ring[i % RING], total);
         multiply(split, i + LAG + 1, t, u, ring);
@@ -128,11 +131,12 @@ FR_INLINE void panel_rows(const fr_range *g, int format, int64_t p, int64_t firs
     memset(sums, 0, (size_t)(tiles * ROWS * W) * sizeof(float));
     for (int64_t b = 0; b < blocks; b += CHUNK) {
         int64_t count = blocks - b < CHUNK ? blocks - b : CHUNK;
+        const uint8_t *next = panel + (b + CHUNK) * fr_block_bytes(format, W); /* nearly, where there are super blocks */
         unpack_chunk(format, panel, b, count, &u);
         for (int64_t i = 0; i < tiles; i++) {
             const fr_tile *t = g->tiles + (first / ROWS + i) * blocks + b;
-            if (last == ROWS || i + 1 < tiles) chunk_rows(format, ROWS, count, t, &u, sums + i * ROWS * W);
-            else chunk_rows(format, last, count, t, &u, sums + i * ROWS * W);
+            if (last == ROWS || i + 1 < tiles) chunk_rows(format, ROWS, count, t, &u, next, sums + i * ROWS * W);
+            else chunk_rows(format, last, count, t, &u, next, sums + i * ROWS * W);
         }
     }
     for (int64_t r = 0; r < rows; r++) store_row(g, first + r, p, _mm512_load_ps(sums + r * W));
@@ -151,8 +155,11 @@ FR_INLINE void packed(const fr_range *g, int format) {
     _tile_release();
 }
 
+/* P6K has a step for every sixteen inputs: there tiles pay later. */
+static int pays(const fr_range *g) { return g->tiles && (fr_format(g->w->kind) != FR_P6K || g->rows >= 14); }
+
 void fr_packed_amx(const fr_range *g) {
-    if (!g->tiles) {
+    if (!pays(g)) {
         fr_packed_avx512(g);
         return;
     }

@@ -17,7 +17,7 @@
 #endif
 #include "unpack_avx512.h"
 
-enum { TILE = 8 };
+enum { TILE = 8, AHEAD = 4096 }; /* bytes of weights asked for before they are needed: a third of one row's time */
 
 /* Sums of one row over groups from..to of a block. */
 FR_INLINE __m512i dot(const __m512i *v, const fr_group *q, int row, int from, int to, __m512i sum) {
@@ -56,6 +56,7 @@ FR_INLINE void panel_rows(const uint8_t *panel, int format, int rows, int64_t bl
         block_scales s = super_scales(format, panel + FR_SUPER * fr_block_bytes(format, W));
         for (int64_t b = 0; b < run; b++, q++, panel += fr_block_bytes(format, W)) {
             __m512i v[8];
+            ask_for(panel + AHEAD, fr_block_bytes(format, W));
             unpack(format, panel, 1, v);
             read_scales(format, panel, &s);
             FR_UNROLL for (int r = 0; r < rows; r++)

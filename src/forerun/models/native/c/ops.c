@@ -39,29 +39,34 @@ void fr_rope(float *x, const float *cosines, const float *sines, const int32_t *
         }
 }
 
+void fr_swiglu_row(const float *gate, const float *up, float *y, int64_t width) {
+    int64_t whole = width / 4 * 4;
+    for (int64_t i = 0; i < whole; i += 4) {
+        f32x4 g = load4(gate + i);
+        store4(y + i, g / (all4(1.0f) + exp4(-g)) * load4(up + i));
+    }
+    for (int64_t i = whole; i < width; i++) y[i] = gate[i] / (1.0f + exp4(all4(-gate[i]))[0]) * up[i];
+}
+
 typedef struct {
     const float *gate_up;
     float *y;
     int64_t width;
+    fr_swiglu_of_row row;
 } swiglu_job;
 
 static void swiglu_rows(void *arg, int64_t begin, int64_t end, int worker) {
     (void)worker;
     const swiglu_job *job = arg;
-    int64_t width = job->width, whole = width / 4 * 4;
+    int64_t width = job->width;
     for (int64_t r = begin; r < end; r++) {
-        const float *gate = job->gate_up + 2 * r * width, *up = gate + width;
-        float *y = job->y + r * width;
-        for (int64_t i = 0; i < whole; i += 4) {
-            f32x4 g = load4(gate + i);
-            store4(y + i, g / (all4(1.0f) + exp4(-g)) * load4(up + i));
-        }
-        for (int64_t i = whole; i < width; i++) y[i] = gate[i] / (1.0f + exp4(all4(-gate[i]))[0]) * up[i];
+        const float *gate = job->gate_up + 2 * r * width;
+        job->row(gate, gate + width, job->y + r * width, width);
     }
 }
 
 void fr_swiglu(const float *gate_up, float *y, int64_t rows, int64_t width) {
-    swiglu_job job = {gate_up, y, width};
+    swiglu_job job = {gate_up, y, width, fr_chosen_swiglu()};
     fr_parallel(swiglu_rows, &job, rows, 2);
 }
 

@@ -79,6 +79,11 @@ FR_INLINE void unpack(int format, const uint8_t *block, int no_sign, __m512i v[8
         }
 }
 
+/* Start loading weights; past the end of a matrix nothing happens. */
+FR_INLINE void ask_for(const uint8_t *from, int64_t bytes) {
+    FR_UNROLL for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
+}
+
 FR_INLINE void store_row(const fr_range *g, int64_t row, int64_t panel, __m512 total) {
     int64_t o = panel * W, left = g->w->outputs - o;
     __mmask16 there = left >= W ? 0xFFFF : (__mmask16)((1u << left) - 1);

@@ -1,0 +1,33 @@
+"""Memory for packed weights: aligned, in pieces that do not overlap, there as long as one is used."""
+
+import gc
+
+from forerun.models.native import memory
+from tests.native.blocks import needs_native
+
+pytestmark = needs_native
+
+
+def test_pieces_are_aligned_and_do_not_overlap() -> None:
+    sizes = [1, 64, 65, 100_000, (2 << 20) - 1, 2 << 20, (8 << 20) + 5, 7, 1_500_000, 1_500_000, 0, 3]
+    pieces = [memory.take_memory(size) for size in sizes]
+    assert [piece.numel() for piece in pieces] == sizes
+    for i, piece in enumerate(pieces):
+        assert piece.numel() == 0 or piece.data_ptr() % 64 == 0
+        piece.fill_(i)
+    for i, piece in enumerate(pieces):
+        assert bool((piece == i).all())
+
+
+def test_large_pieces_start_at_a_huge_page() -> None:
+    assert memory.take_memory(2 << 20).data_ptr() % (2 << 20) == 0
+
+
+def test_a_piece_outlives_its_neighbours() -> None:
+    pieces = [memory.take_memory(1_500_000) for _ in range(12)]
+    assert 2 <= len({piece.untyped_storage().data_ptr() for piece in pieces}) < 12  # several share a slab
+    kept = pieces[-1].fill_(9)
+    del pieces
+    gc.collect()
+    memory.take_memory(8 << 20).fill_(1)
+    assert bool((kept == 9).all())
