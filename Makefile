@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint check fuzz mutants bench-cpu bench-gpu clean
+.PHONY: demo test lint check fuzz mutants docs bench-cpu bench-gpu clean
 
 demo: $(READY) model  ## a real model answers, drafted tokens in colour
 	$(BIN)/forerun generate --file examples/demo.txt --max-tokens 110
@@ -25,6 +25,10 @@ fuzz: $(READY)  ## 300 damaged files of every format
 
 mutants: $(READY) model  ## faults put in on purpose: do the tests notice? (ARGS="--area verify")
 	$(BIN)/python tools/mutants.py $(ARGS)
+
+docs: $(READY)  ## the generated pages, and the site into site/
+	$(BIN)/python -m tools.docs_pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench-cpu: $(READY) model llama  ## ratios over transformers, llama.cpp and our own plain loop, in one run
 	$(BIN)/python -m forerun.bench.cpu --json bench-out/cpu.json --plot bench-out/cpu.png $(ARGS)
@@ -50,4 +54,4 @@ $(READY): pyproject.toml setup.py constraints.txt $(wildcard src/forerun/models/
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -11,11 +11,11 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 GUIDES = [
     README,
-    *(ROOT / "docs" / f"{name}.md" for name in ("index", "how-it-works", "exactness", "write-a-drafter")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("index", "install", "supported", "architecture")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("how-it-works", "exactness", "write-a-drafter", "glossary")),
     ROOT / "docs" / "threads-and-failures.md",
-    ROOT / "docs" / "glossary.md",
 ]
-ALL = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")})
+ALL = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/api/*.md")})
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

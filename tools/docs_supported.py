@@ -1,0 +1,195 @@
+"""What Forerun supports, as Markdown tables made from the code: families, GGUF types, number formats, machines, parts.
+
+Every cell is asked of the code that decides it, so that the page cannot promise what a load would refuse. What the C
+library has is read from its source: the page must not depend on the machine that writes it.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from forerun import registry
+from forerun.build import _dtype
+from forerun.errors import InvalidInput, UnsupportedModel
+from forerun.heads import heads_in_the_box
+from forerun.models.config import _FAMILIES, DecoderConfig
+from forerun.models.cuda.network import check_supported
+from forerun.models.load import gguf_families
+from forerun.models.load.catalog import known_models
+from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
+from forerun.models.native.target import NativeDecoder
+from forerun.models.native.weights import Mode
+from forerun.params import Dtype
+
+ROOT = Path(__file__).parents[1]
+C = ROOT / "src" / "forerun" / "models" / "native" / "c"
+YES, NO = "yes", "-"
+# A checkpoint of ordinary sizes; every family reads what it has of this and takes its own defaults for the rest.
+_ORDINARY: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024,
+}  # fmt: skip
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(head)]
+    lines += [["---"] * len(lines[0]), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def families() -> str:
+    """One row per family that our own decoder runs."""
+    return table(
+        ("`model_type`", "GGUF architecture", "C kernels (CPU)", "Triton kernels (GPU)", "torch (CPU, GPU)"),
+        ([f"`{family}`", *_kernels_of(family), YES] for family in _FAMILIES),
+    )
+
+
+def _kernels_of(family: str) -> Iterator[str]:
+    config = DecoderConfig.from_hf({"model_type": family, **_ORDINARY})
+    yield ", ".join(f"`{name}`" for name in sorted(_architectures().get(family, ()))) or NO
+    yield YES if NativeDecoder.supports(config) else NO
+    try:
+        check_supported(config)
+    except UnsupportedModel:
+        yield NO
+    else:
+        yield YES
+
+
+def _architectures() -> dict[str, set[str]]:
+    """Hugging Face's model_type -> what GGUF files call it; Mistral and Mixtral are told by their metadata."""
+    found: dict[str, set[str]] = {}
+    for name, family in gguf_families._FAMILIES.items():
+        found.setdefault(family.model_type, set()).add(name)
+    for family in (gguf_families._MISTRAL, gguf_families._MIXTRAL_FAMILY):
+        found.setdefault(family.model_type, set()).add("llama")
+    return found
+
+
+def gguf_types() -> str:
+    """One row per block type that can be read, then those that cannot."""
+    packed = kernel_types()
+    read = [layout for kind, layout in LAYOUTS.items() if _is_read(kind)]
+    rows = [
+        (
+            f"`{layout.name}`",
+            f"{8 * layout.bytes / layout.weights:g}",
+            "as it is" if layout.name in packed else "as float32",
+        )
+        for layout in read
+    ]
+    unread = ", ".join(f"`{layout.name}`" for layout in LAYOUTS.values() if layout not in read)
+    head = ("block type", "bits per weight", "held in memory by the C kernels")
+    return f"{table(head, rows)}\n\nNot read: {unread}."
+
+
+def _is_read(kind: int) -> bool:
+    layout = LAYOUTS[kind]
+    if layout.name[0] == "I" and layout.name[1:].isdigit():
+        return False  # integers: no weights
+    try:
+        dequantize(Blocks(kind, (1, layout.weights), torch.zeros(layout.bytes, dtype=torch.uint8)))
+    except (UnsupportedModel, KeyError):
+        return False
+    return True
+
+
+def kernel_types() -> set[str]:
+    """The GGUF types that the C kernels multiply as they are: those that pack.c gives a format, and two floats."""
+    switch = re.search(r"static int format_of\(.*?\n}", (C / "pack.c").read_text(), re.DOTALL)
+    assert switch is not None, "pack.c has a function format_of"
+    return {*re.findall(r"case GGUF_(\w+)", switch[0]), "F32", "BF16"}
+
+
+def number_formats() -> str:
+    """One row per value of `dtype`."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    rows = []
+    for name in get_args(Dtype):
+        kernels = (
+            "a GGUF file's own, else float32" if name == "auto" else YES if name in get_args(Mode) else NO
+        )
+        rows.append((f"`{name}`", kernels, _computed_in(name, cpu), _computed_in(name, gpu)))
+    return table(("`dtype`", "C kernels (CPU)", "torch or transformers (CPU)", "GPU"), rows)
+
+
+def _computed_in(name: str, device: torch.device) -> str:
+    try:
+        found = str(_dtype(name, device)).removeprefix("torch.")
+    except InvalidInput:
+        return NO
+    return YES if found == name else f"{found} rows, {name} weights" if name in ("int8", "fp8") else found
+
+
+def processors() -> str:
+    """One row per architecture: the instruction sets that the C kernels have code for, best first."""
+    names = {
+        "defined(__x86_64__)": "x86-64, with AVX2 and FMA at least",
+        "defined(__aarch64__)": "ARM, 64 bit",
+    }
+    found: dict[str, list[str]] = {}
+    nested, here = 0, ""
+    for line in (C / "dispatch.c").read_text().splitlines():
+        word, _, condition = line.partition(" ")
+        if word.startswith("#if"):
+            nested += 1
+        if nested == 1 and word in ("#if", "#elif", "#else"):
+            here = names.get(condition, "others")
+        if word == "#endif":
+            nested -= 1
+        if paths := re.findall(r'{"([\w-]+)", fr_packed_', line):
+            found.setdefault(here, []).extend(f"`{path}`" for path in paths)
+    return table(
+        ("processor", "code paths, best first"), ((name, ", ".join(paths)) for name, paths in found.items())
+    )
+
+
+def wheels() -> str:
+    """What wheels are built for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    build = project["tool"]["cibuildwheel"]
+    rows = [
+        (
+            "Linux",
+            ", ".join(f"`{arch}`" for arch in build["linux"]["archs"]),
+            f"`{build['linux']['manylinux-x86_64-image']}`",
+        )
+    ]
+    rows.append(("macOS", ", ".join(f"`{arch}`" for arch in build["macos"]["archs"]), NO))
+    return table(("system", "processors", "C library"), rows)
+
+
+def models() -> str:
+    rows = [
+        (f"`{model.name}`", model.description, f"{model.size / 1e6:.0f} MB", model.licence)
+        for model in known_models()
+    ]
+    return table(("name", "model", "size", "licence"), rows)
+
+
+def heads() -> str:
+    rows = [
+        (f"`{head.path.name}`", head.kind, head.target, f"{head.size / 1e6:.1f} MB")
+        for head in heads_in_the_box()
+    ]
+    return table(("folder", "kind", "trained for", "size"), rows)
+
+
+def verifiers() -> str:
+    rows = []
+    for name in registry.verifiers.names():
+        cls = registry.verifiers.get(name)
+        rows.append((f"`{name}`", YES if cls().exact else "**no**", _first_sentence(cls.__doc__)))
+    return table(("verifier", "exact", "what it does"), rows)
+
+
+def _first_sentence(text: str | None) -> str:
+    return " ".join((text or "").split("\n\n")[0].split())
