@@ -1,0 +1,96 @@
+"""The rules of CONTRIBUTING.md that no linter has (lengths, names, layers), and that the page says what is checked."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.readme.pages import ROOT
+
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 300, 60
+NO_NAMES = {"utils", "helpers", "common", "misc"}
+PACKAGE = ROOT / "src" / "forerun"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+RULES = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+
+
+def long_functions(source: str) -> list[str]:
+    found = (
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return [
+        node.name for node in found if (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES_OF_A_FUNCTION
+    ]
+
+
+def test_files_are_short() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES}
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    found = {str(path.relative_to(ROOT)): long_functions(path.read_text()) for path in MODULES}
+    assert {name: functions for name, functions in found.items() if functions} == {}
+
+
+def test_negative_control_a_long_function_is_found() -> None:
+    body = "    pass\n" * (MOST_LINES_OF_A_FUNCTION - 1)
+    assert long_functions(f"def short():\n{body}") == []
+    assert long_functions(f"class A:\n  async def long(self):\n{body}    pass\n") == ["long"]
+
+
+def test_no_module_has_a_name_that_says_nothing() -> None:
+    assert [str(path) for path in MODULES if path.stem in NO_NAMES] == []
+
+
+def test_every_module_of_the_package_has_a_layer() -> None:
+    layers = next(c["layers"] for c in PROJECT["importlinter"]["contracts"] if c["type"] == "layers")
+    named = {module for layer in layers for module in layer.split(" | ")}
+    real = {f"forerun.{path.stem}" for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
+    real |= {f"forerun.{path.parent.name}" for path in PACKAGE.glob("*/__init__.py")}
+    inside = {
+        ".".join(module.split(".")[:2]) for module in named
+    }  # a folder may have its files in several layers
+    assert real - inside == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [("at most {} lines", MOST_LINES), ("functions at most {}", MOST_LINES_OF_A_FUNCTION)],
+)
+def test_the_page_has_the_limits_that_are_checked(words: str, number: int) -> None:
+    assert words.format(number) in RULES
+
+
+def test_rules_of_ruff_that_the_page_names_are_switched_on() -> None:
+    table = RULES.partition("## Rules that are checked")[2].partition("## ")[0]
+    rows = [line.rsplit("|", 2)[1] for line in table.splitlines() if "ruff" in line]
+    named = [code for row in rows for code in re.findall(r"`([A-Z]+\d*)`", row)]
+    chosen = PROJECT["ruff"]["lint"]["select"]
+    assert len(named) >= 8
+    assert [code for code in named if not any(code.startswith(rule) for rule in chosen)] == []
+    limits = (PROJECT["ruff"]["line-length"], PROJECT["ruff"]["lint"]["pycodestyle"]["max-line-length"])
+    assert "at most {} characters ({} in".format(*limits) in table
+
+
+def test_the_linters_that_the_page_names_run() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    recipe = makefile.partition("\nlint:")[2].partition("\n\n")[0]
+    for command in ("ruff format --check", "ruff check", "mypy", "lint-imports"):
+        assert command in recipe
+    assert PROJECT["mypy"]["strict"] is True
+
+
+def test_every_folder_of_tests_that_the_page_names_is_collected() -> None:
+    named = re.findall(r"`(tests/[\w/]+?)(?:\.py)?`", RULES)
+    assert len(named) >= 8
+    for name in named:
+        path = Path(ROOT / name)
+        assert list(path.glob("test_*.py")) or path.with_suffix(".py").is_file(), name
