@@ -68,6 +68,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "number_formats": supported.number_formats,
     "wheels": supported.wheels,
     "processors": supported.processors,
+    "drafters": supported.drafters,
     "verifiers": supported.verifiers,
     "models": supported.models,
     "heads": supported.heads,

@@ -18,7 +18,8 @@ from forerun import registry
 from forerun.build import _dtype
 from forerun.errors import InvalidInput, UnsupportedModel
 from forerun.heads import heads_in_the_box
-from forerun.models.config import _FAMILIES, DecoderConfig
+from forerun.models.config import DecoderConfig
+from forerun.models.config_defaults import FAMILIES
 from forerun.models.cuda.network import check_supported
 from forerun.models.load import gguf_families
 from forerun.models.load.catalog import known_models
@@ -48,7 +49,7 @@ def families() -> str:
     """One row per family that our own decoder runs."""
     return table(
         ("`model_type`", "GGUF architecture", "C kernels (CPU)", "Triton kernels (GPU)", "torch (CPU, GPU)"),
-        ([f"`{family}`", *_kernels_of(family), YES] for family in _FAMILIES),
+        ([f"`{family}`", *_kernels_of(family), YES] for family in FAMILIES),
     )
 
 
@@ -181,6 +182,20 @@ def heads() -> str:
         for head in heads_in_the_box()
     ]
     return table(("folder", "kind", "trained for", "size"), rows)
+
+
+def drafters() -> str:
+    """One row per drafter; compositions are made of these."""
+    needs = {"nothing": NO, "checkpoint": "a second model", "head": "a head"}
+    rows = [
+        (f"`{spec.name}`", needs[spec.needs], _named(spec.vllm), _named(spec.sglang), spec.says)
+        for spec in registry.drafters.specs()
+    ]
+    return table(("drafter", "needs", "in vLLM", "in SGLang", "what it does"), rows)
+
+
+def _named(name: str | None) -> str:
+    return NO if name is None else f"`{name}`"
 
 
 def verifiers() -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -147,9 +147,7 @@ class TreeBatch:
         """The trees of some sequences, in the order asked for."""
         if list(which) == list(range(len(self))):
             return self
-        nodes = self.nodes_of(which)
-        sizes = self.sizes()
-        drawn = self.drawn_from
+        nodes, sizes, drawn = self.nodes_of(which), self.sizes(), self.drawn_from
         if drawn is not None:
             drawn = Draws(drawn.laws, drawn.rows[nodes.to(drawn.rows.device)], drawn.replace)
         return TreeBatch(self.tokens[nodes], self.parents[nodes], offsets([sizes[b] for b in which]), drawn)
@@ -269,10 +267,7 @@ class Verdict:
 
 def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
     """(0, s0, s0+s1, ...): where each of several pieces laid end to end starts, and the total."""
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + size)
-    return tuple(starts)
+    return (0, *accumulate(sizes))
 
 
 def _listed(values: Tensor | list[int]) -> list[int]:

@@ -70,20 +70,22 @@ def advise(
         print(json.dumps(found))
         return
     console = table_console()
-    table = Table(
-        title="Predicted speed-up by texts at once (95% interval over prompts)",
-        box=None,
-        title_justify="left",
-    )
+    console.print(_table(found))
+    for line in in_words(found):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def _table(found: Mapping[str, Any]) -> Table:
+    """Predicted speed-ups, a column for each batch size."""
+    title = "Predicted speed-up by texts at once (95% interval over prompts)"
+    table = Table(title=title, box=None, title_justify="left")
     table.add_column("")
     for batch in found["by_batch"]:
         table.add_column(batch, justify="right")
     for name in found["by_batch"]["1"]:
         cells = [rows[name]["speedup"] for rows in found["by_batch"].values()]
         table.add_row(name, *(_cell(cell) for cell in cells))
-    console.print(table)
-    for line in in_words(found):
-        console.print(line, soft_wrap=True, markup=False)
+    return table
 
 
 def _cell(found: Mapping[str, Any]) -> str:

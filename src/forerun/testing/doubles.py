@@ -39,9 +39,7 @@ class TableLM:
     max_length: int = 1 << 20
     slots: int | None = None  # tokens it can cache in all; None = no limit
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    lends: SharedWeights | None = (
-        None  # what `shared` answers: a table over n-grams has no weights of its own
-    )
+    lends: SharedWeights | None = None  # what `shared` answers: a table has no weights of its own
     _cached: dict[int, list[int]] = field(default_factory=dict)
     _scored: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     _rows: dict[tuple[object, ...], Tensor] = field(default_factory=dict)

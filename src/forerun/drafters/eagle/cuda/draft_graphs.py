@@ -54,13 +54,12 @@ class DeviceDraft:
         self.net, self.feature_fusion, self.head_output = net, feature_fusion, head_output
         self.seconds = 0.0  # per level, measured when a form is first captured
         device, width = net.model.device, feature_fusion.feature_width
+        config = net.model.config
         self._texts: dict[int, Rows] = {}
         self._menu = DraftMenu()
         self._held: set[int] = set()  # texts that have slots
         self._replays = Replays(device, capture=capture)
-        self._group_nodes = 64 // (
-            1 << (net.model.config.heads // net.model.config.kv_heads - 1).bit_length()
-        )
+        self._group_nodes = 64 // (1 << (config.heads // config.kv_heads - 1).bit_length())
         with torch.inference_mode(False):
             self.ints = torch.zeros(1 << 17, dtype=torch.int32)
             self.ints[:MAX_ROWS] = torch.arange(MAX_ROWS)
@@ -145,8 +144,7 @@ class DeviceDraft:
             observe_rows(self._texts, self.feature_fusion.layers, seqs, trees, scores, verdict)
             return
         self._replays.do(("observe", form), lambda: self._gather(scores, outcome, form))
-        paths, bonus = verdict.to_host()
-        tokens, _ = trees.to_host()
+        (paths, bonus), (tokens, _) = verdict.to_host(), trees.to_host()
         self._tokens = [
             [*(tokens[b * form.nodes + node] for node in path), token]
             for b, (path, token) in enumerate(zip(paths, bonus, strict=True))
@@ -213,10 +211,9 @@ class DeviceDraft:
         for b, seq_id in enumerate(ids):
             text = self._texts[seq_id]
             features = torch.cat(text.features)
-            early = len(text.tokens) - behind
-            if early > 0:
-                self._keep(seq_id, text.tokens[:early], features[:early])
-            fresh = max(0, early)
+            fresh = max(0, len(text.tokens) - behind)
+            if fresh:
+                self._keep(seq_id, text.tokens[:fresh], features[:fresh])
             self._features[b, : len(features) - fresh].copy_(features[fresh:])
             self._tokens.append(text.tokens[fresh:])
             text.features, text.tokens = [], []
@@ -280,8 +277,7 @@ class DeviceDraft:
             net.run(run, self.feature_fusion.carry(out))
             out, logits = net.out[: texts * width], net.logits[: texts * width]
         grow_level(pool, frontier, logits, self.head_output)
-        both = cut_trees(pool, roots, form.nodes)
-        self._both[:, : trees.rows].copy_(both.view(2, -1))
+        self._both[:, : trees.rows].copy_(cut_trees(pool, roots, form.nodes).view(2, -1))
 
     def replay_last(self) -> None:
         """The last draft once more, from the same integers: it reads and writes the same."""
