@@ -29,6 +29,8 @@ PAGES = {
 }
 _SOURCES = {page: source for source, page in PAGES.items()}
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+# A list or table right under a paragraph: repositories' viewers show it, Python's Markdown wants an empty line first.
+_BLOCK = re.compile(r"^((?![-*|#> ])\S.*\n)(?=- |\| )", re.MULTILINE)
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
@@ -40,19 +42,19 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn the links of a page that leave its folder in the repository."""
+    """Make a page of the repository one of the site."""
     uri = page.file.src_uri
-    return turn_links(markdown, _SOURCES.get(uri, f"docs/{uri}"), uri)
+    return as_on_site(markdown, _SOURCES.get(uri, f"docs/{uri}"), uri)
 
 
-def turn_links(markdown: str, source: str, uri: str) -> str:
-    """Links as they are in the file `source` of the repository, as the page `uri` of the site must have them."""
+def as_on_site(markdown: str, source: str, uri: str) -> str:
+    """The file `source` of the repository as the page `uri` of the site must have it: links, and empty lines."""
 
     def turned(link: re.Match[str]) -> str:
         target = link[2]
         if re.match(r"\w+:", target):
             return link[0]
-        folder = source if source in ("examples",) else str(PurePosixPath(source).parent)
+        folder = source if source == "examples" else str(PurePosixPath(source).parent)
         place = os.path.normpath(f"{folder}/{target}")
         page = PAGES.get(place) or (place.removeprefix("docs/") if place.startswith("docs/") else None)
         if page is None:
@@ -60,7 +62,9 @@ def turn_links(markdown: str, source: str, uri: str) -> str:
         return f"{link[1]}{os.path.relpath(page, PurePosixPath(uri).parent)}{link[3] or ''}{link[4]}"
 
     parts = _FENCE.split(markdown)
-    return "".join(part if i % 2 else _LINK.sub(turned, part) for i, part in enumerate(parts))
+    return "".join(
+        part if i % 2 else _BLOCK.sub(r"\1\n", _LINK.sub(turned, part)) for i, part in enumerate(parts)
+    )
 
 
 def _page_of(source: str) -> str:
