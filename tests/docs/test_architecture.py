@@ -1,13 +1,15 @@
-"""What docs/architecture.md names is in the code: classes, their members, functions."""
+"""What pages say of the code is so: classes, members and functions that they name; budgets, prices and offers."""
 
 from __future__ import annotations
 
 import ast
 import re
+from dataclasses import fields
 
 import pytest
 
-from tests.readme.pages import ROOT, prose
+from forerun.types import Budget
+from tests.readme.pages import ALL, ROOT, prose
 
 PAGE = prose(ROOT / "docs" / "architecture.md")
 NOT_OURS = {"fastapi", "matplotlib", "prompt_toolkit"}
@@ -43,7 +45,10 @@ def definitions() -> tuple[dict[str, set[str]], set[str]]:
 CLASSES, FUNCTIONS = definitions()
 
 
-@pytest.mark.parametrize(("name", "member"), sorted(set(re.findall(r"`([A-Z]\w+)\.(\w+)[\w.()]*`", PAGE))))
+@pytest.mark.parametrize(
+    ("name", "member"),
+    sorted({found for page in ALL for found in re.findall(r"`([A-Z]\w+)\.(\w+)[\w.()]*`", prose(page))}),
+)
 def test_members_that_are_named_exist(name: str, member: str) -> None:
     assert member in CLASSES[name]
 
@@ -63,3 +68,14 @@ def test_negative_control_what_is_not_there_is_not_found() -> None:
     assert "settle_at_once" not in CLASSES["Scores"]
     assert "form" in CLASSES["TreeBatch"]
     assert "outcome" in CLASSES["Verdict"]
+
+
+def test_a_budget_is_explained_field_by_field() -> None:
+    said = prose(ROOT / "docs" / "how-it-works.md").partition("A `Budget` is")[2].partition("\n\n")[0]
+    assert [field.name for field in fields(Budget) if f"`{field.name}`" not in said] == []
+
+
+def test_prices_are_in_tokens_in_the_code_and_in_the_glossary() -> None:
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    assert "`price` and `level` are in tokens" in (Budget.__doc__ or "")
+    assert re.search(r"^\| \*\*price\*\* \|.* in tokens", glossary, re.MULTILINE)

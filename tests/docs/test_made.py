@@ -14,6 +14,7 @@ from tests.readme.pages import ROOT, name_of
 from tools.docs_pages import BLOCKS, first_line, pages
 from tools.docs_supported import kernel_types
 
+pytest.importorskip("gguf")  # which types can be read depends on it
 MADE = pages()
 
 
