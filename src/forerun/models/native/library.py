@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from forerun.errors import InvalidInput
+from forerun.models.native.cores import thread_count
 
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 BLOCK = 32  # inputs per block of packed kinds
@@ -154,9 +155,10 @@ def library() -> Any:
 
 
 def match_threads(threads: int) -> None:
-    """Give the pool as many threads as torch has; cheap where it has them already (after a fork it has none)."""
-    if library().fr_threads() != min(threads, 64):
-        library().fr_set_threads(threads)
+    """Give the pool as many threads as torch has, slow cores left out; cheap where it has them already."""
+    wanted = thread_count(threads)
+    if library().fr_threads() != wanted:  # after a fork there are none
+        library().fr_set_threads(wanted)
 
 
 @cache

@@ -20,6 +20,12 @@
 #else
 #define FR_NEW_X86 0
 #endif
+/* ... and the matrix instructions of 64-bit ARM? */
+#if defined(__aarch64__) && (defined(__clang__) ? __clang_major__ >= 11 : __GNUC__ >= 10)
+#define FR_HAS_I8MM 1
+#else
+#define FR_HAS_I8MM 0
+#endif
 /* Before loops of a few steps whose arrays must become registers. */
 #if defined(__clang__)
 #define FR_UNROLL _Pragma("unroll")
@@ -164,6 +170,7 @@ typedef struct {
 typedef void (*fr_kernel)(const fr_range *range);
 void fr_packed_generic(const fr_range *range); /* any format, panels of any width */
 void fr_packed_dotprod(const fr_range *range); /* 64-bit ARM, panels of 4: P4, P8, P4W, P8W, P8M */
+void fr_packed_i8mm(const fr_range *range);    /* the same */
 void fr_packed_avx2(const fr_range *range);    /* x86-64, panels of 8: P4, P8 and the 5-bit and K formats */
 void fr_packed_avx_vnni(const fr_range *range);
 void fr_packed_avx512(const fr_range *range); /* x86-64, panels of 16: the same */
