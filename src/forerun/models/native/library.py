@@ -20,7 +20,7 @@ from forerun.models.native.cores import thread_count
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 BLOCK = 32  # inputs per block of packed kinds
 _MOST_PARTS = 3
-ABI = 3  # a change of the structs or of the kernels: what was measured with another counts no more
+ABI = 4  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 
 Fields = list[tuple[str, Any]]
@@ -95,6 +95,7 @@ class Pass(Structure):
         ("reach", Reach),
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("half", c_int64),
         ("layer_stride", c_int64),
         ("head_stride", c_int64),
         ("hidden_layers", POINTER(c_int64)),
@@ -110,6 +111,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fr_layout": (c_int64, []),
     "fr_isa": (c_char_p, []),
     "fr_variant": (c_char_p, [c_int]),
+    "fr_prefers_half": (c_int, []),
     "fr_has": (c_int, [c_char_p]),
     "fr_choose": (c_int, [c_char_p]),
     "fr_threads": (c_int, []),

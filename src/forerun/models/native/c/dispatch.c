@@ -22,12 +22,12 @@ typedef struct {
     int (*here)(void);
 } variant;
 
-static const fr_attention_path four_queries = {fr_attend, 4};
+static const fr_attention_path four_queries = {fr_attend, 4, 0};
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-static const fr_attention_path eight_queries = {fr_attend_avx512, 8};
+static const fr_attention_path eight_queries = {fr_attend_avx512, 8, 1};
 
 static int has_avx2(void) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -128,6 +128,8 @@ fr_kernel fr_packed_kernel(int kind) { return choice()->width == fr_width(kind) 
 FR_API const char *fr_isa(void) { return choice() ? choice()->name : ""; }
 
 FR_API const char *fr_variant(int i) { return 0 <= i && i < VARIANTS ? variants[i].name : NULL; }
+
+FR_API int fr_prefers_half(void) { return choice() && choice()->attention->half; }
 
 FR_API int fr_has(const char *isa) { return find(isa) != NULL; }
 
