@@ -119,13 +119,14 @@ static int check_floats(fr_weight w, int rows) {
 /* heads of 64 + 16 + 4 numbers and a context of 32 + 8 + 4 + 1: every width that a kernel walks in */
 enum { LAYERS = 2, WIDTH = 64, HEADS = 6, DIM = 84, INNER = 96, VOCAB = 37, SLOTS = 60, NODES = 7 };
 
-static int KV; /* key heads */
+static int KV;   /* key heads */
+static int HALF; /* does the cache hold 16-bit numbers? */
 
 static fr_weights one(fr_weight w) { return (fr_weights){1, {w}}; }
 
 /* A pass over `count` of the nodes listed; parents are given as places in a tree behind CONTEXT slots. */
 enum { CONTEXT = 45 };
-static void run(const fr_decoder *m, float *kv, const float *rows, const int *parents, const int *nodes, int count,
+static void run(const fr_decoder *m, void *kv, const float *rows, const int *parents, const int *nodes, int count,
                 float *logits) {
     float *x = malloc(sizeof(float) * WIDTH * (size_t)count), *turns = malloc(sizeof(float) * 8 * (size_t)count);
     int32_t first[NODES], context[NODES], tail[NODES], tails[NODES * NODES], write[NODES], position[NODES], tops[NODES];
@@ -139,7 +140,7 @@ static void run(const fr_decoder *m, float *kv, const float *rows, const int *pa
     }
     fr_pass pass = {.nodes = count, .x = x, .cosines = turns, .sines = turns, .position = position, .write = write,
                     .reach = {first, context, tail, tails, NODES, CONTEXT + NODES}, .keys = kv,
-                    .values = kv + KV * SLOTS * DIM, .layer_stride = 2 * KV * SLOTS * DIM,
+                    .values = (char *)kv + KV * SLOTS * DIM * (HALF ? 2 : 4), .half = HALF, .layer_stride = 2 * KV * SLOTS * DIM,
                     .head_stride = SLOTS * DIM, .logits = logits, .tops = tops};
     if (fr_decode(m, &pass)) exit(2);
     for (int i = 0; i < count; i++)
@@ -150,8 +151,40 @@ static void run(const fr_decoder *m, float *kv, const float *rows, const int *pa
     free(x), free(turns);
 }
 
+static void *cache(int64_t count) {
+    float *f = floats(count);
+    if (!HALF) return f;
+    uint16_t *h = malloc((size_t)count * 2);
+    fr_to_halves(f, h, count);
+    free(f);
+    return h;
+}
+
+/* Numbers of 16 bits, one by one and by four, to the nearest and back. */
+static int check_halves(void) {
+    int bad = 0;
+    for (int i = 0; i < 1 << 18; i++) {
+        float x[4], back[4];
+        uint16_t h[4];
+        for (int j = 0; j < 4; j++) {
+            uint32_t bits = next() ^ next() >> 7;
+            if (i % 2) bits = (bits & 0x807fffff) | (100 + (bits >> 8) % 50) << 23; /* near the ends of the range */
+            if ((bits & 0x7f800000) == 0x7f800000) bits = 0;
+            memcpy(&x[j], &bits, 4);
+        }
+        fr_to_halves(x, h, 4);
+        for (int j = 0; j < 4; j++) {
+            back[j] = fr_half(h[j]);
+            if (h[j] != fr_to_half(x[j]) || fr_to_half(back[j]) != h[j]) bad = 1;
+        }
+    }
+    if (bad) puts("halves differ");
+    return bad;
+}
+
 /* The same model on every path: `wanted` [NODES * VOCAB] is filled by the first and compared with by the others. */
-static int check_decoder(const char *path, int key_heads, int64_t window, float *wanted, int first) {
+static int check_decoder(const char *path, int key_heads, int half, int64_t window, float *wanted, int first) {
+    HALF = half;
     state = (uint32_t)(1 + key_heads + 100 * window);
     static const int parents[NODES] = {-1, 0, 0, 1, 1, 3, 2}, all[NODES] = {0, 1, 2, 3, 4, 5, 6};
     fr_layer layers[LAYERS];
@@ -166,7 +199,8 @@ static int check_decoder(const char *path, int key_heads, int64_t window, float 
             .down = one(packed_weight(&layouts[2], WIDTH, INNER)), .window = window, .rotate = 1 - i};
     fr_decoder m = {LAYERS, WIDTH, HEADS, KV, DIM, 16, INNER, VOCAB, 1e-5f, 0.2f, layers, floats(WIDTH),
                     one(packed_weight(&layouts[4], VOCAB, WIDTH))};
-    float *kv = floats(LAYERS * 2 * KV * SLOTS * DIM), *rows = floats(NODES * WIDTH);
+    void *kv = cache(LAYERS * 2 * KV * SLOTS * DIM);
+    float *rows = floats(NODES * WIDTH);
     float *tree = floats(NODES * VOCAB), *alone = floats(NODES * VOCAB);
     run(&m, kv, rows, parents, all, NODES, tree);
     for (int i = 0; i < NODES; i++) run(&m, kv, rows, parents, all + i, 1, alone + i * VOCAB);
@@ -189,22 +223,22 @@ static int check_decoder(const char *path, int key_heads, int64_t window, float 
 int check_heads(void); /* check_head.c */
 
 int main(void) {
-    int bad = check_heads();
+    int bad = check_heads() | check_halves();
     fr_set_threads(3);
     for (int i = 0; i < LAYOUTS; i++)
-        for (int n = 0; n < 14; n++) /* up to twelve rows, and two that fill more than one tile */
+        for (int n = 0; n < 16; n++) /* up to twelve rows, and four that fill more than one tile, by a part or a whole */
             bad |= check_packed(&layouts[i], 1 + (int)(next() >> 16) % 41, layouts[i].weights * (1 + (int)(next() >> 16) % 3),
-                                n < 12 ? 1 + n : 10 * n - 89);
+                                n < 12 ? 1 + n : 17 * n - 181);
     for (int n = 0; n < 12; n++)
         bad |= check_floats(float_weight(n % 2, 1 + (int)(next() >> 16) % 21, 1 + (int)(next() >> 16) % 70), 1 + n);
     for (int heads = 2; heads <= HEADS; heads += HEADS - 2) /* several queries to a key head, and one */
-        for (int n = 0; n < 9; n++) {
+        for (int n = 0; n < 18; n++) {
             static const int windows[] = {0, 1, 2, 3, 4, 5, 13, 30, 47};
             static float wanted[NODES * VOCAB];
             fr_choose("generic");
-            bad |= check_decoder("generic", heads, windows[n], wanted, 1);
+            bad |= check_decoder("generic", heads, n / 9, windows[n % 9], wanted, 1);
             for (int i = 0; fr_variant(i); i++)
-                if (!fr_choose(fr_variant(i))) bad |= check_decoder(fr_variant(i), heads, windows[n], wanted, 0);
+                if (!fr_choose(fr_variant(i))) bad |= check_decoder(fr_variant(i), heads, n / 9, windows[n % 9], wanted, 0);
         }
     for (int i = 0; fr_variant(i); i++)
         if (fr_has(fr_variant(i))) puts(fr_variant(i));

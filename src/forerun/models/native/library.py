@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from forerun.errors import InvalidInput
+from forerun.models.native.cores import thread_count
 
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 BLOCK = 32  # inputs per block of packed kinds
 _MOST_PARTS = 3
-ABI = 3  # a change of the structs or of the kernels: what was measured with another counts no more
+ABI = 4  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 
 Fields = list[tuple[str, Any]]
@@ -94,6 +95,7 @@ class Pass(Structure):
         ("reach", Reach),
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("half", c_int64),
         ("layer_stride", c_int64),
         ("head_stride", c_int64),
         ("hidden_layers", POINTER(c_int64)),
@@ -109,6 +111,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fr_layout": (c_int64, []),
     "fr_isa": (c_char_p, []),
     "fr_variant": (c_char_p, [c_int]),
+    "fr_prefers_half": (c_int, []),
     "fr_has": (c_int, [c_char_p]),
     "fr_choose": (c_int, [c_char_p]),
     "fr_threads": (c_int, []),
@@ -154,9 +157,10 @@ def library() -> Any:
 
 
 def match_threads(threads: int) -> None:
-    """Give the pool as many threads as torch has; cheap where it has them already (after a fork it has none)."""
-    if library().fr_threads() != min(threads, 64):
-        library().fr_set_threads(threads)
+    """Give the pool as many threads as torch has, slow cores left out; cheap where it has them already."""
+    wanted = thread_count(threads)
+    if library().fr_threads() != wanted:  # after a fork there are none
+        library().fr_set_threads(wanted)
 
 
 @cache

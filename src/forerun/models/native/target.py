@@ -18,6 +18,7 @@ from forerun.errors import InvalidInput
 from forerun.models.attention import Span
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
+from forerun.models.kv import KVStore
 from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights
@@ -62,6 +63,16 @@ class NativeDecoder(Decoder):
         # Not Decoder's: it would read all weights into torch.
         SlotTarget.__init__(self, config, dtype=torch.float32, device=torch.device("cpu"), kv_slots=kv_slots)
         self.mode = mode
+        if mode in ("gguf", "q8") and native.library().fr_prefers_half():
+            # rows are rounded to eight bits before every layer anyway, and a long context is read in half the time
+            self.kv = KVStore(
+                config.layers,
+                config.kv_heads,
+                config.head_dim,
+                dtype=torch.float16,
+                device=self._device,
+                capacity=kv_slots,
+            )
         with torch.no_grad(), torch.inference_mode(False):
             reader = NativeReader(config, weights, mode)
             self._model = reader.model()
@@ -122,6 +133,7 @@ class NativeDecoder(Decoder):
             reach=rows.reach(),
             keys=data.data_ptr(),
             values=data.data_ptr() + data.stride(1) * data.element_size(),
+            half=data.dtype == torch.float16,
             layer_stride=data.stride(0),
             head_stride=data.stride(2),
             hidden_layers=(ctypes.c_int64 * len(inner))(*inner),

@@ -7,43 +7,49 @@
  */
 #include "attention.h"
 
-FR_INLINE void score_together(const tile *t, int count) {
-    int64_t i = t->lo, start = t->queries[0].first * t->dim;
-    const float *keys = t->keys + start, *values = t->values + start;
+FR_INLINE void score_together(const tile *t, int count, int half) {
+    int64_t i = t->lo, first = t->queries[0].first;
     for (; i + KEYS <= t->hi; i += KEYS) {
         /* values are read in stripes, which no prefetcher foresees: ask for them while the keys come in */
-        for (int64_t d = 0; d < KEYS * t->dim; d += 16) __builtin_prefetch(values + i * t->dim + d);
-        dot_keys(t, t->queries, count, keys + i * t->dim, KEYS, i);
+        const char *values = slot_in(t, t->values, first + i, half), *end = slot_in(t, t->values, first + i + KEYS, half);
+        for (; values < end; values += 64) __builtin_prefetch(values);
+        dot_keys(t, t->queries, count, slot_in(t, t->keys, first + i, half), KEYS, i, half);
     }
-    for (; i < t->hi; i++) dot_keys(t, t->queries, count, keys + i * t->dim, 1, i);
+    for (; i < t->hi; i++) dot_keys(t, t->queries, count, slot_in(t, t->keys, first + i, half), 1, i, half);
 }
 
-FR_INLINE void attend_queries(tile *t, int count) {
-    FR_UNROLL for (int i = 0; i < count; i++) score_alone(t, &t->queries[i], t->queries[i].from, t->lo);
-    score_together(t, count);
+FR_INLINE void attend_queries(tile *t, int count, int half) {
+    FR_UNROLL for (int i = 0; i < count; i++) score_alone(t, &t->queries[i], t->queries[i].from, t->lo, half);
+    score_together(t, count, half);
     for (int i = 0; i < count; i++) {
-        score_rest(t, &t->queries[i]);
+        score_rest(t, &t->queries[i], half);
         soften(&t->queries[i]);
-        mix_before(t, &t->queries[i]);
+        mix_before(t, &t->queries[i], half);
     }
-    mix_columns(t, t->queries, count, 0, t->lo, t->hi);
-    for (int i = 0; i < count; i++) mix_rest(t, &t->queries[i]);
+    mix_columns(t, t->queries, count, 0, t->lo, t->hi, half);
+    for (int i = 0; i < count; i++) mix_rest(t, &t->queries[i], half);
+}
+
+FR_INLINE void attend(tile *t, int count, int half) {
+    switch (count) {
+    case 1: attend_queries(t, 1, half); break;
+    case 2: attend_queries(t, 2, half); break;
+    case 3: attend_queries(t, 3, half); break;
+    default: attend_queries(t, 4, half);
+    }
 }
 
 void fr_attend(tile *t, int count) {
-    switch (count) {
-    case 1: attend_queries(t, 1); break;
-    case 2: attend_queries(t, 2); break;
-    case 3: attend_queries(t, 3); break;
-    default: attend_queries(t, 4);
-    }
+    if (t->half) attend(t, count, 1);
+    else attend(t, count, 0);
 }
 
 /* Queries of a key head are numbered node by node, heads of the group within; a tile is a few in a row. */
 static void set_up(const fr_attention_args *a, int64_t kv_head, int64_t first_query, int count, float *scratch, tile *t) {
     int64_t group = a->heads / a->kv_heads, most = INT64_MAX;
-    *t = (tile){.keys = a->keys + kv_head * a->head_stride, .values = a->values + kv_head * a->head_stride,
-                .dim = a->head_dim, .scale = a->scale, .lo = 0};
+    int64_t offset = kv_head * a->head_stride * (a->half ? 2 : 4);
+    *t = (tile){.keys = (const char *)a->keys + offset, .values = (const char *)a->values + offset, .dim = a->head_dim,
+                .half = (int)a->half, .scale = a->scale, .lo = 0};
     for (int i = 0; i < count; i++) {
         int64_t node = (first_query + i) / group, head = kv_head * group + (first_query + i) % group;
         const fr_reach *reach = &a->reach;

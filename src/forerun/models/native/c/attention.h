@@ -19,11 +19,18 @@ typedef struct {
 } query;
 
 typedef struct fr_queries {
-    const float *keys, *values;
+    const char *keys, *values; /* of one key head: floats, or halves */
     query queries[FR_TOGETHER];
     int64_t dim, lo, hi;
+    int half;
     float scale;
 } tile;
+
+/* Where a slot's numbers start, and four of them. */
+FR_INLINE const char *slot_in(const tile *t, const char *all, int64_t slot, int half) { return all + slot * t->dim * (half ? 2 : 4); }
+FR_INLINE f32x4 four_at(const char *numbers, int64_t i, int half) {
+    return half ? load4_halves((const uint16_t *)numbers + i) : load4((const float *)numbers + i);
+}
 
 FR_INLINE int64_t slot_at(const query *q, int64_t i) {
     return i < q->context ? q->first + i : q->tail[i - q->context];
@@ -32,13 +39,13 @@ FR_INLINE int64_t slot_at(const query *q, int64_t i) {
 FR_INLINE int64_t later(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Scores of `count` queries against `keys` keys in a row (1 or KEYS), each summed in four lanes. */
-FR_INLINE void dot_keys(const tile *t, const query *queries, int count, const float *k, int keys, int64_t at) {
+FR_INLINE void dot_keys(const tile *t, const query *queries, int count, const char *k, int keys, int64_t at, int half) {
     f32x4 sum[4][KEYS];
     int64_t dim = t->dim;
     FR_UNROLL for (int i = 0; i < count; i++) FR_UNROLL for (int j = 0; j < keys; j++) sum[i][j] = all4(0);
     for (int64_t d = 0; d < dim; d += 4) {
         f32x4 key[KEYS];
-        FR_UNROLL for (int j = 0; j < keys; j++) key[j] = load4(k + j * dim + d);
+        FR_UNROLL for (int j = 0; j < keys; j++) key[j] = four_at(k, j * dim + d, half);
         FR_UNROLL for (int i = 0; i < count; i++) {
             f32x4 q = load4(queries[i].q + d);
             FR_UNROLL for (int j = 0; j < keys; j++) sum[i][j] = fma4(q, key[j], sum[i][j]);
@@ -50,8 +57,8 @@ FR_INLINE void dot_keys(const tile *t, const query *queries, int count, const fl
     }
 }
 
-FR_INLINE void score_alone(const tile *t, const query *q, int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; i++) dot_keys(t, q, 1, t->keys + slot_at(q, i) * t->dim, 1, i);
+FR_INLINE void score_alone(const tile *t, const query *q, int64_t from, int64_t to, int half) {
+    for (int64_t i = from; i < to; i++) dot_keys(t, q, 1, slot_in(t, t->keys, slot_at(q, i), half), 1, i, half);
 }
 
 /* Scores to weights, and their sum: each lane adds every fourth position, whatever else is in the pass. */
@@ -76,26 +83,26 @@ FR_INLINE void soften(query *q) {
 
 /* out += weighted values of positions from..to, `vectors` times four columns at once, in registers. */
 FR_INLINE void mix(const tile *t, const query *queries, int count, int alone, int64_t from, int64_t to, int64_t column,
-                   int vectors) {
+                   int vectors, int half) {
     f32x4 sum[4][COLUMNS];
     FR_UNROLL for (int i = 0; i < count; i++)
         FR_UNROLL for (int j = 0; j < vectors; j++) sum[i][j] = load4(queries[i].out + column + 4 * j);
     int64_t p = from;
     for (; !alone && p + 4 <= to; p += 4) { /* four weights at a time, so that they come as one vector */
-        const float *values = t->values + (queries->first + p) * t->dim + column;
+        const char *values = slot_in(t, t->values, queries->first + p, half);
         f32x4 w[4];
         FR_UNROLL for (int i = 0; i < count; i++) w[i] = load4(queries[i].weights + p);
         FR_UNROLL for (int k = 0; k < 4; k++)
             FR_UNROLL for (int j = 0; j < vectors; j++) {
-                f32x4 v = load4(values + k * t->dim + 4 * j);
+                f32x4 v = four_at(values, k * t->dim + column + 4 * j, half);
                 FR_UNROLL for (int i = 0; i < count; i++) sum[i][j] = fma4(all4(w[i][k]), v, sum[i][j]);
             }
     }
     for (; p < to; p++) {
         int64_t slot = alone ? slot_at(queries, p) : queries->first + p;
-        const float *values = t->values + slot * t->dim + column;
+        const char *values = slot_in(t, t->values, slot, half);
         FR_UNROLL for (int j = 0; j < vectors; j++) {
-            f32x4 v = load4(values + 4 * j);
+            f32x4 v = four_at(values, column + 4 * j, half);
             FR_UNROLL for (int i = 0; i < count; i++) sum[i][j] = fma4(all4(queries[i].weights[p]), v, sum[i][j]);
         }
     }
@@ -103,23 +110,23 @@ FR_INLINE void mix(const tile *t, const query *queries, int count, int alone, in
         FR_UNROLL for (int j = 0; j < vectors; j++) store4(queries[i].out + column + 4 * j, sum[i][j]);
 }
 
-FR_INLINE void mix_columns(const tile *t, const query *queries, int count, int alone, int64_t from, int64_t to) {
+FR_INLINE void mix_columns(const tile *t, const query *queries, int count, int alone, int64_t from, int64_t to, int half) {
     if (from >= to) return;
     int64_t d = 0;
-    for (; d + 4 * COLUMNS <= t->dim; d += 4 * COLUMNS) mix(t, queries, count, alone, from, to, d, COLUMNS);
-    for (; d < t->dim; d += 4) mix(t, queries, count, alone, from, to, d, 1);
+    for (; d + 4 * COLUMNS <= t->dim; d += 4 * COLUMNS) mix(t, queries, count, alone, from, to, d, COLUMNS, half);
+    for (; d < t->dim; d += 4) mix(t, queries, count, alone, from, to, d, 1, half);
 }
 
 /* The positions that a query has for itself, after those of the tile: its scores, its weights. */
-FR_INLINE void score_rest(const tile *t, query *q) { score_alone(t, q, later(t->hi, q->from), q->seen); }
+FR_INLINE void score_rest(const tile *t, query *q, int half) { score_alone(t, q, later(t->hi, q->from), q->seen, half); }
 
-FR_INLINE void mix_before(const tile *t, query *q) {
+FR_INLINE void mix_before(const tile *t, query *q, int half) {
     for (int64_t d = 0; d < t->dim; d += 4) store4(q->out + d, all4(0));
-    mix_columns(t, q, 1, 1, q->from, t->lo);
+    mix_columns(t, q, 1, 1, q->from, t->lo, half);
 }
 
-FR_INLINE void mix_rest(const tile *t, query *q) {
-    mix_columns(t, q, 1, 1, later(t->hi, q->from), q->seen);
+FR_INLINE void mix_rest(const tile *t, query *q, int half) {
+    mix_columns(t, q, 1, 1, later(t->hi, q->from), q->seen, half);
     for (int64_t d = 0; d < t->dim; d += 4) store4(q->out + d, load4(q->out + d) / all4(q->total));
 }
 

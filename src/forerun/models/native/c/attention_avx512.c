@@ -39,9 +39,21 @@ FR_INLINE __m128 quarter(__m512 v, int i) {
     }
 }
 
+/* Keys in a row as floats: where they lie, or as `wide` [keys * dim]. */
+FR_INLINE const float *keys_at(const tile *t, int64_t at, int keys, float *wide) {
+    const char *k = slot_in(t, t->keys, t->queries[0].first + at, t->half);
+    if (!t->half) return (const float *)k;
+    int64_t i = 0, count = keys * t->dim;
+    for (; i + WIDE <= count; i += WIDE)
+        _mm512_storeu_ps(wide + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(k + 2 * i))));
+    for (; i < count; i += 4) store4(wide + i, load4_halves((const uint16_t *)k + i));
+    return wide;
+}
+
 /* Scores against `keys` keys in a row (1, 4 or 8), from position `at`. */
 FR_INLINE void score_keys(const tile *t, const float *queries, int count, int quads, int keys, int64_t at) {
-    const float *k = t->keys + (t->queries[0].first + at) * t->dim;
+    float wide[t->half ? MANY_KEYS * t->dim : 1];
+    const float *k = keys_at(t, at, keys, wide);
     __m512 sum[2][MANY_KEYS];
     FR_UNROLL for (int i = 0; i < quads; i++) FR_UNROLL for (int j = 0; j < 8; j++) sum[i][j] = _mm512_setzero_ps();
     for (int64_t d = 0; d < t->dim; d += 4, queries += WIDE * quads) {
@@ -69,8 +81,8 @@ FR_INLINE void score_together(const tile *t, int count, int quads) {
     if (i < t->hi) interleave(t, count, quads, queries);
     for (; i + 8 <= t->hi; i += 8) {
         /* values are read in stripes, which no prefetcher foresees: ask for them while the keys come in */
-        const float *values = t->values + (t->queries[0].first + i) * t->dim;
-        for (int64_t d = 0; d < 8 * t->dim; d += 16) __builtin_prefetch(values + d);
+        const char *values = slot_in(t, t->values, t->queries[0].first + i, t->half);
+        for (int64_t d = 0; d < 8 * t->dim * (t->half ? 2 : 4); d += 64) __builtin_prefetch(values + d);
         score_keys(t, queries, count, quads, 8, i);
     }
     for (; i + 4 <= t->hi; i += 4) score_keys(t, queries, count, quads, 4, i);
@@ -104,15 +116,20 @@ FR_INLINE void soften16(query *q) {
     q->total = across(total);
 }
 
+FR_INLINE __m512 sixteen_at(const char *numbers, int64_t i, __mmask16 there, int half) {
+    if (!half) return _mm512_maskz_loadu_ps(there, (const float *)numbers + i);
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, (const uint16_t *)numbers + i));
+}
+
 /* out += weighted values of lo..hi, `vectors` times sixteen columns at once; `there` says which of the last are. */
-FR_INLINE void mix_wide(const tile *t, int count, int64_t column, int vectors, __mmask16 there) {
-    const float *values = t->values + t->queries[0].first * t->dim + column;
+FR_INLINE void mix_wide(const tile *t, int count, int64_t column, int vectors, __mmask16 there, int half) {
     __m512 sum[FR_TOGETHER][4];
     FR_UNROLL for (int i = 0; i < count; i++) FR_UNROLL for (int j = 0; j < vectors; j++)
         sum[i][j] = _mm512_maskz_loadu_ps(there, t->queries[i].out + column + WIDE * j);
     for (int64_t p = t->lo; p < t->hi; p++) {
         __m512 v[4];
-        FR_UNROLL for (int j = 0; j < vectors; j++) v[j] = _mm512_maskz_loadu_ps(there, values + p * t->dim + WIDE * j);
+        const char *values = slot_in(t, t->values, t->queries[0].first + p, half);
+        FR_UNROLL for (int j = 0; j < vectors; j++) v[j] = sixteen_at(values, column + WIDE * j, there, half);
         FR_UNROLL for (int i = 0; i < count; i++) {
             __m512 w = _mm512_set1_ps(t->queries[i].weights[p]);
             FR_UNROLL for (int j = 0; j < vectors; j++) sum[i][j] = _mm512_fmadd_ps(w, v[j], sum[i][j]);
@@ -122,23 +139,28 @@ FR_INLINE void mix_wide(const tile *t, int count, int64_t column, int vectors, _
         _mm512_mask_storeu_ps(t->queries[i].out + column + WIDE * j, there, sum[i][j]);
 }
 
-FR_INLINE void mix_together(const tile *t, int count) {
+FR_INLINE void mix_all(const tile *t, int count, int half) {
     const int vectors = count > 4 ? 2 : 4;
     int64_t d = 0;
     if (t->lo >= t->hi) return;
-    for (; d + WIDE * vectors <= t->dim; d += WIDE * vectors) mix_wide(t, count, d, vectors, 0xFFFF);
-    for (; d + WIDE <= t->dim; d += WIDE) mix_wide(t, count, d, 1, 0xFFFF);
-    if (d < t->dim) mix_wide(t, count, d, 1, (__mmask16)((1u << (t->dim - d)) - 1));
+    for (; d + WIDE * vectors <= t->dim; d += WIDE * vectors) mix_wide(t, count, d, vectors, 0xFFFF, half);
+    for (; d + WIDE <= t->dim; d += WIDE) mix_wide(t, count, d, 1, 0xFFFF, half);
+    if (d < t->dim) mix_wide(t, count, d, 1, (__mmask16)((1u << (t->dim - d)) - 1), half);
+}
+
+FR_INLINE void mix_together(const tile *t, int count) {
+    if (t->half) mix_all(t, count, 1);
+    else mix_all(t, count, 0);
 }
 
 static void score_all(tile *t, int count) {
-    for (int i = 0; i < count; i++) score_alone(t, &t->queries[i], t->queries[i].from, t->lo);
+    for (int i = 0; i < count; i++) score_alone(t, &t->queries[i], t->queries[i].from, t->lo, t->half);
     if (count > 4) score_together(t, count, 2);
     else score_together(t, count, 1);
     for (int i = 0; i < count; i++) {
-        score_rest(t, &t->queries[i]);
+        score_rest(t, &t->queries[i], t->half);
         soften16(&t->queries[i]);
-        mix_before(t, &t->queries[i]);
+        mix_before(t, &t->queries[i], t->half);
     }
 }
 
@@ -154,7 +176,7 @@ void fr_attend_avx512(tile *t, int count) {
     case 7: mix_together(t, 7); break;
     default: mix_together(t, 8);
     }
-    for (int i = 0; i < count; i++) mix_rest(t, &t->queries[i]);
+    for (int i = 0; i < count; i++) mix_rest(t, &t->queries[i], t->half);
 }
 #if defined(__clang__)
 #pragma clang attribute pop

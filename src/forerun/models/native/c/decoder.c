@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUFFERS = 9, FR_ABI = 3 };
+enum { BUFFERS = 9, FR_ABI = 4 };
 
 typedef struct {
     float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores;
@@ -23,15 +23,21 @@ static void head_norms(const fr_decoder *m, const float *weight, float *x, int64
         fr_rms_norm(x + r * stride, weight, m->eps, x + r * stride, heads, m->head_dim);
 }
 
+/* Number `at` of a cache. */
+static void *cache_at(void *cache, int64_t half, int64_t at) { return (char *)cache + at * (half ? 2 : 4); }
+
+static void write_row(void *cache, int64_t half, int64_t at, const float *from, int64_t dim) {
+    if (half) fr_to_halves(from, cache_at(cache, half, at), dim);
+    else memcpy(cache_at(cache, half, at), from, (size_t)dim * sizeof(float));
+}
+
 static void write_cache(const fr_decoder *m, const fr_pass *p, int64_t layer, const float *qkv, int64_t stride) {
-    float *keys = p->keys + layer * p->layer_stride, *values = p->values + layer * p->layer_stride;
-    size_t bytes = (size_t)m->head_dim * sizeof(float);
     for (int64_t r = 0; r < p->nodes; r++)
         for (int64_t h = 0; h < m->kv_heads; h++) {
-            int64_t at = h * p->head_stride + (int64_t)p->write[r] * m->head_dim;
+            int64_t at = layer * p->layer_stride + h * p->head_stride + (int64_t)p->write[r] * m->head_dim;
             const float *k = qkv + r * stride + (m->heads + h) * m->head_dim;
-            memcpy(keys + at, k, bytes);
-            memcpy(values + at, k + m->kv_heads * m->head_dim, bytes);
+            write_row(p->keys, p->half, at, k, m->head_dim);
+            write_row(p->values, p->half, at, k + m->kv_heads * m->head_dim, m->head_dim);
         }
 }
 
@@ -49,7 +55,8 @@ static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, const bu
     write_cache(m, p, i, b->qkv, stride);
     fr_attention_args attention = {
         .reach = p->reach, .q = b->qkv, .out = b->attended, .scratch = b->scores,
-        .keys = p->keys + i * p->layer_stride, .values = p->values + i * p->layer_stride,
+        .keys = cache_at(p->keys, p->half, i * p->layer_stride), .values = cache_at(p->values, p->half, i * p->layer_stride),
+        .half = p->half,
         .tiles = b->tiles, .tile_count = b->tile_count, .heads = m->heads, .kv_heads = m->kv_heads, .head_dim = m->head_dim,
         .q_stride = stride, .head_stride = p->head_stride, .window = layer->window, .scale = m->attention_scale,
     };

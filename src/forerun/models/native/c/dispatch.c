@@ -6,6 +6,9 @@
 #ifndef HWCAP_ASIMDDP
 #define HWCAP_ASIMDDP (1 << 20)
 #endif
+#ifndef HWCAP2_I8MM
+#define HWCAP2_I8MM (1 << 13)
+#endif
 #endif
 
 typedef struct {
@@ -19,12 +22,12 @@ typedef struct {
     int (*here)(void);
 } variant;
 
-static const fr_attention_path four_queries = {fr_attend, 4};
+static const fr_attention_path four_queries = {fr_attend, 4, 0};
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-static const fr_attention_path eight_queries = {fr_attend_avx512, 8};
+static const fr_attention_path eight_queries = {fr_attend_avx512, 8, 1};
 
 static int has_avx2(void) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -53,7 +56,7 @@ static int has_amx(void) {
 /* what lies between the linear layers needs AVX2 as well, so there is no lesser machine to serve */
 static const variant variants[] = {
 #if FR_NEW_X86 && defined(__linux__)
-    {"amx-int8", fr_packed_amx, 16, 8, fr_quantize_avx512, &eight_queries, fr_swiglu_row_avx512, has_amx},
+    {"amx-int8", fr_packed_amx, 16, 11, fr_quantize_avx512, &eight_queries, fr_swiglu_row_avx512, has_amx},
 #endif
     {"avx512-vnni", fr_packed_avx512, 16, 0, fr_quantize_avx512, &eight_queries, fr_swiglu_row_avx512, has_avx512},
 #if FR_NEW_X86
@@ -70,8 +73,24 @@ static int has_dotprod(void) {
     return 1; /* every Apple processor with this architecture */
 #endif
 }
+#if FR_HAS_I8MM
+static int has_i8mm(void) {
+#if defined(__linux__)
+    return has_dotprod() && (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0;
+#else
+    return 0; /* Apple has it from the M2 on, and no auxiliary vector to say so */
+#endif
+}
+#endif
 static int always(void) { return 1; }
-static const variant variants[] = {{"neon-dotprod", fr_packed_dotprod, 4, 0, fr_quantize, &four_queries, fr_swiglu_row, has_dotprod}, {"generic", fr_packed_generic, 4, 0, fr_quantize, &four_queries, fr_swiglu_row, always}};
+/* matrix instructions come second until they were timed on a machine that has them: the dot product is tuned */
+static const variant variants[] = {
+    {"neon-dotprod", fr_packed_dotprod, 4, 0, fr_quantize, &four_queries, fr_swiglu_row, has_dotprod},
+#if FR_HAS_I8MM
+    {"neon-i8mm", fr_packed_i8mm, 4, 0, fr_quantize, &four_queries, fr_swiglu_row, has_i8mm},
+#endif
+    {"generic", fr_packed_generic, 4, 0, fr_quantize, &four_queries, fr_swiglu_row, always},
+};
 #else
 static int always(void) { return 1; }
 static const variant variants[] = {{"generic", fr_packed_generic, 4, 0, fr_quantize, &four_queries, fr_swiglu_row, always}};
@@ -109,6 +128,8 @@ fr_kernel fr_packed_kernel(int kind) { return choice()->width == fr_width(kind) 
 FR_API const char *fr_isa(void) { return choice() ? choice()->name : ""; }
 
 FR_API const char *fr_variant(int i) { return 0 <= i && i < VARIANTS ? variants[i].name : NULL; }
+
+FR_API int fr_prefers_half(void) { return choice() && choice()->attention->half; }
 
 FR_API int fr_has(const char *isa) { return find(isa) != NULL; }
 

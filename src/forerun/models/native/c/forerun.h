@@ -20,6 +20,12 @@
 #else
 #define FR_NEW_X86 0
 #endif
+/* ... and the matrix instructions of 64-bit ARM? */
+#if defined(__aarch64__) && (defined(__clang__) ? __clang_major__ >= 11 : __GNUC__ >= 10)
+#define FR_HAS_I8MM 1
+#else
+#define FR_HAS_I8MM 0
+#endif
 /* Before loops of a few steps whose arrays must become registers. */
 #if defined(__clang__)
 #define FR_UNROLL _Pragma("unroll")
@@ -38,138 +44,8 @@ FR_API int fr_threads(void);
 
 FR_API void fr_use_huge_pages(void *memory, int64_t bytes); /* memory.c */
 
-/* A number of 16 bits, whatever the machine has for them. */
-FR_INLINE float fr_half(uint16_t h) {
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, mag = h & 0x7fff, bits;
-    float f = (float)mag * 0x1p-24f; /* subnormal */
-    memcpy(&bits, &f, 4);
-    if (mag >= 0x7c00) bits = 0x7f800000u | ((mag & 0x3ff) << 13);
-    else if (mag >= 0x400) bits = (mag << 13) + 0x38000000u;
-    bits |= sign;
-    memcpy(&f, &bits, 4);
-    return f;
-}
-
-/* ---- linear: weights packed in panels of 4, 8 or 16 output rows ---- */
-enum { FR_F32, FR_BF16, FR_P4, FR_P8, FR_P4W, FR_P8W, FR_P8M, FR_P5, FR_P5M, FR_P4K, FR_P5K, FR_P6K, FR_FORMATS };
-enum { FR_BLOCK = 32, FR_QUAD = 4, FR_SUPER = 8, FR_GROUP = 4, FR_WIDEST = 16, FR_MOST_PARTS = 3 };
-/* F32 and BF16 are not packed: [outputs, inputs] as they lie. The others come in panels of W outputs; a panel is its
- * blocks of 32 inputs one after another. A block starts with integers, in eight groups of W * 4: group g has inputs
- * 4g..4g+3 of the first output, of the second, ... "Nibbles" are groups 0-3 with 4-7 in the upper halves. Then:
- *   P4   nibbles, W fp16 scales, W fp16 offsets                weight = scale * value + offset
- *   P8   bytes, W fp16 scales                                  weight = scale * value
- *   P4W  nibbles, W fp32 scales, W fp32 offsets
- *   P8W  bytes, W fp32 scales of the first half block, W of the second
- *   P8M  bytes, W fp32 scales, W fp32 offsets
- *   P5   nibbles, fifth bits by group, W fp16 scales           weight = scale * (value - 16)
- *   P5M  nibbles, fifth bits by group, W fp16 scales, W fp16 offsets
- *   P4K  nibbles, W uint8 factors of scales, W of offsets; after eight blocks W fp16 scales, W fp16 offsets
- *   P5K  as P4K, with fifth bits by group after the nibbles
- *   P6K  nibbles, bits 5 and 6 (groups 0-3 in the four pairs of a byte, then 4-7), W int8 factors of the first half
- *        block, W of the second; after eight blocks W fp16 scales            weight = scale * factor * (value - 32)
- * The wide ones (P4W, P8W, P8M) hold in floats what the K ones hold as factors: more bytes and fewer instructions, which
- * is what the ARM kernels want. */
-FR_INLINE int64_t fr_block_bytes(int format, int64_t w) {
-    switch (format) {
-    case FR_P4: return 20 * w;
-    case FR_P8: return 34 * w;
-    case FR_P4W: return 24 * w;
-    case FR_P8W: case FR_P8M: return 40 * w;
-    case FR_P5: return 22 * w;
-    case FR_P5M: return 24 * w;
-    case FR_P4K: return 18 * w;
-    case FR_P5K: return 22 * w;
-    case FR_P6K: return 26 * w;
-    default: return 0;
-    }
-}
-
-/* What follows every eight blocks. */
-FR_INLINE int64_t fr_super_bytes(int format, int64_t w) {
-    return format == FR_P6K ? 2 * w : format == FR_P4K || format == FR_P5K ? 4 * w : 0;
-}
-
-/* A weight's `kind` is its format and its panels' width. */
-FR_INLINE int fr_kind(int format, int width) { return format | width << 8; }
-FR_INLINE int fr_format(int kind) { return kind & 255; }
-FR_INLINE int64_t fr_width(int kind) { return kind >> 8 ? kind >> 8 : 4; }
-FR_INLINE int64_t fr_panel_bytes(int kind, int64_t inputs) {
-    int64_t blocks = inputs / FR_BLOCK, w = fr_width(kind);
-    return blocks * fr_block_bytes(fr_format(kind), w) + blocks / FR_SUPER * fr_super_bytes(fr_format(kind), w);
-}
-
-typedef struct {
-    int32_t kind;
-    int32_t outputs, inputs; /* inputs a multiple of 32 for packed formats, of 256 for K */
-    const void *data;
-    const float *bias; /* [outputs] or NULL */
-} fr_weight;
-
-/* Weights that share their input and lie side by side in the output, such as queries, keys and values. */
-typedef struct {
-    int64_t count;
-    fr_weight part[FR_MOST_PARTS];
-} fr_weights;
-
-/* Zero points that unsigned arithmetic takes off: of P8, of P5, and of P6K for each half block. */
-#define FR_SHIFT 12582912.0f /* 1.5 * 2^23: its unit is one */
-#define FR_SHIFT_BITS 0x4B400000
-enum { FR_ZERO_8, FR_ZERO_5, FR_ZERO_6, FR_ZERO_6_LAST, FR_STARTS };
-
-/* Activations ready for packed weights: four rows of one block of inputs. Groups lie block by block, [rows / 4,
- * inputs / 32], so that a kernel walks one pointer. */
-typedef struct {
-    int8_t values[2][FR_GROUP][FR_BLOCK / 2];
-    float scales[FR_GROUP]; /* 16 significant bits at most */
-    float sums[FR_GROUP];   /* scale * sum of the block */
-#if defined(__aarch64__)
-    float backs[FR_GROUP][4]; /* -1.5 * 2^23 * scale, four times over: see linear_dotprod.c */
-#else
-    float backs[FR_GROUP];                     /* -1.5 * 2^23 * scale: see linear_avx512.c */
-    int32_t starts[FR_STARTS][FR_GROUP]; /* bits of 1.5 * 2^23 less a format's zero point times the sum */
-#endif
-} fr_group;
-
-/* Sixteen rows of one block of inputs, for AMX. Tiles lie block by block, [rows / 16, inputs / 32]. */
-enum { FR_TILE_ROWS = 16 };
-typedef struct {
-    int8_t values[FR_TILE_ROWS][FR_BLOCK];
-    float scales[FR_TILE_ROWS], sums[FR_TILE_ROWS];
-} fr_tile;
-
-/* ---- quantize.c ---- */
-typedef struct {
-    fr_group *groups;
-    fr_tile *tiles; /* NULL where the path has no use for them */
-    int64_t rows, blocks;
-} fr_quants;
-typedef void (*fr_quantize_range)(const fr_quants *to, const float *x, int64_t begin, int64_t end);
-void fr_quantize(const fr_quants *to, const float *x, int64_t begin, int64_t end); /* fills no tiles */
-void fr_quantize_avx512(const fr_quants *to, const float *x, int64_t begin, int64_t end);
-size_t fr_quants_bytes(int64_t rows, int64_t inputs);
-fr_quants fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, void *scratch);
-
-/* y[rows, sum of outputs] = x[rows, inputs] W^T + bias; scratch holds fr_quants_bytes(rows, inputs). */
-void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void *scratch);
-
-/* A range of one weight's panels, begin .. end; y's rows are `stride` apart. */
-typedef struct {
-    const fr_weight *w;
-    const float *x;
-    const fr_group *q;
-    const fr_tile *tiles; /* the same rows, or NULL where tiles are of no use */
-    float *y;
-    int64_t rows, stride, begin, end;
-} fr_range;
-typedef void (*fr_kernel)(const fr_range *range);
-void fr_packed_generic(const fr_range *range); /* any format, panels of any width */
-void fr_packed_dotprod(const fr_range *range); /* 64-bit ARM, panels of 4: P4, P8, P4W, P8W, P8M */
-void fr_packed_avx2(const fr_range *range);    /* x86-64, panels of 8: P4, P8 and the 5-bit and K formats */
-void fr_packed_avx_vnni(const fr_range *range);
-void fr_packed_avx512(const fr_range *range); /* x86-64, panels of 16: the same */
-void fr_packed_amx(const fr_range *range);    /* x86-64 on Linux, panels of 16: the same */
-int fr_amx_works(void);                       /* asks the system for tiles and tries one */
-void fr_plain(const fr_range *range);         /* F32 and BF16 */
+/* ---- linear layers ---- */
+#include "linear.h"
 
 /* ---- dispatch.c: compiled for the least of machines ---- */
 fr_kernel fr_packed_kernel(int kind);
@@ -178,6 +54,7 @@ int fr_uses_tiles(int64_t rows);       /* does it want so many rows in tiles? */
 fr_quantize_range fr_chosen_quantize(void);
 FR_API const char *fr_isa(void);       /* "" where the machine lacks what the library is built on */
 FR_API const char *fr_variant(int i);  /* names of all paths of this architecture, best first; NULL after the last */
+FR_API int fr_prefers_half(void);      /* should a cache hold 16-bit numbers? */
 FR_API int fr_has(const char *isa);    /* can this machine run it? */
 FR_API int fr_choose(const char *isa); /* before weights are packed: 0 = chosen, 1 = not on this machine */
 
@@ -191,6 +68,7 @@ void fr_swiglu_row_avx512(const float *gate, const float *up, float *y, int64_t 
 fr_swiglu_of_row fr_chosen_swiglu(void); /* dispatch.c */
 void fr_swiglu(const float *gate_up, float *y, int64_t rows, int64_t width);
 void fr_add(float *x, const float *delta, int64_t count);
+void fr_to_halves(const float *x, uint16_t *y, int64_t count); /* a multiple of four */
 
 enum { FR_TOGETHER = 8 }; /* queries that read the same keys at most */
 struct fr_queries;        /* a tile of them: attention.h */
@@ -200,6 +78,7 @@ void fr_attend_avx512(struct fr_queries *tile, int count); /* up to eight */
 typedef struct {
     fr_attend_tile attend;
     int together;
+    int half; /* reads a cache of 16-bit numbers as fast as it comes from memory */
 } fr_attention_path;
 const fr_attention_path *fr_chosen_attention(void); /* dispatch.c */
 
@@ -214,8 +93,9 @@ typedef struct {
     fr_reach reach;
     const float *q;    /* [nodes, q_stride] with heads laid end to end */
     float *out;        /* [nodes, heads * head_dim] */
-    const float *keys; /* of this layer: + kv_head * head_stride + slot * head_dim */
-    const float *values;
+    const void *keys; /* of this layer: + kv_head * head_stride + slot * head_dim */
+    const void *values;
+    int64_t half; /* they are numbers of 16 bits */
     float *scratch;       /* [FR_MAX_THREADS, FR_TOGETHER, reach.most + 4] */
     const int32_t *tiles; /* [tile_count, 2] from fr_attention_tiles */
     int64_t tile_count, heads, kv_heads, head_dim, q_stride, head_stride;
@@ -260,7 +140,8 @@ typedef struct {
     const int32_t *position;      /* [nodes] which row of them */
     const int32_t *write;         /* [nodes] slot that takes the node's key and value */
     fr_reach reach;
-    float *keys, *values; /* [layers, kv_heads, slots, head_dim] by the strides below */
+    void *keys, *values; /* [layers, kv_heads, slots, head_dim] by the strides below */
+    int64_t half;        /* they are numbers of 16 bits */
     int64_t layer_stride, head_stride;
     const int64_t *hidden_layers; /* [hidden_count] layers whose input is wanted */
     float *const *hidden;         /* [hidden_count] -> [nodes, width] */

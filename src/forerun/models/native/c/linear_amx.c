@@ -20,7 +20,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { ROWS = FR_TILE_ROWS, MOST = 64, CHUNK = 16, LAG = 2, RING = 4 };
+enum { ROWS = FR_TILE_ROWS, MOST = 64, CHUNK = 24, LAG = 2, RING = 4 };
 
 /* Blocks of one panel: signed bytes as the instruction reads them, and scales as floats. */
 typedef struct {
@@ -116,13 +116,14 @@ FR_INLINE void chunk_rows(int format, int rows, int64_t count, const fr_tile *t,
         scale(format, rows, i + 1, t, u, ring[(i + 1) % RING], total);
     }
     for (; i < steps; i++) {
+        ask_for(next + i * step_bytes, step_bytes);
         if (i + LAG < steps) multiply(split, i + LAG, t, u, ring);
         scale(format, rows, i, t, u, ring[i % RING], total);
     }
     FR_UNROLL for (int r = 0; r < rows; r++) _mm512_store_ps(sums + r * W, total[r]);
 }
 
-/* One panel and the rows from `first` on, MOST at most; `last` is how many rows the last tile is cut to. */
+/* One panel and the rows from `first` on, MOST at most; of the last tile only `last` rows are scaled. */
 FR_INLINE void panel_rows(const fr_range *g, int format, int64_t p, int64_t first, int64_t rows, int last) {
     int64_t blocks = g->w->inputs / FR_BLOCK, tiles = (rows + ROWS - 1) / ROWS;
     const uint8_t *panel = (const uint8_t *)g->w->data + p * fr_panel_bytes(fr_kind(format, W), g->w->inputs);
@@ -131,7 +132,7 @@ FR_INLINE void panel_rows(const fr_range *g, int format, int64_t p, int64_t firs
     memset(sums, 0, (size_t)(tiles * ROWS * W) * sizeof(float));
     for (int64_t b = 0; b < blocks; b += CHUNK) {
         int64_t count = blocks - b < CHUNK ? blocks - b : CHUNK;
-        const uint8_t *next = panel + (b + CHUNK) * fr_block_bytes(format, W); /* nearly, where there are super blocks */
+        const uint8_t *next = panel + fr_panel_bytes(fr_kind(format, W), (b + count) * FR_BLOCK);
         unpack_chunk(format, panel, b, count, &u);
         for (int64_t i = 0; i < tiles; i++) {
             const fr_tile *t = g->tiles + (first / ROWS + i) * blocks + b;
@@ -142,14 +143,12 @@ FR_INLINE void panel_rows(const fr_range *g, int format, int64_t p, int64_t firs
     for (int64_t r = 0; r < rows; r++) store_row(g, first + r, p, _mm512_load_ps(sums + r * W));
 }
 
-/* Few rows alone need no tile of sixteen. */
 FR_INLINE void packed(const fr_range *g, int format) {
-    int short_tile = g->rows <= ROWS / 2;
-    configure(short_tile ? ROWS / 2 : ROWS, format == FR_P6K ? FR_BLOCK / 2 : FR_BLOCK);
+    configure(ROWS, format == FR_P6K ? FR_BLOCK / 2 : FR_BLOCK);
     for (int64_t r = 0; r < g->rows; r += MOST)
         for (int64_t p = g->begin; p < g->end; p++) {
-            int64_t rows = g->rows - r < MOST ? g->rows - r : MOST;
-            if (short_tile) panel_rows(g, format, p, r, rows, ROWS / 2);
+            int64_t rows = g->rows - r < MOST ? g->rows - r : MOST, over = rows % ROWS;
+            if (over && over <= ROWS / 2) panel_rows(g, format, p, r, rows, ROWS / 2);
             else panel_rows(g, format, p, r, rows, ROWS);
         }
     _tile_release();

@@ -70,6 +70,10 @@ void fr_swiglu(const float *gate_up, float *y, int64_t rows, int64_t width) {
     fr_parallel(swiglu_rows, &job, rows, 2);
 }
 
+void fr_to_halves(const float *x, uint16_t *y, int64_t count) {
+    for (int64_t i = 0; i < count; i += 4) store4_halves(y + i, load4(x + i));
+}
+
 void fr_add(float *x, const float *delta, int64_t count) {
     for (int64_t i = 0; i < count; i++) x[i] += delta[i];
 }

@@ -1,4 +1,6 @@
-/* The thread pool: workers take chunks from a shared counter, so that a core that is busy elsewhere does less.
+/* The thread pool: every worker has a share of the work and takes it in chunks; whoever is done takes from the others,
+ * so that a core that is busy elsewhere does less. Shares are the same for the same work, so a worker reads the weights
+ * that it packed: where memory belongs to sockets, they lie on its own.
  *
  * Within a pass jobs follow each other within microseconds, so an idle worker watches for a moment before it sleeps;
  * after that it waits in the kernel and costs nothing. A worker that comes late finds the job closed and leaves: the
@@ -24,15 +26,20 @@ static struct {
     atomic_ulong round; /* counts jobs; a change tells the workers that there is one */
     atomic_bool open;   /* the job below may be joined */
     atomic_int inside;  /* workers that look at the job or work on it */
-    atomic_long next;   /* first index not taken yet */
     fr_job job;
     void *arg;
-    long count, grain;
+    long grain;
+    int parts; /* shares of the job */
 } pool = {
     .entry = PTHREAD_MUTEX_INITIALIZER,
     .lock = PTHREAD_MUTEX_INITIALIZER,
     .wake = PTHREAD_COND_INITIALIZER,
 };
+
+static struct {
+    _Alignas(64) atomic_long next; /* first index not taken yet */
+    long end;
+} shares[FR_MAX_THREADS];
 
 FR_INLINE void pause_core(void) {
 #if defined(__aarch64__)
@@ -42,12 +49,16 @@ FR_INLINE void pause_core(void) {
 #endif
 }
 
+/* Its own share first, then those of the workers after it. */
 static void take_chunks(int worker) {
-    for (;;) {
-        long begin = atomic_fetch_add_explicit(&pool.next, pool.grain, memory_order_relaxed);
-        if (begin >= pool.count) return;
-        long end = begin + pool.grain < pool.count ? begin + pool.grain : pool.count;
-        pool.job(pool.arg, begin, end, worker);
+    for (int i = 0; i < pool.parts; i++) {
+        int share = (worker + i) % pool.parts;
+        long end = shares[share].end;
+        while (atomic_load_explicit(&shares[share].next, memory_order_relaxed) < end) {
+            long begin = atomic_fetch_add_explicit(&shares[share].next, pool.grain, memory_order_relaxed);
+            if (begin >= end) break;
+            pool.job(pool.arg, begin, begin + pool.grain < end ? begin + pool.grain : end, worker);
+        }
     }
 }
 
@@ -139,9 +150,12 @@ void fr_parallel(fr_job job, void *arg, int64_t count, int64_t grain) {
     pthread_mutex_lock(&pool.entry);
     pool.job = job;
     pool.arg = arg;
-    pool.count = count;
     pool.grain = grain;
-    atomic_store_explicit(&pool.next, 0, memory_order_relaxed);
+    pool.parts = pool.threads;
+    for (int i = 0; i < pool.parts; i++) {
+        atomic_store_explicit(&shares[i].next, count * i / pool.parts, memory_order_relaxed);
+        shares[i].end = count * (i + 1) / pool.parts;
+    }
     atomic_store(&pool.open, true);
     announce();
     take_chunks(0);

@@ -41,6 +41,8 @@ FR_INLINE float across(f32x4 v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 FR_INLINE f32x4 fma4(f32x4 a, f32x4 b, f32x4 c) {
     return (f32x4)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 }
+FR_INLINE f32x4 load4_halves(const uint16_t *p) { return (f32x4)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+FR_INLINE void store4_halves(uint16_t *p, f32x4 v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v))); }
 /* The larger and the smaller of two numbers; where `x` is not a number they give x. */
 FR_INLINE f32x4 max4(f32x4 y, f32x4 x) { return (f32x4)vmaxq_f32((float32x4_t)y, (float32x4_t)x); }
 FR_INLINE f32x4 min4(f32x4 y, f32x4 x) { return (f32x4)vminq_f32((float32x4_t)y, (float32x4_t)x); }
@@ -49,6 +51,10 @@ FR_INLINE f32x4 across4(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
     return (f32x4)vpaddq_f32(vpaddq_f32((float32x4_t)a, (float32x4_t)b), vpaddq_f32((float32x4_t)c, (float32x4_t)d));
 }
 #elif defined(__x86_64__)
+FR_INLINE f32x4 load4_halves(const uint16_t *p) { return (f32x4)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)p)); }
+FR_INLINE void store4_halves(uint16_t *p, f32x4 v) {
+    _mm_storel_epi64((__m128i *)p, _mm_cvtps_ph((__m128)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 FR_INLINE f32x4 fma4(f32x4 a, f32x4 b, f32x4 c) { return (f32x4)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c); }
 FR_INLINE f32x4 max4(f32x4 y, f32x4 x) { return (f32x4)_mm_max_ps((__m128)y, (__m128)x); }
 FR_INLINE f32x4 min4(f32x4 y, f32x4 x) { return (f32x4)_mm_min_ps((__m128)y, (__m128)x); }
@@ -56,6 +62,10 @@ FR_INLINE f32x4 across4(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
     return (f32x4)_mm_hadd_ps(_mm_hadd_ps((__m128)a, (__m128)b), _mm_hadd_ps((__m128)c, (__m128)d));
 }
 #else
+FR_INLINE f32x4 load4_halves(const uint16_t *p) { return (f32x4){fr_half(p[0]), fr_half(p[1]), fr_half(p[2]), fr_half(p[3])}; }
+FR_INLINE void store4_halves(uint16_t *p, f32x4 v) {
+    for (int i = 0; i < 4; i++) p[i] = fr_to_half(v[i]);
+}
 FR_INLINE f32x4 fma4(f32x4 a, f32x4 b, f32x4 c) {
     return (f32x4){__builtin_fmaf(a[0], b[0], c[0]), __builtin_fmaf(a[1], b[1], c[1]),
                    __builtin_fmaf(a[2], b[2], c[2]), __builtin_fmaf(a[3], b[3], c[3])};
