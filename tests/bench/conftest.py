@@ -55,7 +55,14 @@ class Letters:
         return {chr(64 + token): token for token in range(VOCAB)}
 
 
-def random_weights() -> dict[str, torch.Tensor]:
+class HeldWeights(dict[str, torch.Tensor]):
+    """Weights in memory that say their shapes, as a checkpoint's do."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self[name].shape)
+
+
+def random_weights() -> HeldWeights:
     rng = torch.Generator().manual_seed(7)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -76,7 +83,7 @@ def random_weights() -> dict[str, torch.Tensor]:
         weights |= {f"{prefix}.{name}.weight": draw(*shape) for name, shape in shapes.items()}
         norms = ("input_layernorm", "post_attention_layernorm")
         weights |= {f"{prefix}.{name}.weight": torch.ones(32) for name in norms}
-    return weights
+    return HeldWeights(weights)
 
 
 @pytest.fixture
