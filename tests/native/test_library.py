@@ -144,7 +144,7 @@ def test_the_code_is_clean_under_sanitizers(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("machine", "path"), [("x86_64", "avx2"), ("aarch64", "neon-i8mm")])
 def test_kernels_of_other_machines_give_the_same_bits(machine: str, path: str, tmp_path: Path) -> None:
-    """In an emulator, which has AVX2 and ARM's matrix instructions; AVX-512 and AMX run where the processor has them."""
+    """In an emulator, which has AVX2 and i8mm; AVX-512 and AMX run where the processor has them."""
     compiler, emulator = shutil.which(f"{machine}-linux-gnu-gcc"), shutil.which(f"qemu-{machine}")
     if compiler is None or emulator is None:
         pytest.skip(f"needs {machine}-linux-gnu-gcc and qemu-{machine}")
