@@ -142,14 +142,24 @@ def test_the_code_is_clean_under_sanitizers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_x86_kernels_give_the_same_bits(tmp_path: Path) -> None:
-    """AVX2 in an emulator; AVX-512 is compiled and, where the emulator has it, run."""
-    compiler, emulator = shutil.which("x86_64-linux-gnu-gcc"), shutil.which("qemu-x86_64")
+@pytest.mark.parametrize(("machine", "path"), [("x86_64", "avx2"), ("aarch64", "neon-i8mm")])
+def test_kernels_of_other_machines_give_the_same_bits(machine: str, path: str, tmp_path: Path) -> None:
+    """In an emulator, which has AVX2 and i8mm; AVX-512 and AMX run where the processor has them."""
+    compiler, emulator = shutil.which(f"{machine}-linux-gnu-gcc"), shutil.which(f"qemu-{machine}")
     if compiler is None or emulator is None:
-        pytest.skip("needs x86_64-linux-gnu-gcc and qemu-x86_64")
+        pytest.skip(f"needs {machine}-linux-gnu-gcc and qemu-{machine}")
     assert _build(compiler, ["-O2"], tmp_path / "check")
-    command = [emulator, "-L", "/usr/x86_64-linux-gnu", "-cpu", "max", tmp_path / "check"]
+    command = [emulator, "-L", f"/usr/{machine}-linux-gnu", "-cpu", "max", tmp_path / "check"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert "avx2" in ran.stdout
+    assert path in ran.stdout
     assert ran.stdout.split()[-1] == "ok"
+
+
+@needs_native
+def test_amx_runs_where_the_processor_has_it() -> None:
+    """What the machine says of itself and what the library runs must agree."""
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    if "amx_int8" not in flags:
+        pytest.skip("this processor has no AMX")
+    assert native_library.paths()["amx-int8"]

@@ -62,7 +62,7 @@ class NativeDecoder(Decoder):
     ) -> None:
         # Not Decoder's: it would read all weights into torch.
         SlotTarget.__init__(self, config, dtype=torch.float32, device=torch.device("cpu"), kv_slots=kv_slots)
-        self.mode = mode
+        self.mode, self._cache_at = mode, 0
         if mode in ("gguf", "q8") and native.library().fr_prefers_half():
             # rows are rounded to eight bits before every layer anyway, and a long context is read in half the time
             self.kv = KVStore(
@@ -121,7 +121,8 @@ class NativeDecoder(Decoder):
             embedded = _take(self._embedding_rows, tokens)
             x = embedded if x is None else x.copy_(embedded)
         table = self._rotations_at(rows, spans, seqs)
-        data, inner = self.kv.data, [layer for layer in hidden if 0 <= layer < self.config.layers]
+        data = self._cache()
+        inner = [layer for layer in hidden if 0 <= layer < self.config.layers]
         one = native.Pass(
             nodes=len(tokens),
             tokens=None if ids is None else ctypes.addressof(ids),
@@ -147,6 +148,14 @@ class NativeDecoder(Decoder):
         if native.library().fr_decode(ctypes.byref(self._model), ctypes.byref(one)):
             raise MemoryError(f"no memory for a pass over {len(tokens)} nodes")
         return None if tops is None else list(tops)
+
+    def _cache(self) -> Tensor:
+        """Keys and values; a store that was just made is asked for in huge pages, before anything is written."""
+        data = self.kv.data
+        if data.data_ptr() != self._cache_at:
+            self._cache_at = data.data_ptr()
+            native.library().fr_use_huge_pages(self._cache_at, data.nbytes)
+        return data
 
     def shared(self) -> SharedWeights:
         """Rows in float32; heads that run on the same kernels read the tables in place."""

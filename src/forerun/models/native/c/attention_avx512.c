@@ -15,7 +15,7 @@ FR_POP_TARGET
 
 #include "exp_avx512.h"
 
-enum { WIDE = 16, MANY_KEYS = 8 };
+enum { WIDE = 16, MANY_KEYS = 8, AHEAD = 4096 };
 
 /* Queries by fours of inputs, [dim / 4, 4 * quads, 4]; those that are not there are zero. */
 FR_INLINE void interleave(const tile *t, int count, int quads, float *to) {
@@ -82,7 +82,11 @@ FR_INLINE void score_together(const tile *t, int count, int quads) {
     for (; i + 8 <= t->hi; i += 8) {
         /* values are read in stripes, which no prefetcher foresees: ask for them while the keys come in */
         const char *values = slot_in(t, t->values, t->queries[0].first + i, t->half);
-        for (int64_t d = 0; d < 8 * t->dim * (t->half ? 2 : 4); d += 64) __builtin_prefetch(values + d);
+        const char *keys = slot_in(t, t->keys, t->queries[0].first + i, t->half) + AHEAD;
+        for (int64_t d = 0; d < 8 * t->dim * (t->half ? 2 : 4); d += 64) {
+            __builtin_prefetch(values + d);
+            __builtin_prefetch(keys + d);
+        }
         score_keys(t, queries, count, quads, 8, i);
     }
     for (; i + 4 <= t->hi; i += 4) score_keys(t, queries, count, quads, 4, i);
