@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pkgutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import forerun  # noqa: E402
 from forerun import wrap  # noqa: E402
 from forerun.dropin.wrapped import Wrapped  # noqa: E402
 from forerun.errors import InvalidInput, PromptTooLong, UnsupportedModel  # noqa: E402
@@ -278,10 +282,11 @@ def test_an_error_leaves_nothing_behind(model: Any, wrapped: Wrapped) -> None:
 
 def test_the_public_name_is_the_function() -> None:
     """A module of the same name would shadow it as soon as anybody imported that."""
-    import forerun
-
-    assert forerun.wrap is forerun.wrap is wrap
-    assert callable(forerun.wrap)
+    code = "import forerun.dropin.wrapped, forerun.dropin, forerun; print(type(forerun.wrap).__name__)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "function"
+    names = {module.name for module in pkgutil.iter_modules(forerun.__path__)}
+    assert not names & set(forerun.__all__)
 
 
 def test_the_rest_is_the_models_own(model: Any, wrapped: Wrapped) -> None:

@@ -12,7 +12,6 @@ from forerun.errors import InvalidInput
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM, check_drafter
 from forerun.types import Budget, Request
-from tests.exactness.harness import run
 
 
 @pytest.mark.parametrize("draft_vocab", [9, 7, 12])  # the same, fewer ids, more ids (padding)
@@ -50,24 +49,6 @@ def test_sampled_tokens_carry_the_law_they_were_drawn_from() -> None:
     law = (draft.logits(seq.tokens) / 0.7).softmax(-1)
     torch.testing.assert_close(trees.drawn_from.laws[0], law)
     assert trees.drawn_from.rows.tolist()[1:3] == [0, 0]
-
-
-def test_texts_that_pause_drafting_catch_up_later() -> None:
-    """Rounds without a budget leave the draft model behind; it must find its way back, exactly."""
-    requests = [
-        Request((1, 2, 3), SamplingParams(max_tokens=9), budget=Budget(0, 0)),
-        Request((4, 5), SamplingParams(max_tokens=30), budget=Budget(3, 3)),
-    ]
-    outputs = []
-    for drafter in ("none", "draft_model"):
-        engine = make_engine(
-            TableLM(vocab_size=12),
-            frozenset(),
-            SpeculativeConfig(drafter=drafter, controller="fixed"),
-            draft_target=TableLM(vocab_size=12, seed=3),
-        )
-        outputs.append(run(engine, requests)[0])
-    assert outputs[0] == outputs[1]
 
 
 def test_it_says_what_reading_the_text_would_cost_and_forgets_that_when_it_is_read() -> None:
