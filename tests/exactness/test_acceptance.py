@@ -122,6 +122,18 @@ def test_a_draft_of_the_target_itself_stands_whole(verifier: str, temperature: f
         assert found == [4] * 8
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 5, 7])
+def test_nothing_is_drafted_that_cannot_be_kept(tokens: int) -> None:
+    """Every round writes a token of the target's own, so a perfect draft is as long as all the others."""
+    engine = make("draft_model", TableLM(VOCAB), TableLM(VOCAB), budget=4)
+    seq = engine.prepare(Request((1, 2, 3), SamplingParams(max_tokens=tokens)))
+    engine.enqueue(seq)
+    while engine.busy:
+        engine.step()
+    assert seq.stats.tokens == tokens
+    assert seq.stats.drafted == tokens - seq.stats.rounds == seq.stats.accepted
+
+
 class Rounds(TableLM):
     """It counts to seven, again and again."""
 
