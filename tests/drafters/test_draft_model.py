@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from forerun.drafters.draft_model import ModelDrafter
 from forerun.errors import InvalidInput
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM, check_drafter
-from forerun.types import Budget, Request
+from forerun.types import Budget, Needs, Request, Scores, Seq, TreeBatch
 
 
 @pytest.mark.parametrize("draft_vocab", [9, 7, 12])  # the same, fewer ids, more ids (padding)
@@ -38,6 +40,27 @@ def test_a_perfect_draft_is_accepted_whole() -> None:
         engine.step()
     assert seq.stats.rounds == 4  # five tokens a round: four drafted, one of the target's own
     assert seq.stats.accepted_per_position == [1.0] * 4
+
+
+def test_nothing_is_read_twice() -> None:
+    """A perfect draft: a round feeds the draft model its own last guess and the target's token, and its new guesses."""
+    fed: list[int] = []
+
+    class Counting(TableLM):
+        def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
+            fed.append(trees.nodes)
+            return super().score(seqs, trees, needs)
+
+    engine = make_engine(
+        TableLM(vocab_size=30),
+        frozenset(),
+        SpeculativeConfig(drafter="draft_model", budget=4, controller="fixed"),
+        draft_target=Counting(vocab_size=30),
+    )
+    engine.submit(Request((1, 2, 3), SamplingParams(max_tokens=20)))
+    while engine.busy:
+        engine.step()
+    assert fed == [1, 1, 1, 1, *[2, 1, 1, 1] * 3]
 
 
 def test_sampled_tokens_carry_the_law_they_were_drawn_from() -> None:
