@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from forerun.llm import LLM, Completion
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
 from forerun.types import Event
+from tests.models.tiny_gguf import write_tiny
 
 
 class Letters:
@@ -124,3 +126,18 @@ def test_names_are_checked_before_anything_is_loaded() -> None:
             LLM.load("there-is-no-such-model", **wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="EngineConfig"):
         LLM.load("smollm2", config=EngineConfig(), dtype="bfloat16")
+
+
+def test_single_options_win_over_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model that is named is used, whatever drafter the configuration names; a drafter that is named wins."""
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    path = str(write_tiny(tmp_path / "m.gguf", "llama", layers=1))
+    lookup = {"drafter": "ngram", "controller": "fixed", "budget": 4}
+    drafted = LLM.load(path, draft_model=path, speculative_config=lookup, drafter=None)
+    assert drafted.engine.default_drafter == "draft_model"
+    done = drafted.generate([3, 4, 5], max_tokens=10, ignore_eos=True)
+    assert done.rounds == 2  # a model that drafts for itself is always right
+    plain = LLM.load(path, draft_model=path, speculative_config=lookup, drafter="none")
+    assert plain.engine.default_drafter == "none"
+    assert LLM.load(path, speculative_config=lookup).engine.default_drafter == "ngram"
+    assert plain.generate([3, 4, 5], max_tokens=10, ignore_eos=True).token_ids == done.token_ids

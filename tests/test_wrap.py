@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pkgutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -9,9 +12,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import forerun  # noqa: E402
 from forerun import wrap  # noqa: E402
 from forerun.dropin.wrapped import Wrapped  # noqa: E402
-from forerun.errors import InvalidInput, PromptTooLong, UnsupportedModel  # noqa: E402
+from forerun.errors import InvalidInput, PromptTooLong, UnsupportedModel, VocabularyMismatch  # noqa: E402
 
 VOCAB, PAD, EOS = 48, 0, 2
 SIZES: dict[str, Any] = {
@@ -116,6 +120,18 @@ def test_a_second_model_drafts(model: Any, wrapped: Wrapped, number: int | None)
     wanted = model.generate(**batch, max_new_tokens=20)
     assert torch.equal(wrapped.generate(**batch, **settings), wanted)
     assert torch.equal(wrapped.generate(**one, **settings), model.generate(**one, **settings))
+
+
+@pytest.mark.parametrize(("size", "fits"), [(VOCAB - 1, False), (VOCAB + 1, False), (VOCAB, True)])
+def test_an_assistant_of_another_vocabulary_is_refused(wrapped: Wrapped, size: int, fits: bool) -> None:
+    """Padding may differ, by a hundredth: of so few tokens that is none."""
+    draft = llama(seed=1, width=16, vocab_size=size)
+    settings: dict[str, Any] = {**ragged((9,)), "max_new_tokens": 3, "assistant_model": draft}
+    if fits:
+        assert wrapped.generate(**settings).shape == (1, 12)
+        return
+    with pytest.raises(VocabularyMismatch, match=f"has {size} tokens and the model .* {VOCAB}"):
+        wrapped.generate(**settings)
 
 
 def test_drafting_saves_passes(model: Any, wrapped: Wrapped, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,10 +294,11 @@ def test_an_error_leaves_nothing_behind(model: Any, wrapped: Wrapped) -> None:
 
 def test_the_public_name_is_the_function() -> None:
     """A module of the same name would shadow it as soon as anybody imported that."""
-    import forerun
-
-    assert forerun.wrap is forerun.wrap is wrap
-    assert callable(forerun.wrap)
+    code = "import forerun.dropin.wrapped, forerun.dropin, forerun; print(type(forerun.wrap).__name__)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "function"
+    names = {module.name for module in pkgutil.iter_modules(forerun.__path__)}
+    assert not names & set(forerun.__all__)
 
 
 def test_the_rest_is_the_models_own(model: Any, wrapped: Wrapped) -> None:

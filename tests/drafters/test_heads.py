@@ -9,6 +9,7 @@ import pytest
 from forerun import registry
 from forerun.drafters.base import Drafter, Parts
 from forerun.errors import InvalidInput, ModelNotFound
+from forerun.noise import exponential
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM, check_drafter
 from forerun.types import Budget
@@ -17,6 +18,7 @@ from tests.drafters.tiny_heads import HEADS, save_head
 
 VOCAB = 13
 BUDGET = Budget(7, 4, width=3)
+HOTTEST = 1e4
 
 
 def make(name: str, folder: Path, **more: str) -> Drafter:
@@ -89,13 +91,24 @@ def test_a_price_cuts_the_tree_and_a_chain_stays_a_chain(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_noise_that_is_shared_moves_the_draft(name: str, tmp_path: Path) -> None:
-    """Coupled verification: another seed, another draft; greedy texts know no noise."""
+def test_noise_that_is_shared_is_the_verifiers(name: str, tmp_path: Path) -> None:
+    """At a huge temperature noise alone decides: a head then guesses what coupled verification will choose.
+
+    Greedy texts know no noise.
+    """
     target, drafter = TableLM(VOCAB), make(name, tmp_path)
-    hot = SamplingParams(temperature=6.0)
+    hot = SamplingParams(temperature=HOTTEST)
     seqs = [FakeSeq(i, [1, 2, 3, 4], params=hot, seed=i, shares_noise=True) for i in range(6)]
     observe_prompts(drafter, target, seqs)
-    assert len({str(tree) for tree in as_lists(drafter.propose(seqs, [BUDGET] * 6))}) > 3
+    skipped: set[int] = set()
+    for seq, (tokens, _) in zip(seqs, as_lists(drafter.propose(seqs, [Budget(4, 4)] * 6)), strict=True):
+        assert len(tokens) > 2
+        for depth, token in enumerate(tokens[1:]):
+            noise = exponential(seq.seed, len(seq.tokens) + depth, VOCAB, target.device)
+            skipped |= set(
+                (noise < 0.95 * noise[token]).nonzero().flatten().tolist()
+            )  # ties may fall either way
+    assert len(skipped) <= (2 if name == "eagle3" else 0)  # this head has two tokens fewer
     cold = [FakeSeq(i, [1, 2, 3, 4], seed=i, shares_noise=True) for i in range(6)]
     assert len({str(tree) for tree in as_lists(drafter.propose(cold, [BUDGET] * 6))}) == 1
 

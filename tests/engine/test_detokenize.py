@@ -46,27 +46,6 @@ def test_stop_strings_cut_at_the_first_place_and_are_never_shown(text: str, stop
         assert shown == text
 
 
-@given(
-    st.text("abc", max_size=24), st.text("abc", min_size=1, max_size=3), st.integers(0, 10), st.integers(1, 6)
-)
-def test_a_stop_string_counts_only_if_completed_once_it_may(
-    text: str, stop: str, least: int, every: int
-) -> None:
-    """Whatever the rounds were: what was handed out is a prefix of the text, and the same for any rhythm."""
-    texts = []
-    for rhythm in (1, every):
-        stream, shown = Detokenizer(Bytes(), (stop,)), ""
-        for i, byte in enumerate(text.encode(), start=1):
-            stopped = stream.push(byte, may_stop=i >= least)
-            if stopped or i % rhythm == 0:
-                shown += stream.take(final=stopped)
-            if stopped:
-                break
-        texts.append(shown + stream.take(final=True))
-    assert texts[0] == texts[1]
-    assert text.startswith(texts[0])
-
-
 def test_an_unfinished_character_at_the_end_is_shown_as_such() -> None:
     stream = Detokenizer(Bytes())
     for byte in "é".encode()[:1]:

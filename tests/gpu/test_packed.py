@@ -64,8 +64,8 @@ def test_logits_are_near_those_of_plain_weights(name: str, kind: WeightKind, dev
     plain, packed = make_target(name, device, dtype), make_target(name, device, dtype, weight_kind=kind)
     found = [_scored(target, 40) for target in (plain, packed)]
     off = float((found[0] - found[1]).norm() / found[0].norm())
-    assert off < 0.2, f"off by {off:.1%}"
-    assert off > 0.0, "the weights were not packed"
+    most = {"int8": 0.035, "fp8": 0.11}[kind]  # 2.1% and 7.3% were measured on a CPU
+    assert 0.01 < off < (most if device == "cpu" else 1.5 * most), f"off by {off:.1%}"
 
 
 @pytest.mark.gpu

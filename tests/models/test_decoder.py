@@ -172,7 +172,8 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
         )
         a, b = score_chain(wide, text, 4, 20), score_chain(narrow, text, 4, 20)
         assert b.dtype == torch.float32
-        assert float((a - b).abs().mean() / a.abs().mean()) < 0.1
+        off = float((a - b).abs().mean() / a.abs().mean())
+        assert 0.002 < off < 0.03, off  # 1.9% and 0.9% were measured; without bfloat16 it would be 0
 
 
 def test_scores_can_be_used_in_place(tmp_path: Path) -> None:

@@ -174,6 +174,18 @@ def test_typical_takes_the_longest_plausible_path_and_the_likelier_of_two() -> N
     assert verify(TypicalVerifier(epsilon=0.6, delta=9.0), trees, rows, FixedNoise(draw=0.0)).path(0) == []
 
 
+def test_typical_ranks_by_the_whole_path() -> None:
+    """0.3 * 0.5 beats 0.2 * 0.6, although the second path ends with the likelier token; in either order."""
+    first, second, flat = [0.4, 0.3, 0.2, 0.1], [0.5, 0.2, 0.2, 0.1], [0.25] * 4
+    other = [0.1, 0.6, 0.2, 0.1]
+    trees = TreeBatch.trees([([0, 1, 2, 0, 1], [-1, 0, 0, 1, 2])])
+    rows = [first, second, other, flat, flat]
+    assert verify(TypicalVerifier(), trees, rows, FixedNoise(draw=0.0)).path(0) == [1, 3]
+    turned = TreeBatch.trees([([0, 2, 1, 1, 0], [-1, 0, 0, 1, 2])])
+    rows = [first, other, second, flat, flat]
+    assert verify(TypicalVerifier(), turned, rows, FixedNoise(draw=0.0)).path(0) == [2, 4]
+
+
 def test_typical_asks_less_where_the_target_is_unsure() -> None:
     p = [0.04] * 25
     limit = 0.3 * math.exp(-math.log(25))

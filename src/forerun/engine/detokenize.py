@@ -18,53 +18,64 @@ class Decodes(Protocol):
 class Detokenizer:
     """The text of one sequence's output."""
 
-    __slots__ = ("_done", "_from", "_ids", "_passed", "_taken", "stops", "text", "tokenizer")
+    __slots__ = ("_ahead", "_done", "_from", "_ids", "_may_stop", "_taken", "stops", "text", "tokenizer")
 
     def __init__(self, tokenizer: Decodes | None, stops: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.stops = tuple(stops)
         self.text = ""  # all that is decoded, cut at a stop string
         self._taken = 0  # characters already handed out
-        self._passed = 0  # characters written before stop strings began to count
+        self._may_stop = True  # whether stop strings counted at the last token
         self._ids: list[int] = []  # those that still influence what follows; never changed, only replaced
         self._from = 0  # ids before this one no longer do
         self._done = 0  # ids before this one are in `text`
+        self._ahead = 0  # characters of later ids that are in `text`: those before an incomplete one
 
     def fork(self) -> Detokenizer:
         """A second one that goes on from here, so that a round can be worked out before it counts."""
         twin = Detokenizer.__new__(Detokenizer)
         twin.tokenizer, twin.stops, twin.text = self.tokenizer, self.stops, self.text
-        twin._taken, twin._passed, twin._ids = self._taken, self._passed, self._ids
-        twin._from, twin._done = self._from, self._done
+        twin._taken, twin._may_stop, twin._ids = self._taken, self._may_stop, self._ids
+        twin._from, twin._done, twin._ahead = self._from, self._done, self._ahead
         return twin
 
     def push(self, token: int, may_stop: bool = True) -> bool:
         """Add a token; True if it completes a stop string, which is then cut off."""
         if self.tokenizer is None:
             return False
+        self._may_stop = may_stop
         self._ids = [*self._ids[self._from :], token]
         self._done, self._from = self._done - self._from, 0
-        before = self.tokenizer.decode(self._ids[self._from : self._done])
-        after = self.tokenizer.decode(self._ids[self._from :])
-        if after.endswith("\ufffd"):
-            return False  # an incomplete character: wait for the rest
-        fresh = after[len(before) :]
-        self._from, self._done = self._done, len(self._ids)
-        # a stop string counts if it is completed now: one that was completed while it did not count stays
-        searched = max(self._passed, len(self.text) - max(map(len, self.stops), default=0) + 1)
+        before = self.tokenizer.decode(self._ids[: self._done])
+        after = self.tokenizer.decode(self._ids)
+        known = len(before) + self._ahead
+        if after.endswith(
+            "\ufffd"
+        ):  # an incomplete character: wait for the rest of it, not for what precedes it
+            fresh = after.rstrip("\ufffd")[known:]
+            self._ahead += len(fresh)
+        else:
+            fresh = after[known:]
+            self._from, self._done, self._ahead = self._done, len(self._ids), 0
+        return self._add(fresh)
+
+    def _add(self, fresh: str) -> bool:
+        """Add text and cut it at a stop string that it completes; one that was complete before stays."""
+        before = len(self.text)
         self.text += fresh
-        if not may_stop:
-            self._passed = len(self.text)
+        if not self._may_stop:
             return False
-        hits = [at for stop in self.stops if (at := self.text.find(stop, searched)) >= 0]
+        starts = [(stop, max(0, before - len(stop) + 1)) for stop in self.stops]
+        hits = [at for stop, start in starts if (at := self.text.find(stop, start)) >= 0]
         if hits:
             self.text = self.text[: min(hits)]
+            self._from, self._done, self._ahead = 0, len(self._ids), 0  # nothing follows
         return bool(hits)
 
     def take(self, final: bool) -> str:
         """The text that is settled and was not handed out yet."""
         if final:
-            self._flush()
+            self.flush()
         end = len(self.text) if final else self._settled()
         text = self.text[self._taken : end]
         self._taken = max(self._taken, end)
@@ -77,10 +88,12 @@ class Detokenizer:
                 return start
         return len(self.text)
 
-    def _flush(self) -> None:
-        """Give up waiting for the rest of a character: the text has ended."""
+    def flush(self) -> bool:
+        """Give up waiting for the rest of a character, as the text has ended; True if a stop string is complete."""
         if self.tokenizer is None or self._done == len(self._ids):
-            return
+            return False
         before = self.tokenizer.decode(self._ids[self._from : self._done])
-        self.text += self.tokenizer.decode(self._ids[self._from :])[len(before) :]
+        fresh = self.tokenizer.decode(self._ids[self._from :])[len(before) + self._ahead :]
         self._from = self._done = len(self._ids)
+        self._ahead = 0
+        return self._add(fresh)

@@ -78,7 +78,8 @@ class SequenceState:
             if (may_stop and token in self.stop_ids) or detokenizer.push(token, may_stop):
                 return written - len(self.tokens) + self.prompt_length, detokenizer, "stop"
             if written >= most:
-                return written - len(self.tokens) + self.prompt_length, detokenizer, "length"
+                why: FinishReason = "stop" if detokenizer.flush() else "length"
+                return written - len(self.tokens) + self.prompt_length, detokenizer, why
         return len(tokens), detokenizer, None
 
     def take(self, advance: Advance) -> None:
