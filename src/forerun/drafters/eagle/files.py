@@ -1,7 +1,7 @@
 """EAGLE heads on disk: the authors' layouts of EAGLE-1 and EAGLE-3, and that of speculators.
 
 In memory the names are those of the authors' EAGLE-3 files (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`),
-whatever the folder holds. Embedding and LM head may be absent: the target lends them. A pickle is read only when
+whatever the folder holds. Embedding and LM head may be absent: the target shares its own. A pickle is read only when
 asked for, and then as weights only.
 """
 
@@ -27,12 +27,12 @@ def read_head(
     """A head's config and weights, under our names; `kind` is what the caller wants to use it as."""
     values, weights = read_config(folder), read_tensors(folder, pickle=pickle)
     weights = {_our_name(name): weight for name, weight in weights.items()}
-    told = kind_of(values, lambda: weights)
-    if told not in NAMES:
+    kind_found = kind_of(values, lambda: weights)
+    if kind_found not in NAMES:
         raise InvalidInput(
             f"{folder} holds no EAGLE head (no fc and layer in it); try `forerun drafters check`"
         )
-    found: Kind = "eagle3" if told == "eagle3" else "eagle"
+    found: Kind = "eagle3" if kind_found == "eagle3" else "eagle"
     if kind is not None and found != kind:
         raise InvalidInput(
             f"{folder} holds an {NAMES[found]} head, not an {NAMES[kind]} one; use drafter={found!r}"

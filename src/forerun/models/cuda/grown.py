@@ -1,9 +1,9 @@
-"""Trees that were grown on the device: from their parents to a pass, and from its argmax to the greedy verdict.
+"""Passes over trees that were grown on the device: from their parents to a pass, from its argmax to the verdict.
 
-The host knows how large such trees are and where they go, but not what is in them. So it lays out the pass for any
+The host knows the sizes and slots of such trees, but not their tokens and parents. So it lays out the pass for any
 tree of that size, with room for as many ancestors as the tree may be deep, and the device fills in the rest: tokens,
-positions and ancestors before the pass, the path of the argmax behind it. The host reads all of it at once, when
-the round is over. Everything here is a few torch operations on small integers, made to be captured in a graph.
+positions and ancestors before the pass, the path of the argmax after it. The host reads all of it at once, at the end
+of the round. Everything here is a few torch operations on small integers, made to be captured in a graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from forerun.types import GreedyWalk, TreeBatch, TreeForm, Verdict
 
 
 def plan_grown(places: Sequence[tuple[int, int]], form: TreeForm, group_nodes: int) -> Plan:
-    """A pass over trees whose content the device knows; `places` has every tree's base slot and length."""
+    """A pass over trees whose content is on the device; `places` has every tree's base slot and length."""
     rows, groups, template = _layout(form, group_nodes)
     farthest = max(length for _, length in places) + form.depth
     size = Size(rows, groups, round_up(1 + split_of(farthest), SPLIT_SIZES))
@@ -64,19 +64,19 @@ def _layout(form: TreeForm, group_nodes: int) -> tuple[int, int, Template]:
 
 
 class GrownBuffers:
-    """Where grown trees go into a pass, and where its outcome lies until the host reads it."""
+    """Buffers for grown trees as input of a pass, and for its outcome until the host reads it."""
 
     def __init__(self, device: torch.device, walk: GreedyWalk, fused: bool | None = None) -> None:
         self.walk = walk
         self.fused = device.type == "cuda" if fused is None else fused  # by kernels, or in plain torch
         with torch.inference_mode(False):
-            self.both = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)  # tokens and parents
+            self.tree_ints = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)  # tokens and parents
             self.outcome = torch.zeros(8 * MAX_ROWS, dtype=torch.long, device=device)
             self.moves = torch.zeros(2, 4 * MAX_ROWS, dtype=torch.long, device=device)
             self._host = torch.zeros(8 * MAX_ROWS, dtype=torch.long, pin_memory=device.type == "cuda")
 
     def take(self, trees: TreeBatch, form: TreeForm) -> None:
-        torch.stack((trees.tokens, trees.parents), out=self.both[:, : form.rows])
+        torch.stack((trees.tokens, trees.parents), out=self.tree_ints[:, : form.rows])
 
     def fill(self, ints: Tensor, size: Size, form: TreeForm) -> None:
         """Complete the integers of a pass."""
@@ -85,7 +85,8 @@ class GrownBuffers:
             from forerun.models.cuda import kernels_grown
 
             kernels_grown.place[(form.trees, form.nodes)](
-                self.both, ints, MAX_ROWS, places.positions, places.ancestors, places.lengths, self.both.stride(0),
+                self.tree_ints, ints, MAX_ROWS, places.positions, places.ancestors, places.lengths,
+                self.tree_ints.stride(0),
                 N=form.nodes, DEPTH=form.depth, num_warps=1,
             )  # fmt: skip
             return
@@ -96,10 +97,10 @@ class GrownBuffers:
         ints[places.positions : places.positions + form.rows].copy_(positions.flatten())
         ints[places.ancestors : places.lengths].copy_(ancestors.flatten())
 
-    def settle(self, ints: Tensor, size: Size, form: TreeForm, logits: Tensor) -> None:
+    def decide(self, ints: Tensor, size: Size, form: TreeForm, logits: Tensor) -> None:
         """The verdict, and which slots it moves: root and path behind each other, the rest onto itself."""
         places = Places.of(size, form)
-        trees = self.both[:, : form.rows].view(2, form.trees, form.nodes)
+        trees = self.tree_ints[:, : form.rows].view(2, form.trees, form.nodes)
         ancestors = ints[places.ancestors : places.lengths].view(form.trees, form.nodes, -1)
         paths, accepted, bonus = self._decided(form)
         self.walk(trees, ancestors, logits.argmax(-1).view(form.trees, -1), paths, accepted, bonus)
@@ -107,7 +108,8 @@ class GrownBuffers:
             from forerun.models.cuda import kernels_grown
 
             kernels_grown.record[(form.trees,)](
-                self.both, ints, self.outcome, self.moves, places.slots, self.both.stride(0), self.moves.stride(0),
+                self.tree_ints, ints, self.outcome, self.moves, places.slots, self.tree_ints.stride(0),
+                self.moves.stride(0),
                 TREES=form.trees, N=form.nodes, N_UP=1 << max(2, (form.nodes - 1).bit_length()), DEPTH=form.depth,
                 STEPS_UP=1 << max(2, form.depth.bit_length()), num_warps=4,
             )  # fmt: skip
@@ -116,8 +118,8 @@ class GrownBuffers:
         roots = ints[places.slots :][: form.rows].view(form.trees, form.nodes)[:, :1].long()
         steps = torch.arange(1, form.depth + 1, device=roots.device)
         sources = torch.where(paths < 0, steps, paths)
-        both = torch.stack(((roots + sources).flatten(), (roots + steps).flatten()))
-        self.moves[:, : form.trees * form.depth].copy_(both)
+        moves = torch.stack(((roots + sources).flatten(), (roots + steps).flatten()))
+        self.moves[:, : form.trees * form.depth].copy_(moves)
 
     def read(self, trees: TreeBatch, form: TreeForm) -> Verdict:
         """The verdict, and the trees with it: the one time in a round that the host waits."""
@@ -135,8 +137,8 @@ class GrownBuffers:
         return _split(self.outcome[: _length(form)], form)
 
     def _trees(self, form: TreeForm) -> tuple[Tensor, Tensor]:
-        both = self.both[:, : form.rows].view(2, form.trees, form.nodes)
-        return both[0], both[1]
+        trees = self.tree_ints[:, : form.rows].view(2, form.trees, form.nodes)
+        return trees[0], trees[1]
 
 
 @dataclass(frozen=True, slots=True)
