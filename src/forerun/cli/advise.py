@@ -50,14 +50,14 @@ def advise(
     json_file: Annotated[Path | None, typer.Option("--out", help="Write the document there too.")] = None,
 ) -> None:
     """Say whether drafting pays on your prompts, with what, and up to which load."""
-    from forerun.bench.settings import Settings, ways_of
+    from forerun.bench.settings import Settings, parse_setups
 
     if limit is None:
         limit = OURS if prompts == "builtin" else YOURS
     settings = Settings(
         model=model, draft_model=draft_model, suite=prompts, limit=limit or None, max_tokens=max_tokens,
         temperatures=(temperature,), budget=budget, dtype=dtype, device=device, threads=threads,
-        ways=ways_of([drafter] if drafter else ["auto"]),
+        setups=parse_setups([drafter] if drafter else ["auto"]),
     )  # fmt: skip
     from forerun.advise.answer import in_words
     from forerun.advise.run import run_advisor

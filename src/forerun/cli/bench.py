@@ -66,10 +66,10 @@ def bench(
     ] = None,
 ) -> None:
     """Measure drafters against plain decoding, and say whether the text was equal."""
-    from forerun.bench.settings import Settings, ways_of
+    from forerun.bench.settings import Settings, parse_setups
 
     settings = Settings(
-        model=model, draft_model=draft_model, suite=suite, tasks=words(tasks), ways=ways_of(words(drafters)),
+        model=model, draft_model=draft_model, suite=suite, tasks=words(tasks), setups=parse_setups(words(drafters)),
         verifiers=words(verifier), temperatures=numbers(temperature, "temperature"),
         batches=tuple(map(int, numbers(batch, "batch"))), limit=limit or None, max_tokens=max_tokens,
         repeats=repeats, budget=budget, seed=seed, peers=words(peers), url=url, all_turns=all_turns,

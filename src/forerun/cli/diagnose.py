@@ -38,20 +38,20 @@ def diagnose(
     ] = False,
 ) -> None:
     """Find out why acceptance is low or the output different."""
-    from forerun.bench.settings import Settings, Way
+    from forerun.bench.settings import DrafterSetup, Settings
 
-    way = Way.parse(drafter)
+    setup = DrafterSetup.parse(drafter)
     if limit is None:
         limit = 1 if prompts == "builtin" else 0
     settings = Settings(
         model=model, draft_model=draft_model, suite=prompts, limit=limit or None, max_tokens=max_tokens,
         temperatures=(temperature,), verifiers=(verifier,), dtype=dtype, device=device, threads=threads,
-        ways=(way,),
+        setups=(setup,),
     )  # fmt: skip
     from forerun.diagnose.run import run_diagnosis
 
     with Console(stderr=True).status(f"looking at {model}"):
-        found = run_diagnosis(settings, way, Way.parse(against))
+        found = run_diagnosis(settings, setup, DrafterSetup.parse(against))
     if as_json:
         print(json.dumps(found))
     else:
