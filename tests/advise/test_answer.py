@@ -99,7 +99,7 @@ def test_heads_and_hybrids_are_left_to_the_controller() -> None:
     assert said["recommended"] == {"drafter": "ngram+eagle3", "budget": None}
     assert said["vllm"]["method"] == "eagle3"
     assert said["vllm"]["num_speculative_tokens"] == 1  # the head alone drafted no deeper
-    assert "A trained head is there already" in " ".join(in_words(said))
+    assert "A trained head exists already" in " ".join(in_words(said))
     assert tree.cut(2).rounds[0][0] == (6, 2, 2)
 
 
@@ -141,7 +141,7 @@ def test_the_command_answers_and_checks_itself(
             assert set(found["by_batch"]) == {str(batch) for batch in BATCHES}
         else:
             assert "Checked on 8 prompts held back" in printed
-            assert "Predicted speed-up by texts at once" in printed
+            assert "Predicted speed-up by batch size" in printed
 
 
 def test_nothing_to_check_with_is_refused() -> None:

@@ -57,7 +57,7 @@ def _break_even(costs: Costs, share: float, nodes: int) -> float | None:
 def head_in_words(head: Mapping[str, Any]) -> Iterator[str]:
     """The same for a person."""
     if head["trained"]:
-        yield f"A trained head is there already, and was measured: {', '.join(head['trained'])}."
+        yield f"A trained head exists already and was measured: {', '.join(head['trained'])}."
         return
     if head["break_even"] is None:
         yield "Training a head would not pay: even a perfect one would not, at what passes cost here."

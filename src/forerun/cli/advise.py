@@ -1,4 +1,4 @@
-"""`forerun advise`: will drafting pay on your prompts, your model and your machine, and how to set it."""
+"""`forerun advise`: predicts whether drafting pays on your prompts, model and machine, and how to set it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def advise(
 
 def _table(found: Mapping[str, Any]) -> Table:
     """Predicted speed-ups, a column for each batch size."""
-    title = "Predicted speed-up by texts at once (95% interval over prompts)"
+    title = "Predicted speed-up by batch size (95% interval over prompts)"
     table = Table(title=title, box=None, title_justify="left")
     table.add_column("")
     for batch in found["by_batch"]:

@@ -1,4 +1,4 @@
-"""`forerun diagnose`: why acceptance is low, or the output different. Exit code 1 where something is wrong."""
+"""`forerun diagnose`: finds why acceptance is low or the output differs. Exit code 1 where something is wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def diagnose(
     model: Model = DEFAULT_MODEL,
     draft_model: DraftModel = None,
     drafter: Annotated[
-        str, typer.Option(help="The drafter to look at; NAME:8 drafts 8 nodes a round.")
+        str, typer.Option(help="The drafter to check; NAME:8 drafts 8 nodes a round.")
     ] = "auto",
     against: Annotated[str, typer.Option(help="What to compare it with; none is plain decoding.")] = "none",
     prompts: Annotated[
@@ -50,7 +50,7 @@ def diagnose(
     )  # fmt: skip
     from forerun.diagnose.run import run_diagnosis
 
-    with Console(stderr=True).status(f"looking at {model}"):
+    with Console(stderr=True).status(f"checking {model}"):
         found = run_diagnosis(settings, setup, DrafterSetup.parse(against))
     if as_json:
         print(json.dumps(found))

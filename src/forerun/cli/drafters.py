@@ -1,4 +1,4 @@
-"""`forerun drafters`: the drafters, in a line each; `check` holds a trained head against its target."""
+"""`forerun drafters`: lists the drafters; `check` checks a trained head with its target."""
 
 from __future__ import annotations
 
