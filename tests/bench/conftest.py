@@ -9,12 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from forerun.build import make_engine
 from forerun.llm import LLM
 from forerun.models.load import checkpoint as loading
-from forerun.models.load.weights import SafetensorsWeights
 from forerun.params import EngineConfig, SpeculativeConfig
 from forerun.testing import TableLM
 
@@ -91,12 +89,11 @@ def random_weights() -> HeldWeights:
 @pytest.fixture
 def tiny_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Every name opens the tiny model; the number of threads is put back."""
-    file, folder = tmp_path / "tiny", tmp_path / "tiny_weights"
+    file = tmp_path / "tiny"
     file.touch()
-    folder.mkdir()
-    save_file(random_weights(), folder / "model.safetensors")
-    weights = SafetensorsWeights(folder)
-    opened = SimpleNamespace(name="tiny", path=file, config=CONFIG, weights=weights, tokenizer=Letters)
+    opened = SimpleNamespace(
+        name="tiny", path=file, config=CONFIG, weights=random_weights(), tokenizer=Letters
+    )
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(loading, "open_checkpoint", lambda name: opened)
     threads = torch.get_num_threads()
@@ -107,6 +104,7 @@ def tiny_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same random transformer as a Hugging Face folder, which other processes can load too."""
+    from safetensors.torch import save_file
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("tiny")

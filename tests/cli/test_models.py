@@ -63,11 +63,7 @@ def test_pull_says_where_the_file_is_unless_quiet(
         return Path("there.gguf")
 
     monkeypatch.setattr(models, "pull_model", pull)
-    assert (
-        forerun("models", "pull", "smollm2").out
-        == "smollm2 is now on this machine: there.gguf\
-"
-    )
+    assert forerun("models", "pull", "smollm2").out == "smollm2 is now on this machine: there.gguf\n"
     silent = forerun("models", "pull", "smollm2", "--quiet")
     assert (silent.code, silent.out, silent.err) == (0, "", "")
     assert pulled == ["smollm2", "smollm2"]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from forerun.cli.bench import DraftModel, Model
-from forerun.cli.flags import DEFAULT_MODEL, HELP
+from forerun.cli.flags import DEFAULT_MODEL, HELP, AsJson
 from forerun.cli.show import table_console
 
 OURS, YOURS = 2, 24  # prompts per task: ours are of eight tasks, a user's mostly of one
@@ -44,9 +44,7 @@ def advise(
         bool,
         typer.Option("--check", help="Hold half of the prompts back and measure the prediction on them."),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
     json_file: Annotated[Path | None, typer.Option("--out", help="Write the document there too.")] = None,
 ) -> None:
     """Say whether drafting pays on your prompts, with what, and up to which load."""

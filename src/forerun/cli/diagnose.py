@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from forerun.cli.bench import DraftModel, Model
-from forerun.cli.flags import DEFAULT_MODEL, HELP
+from forerun.cli.flags import DEFAULT_MODEL, HELP, AsJson
 
 
 def diagnose(
@@ -33,9 +33,7 @@ def diagnose(
     dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = "auto",
     device: Annotated[str, typer.Option(help=HELP["device"])] = "auto",
     threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find out why acceptance is low or the output different."""
     from forerun.bench.settings import DrafterSetup, Settings

@@ -15,14 +15,13 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from forerun import __version__, registry
-from forerun.cli.flags import DEFAULT_MODEL
+from forerun.cli.flags import DEFAULT_MODEL, AsJson
 from forerun.cli.models import in_units
 from forerun.errors import InvalidInput
 from forerun.heads import heads_in_the_box
@@ -53,9 +52,7 @@ class Finding:
 
 
 def doctor(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what this machine has and lacks; exit code 0 if generating would work."""
     findings = list(examine())

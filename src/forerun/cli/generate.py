@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forerun.cli import loading
-from forerun.cli.flags import Settings, with_settings
+from forerun.cli.flags import AsJson, Settings, with_settings
 from forerun.cli.show import Screen
 from forerun.cli.write import as_document, over_the_context, room_for, write_text
 from forerun.errors import InvalidInput
@@ -31,9 +31,7 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Answer a prompt, and print speed, tokens per round, drafter and verifier."""
     text = read_prompt(prompt, file)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from forerun.cli.flags import AsJson
 from forerun.cli.show import table_console
 from forerun.errors import UnknownName
 from forerun.models.load.catalog import cache_folder, find_known, known_models
@@ -36,9 +37,7 @@ class Listed:
 @models.callback()
 def list_models(
     context: typer.Context,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the models that are known or already on this machine."""
     if context.invoked_subcommand is not None:
