@@ -33,7 +33,7 @@ def test_what_would_change_the_text_is_refused_by_name(settings: dict[str, Any])
 
 
 def test_a_refusal_says_why_and_what_to_do_instead() -> None:
-    with pytest.raises(InvalidInput, match="keeps a KV cache of its own; pass the whole text as input_ids"):
+    with pytest.raises(InvalidInput, match="keeps a KV cache of its own; pass all tokens as input_ids"):
         merge_settings(SimpleNamespace(), None, {"past_key_values": object()})
     with pytest.raises(InvalidInput, match=r"^max_new_tokenz=3 .* did you mean 'max_new_tokens'\?"):
         merge_settings(SimpleNamespace(), None, {"max_new_tokenz": 3})

@@ -1,4 +1,4 @@
-"""An LLM for asyncio: the engine runs on one thread of its own, and coroutines wait for their texts.
+"""An LLM for asyncio: the engine runs on one thread of its own, and coroutines await their completions.
 
     async with AsyncLLM(LLM.load("smollm2")) as llm:
         completion = await llm.generate("Once upon a time")
@@ -81,7 +81,7 @@ class AsyncLLM:
             is_finished = False
             while not is_finished:
                 await self._until(lambda: handle.has_news)
-                is_finished = handle.is_finished  # asked first: what is there now is all
+                is_finished = handle.is_finished  # read first: no event comes after it is set
                 for event in handle.take():
                     yield event
             yield self._completion_of(handle)
@@ -95,7 +95,7 @@ class AsyncLLM:
                 self.llm.driver.post(handle.drop_from, at_once=False)
 
     async def close(self) -> None:
-        """Drop all requests and end the thread; whoever still waits gets an error."""
+        """Drop all requests and end the thread; calls that still wait get an error."""
         self._is_closed = True
         for handle in list(self._handles):
             self._drop(handle)
@@ -104,7 +104,7 @@ class AsyncLLM:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the engine's thread; None while it works."""
+        """The error that ended the engine's thread; None while it runs."""
         return self._broken
 
     @property
@@ -130,7 +130,7 @@ class AsyncLLM:
         return handle
 
     def _drop(self, handle: Handle) -> None:
-        """Nobody waits for it any more: give its place back, and end it if it has not ended."""
+        """The caller is gone: free its place, and end the request if it has not ended."""
         if handle in self._handles:
             del self._handles[handle]
             self._places.release()
@@ -164,13 +164,13 @@ class AsyncLLM:
         try:
             self.llm.driver.wait(self._owner)
         except BaseException as error:
-            log.exception("the engine cannot go on")
+            log.exception("the engine's thread ended with an error")
             self._broken = error
         self.llm.driver.wake_all()
 
 
 class _Coroutine:
-    """A coroutine that waits until something is so."""
+    """A coroutine that waits for a condition."""
 
     def __init__(self, is_ready: Callable[[], bool]) -> None:
         self._is_ready, self._event = is_ready, asyncio.Event()

@@ -1,4 +1,4 @@
-"""What one call of `generate`, `chat` or `stream` may say about its texts, and the requests that come of it."""
+"""Options of one call of `generate`, `chat` or `stream`, and the requests made from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_COPIES = 1024  # of one prompt in a call
 
 
 class Options(SamplingOptions, total=False):
-    """What one call may set for itself; what it leaves out is the engine's."""
+    """Options of one call; the engine's defaults hold for what is left out."""
 
     drafter: str | None
     verifier: str | None
@@ -31,7 +31,7 @@ class Options(SamplingOptions, total=False):
 def make_request(
     prompt: Prompt, params: Params | None, options: Mapping[str, Any], encode: Encode
 ) -> Request:
-    """A prompt and all that was said about it; keywords count more than parameters."""
+    """The request of a prompt and its options; keywords override `params`."""
     known = [*Options.__annotations__, *SPELLINGS]
     if strange := [name for name in options if name not in known]:
         raise InvalidInput(unknown("option", strange[0], known))

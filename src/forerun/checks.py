@@ -1,6 +1,6 @@
-"""Checks of what callers give: numbers of any library, names, token ids; each refusal is one line.
+"""Checks of arguments: numbers of any library, names, token ids; each error is one line.
 
-numpy's and torch's scalars are numbers, as they are to everybody; text that looks like a number is not. No torch here.
+numpy's and torch's scalars are numbers; text that looks like a number is not. No torch here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def shown(value: object) -> str:
     try:
         text = " ".join(ascii(value).split()) if isinstance(value, str) else " ".join(repr(value).split())
         text = text.encode("utf-8", "backslashreplace").decode()
-    except Exception:  # somebody's own class may fail at anything
+    except Exception:  # a caller's own class may raise anything
         text = type(value).__name__
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
@@ -39,7 +39,7 @@ def as_whole(name: str, value: Any, low: int | None = None, high: int | None = N
     limits = _limits(low, high)
     try:
         number = None if _is_bool(value) else int(operator.index(value))
-    except Exception:  # somebody's own class may fail at anything
+    except Exception:  # a caller's own class may raise anything
         number = None
     if number is None:
         raise refuse(name, value, f"an integer, {limits}" if limits else "an integer")
@@ -71,7 +71,7 @@ def as_flag(name: str, value: Any) -> bool:
 
 
 def as_name(name: str, value: Any, choices: Iterable[str] | None = None) -> str:
-    """A string, one of a few if they are named."""
+    """A string, one of `choices` if they are given."""
     known = None if choices is None else tuple(choices)
     if not isinstance(value, str) or (known is not None and value not in known):
         raise refuse(name, value, f"one of {', '.join(known)}" if known else "a name, as text")
@@ -125,7 +125,7 @@ def as_given(cls: type[Given], values: Any, renamed: Mapping[str, str], what: st
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> str:
-    """The message for a name that nobody knows, with the nearest spelling."""
+    """The message for an unknown name, with the nearest spelling."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else []
     hint = f"did you mean {near[0]!r}? " if near else ""

@@ -1,4 +1,4 @@
-"""One finished text, and how it came about."""
+"""Completion: a finished text with its token ids, rounds, acceptance, timings and seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN = 48  # characters of the text in a repr
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Completion:
-    """One finished text, and how it came about. `print` shows the text."""
+    """A finished text, and how it was generated. `print` shows the text."""
 
     text: str
     token_ids: list[int]
@@ -28,7 +28,7 @@ class Completion:
     verifier: str
     exact: bool
     seed: int | None  # passed back, it gives this text with any drafter; None where no seed does that
-    seconds: float  # of the engine's work since it was admitted, beside whatever else ran in the batch
+    seconds: float  # of the engine's work since it was admitted, including the rest of the batch
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reached: list[int] = field(default_factory=list)  # rounds whose draft reached depth 1, 2, ...
     kept: list[int] = field(default_factory=list)  # of these, rounds whose accepted path did

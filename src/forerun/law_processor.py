@@ -1,4 +1,4 @@
-"""The seam by which callers change the law of the next token: a function of the text so far. No torch here.
+"""LawProcessor: a caller's logits processor, a function of the tokens so far and the logits. No torch here.
 
     def no_token_twice(prefix: Prefix, logits: Tensor) -> Tensor:
         logits[prefix.ids] = -torch.inf
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The text before the token in question, as it would be if the node were accepted. To be read only."""
+    """The tokens before the one in question, as they would be if the node were accepted. Read-only."""
 
-    committed: Sequence[int]  # prompt and output: written for good
+    committed: Sequence[int]  # prompt and output: final
     prompt_length: int  # how many of them are the prompt
-    path: Sequence[int] = ()  # drafted tokens on the way from there to this node
+    path: Sequence[int] = ()  # drafted tokens from there to this node
 
     @property
     def ids(self) -> list[int]:
-        """All of it."""
+        """All tokens."""
         return [*self.committed, *self.path]
 
     @property
     def output(self) -> tuple[int, ...]:
-        """All of it after the prompt."""
+        """All tokens after the prompt."""
         return (*self.committed[self.prompt_length :], *self.path)
 
 
 class LawProcessor(Protocol):
-    """Changes what may follow a text.
+    """Changes the logits of the token after a prefix.
 
-    It is called for every node of every tree with the node's own path, also for texts that are drafted and never
-    written, in any order and more than once: what it returns must be a function of the prefix and the logits. It
+    It is called for every node of every tree with the node's own path, also for drafts that are rejected,
+    in any order and more than once: what it returns must be a function of the prefix and the logits. It
     is not called where the path holds a token that was ruled out. It comes after penalties and bans, before
     temperature.
     """

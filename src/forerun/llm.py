@@ -1,4 +1,4 @@
-"""The object users hold.
+"""LLM: load a model, then `generate`, `chat` or `stream` with drafting; safe to share between threads.
 
 llm = LLM("smollm2")
 print(llm.chat("Why is the sky blue?", max_tokens=80).text)
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 
 class LLM:
-    """A target, its tokenizer, and an engine that writes with them.
+    """A target, its tokenizer, and the engine that generates with them.
 
-    Any number of threads may share one: their calls join the running batch, and each gets its own text.
+    Any number of threads may share one: their calls join the running batch, and each gets its own completion.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class LLM:
             for _, event in self.driver.events({0: handle}):
                 yield event
             yield self.completion_of(handle.seq)
-        finally:  # the caller may stop listening half-way
+        finally:  # the caller may stop iterating early
             self.driver.abort(handle)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -196,7 +196,7 @@ class LLM:
         n: int | None,
         options: Mapping[str, Any],
     ) -> Completion | list[Completion] | list[list[Completion]]:
-        """What was asked for, in the shape it was asked in."""
+        """Completions in the shape of the prompts: one, a list, or a list of lists."""
         asked = make_requests(prompts, params, n, options, self.encode)
         done = self.driver.write([request for requests in asked for request in requests])
         return in_shape([self.completion_of(seq) for seq in done], asked, several, n)

@@ -1,6 +1,6 @@
-"""From a model's name and settings to an engine: what `LLM("smollm2", drafter="ngram")` does.
+"""Load an engine from a model's name and settings, as `LLM("smollm2", drafter="ngram")` does.
 
-Settings are checked before anything is read, so that a slip costs no waiting.
+Settings are checked before any file is read, so that a mistake is reported at once.
 """
 
 from __future__ import annotations

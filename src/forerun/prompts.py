@@ -1,4 +1,4 @@
-"""What a prompt may be: text, token ids, or the messages of a chat; and several of them at once.
+"""Prompts: check and convert text, token ids or chat messages, one or several.
 
 The content of a message is text, or OpenAI's list of parts, of which a text model can read those of text.
 """
@@ -28,7 +28,7 @@ def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
     if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence):
         raise InvalidInput(f"{shown(prompts)} is no prompt: give text, token ids or a list of chat messages")
     if not prompts:
-        raise InvalidInput("there is no prompt to write from; give at least one")
+        raise InvalidInput("the list of prompts is empty; give at least one")
     several = isinstance(prompts[0], Sequence) or getattr(prompts[0], "ndim", 0) > 0
     return ([*prompts], True) if several else ([prompts], False)
 
@@ -49,14 +49,14 @@ def as_messages(messages: Any, system: Any = None) -> list[Message]:
         raise InvalidInput(f"{shown(messages)} is no conversation: give text or a list of chat messages")
     turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
     if not turns:
-        raise InvalidInput("there is no message to answer; give at least one")
+        raise InvalidInput("the list of messages is empty; give at least one")
     if system is not None and not isinstance(system, str):
         raise InvalidInput(f"system={shown(system)} is no system message: give text")
     return [_as_message(turn) for turn in ([{"role": "system", "content": system}] if system else []) + turns]
 
 
 def as_token_list(prompt: Any) -> tuple[int, ...]:
-    """Token ids of any library's integers."""
+    """Token ids from integers of any library."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     try:
         if any(isinstance(part, bool) for part in ids):
@@ -109,7 +109,7 @@ def _text_of(part: Any) -> str:
         return str(part["text"])
     raise InvalidInput(
         f"a content part of type {shown(kind)} cannot be read: give {{'type': 'text', 'text': ...}}, "
-        "this model takes text alone"
+        "this model takes only text"
     )
 
 

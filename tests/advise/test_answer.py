@@ -17,7 +17,7 @@ from forerun.advise.evidence import BATCHES, Evidence, Prospect, gather, prospec
 from forerun.advise.predict import Costs, Drafting
 from forerun.advise.replay import Text
 from forerun.bench.measure import Prompt
-from forerun.bench.settings import Settings, ways_of
+from forerun.bench.settings import Settings, parse_setups
 from forerun.bench.stats import Spread
 from forerun.cli import app
 from forerun.control.cost import CostModel
@@ -99,7 +99,7 @@ def test_heads_and_hybrids_are_left_to_the_controller() -> None:
     assert said["recommended"] == {"drafter": "ngram+eagle3", "budget": None}
     assert said["vllm"]["method"] == "eagle3"
     assert said["vllm"]["num_speculative_tokens"] == 1  # the head alone drafted no deeper
-    assert "A trained head is there already" in " ".join(in_words(said))
+    assert "A trained head exists already" in " ".join(in_words(said))
     assert tree.cut(2).rounds[0][0] == (6, 2, 2)
 
 
@@ -115,7 +115,7 @@ def test_whether_a_head_would_pay_depends_on_what_passes_cost() -> None:
 
 def test_gathering_writes_every_prompt_with_every_drafter_that_is_there() -> None:
     prompts = [Prompt("a", "qa", tuple(range(2, 9))), Prompt("b", "qa", (40, 41, 40, 41))]
-    settings = Settings(max_tokens=12, ways=ways_of(["auto"]))
+    settings = Settings(max_tokens=12, setups=parse_setups(["auto"]))
     found = gather(table_llm(), FLAT, prompts, settings)
     assert found.free == ("ngram",)
     assert list(found.draftings) == ["draft_model", "ngram+draft_model"]
@@ -141,7 +141,7 @@ def test_the_command_answers_and_checks_itself(
             assert set(found["by_batch"]) == {str(batch) for batch in BATCHES}
         else:
             assert "Checked on 8 prompts held back" in printed
-            assert "Predicted speed-up by texts at once" in printed
+            assert "Predicted speed-up by batch size" in printed
 
 
 def test_nothing_to_check_with_is_refused() -> None:
@@ -209,7 +209,7 @@ def test_the_default_and_the_advice_agree_or_it_says_why_not() -> None:
 
 def test_the_drafter_called_auto_is_the_engines_own() -> None:
     prompts = [Prompt("a", "qa", tuple(range(2, 9))), Prompt("b", "qa", (40, 41, 40, 41))]
-    settings = Settings(max_tokens=12, ways=ways_of(["auto"]))
+    settings = Settings(max_tokens=12, setups=parse_setups(["auto"]))
     for drafter in ("ngram", "draft_model"):
         found = advise.conclude(table_llm(drafter), FLAT, prompts, settings, False)
         assert found["auto"]["drafter"] == drafter

@@ -9,7 +9,7 @@ from forerun.advise.predict import Costs, Drafting, at_acceptance, predict, wors
 from forerun.advise.replay import Text, can_replay, replay
 from forerun.bench.contenders import own_contender
 from forerun.bench.measure import Run
-from forerun.bench.settings import Cell, Settings, Way
+from forerun.bench.settings import Cell, DrafterSetup, Settings
 from forerun.control.cost import CostModel
 from forerun.drafters.draft_model import ModelDrafter
 from forerun.drafters.ngram import NgramDrafter
@@ -26,8 +26,8 @@ def test_a_replay_makes_the_rounds_that_the_engine_made(nodes: int) -> None:
     llm, settings, cell = table_llm(), Settings(), Cell()
     prompts = [tuple(range(2, 9)), (40, 41, 40, 41, 40)]
     plain, drafted = (
-        own_contender(llm, settings, cell, way).write
-        for way in (Way("plain", "none"), Way("n", "ngram", nodes))
+        own_contender(llm, settings, cell, setup).write
+        for setup in (DrafterSetup("plain", "none"), DrafterSetup("n", "ngram", nodes))
     )
     stops = llm.engine.stop_ids
     texts = [Text(ids, tuple(plain([ids], 30).texts[0]), 0.0, 30, stops) for ids in prompts]

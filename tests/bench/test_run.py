@@ -17,7 +17,7 @@ from forerun.bench.report.html import render
 from forerun.bench.run_log import RunLog
 from forerun.bench.samples import pieces
 from forerun.bench.schema import SCHEMA, read_result
-from forerun.bench.settings import Cell, Settings, Way, ways_of
+from forerun.bench.settings import Cell, DrafterSetup, Settings, parse_setups
 from forerun.cli import app
 from forerun.control.cost import CostModel
 from forerun.errors import InvalidInput, UnknownName
@@ -74,7 +74,7 @@ def test_the_command_prints_tables_then_the_document(
 
 
 def test_the_report_needs_nothing_from_outside_and_escapes_what_models_write(suite: str) -> None:
-    settings = Settings(suite=suite, max_tokens=8, repeats=1, ways=ways_of(["auto"]), batches=(1, 2))
+    settings = Settings(suite=suite, max_tokens=8, repeats=1, setups=parse_setups(["auto"]), batches=(1, 2))
     result = run.run(settings)
     result["samples"][0]["pieces"] = [["<script>alert(1)</script>", True]]
     page = render(result)
@@ -88,7 +88,7 @@ def test_the_report_needs_nothing_from_outside_and_escapes_what_models_write(sui
 def test_an_interrupted_run_goes_on_and_other_settings_are_refused(
     suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = Settings(suite=suite, max_tokens=6, repeats=2, ways=ways_of(["auto"]))
+    settings = Settings(suite=suite, max_tokens=6, repeats=2, setups=parse_setups(["auto"]))
     first = run.run(settings, tmp_path)
     file = tmp_path / "rounds.jsonl"
     lines = file.read_text().splitlines(keepends=True)
@@ -97,14 +97,14 @@ def test_an_interrupted_run_goes_on_and_other_settings_are_refused(
     written: list[str] = []
     honest = contenders.own_contender
 
-    def counted(llm: Any, settings: Settings, cell: Cell, way: Way) -> Contender:
-        contender = honest(llm, settings, cell, way)
+    def counted(llm: Any, settings: Settings, cell: Cell, setup: DrafterSetup) -> Contender:
+        contender = honest(llm, settings, cell, setup)
 
         def write(prompts: Any, max_tokens: int) -> Written:
-            written.append(way.name)
+            written.append(setup.name)
             return contender.write(prompts, max_tokens)
 
-        return Contender(way.name, write, contender.exact)
+        return Contender(setup.name, write, contender.exact)
 
     monkeypatch.setattr(contenders, "own_contender", counted)
     second = run.run(settings, tmp_path)
@@ -114,7 +114,7 @@ def test_an_interrupted_run_goes_on_and_other_settings_are_refused(
     ]
     assert second["compared"] == first["compared"]
     with pytest.raises(InvalidInput, match="max_tokens=6 and now 7"):
-        run.run(Settings(suite=suite, max_tokens=7, ways=settings.ways), tmp_path)
+        run.run(Settings(suite=suite, max_tokens=7, setups=settings.setups), tmp_path)
 
 
 def test_a_journal_gives_back_what_it_was_given(tmp_path: Path) -> None:
@@ -130,8 +130,8 @@ def test_rounds_are_recorded_beside_the_controller_that_plans_them() -> None:
     recorder = contenders.recorder_of(llm)
     assert isinstance(llm.engine.controller, Recorder)
     assert contenders.recorder_of(llm) is recorder
-    way = Way("ngram:3", "ngram", 3)
-    written = contenders.own_contender(llm, Settings(), Cell(), way).write([[5, 6, 7], [8, 9]], 12)
+    setup = DrafterSetup("ngram:3", "ngram", 3)
+    written = contenders.own_contender(llm, Settings(), Cell(), setup).write([[5, 6, 7], [8, 9]], 12)
     assert [len(text) for text in written.texts] == [sum(r[2] + 1 for r in text) for text in written.drafts]
     assert all(r[0] <= 3 for text in written.drafts for r in text)
     assert any(r[0] for text in written.drafts for r in text)
@@ -152,7 +152,7 @@ def test_pieces_tell_drafted_tokens_from_the_targets_own() -> None:
         ({"verifiers": ("exactt",)}, "did you mean 'exact'"),
         ({"peers": ("vllm",)}, "unknown peer 'vllm'"),
         ({"peers": ("transformers_assisted",)}, "needs a second model"),
-        ({"ways": (Way("a", None), Way("a", None))}, "listed twice"),
+        ({"setups": (DrafterSetup("a", None), DrafterSetup("a", None))}, "listed twice"),
     ],
 )
 def test_settings_that_cannot_be_run_are_refused(settings: dict[str, Any], complaint: str) -> None:
@@ -161,13 +161,16 @@ def test_settings_that_cannot_be_run_are_refused(settings: dict[str, Any], compl
 
 
 def test_ways_are_named_by_drafter_and_budget() -> None:
-    assert ways_of(["auto", "ngram:4"]) == (Way("auto", None), Way("ngram:4", "ngram", 4))
+    assert parse_setups(["auto", "ngram:4"]) == (
+        DrafterSetup("auto", None),
+        DrafterSetup("ngram:4", "ngram", 4),
+    )
     with pytest.raises(InvalidInput, match="write ngram:8"):
-        Way.parse("ngram:many")
+        DrafterSetup.parse("ngram:many")
     with pytest.raises(UnknownName, match="did you mean 'ngram'"):
-        Way.parse("ngran")
+        DrafterSetup.parse("ngran")
     with pytest.raises(InvalidInput, match="always measured"):
-        Way.parse("plain")
+        DrafterSetup.parse("plain")
 
 
 def test_mistakes_on_the_command_line_are_one_line(

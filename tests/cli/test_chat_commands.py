@@ -26,7 +26,7 @@ def roles(prompt: list[dict[str, str]]) -> str:
 def test_an_unknown_command_is_said_and_never_sent(forerun: Run, prompts: Prompts, typed: str) -> None:
     ran = forerun(*FLAGS, typed=f"{typed}\nhi\n")
     assert [prompt[-1]["content"] for prompt in prompts] == ["hi"]
-    assert f"no command '{typed.split()[0]}': there are /help /system " in ran.err
+    assert f"unknown command '{typed.split()[0]}'; known: /help /system " in ran.err
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_an_unknown_command_is_said_and_never_sent(forerun: Run, prompts: Prompt
 def test_what_is_no_command_is_sent(forerun: Run, prompts: Prompts, typed: str) -> None:
     ran = forerun(*FLAGS, typed=f"{typed}\n")
     assert [prompt[-1]["content"] for prompt in prompts] == [typed.strip()]
-    assert "no command" not in ran.err
+    assert "unknown command" not in ran.err
     assert as_command(typed) is None
 
 

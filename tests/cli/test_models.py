@@ -63,7 +63,7 @@ def test_pull_says_where_the_file_is_unless_quiet(
         return Path("there.gguf")
 
     monkeypatch.setattr(models, "pull_model", pull)
-    assert forerun("models", "pull", "smollm2").out == "smollm2 is there: there.gguf\n"
+    assert forerun("models", "pull", "smollm2").out == "smollm2 is now on this machine: there.gguf\n"
     silent = forerun("models", "pull", "smollm2", "--quiet")
     assert (silent.code, silent.out, silent.err) == (0, "", "")
     assert pulled == ["smollm2", "smollm2"]
@@ -71,7 +71,7 @@ def test_pull_says_where_the_file_is_unless_quiet(
     present = [type(model)(model.name, "", 1, "", Path("there.gguf")) for model in known_models()]
     monkeypatch.setattr(models, "known_models", lambda: present)
     monkeypatch.setattr(models, "find_known", lambda name: Path("there.gguf"))
-    assert "is there already: there.gguf" in forerun("models", "pull", "smollm2").out
+    assert "is already on this machine: there.gguf" in forerun("models", "pull", "smollm2").out
     assert forerun("models", "pull", "smollm2", "--quiet").out == ""
     assert len(pulled) == 2
 

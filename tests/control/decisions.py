@@ -24,7 +24,7 @@ MAKES = {
     "draft model": Make(0.1, chosen=False, stops=False, start=4.0),
     "medusa": Make(0.1, stops=False),
     "head": Make(0.1),
-    "boasting head": Make(0.2, boast=0.4),
+    "overclaiming head": Make(0.2, claim_power=0.4),
     "n-gram and head": Make(0.1, ngram=True),
     "n-gram and draft model": Make(0.15, chosen=False, stops=False, start=2.0, ngram=True),
     "n-gram": Make(0.0, ngram=True),

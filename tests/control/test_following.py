@@ -111,11 +111,11 @@ def test_trees_where_nodes_are_cheap_and_chains_where_they_are_not(stops: bool) 
 
 @pytest.mark.parametrize("kind", [TextKind(0.55), TextKind(0.8)])
 def test_a_head_that_boasts_is_scaled(kind: TextKind) -> None:
-    honest, boastful = Simulation(CPU, Make(0.1)), Simulation(CPU, Make(0.1, boast=0.4))
-    for simulation in (honest, boastful):
+    honest, overclaiming = Simulation(CPU, Make(0.1)), Simulation(CPU, Make(0.1, claim_power=0.4))
+    for simulation in (honest, overclaiming):
         simulation.speed(kind, 100)
-    assert boastful.speed(kind, 400) >= 0.9 * honest.speed(kind, 400)
-    assert boastful.controller._latest.trust < 0.85 < honest.controller._latest.trust
+    assert overclaiming.speed(kind, 400) >= 0.9 * honest.speed(kind, 400)
+    assert overclaiming.controller._latest.trust < 0.85 < honest.controller._latest.trust
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -13,7 +13,7 @@ import torch
 from forerun.bench.contenders import own_contender
 from forerun.bench.figures import Figures
 from forerun.bench.measure import Prompt, Run, Written
-from forerun.bench.settings import Cell, Settings, Way
+from forerun.bench.settings import Cell, DrafterSetup, Settings
 from forerun.bench.suites import Item
 from forerun.cli import app
 from forerun.diagnose import run as diagnosing
@@ -25,14 +25,14 @@ from forerun.types import Budget, Seq
 from tests.bench.conftest import Letters, table_llm
 
 PROMPTS = [Prompt("a", "qa", tuple(range(2, 9))), Prompt("b", "qa", (40, 41, 40, 41))]
-NONE = Way("none", "none")
+NONE = DrafterSetup("none", "none")
 SETTINGS = Settings(max_tokens=24)
 
 
 def found_by(
-    llm: LLM, way: Way, temperature: float = 0.0, prompts: Sequence[Prompt] = PROMPTS
+    llm: LLM, setup: DrafterSetup, temperature: float = 0.0, prompts: Sequence[Prompt] = PROMPTS
 ) -> dict[str, Any]:
-    return diagnose(llm, prompts, SETTINGS, Asked(way, NONE, temperature))
+    return diagnose(llm, prompts, SETTINGS, Asked(setup, NONE, temperature))
 
 
 def verdicts(found: dict[str, Any]) -> dict[str, str]:
@@ -40,7 +40,7 @@ def verdicts(found: dict[str, Any]) -> dict[str, str]:
 
 
 def test_a_drafter_that_fits_is_found_fine() -> None:
-    found = found_by(table_llm("draft_model"), Way("draft_model:3", "draft_model", 3))
+    found = found_by(table_llm("draft_model"), DrafterSetup("draft_model:3", "draft_model", 3))
     assert verdicts(found) == {"texts": "fine", "acceptance": "fine", "template": "look", "context": "fine"}
     assert found["ok"]
     assert found["partings"] == []
@@ -54,7 +54,7 @@ def test_a_drafter_that_guesses_blindly_is_found_out() -> None:
         return [seq.tokens[-1], int(likeliest[0])], [-1, 0]  # what the target is least likely to say
 
     llm.engine.drafters._made["blind"] = ScriptedDrafter(blind)
-    found = found_by(llm, Way("blind", "blind", 1))
+    found = found_by(llm, DrafterSetup("blind", "blind", 1))
     assert verdicts(found)["acceptance"] == "bad"
     assert verdicts(found)["texts"] == "fine"
     assert not found["ok"]
@@ -62,7 +62,7 @@ def test_a_drafter_that_guesses_blindly_is_found_out() -> None:
 
 def test_a_text_that_differs_is_located_and_its_gap_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = table_llm()
-    honest = own_contender(llm, SETTINGS, Cell(), Way("n", "ngram", 2)).write([PROMPTS[0].ids], 24)
+    honest = own_contender(llm, SETTINGS, Cell(), DrafterSetup("n", "ngram", 2)).write([PROMPTS[0].ids], 24)
     text = list(honest.texts[0])
     wrong = [*text[:5], (text[5] + 1) % 64, *text[6:]]
     from forerun.diagnose import checks as findings
@@ -75,7 +75,7 @@ def test_a_text_that_differs_is_located_and_its_gap_measured(monkeypatch: pytest
         return type(contender)(contender.name, lambda prompts, most: lie)
 
     monkeypatch.setattr(findings, "own_contender", rigged)
-    found = found_by(llm, Way("n", "ngram", 2), prompts=PROMPTS[:1])
+    found = found_by(llm, DrafterSetup("n", "ngram", 2), prompts=PROMPTS[:1])
     (parting,) = found["partings"]
     assert parting["position"] == 5
     assert parting["tokens"] == (text[5], wrong[5])
@@ -106,7 +106,7 @@ def test_a_context_beyond_the_drafters_is_named() -> None:
     llm = table_llm("draft_model")
     drafter: Any = llm.engine.drafters.get("draft_model")
     drafter.draft.max_length = 20
-    found = found_by(llm, Way("draft_model:3", "draft_model", 3))
+    found = found_by(llm, DrafterSetup("draft_model:3", "draft_model", 3))
     assert verdicts(found)["context"] == "bad"
 
 
@@ -121,7 +121,9 @@ def test_acceptance_that_falls_with_the_context_is_noticed() -> None:
 
 
 def test_temperature_is_held_against_greedy() -> None:
-    found = found_by(table_llm("draft_model"), Way("draft_model:3", "draft_model", 3), temperature=1.0)
+    found = found_by(
+        table_llm("draft_model"), DrafterSetup("draft_model:3", "draft_model", 3), temperature=1.0
+    )
     assert "temperature" in verdicts(found)
     assert verdicts(found)["texts"] == "fine"  # coupled: a function of the seed
 
@@ -133,7 +135,9 @@ def test_templates_that_are_there_twice(monkeypatch: pytest.MonkeyPatch) -> None
     assert "such as x" in finding.found
     assert list(marks_in([Item("x", "qa", ({"role": "user", "content": "Hello"},))])) == []
     monkeypatch.setattr(Letters, "bos_id", 7)
-    found = found_by(table_llm(), Way("ngram:2", "ngram", 2), prompts=[Prompt("a", "qa", (7, 7, 3, 4))])
+    found = found_by(
+        table_llm(), DrafterSetup("ngram:2", "ngram", 2), prompts=[Prompt("a", "qa", (7, 7, 3, 4))]
+    )
     assert verdicts(found)["template"] == "bad"
 
 

@@ -128,7 +128,7 @@ def test_a_head_for_another_target_is_named(tiny: Checkpoint, tmp_path: Path) ->
 
 
 def test_check_measures_acceptance(tiny: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A random head of the right shape is told that it accepts next to nothing."""
+    """A random head of the right shape is reported: almost nothing is accepted."""
 
     class Letters:
         eos_ids = frozenset({0})

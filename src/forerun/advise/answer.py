@@ -1,4 +1,4 @@
-"""The advisor's answer: a document with the evidence, and the same in plain words.
+"""The answer of `forerun advise`: a JSON document with the evidence, and the same in sentences.
 
 It says which drafter, from which load on to stop, whether training a head would pay, what to type, here and in vLLM,
 and whether the default (`auto`) would do the same. "Do not draft" is an answer like any other.
@@ -19,7 +19,7 @@ from forerun.bench.stats import Spread
 from forerun.build import needs_head
 from forerun.models.base import Target
 
-HARMLESS = 0.97  # what other prompts of the kind may cost at worst
+HARMLESS = 0.97  # the least speed-up that other prompts of the kind may have
 STOP = 1.02  # a drafter that gains less at some batch size need not draft there
 
 
@@ -51,9 +51,9 @@ def document(evidence: Evidence, setup: Setup, target: Target) -> dict[str, Any]
 
 
 def pays_off(best: Prospect) -> bool:
-    """Is a drafter worth a setting: a gain that is large enough, and no harm to speak of?
+    """Is a drafter worth setting: a gain that is large enough, and hardly any loss on other prompts?
 
-    Gains that differ much make a wide interval although nobody loses, so it also does if no prompt loses.
+    Gains that differ much make a wide interval although no prompt loses, so it is also worth it if no prompt loses.
     """
     low = best.speedup.low
     harmless = best.worst >= HARMLESS or (low is not None and low >= HARMLESS)
@@ -75,8 +75,8 @@ def _why(setup: Setup, name: str, known: Prospect | None) -> str:
     default = f"The default (auto) would draft with {setup.auto}{predicted}"
     if name == "none":
         return (
-            f"{default}. Its controller drafts only what should pay, so leaving it on costs next to nothing; "
-            "none is recommended because no gain of 5% is in sight."
+            f"{default}. Its controller drafts only what should pay, so leaving it on costs almost nothing; "
+            "none is recommended because no gain of 5% is predicted."
         )
     if needs_head(name) and setup.device == "cpu":
         return (
@@ -84,7 +84,7 @@ def _why(setup: Setup, name: str, known: Prospect | None) -> str:
             f"On these prompts {name} is predicted to be faster."
         )
     return (
-        f"{default}: it goes by which checkpoints are there, not by prompts. "
+        f"{default}: it chooses by which checkpoints are there, not by prompts. "
         f"On these prompts {name} is predicted to be faster."
     )
 
@@ -133,13 +133,13 @@ def _recommendation(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"Draft with {name}: expect {_times(here)} the speed of plain decoding on prompts like these."
         off = found["off_from_batch"]
         yield (
-            f"From {off} texts at once on it no longer pays; the adaptive controller stops by itself."
+            f"From {off} sequences at once on it no longer pays; the adaptive controller stops by itself."
             if off
             else f"It pays at every batch size looked at, up to {max(map(int, found['by_batch']))}."
         )
     else:
         tried = ", ".join(f"{drafter} {_times(row['speedup'])}" for drafter, row in first.items())
-        yield f"Do not draft: nothing tried here would surely gain 5%. Predicted over plain decoding: {tried}."
+        yield f"Do not draft: no drafter tried here is sure to gain 5%. Predicted over plain decoding: {tried}."
     read = found.get("prompts")
     if read is not None and read["read"] < read["given"]:
         yield f"Read {read['read']} of the {read['given']} prompts; --limit 0 reads all."

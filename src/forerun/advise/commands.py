@@ -1,7 +1,7 @@
-"""What to type for a recommendation: a forerun command, and the nearest `--speculative-config` of vLLM.
+"""Commands for a recommendation: a forerun command, and the nearest `--speculative-config` of vLLM.
 
 vLLM drafts a fixed number of tokens, at most one number per batch size, where our controller decides every round. So
-its configuration is the best fixed budget by this machine's t(n): a place to start there, not a prediction.
+its configuration is the best fixed budget by this machine's t(n): a first setting to try there, not a prediction.
 """
 
 from __future__ import annotations

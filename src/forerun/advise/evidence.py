@@ -1,4 +1,4 @@
-"""What the advisor goes by: texts, what rounds cost, and what every drafter would have done on those texts.
+"""Evidence for `forerun advise`: texts, costs of rounds, and what every drafter would have done on those texts.
 
 The plain loop writes the prompts once, which gives the texts, the cost of a real round and that of the prompts.
 Every drafter then writes them once more: heads and hybrids as the controller has them, the others drafting as much as
@@ -18,7 +18,7 @@ from forerun.advise.replay import Text, can_replay, replay
 from forerun.bench.contenders import own_contender
 from forerun.bench.figures import Accepted, interval_of
 from forerun.bench.measure import Group, Prompt, Run, alternate, warm_up
-from forerun.bench.settings import PLAIN, Cell, Settings, Way
+from forerun.bench.settings import PLAIN, Cell, DrafterSetup, Settings
 from forerun.bench.stats import Spread
 from forerun.build import build_drafter
 from forerun.control.allocate import deepest
@@ -33,7 +33,7 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 WORTH_IT = 1.05  # a predicted gain below this is not worth a setting
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8)
 LONGEST = 24  # nodes of a chain that a controller would have drafted
-_SHORTEST = (1, 2, 3, 4)  # matches that n-gram may go by, where its budget is fixed
+_SHORTEST = (1, 2, 3, 4)  # matches that n-gram may use, where its budget is fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Fixed:
 
     lengths: Mapping[int, int]
     gains: Mapping[int, float]
-    shortest: int = 1  # match that an n-gram lookup may go by
+    shortest: int = 1  # match that an n-gram lookup may use
 
     @property
     def budgets(self) -> dict[int, int]:
@@ -78,7 +78,7 @@ def gather(llm: LLM, cost: CostModel, prompts: Sequence[Prompt], settings: Setti
     """Write the prompts: plainly, and with every drafter that must run to draft."""
     cell = Cell(temperature=settings.temperatures[0])
     groups = [Group.of([prompt]) for prompt in prompts]
-    plain = own_contender(llm, settings, cell, Way(PLAIN, "none"))
+    plain = own_contender(llm, settings, cell, DrafterSetup(PLAIN, "none"))
     warm_up([plain], groups[0], min(8, settings.max_tokens))
     runs = list(alternate([plain], groups, settings.max_tokens, 1))
     stops = frozenset() if settings.ignore_eos else llm.engine.stop_ids
@@ -91,7 +91,7 @@ def gather(llm: LLM, cost: CostModel, prompts: Sequence[Prompt], settings: Setti
     drafted: dict[str, list[Run]] = {}
     for name in drafters:
         budget = None if knows_its_confidence(name) else settings.nodes
-        contender = own_contender(llm, settings, cell, Way(name, name, budget))
+        contender = own_contender(llm, settings, cell, DrafterSetup(name, name, budget))
         warm_up([contender], groups[0], min(8, settings.max_tokens))
         drafted[name] = list(alternate([contender], groups, settings.max_tokens, 1))
     costs = calibrate(cost, runs, [run for some in drafted.values() for run in some])
@@ -123,7 +123,7 @@ def knows_its_confidence(name: str) -> bool:
 
 
 def calibrate(cost: CostModel, plain: Sequence[Run], drafted: Sequence[Run]) -> Costs:
-    """t(n) brought to the level of real rounds, and the host's share of a plain one.
+    """t(n) scaled to real rounds, and the host's share of a plain one.
 
     A curve measured in a quiet moment is too low for both kinds of rounds, and not by the same factor: t(1) is what
     plain rounds took, and passes over more nodes are scaled by what those of the drafters took.

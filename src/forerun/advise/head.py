@@ -1,4 +1,4 @@
-"""Would training a head pay on this machine? A prediction for a head that does not exist yet, and its assumptions."""
+"""Would training a head pay on this machine? A prediction for a head not yet trained, and its assumptions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forerun.advise.predict import Costs, at_acceptance
 from forerun.build import needs_head
 from forerun.models.base import Target
 
-ACCEPTANCE = (0.55, 0.7)  # what small heads reach on a text they were not, and were, trained for
+ACCEPTANCE = (0.55, 0.7)  # what small heads reach on text unlike, and like, their training data
 VOCABULARY = 16384  # tokens that a draft head needs to rank
 TOKENS = 2_000_000  # of the target's own answers, to train one
 SHARE = 0.1  # of a plain pass, where the model's shape is not known
@@ -57,13 +57,13 @@ def _break_even(costs: Costs, share: float, nodes: int) -> float | None:
 def head_in_words(head: Mapping[str, Any]) -> Iterator[str]:
     """The same for a person."""
     if head["trained"]:
-        yield f"A trained head is there already, and was measured: {', '.join(head['trained'])}."
+        yield f"A trained head exists already and was measured: {', '.join(head['trained'])}."
         return
     if head["break_even"] is None:
-        yield "Training a head would not pay: not even a perfect one would, at what passes cost here."
+        yield "Training a head would not pay: even a perfect one would not, at what passes cost here."
         return
     low, high = head["speedup"]
-    verdict = "would pay" if head["pays"] else "would not pay enough to bother"
+    verdict = "would pay" if head["pays"] else "would gain less than 5%"
     yield (
         f"Training a head {verdict}: {low:.2f} to {high:.2f} times plain at an acceptance of "
         f"{head['acceptance'][0]} to {head['acceptance'][1]}; it breaks even at {head['break_even']:.2f}."

@@ -1,4 +1,4 @@
-"""From rounds to a predicted speed-up, for any drafting and any batch size.
+"""Predict the speed-up of a drafter from its rounds, for any batch size.
 
 A round of B sequences costs t(nodes) for the target, a level of drafting times the depth, and the host's share.
 How many nodes and how many tokens it has comes from recorded or replayed rounds; t(n) from this machine. Intervals
@@ -24,7 +24,7 @@ DRAWS = 200  # rounds of a batch that are put together at random
 class Costs:
     """What rounds cost on this machine, in seconds."""
 
-    target: CostModel  # brought to the level of real rounds
+    target: CostModel  # scaled to real rounds
     host: float  # per sequence of a plain round: planning, sampling, bookkeeping
 
     def plain_round(self, batch: int) -> float:
@@ -33,14 +33,14 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What a drafter did on every text, and what that cost beyond the target's passes."""
+    """What a drafter did on every sequence, and what that cost beyond the target's passes."""
 
-    rounds: tuple[Drafts, ...]  # per text
+    rounds: tuple[Drafts, ...]  # per sequence
     level: float = 0.0  # seconds per drafted level
     host: float = 0.0  # seconds per sequence and round beyond a plain round's
 
     def cut(self, depth: int) -> Drafting:
-        """The same at most so deep, trees with their share of nodes: what came first came whatever followed it."""
+        """The same with drafts cut at a depth, trees with their share of nodes: no token depends on later ones."""
         rounds = tuple(
             tuple((_share(n, deep, depth), min(deep, depth), min(kept, depth)) for n, deep, kept in text)
             for text in self.rounds
@@ -61,7 +61,7 @@ def _share(nodes: int, deep: int, depth: int) -> int:
 
 
 def predict(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int) -> Spread:
-    """Speed-up over plain decoding of whole calls, prompts included, with so many texts at once."""
+    """Speed-up over plain decoding of whole calls, prompts included, with so many sequences at once."""
     return ratio_interval([[pair] for pair in _pairs(drafting, texts, costs, batch)])
 
 
@@ -71,7 +71,7 @@ def worst_prompt(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch:
 
 
 def estimate(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int) -> float:
-    """The same without its interval, which is what takes time: for searching."""
+    """The same without its interval, which is slow to compute: for searching."""
     return ratio_of(_pairs(drafting, texts, costs, batch))
 
 
@@ -89,9 +89,9 @@ def _pairs(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int) 
 def _text_seconds(
     rounds: Drafts, tokens: int, drafting: Drafting, costs: Costs, batch: int, shared: float
 ) -> float:
-    """A text's part of the time of the rounds it takes part in."""
+    """A sequence's share of the time of its rounds."""
     needed = tokens / (1.0 + sum(kept for _, _, kept in rounds) / max(1, len(rounds)))
-    if batch > 1:  # its neighbours are others: everybody's rounds take the same
+    if batch > 1:  # its rounds are shared with random others, so all take the mean time
         return needed * shared / batch
     own = sum(
         costs.target.pass_seconds(1 + nodes) + depth * drafting.level + costs.host + drafting.host
@@ -115,7 +115,7 @@ def _round_seconds(drafting: Drafting, costs: Costs, batch: int) -> float:
 
 
 def at_acceptance(acceptance: float, level: float, costs: Costs, batch: int, most: int) -> tuple[float, int]:
-    """The best speed-up of a chain whose every node stands with this probability, and its length.
+    """The best speed-up of a chain whose every node is accepted with this probability, and its length.
 
     `level` is what drafting one level costs, as a share of a plain pass: for drafters that do not exist yet.
     """

@@ -1,8 +1,8 @@
-"""What a drafter would have done: its rounds over texts that are already written, without the target.
+"""Replay a drafter over texts that are already written, without the target: which rounds it would have had.
 
 Verification is exact, so a text does not depend on its drafter. Once the plain loop has written it, any drafter
-that costs nothing and needs nothing from the target can be tried on it, under any price list, as often as one
-likes: which is how a speed-up can be predicted for loads that nobody has run.
+that costs nothing and needs nothing from the target can be replayed on it, under any price list.
+So a speed-up can be predicted for batch sizes that were not run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Rounds per text, and the seconds a proposal took on average."""
+    """Rounds per sequence, and the seconds a proposal took on average."""
 
     rounds: tuple[Drafts, ...]
     seconds_per_round: float
@@ -69,6 +69,6 @@ def replay(drafter: Drafter, texts: Sequence[Text], budget: Budget) -> Replay:
 
 
 def _walk(trees: TreeBatch, ahead: Sequence[int]) -> list[int]:
-    """The nodes below the root that agree with what comes."""
+    """The nodes below the root that agree with the text."""
     (tokens, _), (shape,) = trees.to_host(), trees.topology()
     return follow(tokens, shape.children, lambda node, depth: ahead[depth] if depth < len(ahead) else -1)[0]

@@ -1,6 +1,6 @@
-"""Should you draft, with what, and how much? An answer for one model, one machine and one's own prompts.
+"""Run `forerun advise`: whether to draft, with what, and how much, for one model, machine and set of prompts.
 
-From start to end: load, gather evidence, conclude; and, if asked to, hold the prediction against the clock on
+From start to end: load, gather evidence, conclude; and, if asked to, compare the prediction with a measurement on
 prompts that it was not made from.
 """
 
@@ -17,7 +17,7 @@ from forerun.bench.contenders import load, own_contender
 from forerun.bench.machine import is_busy, load_average, machine_facts
 from forerun.bench.measure import Group, Prompt, Run, alternate, warm_up
 from forerun.bench.run import tokenise
-from forerun.bench.settings import PLAIN, Cell, Settings, Way
+from forerun.bench.settings import PLAIN, Cell, DrafterSetup, Settings
 from forerun.bench.stats import Pair, ratio_interval
 from forerun.bench.suites import load_suite
 from forerun.build import choose_drafter, needs_head
@@ -97,11 +97,11 @@ def split(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
 def check(
     llm: LLM, evidence: Evidence, held_back: Sequence[Prompt], settings: Settings, repeats: int = 2
 ) -> dict[str, Any]:
-    """The prediction for batch 1, made without these prompts, against what the clock says on them."""
+    """The prediction for batch 1, made without these prompts, against what is measured on them."""
     best = prospects(evidence, 1)[0]
     cell = Cell(temperature=settings.temperatures[0])
-    way = Way(best.drafter, best.drafter, best.budget or None)
-    contenders = [own_contender(llm, settings, cell, one) for one in (Way(PLAIN, "none"), way)]
+    setup = DrafterSetup(best.drafter, best.drafter, best.budget or None)
+    contenders = [own_contender(llm, settings, cell, one) for one in (DrafterSetup(PLAIN, "none"), setup)]
     groups = [Group.of([prompt]) for prompt in held_back]
     warm_up(contenders, groups[0], min(8, settings.max_tokens))
     runs: dict[str, list[Run]] = {contender.name: [] for contender in contenders}
@@ -109,7 +109,7 @@ def check(
         runs[run.contender].append(run)
     by_prompt: dict[str, list[Pair]] = {}
     base = {run.key[1:]: run for run in runs[PLAIN]}
-    for run in runs[way.name]:
+    for run in runs[setup.name]:
         other = base[run.key[1:]]
         pair = Pair(run.tokens, run.seconds, other.tokens, other.seconds)
         by_prompt.setdefault(run.prompt, []).append(pair)
@@ -121,5 +121,5 @@ def check(
         "predicted": spread(best.speedup),
         "measured": spread(measured),
         "error": round(best.speedup.value / measured.value - 1.0, 4),
-        "equal": all(run.texts == base[run.key[1:]].texts for run in runs[way.name]),
+        "equal": all(run.texts == base[run.key[1:]].texts for run in runs[setup.name]),
     }

@@ -1,1 +1,1 @@
-"""Measurements: prompts, an alternating runner, ratios with their spread, and what the machine was."""
+"""Benchmarks: prompts, an alternating runner, ratios with 95% intervals, and facts about the machine."""

@@ -1,4 +1,4 @@
-"""Tokens per round of trained drafters over a suite: what a head is worth, before any clock is asked.
+"""Tokens per round (acceptance) of trained drafters over a suite, without timing.
 
     python -m forerun.bench.acceptance --target M --suite builtin --drafters runs/eagle3,runs/medusa
 
@@ -29,7 +29,7 @@ SEED = 20261115
 
 
 def drafter_of(folder: Path) -> str:
-    """The drafter that runs what is in a folder."""
+    """The drafter for the trained head or draft model in a folder."""
     head = open_head(folder)
     return "draft_model" if head is None else registry.drafters.running(head.kind)[0].name
 

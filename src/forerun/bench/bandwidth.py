@@ -1,6 +1,6 @@
-"""What this machine's memory gives: the yardstick for a pass that reads every weight once.
+"""Memory bandwidth of this machine in GB/s: the bound of a pass that reads every weight once.
 
-There is no single way to ask. A copy reads and writes; a sum and a product of a matrix with a vector only read, as
+No single measurement is right. A copy reads and writes; a sum and a product of a matrix with a vector only read, as
 a pass does, but may be bound by arithmetic. All three run in torch, with its threads, over far more bytes than any
 cache holds; the best of them is what the machine can do at least.
 """
@@ -14,11 +14,11 @@ import torch
 
 SIZE = 128 << 20  # bytes of the larger operand
 _WIDTH = 4096
-WAYS = "the best of a copy (bytes read and written), a sum and a matrix by a vector (bytes read), 128 MiB float32"
+METHODS = "the best of a copy (bytes read and written), a sum and a matrix by a vector (bytes read), 128 MiB float32"
 
 
 def bandwidth(repeats: int = 5) -> dict[str, float]:
-    """GB/s by way, and the best of them."""
+    """GB/s by method, and the best of them."""
     source = torch.ones(SIZE // 4 // _WIDTH, _WIDTH)
     into, vector = torch.empty_like(source), torch.ones(_WIDTH)
     found = {

@@ -1,4 +1,4 @@
-"""Two results side by side: what changed, and whether the change is more than noise.
+"""Compare two benchmark results: what changed, and whether the change is more than noise.
 
 Only ratios are compared as such: they were measured within one process. Speeds of two runs differ by whatever
 the machine did meanwhile, so they are shown and not judged.
@@ -65,7 +65,7 @@ def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
-    """The comparison for a person."""
+    """Print the comparison as tables."""
     shown = []
     colours = {"better": "green", "worse": "red"}
     for name, rows in found["by_task"].items():

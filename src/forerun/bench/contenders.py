@@ -1,4 +1,4 @@
-"""Who is measured: our loop, plain and with every way of drafting, and the peers asked for, on one checkpoint."""
+"""The contenders of a benchmark: our loop, plain and with every drafter, and the peers asked for, on one checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forerun.bench.machine import cores
 from forerun.bench.measure import Contender, Written
 from forerun.bench.peers.process import Peers
 from forerun.bench.recorder import Recorder
-from forerun.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS, Cell, Settings, Way
+from forerun.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS, Cell, DrafterSetup, Settings
 from forerun.build import build_drafter
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
@@ -41,24 +41,26 @@ def load(settings: Settings) -> tuple[LLM, CostModel]:
     )
     speculative = SpeculativeConfig(draft_model=settings.draft_model, budget=settings.budget)
     llm = LLM.load(settings.model, speculative_config=speculative, config=config)
-    for way in settings.ways:
-        if way.head is not None:
-            llm.engine.drafters.add(way.name, build_head(llm, way))
+    for setup in settings.setups:
+        if setup.head is not None:
+            llm.engine.drafters.add(setup.name, build_head(llm, setup))
     return llm, fresh_costs(llm)
 
 
-def build_head(llm: LLM, way: Way) -> Drafter:
-    """A drafter with a head of its own, beside whatever the engine drafts with."""
-    assert way.drafter is not None
-    spec = registry.drafters.spec(way.drafter)
+def build_head(llm: LLM, setup: DrafterSetup) -> Drafter:
+    """A drafter with a head of its own, beside the engine's default drafter."""
+    assert setup.drafter is not None
+    spec = registry.drafters.spec(setup.drafter)
     if spec.needs != "head":
-        raise InvalidInput(f"the drafter {way.drafter!r} has no head; write {way.drafter} without a folder")
-    speculative = SpeculativeConfig(way.drafter, draft_model=way.head)
+        raise InvalidInput(
+            f"the drafter {setup.drafter!r} has no head; write {setup.drafter} without a folder"
+        )
+    speculative = SpeculativeConfig(setup.drafter, draft_model=setup.head)
     return build_drafter(spec, Parts(llm.engine.target, None, speculative))
 
 
 def fresh_costs(llm: LLM) -> CostModel:
-    """Measure t(n) now and let the controller go by it."""
+    """Measure t(n) now and give it to the controller."""
     cost = CostModel.measure(llm.engine.target)
     if isinstance(llm.engine.controller, AdaptiveController):
         llm.engine.controller.cost = cost
@@ -66,16 +68,16 @@ def fresh_costs(llm: LLM) -> CostModel:
 
 
 def own_contenders(llm: LLM, settings: Settings, cell: Cell) -> list[Contender]:
-    """Our loop in one cell: plain, then every way of drafting."""
-    ways = [Way(PLAIN, "none"), *settings.ways]
-    return [own_contender(llm, settings, cell, way) for way in ways]
+    """Our loop in one cell: plain, then every drafter."""
+    setups = [DrafterSetup(PLAIN, "none"), *settings.setups]
+    return [own_contender(llm, settings, cell, setup) for setup in setups]
 
 
-def own_contender(llm: LLM, settings: Settings, cell: Cell, way: Way) -> Contender:
-    """One way of drafting in one cell; drafters keep what they learnt between prompts, as in a server."""
+def own_contender(llm: LLM, settings: Settings, cell: Cell, setup: DrafterSetup) -> Contender:
+    """One drafter in one cell; drafters keep what they learnt between prompts, as in a server."""
     recorder = recorder_of(llm)
-    budget = None if way.budget is None else budget_of(way.budget, width=1)
-    drafter = way.drafter if way.head is None else way.name
+    budget = None if setup.budget is None else budget_of(setup.budget, width=1)
+    drafter = setup.drafter if setup.head is None else setup.name
 
     def write(prompts: Sequence[Sequence[int]], max_tokens: int) -> Written:
         recorder.take()
@@ -91,7 +93,7 @@ def own_contender(llm: LLM, settings: Settings, cell: Cell, way: Way) -> Contend
         decoding = sum(spent for one in passes for spent in one.values())
         return Written(texts, seconds, len(passes), decoding, passes, drafts)
 
-    return Contender(way.name, write, exact=is_comparable(llm, cell))
+    return Contender(setup.name, write, exact=is_comparable(llm, cell))
 
 
 def recorder_of(llm: LLM) -> Recorder:
@@ -104,8 +106,8 @@ def recorder_of(llm: LLM) -> Recorder:
 def is_comparable(llm: LLM, cell: Cell) -> bool:
     """Must every drafter write the plain loop's text, token for token?
 
-    At temperature 0 every exact verifier promises that; above it only one that makes the text a function of the
-    seed. The others promise the same law, which a single text cannot show.
+    At temperature 0 every exact verifier guarantees that; above it only one that makes the text a function of the
+    seed. The others guarantee the same law, which a single text cannot show.
     """
     name = "coupled" if cell.verifier == "auto" else cell.verifier
     verifier = llm.engine.verifiers.get(name)

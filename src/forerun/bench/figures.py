@@ -1,4 +1,4 @@
-"""From runs to figures: speeds, ratios with 95% intervals, tokens per round, acceptance, where the time went."""
+"""Figures from benchmark runs: speeds, ratios with 95% intervals, tokens per round, acceptance, time by part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARTS = {"draft": "draft", "target": "target", "verify": "verify", "rest": "host
 
 
 class Accepted(NamedTuple):
-    """Acceptance at one depth, with the counts that it rests on."""
+    """Acceptance at one depth, with its counts."""
 
     accepted: int  # trees whose accepted path reached this depth
     drafted: int  # trees that reached it
@@ -24,7 +24,7 @@ class Accepted(NamedTuple):
 
 
 def acceptance_by_depth(texts: Iterable[Drafts]) -> list[Accepted]:
-    """Rounds of some texts, counted by the depth that trees and accepted paths reached."""
+    """Rounds of some sequences, counted by the depth that trees and accepted paths reached."""
     rounds = [one for text in texts for one in text]
     deepest = max((depth for _, depth, _ in rounds), default=0)
     found = []
@@ -86,7 +86,7 @@ class Figures:
         }
 
     def tokens_per_round(self, contender: str, task: str | None = None) -> float | None:
-        """Committed tokens of a text by the rounds it took part in, bonus included."""
+        """Committed tokens of a sequence divided by its rounds, bonus included."""
         runs = self.of(contender, task)
         if any(run.drafts for run in runs):
             rounds = sum(len(text) for run in runs for text in run.drafts)
@@ -120,11 +120,11 @@ def rate_of(runs: Sequence[Run]) -> float:
 
 
 def summarise(
-    figures: Figures, contenders: Sequence[Contender], found: Sequence[Difference], blind: str = ""
+    figures: Figures, contenders: Sequence[Contender], found: Sequence[Difference], fixed: str = ""
 ) -> dict[str, Any]:
     """Everything that was measured in a cell, as plain JSON values.
 
-    `blind` names a way that is shown, but is nobody's worst case.
+    `fixed` names a contender that is reported but not counted as the worst drafter.
     """
     names = [contender.name for contender in contenders]
     ours = names[names.index(PLAIN) :]
@@ -132,7 +132,7 @@ def summarise(
     by_task = {name: {task: _by_task(figures, name, task) for task in figures.tasks} for name in drafters}
     ratios_of = _all_ratios(figures, names)
     ratios: dict[str, float] = {name: round(spread.value, 4) for name, spread in ratios_of.items()}
-    if weighed := [name for name in drafters if name != blind]:
+    if weighed := [name for name in drafters if name != fixed]:
         cells = [by_task[name][task]["speedup"] for name in weighed for task in figures.tasks]
         ratios[f"worst_drafter_vs_{PLAIN}"] = min(ratios[f"{name}_vs_{PLAIN}"] for name in weighed)
         ratios[f"worst_task_vs_{PLAIN}"], ratios[f"best_task_vs_{PLAIN}"] = min(cells), max(cells)
@@ -166,7 +166,7 @@ def summarise(
 
 
 def _all_ratios(figures: Figures, names: Sequence[str]) -> dict[str, Spread]:
-    """Ours over our plain loop, and everybody over every peer that is listed before them."""
+    """Ours over our plain loop, and every contender over every peer that is listed before it."""
     first = names.index(PLAIN)
     pairs = [(name, PLAIN) for name in names[first + 1 :]]
     pairs += [(name, base) for i, base in enumerate(names[:first]) for name in names[i + 1 :]]

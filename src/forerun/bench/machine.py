@@ -1,4 +1,4 @@
-"""What the figures were measured on. A ratio without its machine cannot be checked by anybody."""
+"""Facts about the machine that a benchmark ran on: CPU, GPU, memory, load, software versions, commit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forerun.bench.bandwidth import copy_bandwidth
 from forerun.models.base import Target
 from forerun.models.native.target import NativeDecoder
 
-BUSY_SHARE = 0.5  # of the cores: a load above this before we start is somebody else's
+BUSY_SHARE = 0.5  # of the cores: a load above this before we start comes from other processes
 
 
 def cores() -> int:
@@ -25,7 +25,7 @@ def cores() -> int:
 
 
 def load_average() -> float | None:
-    """The load of the last minute, where the system tells."""
+    """The load of the last minute, where the system reports it."""
     try:
         return round(os.getloadavg()[0], 2)
     except (AttributeError, OSError):
@@ -71,7 +71,7 @@ def peak_memory() -> dict[str, float | None]:
 
 
 def weight_bytes(target: Target) -> int | None:
-    """Bytes of weights that a pass over one node reads, where the target or its configuration tells."""
+    """Bytes of weights that a pass over one node reads, where the target or its configuration says so."""
     if isinstance(target, NativeDecoder):
         return target.weight_bytes
     shared = target.shared()

@@ -2,7 +2,7 @@
 
 Machines drift (heat, neighbours, caches), so figures taken minutes apart do not compare. Here all contenders
 of a prompt run next to each other in time, in an order that rotates, and only such neighbours are divided by
-each other. Whoever claims to be exact must also have written the same text.
+each other. A contender that claims to be exact must also have written the same text.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from forerun.errors import InvalidInput
 
 MIXED = "mixed"  # the task of a group whose prompts are of several
 
-Drafts = tuple[tuple[int, int, int], ...]  # per round of a text: nodes drafted, depth, accepted
+Drafts = tuple[tuple[int, int, int], ...]  # per round of a sequence: nodes drafted, depth, accepted
 
 
 class Written(NamedTuple):
-    """What a contender hands back."""
+    """What a contender returns."""
 
     texts: Sequence[Sequence[int]]  # new tokens only, one text per prompt
     seconds: float  # the whole call, prompts included
     rounds: int | None = None  # target passes
-    decode_seconds: float | None = None  # the same without the pass over the prompts, where it can be told
+    decode_seconds: float | None = None  # the same without the pass over the prompts, where that is known
     passes: Sequence[Mapping[str, float]] = ()  # seconds of each round by part
-    drafts: Sequence[Drafts] = ()  # one per text
+    drafts: Sequence[Drafts] = ()  # one per sequence
 
 
 Write = Callable[[Sequence[Sequence[int]], int], Written]
@@ -39,17 +39,17 @@ class ContenderLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way to write; called with the ids of one or more prompts and the most new tokens for each."""
+    """Something that generates; called with the ids of one or more prompts and the most new tokens for each."""
 
     name: str
     write: Write
-    exact: bool = True  # it promises the text that the plain loop gives
-    like: str | None = None  # another contender whose text it promises: a peer's own plain one
+    exact: bool = True  # it guarantees the text that the plain loop gives
+    like: str | None = None  # another contender whose text it must equal: a peer's own plain one
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tokens."""
+    """A prompt as token ids."""
 
     id: str
     task: str
@@ -108,7 +108,7 @@ class Difference:
 def group(prompts: Sequence[Prompt], batch: int) -> list[Group]:
     """Prompts in groups of one size: of one task where it has enough, the left-over ones of all tasks mixed.
 
-    No prompt is used twice, since repeating one flatters whoever looks things up; what does not fill a group
+    No prompt is used twice, since repeating one flatters every lookup drafter; what does not fill a group
     is left out.
     """
     groups, over = [], []
@@ -126,7 +126,7 @@ def group(prompts: Sequence[Prompt], batch: int) -> list[Group]:
 def warm_up(
     contenders: Sequence[Contender], first: Group, max_tokens: int, lost: dict[str, str] | None = None
 ) -> None:
-    """Let everybody write once for nothing: first calls allocate, compile and fault pages in."""
+    """Let every contender write once, untimed: first calls allocate, compile and fault pages in."""
     for contender in contenders:
         with _noting(contender, lost):
             contender.write([prompt.ids for prompt in first.prompts], max_tokens)
@@ -140,9 +140,9 @@ def alternate(
     known: Mapping[tuple[str, str, int], Run] | None = None,
     lost: dict[str, str] | None = None,
 ) -> Iterator[Run]:
-    """Measure everybody on everything, but for what is known; the order turns with every group and repeat.
+    """Measure every contender on every group, except runs already known; the order rotates by group and repeat.
 
-    A contender that is lost on the way is noted in `lost` with the reason and asked no more.
+    A contender that fails is noted in `lost` with the reason and not called again.
     """
     known = known or {}
     for repeat in range(repeats):
@@ -158,7 +158,7 @@ def alternate(
 
 @contextmanager
 def _noting(contender: Contender, lost: dict[str, str] | None) -> Iterator[None]:
-    """Note that a contender is lost, where somebody keeps a list of them."""
+    """Note that a contender failed, where the caller keeps a list of them."""
     try:
         yield
     except ContenderLost as error:
@@ -170,7 +170,7 @@ def _noting(contender: Contender, lost: dict[str, str] | None) -> Iterator[None]
 def without_lost(
     contenders: Sequence[Contender], runs: Sequence[Run], lost: Mapping[str, str]
 ) -> tuple[list[Contender], list[Run]]:
-    """Those who went to the end, and their runs: half a run of somebody is comparable with nothing."""
+    """The contenders that finished, and their runs: an unfinished contender's runs compare with nothing."""
     left = [
         replace(contender, like=None if contender.like in lost else contender.like)
         for contender in contenders
@@ -210,7 +210,7 @@ def differences(runs: Iterable[Run], contenders: Sequence[Contender]) -> list[Di
 
 
 def agreement(runs: Iterable[Run], contenders: Sequence[Contender]) -> dict[str, tuple[str, int, int]]:
-    """Of contenders that promise another's text: whose, how many texts were equal to it, and of how many."""
+    """Of contenders that must equal another's text: whose, how many texts were equal to it, and of how many."""
     by_key = {run.key: run for run in runs}
     found = {}
     for contender in contenders:
@@ -222,6 +222,6 @@ def agreement(runs: Iterable[Run], contenders: Sequence[Contender]) -> dict[str,
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
-    """Where two texts part; the length of the shorter where one begins with the other."""
+    """The first position where two texts differ; the length of the shorter where one begins with the other."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,4 +1,4 @@
-"""Every round as it happened: a controller that notes what passes by and leaves deciding to another."""
+"""A controller that records every round and leaves the decisions to the controller it wraps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forerun.types import Budget, Round, Seq
 
 
 class Recorder:
-    """Stands in for an engine's controller."""
+    """Replaces an engine's controller."""
 
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
@@ -31,7 +31,7 @@ class Recorder:
         self.controller.forget(seq)
 
     def take(self) -> tuple[list[Mapping[str, float]], list[Drafts]]:
-        """What happened since the last call: the seconds of each round, and each text's rounds in order."""
+        """What happened since the last call: the seconds of each round, and each sequence's rounds in order."""
         passes, drafts = self.passes, [tuple(rounds) for _, rounds in sorted(self._drafts.items())]
         self.passes, self._drafts = [], {}
         return passes, drafts

@@ -1,4 +1,4 @@
-"""The benchmark itself: load, measure every cell in turn, sum up. `forerun bench` and its presets call `run`.
+"""Run a benchmark: load, measure every cell in turn, sum up. `forerun bench` and its presets call `run`.
 
 The baseline is our own plain loop, in the same process and on the same prompts, a moment before or after. The
 document that comes back is described in docs/benchmarking.md and checked by `forerun.bench.schema`.
@@ -47,9 +47,9 @@ _CELL_KEYS = ("equal", "compared", "differing", "speedup", "by_task")
 
 
 def run(
-    settings: Settings, out: Path | None = None, name: str = "forerun", blind: str = ""
+    settings: Settings, out: Path | None = None, name: str = "forerun", fixed: str = ""
 ) -> dict[str, Any]:
-    """Load everything, measure, and hand back the JSON document; `out` keeps raw rounds and resumes."""
+    """Load everything, measure, and return the JSON document; `out` keeps raw rounds and resumes."""
     items = load_suite(settings.suite, settings.tasks, settings.limit)
     run_log = RunLog(out, settings)
     before = load_average()  # before our own loading adds to it
@@ -57,7 +57,7 @@ def run(
         llm, cost = load(settings)
         peers = load_peers(llm, settings)
     try:
-        result = measure(llm, cost, peers, items, settings, run_log, blind)
+        result = measure(llm, cost, peers, items, settings, run_log, fixed)
     finally:
         peers.close()
     conditions = {
@@ -76,7 +76,7 @@ def measure(
     items: Sequence[Item],
     settings: Settings,
     run_log: RunLog,
-    blind: str = "",
+    fixed: str = "",
 ) -> dict[str, Any]:
     """Alternate over the prompts, cell by cell, and sum up."""
     facts = machine_facts()
@@ -92,7 +92,7 @@ def measure(
             contenders, _with_progress(plan, contenders, settings, run_log, lost), lost
         )
         figures = Figures(runs)
-        summary = summarise(figures, contenders, differences(runs, contenders), blind)
+        summary = summarise(figures, contenders, differences(runs, contenders), fixed)
         first = first or (figures, summary, contenders)
         documents.append(_cell_document(plan.cell, summary))
     assert first is not None  # settings have at least one cell
@@ -103,7 +103,7 @@ def measure(
         **summary,
         "equal": all(cell["equal"] is not False for cell in documents),
         "cells": documents,
-        "samples": samples(figures, settings.ways[0].name, llm.tokenizer) if settings.ways else [],
+        "samples": samples(figures, settings.setups[0].name, llm.tokenizer) if settings.setups else [],
         "conditions": {
             **facts,
             **settings.as_document(),

@@ -1,6 +1,6 @@
-"""A folder that remembers: every run as a line of JSON, so that an interrupted benchmark goes on where it was.
+"""The log of a benchmark's runs in a folder, a line of JSON each, so that an interrupted benchmark resumes.
 
-`settings.json` says what was asked for, `rounds.jsonl` has one line per text written: its tokens, and for every
+`settings.json` says what was asked for, `rounds.jsonl` has one line per sequence written: its tokens, and for every
 round what was drafted, how deep, how much was accepted, and where the seconds went. A last line that was cut
 off while it was written is measured again.
 """
@@ -34,7 +34,7 @@ class RunLog:
         return {key: run for (where, key), run in self._runs.items() if where == cell}
 
     def add(self, cell: Cell, run: Run) -> None:
-        """Keep a run, at once."""
+        """Keep a run, and write it to disk now."""
         if (cell, run.key) in self._runs:
             return
         self._runs[cell, run.key] = run

@@ -1,4 +1,4 @@
-"""The prompts that gained most and least, token by token: what was drafted, and what the target said itself."""
+"""Sample outputs: the prompts that gained most and least, token by token, drafted tokens marked."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from forerun.bench.settings import PLAIN
 from forerun.engine.detokenize import Decodes, Detokenizer
 
 
-def samples(figures: Figures, way: str, tokenizer: Decodes, each: int = 2) -> list[dict[str, Any]]:
+def samples(figures: Figures, drafter: str, tokenizer: Decodes, each: int = 2) -> list[dict[str, Any]]:
     """The texts that gained most, best first, then those that gained least, worst last."""
-    gains = sorted(figures.by_prompt(way, PLAIN).items(), key=lambda pair: -pair[1])
+    gains = sorted(figures.by_prompt(drafter, PLAIN).items(), key=lambda pair: -pair[1])
     chosen = gains if len(gains) <= 2 * each else [*gains[:each], *gains[-each:]]
     found = []
     for prompt, gain in chosen:
-        run = next(run for run in figures.of(way) if run.prompt == prompt)
+        run = next(run for run in figures.of(drafter) if run.prompt == prompt)
         rounds = len(run.drafts[0]) if run.drafts else 0
         found.append(
             {
                 "prompt": prompt,
                 "task": run.task,
-                "drafter": way,
+                "drafter": drafter,
                 "speedup": round(gain, 4),
                 "tokens_per_round": round(len(run.texts[0]) / rounds, 3) if rounds else None,
                 "pieces": pieces(run.texts[0], run.drafts[0] if run.drafts else (), tokenizer),

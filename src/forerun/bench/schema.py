@@ -1,4 +1,4 @@
-"""The document a benchmark prints, read back: its version, and what must be in it. See docs/benchmarking.md."""
+"""Read a benchmark's JSON document: schema version and required keys. See docs/benchmarking.md."""
 
 from __future__ import annotations
 

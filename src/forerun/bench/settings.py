@@ -1,9 +1,9 @@
-"""What a benchmark runs: ways of drafting, times the conditions to try them under, over a suite.
+"""Settings of a benchmark: drafters, conditions to run them under, and a suite of prompts.
 
-A *way* is a drafter and who sets its budget: `ngram` leaves that to the controller, `ngram:8` drafts eight nodes
-every round whatever they cost, `eagle3=FOLDER` drafts with the head in that folder, `auto` is what a user gets who
-sets nothing. A *cell* is one combination of
-verifier, temperature and batch size; every way runs in every cell, next to the plain loop.
+A *setup* is a drafter and its budget: `ngram` leaves the budget to the controller, `ngram:8` drafts eight nodes
+every round whatever they cost, `eagle3=FOLDER` drafts with the head in that folder, `auto` is the default when
+no drafter is named. A *cell* is one combination of
+verifier, temperature and batch size; every setup runs in every cell, next to the plain loop.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PEERS = (TRANSFORMERS, LOOKUP, ASSISTED, LLAMA_CPP, *LLAMA_CPP_LOOKUPS)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A named way to draft."""
+class DrafterSetup:
+    """A drafter with its budget and head, under one name."""
 
     name: str
     drafter: str | None  # None = the engine's default
@@ -34,7 +34,7 @@ class Way:
     head: str | None = None  # the folder of its head, where that is not the engine's own
 
     @classmethod
-    def parse(cls, text: str) -> Way:
+    def parse(cls, text: str) -> DrafterSetup:
         """`auto`, a drafter's name, `name:nodes` for the same budget every round, `name=folder` for a head."""
         if "=" in text:
             return cls._with_head(text)
@@ -48,7 +48,7 @@ class Way:
         return cls(text, None if name == AUTO else name, int(nodes) if colon else None)
 
     @classmethod
-    def _with_head(cls, text: str) -> Way:
+    def _with_head(cls, text: str) -> DrafterSetup:
         """`eagle3=folder` or `eagle3:8=folder`, named after the drafter and the folder's last part."""
         drafter, _, folder = text.partition("=")
         plain = cls.parse(drafter)
@@ -76,7 +76,7 @@ class Settings:
 
     model: str = "smollm2"
     draft_model: str | None = None
-    ways: tuple[Way, ...] = (Way(AUTO, None),)
+    setups: tuple[DrafterSetup, ...] = (DrafterSetup(AUTO, None),)
     verifiers: tuple[str, ...] = ("auto",)
     temperatures: tuple[float, ...] = (0.0,)
     batches: tuple[int, ...] = (1,)
@@ -102,7 +102,7 @@ class Settings:
                 raise InvalidInput(f"{name}={value} measures nothing; use 1 or more")
         for batch in self.batches:
             if batch < 1:
-                raise InvalidInput(f"batch={batch} is out of range; use 1 or more texts at once")
+                raise InvalidInput(f"batch={batch} is out of range; use 1 or more sequences at once")
         for temperature in self.temperatures:
             if temperature < 0:
                 raise InvalidInput(f"temperature={temperature} is out of range; use 0 (greedy) or more")
@@ -114,14 +114,14 @@ class Settings:
                 raise UnknownName(f"unknown peer {name!r}; known: {', '.join(PEERS)}")
         if ASSISTED in self.peers and self.draft_model is None:
             raise InvalidInput(f"the peer {ASSISTED!r} needs a second model; add --draft-model NAME")
-        names = [way.name for way in self.ways]
+        names = [setup.name for setup in self.setups]
         for name in names:
             if names.count(name) > 1:
                 raise InvalidInput(f"the drafter {name!r} is listed twice; name each once")
 
     @property
     def nodes(self) -> int:
-        """What is drafted by whoever does not weigh costs."""
+        """The budget of drafters that do not weigh costs."""
         return self.budget or FIXED_NODES
 
     def cells(self) -> list[Cell]:
@@ -136,11 +136,11 @@ class Settings:
     def as_document(self) -> dict[str, Any]:
         """The settings as plain JSON values."""
         document = asdict(self)
-        document["drafters"] = [way.name for way in self.ways]
-        del document["ways"]
+        document["drafters"] = [setup.name for setup in self.setups]
+        del document["setups"]
         return {key: list(value) if isinstance(value, tuple) else value for key, value in document.items()}
 
 
-def ways_of(names: Sequence[str]) -> tuple[Way, ...]:
-    """Ways from the names on a command line."""
-    return tuple(Way.parse(name) for name in names)
+def parse_setups(names: Sequence[str]) -> tuple[DrafterSetup, ...]:
+    """Setups from the names on a command line."""
+    return tuple(DrafterSetup.parse(name) for name in names)

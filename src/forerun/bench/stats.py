@@ -58,7 +58,7 @@ class Spread:
 
 
 def _end(value: float) -> str:
-    """An end of an interval; two prompts that disagree give one that is not worth its digits."""
+    """An end of an interval; two prompts that disagree give one too large to print in full."""
     if value < 0.01:
         return "<0.01"
     return f"{value:.2f}" if value < 100 else ">100"

@@ -1,8 +1,8 @@
 """Prompts to measure with: the built-in suite, Spec-Bench's question file, SPEED-Bench's, or a user's own chats.
 
 The built-in suite was written for this project: eight prompts for each of Spec-Bench's six tasks, and for two
-that people run all day and Spec-Bench lacks: editing a file, and JSON out of a text. Real prompts matter:
-random tokens or one prompt repeated flatter every drafter that looks things up.
+common tasks that Spec-Bench lacks: editing a file, and extracting JSON from a text. Real prompts matter:
+random tokens or one prompt repeated flatter every lookup drafter.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _item(row: Any, name: str, number: int) -> Item:
     if "turns" in row:
         turns = row["turns"]
         if not _are_texts(turns):
-            raise InvalidInput(f"{where}: 'turns' must be a list of texts that are not empty")
+            raise InvalidInput(f"{where}: 'turns' must be a list of strings that are not empty")
         return Item(identity, task, ({"role": "user", "content": turns[0]},), tuple(turns[1:]))
     if "messages" in row:
         return Item(identity, task, _messages(row["messages"], where))
@@ -104,7 +104,7 @@ def _item(row: Any, name: str, number: int) -> Item:
 
 
 def _task(row: dict[str, Any]) -> str:
-    """The task a line names, or the one that its Spec-Bench category belongs to; SPEED-Bench's stand alone."""
+    """The task a line names, or the one that its Spec-Bench category belongs to; SPEED-Bench's are tasks themselves."""
     name = str(row.get("task") or row.get("category") or OWN_TASK)
     is_spec_bench = "task" not in row and "sub_category" not in row
     return "multi_turn" if is_spec_bench and name in _CHAT_CATEGORIES else name
@@ -117,7 +117,7 @@ def _messages(given: Any, where: str) -> tuple[Message, ...]:
         for message in given
     )
     if not fine:
-        raise InvalidInput(f"{where}: each of 'messages' needs a 'role' and a 'content' that are texts")
+        raise InvalidInput(f"{where}: each of 'messages' needs a 'role' and a 'content' that are strings")
     messages = [{"role": message["role"], "content": message["content"]} for message in given]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()

@@ -1,9 +1,9 @@
-"""What coupled verification costs against exact verification above temperature 0: tokens per round and time.
+"""Benchmark of coupled against exact verification above temperature 0: tokens per round and time.
 
     python -m forerun.bench.verifiers --drafters ngram eagle3 --temperatures 0.7 1.0 --limit 3
 
 Coupled verification makes a text a function of its seed, whatever the drafter; this shows what that costs where
-nobody asked for a seed. The two verifiers alternate prompt by prompt, one text at a time, each with a seed of its
+no seed was given. The two verifiers alternate prompt by prompt, one text at a time, each with a seed of its
 own per text. Time is the CPU time of this process per token after the first round, so a busy machine shifts it little.
 Ratios are coupled / exact, paired by prompt, with a 95% interval. The last line is one JSON document.
 """

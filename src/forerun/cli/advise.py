@@ -1,4 +1,4 @@
-"""`forerun advise`: will drafting pay on your prompts, your model and your machine, and how to set it."""
+"""`forerun advise`: predicts whether drafting pays on your prompts, model and machine, and how to set it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from forerun.cli.bench import DraftModel, Model
-from forerun.cli.flags import DEFAULT_MODEL, HELP
+from forerun.cli.flags import DEFAULT_MODEL, HELP, AsJson
 from forerun.cli.show import table_console
 
 OURS, YOURS = 2, 24  # prompts per task: ours are of eight tasks, a user's mostly of one
@@ -44,20 +44,18 @@ def advise(
         bool,
         typer.Option("--check", help="Hold half of the prompts back and measure the prediction on them."),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
     json_file: Annotated[Path | None, typer.Option("--out", help="Write the document there too.")] = None,
 ) -> None:
     """Say whether drafting pays on your prompts, with what, and up to which load."""
-    from forerun.bench.settings import Settings, ways_of
+    from forerun.bench.settings import Settings, parse_setups
 
     if limit is None:
         limit = OURS if prompts == "builtin" else YOURS
     settings = Settings(
         model=model, draft_model=draft_model, suite=prompts, limit=limit or None, max_tokens=max_tokens,
         temperatures=(temperature,), budget=budget, dtype=dtype, device=device, threads=threads,
-        ways=ways_of([drafter] if drafter else ["auto"]),
+        setups=parse_setups([drafter] if drafter else ["auto"]),
     )  # fmt: skip
     from forerun.advise.answer import in_words
     from forerun.advise.run import run_advisor
@@ -77,7 +75,7 @@ def advise(
 
 def _table(found: Mapping[str, Any]) -> Table:
     """Predicted speed-ups, a column for each batch size."""
-    title = "Predicted speed-up by texts at once (95% interval over prompts)"
+    title = "Predicted speed-up by batch size (95% interval over prompts)"
     table = Table(title=title, box=None, title_justify="left")
     table.add_column("")
     for batch in found["by_batch"]:

@@ -1,7 +1,7 @@
-"""The `forerun` command: its parts, and how it ends.
+"""The `forerun` command: its subcommands, error messages and exit codes.
 
-What a user can mend is one line on stderr and exit code 2, as for a misspelt flag. An interrupt exits with
-130, and a reader that went away (`forerun generate ... | head`) ends the command without a word.
+A user's error is one line on stderr and exit code 2, as for a misspelt flag. An interrupt exits with
+130, and a closed pipe (`forerun generate ... | head`) ends the command without a message.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ COMMANDS = (
     "generate", "chat", "serve", "models", "drafters", "train", "data", "bench", "compare", "advise", "diagnose",
     "quality", "inflate", "doctor",
 )  # fmt: skip
-_LEAVE_AT_ONCE = ("generate", "chat")  # they leave nothing behind, and taking torch apart takes a while
-_UsageError: Any = typer.BadParameter.__bases__[0]  # typer shows its base class under no name of its own
+_LEAVE_AT_ONCE = ("generate", "chat")  # they leave nothing behind, and unloading torch is slow
+_UsageError: Any = typer.BadParameter.__bases__[0]  # typer does not export its base class
 _USER_ERROR, _INTERRUPTED, _NO_READER = 2, 130, 141  # the last two as shells count them: 128 + the signal
 
 
@@ -35,7 +35,7 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             result = super().invoke(ctx)
-            sys.stdout.flush()  # a reader that went away shows itself here, not when the interpreter ends
+            sys.stdout.flush()  # a closed pipe raises here, not when the interpreter ends
             return result
         except ForerunError as error:
             print("forerun:", " ".join(str(error).split()), file=sys.stderr)
@@ -78,7 +78,7 @@ def _whole_app() -> typer.Typer:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "app":  # made when somebody asks: it imports every command
+    if name == "app":  # made on first use: it imports every command
         return _whole_app()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -92,7 +92,7 @@ def _say_version(asked: bool) -> None:
 def _forerun(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version and stop."),
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """Exactly a language model's own text, by speculative decoding: sooner where drafting pays."""
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def run() -> None:
-    """The same as a process of its own, which is what the `forerun` script is."""
+    """The entry point of the `forerun` script."""
     try:
         main()
     except SystemExit as ended:

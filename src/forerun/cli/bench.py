@@ -1,7 +1,7 @@
-"""`forerun bench`: what drafting gains here, measured next to plain decoding, and whether the text was equal.
+"""`forerun bench`: measures drafters against plain decoding, and whether the text was equal.
 
-Tables for a person, then one line of JSON (docs/benchmarking.md says what is in it); `--html` writes the report
-to look at. Exit code 1 when a text that must be equal was not.
+Prints tables, then one line of JSON (docs/benchmarking.md lists its keys); `--html` writes the report
+as a page. Exit code 1 when a text that must be equal was not.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def bench(
     drafters: Annotated[
         str,
         typer.Option(
-            help="By comma; auto is what a user gets, ngram:8 drafts 8 nodes a round, eagle3=DIR is a head."
+            help="By comma; auto is the default, ngram:8 drafts 8 nodes a round, eagle3=DIR is a head."
         ),
     ] = "auto",
     verifier: Annotated[str, typer.Option(help="Verifiers, by comma.")] = "auto",
     temperature: Annotated[str, typer.Option(help="Temperatures, by comma.")] = "0",
-    batch: Annotated[str, typer.Option(help="Texts written at once, by comma.")] = "1",
+    batch: Annotated[str, typer.Option(help="Sequences written at once, by comma.")] = "1",
     limit: Annotated[int, typer.Option(help="Prompts per task; 0 is all.")] = 2,
     max_tokens: Annotated[int, typer.Option(help="New tokens per text at most.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Times that everything is measured.")] = 2,
+    repeats: Annotated[int, typer.Option(help="How often each prompt is measured.")] = 2,
     budget: Annotated[
         int | None, typer.Option(help="Drafted nodes per round at most; default: what may pay.")
     ] = None,
@@ -58,18 +58,18 @@ def bench(
     device: Annotated[str, typer.Option(help=HELP["device"])] = "auto",
     threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Keep raw rounds in this folder; the same command goes on from there.")
+        Path | None, typer.Option(help="Keep raw rounds in this folder; the same command resumes from there.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the report, one file that needs nothing.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report as one HTML file.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the JSON document there too.")
     ] = None,
 ) -> None:
     """Measure drafters against plain decoding, and say whether the text was equal."""
-    from forerun.bench.settings import Settings, ways_of
+    from forerun.bench.settings import Settings, parse_setups
 
     settings = Settings(
-        model=model, draft_model=draft_model, suite=suite, tasks=words(tasks), ways=ways_of(words(drafters)),
+        model=model, draft_model=draft_model, suite=suite, tasks=words(tasks), setups=parse_setups(words(drafters)),
         verifiers=words(verifier), temperatures=numbers(temperature, "temperature"),
         batches=tuple(map(int, numbers(batch, "batch"))), limit=limit or None, max_tokens=max_tokens,
         repeats=repeats, budget=budget, seed=seed, peers=words(peers), url=url, all_turns=all_turns,
@@ -87,7 +87,7 @@ def measure(settings: Settings, out: Path | None, html: Path | None, json_file: 
         result = run(settings, out)
     except KeyboardInterrupt:
         if out is not None:
-            print(f"interrupted; the same command goes on from {out}", file=sys.stderr)
+            print(f"interrupted; the same command resumes from {out}", file=sys.stderr)
         raise
     show(result)
     if html is not None:

@@ -27,7 +27,7 @@ def chat(
     settings: Settings,
     system: Annotated[str | None, typer.Option(help="A system message in front of the conversation.")] = None,
 ) -> None:
-    """Talk with a model; /help says what else it understands."""
+    """Talk with a model; /help lists the commands."""
     llm = loading.load_llm(settings)
     if not llm.tokenizer.has_chat_template:
         raise InvalidInput(f"{llm.name!r} has no chat template; use: forerun generate --raw")
@@ -40,7 +40,7 @@ def chat(
 
 
 def converse(conversation: Conversation, messages: Iterable[str]) -> None:
-    """Answer messages and obey commands until one of them, or the end of input, says stop."""
+    """Answer messages and run commands until /exit or the end of input."""
     for message in messages:
         try:
             command = as_command(message)

@@ -1,4 +1,4 @@
-"""What begins with a slash in `forerun chat`: commands to the program, never sent to the model."""
+"""Slash commands of `forerun chat` (/help, /save, ...); they are never sent to the model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ def as_command(message: str) -> tuple[str, str] | None:
 
 
 def obey(conversation: Conversation, name: str, rest: str) -> bool:
-    """Do what a command says; False where it ends the chat."""
+    """Run a command; False where it ends the chat."""
     if name == "exit":
         return False
     command = _COMMANDS.get(name)
     if command is None:
         known = " ".join(f"/{known}" for known in _COMMANDS)
-        conversation.screen.say(f"no command '/{name}': there are {known}; a space in front sends it as text")
+        conversation.screen.say(
+            f"unknown command '/{name}'; known: {known}; a space in front sends it as text"
+        )
     else:
         command.run(conversation, rest)
     return True
@@ -79,7 +81,7 @@ def _drafter(conversation: Conversation, rest: str) -> None:
     if rest:
         name = None if rest == "auto" else rest
         if name is not None:
-            engine.drafters.get(name)  # raises, in one line, where it is unknown or lacks what it needs
+            engine.drafters.get(name)  # raises, in one line, where it is unknown or misses a head or model
         conversation.drafter = name
     current = conversation.drafter or engine.default_drafter
     others = "" if rest else f"; there are auto, {', '.join(registry.drafters.names())}"
@@ -113,7 +115,7 @@ def _never(conversation: Conversation, rest: str) -> None:
 
 
 _COMMANDS: Mapping[str, _Command] = {
-    "help": _Command("", "Say what there is.", _help),
+    "help": _Command("", "List the commands.", _help),
     "system": _Command(
         "TEXT", "Set the system message; /system none removes it, /system alone shows it.", _system
     ),

@@ -1,4 +1,4 @@
-"""Where the messages of a chat come from: an editor with history on a terminal, else lines.
+"""Read the messages of `forerun chat`: an editor with history on a terminal, else lines.
 
 A message is a line. A line that ends with a backslash goes on in the next; three double quotes begin a message of
 several lines and end it; what is pasted into a terminal is one message, however many lines it has.
@@ -66,7 +66,7 @@ def _reader() -> Read:
     if os.environ.get("TERM", "dumb") != "dumb":
         try:
             from forerun.cli.chat_editor import make_editor
-        except ImportError:  # prompt_toolkit is not there
+        except ImportError:  # prompt_toolkit is not installed
             pass
         else:
             return make_editor(_FIRST, _NEXT, _history_file())
@@ -93,7 +93,7 @@ def _line() -> str:
 
 
 def _line_asked_on_stderr(prompt: str) -> str:
-    """For a person whose answers go into a file: prompts must not get among them."""
+    """Prompt on stderr where stdout is a file: the prompt must not get into the answers."""
     print(prompt, end="", file=sys.stderr, flush=True)
     return _line()
 
@@ -118,7 +118,7 @@ def _with_readline() -> Read:
 
 
 def _history_file() -> Path | None:
-    """Where messages are remembered for the arrow keys, for this user only; None where nothing can be written."""
+    """The history file for the arrow keys, readable by this user only; None where nothing can be written."""
     file = cache_folder() / "chat-history"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

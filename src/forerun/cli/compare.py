@@ -8,15 +8,14 @@ from typing import Annotated
 
 import typer
 
+from forerun.cli.flags import AsJson
 from forerun.cli.show import table_console
 
 
 def compare(
     before: Annotated[Path, typer.Argument(help="A result that `forerun bench --json` wrote.")],
     after: Annotated[Path, typer.Argument(help="Another one.")],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what changed between two results, and whether it is more than noise."""
     from forerun.bench import compare as comparing

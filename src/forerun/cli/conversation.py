@@ -1,6 +1,6 @@
-"""A conversation with a model: the turns so far, what answering them took, and how the context is kept.
+"""A conversation with a model: its turns, their timings, and what is dropped when the context is full.
 
-The context is finite: when the next message no longer fits, the oldest exchanges are dropped, and said to be.
+The context is finite: when the next message no longer fits, the oldest exchanges are dropped, and a line says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FORMAT = "forerun-chat-1"
 
 @dataclass(slots=True)
 class Conversation:
-    """Turns of user and assistant; the system message stands in front of them and is not one of them."""
+    """Turns of user and assistant; the system message comes before them and is not one of them."""
 
     llm: LLM
     settings: Settings
@@ -60,7 +60,7 @@ class Conversation:
         if written.text:
             self.turns.append({"role": "assistant", "content": written.text})
         else:
-            self.turns = before  # a question without an answer would stand before the next one
+            self.turns = before  # a question without an answer would come before the next one
 
     def prompt(self) -> list[Message]:
         from forerun.prompts import as_messages
@@ -75,7 +75,7 @@ class Conversation:
         return bool(asked)
 
     def statistics(self) -> str:
-        """Everything that was answered, prompts and texts apart."""
+        """Everything that was answered, prompts and answers apart."""
         done, rounds = self.done, sum(written.rounds for written in self.done)
         if not rounds:
             return "nothing was answered yet"
@@ -94,9 +94,9 @@ class Conversation:
         )
 
     def save(self, file: Path) -> None:
-        """Write the conversation as JSON; a file that is something else is left alone."""
+        """Write the conversation as JSON; any other existing file is kept."""
         if file.exists() and not _is_chat(file):
-            raise InvalidInput(f"{str(file)!r} is there and is no saved conversation; choose another name")
+            raise InvalidInput(f"{str(file)!r} exists and is no saved conversation; choose another name")
         document = {
             "format": _FORMAT,
             "model": self.settings.model,
@@ -119,7 +119,7 @@ class Conversation:
         if not isinstance(system, str | None) or any(turn["role"] == "system" for turn in turns):
             raise InvalidInput(f"{str(file)!r} has a system message that is not in front; put it there")
         if turns and turns[-1]["role"] == "user":
-            turns.pop()  # nobody answered it
+            turns.pop()  # it has no answer
         self.turns, self.system = list(turns), system
 
     def _make_room(self) -> None:

@@ -1,4 +1,4 @@
-"""`forerun data make`: texts to train on, written by the target itself."""
+"""`forerun data make`: makes training data, written by the target itself."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 HELP: Mapping[str, str] = {
     "target": "The model that writes: a known name, a .gguf file, a Hugging Face folder, or a hub id.",
-    "out": "Where the shards go; a run that was interrupted there goes on.",
+    "out": "Where the shards go; an interrupted run resumes there.",
     "prompts": "A file of prompts (.txt lines, or .jsonl); may be given several times.",
     "passages": "A folder filled earlier, whose answers long prompts are made of; may be given several times.",
     "wrapped": "How many prompts to make of passages at most (0: one of each).",
     "own_prompts": "How many prompts the target is asked to write itself.",
-    "openings": "How these begin, in turn (several flags); default: as the target likes.",
+    "openings": "How these begin, in turn (several flags); default: the target's choice.",
     "temperatures": "Each prompt is answered once at each; may be given several times.",
     "max_prompt": "Tokens of a prompt at most, template included.",
     "max_length": "Tokens of prompt and answer at most.",
-    "batch": "Texts written side by side.",
+    "batch": "Sequences written at once.",
     "shard_tokens": "Tokens per shard.",
-    "seed": "Of everything that is drawn.",
+    "seed": "Seed of all random draws.",
     "device": "auto, cpu, cuda or one of several: cuda:1.",
 }
 

@@ -1,4 +1,4 @@
-"""`forerun diagnose`: why acceptance is low, or the output different. Exit code 1 where something is wrong."""
+"""`forerun diagnose`: finds why acceptance is low or the output differs. Exit code 1 where something is wrong."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.text import Text
 
 from forerun.cli.bench import DraftModel, Model
-from forerun.cli.flags import DEFAULT_MODEL, HELP
+from forerun.cli.flags import DEFAULT_MODEL, HELP, AsJson
 
 
 def diagnose(
     model: Model = DEFAULT_MODEL,
     draft_model: DraftModel = None,
     drafter: Annotated[
-        str, typer.Option(help="The drafter to look at; NAME:8 drafts 8 nodes a round.")
+        str, typer.Option(help="The drafter to check; NAME:8 drafts 8 nodes a round.")
     ] = "auto",
     against: Annotated[str, typer.Option(help="What to compare it with; none is plain decoding.")] = "none",
     prompts: Annotated[
@@ -33,25 +33,23 @@ def diagnose(
     dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = "auto",
     device: Annotated[str, typer.Option(help=HELP["device"])] = "auto",
     threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find out why acceptance is low or the output different."""
-    from forerun.bench.settings import Settings, Way
+    from forerun.bench.settings import DrafterSetup, Settings
 
-    way = Way.parse(drafter)
+    setup = DrafterSetup.parse(drafter)
     if limit is None:
         limit = 1 if prompts == "builtin" else 0
     settings = Settings(
         model=model, draft_model=draft_model, suite=prompts, limit=limit or None, max_tokens=max_tokens,
         temperatures=(temperature,), verifiers=(verifier,), dtype=dtype, device=device, threads=threads,
-        ways=(way,),
+        setups=(setup,),
     )  # fmt: skip
     from forerun.diagnose.run import run_diagnosis
 
-    with Console(stderr=True).status(f"looking at {model}"):
-        found = run_diagnosis(settings, way, Way.parse(against))
+    with Console(stderr=True).status(f"checking {model}"):
+        found = run_diagnosis(settings, setup, DrafterSetup.parse(against))
     if as_json:
         print(json.dumps(found))
     else:

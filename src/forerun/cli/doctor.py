@@ -15,14 +15,13 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from forerun import __version__, registry
-from forerun.cli.flags import DEFAULT_MODEL
+from forerun.cli.flags import DEFAULT_MODEL, AsJson
 from forerun.cli.models import in_units
 from forerun.errors import InvalidInput
 from forerun.heads import heads_in_the_box
@@ -49,13 +48,11 @@ class Finding:
     found: str
     ok: bool = True
     needed: bool = True  # without it nothing can be generated
-    fix: str | None = None  # the command that mends it
+    fix: str | None = None  # the command that fixes it
 
 
 def doctor(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what this machine has and lacks; exit code 0 if generating would work."""
     findings = list(examine())
@@ -68,7 +65,7 @@ def doctor(
 
 
 def examine() -> Iterator[Finding]:
-    """Everything worth knowing before asking why something does not work."""
+    """All findings: machine, libraries, model, kernels, drafters."""
     yield Finding("forerun", __version__)
     yield Finding(
         "machine", f"{_cpu()}, {_cores()} cores, {in_units(_memory())} memory, {platform.platform()}"
@@ -99,14 +96,14 @@ def _show(findings: list[Finding], ready: bool) -> None:
     if ready:
         console.print("generating works")
     else:
-        console.print("generating does not work yet: mend the lines marked no", style="red")
+        console.print("generating does not work yet: fix the lines marked no", style="red")
 
 
 def _torch() -> Iterator[Finding]:
     """torch must not only be installed but load, which is where broken installations show."""
     try:
         torch = import_module("torch")
-    except Exception as error:  # whatever a broken installation raises is the finding
+    except Exception as error:  # any error of a broken installation is the finding
         yield Finding("torch", f"does not load ({error})", ok=False, fix="pip install torch")
         return
     yield Finding("torch", torch.__version__)
@@ -188,12 +185,12 @@ def _why_these(isa: str, paths: Mapping[str, bool]) -> str:
     if forced:
         return f"{isa} (FORERUN_ISA asks for it; the best here is {here[0]})"
     lesser = f"; FORERUN_ISA can force {', '.join(here[1:])}" if here[1:] else ""
-    better = f"this machine lacks {', '.join(lacking)}" if lacking else "the best that there is"
+    better = f"this machine lacks {', '.join(lacking)}" if lacking else "the best path there is"
     return f"{isa} ({better}{lesser})"
 
 
 def _cpu() -> str:
-    """The processor's name, wherever this system keeps it."""
+    """The processor's name."""
     commands = (["lscpu"], ["sysctl", "machdep.cpu.brand_string"])  # Linux; macOS
     for command in [command for command in commands if shutil.which(command[0])]:
         answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout

@@ -1,4 +1,4 @@
-"""`forerun drafters`: the drafters, in a line each; `check` holds a trained head against its target."""
+"""`forerun drafters`: lists the drafters; `check` checks a trained head with its target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from forerun import registry
-from forerun.cli.flags import DEFAULT_MODEL
+from forerun.cli.flags import DEFAULT_MODEL, AsJson
 from forerun.cli.show import table_console
 from forerun.errors import InvalidInput
 from forerun.heads import heads_in_the_box
@@ -26,9 +26,7 @@ drafters = typer.Typer(invoke_without_command=True)
 @drafters.callback()
 def list_drafters(
     context: typer.Context,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the drafters that --drafter takes, and the trained heads that come with the package.
 
@@ -72,9 +70,7 @@ def check(
     pickle: Annotated[
         bool, typer.Option("--pickle", help="Read .pt and .bin files too (weights only).")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Validate a head before use: files, shapes, vocabulary, layers, and what it accepts on a few prompts."""
     with Console(stderr=True).status(f"checking {folder}"):

@@ -1,4 +1,4 @@
-"""Flags made from the fields of the settings classes, so that type, default and limits live in one place.
+"""Command-line flags made from the fields of the settings classes: type, default and limits are defined once.
 
 A field becomes a flag by having its line in `HELP`; `max_tokens` becomes `--max-tokens`. A flag that is not
 given stays None and the class's own default holds, which is why nothing here repeats a default.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from functools import wraps
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -21,6 +21,7 @@ from forerun.errors import InvalidInput
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 
 DEFAULT_MODEL = "smollm2"
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 PANELS: Mapping[str, type] = {
     "Sampling": SamplingParams,
@@ -35,12 +36,12 @@ HELP: Mapping[str, str] = {
     "top_k": "Sample from this many of the likeliest tokens; 0 is off.",
     "min_p": "Drop tokens less likely than this share of the likeliest one; 0 is off.",
     "repetition_penalty": "Above 1: tokens already in prompt or output become less likely.",
-    "presence_penalty": "Taken off the logit of every token already written.",
-    "frequency_penalty": "Taken off the logit of a token for each time it was written.",
+    "presence_penalty": "Subtracted from the logit of every token already written.",
+    "frequency_penalty": "Subtracted from the logit of a token for each time it was written.",
     "stop": "End before this text; may be given several times.",
-    "ignore_eos": "Write on past the model's own end, up to --max-tokens.",
+    "ignore_eos": "Continue past the end token, up to --max-tokens.",
     "seed": "Makes the text a function of the seed alone, whatever the drafter.",
-    "drafter": "Who guesses ahead; `forerun drafters` lists them, a+b composes two, none is plain decoding.",
+    "drafter": "How to draft; `forerun drafters` lists them, a+b composes two, none is plain decoding.",
     "draft_model": "A smaller model of the same vocabulary, or the folder of a trained head, to draft with.",
     "budget": "Draft exactly this many tokens a round, instead of what pays; 0 drafts nothing.",
     "width": "Children per node of a drafted tree at most; 1 is a chain.",
@@ -61,7 +62,7 @@ _DEFAULTS_IN_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything the flags said, checked."""
+    """The settings that the flags give, checked."""
 
     model: str
     sampling: SamplingParams
@@ -143,7 +144,7 @@ def _flag_type(name: str, hint: Any) -> Any:
 
 
 def _default_in_words(field: Field[Any]) -> str | None:
-    """What help says of a default; None where there is nothing to say."""
+    """The default as help shows it; None where it shows none."""
     if field.name in _DEFAULTS_IN_WORDS:
         return _DEFAULTS_IN_WORDS[field.name]
     value = None if field.default is MISSING else field.default

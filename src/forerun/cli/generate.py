@@ -1,4 +1,4 @@
-"""`forerun generate`: one prompt, one text."""
+"""`forerun generate`: answers one prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forerun.cli import loading
-from forerun.cli.flags import Settings, with_settings
+from forerun.cli.flags import AsJson, Settings, with_settings
 from forerun.cli.show import Screen
 from forerun.cli.write import as_document, over_the_context, room_for, write_text
 from forerun.errors import InvalidInput
@@ -31,11 +31,9 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Write a text, and say how fast and how it came about."""
+    """Answer a prompt, and print speed, tokens per round, drafter and verifier."""
     text = read_prompt(prompt, file)
     if not text.strip():
         raise InvalidInput("the prompt is empty; give it as an argument, with --file, or on standard input")
@@ -55,13 +53,13 @@ def generate(
         written = write_text(llm, asked, params, show=screen.write, visible=screen.is_terminal)
         screen.close(written)
     if written.completion is None:
-        raise KeyboardInterrupt  # what there is to show is shown; the exit code says the rest
+        raise KeyboardInterrupt  # the text so far is shown; the exit code says that it was stopped
     if as_json:
         print(json.dumps(as_document(written, settings.model, room), ensure_ascii=False))
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from wherever it was given."""
+    """The prompt from the argument, a file or standard input."""
     if file is not None and prompt is not None:
         raise InvalidInput(f"two prompts were given, {prompt!r} and --file {file}; give one of them")
     if prompt is not None and prompt.startswith("@"):

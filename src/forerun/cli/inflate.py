@@ -1,4 +1,4 @@
-"""`forerun inflate`: the default model's function at the cost of a large one, to measure with."""
+"""`forerun inflate`: writes a large checkpoint with a small model's output, to benchmark with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def inflate(
         Path | None, typer.Option("--head", help="Inflate this head of the small model, and not the model.")
     ] = None,
 ) -> None:
-    """Write a large checkpoint that says what a small one says: same tokens, same acceptance, larger cost."""
+    """Write a large checkpoint that computes what a small one does: same tokens, same acceptance, larger cost."""
     from forerun.models.inflate import find_shape
     from forerun.models.inflate import inflate as write
     from forerun.models.load.checkpoint import open_checkpoint

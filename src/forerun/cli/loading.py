@@ -1,6 +1,6 @@
-"""Loading the model behind a command: the one place where the command line meets the library.
+"""Load the model of a command; the one place where the command line calls the library.
 
-A name that leads nowhere is answered before torch is imported, which takes a second or two.
+An unknown name is reported before torch is imported, which takes a second or two.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_model(name: str) -> None:
 
 
 def check_draft_model(name: str) -> None:
-    """The same for what drafts: a model, or any folder, which may be a head's."""
+    """The same for a draft model: a model, or any folder, which may be a head's."""
     if not Path(name).expanduser().is_dir():
         check_model(name)
 
@@ -46,7 +46,7 @@ _CHECKS = {"model": check_model, "draft_model": check_draft_model}
 
 
 def load_llm(settings: Settings) -> LLM:
-    """The model that the flags ask for; a person at a terminal sees that something is going on."""
+    """The model that the flags ask for; a terminal shows a progress line."""
     from rich.console import Console
 
     with Console(stderr=True).status(f"loading {settings.model}"), _without_collector():
@@ -58,7 +58,7 @@ def load_llm(settings: Settings) -> LLM:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Nearly all that is made while libraries are imported stays: looking for garbage in it takes a tenth longer."""
+    """Turn off garbage collection while libraries are imported: little is garbage, and start-up is a tenth faster."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""`forerun models`: what there is, `pull` to fetch one, `path` to find its file."""
+"""`forerun models`: lists models; `pull` downloads one, `path` prints its file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from forerun.cli.flags import AsJson
 from forerun.cli.show import table_console
 from forerun.errors import UnknownName
 from forerun.models.load.catalog import cache_folder, find_known, known_models
@@ -36,9 +37,7 @@ class Listed:
 @models.callback()
 def list_models(
     context: typer.Context,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the models that are known or already on this machine."""
     if context.invoked_subcommand is not None:
@@ -63,18 +62,18 @@ def list_models(
 @models.command()
 def pull(
     name: Annotated[str, typer.Argument(help="A known model's name.")],
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing unless it fails.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing unless it fails.")] = False,
 ) -> None:
-    """Fetch a known model into the cache."""
+    """Download a known model into the cache."""
     if any(model.name == name and model.path for model in known_models()):
         if not quiet:
-            print(f"{name} is there already: {find_known(name)}")
+            print(f"{name} is already on this machine: {find_known(name)}")
         return
     with _bar(hidden=quiet) as bar:
         task = bar.add_task(name, total=None)
         path = pull_model(name, lambda done, total: bar.update(task, completed=done, total=total))
     if not quiet:
-        print(f"{name} is there: {path}")
+        print(f"{name} is now on this machine: {path}")
 
 
 @models.command()
@@ -88,7 +87,7 @@ def path(name: Annotated[str, typer.Argument(help="A known model's name.")]) -> 
 
 
 def in_units(size: int | None) -> str:
-    """Bytes for people."""
+    """Bytes in MB or GB."""
     if size is None:
         return "-"
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
@@ -107,7 +106,7 @@ def _known() -> Iterator[Listed]:
 
 
 def _files() -> Iterator[Listed]:
-    """Files that somebody put beside the known ones."""
+    """Other files in the cache, put there by the user."""
     known = {model.path for model in known_models()}
     for file in sorted((cache_folder() / "models").glob("*.gguf")):
         if file not in known:
@@ -115,7 +114,7 @@ def _files() -> Iterator[Listed]:
 
 
 def _from_hub() -> Iterator[Listed]:
-    """What the hub's own cache holds of models that we could run."""
+    """Models in the hub's own cache that we could run."""
     for folder in sorted(_hub_cache().glob("models--*")):
         snapshots = [file.parent for file in folder.glob("snapshots/*/config.json")]
         runnable = next((one for one in snapshots if any(one.glob("*.safetensors"))), None)

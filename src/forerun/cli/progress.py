@@ -1,4 +1,4 @@
-"""A line on a terminal that says how far something has come, and is gone when it is done.
+"""A progress line on a terminal, erased when the work is done.
 
 It goes to stderr, so that it never mixes with what a program reads from stdout, and where stderr is no terminal
 (or one that cannot erase a line) there is none.
@@ -13,8 +13,8 @@ from threading import Event, Thread
 from types import TracebackType
 from typing import Self
 
-_PATIENCE = 0.5  # seconds: what is done by then needs no progress line
-_PAUSE = 0.2  # seconds between two looks
+_DELAY = 0.5  # seconds: what is done by then needs no progress line
+_PAUSE = 0.2  # seconds between two updates
 _ERASE = "\r\x1b[K"
 
 
@@ -45,7 +45,7 @@ class ProgressLine:
             self._thread = None
 
     def _show(self) -> None:
-        shown, pause = False, _PATIENCE
+        shown, pause = False, _DELAY
         while not self._stopped.wait(pause):
             columns = os.get_terminal_size(sys.stderr.fileno()).columns
             sys.stderr.write(_ERASE + self._describe()[: columns - 1])

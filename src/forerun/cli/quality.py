@@ -1,6 +1,6 @@
-"""`forerun quality`: what a number format costs in quality, and what it takes in memory.
+"""`forerun quality`: measures quality and memory of each number format.
 
-A table for a person, then one line of JSON (docs/benchmarking.md says what is in it).
+Prints a table, then one line of JSON (docs/benchmarking.md lists its keys).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a person sees of a text being written: drafted characters in green, and one closing line.
+"""Terminal output of a text being written: drafted characters in green, and one closing line.
 
 Colour is for terminals only (NO_COLOR is respected); into a pipe goes the text and nothing else. Model text
 is written as it is, never through a renderer that would wrap lines, expand tabs or read brackets as markup.
@@ -24,7 +24,7 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 class Shades:
-    """Tells drafted characters from the target's own, although an event's text may lag its tokens.
+    """Separates drafted characters from the target's own, although an event's text may lag its tokens.
 
     Text is held back while it could still change, so an event's characters need not be those of its tokens.
     The same detokenizer, fed the same tokens, says at which character of the whole text each token ends.
@@ -51,7 +51,7 @@ class Shades:
 
 
 class Screen:
-    """Writes texts to stdout as they grow, and lines about them where they do not get in the way."""
+    """Writes texts to stdout as they grow, and lines about them there on a terminal, else to stderr."""
 
     def __init__(self) -> None:
         out = _console(stderr=False)
@@ -60,7 +60,7 @@ class Screen:
         self._lines = out if out.is_terminal else _console(stderr=True)
 
     def write(self, text: str, drafted: bool = False) -> None:
-        """Add to the text, at once."""
+        """Write more of the text, unbuffered."""
         if drafted and self.coloured:
             text = f"{_GREEN}{text}{_PLAIN}"
         sys.stdout.write(text)
@@ -71,7 +71,7 @@ class Screen:
         self._lines.print(Text(line, style=style))
 
     def close(self, written: Written) -> None:
-        """End the text's last line and say how it came about."""
+        """End the text's last line and print the closing line."""
         self.write("" if not written.text or written.text.endswith("\n") else "\n")
         line = Text(closing_line(written), style="dim")
         completion = written.completion
@@ -92,7 +92,7 @@ def _console(stderr: bool) -> Console:
 
 
 def closing_line(written: Written) -> str:
-    """How many tokens and how fast, prompt and text apart; how many per round, and by whom."""
+    """How many tokens and how fast, prompt and text apart; tokens per round, drafter, verifier."""
     parts = [f"prompt {in_tokens(written.prompt_tokens, written.prompt_rate)}"]
     if written.tokens:
         parts.append(f"text {in_tokens(written.tokens, written.text_rate)}")
@@ -111,5 +111,5 @@ def in_tokens(count: int, rate: float | None) -> str:
 
 
 def table_console() -> Console:
-    """A console for tables: as wide as the terminal, and never wrapped where a program reads along."""
+    """A console for tables: as wide as the terminal, and never wrapped into a pipe."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 1000)

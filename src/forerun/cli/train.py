@@ -1,4 +1,4 @@
-"""`forerun train`: a drafter for a target, from texts that the target wrote."""
+"""`forerun train`: trains a drafter for a target, on texts that the target wrote."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 HELP: Mapping[str, str] = {
     "target": "The model to draft for: a known name, a .gguf file, a Hugging Face folder, or a hub id.",
     "data": "A folder that `forerun data make` filled.",
-    "out": "Where the drafter goes; a run that was interrupted there goes on.",
+    "out": "Where the drafter goes; an interrupted run resumes there.",
     "init": "The folder of a finished head of the same method and shape to start from.",
     "steps": "Optimiser steps in all.",
     "batch_tokens": "Tokens per step.",
-    "max_length": "Longer texts are cut.",
+    "max_length": "Longer sequences are cut.",
     "lr": "Highest learning rate; default: the recipe's.",
     "warmup": "Share of the steps over which the rate rises.",
     "clip": "Largest norm of a gradient.",
@@ -37,14 +37,14 @@ HELP: Mapping[str, str] = {
     "levels": "Heads of Medusa and Hydra, training-time steps of EAGLE; 0 is the recipe's.",
     "blocks": "Blocks per Medusa or Hydra head.",
     "layers": "Layers of a draft model, taken from the target.",
-    "decay": "What each level counts relative to the one before.",
+    "decay": "Weight of each level relative to the one before.",
     "loss": "Distance between laws.",
     "train_head": "An LM head of its own; otherwise the target's rows are used and not stored.",
     "inner": "Width of an EAGLE head's MLP; 0 = the target's.",
     "features": "Hidden layers that EAGLE-3 reads (default: three).",
     "fc_norm": "EAGLE-3.1: norm every feature before they are fused.",
     "norm_output": "EAGLE-3.1: feed the normed output back.",
-    "joint": "Medusa-2: the target learns along and is written out too.",
+    "joint": "Medusa-2: the target is trained too, and written.",
     "holdout": "Share of the prompts that are held back.",
     "eval_every": "Steps between simulations on held-back text.",
     "eval_batches": "Batches per simulation.",

@@ -1,4 +1,4 @@
-"""Having one text written for a command: shown as it grows, timed, and stopped by Ctrl-C.
+"""Generate one text for a command: streamed, timed, and stopped by Ctrl-C.
 
 Prompt and text are timed apart, as llama.cpp does it: the prompt takes until the first tokens are there, and the
 text's rate is that of the tokens after them.
@@ -25,7 +25,7 @@ Show = Callable[[str, bool], None]  # a piece of text, and whether it was drafte
 
 @dataclass(slots=True)
 class Written:
-    """What was written and what it took, counted round by round: a text that was stopped has it too."""
+    """What was written and what it took, counted round by round: a text that was stopped has these too."""
 
     prompt_tokens: int
     text: str = ""
@@ -68,7 +68,7 @@ def write_text(
     show: Show | None = None,
     visible: bool = False,
 ) -> Written:
-    """Have one text written, showing it as it grows; Ctrl-C stops it, and what was written until then is kept.
+    """Generate one text, streaming it; Ctrl-C stops it, and what was written until then is kept.
 
     `visible`: the text itself appears on the terminal, so that only the wait for its beginning needs a progress line.
     """
@@ -90,7 +90,7 @@ def write_text(
                         show(text, drafted)
         except KeyboardInterrupt:
             if isinstance(stream, Generator):
-                stream.close()  # the request ends now, and not when somebody collects the stream
+                stream.close()  # the request ends now, and not when the stream is garbage-collected
     return written
 
 
@@ -100,7 +100,7 @@ def room_for(llm: LLM, prompt_tokens: int, params: SamplingParams) -> int:
 
 
 def over_the_context(llm: LLM, prompt_tokens: int, params: SamplingParams) -> str:
-    """What to say where more is asked for than fits."""
+    """The warning where --max-tokens is more than fits."""
     left = room_for(llm, prompt_tokens, params)
     prompt = f"behind a prompt of {prompt_tokens} tokens" if prompt_tokens else "for prompt and text together"
     limit = f"the context of {llm.engine.max_length} tokens has room for {left} {prompt}"

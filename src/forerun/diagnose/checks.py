@@ -1,9 +1,9 @@
-"""Why is acceptance low, or the output different? Checks that each name a cause and the next step.
+"""Checks of `forerun diagnose`: why acceptance is low or the output differs; each names a cause and the next step.
 
-Two settings write the same prompts: the plain loop, and the drafter asked about. Where their texts part, the target
+Two settings write the same prompts: the plain loop, and the drafter asked about. Where their texts differ, the target
 is asked how near a tie the first differing token was: a gap that rounding explains is numerics, any other is a bug.
 Low acceptance is traced to what usually causes it: another template or vocabulary, temperature, a context beyond
-what the drafter was made for, or a drafter that simply does not fit.
+what the drafter was trained for, or a drafter that does not fit the prompts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ import torch
 from forerun.bench.contenders import is_comparable, own_contender
 from forerun.bench.figures import Figures
 from forerun.bench.measure import Group, Prompt, Run, alternate, first_difference
-from forerun.bench.settings import Cell, Settings, Way
+from forerun.bench.settings import Cell, DrafterSetup, Settings
 from forerun.bench.suites import Item
 from forerun.drafters.draft_model import ModelDrafter
 from forerun.llm import LLM
 from forerun.types import Needs, PlainSeq, TreeBatch
 
 Verdict = Literal["fine", "look", "bad"]
-TIE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}  # logits; what rounding can turn round
+TIE = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.25,
+    torch.float16: 0.05,
+}  # logits; gaps that rounding can reverse
 LOW, USELESS = 0.3, 0.05  # acceptance at the first position
 ENOUGH = 12  # trees, before a rate says anything
 MARKS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "[INST]", "<start_of_turn>", "<|user|>")
@@ -42,7 +46,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where two texts part, and how near a tie it was."""
+    """The first difference of two texts, and how near a tie it was."""
 
     prompt: str
     position: int
@@ -57,37 +61,37 @@ class Parting:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is compared: a drafter against another way of drafting, usually none."""
+    """What is compared: a drafter against another drafter, usually none."""
 
-    way: Way
-    against: Way
+    setup: DrafterSetup
+    against: DrafterSetup
     temperature: float
     verifier: str = "auto"
 
 
 def diagnose(llm: LLM, prompts: Sequence[Prompt], settings: Settings, asked: Asked) -> dict[str, Any]:
-    """Write every prompt both ways and look for what is wrong."""
+    """Write every prompt with both and look for what is wrong."""
     cell = Cell(asked.verifier, asked.temperature)
     groups = [Group.of([prompt]) for prompt in prompts]
-    pair = [own_contender(llm, settings, cell, way) for way in (asked.against, asked.way)]
+    pair = [own_contender(llm, settings, cell, setup) for setup in (asked.against, asked.setup)]
     figures = Figures(list(alternate(pair, groups, settings.max_tokens, 1)))
     partings = find_partings(llm, figures, asked, prompts)
     findings = [
         *_texts(llm, partings, cell, len(prompts)),
-        *_acceptance(figures, asked.way.name),
+        *_acceptance(figures, asked.setup.name),
         *_temperature(llm, figures, groups, settings, asked),
         *_templates(llm, prompts),
         *_contexts(llm, figures, prompts, asked),
     ]
     return {
         "model": llm.name,
-        "drafter": asked.way.name,
+        "drafter": asked.setup.name,
         "against": asked.against.name,
         "temperature": asked.temperature,
         "findings": [asdict(finding) for finding in findings],
         "partings": [asdict(parting) for parting in partings],
-        "accepted_per_position": [round(share, 4) for share in figures.acceptance(asked.way.name)],
-        "tokens_per_round": figures.tokens_per_round(asked.way.name),
+        "accepted_per_position": [round(share, 4) for share in figures.acceptance(asked.setup.name)],
+        "tokens_per_round": figures.tokens_per_round(asked.setup.name),
         "ok": all(finding.verdict != "bad" for finding in findings),
     }
 
@@ -97,7 +101,7 @@ def find_partings(llm: LLM, figures: Figures, asked: Asked, prompts: Sequence[Pr
     ids = {prompt.id: prompt.ids for prompt in prompts}
     theirs = {run.prompt: run.texts[0] for run in figures.of(asked.against.name)}
     found = []
-    for run in figures.of(asked.way.name):
+    for run in figures.of(asked.setup.name):
         mine, other = run.texts[0], theirs[run.prompt]
         if mine == other:
             continue
@@ -128,7 +132,7 @@ def logit_gap(llm: LLM, context: Sequence[int], tokens: tuple[int | None, int | 
 def _texts(llm: LLM, partings: Sequence[Parting], cell: Cell, total: int) -> Iterator[Finding]:
     if not is_comparable(llm, cell):
         yield Finding(
-            "texts", "fine", f"the verifier {cell.verifier} promises the law, not the text, at this temperature",
+            "texts", "fine", f"the verifier {cell.verifier} guarantees the law, not the text, at this temperature",
             "set a seed and the verifier coupled to compare texts",
         )  # fmt: skip
         return
@@ -147,7 +151,7 @@ def _texts(llm: LLM, partings: Sequence[Parting], cell: Cell, total: int) -> Ite
         yield Finding("texts", "bad", f"{len(far)} of {total} differ by more than a tie; {shown}", step)
     else:
         words = f"{len(partings)} of {total} differ, each at a near-tie that rounding decides; {shown}"
-        yield Finding("texts", "look", words, "use float32 where texts must be equal to the letter")
+        yield Finding("texts", "look", words, "use float32 where texts must be equal token for token")
 
 
 def _acceptance(figures: Figures, name: str) -> Iterator[Finding]:
@@ -158,7 +162,9 @@ def _acceptance(figures: Figures, name: str) -> Iterator[Finding]:
         yield Finding("acceptance", "look", f"only {trees} trees were drafted: too few to tell", step)
     elif shares[0] < USELESS:
         step = "check that the drafter was made for this target: template, layers, vocabulary"
-        yield Finding("acceptance", "bad", f"{shares[0]:.2f} at the first position: it guesses blindly", step)
+        yield Finding(
+            "acceptance", "bad", f"{shares[0]:.2f} at the first position: nearly all is rejected", step
+        )
     elif shares[0] < LOW:
         step = "run `forerun advise` to see whether it pays at all on these prompts"
         yield Finding("acceptance", "look", f"{shares[0]:.2f} at the first position", step)
@@ -172,12 +178,12 @@ def _acceptance(figures: Figures, name: str) -> Iterator[Finding]:
 def _temperature(
     llm: LLM, figures: Figures, groups: Sequence[Group], settings: Settings, asked: Asked
 ) -> Iterator[Finding]:
-    """Sampled texts are harder to guess: how much of the acceptance does that take?"""
+    """How much lower is acceptance at this temperature than at 0?"""
     if asked.temperature == 0.0:
         return
-    greedy = own_contender(llm, settings, Cell(asked.verifier), asked.way)
-    cold = Figures(list(alternate([greedy], groups, settings.max_tokens, 1))).acceptance(asked.way.name)
-    warm = figures.acceptance(asked.way.name)
+    greedy = own_contender(llm, settings, Cell(asked.verifier), asked.setup)
+    cold = Figures(list(alternate([greedy], groups, settings.max_tokens, 1))).acceptance(asked.setup.name)
+    warm = figures.acceptance(asked.setup.name)
     if not cold or not warm:
         return
     words = f"acceptance {warm[0]:.2f} at temperature {asked.temperature:g}, {cold[0]:.2f} at 0"
@@ -189,12 +195,14 @@ def _temperature(
 
 
 def _templates(llm: LLM, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """A first token that is there twice shows a template on top of a template."""
+    """A first token that appears twice means that the template was applied twice."""
     start = llm.tokenizer.bos_id
     twice = [prompt.id for prompt in prompts if start is not None and prompt.ids[:2] == (start, start)]
     if twice:
-        step = "give messages, or the raw text without the token that begins a text"
-        yield Finding("template", "bad", f"{len(twice)} prompts begin twice, such as {twice[0]}", step)
+        step = "give messages, or the raw text without the beginning-of-sequence token"
+        yield Finding(
+            "template", "bad", f"{len(twice)} prompts hold the first token twice, such as {twice[0]}", step
+        )
     elif not llm.tokenizer.has_chat_template:
         step = "a drafter made for chats will not fit raw text: use the model's own template"
         yield Finding("template", "look", "the model has no chat template: prompts are raw text", step)
@@ -203,7 +211,7 @@ def _templates(llm: LLM, prompts: Sequence[Prompt]) -> Iterator[Finding]:
 
 
 def marks_in(items: Sequence[Item]) -> Iterator[Finding]:
-    """Messages that carry a template's marks in their own text get a second one around them."""
+    """Messages that already hold a template's marks get a second template around them."""
     marked = [item.id for item in items if any(mark in m["content"] for m in item.messages for mark in MARKS)]
     if marked:
         step = "give the messages without the marks: the model's template is put around them"
@@ -213,19 +221,19 @@ def marks_in(items: Sequence[Item]) -> Iterator[Finding]:
 
 
 def _contexts(llm: LLM, figures: Figures, prompts: Sequence[Prompt], asked: Asked) -> Iterator[Finding]:
-    """Does acceptance fall where the context is long? A drafter knows the lengths that it was made with."""
-    drafter = llm.engine.drafters.get(asked.way.drafter or llm.engine.default_drafter)
+    """Does acceptance drop where the context is long? A drafter is trained up to some length."""
+    drafter = llm.engine.drafters.get(asked.setup.drafter or llm.engine.default_drafter)
     limit = drafter.draft.max_length if isinstance(drafter, ModelDrafter) else None
     ids = {prompt.id: len(prompt.ids) for prompt in prompts}
     longest = max(ids.values()) + max((len(run.texts[0]) for run in figures.runs), default=0)
     if limit is not None and longest > limit:
-        step = "texts beyond it are written plainly: use a drafter with a longer context, or n-gram"
+        step = "sequences beyond it are decoded plainly: use a drafter with a longer context, or n-gram"
         yield Finding("context", "bad", f"{longest} tokens, and the drafter takes {limit}", step)
         return
-    near, far = _by_context(figures.of(asked.way.name), ids)
+    near, far = _by_context(figures.of(asked.setup.name), ids)
     words = f"up to {longest} tokens; acceptance {near:.2f} in the shorter half, {far:.2f} in the longer"
     if far < 0.5 * near:
-        step = "the drafter may not know such lengths: try n-gram there, or train on longer texts"
+        step = "the drafter may not be trained for such lengths: try n-gram there, or train on longer texts"
         yield Finding("context", "look", words, step)
     else:
         yield Finding("context", "fine", words)

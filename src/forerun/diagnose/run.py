@@ -1,4 +1,4 @@
-"""`forerun diagnose` from start to end: what can be told from the checkpoints, then what only running tells."""
+"""Run `forerun diagnose`: checks of the checkpoints first, then checks that need a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from forerun.bench.contenders import load
 from forerun.bench.run import tokenise
-from forerun.bench.settings import Settings, Way
+from forerun.bench.settings import DrafterSetup, Settings
 from forerun.bench.suites import BUILT_IN, load_suite
 from forerun.diagnose.checks import Asked, Finding, diagnose, marks_in
 from forerun.errors import ForerunError, VocabularyMismatch
@@ -16,7 +16,7 @@ from forerun.errors import ForerunError, VocabularyMismatch
 _SAMPLE = [{"role": "user", "content": "Name three rivers."}]
 
 
-def run_diagnosis(settings: Settings, way: Way, against: Way) -> dict[str, Any]:
+def run_diagnosis(settings: Settings, setup: DrafterSetup, against: DrafterSetup) -> dict[str, Any]:
     """Everything that was found, as one document."""
     items = load_suite(settings.suite, settings.tasks, settings.limit)
     total = len(load_suite(settings.suite, settings.tasks))
@@ -27,7 +27,7 @@ def run_diagnosis(settings: Settings, way: Way, against: Way) -> dict[str, Any]:
     except VocabularyMismatch as error:
         known.append(Finding("vocabulary", "bad", str(error)))
         return {"model": settings.model, **counts, "findings": [asdict(one) for one in known], "ok": False}
-    asked = Asked(way, against, settings.temperatures[0], settings.verifiers[0])
+    asked = Asked(setup, against, settings.temperatures[0], settings.verifiers[0])
     found = diagnose(llm, tokenise(llm, items, settings), settings, asked)
     findings = [*(asdict(one) for one in known), *found["findings"]]
     return {**found, **counts, "findings": findings, "ok": all(one["verdict"] != "bad" for one in findings)}
@@ -44,7 +44,7 @@ def _read(read: int, total: int, settings: Settings) -> Finding:
 
 
 def _checkpoints(settings: Settings) -> Iterator[Finding]:
-    """Do target and draft model speak the same tokens in the same template?"""
+    """Do target and draft model have the same tokens and the same chat template?"""
     if settings.draft_model is None:
         return
     from forerun.models.load.checkpoint import open_checkpoint

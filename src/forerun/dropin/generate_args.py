@@ -1,8 +1,8 @@
-"""The arguments of transformers' `generate` in our terms: what is used, what is harmless, what is refused.
+"""Translate the arguments of transformers' `generate`: which are used, ignored or refused.
 
 The names and the precedence are transformers': arguments, then the configuration given with the call, then
-the model's own, then the defaults. A name in a configuration that nobody knows is ignored, as checkpoints
-carry all sorts of them; as an argument it is an error.
+the model's own, then the defaults. An unknown name in a configuration is ignored, as checkpoints
+carry many of them; as an argument it is an error.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ OFF_AT_NONE = frozenset({
 OFF_WHEN_SAMPLING: dict[str, object] = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
 KNOWN = USED | HARMLESS | OFF_AT_NONE | {*OUTPUTS, *OFF, *OFF_WHEN_SAMPLING}
 DEFAULTS = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "num_return_sequences": 1}
-DEFAULT_NEW_TOKENS = 20  # transformers' own, when nobody says how long
+DEFAULT_NEW_TOKENS = 20  # transformers' own default
 INSTEAD = "drop it, or call the model's own generate"
 WHY_NOT = {
-    "past_key_values": "Forerun keeps a KV cache of its own; pass the whole text as input_ids",
+    "past_key_values": "Forerun keeps a KV cache of its own; pass all tokens as input_ids",
     "inputs_embeds": "drafters read tokens; pass input_ids",
     "position_ids": "positions follow from the attention mask; drop it",
-    "num_beams": "there is one text per row; drop it, or call the model's own generate",
+    "num_beams": "one sequence is written per row; drop it, or call the model's own generate",
 }
 
 
 def merge_settings(of_model: Any, given: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """One wish out of all that was said; raises where it cannot be granted."""
+    """All settings merged; raises where one is not supported."""
     for name, value in arguments.items():
         if name not in KNOWN and value is not None:
             near = difflib.get_close_matches(name, KNOWN, n=1)
@@ -71,51 +71,51 @@ def merge_settings(of_model: Any, given: Any, arguments: Mapping[str, Any]) -> d
             raise InvalidInput(
                 f"{name}={shown(value)} is not an argument of Forerun's generate; {hint}{INSTEAD}"
             )
-    wish = dict[str, Any](DEFAULTS)
+    settings = dict[str, Any](DEFAULTS)
     for config in (of_model, given):
         if config is not None:
-            wish |= {name: value for name, value in _fields(config).items() if value is not None}
-    wish |= arguments
-    off = OFF | dict.fromkeys(OFF_AT_NONE) | (OFF_WHEN_SAMPLING if wish["do_sample"] else {})
-    if wish.get("return_dict_in_generate"):
+            settings |= {name: value for name, value in _fields(config).items() if value is not None}
+    settings |= arguments
+    off = OFF | dict.fromkeys(OFF_AT_NONE) | (OFF_WHEN_SAMPLING if settings["do_sample"] else {})
+    if settings.get("return_dict_in_generate"):
         off |= dict.fromkeys(OUTPUTS, False)
     for name, neutral in off.items():
-        value = wish.get(name)
+        value = settings.get(name)
         if value is not None and not _same(value, neutral):
             raise InvalidInput(f"{name}={_shown(value)} is not supported: {WHY_NOT.get(name, INSTEAD)}")
-    return wish
+    return settings
 
 
 def sampling_params(
-    wish: Mapping[str, Any], width: int, eos: list[int], processors: Sequence[LawProcessor] = ()
+    settings: Mapping[str, Any], width: int, eos: list[int], processors: Sequence[LawProcessor] = ()
 ) -> SamplingParams:
     """Our parameters for prompts that are `width` tokens wide, padding included."""
-    new = _whole(wish, "max_new_tokens")
+    new = _whole(settings, "max_new_tokens")
     if new is None:
-        longest = _whole(wish, "max_length")
+        longest = _whole(settings, "max_length")
         new = DEFAULT_NEW_TOKENS if longest is None else longest - width
         if new < 1:
             given = f"max_length={longest} leaves no room"
             raise InvalidInput(f"{given} after {width} prompt tokens; set max_new_tokens instead")
     if new < 1:
         raise refuse("max_new_tokens", new, "at least 1")
-    least = _whole(wish, "min_new_tokens")
+    least = _whole(settings, "min_new_tokens")
     if least is None:
-        least = max(0, (_whole(wish, "min_length") or 0) - width)
-    stops = wish.get("stop_strings") or ()
+        least = max(0, (_whole(settings, "min_length") or 0) - width)
+    stops = settings.get("stop_strings") or ()
     sampled: dict[str, Any] = {}
-    if wish["do_sample"]:
+    if settings["do_sample"]:
         sampled = {
-            "temperature": 1.0 if wish["temperature"] is None else wish["temperature"],
-            "top_k": wish["top_k"] or 0,
-            "top_p": 1.0 if wish["top_p"] is None else wish["top_p"],
-            "min_p": wish.get("min_p") or 0.0,
+            "temperature": 1.0 if settings["temperature"] is None else settings["temperature"],
+            "top_k": settings["top_k"] or 0,
+            "top_p": 1.0 if settings["top_p"] is None else settings["top_p"],
+            "min_p": settings.get("min_p") or 0.0,
         }
     return SamplingParams(
         max_tokens=new,
         min_tokens=min(least, new),
-        repetition_penalty=wish.get("repetition_penalty") or 1.0,
-        bad_words=_banned(wish, eos),
+        repetition_penalty=settings.get("repetition_penalty") or 1.0,
+        bad_words=_banned(settings, eos),
         stop=stops,
         stop_token_ids=tuple(eos),
         processors=processors,
@@ -123,16 +123,16 @@ def sampling_params(
     )
 
 
-def _banned(wish: Mapping[str, Any], eos: list[int]) -> list[tuple[int, ...]]:
+def _banned(settings: Mapping[str, Any], eos: list[int]) -> list[tuple[int, ...]]:
     """Words that must not appear; the end token alone may, as transformers has it."""
-    words = as_items("bad_words_ids", wish.get("bad_words_ids"), "lists of token ids")
+    words = as_items("bad_words_ids", settings.get("bad_words_ids"), "lists of token ids")
     banned = [as_token_ids("bad_words_ids", word) for word in words]
     kept = [word for word in banned if word not in [(token,) for token in eos]]
-    return [*kept, *((token,) for token in token_ids(wish.get("suppress_tokens"), "suppress_tokens"))]
+    return [*kept, *((token,) for token in token_ids(settings.get("suppress_tokens"), "suppress_tokens"))]
 
 
-def _whole(wish: Mapping[str, Any], name: str) -> int | None:
-    value = wish.get(name)
+def _whole(settings: Mapping[str, Any], name: str) -> int | None:
+    value = settings.get(name)
     return None if value is None else as_whole(name, value)
 
 
@@ -159,7 +159,7 @@ def _same(value: Any, neutral: object) -> bool:
         return isinstance(value, Sized) and len(value) == 0
     try:
         return bool(value == neutral)
-    except Exception:  # of somebody's own class
+    except Exception:  # of a caller's own class
         return False
 
 

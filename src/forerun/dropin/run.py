@@ -1,4 +1,4 @@
-"""Write the texts of one `generate` call: stream them, stop them by the caller's criteria, and keep the counts."""
+"""Run one `generate` call: stream its sequences, stop them by the caller's criteria, and keep the counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from forerun.types import Request
 
 
 def check_streamer(streamer: Any, texts: int) -> Any:
-    """transformers' streamers take one text."""
+    """transformers' streamers take one sequence."""
     if streamer is None:
         return None
     if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
@@ -28,7 +28,7 @@ def check_streamer(streamer: Any, texts: int) -> Any:
             f"streamer={shown(streamer)} has no put and end; give one of transformers' streamers"
         )
     if texts > 1:
-        raise InvalidInput(f"streamer takes one text, not {texts}; drop it or pass one prompt")
+        raise InvalidInput(f"streamer takes one sequence, not {texts}; drop it or pass one prompt")
     return streamer
 
 
@@ -40,7 +40,7 @@ def run(
     criteria: Sequence[Hook],
     tokenizer: Decodes | None,
 ) -> list[Completion]:
-    """All texts, in order. `prompts` are the rows as they came, pads included. Nothing stays in the engine."""
+    """All sequences, in order. `prompts` are the rows as they came, pads included. Nothing stays in the engine."""
     driver, handles = Driver(engine), dict[int, Handle]()
     texts = [_Text(prompt) for prompt in prompts]
     try:
@@ -63,7 +63,7 @@ def run(
 
 
 class _Text:
-    """One text on its way."""
+    """One sequence being written."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.prompt, self.written = prompt, list[int]()

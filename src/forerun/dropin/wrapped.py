@@ -1,10 +1,10 @@
-"""A drop-in for transformers users: `model = forerun.wrap(model)`, and `model.generate` drafts: the same ids.
+"""`forerun.wrap(model)`: a transformers model whose `generate` drafts and returns the same token ids.
 
 The call takes what `generate` takes and returns what it returns, padding included. Greedy output equals
 transformers' token for token; sampled output has the same law. What would change the result and is not
 supported raises `InvalidInput` and names the argument; what only concerns speed or memory is left to us.
 
-Two known differences: a repetition penalty does not count pad tokens, so that a text does not depend on its
+Two known differences: a repetition penalty does not count pad tokens, so that a sequence does not depend on its
 neighbours; and a stop string must lie in the new text, where transformers lets it begin in the prompt.
 """
 
@@ -77,10 +77,10 @@ class Wrapped:
         self._target = HFTarget(hf_model)
         self._engines: dict[tuple[int, int | None], Engine] = {}
         self._lock = Lock()  # streamers are read from another thread, which may call again
-        self.last: list[Completion] = []  # what the last call wrote, text by text, and how it came about
+        self.last: list[Completion] = []  # the completions of the last call
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_model":  # not there yet: somebody copies or unpickles
+        if name == "_model":  # not set yet: the object is being copied or unpickled
             raise AttributeError(name)
         return getattr(self._model, name)
 
@@ -99,41 +99,43 @@ class Wrapped:
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Token ids [B, prompt + new], as transformers' `generate` returns them; `last` says how they came about."""
-        wish = merge_settings(self._model.generation_config, generation_config, kwargs)
-        eos = token_ids(wish.get("eos_token_id"))
-        pad = next(iter([*token_ids(wish.get("pad_token_id"), "pad_token_id"), *eos]), None)
-        ids = _input_ids(inputs if input_ids is None else input_ids, wish)  # [B, T]
+        """Token ids [B, prompt + new], as transformers' `generate` returns them; `last` has their completions."""
+        settings = merge_settings(self._model.generation_config, generation_config, kwargs)
+        eos = token_ids(settings.get("eos_token_id"))
+        pad = next(iter([*token_ids(settings.get("pad_token_id"), "pad_token_id"), *eos]), None)
+        ids = _input_ids(inputs if input_ids is None else input_ids, settings)  # [B, T]
         mask = _mask(ids, attention_mask, pad, eos)
-        copies = _copies(wish)
+        copies = _copies(settings)
         rows = [b for b in range(len(ids)) for _ in range(copies)]
-        streamer = check_streamer(wish.get("streamer"), len(rows))
-        seed = _seed(wish)
+        streamer = check_streamer(settings.get("streamer"), len(rows))
+        seed = _seed(settings)
         requests = []
         for place, b in enumerate(rows):
             prompt = ids[b][mask[b]].tolist()
-            params = sampling_params(wish, ids.shape[1], eos, law_processors(wish, ids[b], len(prompt), b))
+            params = sampling_params(
+                settings, ids.shape[1], eos, law_processors(settings, ids[b], len(prompt), b)
+            )
             own = replace(params, seed=None if seed is None else seed + place)
-            requests.append(_request(prompt, own, wish))
+            requests.append(_request(prompt, own, settings))
         self._warn_of_context(max(len(each.prompt) for each in requests), requests[0].params.max_tokens)
-        criteria = stopping_criteria(wish)
+        criteria = stopping_criteria(settings)
         with self._lock:
-            engine = self._engine(wish, len(requests))
+            engine = self._engine(settings, len(requests))
             if streamer is not None:
                 streamer.put(ids.cpu())
-            tokenizer = _decoder(wish, self._tokenizer)
+            tokenizer = _decoder(settings, self._tokenizer)
             self.last = run(engine, requests, [ids[b].tolist() for b in rows], streamer, criteria, tokenizer)
         written = [done.token_ids for done in self.last]
         sequences = _joined(ids.repeat_interleave(copies, 0), written, pad)
-        if not wish.get("return_dict_in_generate"):
+        if not settings.get("return_dict_in_generate"):
             return sequences
         from transformers.generation import GenerateDecoderOnlyOutput
 
         return GenerateDecoderOnlyOutput(sequences=sequences)
 
-    def _engine(self, wish: Mapping[str, Any], batch: int) -> Engine:
+    def _engine(self, settings: Mapping[str, Any], batch: int) -> Engine:
         """The engine for this draft model and lookup length: what it has learnt about costs stays with it."""
-        given, lookup = wish.get("assistant_model"), wish.get("max_matching_ngram_size")
+        given, lookup = settings.get("assistant_model"), settings.get("max_matching_ngram_size")
         draft = self._draft if given is None else given
         key = (id(draft), None if lookup is None else as_whole("max_matching_ngram_size", lookup, low=1))
         if key not in self._engines:
@@ -148,8 +150,8 @@ class Wrapped:
                 draft_target=None if draft is None else self._draft_target(draft),
             )
         engine = self._engines[key]
-        engine.max_batch = batch  # the caller has chosen: the whole batch at once, as in transformers
-        engine.tokenizer = _decoder(wish, self._tokenizer) if wish.get("stop_strings") else None
+        engine.max_batch = batch  # the caller has chosen: all rows in one batch, as in transformers
+        engine.tokenizer = _decoder(settings, self._tokenizer) if settings.get("stop_strings") else None
         return engine
 
     def _draft_target(self, draft: Any) -> HFTarget:
@@ -167,7 +169,9 @@ class Wrapped:
     def _warn_of_context(self, longest: int, new: int) -> None:
         if longest + new > self._target.max_length:
             log.warning(
-                "%d tokens exceed the context of %d; texts end there", longest + new, self._target.max_length
+                "%d tokens exceed the context of %d; sequences end there",
+                longest + new,
+                self._target.max_length,
             )
 
 
@@ -194,8 +198,8 @@ def _drafter_named(drafter: str | None, draft: Any, head: str | None) -> str:
     return "ngram" if draft is None else "draft_model"
 
 
-def _decoder(wish: Mapping[str, Any], own: Decodes | None) -> Decodes | None:
-    tokenizer: Decodes | None = wish.get("tokenizer") or own
+def _decoder(settings: Mapping[str, Any], own: Decodes | None) -> Decodes | None:
+    tokenizer: Decodes | None = settings.get("tokenizer") or own
     try:
         assert tokenizer is None or isinstance(tokenizer.decode([0]), str)
     except Exception:  # not a tokenizer: it may fail at anything
@@ -205,14 +209,14 @@ def _decoder(wish: Mapping[str, Any], own: Decodes | None) -> Decodes | None:
     return tokenizer
 
 
-def _request(prompt: list[int], params: SamplingParams, wish: Mapping[str, Any]) -> Request:
-    """One text; a number of drafted tokens that the caller names is kept to, else the controller decides."""
+def _request(prompt: list[int], params: SamplingParams, settings: Mapping[str, Any]) -> Request:
+    """The request of one row; the caller's number of drafted tokens is fixed, else the controller decides."""
     drafter, name = None, "prompt_lookup_num_tokens"
-    if wish.get(name):
+    if settings.get(name):
         drafter = "ngram"
-    elif wish.get("assistant_model") is not None:
+    elif settings.get("assistant_model") is not None:
         drafter, name = "draft_model", "num_assistant_tokens"
-    nodes = as_whole(name, wish[name], 0, 256) if wish.get(name) and drafter else 0
+    nodes = as_whole(name, settings[name], 0, 256) if settings.get(name) and drafter else 0
     budget = Budget(nodes, nodes) if nodes else None
     return Request(tuple(prompt), params, drafter=drafter, budget=budget)
 
@@ -221,14 +225,16 @@ def _joined(prompts: Tensor, rows: list[list[int]], pad: int | None) -> Tensor:
     """[B, T + new]: prompts as they came, and the new tokens padded on the right."""
     longest = max(map(len, rows))
     if pad is None and any(len(row) < longest for row in rows):
-        raise InvalidInput("texts ended at unlike lengths and pad_token_id is not set; pass pad_token_id")
+        raise InvalidInput(
+            "sequences ended at different lengths and pad_token_id is not set; pass pad_token_id"
+        )
     new = [[*row, *[pad] * (longest - len(row))] for row in rows]
     return torch.cat([prompts, torch.tensor(new, dtype=prompts.dtype, device=prompts.device)], 1)
 
 
-def _input_ids(given: Any, wish: Mapping[str, Any]) -> Tensor:
+def _input_ids(given: Any, settings: Mapping[str, Any]) -> Tensor:
     if given is None:
-        bos = wish.get("bos_token_id")
+        bos = settings.get("bos_token_id")
         if bos is None:
             raise InvalidInput("neither input_ids nor a bos_token_id to start from was given; pass input_ids")
         given = [[as_whole("bos_token_id", bos, low=0)]]
@@ -249,7 +255,7 @@ def _as_tensor(name: str, value: Any) -> Tensor:
 
 
 def _mask(ids: Tensor, given: Any, pad: int | None, eos: list[int]) -> Tensor:
-    """[B, T] which tokens count; told from the pads, as transformers does, where that is unambiguous."""
+    """[B, T] which tokens count; inferred from the pads, as transformers does, where that is unambiguous."""
     if given is None:
         guess = pad is not None and pad not in eos
         mask = ids.ne(pad) if guess and pad is not None else torch.ones_like(ids)
@@ -264,15 +270,17 @@ def _mask(ids: Tensor, given: Any, pad: int | None, eos: list[int]) -> Tensor:
     return mask.to(device=ids.device, dtype=torch.bool)
 
 
-def _copies(wish: Mapping[str, Any]) -> int:
-    copies = as_whole("num_return_sequences", wish["num_return_sequences"] or 1, 1, 1024)
-    if copies > 1 and not wish["do_sample"]:
-        raise InvalidInput(f"num_return_sequences={copies} would repeat one greedy text; set do_sample=True")
+def _copies(settings: Mapping[str, Any]) -> int:
+    copies = as_whole("num_return_sequences", settings["num_return_sequences"] or 1, 1, 1024)
+    if copies > 1 and not settings["do_sample"]:
+        raise InvalidInput(
+            f"num_return_sequences={copies} would repeat one greedy sequence; set do_sample=True"
+        )
     return copies
 
 
-def _seed(wish: Mapping[str, Any]) -> int | None:
+def _seed(settings: Mapping[str, Any]) -> int | None:
     """The caller's, else one from torch's generator, so that torch.manual_seed makes sampling repeatable."""
-    if wish.get("seed") is not None:
-        return as_whole("seed", wish["seed"])
-    return int(torch.randint(1 << 62, ())) if wish["do_sample"] else None
+    if settings.get("seed") is not None:
+        return as_whole("seed", settings["seed"])
+    return int(torch.randint(1 << 62, ())) if settings["do_sample"] else None

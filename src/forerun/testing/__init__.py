@@ -1,9 +1,9 @@
-"""Test doubles and conformance checks, shipped so that parts written elsewhere can be held to the contracts.
+"""Test doubles and conformance checks, shipped so that your own targets and drafters can be tested.
 
     check_target(lambda: MyTarget(tiny_model), vocab_size=96)
     check_drafter(lambda: MyDrafter(), vocab_size=96)
 
-Both raise AssertionError, which says what did not hold.
+Both raise AssertionError with what did not hold.
 """
 
 from forerun.testing.conformance import check_drafter, check_target

@@ -1,7 +1,7 @@
-"""The contracts of targets and drafters, as checks that anybody's implementation can be run against.
+"""Conformance checks: the contracts of targets and drafters, for any implementation.
 
-Random ragged batches, random trees, random accepted paths: what must hold is compared with the plainest way
-to get it, a sequence alone that was prefilled from scratch.
+Random ragged batches, random trees, random accepted paths: what must hold is compared with the plainest computation:
+a sequence alone, prefilled from scratch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check_target(
         assert held == [len(seq.tokens) - 1 for seq in live], (
             f"cached_tokens says {held}, not all but the last"
         )
-        if n % 3 == 1:  # one takes back part of its text and goes on otherwise
+        if n % 3 == 1:  # one drops some of its last tokens and continues with others
             _rewrite(rng, target, rng.choice(live), needs)
         if n % 3 == 2:  # one leaves, another comes
             target.release(live.pop(rng.randrange(len(live))))
@@ -97,7 +97,7 @@ def _check_room(rng: random.Random, target: Target, needs: Needs, ids: count[int
     asked = [rng.randint(1, longest) for _ in range(6)]
     while not target.has_room(*asked):
         asked.pop()
-        assert asked or target.has_room(), "there is no room for no sequences at all"
+        assert asked or target.has_room(), "has_room() without sequences must be True"
     seqs = [_new_seq(rng, next(ids), target.vocab_size, rng.randint(1, length)) for length in asked]
     for seq, length in zip(seqs, asked, strict=True):
         seq.max_length = length
@@ -173,10 +173,10 @@ def check_drafter(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Hold a drafter to the contract of forerun.drafters.base, over random texts, budgets and verdicts.
+    """Hold a drafter to the contract of forerun.drafters.base, over random sequences, budgets and verdicts.
 
-    The target is a TableLM whose hidden rows have `hidden_width` columns. Half the texts repeat themselves,
-    so that a drafter which looks things up has something to find.
+    The target is a TableLM whose hidden rows have `hidden_width` columns. Half the sequences repeat themselves,
+    so that a lookup drafter has something to find.
     """
     rng, drafter = random.Random(seed), drafter_factory()
     target = TableLM(vocab_size, seed=seed, width=hidden_width, device=torch.device(device))

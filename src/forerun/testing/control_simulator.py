@@ -1,7 +1,7 @@
-"""The controller's simulator: rounds of texts and drafters of known make, with time counted and not measured.
+"""Simulate a controller: rounds of sequences and drafters with known acceptance, with time counted and not measured.
 
-A simulated head is unsure by a known amount at every node, says so (or says something else: `boast`), and grows its
-trees by the rules that real ones follow. What n-gram has at hand comes in stretches, as it does in copied text.
+A simulated head has a known confidence at every node, states it (or a power of it: `claim_power`), and grows its
+trees by the rules that real ones follow. N-gram matches come in stretches, as in copied text.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from forerun.types import Budget, PlainSeq, Round, Seq
 
 @dataclass(frozen=True, slots=True)
 class TextKind:
-    """How predictable a text is."""
+    """How predictable a sequence is."""
 
     acceptance: float  # of the likeliest token, on average
-    spread: float = 3.0  # of the confidence around that: small = sure or lost, large = always the average
+    spread: float = 3.0  # of the confidence around that: small = near 0 or 1, large = always the average
     copied: float = 0.0  # share of rounds in which n-gram has a match
     copy_rate: float = 0.9  # how often each of its tokens is right
 
@@ -40,24 +40,24 @@ class Make:
     level: float  # passes per drafted level
     chosen: bool = True  # trees of chosen nodes, cut by the price list; else sampled chains of a fixed length
     stops: bool = True
-    boast: float = 1.0  # claimed = confidence ** boast: below 1 it promises too much
+    claim_power: float = 1.0  # claimed = confidence ** claim_power: below 1 it claims too much
     start: float = 0.0  # passes before its first draft
-    ngram: bool = False  # what n-gram has at hand is used too
+    ngram: bool = False  # n-gram matches are used too
     one_pass: bool = False  # all levels come from one pass, which costs `level`
 
 
 @dataclass(slots=True, eq=False)
 class Writing(PlainSeq):
-    """A text being written."""
+    """A sequence being written."""
 
-    match: tuple[float, ...] = ()  # survivals of what n-gram has at hand
+    match: tuple[float, ...] = ()  # survivals of the n-gram match
     started: bool = False
     claimed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A simulated tree and its fate."""
+    """A simulated tree and what was accepted of it."""
 
     nodes: int = 0
     depth: int = 0
@@ -67,7 +67,7 @@ class Drafted:
 
 
 class Simulation:
-    """One controller, a batch of texts, and a drafter of some make."""
+    """One controller, a batch of sequences, and a simulated drafter."""
 
     def __init__(
         self, cost: CostModel, make: Make, *, batch: int = 1, nodes: int = 60, width: int = 10, seed: int = 1
@@ -83,7 +83,7 @@ class Simulation:
         return tokens / passes
 
     def write(self, kind: TextKind, rounds: int, controller: Controller | None = None) -> tuple[float, float]:
-        """Tokens per text, and the plain passes that they took the time of."""
+        """Tokens per sequence, and how many plain passes would take the same time."""
         judge = controller or self.controller
         tokens, passes, batch = 0, 0.0, len(self.texts)
         plain = self.cost.pass_seconds(batch)
@@ -173,7 +173,7 @@ class _Tree:
             left -= truth
             self.parents.append(node)
             self.depths.append(self.depths[node] + 1)
-            self.claims.append(self.claims[node] * truth**self.make.boast)
+            self.claims.append(self.claims[node] * truth**self.make.claim_power)
             self.truths.append(truth)
             made.append(len(self.parents) - 1)
         return made
@@ -199,7 +199,7 @@ class _Tree:
 
 
 def _run(rng: random.Random, length: int, rate: Callable[[], float]) -> int:
-    """How many in a row stand."""
+    """How many in a row are accepted."""
     accepted = 0
     while accepted < length and rng.random() < rate():
         accepted += 1

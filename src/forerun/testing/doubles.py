@@ -1,7 +1,7 @@
-"""Test doubles: a target without a network, drafters that do as told, and sequences that nobody schedules.
+"""Test doubles: a target without a network, scripted drafters, and sequences outside an engine.
 
-`TableLM`'s law is a table over the last few tokens, so the law a text *should* have can be computed outright.
-`ScriptedDrafter` plays given trees; `LawDrafter` drafts from any law, in each of the ways the verifiers know.
+`TableLM`'s law is a table over the last few tokens, so the law that a sequence *should* have can be computed directly.
+`ScriptedDrafter` plays given trees; `LawDrafter` drafts from any law, in each form that verifiers know.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Law = Callable[[Sequence[int]], Tensor]  # tokens so far -> [V], sums to 1
 Script = Callable[[Seq, Budget], tuple[Sequence[int], Sequence[int]]]  # -> tokens and parents, root included
 
 
-FakeSeq = PlainSeq  # a sequence that nobody schedules
+FakeSeq = PlainSeq  # a sequence outside an engine
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class TableLM:
         return self.lends
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """[V] what it says after these tokens, cache or no cache."""
+        """[V] its logits after these tokens, cached or not."""
         return self._row("logits", tokens, self.vocab_size) * self.sharpness
 
     def law(self, tokens: Sequence[int]) -> Tensor:
@@ -63,7 +63,9 @@ class TableLM:
         chains, contexts = [], []
         for seq in seqs:
             known = self._cached.get(seq.id, [])
-            assert known == seq.tokens[: len(known)], f"the cache of sequence {seq.id} is not its text"
+            assert known == seq.tokens[: len(known)], (
+                f"the cache of sequence {seq.id} does not hold its tokens"
+            )
             chains.append(seq.tokens[len(known) : -1])
             contexts += [seq.tokens[: i + 1] for i in range(len(known), len(seq.tokens) - 1)]
             self._cached[seq.id] = seq.tokens[:-1]
@@ -76,7 +78,9 @@ class TableLM:
         contexts: list[list[int]] = []
         for b, seq in enumerate(seqs):
             assert seq.id in self._cached, f"sequence {seq.id} is scored without prefill"
-            assert self._cached[seq.id] == seq.tokens[:-1], f"the cache of sequence {seq.id} is not its text"
+            assert self._cached[seq.id] == seq.tokens[:-1], (
+                f"the cache of sequence {seq.id} does not hold its tokens"
+            )
             tokens, parents = tree_of(trees, b)
             assert tokens[:1] == seq.tokens[-1:], f"sequence {seq.id}: the root is not the last token"
             for i in range(len(tokens)):
@@ -116,7 +120,9 @@ class TableLM:
     def _check_use(self, tokens: Iterable[int]) -> None:
         """A network would read past its embedding, or write past its cache."""
         assert all(0 <= token < self.vocab_size for token in tokens), "a token lies outside the vocabulary"
-        assert self.slots is None or self.used_slots <= self.slots, "more is cached than there is room for"
+        assert self.slots is None or self.used_slots <= self.slots, (
+            "more tokens are cached than there are slots"
+        )
 
     def _hidden(self, contexts: Sequence[Sequence[int]], needs: Needs) -> dict[int, Tensor]:
         empty = torch.zeros(0, self.width)
@@ -134,7 +140,7 @@ class TableLM:
 
 @dataclass(slots=True)
 class ScriptedDrafter:
-    """Proposes chosen trees as told, cut to the budget; remembers what it was shown."""
+    """Proposes the trees of a script, cut to the budget; records what it observes."""
 
     script: Script
     needs: Needs = field(default_factory=Needs)
@@ -144,7 +150,7 @@ class ScriptedDrafter:
 
     @classmethod
     def random(cls, vocab_size: int, seed: int = 0, width: int = 3) -> ScriptedDrafter:
-        """Random trees of distinct siblings, the same for the same text."""
+        """Random trees of distinct siblings, the same for the same tokens."""
 
         def script(seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
             rng = random.Random(repr((seed, seq.seed, seq.tokens)))
@@ -200,7 +206,7 @@ class LawDrafter:
         return TreeBatch.trees(trees, Draws(torch.stack(laws), torch.tensor(rows), self.how == "sampled"))
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        """A law without a memory learns nothing."""
+        """It learns nothing."""
 
     def forget(self, seq: Seq) -> None:
         """Nothing is held."""

@@ -1,7 +1,7 @@
-"""Triton: one query row each over a static cache, reading only the slots that the row has filled.
+"""Triton attention kernel for writing training data: one query row per sequence over a static KV cache.
 
-The writer's texts are of all lengths at once, and a masked kernel reads the longest one's share for every row: on
-one H200 that was two thirds of a step.
+Each row reads only its filled slots: sequences differ in length, and a masked kernel reads the longest for every row;
+on one H200 that was two thirds of a step.
 """
 
 # mypy: ignore-errors

@@ -1,7 +1,7 @@
-"""Is this head one for this target? Its files, its shapes, and what it accepts on a few prompts.
+"""Check that a trained head fits its target: files, shapes, and tokens per round on a few prompts.
 
-A head for another target, or read as another kind, drafts as fast as the right one and is never right: nothing
-fails, nothing is gained. So a head that accepts next to nothing is named as what it probably is.
+A head for another target, or read as another kind, drafts as fast as the right one and is always rejected: nothing
+fails, nothing is gained. So a head of which almost nothing is accepted is reported, with the likely cause.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPTS = (
     "Name three large rivers and the countries they flow through.",
     "Write a short letter that thanks a friend for a book.",
 )
-TOO_LITTLE = 1.1  # tokens per round under which a head is taken for a stranger
+TOO_LITTLE = 1.1  # tokens per round under which a head does not belong to the target
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class HeadReport:
             return f"fits: {self.tokens_per_round:.2f} tokens per round"
         named = f" (its config names {self.trained_for!r})" if self.trained_for else ""
         return (
-            f"accepts next to nothing ({self.tokens_per_round:.2f} tokens per round): "
+            f"almost nothing is accepted ({self.tokens_per_round:.2f} tokens per round): "
             f"it was trained for another target{named}, on other layers, or hardly at all"
         )
 
@@ -65,7 +65,7 @@ def kind_of_head(folder: Path, *, pickle: bool = False) -> str:
 def check_head(
     folder: Path, model: str, config: EngineConfig | None = None, *, tokens: int = 64
 ) -> HeadReport:
-    """Hold a head against a target; what cannot work at all raises and says why."""
+    """Check a head with a target; raises with the reason where the two cannot work together."""
     kind = kind_of_head(folder)
     checkpoint = open_checkpoint(model)
     target = load_target(checkpoint, config or EngineConfig())
@@ -117,7 +117,7 @@ def _check_vocabulary(size: int, target: Target, trained_for: str) -> None:
 def _accepted(
     folder: Path, kind: str, target: Target, tokenizer: Tokenizer, tokens: int
 ) -> tuple[float, list[float]]:
-    """Tokens per round of greedy chains, and how often they stood to each depth."""
+    """Tokens per round of greedy chains, and how often they were accepted to each depth."""
     speculative = SpeculativeConfig(drafter=kind, draft_model=str(folder), budget=5, controller="fixed")
     engine = make_engine(target, tokenizer.eos_ids, speculative, EngineConfig(max_batch=len(PROMPTS)))
     prompts: Sequence[list[int]] = [

@@ -1,7 +1,7 @@
-"""A training run on disk: weights, the optimiser's moments, the step and the options it belongs to.
+"""Checkpoints of a training run: weights, the optimiser's moments, the step and the run's options.
 
-A checkpoint appears whole or not at all. Reading one trusts nothing: a file that is damaged, or of another run, is
-said in one line before anything of it reaches the module that learns.
+A checkpoint is written whole or not at all. Reading one checks all of it: a file that is damaged, or of another run, is
+reported in one line before any of it reaches the module in training.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _FREE = (
     "device",
     "compile",
     "out",
-)  # may change on the way
+)  # may change between resumptions
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Where a run was."""
+    """The state of a run: step, weights and optimiser moments."""
 
     step: int
     weights: dict[str, Tensor]

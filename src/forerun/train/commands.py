@@ -1,10 +1,10 @@
-"""Training and data making from a shell, with nothing but torch and transformers installed.
+"""Command line of `python -m forerun.train`: training and data making, with only torch and transformers installed.
 
     python -m forerun.train eagle3 --target smollm2 --data DIR --out DIR --steps 4000
     python -m forerun.train data --target smollm2 --out DIR --own-prompts 20000
 
-The flags are the fields of the option classes; progress is logged. `forerun train` and `forerun data make` say the
-same, with bars.
+The flags are the fields of the option classes; progress is logged. `forerun train` and `forerun data make` do the
+same, with progress bars.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAY_EVERY = 5.0  # seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 if it went well."""
+    """Run one command; returns 0 on success."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     parser = argparse.ArgumentParser(prog="python -m forerun.train", description=__doc__.split("\n")[0])
     parser.add_argument("method", choices=[*METHODS, "data"])

@@ -1,4 +1,4 @@
-"""Training curves of one or several runs as a picture: loss, and simulated tokens per round on held-back text.
+"""Plot training curves of one or several runs: loss, and simulated tokens per round on held-back text.
 
 python -m forerun.train.curves runs/eagle3 runs/hass --plot curves.png
 """
@@ -57,7 +57,7 @@ def draw(folders: Sequence[Path], file: Path) -> None:
     right.set(xlabel="step", ylabel="tokens per round", title="Simulated on held-back text")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # the colours are those of both
+    right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # colours hold for both panels
     figure.savefig(file, dpi=130)
     pyplot.close(figure)
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Draw what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m forerun.train.curves", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="run folders of `forerun train`")
-    parser.add_argument("--plot", type=Path, required=True, help="where the picture goes")
+    parser.add_argument("--plot", type=Path, required=True, help="the image file to write")
     given = parser.parse_args(arguments)
     draw(given.folders, given.plot)
     sys.stdout.write(f"{given.plot}\n")

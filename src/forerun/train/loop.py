@@ -1,4 +1,4 @@
-"""The training loop: steps, checkpoints, resumption, and what is said on the way. The same for every recipe.
+"""The training loop: steps, checkpoints, resumption and progress reports; the same for every recipe.
 
 Everything random is a function of the seed and the step, and a checkpoint holds weights and optimiser state in
 full, so a run that was killed and resumed has the loss curve of one that was not. With several GPUs (accelerate)
@@ -28,7 +28,7 @@ from forerun.train.simulate import measure
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run is."""
+    """Progress of a run."""
 
     step: int  # steps done
     steps: int
@@ -62,7 +62,7 @@ class Trainer:
         return self.accelerator is None or bool(self.accelerator.is_main_process)
 
     def run(self, report: Report) -> Measured:
-        """From wherever the run is to its end; the last measurement."""
+        """Train from the current step to the last; returns the last measurement."""
         self.resume()
         measured: Measured | None = None
         while self.step < self.options.steps:
@@ -114,7 +114,7 @@ class Trainer:
             return measure(self.recipe, (self.tests.at(i) for i in range(count)), self.device)
 
     def save(self) -> None:
-        """A checkpoint, whole or not at all."""
+        """Write a checkpoint, whole or not at all."""
         write_checkpoint(self.folder, self.step, self.options, self.named, self.optimizer)
 
     def resume(self) -> bool:

@@ -1,4 +1,4 @@
-"""A causal transformer for whole batches: the frozen target while heads learn, a student, a writer of data.
+"""A causal transformer for training: the frozen target, a student draft model, or the writer of training data.
 
 The same weights and arithmetic as forerun.models.decoder, in another shape: rectangles of tokens [B, T] in one
 pass, gradients where wanted, and for writing a static cache that can be captured as a graph. It runs the plain
@@ -63,7 +63,7 @@ class Layer(nn.Module):
             parameter = None if weight is None else nn.Parameter(weight, requires_grad=False)
             self.register_parameter(name, parameter)
 
-    def forward(self, x: Tensor, turns: Tensor, cache: Tensor | None, positions: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotations: Tensor, cache: Tensor | None, positions: Tensor | None) -> Tensor:
         config, eps = self.config, self.config.norm_eps
         batch, length = x.shape[:2]
         qkv = F.linear(F.rms_norm(x, x.shape[-1:], self.attention_norm, eps), self.qkv, self.qkv_bias)
@@ -72,7 +72,7 @@ class Layer(nn.Module):
         if self.qk_norm is not None:
             qk = F.rms_norm(torch.cat((q, k), 2), (config.head_dim,), None, eps) * self.qk_norm
             q, k = torch.split(qk, [config.heads, config.kv_heads], 2)
-        q, k = turn(q, turns), turn(k, turns)
+        q, k = turn(q, rotations), turn(k, rotations)
         if cache is None or positions is None:
             found = F.scaled_dot_product_attention(
                 q.transpose(1, 2),
@@ -133,23 +133,23 @@ class CausalNet(nn.Module):
 
     def forward(self, tokens: Tensor, keep: Sequence[int] = ()) -> tuple[dict[int, Tensor], Tensor]:
         """The inputs of the layers named, and the last hidden rows after the norm: [B, T, D] each."""
-        turns = self.turns(torch.arange(tokens.shape[1], device=tokens.device))
-        return self._through(F.embedding(tokens, self.embedding), turns, keep)
+        rotations = self.rotations(torch.arange(tokens.shape[1], device=tokens.device))
+        return self._through(F.embedding(tokens, self.embedding), rotations, keep)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
         """One more token [B] each at positions [B] -> [B, D]; keys and values go into cache [L, 2, B, Hkv, S, Dh]."""
-        turns = self.turns(positions)[:, None]
+        rotations = self.rotations(positions)[:, None]
         x = F.embedding(tokens, self.embedding)[:, None]
         for layer, slots in zip(self.layers, cache, strict=True):
-            x = layer(x, turns, slots, positions)
+            x = layer(x, rotations, slots, positions)
         return F.rms_norm(x[:, 0], x.shape[-1:], self.norm, self.config.norm_eps)
 
-    def _through(self, x: Tensor, turns: Tensor, keep: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
+    def _through(self, x: Tensor, rotations: Tensor, keep: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
         kept: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
             if i in keep:
                 kept[i] = x
-            x = layer(x, turns, None, None)
+            x = layer(x, rotations, None, None)
         if len(self.layers) in keep:
             kept[len(self.layers)] = x
         last = F.rms_norm(x, x.shape[-1:], self.norm, self.config.norm_eps)
@@ -157,17 +157,17 @@ class CausalNet(nn.Module):
             kept[-1] = last
         return kept, last
 
-    def turns(self, positions: Tensor) -> Tensor:
+    def rotations(self, positions: Tensor) -> Tensor:
         """[..., R, 2] cosine and sine of every pair's angle."""
         angles = positions[..., None].float() * self.rates
         return torch.stack((angles.cos(), angles.sin()), -1) * self._magnitude
 
 
-def turn(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotate neighbours of x [B, T, H, Dh] by turns [(B,) T, R, 2], in fp32 as our decoder does."""
-    count = 2 * turns.shape[-2]
+def turn(x: Tensor, rotations: Tensor) -> Tensor:
+    """Rotate neighbours of x [B, T, H, Dh] by rotations [(B,) T, R, 2], in fp32 as our decoder does."""
+    count = 2 * rotations.shape[-2]
     a, b = torch.unflatten(x[..., :count].float(), -1, (-1, 2)).unbind(-1)
-    cos, sin = turns.unsqueeze(-3).unbind(-1)
+    cos, sin = rotations.unsqueeze(-3).unbind(-1)
     turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
     return turned if count == x.shape[-1] else torch.cat((turned, x[..., count:]), -1)
 

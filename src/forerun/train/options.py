@@ -1,4 +1,4 @@
-"""What a training run or a data run may set: frozen, checked when made, and free of torch, so help comes at once."""
+"""Options of training runs and data runs: frozen, checked when made; no torch here, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TrainOptions:
     init: str = ""  # a finished head of the same method and shape to start from
     steps: int = 2000  # optimiser steps in all
     batch_tokens: int = 16384  # per step
-    max_length: int = 512  # longer texts are cut
+    max_length: int = 512  # longer sequences are cut
     lr: float | None = None
     warmup: float = 0.04  # share of the steps
     clip: float = 0.5
@@ -58,7 +58,7 @@ class TrainOptions:
     train_head: bool = True  # an LM head of its own; False = the target's rows, stored nowhere
     fc_norm: bool = False  # EAGLE-3.1
     norm_output: bool = False  # EAGLE-3.1
-    joint: bool = False  # Medusa-2: the target learns along with the heads
+    joint: bool = False  # Medusa-2: the target is trained with the heads
     holdout: float = 0.02  # share of the prompts that are held back
     eval_every: int = 200
     eval_batches: int = 4
@@ -96,11 +96,11 @@ class DataOptions:
     passages: tuple[str, ...] = ()  # folders of earlier runs, whose answers long prompts are made of
     wrapped: int = 0  # how many of these; 0 = one per passage
     own_prompts: int = 1000  # how many the target is asked to write itself
-    openings: tuple[str, ...] = ("",)  # how these begin, in turn; "" = as the target likes
+    openings: tuple[str, ...] = ("",)  # how these begin, in turn; "" = the target's choice
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # each prompt is answered once at each
     max_prompt: int = 160  # tokens of a prompt, template included
     max_length: int = 512  # prompt and answer
-    batch: int = 64  # texts written side by side
+    batch: int = 64  # sequences written at once
     shard_tokens: int = 2_000_000
     seed: int = 0
     device: str = "auto"

@@ -1,4 +1,4 @@
-"""Where a trained drafter came from: commit, arguments, data, versions, machine."""
+"""Provenance of a trained drafter: commit, arguments, data, versions, machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forerun.train.options import DataOptions, TrainOptions
 
 
 def write_provenance(folder: Path, options: TrainOptions | DataOptions, **facts: Any) -> None:
-    """provenance.json beside what was made; FORERUN_COMMIT names the commit where git cannot be asked."""
+    """Write provenance.json beside the output; FORERUN_COMMIT names the commit where git is not available."""
     named = {name: Path(given).name for name in ("data", "init") if (given := getattr(options, name, ""))}
     record = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""From options to a trained drafter: the composition of teacher, texts, recipe and loop."""
+"""Run a training: build teacher, corpus, recipe and loop from the options, and write the drafter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 def train(
     options: TrainOptions, report: Report = lambda progress: None, say: Callable[[str], None] = log.info
 ) -> Measured:
-    """Train a drafter into `options.out`; a run that was interrupted goes on where its checkpoint is."""
+    """Train a drafter into `options.out`; an interrupted run resumes from its checkpoint."""
     require_texts(options)  # before anything is loaded
     accelerator = _accelerator()
     device = device_of(options.device) if accelerator is None else accelerator.device

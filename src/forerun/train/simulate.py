@@ -1,8 +1,8 @@
-"""Tokens per round on held-back text, without decoding: where would each level's guess have stood?
+"""Simulate tokens per round on held-back text, without decoding: at which rank is the true token, level by level?
 
-The text is taken as what the target says. A draft started at row t follows it as long as each guess equals
-the token that came: then the next level saw exactly what it would see in a real round, so the count is what a
-chain would have had (and, with any of the likeliest few in the place of the first, an upper bound for a tree).
+The text counts as the target's output. A draft started at row t is accepted as long as each drafted token equals
+the text's: then the next level saw exactly what it would see in a real round, so the count is what a
+chain would have had (and, with any of the likeliest few instead of the first, an upper bound for a tree).
 Rows whose levels would reach past the text's end are left out.
 """
 
@@ -32,7 +32,7 @@ def measure(recipe: Recipe, batches: Iterable[Batch], device: torch.device, chun
 
 
 def summarise(ranks: Tensor, sure: Tensor) -> Measured:
-    """From ranks [N, levels] (RANKS = not among the likeliest) and the first guess's probabilities [N, levels]."""
+    """From ranks [N, levels] (RANKS = not among the likeliest) and the likeliest token's probabilities [N, levels]."""
     levels = ranks.shape[1]
     chain, tree = 1.0, 1.0
     alive = torch.ones(len(ranks), dtype=torch.bool, device=ranks.device)

@@ -1,7 +1,7 @@
-"""A run that starts from a finished head: its weights, its draft vocabulary, and what must be the same.
+"""Start a training run from a finished head: its weights, its draft vocabulary, and what must be the same.
 
 The head must be of the run's method and shape, so that the first step computes what the head did. One thing may
-differ: the MLP of an EAGLE head may become wider, by units whose outputs count nothing yet.
+differ: the MLP of an EAGLE head may become wider, by units whose output weights start at zero.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from forerun.train.options import TrainOptions
 from forerun.train.recipes.scaling import unfold
 
 _FREE = ("inner", "target", "calibration", "rates", "max_length", "draft_vocab_size")
-_BESIDE = ("d2t", "t2d", "embed_tokens.weight")  # what a head's file may hold that does not learn
+_BESIDE = ("d2t", "t2d", "embed_tokens.weight")  # entries of a head's file that are not trained
 _WIDER = ("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight", "midlayer.mlp.down_proj.weight")
 
 
@@ -44,7 +44,7 @@ class Start:
         """Raise where the run's head is another than this one."""
         for name in config.__slots__:
             theirs, ours = getattr(self.config, name), getattr(config, name)
-            unnamed = name == "layers" and not theirs  # then those that are read by default
+            unnamed = name == "layers" and not theirs  # then the default layers
             if name not in _FREE and theirs != ours and not unnamed:
                 _refuse(self.folder, f"{name}={theirs!r}", f"{name}={ours!r}")
         if isinstance(self.config, EagleConfig) and isinstance(config, EagleConfig):
@@ -67,11 +67,11 @@ class Start:
             if name not in _WIDER and shape != tuple(parameter.shape):
                 _refuse(self.folder, f"{name!r} of {shape}", f"{tuple(parameter.shape)}")
             if name.endswith("down_proj.weight"):
-                parameter.zero_()  # new units say nothing yet
+                parameter.zero_()  # new units start at zero
             parameter[tuple(slice(size) for size in shape)] = weight.to(parameter.device)
 
     def record(self) -> dict[str, Any]:
-        """What provenance says of it."""
+        """Its entry in provenance.json."""
         digest = hashlib.sha256()
         for file in sorted(self.folder.glob("*.safetensors")):
             digest.update(file.read_bytes())

@@ -1,4 +1,4 @@
-"""The frozen target while heads learn: features and laws for whole batches, made when they are needed.
+"""The teacher: the frozen target during training, which computes features and laws for whole batches when needed.
 
 Nothing is kept on disk: for a small target a pass costs less than reading its features back. Plain families run
 in our own network; any other that transformers knows runs there.
@@ -20,7 +20,7 @@ from forerun.train.network import CausalNet, is_plain
 
 
 class Teacher(Protocol):
-    """What recipes ask of a target."""
+    """What recipes need of a target."""
 
     @property
     def embedding(self) -> Tensor: ...  # [V, D]
@@ -39,7 +39,7 @@ class NetTeacher:
 
     def __init__(self, net: CausalNet, *, compiled: bool = False) -> None:
         self.net = net
-        if compiled:  # one layer stands for all of them, and one program for all shapes
+        if compiled:  # all layers share one compiled program, for all shapes
             for layer in net.layers:
                 layer.compile(dynamic=True)
 

@@ -17,7 +17,7 @@ from forerun.bench.cpu import command as cpu
 from forerun.bench.measure import Contender, Written
 from forerun.bench.peers import transformers
 from forerun.bench.peers.process import PeerProcess, Peers
-from forerun.bench.settings import Cell, Settings, ways_of
+from forerun.bench.settings import Cell, Settings, parse_setups
 from forerun.drafters.medusa import write_heads
 from forerun.errors import InvalidInput
 from tests.bench.conftest import VOCAB, Letters
@@ -150,8 +150,8 @@ def test_a_head_in_a_folder_is_measured_beside_the_others(tmp_path: Path) -> Non
     assert cpu.drafters_of(["auto"], "tiny", str(folder)) == ["auto", "medusa", "ngram+medusa"]
     assert cpu.drafters_of(["auto"], "tiny", "tiny") == ["auto", "draft_model", "ngram+draft_model"]
     assert cpu.drafters_of(["auto"], "tiny", None) == ["auto"]
-    settings = Settings(ways=ways_of(["ngram", f"medusa:3={folder}"]), threads=1)
-    assert [way.name for way in settings.ways] == ["ngram", "medusa:3=mine"]
+    settings = Settings(setups=parse_setups(["ngram", f"medusa:3={folder}"]), threads=1)
+    assert [setup.name for setup in settings.setups] == ["ngram", "medusa:3=mine"]
     llm, _ = load(settings)
     plain, ngram, head = own_contenders(llm, settings, Cell())
     ids = Letters().encode("tell tell tell me")
@@ -160,9 +160,9 @@ def test_a_head_in_a_folder_is_measured_beside_the_others(tmp_path: Path) -> Non
     assert [*texts, list(written.texts[0])] == [texts[0]] * 3
     assert max(nodes for nodes, _, _ in written.drafts[0]) == 3
     with pytest.raises(InvalidInput, match="names no head"):
-        ways_of(["auto=x"])
+        parse_setups(["auto=x"])
     with pytest.raises(InvalidInput, match="'none' has no head"):
-        load(Settings(ways=ways_of([f"none={folder}"]), threads=1))
+        load(Settings(setups=parse_setups([f"none={folder}"]), threads=1))
 
 
 @in_this_process
@@ -175,8 +175,8 @@ def test_everybody_ends_on_the_same_token(monkeypatch: pytest.MonkeyPatch) -> No
     assert 1 < len(wanted) < 12
     monkeypatch.setattr(Letters, "eos_ids", frozenset({wanted[-1]}))
     peers = ("transformers", "transformers_lookup", "transformers_assisted")
-    ways = ways_of(["auto", "ngram", "hybrid", "draft_model:4"])
-    settings = Settings(draft_model="tiny", ways=ways, threads=1)
+    setups = parse_setups(["auto", "ngram", "hybrid", "draft_model:4"])
+    settings = Settings(draft_model="tiny", setups=setups, threads=1)
     llm, _ = load(settings)
     ends = sorted(Letters.eos_ids)
     theirs = transformers.load(peers, "tiny", "tiny", ends, "cpu", alike=True, threads=1)

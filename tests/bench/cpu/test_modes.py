@@ -1,4 +1,4 @@
-"""Number formats of one checkpoint: which can be had, what a pass costs in each, and its share of the memory's rate."""
+"""Number formats of one checkpoint: which load, what a pass costs in each, and its share of the memory bandwidth."""
 
 from __future__ import annotations
 

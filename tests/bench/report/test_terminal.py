@@ -86,7 +86,7 @@ def test_texts_that_differ_and_cells_that_promise_the_law_are_told(
     text = printed(capsys, result)
     assert "Texts: 35 of 36 texts equal what plain wrote." in text
     assert "lookup: 3 of 4 texts equal those of peer." in text
-    assert "promise the law, not the text" in text
+    assert "guarantee the law, not the text" in text
     assert row(text, "By conditions", "auto, temperature 0,").split()[-1] == "no"
     assert row(text, "By conditions", "auto, temperature 0.7").split()[-2:] == ["in", "law"]
 

@@ -1,10 +1,10 @@
-"""What drafting gains on this CPU, against what others have (`make bench-cpu`, python -m forerun.bench.cpu.command).
+"""The CPU benchmark: speed-up of drafting, against transformers and llama.cpp (`make bench-cpu`).
 
 A preset of the general benchmark: transformers' `generate` and llama.cpp on the same file, each plain and with its own
 prompt lookup; our loop without a drafter; our loop with each drafter, the controller deciding how much to draft; and
-one that drafts blindly, to show what the controller is for. Greedy, batch 1, whole calls timed, all of them
+one with a fixed budget, to show what the controller gains. Greedy, batch 1, whole calls timed, all of them
 alternating; every peer runs in a process of its own. Before that: t(n) in every number format, and how much of the
-memory's rate a plain pass uses. Peers that cannot run, or die, are left out, with a line that says why. The last line
+memory bandwidth a plain pass uses. Peers that cannot run, or crash, are left out, and a line says why. The last line
 of stdout is one JSON document.
 """
 
@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 from forerun import registry
-from forerun.bench.bandwidth import WAYS, bandwidth
+from forerun.bench.bandwidth import METHODS, bandwidth
 from forerun.bench.cpu.memory import resident
 from forerun.bench.cpu.modes import measure_modes
 from forerun.bench.machine import cores, is_busy, load_average
@@ -37,9 +37,9 @@ from forerun.bench.settings import (
     LOOKUP,
     PLAIN,
     TRANSFORMERS,
+    DrafterSetup,
     Settings,
-    Way,
-    ways_of,
+    parse_setups,
 )
 from forerun.bench.suites import TASKS, load_suite
 from forerun.build import choose_drafter
@@ -98,11 +98,11 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def settings_of(flags: argparse.Namespace) -> Settings:
-    """What the command line asks for: every drafter under the controller, and n-gram blindly."""
+    """What the command line asks for: every drafter under the controller, and n-gram with a fixed budget."""
     model, draft = flags.pair or (flags.model, flags.draft_model)
-    ways = (*ways_of(drafters_of(flags.drafters, model, draft)), blind(flags))
+    setups = (*parse_setups(drafters_of(flags.drafters, model, draft)), fixed_setup(flags))
     given = {name: getattr(flags, name) for name in Settings.__dataclass_fields__ if hasattr(flags, name)}
-    given |= {"model": model, "draft_model": draft, "ways": ways, "device": "cpu"}
+    given |= {"model": model, "draft_model": draft, "setups": setups, "device": "cpu"}
     return Settings(**given, peers=peers_of(flags))
 
 
@@ -118,9 +118,9 @@ def drafters_of(named: Sequence[str], model: str, draft: str | None) -> list[str
     return [*dict.fromkeys([*named, *more])]
 
 
-def blind(flags: argparse.Namespace) -> Way:
+def fixed_setup(flags: argparse.Namespace) -> DrafterSetup:
     """The contender that always drafts the whole budget."""
-    return Way("ngram_fixed", "ngram", max(1, flags.budget or FIXED_NODES))
+    return DrafterSetup("ngram_fixed", "ngram", max(1, flags.budget or FIXED_NODES))
 
 
 def peers_of(flags: argparse.Namespace) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ def why_not_llama_cpp(file: Path) -> str | None:
 
 
 def llama_cpp_curve(file: Path, threads: int) -> dict[str, Any]:
-    """t(n) of llama.cpp, measured in a process of its own; null and the reason where that does not last."""
+    """t(n) of llama.cpp, measured in a process of its own; null and the reason where it crashes."""
     try:
         with PeerProcess() as process:
             curve = process.call(f"{_LLAMA_CPP}:pass_seconds", file=str(file), threads=threads)
@@ -163,12 +163,12 @@ def llama_cpp_curve(file: Path, threads: int) -> dict[str, Any]:
 
 
 def measure_formats(settings: Settings) -> dict[str, Any]:
-    """t(n) by number format and of llama.cpp, the memory's rate, and what a fresh process takes."""
+    """t(n) by number format and of llama.cpp, memory bandwidth, and the memory of a fresh process."""
     threads = settings.threads or cores()
     torch.set_num_threads(threads)
     rates = bandwidth()
     found = {
-        "bandwidth": {"way": WAYS, "gb_per_s": {name: round(rate, 1) for name, rate in rates.items()}},
+        "bandwidth": {"way": METHODS, "gb_per_s": {name: round(rate, 1) for name, rate in rates.items()}},
         "modes": measure_modes(settings.model, rates["best"]),
         "memory": {"dtype": settings.dtype, **resident(settings.model, settings.dtype, threads)},
     }
@@ -204,7 +204,7 @@ def add_headline(result: dict[str, Any]) -> None:
 
 
 def warn_if_busy(require_idle: bool) -> None:
-    """Say, or refuse, when others are using the machine: the figures would be theirs as much as ours."""
+    """Warn, or refuse, when other processes use the machine: they would affect the figures."""
     load, available = load_average(), cores()
     if not is_busy(load, available):
         return
@@ -226,7 +226,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     if not flags.skip_modes:
         with Console(stderr=True).status("t(n) by number format"):
             formats = measure_formats(settings)
-    result = run(settings, name="cpu", blind=blind(flags).name)
+    result = run(settings, name="cpu", fixed=fixed_setup(flags).name)
     result["conditions"]["left_out"] |= left_out
     add_headline(result)
     return result | formats

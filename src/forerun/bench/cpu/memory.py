@@ -1,8 +1,8 @@
-"""What a model takes in memory, measured in a process of its own (python -m forerun.bench.cpu.memory MODEL DTYPE).
+"""Resident memory of a model, measured in a process of its own (python -m forerun.bench.cpu.memory MODEL DTYPE).
 
-The process notes what it holds when torch is imported, when our own modules are, when the model is loaded the way a
+The process notes what it holds when torch is imported, when our own modules are, when the model is loaded as a
 user loads it, and when a text has been written. Only such differences say what the model costs: in the process of
-a benchmark everybody else's weights are resident too.
+a benchmark the weights of all contenders are resident too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def resident(model: str, dtype: str, threads: int | None = None) -> dict[str, fl
 
 
 def read_stages(model: str, dtype: str, threads: int | None = None) -> dict[str, float]:
-    """Load and write, and say what was held on the way, in megabytes.
+    """Load and write, and return what was resident at each stage, in megabytes.
 
     `above_torch_mb` is what counts: everything beyond the interpreter and torch. `model_mb` is the part of it that
     is not code: weights, caches and what loading them left behind.
@@ -70,7 +70,7 @@ def read_stages(model: str, dtype: str, threads: int | None = None) -> dict[str,
 
 
 def held() -> float:
-    """Resident megabytes of this process; its peak where the system tells no more."""
+    """Resident megabytes of this process; its peak where the system reports only that."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
@@ -80,7 +80,7 @@ def held() -> float:
 
 def peak() -> float:
     """The most megabytes that this process has held."""
-    try:  # what getrusage tells counts the parent's pages too, from before the new program began
+    try:  # getrusage counts the parent's pages too, from before the new program began
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e6
     except (OSError, StopIteration):

@@ -1,4 +1,4 @@
-"""The number formats that a CPU can hold one checkpoint in, and what a pass costs in each of them."""
+"""Number formats (dtypes) of one checkpoint on a CPU, and what a pass costs in each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REFERENCE: Dtype = "float32"
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A checkpoint in one number format; `target` is None where it cannot be had, and `why_not` says why."""
+    """A checkpoint in one number format; `target` is None where it cannot be loaded, and `why_not` says why."""
 
     name: Dtype
     target: Target | None
@@ -46,7 +46,7 @@ def load_modes(model: str, names: Sequence[Dtype] = MODES) -> Iterator[Mode]:
 
 
 def measure_modes(model: str, gb_per_second: float, names: Sequence[Dtype] = MODES) -> dict[str, Any]:
-    """t(n) of every format, the bytes a plain pass reads, and the share of the memory's rate that this is."""
+    """t(n) of every format, the bytes a plain pass reads, and the share of the memory bandwidth that this is."""
     found: dict[str, Any] = {}
     for mode in load_modes(model, names):
         if mode.target is None:

@@ -1,8 +1,8 @@
-"""What a number format costs in quality: every format against float32, on a text of ours.
+"""Quality of each number format against float32: perplexity, agreement and KL divergence on one text.
 
 The text is given to both, window by window. Perplexity says how well a format predicts the text; agreement says how
 often its likeliest token is float32's; the mean divergence KL(float32 || format), in nats, says how far the whole law
-has moved. A format that only rounds differently moves it by next to nothing.
+has moved. A format that only rounds differently moves it hardly at all.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def measure_quality(
     window: int = WINDOW,
     report: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Any]:
-    """Perplexity, agreement and divergence of each format; a format that cannot be had says why not."""
+    """Perplexity, agreement and divergence of each format; a format that cannot be loaded says why not."""
     checkpoint = loading.open_checkpoint(model)
     ids = list(checkpoint.tokenizer().encode(read_text() if text is None else text))
     windows = list(cut(ids, window))

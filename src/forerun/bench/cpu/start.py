@@ -1,4 +1,4 @@
-"""How long the command line takes to write three tokens, from nothing: python -m forerun.bench.cpu.start
+"""Start-up time: how long the command line takes to write three tokens (python -m forerun.bench.cpu.start).
 
 Each run is a process of its own. The best of several is what the machine can do; on a busy one, CPU time (of all
 threads together) says more than the clock. Importing torch alone is measured beside it. The last line is JSON.

@@ -1,1 +1,1 @@
-"""The benchmark of a GPU: seconds per pass, rounds, whole texts, equality of bits."""
+"""The benchmark of a GPU: seconds per pass, rounds, whole answers, bitwise equality."""

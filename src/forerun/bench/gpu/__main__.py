@@ -1,4 +1,4 @@
-"""`python -m forerun.bench.gpu`; what a user can mend is one line and exit code 2."""
+"""`python -m forerun.bench.gpu`; a user's error is one line and exit code 2."""
 
 import sys
 

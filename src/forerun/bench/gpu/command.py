@@ -1,8 +1,8 @@
-"""What a pass and a text cost on this GPU (`python -m forerun.bench.gpu`; needs torch, transformers and this package).
+"""Time of passes, rounds and whole texts on this GPU (`python -m forerun.bench.gpu`; needs torch and transformers).
 
 First t(n), the time of one pass over n nodes per sequence, for three shapes with random weights and several batch
 sizes, beside the time that reading the weights takes at the measured copy rate; whole rounds with a head of one
-layer; and passes behind a long text. Then texts of an inflated model (`gpu_texts`), with transformers' own `generate`
+layer; and passes behind a long context. Then texts of an inflated model (`gpu/texts.py`), with transformers' `generate`
 beside them. The last line of stdout is one JSON document.
 """
 
@@ -131,7 +131,7 @@ def measure_passes(
 
 
 def measure_prefill(target: CudaDecoder, name: str, texts: int = 8, length: int = 1500) -> dict[str, Any]:
-    """Prompts read per second, all at once."""
+    """Time of prefilling several prompts in one batch."""
     seqs = [
         FakeSeq(i, [(7 * i + j) % 997 for j in range(length + 1)], max_length=length + 2)
         for i in range(texts)
@@ -156,7 +156,9 @@ def measure_prefill(target: CudaDecoder, name: str, texts: int = 8, length: int 
 def _add_text_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", default="smollm2", help="checkpoint to inflate; empty = no texts")
     group.add_argument("--preset", default="8b", choices=[*PRESETS, OWN], help="shape to inflate it to")
-    group.add_argument("--head", type=Path, help="folder of its EAGLE-3 head; none named = the box's")
+    group.add_argument(
+        "--head", type=Path, help="folder of its EAGLE-3 head; default: the one in the package"
+    )
     group.add_argument("--head-kinds", default="plain,int8", help="kinds of the head's weights")
     group.add_argument(
         "--forms",
@@ -166,7 +168,7 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--suite", default="builtin", help="prompts: builtin, or a JSONL file")
     group.add_argument("--limit", type=int, default=2, help="prompts per task")
     group.add_argument("--max-tokens", type=int, default=96)
-    group.add_argument("--batches", default="1,8", help="how many texts at once")
+    group.add_argument("--batches", default="1,8", help="sequences at once")
     group.add_argument("--skip-random-trees", action="store_true", help="no trees that branch at random")
     group.add_argument("--skip-transformers", action="store_true")
 

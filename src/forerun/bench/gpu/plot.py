@@ -1,4 +1,4 @@
-"""t(n) as a picture: what a pass over n nodes takes, for every shape and kind of weights."""
+"""Plot of t(n): the time of a pass over n nodes, for every shape and kind of weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What each product of a pass costs on this GPU by number of rows, and whether its bits are those of few rows.
+"""Time of each matrix product of a pass on this GPU by number of rows, and whether its bits match the few-row kernel's.
 
-A product is timed with everything that rides on it (norms, residuals, rotary positions, the write to the KV cache),
+A product is timed with everything fused into it (norms, residuals, rotary positions, the write to the KV cache),
 over the weights of several layers in turn, so that none is found in the cache. `sweep` tries other tiles than the
 ones in `models/cuda/wide.py`.
 """
@@ -72,7 +72,7 @@ def work_of(steps: FusedSteps, product: str, run: Run) -> Callable[[int], None]:
 
 
 def outcome(target: CudaDecoder, product: str, run: Run) -> list[Tensor]:
-    """Everything that a product writes; the factor of a norm that it hands on is seen in what follows."""
+    """Everything that a product writes; the norm factor that it passes on shows in the next product."""
     steps, buffers, rows = target.passes.steps, target.buffers, run.size.rows
     if product == "qkv":
         return [buffers.queries[:rows].clone(), target.kv.data[0, :, :, :rows].clone()]

@@ -1,7 +1,7 @@
-"""What a whole speculative round costs on this GPU: draft, pass, verdict and commit, beside a plain pass.
+"""Time of a whole speculative round on this GPU: draft, pass, verdict and commit, beside a plain pass.
 
 The head is one layer of the target's own size over a reduced vocabulary. With random weights hardly anything is
-accepted, which does not change what a round costs; texts written with a trained head are the other half
+accepted, which does not change what a round costs; texts written with a trained head are measured elsewhere
 (`forerun.bench.gpu.command --head`).
 """
 
@@ -48,7 +48,7 @@ def seconds_of(work: Callable[[], object], repeats: int) -> float:
 
 
 def random_head(target: CudaDecoder, draft_vocabulary: int = DRAFT_VOCABULARY) -> Head:
-    """One layer of the target's size that says nothing in particular."""
+    """A head of one layer of the target's size with random weights."""
     shape = target.config
     rows = min(draft_vocabulary, shape.vocab_size)
     config = EagleConfig(
@@ -74,7 +74,7 @@ def make_drafter(target: CudaDecoder, head: Head, kind: WeightKind | None) -> De
 
 
 def _no_other() -> NoReturn:
-    raise AssertionError("greedy texts are drafted for on the device")
+    raise AssertionError("greedy sequences are drafted for on the device")
 
 
 def measure_rounds(
@@ -84,7 +84,7 @@ def measure_rounds(
     batches: Sequence[int] = (1, 8),
     context: int = 512,
 ) -> list[dict[str, Any]]:
-    """Every form of draft with heads of every kind; all are compared with plain passes over as many texts."""
+    """Every form of draft with heads of every kind; all are compared with plain passes over as many sequences."""
     found = []
     head = random_head(target)
     for kind in kinds:
@@ -178,7 +178,7 @@ def _plain_round(target: CudaDecoder, seqs: Sequence[FakeSeq]) -> float:
 
 
 def measure_long_context(target: CudaDecoder, name: str, length: int = 32_000) -> dict[str, Any]:
-    """Passes behind a long text: one node, a chain and a tree of 64."""
+    """Passes behind a long context: one node, a chain and a tree of 64."""
     length = min(length, target.max_length - 1)
     seq = FakeSeq(1 << 30, [(7 * j) % 199 for j in range(length + 1)], max_length=length + 2)
     started = perf_counter()

@@ -1,4 +1,4 @@
-"""Stand-ins for the GPU benchmark: weights without a model, and a drafter that knows the answers."""
+"""Test parts of the GPU benchmark: random weights of a given shape, and a drafter that knows the answers."""
 
 from __future__ import annotations
 

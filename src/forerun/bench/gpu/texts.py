@@ -1,7 +1,7 @@
-"""Texts of an inflated model on a GPU: without drafting, and with every kind of draft, alone and in a batch.
+"""Whole texts of an inflated model on a GPU: without drafting and with every kind of draft, at several batch sizes.
 
 The target has the default model's function at the cost of the larger shape, and so has the head: real tokens, real
-acceptance, the large model's time. All texts must equal those written plainly and alone, to the last bit; where one
+acceptance, the large model's time. All texts must equal those written plainly at batch 1, token for token; where one
 does not, how near the tie was is shown.
 """
 
@@ -40,7 +40,7 @@ TREES = Budget(nodes=12, depth=6, width=3)
 RATES = ("tokens_per_s", "decoding_per_s")  # whole calls, and without reading prompts
 INFLATED = "inflated from smollm2: its tokens and acceptance at the cost of the larger shape"
 
-Way = tuple[str, Budget | None]  # a drafter, and the shape of its drafts; None = as the controller likes
+Setup = tuple[str, Budget | None]  # a drafter, and the shape of its drafts; None = the controller decides
 
 
 def measure_texts(given: argparse.Namespace) -> dict[str, Any]:
@@ -63,15 +63,15 @@ def measure_texts(given: argparse.Namespace) -> dict[str, Any]:
     engine = make_engine(target, tokenizer.eos_ids, speculative, EngineConfig(max_length=4096), tokenizer)
     items = load_suite(given.suite, limit=given.limit)
     prompts = [tuple(tokenizer.chat_ids(item.messages)) for item in items]
-    ways: dict[str, Way] = {"none": ("none", None), "ngram": ("ngram", None)}
+    setups: dict[str, Setup] = {"none": ("none", None), "ngram": ("ngram", None)}
     if not given.skip_random_trees:
-        ways["answer_trees"] = "answer_trees", TREES
+        setups["answer_trees"] = "answer_trees", TREES
     folder = given.head or _in_the_box(checkpoint)
     if folder is not None:
-        ways |= _add_heads(engine, target, folder, given)
+        setups |= _add_heads(engine, target, folder, given)
     batches = [int(size) for size in given.batches.split(",")]
     texts = Texts(engine, prompts, [item.task for item in items], given.max_tokens)
-    runs = texts.write_all(ways, batches)
+    runs = texts.write_all(setups, batches)
     gaps = [_gap(target, prompts[i], texts.plain[i], other) for i, other in texts.differing]
     model = "the checkpoint itself" if large is None else INFLATED
     result = {"model": model, "shape": given.preset, "prompts": len(prompts), "runs": runs}
@@ -89,17 +89,17 @@ def _in_the_box(checkpoint: Checkpoint) -> Path | None:
 
 def _add_heads(
     engine: Engine, target: CudaDecoder, folder: Path, given: argparse.Namespace
-) -> dict[str, Way]:
+) -> dict[str, Setup]:
     """The trained head, inflated like the target, in every kind of weights and every form of draft asked for."""
     head = read_head(folder, kind="eagle3")
     if given.preset != OWN:
         head = inflate_head(*head, PRESETS[given.preset], device="cuda")
-    ways: dict[str, Way] = {}
+    setups: dict[str, Setup] = {}
     for kind in given.head_kinds.split(","):
         engine.drafters.add(f"head {kind}", make_drafter(target, head, kind))
         for form in given.forms.split(","):
-            ways[f"{kind} head, {form}"] = f"head {kind}", parse_form(form)
-    return ways
+            setups[f"{kind} head, {form}"] = f"head {kind}", parse_form(form)
+    return setups
 
 
 def parse_form(form: str) -> Budget | None:
@@ -114,7 +114,7 @@ def parse_form(form: str) -> Budget | None:
 
 
 class Texts:
-    """The same prompts, written in many ways."""
+    """The same prompts, written with many drafters."""
 
     def __init__(
         self, engine: Engine, prompts: Sequence[tuple[int, ...]], tasks: Sequence[str], tokens: int
@@ -124,19 +124,19 @@ class Texts:
         self.plain: list[list[int]] = []
         self.differing: list[tuple[int, list[int]]] = []
 
-    def write_all(self, ways: Mapping[str, Way], batches: Sequence[int]) -> list[dict[str, Any]]:
-        """Every way of writing, twice: the first time captures graphs. All are compared with plain texts, alone."""
+    def write_all(self, setups: Mapping[str, Setup], batches: Sequence[int]) -> list[dict[str, Any]]:
+        """Every setup, twice: the first time captures graphs. All are compared with plain texts at batch 1."""
         self.plain, _ = self.write(("none", None), 1)
-        if "answer_trees" in ways:
+        if "answer_trees" in setups:
             trees: Any = self.engine.drafters.get("answer_trees")
             trees.answers = dict(zip(self.prompts, self.plain, strict=True))
         runs = []
         for batch in batches:
             plain: dict[str, Any] = {}
-            for label, way in ways.items():
+            for label, setup in setups.items():
                 if (label, batch) != ("none", 1):  # which was written before
-                    self.write(way, batch)
-                texts, figures = self.write(way, batch)
+                    self.write(setup, batch)
+                texts, figures = self.write(setup, batch)
                 plain = figures if label == "none" else plain
                 off = [(i, text) for i, text in enumerate(texts) if text != self.plain[i]]
                 self.differing += off
@@ -145,9 +145,9 @@ class Texts:
                 _print_run(runs[-1], len(texts))
         return runs
 
-    def write(self, way: Way, batch: int) -> tuple[list[list[int]], dict[str, Any]]:
-        """All texts, `batch` at a time, and what they took; alone, by task as well."""
-        drafter, budget = way
+    def write(self, setup: Setup, batch: int) -> tuple[list[list[int]], dict[str, Any]]:
+        """All texts, `batch` at a time, and what they took; at batch 1, by task as well."""
+        drafter, budget = setup
         self.engine.max_batch = batch
         params = SamplingParams(max_tokens=self.tokens)
         _wait()
@@ -189,7 +189,7 @@ def _print_run(run: dict[str, Any], texts: int) -> None:
 
 
 def _gap(target: CudaDecoder, prompt: tuple[int, ...], plain: list[int], other: list[int]) -> float:
-    """How far apart the two likeliest tokens are where two texts part."""
+    """How far apart the two likeliest tokens are where two texts differ first."""
     at = next(
         (i for i, pair in enumerate(zip(plain, other, strict=False)) if pair[0] != pair[1]), len(plain) - 1
     )

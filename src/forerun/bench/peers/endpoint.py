@@ -1,7 +1,7 @@
-"""Any OpenAI-compatible server by its URL: vLLM, SGLang, llama.cpp, or forerun itself.
+"""A peer at an OpenAI-compatible URL: vLLM, SGLang, llama.cpp, or forerun itself.
 
-The prompt travels as token ids (`/v1/completions` takes them), so that everybody answers the very same prompt.
-What comes back is counted by the server's own usage field. Its text is not held against ours: it may run in
+The prompt is sent as token ids (`/v1/completions` takes them), so that every contender answers the same prompt.
+Tokens are counted by the server's own usage field. Its text is not compared with ours: it may run in
 another number format, or be another model.
 """
 
@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 from forerun.bench.measure import Contender, Written
 from forerun.errors import InvalidInput
 
-PATIENCE = 600.0  # seconds for one answer
+TIMEOUT = 600.0  # seconds for one answer
 
 
 def endpoint_contender(url: str, ignore_eos: bool = False) -> Contender:
@@ -48,7 +48,7 @@ def _call(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
     request = Request(url, data, {"Content-Type": "application/json"})
     try:
-        with urlopen(request, timeout=PATIENCE) as response:
+        with urlopen(request, timeout=TIMEOUT) as response:
             answer = json.loads(response.read())
     except HTTPError as error:
         detail = " ".join(error.read().decode(errors="replace").split())[:160]

@@ -1,7 +1,7 @@
-"""llama.cpp on the very same GGUF file, through llama-cpp-python: the fastest plain loop that others have on a CPU.
+"""The peer llama.cpp on the same GGUF file, through llama-cpp-python.
 
 It is given the same token ids, decodes greedily with as many threads, and starts every text with an empty cache: by
-itself it would keep the prompt from one repeat to the next, which nobody else here may. Its lookup needs the logits
+itself it would keep the prompt from one repeat to the next, which no other contender may. Its lookup needs the logits
 of every token, so that contender has a model of its own; the plain one computes only the last row, as it should.
 """
 
@@ -87,7 +87,7 @@ def load_model(file: str | Path, context: int, threads: int, all_logits: bool = 
 def llama_cpp_contender(
     name: str, model: Any, ends: frozenset[int], lookup: Any = None, like: str | None = None
 ) -> Contender:
-    """`Llama.generate`, timed; its passes are counted from outside. Other kernels write other texts than ours."""
+    """`Llama.generate`, timed; its passes are counted from outside. Other kernels may write other texts than ours."""
 
     def write(prompts: Sequence[Sequence[int]], max_tokens: int) -> Written:
         (ids,) = prompts
@@ -125,7 +125,7 @@ def llama_cpp_contender(
 def pass_seconds(
     file: str | Path, threads: int, sizes: Sequence[int] | None = None, repeats: int = 3
 ) -> dict[int, float]:
-    """t(n) of llama.cpp, as ours is measured: n tokens on a short text, logits of every row, the best of a few."""
+    """t(n) of llama.cpp, as ours is measured: n tokens behind a short context, logits of every row, best of a few."""
     from forerun.control.cost import CONTEXT, SIZES, STRIDE  # with torch, which llama.cpp itself does without
 
     sizes = sizes or SIZES

@@ -1,8 +1,8 @@
-"""Peers in processes of their own, so that one that dies is left out and the benchmark goes on.
+"""Run each peer in a process of its own, so that one that crashes is left out and the benchmark continues.
 
 A library that was built for another processor ends its process with an illegal instruction, which nothing can catch.
 So every engine that we compare with runs beside us (peers/worker.py), one process for each. It takes its own time, so
-what the pipe costs is in nobody's figures; while it does not write, it waits.
+the pipe's cost is in no figure; while it does not write, it waits.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any
 from forerun.bench.measure import Contender, ContenderLost, Written
 from forerun.errors import InvalidInput
 
-WAIT = 10.0  # seconds for a process to end that was told to
+WAIT = 10.0  # seconds for a process to end after it was asked to
 _SIGNALS = {
     "SIGILL": "an illegal instruction: it was built for another processor",
     "SIGSEGV": "a segmentation fault",
-    "SIGKILL": "killed, perhaps for want of memory",
+    "SIGKILL": "killed, perhaps out of memory",
 }
 
 
 class PeerProcess:
-    """An engine of somebody else's, in a process of its own."""
+    """Another engine, in a process of its own."""
 
     def __init__(self) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # what it writes to stderr, closed with the process
@@ -114,7 +114,7 @@ class Peers:
     processes: list[PeerProcess] = field(default_factory=list)
 
     def host(self, engine: str, names: Sequence[str], module: str, **arguments: Any) -> None:
-        """Start an engine's process and load its contenders; one that dies while loading is left out.
+        """Start an engine's process and load its contenders; one that crashes while loading is left out.
 
         Its module has a function `load`, called with the names and arguments, and one `isa` without any.
         """

@@ -1,4 +1,4 @@
-"""transformers' own `generate` on the very same weights: the yardstick that others know.
+"""The peer transformers: its own `generate` on the same weights.
 
 The model is built in memory from our checkpoint, because transformers takes half a minute to read a GGUF
 file, and so that both sides hold the same numbers.
@@ -32,9 +32,9 @@ def load(
     alike: bool,
     threads: int,
 ) -> list[Contender]:
-    """Those of its ways to write that are asked for, around the weights of a checkpoint.
+    """Its contenders that are asked for (plain, lookup, assisted), around the weights of a checkpoint.
 
-    `alike` says that our own loop computes in the same precision, so that texts can be held against each other.
+    `alike` says that our own loop computes in the same precision, so that texts can be compared.
     """
     torch.set_num_threads(threads)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -95,7 +95,7 @@ def transformers_contender(
 ) -> Contender:
     """`model.generate` with some options, timed; its passes are counted from outside.
 
-    `exact` says that its texts can be held against ours: where both compute in one precision. `like` names the
+    `exact` says that its texts can be compared with ours: where both compute in one precision. `like` names the
     contender that is the same model's plain loop.
     """
 

@@ -1,4 +1,4 @@
-"""transformers' own `generate` on the weights of an inflated model, beside our texts on a GPU."""
+"""The peer transformers on a GPU: its own `generate` on the weights of an inflated model."""
 
 from __future__ import annotations
 

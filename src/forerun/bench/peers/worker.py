@@ -1,10 +1,10 @@
 """The process that a peer runs in: reads questions as lines of JSON and answers them (see peers/process.py).
 
     {"call": "module:function", "arguments": {...}}      its result
-    {"load": "module:function", "arguments": {...}}      names and promises of the contenders that it returns
+    {"load": "module:function", "arguments": {...}}      names and guarantees of the contenders that it returns
     {"write": name, "prompts": [...], "max_tokens": n}   what that contender wrote, timed in here
 
-A mistake of the user's is answered as "refused", any other exception as "failed". It ends when nobody asks any more.
+A mistake of the user's is answered as "refused", any other exception as "failed". It ends when its stdin closes.
 """
 
 from __future__ import annotations

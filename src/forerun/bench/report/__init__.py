@@ -1,1 +1,1 @@
-"""What a benchmark shows: terminal tables, an HTML page, plots."""
+"""Reports of a benchmark: terminal tables, an HTML page, plots."""

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: drawn in words that a style sheet can colour, so they follow light and dark."""
+"""Line charts as inline SVG; colours come from the page's style sheet, so they follow its light and dark themes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Dot:
     y: float
     low: float | None = None
     high: float | None = None
-    note: str = ""  # what a reader who points at it is told besides
+    note: str = ""  # added to the tooltip
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Line:
 class Chart:
     """Lines over shared axes."""
 
-    title: str  # for people who hear pages
+    title: str  # for screen readers
     x_label: str
     y_label: str
     lines: Sequence[Line]

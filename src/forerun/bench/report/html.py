@@ -1,6 +1,6 @@
-"""A result as one HTML file that needs nothing else: pictures first, every figure below them.
+"""Write a benchmark result as one self-contained HTML page: charts first, every figure below them.
 
-The page is a Jinja template (page.html); what it shows is prepared here, so that it only lays out.
+The page is a Jinja template (page.html); its values are prepared here.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def write_report(result: Mapping[str, Any], path: Path) -> None:
 
 
 def render(result: Mapping[str, Any]) -> str:
-    """The page as text."""
+    """The page's markup."""
     source = files("forerun.bench.report").joinpath("page.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
     conditions = result["conditions"]
-    ways = list(result["by_task"])
+    drafters = list(result["by_task"])
     return template.render(
         result=result,
         conditions=conditions,
-        ways=[{"name": name, "colour": index % COLOURS} for index, name in enumerate(ways)],
-        headline=_headline(result, ways),
-        tasks=_task_bars(result, ways),
-        charts=_charts(result, ways),
+        drafters=[{"name": name, "colour": index % COLOURS} for index, name in enumerate(drafters)],
+        headline=_headline(result, drafters),
+        tasks=_task_bars(result, drafters),
+        charts=_charts(result, drafters),
         split=_split(result),
         cells=_cells(result) if len(result["cells"]) > 1 else [],
         contenders=_contenders(result),
@@ -62,19 +62,19 @@ def render(result: Mapping[str, Any]) -> str:
     )
 
 
-def _headline(result: Mapping[str, Any], ways: Sequence[str]) -> dict[str, Any]:
+def _headline(result: Mapping[str, Any], drafters: Sequence[str]) -> dict[str, Any]:
     """The first drafter's speed-up; in large type only where the interval leaves 1 out."""
-    found: dict[str, Any] = {"equality": summary.equality(result), "way": None}
-    if ways:
-        cells = result["by_task"][ways[0]]
+    found: dict[str, Any] = {"equality": summary.equality(result), "drafter": None}
+    if drafters:
+        cells = result["by_task"][drafters[0]]
         best, worst = (choose(cells, key=lambda task: cells[task]["speedup"]) for choose in (max, min))
-        overall = summary.spread_of(result["speedup"][ways[0]])
+        overall = summary.spread_of(result["speedup"][drafters[0]])
         found |= {
-            "way": ways[0],
+            "drafter": drafters[0],
             "says": summary.headline(result),
             "is_clear": overall.is_clear,
             "speedup": overall.value,
-            "tokens_per_round": result["contenders"][ways[0]]["tokens_per_round"],
+            "tokens_per_round": result["contenders"][drafters[0]]["tokens_per_round"],
             "best": (best, _shown(summary.spread_of(cells[best]))),
             "worst": (worst, _shown(summary.spread_of(cells[worst]))),
         }
@@ -92,7 +92,7 @@ def _reach(cell: Mapping[str, Any]) -> float:
     return value if cell["high"] is None else max(value, min(cell["high"], LONGEST * value))
 
 
-def _task_bars(result: Mapping[str, Any], ways: Sequence[str]) -> dict[str, Any]:
+def _task_bars(result: Mapping[str, Any], drafters: Sequence[str]) -> dict[str, Any]:
     """Bars in percent of a scale that ends a little beyond the longest interval."""
     rows = [cells[task] for cells in result["by_task"].values() for task in cells]
     end = max([1.25, *(1.04 * _reach(row) for row in rows)])
@@ -104,7 +104,8 @@ def _task_bars(result: Mapping[str, Any], ways: Sequence[str]) -> dict[str, Any]
             {
                 "task": task.replace("_", " "),
                 "bars": [
-                    _bar(way, index, result["by_task"][way][task], end) for index, way in enumerate(ways)
+                    _bar(drafter, index, result["by_task"][drafter][task], end)
+                    for index, drafter in enumerate(drafters)
                 ],
             }
             for task in result["conditions"]["tasks"]
@@ -112,29 +113,34 @@ def _task_bars(result: Mapping[str, Any], ways: Sequence[str]) -> dict[str, Any]
     }
 
 
-def _bar(way: str, index: int, cell: Mapping[str, Any], end: float) -> dict[str, Any]:
-    bar = {"way": way, "colour": index % COLOURS, "width": 100 * cell["speedup"] / end, "whisker": None}
+def _bar(drafter: str, index: int, cell: Mapping[str, Any], end: float) -> dict[str, Any]:
+    bar = {
+        "drafter": drafter,
+        "colour": index % COLOURS,
+        "width": 100 * cell["speedup"] / end,
+        "whisker": None,
+    }
     if cell["low"] is not None:
         left, right = 100 * cell["low"] / end, 100 * _reach(cell) / end
         bar["whisker"] = {"left": left, "width": right - left}
     return {**bar, **_shown(summary.spread_of(cell)), "tokens_per_round": cell["tokens_per_round"]}
 
 
-def _charts(result: Mapping[str, Any], ways: Sequence[str]) -> list[dict[str, str]]:
-    drawn = [_batch_chart(result, ways), _acceptance_chart(result, ways), _cost_chart(result["t"])]
+def _charts(result: Mapping[str, Any], drafters: Sequence[str]) -> list[dict[str, str]]:
+    drawn = [_batch_chart(result, drafters), _acceptance_chart(result, drafters), _cost_chart(result["t"])]
     return [chart for chart in drawn if chart is not None]
 
 
-def _acceptance_chart(result: Mapping[str, Any], ways: Sequence[str]) -> dict[str, str] | None:
+def _acceptance_chart(result: Mapping[str, Any], drafters: Sequence[str]) -> dict[str, str] | None:
     lines = []
-    for index, way in enumerate(ways):
-        counts = result["contenders"][way]["accepted_counts"]
+    for index, drafter in enumerate(drafters):
+        counts = result["contenders"][drafter]["accepted_counts"]
         dots = [
             Dot(depth, 100 * kept / drafted, note=f"{kept} of {drafted} trees")
             for depth, (kept, drafted) in enumerate(counts, start=1)
         ]
         if dots:
-            lines.append(Line(way, index % COLOURS, dots))
+            lines.append(Line(drafter, index % COLOURS, dots))
     if not lines:
         return None
     deepest = max(len(line.dots) for line in lines)
@@ -163,7 +169,7 @@ def _cost_chart(curve: Mapping[str, float]) -> dict[str, str]:
     return {"title": "What a pass costs", "caption": caption, "svg": chart.svg()}
 
 
-def _batch_chart(result: Mapping[str, Any], ways: Sequence[str]) -> dict[str, str] | None:
+def _batch_chart(result: Mapping[str, Any], drafters: Sequence[str]) -> dict[str, str] | None:
     first = result["cells"][0]
     same = [
         cell
@@ -173,19 +179,19 @@ def _batch_chart(result: Mapping[str, Any], ways: Sequence[str]) -> dict[str, st
     if len(same) < 2:
         return None
     lines = []
-    for index, way in enumerate(ways):
-        found = [(cell["batch"], cell["speedup"][way]) for cell in same]
+    for index, drafter in enumerate(drafters):
+        found = [(cell["batch"], cell["speedup"][drafter]) for cell in same]
         dots = [
             Dot(batch, row["speedup"], row["low"], None if row["high"] is None else _reach(row))
             for batch, row in found
         ]
-        lines.append(Line(way, index % COLOURS, dots))
+        lines.append(Line(drafter, index % COLOURS, dots))
     highest = max(dot.high or dot.y for line in lines for dot in line.dots)
     chart = Chart(
-        "Speed-up against batch size", "texts written at once", "", lines,
+        "Speed-up against batch size", "sequences in the batch", "", lines,
         [float(cell["batch"]) for cell in same], ticks(max(highest, 1.2)), log_x=True, mark=1.0, unit="×",
     )  # fmt: skip
-    caption = "Every text more in a batch makes drafted nodes dearer."
+    caption = "Each further sequence in a batch makes drafted nodes more costly."
     return {"title": "Speed-up against batch size", "caption": caption, "svg": chart.svg()}
 
 
@@ -216,7 +222,7 @@ def _cells(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _contenders(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row for everybody who was measured; the ratio over our plain loop is its first figure."""
+    """A row for every contender measured; the ratio over our plain loop is its first figure."""
     rows = []
     for name, figures in result["contenders"].items():
         ratio = summary.ratio_over(result, name, PLAIN)
@@ -228,7 +234,7 @@ def _contenders(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _acceptance(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Acceptance by depth with the counts it rests on."""
+    """Acceptance by depth with its counts."""
     rows = {name: summary.accepted_cells(result, name) for name in summary.drafters_of(result)}
     deepest = max(map(len, rows.values()), default=0)
     return {"depths": list(range(1, deepest + 1)), "rows": {name: row for name, row in rows.items() if row}}

@@ -1,4 +1,4 @@
-"""Pictures of a run on a CPU: what a pass costs, who writes how fast, and what drafting gained by task."""
+"""Plots of a CPU benchmark (matplotlib): cost of a pass, tokens/s by contender, speed-up by task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         raise MissingDependency(
             "plots need matplotlib; install it with: pip install 'forerun[bench]'"
         ) from error
-    mpl.use("Agg")  # there may be no screen
+    mpl.use("Agg")  # works without a display
     from matplotlib import pyplot
 
     figure, (left, middle, right) = pyplot.subplots(

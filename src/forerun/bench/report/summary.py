@@ -1,4 +1,4 @@
-"""What a result says first, in sentences: the terminal and the page both print these, so that they agree."""
+"""Summary sentences of a benchmark result; the terminal and the HTML page both print these."""
 
 from __future__ import annotations
 
@@ -34,41 +34,41 @@ def ratio_over(result: Mapping[str, Any], name: str, base: str) -> Spread | None
     return None
 
 
-def verdict(way: str, found: Spread) -> str:
-    """One sentence on a speed-up that does not promise more than its interval does."""
+def verdict(drafter: str, found: Spread) -> str:
+    """One sentence on a speed-up that claims no more than its interval supports."""
     if not found.interval:
         return (
-            f"{way} ran at {found.value:.2f} times the speed of plain decoding on one prompt, "
+            f"{drafter} ran at {found.value:.2f} times the speed of plain decoding on one prompt, "
             "which gives no interval and says little."
         )
     interval = f"95% interval {found.interval}"
     if not found.is_clear:
         return (
-            f"{way} shows no clear gain or loss over plain decoding: {found.value:.2f} times its speed "
+            f"{drafter} shows no clear gain or loss over plain decoding: {found.value:.2f} times its speed "
             f"({interval}, which holds 1)."
         )
     direction = "faster than" if found.value > 1.0 else "slower than"
-    return f"{way} is {direction} plain decoding: {found.value:.2f} times its speed ({interval})."
+    return f"{drafter} is {direction} plain decoding: {found.value:.2f} times its speed ({interval})."
 
 
 def headline(result: Mapping[str, Any]) -> str | None:
     """The verdict on the first drafter asked for; None where nothing was drafted."""
-    way = next(iter(result["speedup"]), None)
-    return None if way is None else verdict(way, spread_of(result["speedup"][way]))
+    drafter = next(iter(result["speedup"]), None)
+    return None if drafter is None else verdict(drafter, spread_of(result["speedup"][drafter]))
 
 
 def busy_warning(conditions: Mapping[str, Any]) -> str | None:
-    """What a reader must know of the machine's other work; None where it was quiet."""
+    """The warning about other load on the machine; None where it was idle."""
     if not conditions.get("busy"):
         return None
     return (
         f"The machine was busy before the run (load average {conditions['load_before']:g} on "
-        f"{conditions['cores']} cores): other processes are in these figures. Trust no single one of them."
+        f"{conditions['cores']} cores): other processes affect these figures. Measure again on an idle machine."
     )
 
 
 def extent(conditions: Mapping[str, Any]) -> str:
-    """What the figures rest on."""
+    """Model, prompts and repeats that the figures come from."""
     prompts, repeats = conditions["prompts"], conditions["repeats"]
     whole = conditions.get("suite_prompts", prompts)
     some = f"{prompts} of the suite's {whole} prompts" if prompts < whole else _count(prompts, "prompt")
@@ -80,7 +80,7 @@ def extent(conditions: Mapping[str, Any]) -> str:
 
 
 def equality(result: Mapping[str, Any]) -> str:
-    """How many texts that had to be equal were."""
+    """How many of the texts that must be equal are."""
     compared = sum(cell["compared"] for cell in result["cells"])
     differing = sum(len(cell["differing"]) for cell in result["cells"])
     return f"{compared - differing} of {compared} texts equal what {result['conditions']['reference']} wrote."
@@ -110,14 +110,14 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     return [line for line in found if line]
 
 
-def accepted_cells(result: Mapping[str, Any], way: str) -> list[str]:
+def accepted_cells(result: Mapping[str, Any], drafter: str) -> list[str]:
     """Acceptance by depth with its counts: "0.82 (98 of 120)"."""
-    counts = result["contenders"][way]["accepted_counts"]
+    counts = result["contenders"][drafter]["accepted_counts"]
     return [f"{kept / drafted:.2f} ({kept} of {drafted})" for kept, drafted in counts]
 
 
 def drafters_of(result: Mapping[str, Any]) -> list[str]:
-    """The ways of drafting that were measured, in the order that they were asked for."""
+    """The drafters that were measured, in the order that they were asked for."""
     return [name for name in result["speedup"] if name != PLAIN]
 
 

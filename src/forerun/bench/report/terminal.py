@@ -1,4 +1,4 @@
-"""The tables that a person reads in a terminal; the JSON line comes after them."""
+"""Benchmark results as terminal tables; the JSON line comes after them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEPTHS = 6  # of the acceptance table; the document and the page have all
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print what a run came to: the sentences that the page prints, then the tables."""
+    """Print a run's result: the sentences that the page prints, then the tables."""
     console = _console()
     if (said := summary.headline(result)) is not None:
         console.print(said, style="bold" if _is_clear(result) else None, soft_wrap=True)
@@ -41,9 +41,9 @@ def _closing_lines(result: Mapping[str, Any]) -> Iterator[str]:
     for name, found in result["equal_to_own_plain"].items():
         yield f"{name}: {found['equal']} of {found['texts']} texts equal those of {found['plain']}."
     if any(cell["equal"] is None for cell in result["cells"]):
-        yield "Some cells promise the law, not the text, and were not compared."
+        yield "Some cells guarantee the law, not the text, and were not compared."
     yield summary.INTERVALS
-    yield from summary.notes(result)  # a warning is worth repeating below the tables
+    yield from summary.notes(result)  # warnings again, below the tables
 
 
 def _is_clear(result: Mapping[str, Any]) -> bool:
@@ -51,7 +51,7 @@ def _is_clear(result: Mapping[str, Any]) -> bool:
 
 
 def show_modes(result: Mapping[str, Any]) -> None:
-    """What a run on a CPU has besides: t(n) by number format, the memory's rate, memory, and the ratios to look for."""
+    """What a CPU run adds: t(n) by number format, memory bandwidth, resident memory, and the named ratios."""
     console = _console()
     if LLAMA_CPP in result["by_task_vs_peers"]:
         console.print(_peer_table(result["by_task_vs_peers"][LLAMA_CPP], LLAMA_CPP))
@@ -61,7 +61,7 @@ def show_modes(result: Mapping[str, Any]) -> None:
             if found["t"] is None:
                 console.print(f"{name} left out: {found['why_not']}")
         rates = ", ".join(f"{name} {rate:g}" for name, rate in result["bandwidth"]["gb_per_s"].items())
-        console.print(f"Memory gives, in GB/s: {rates}.")
+        console.print(f"Memory bandwidth in GB/s: {rates}.")
         held = result["memory"]
         console.print(
             f"A fresh process holds {held['above_torch_mb']:.0f} MB above the interpreter and torch once it has "
@@ -90,7 +90,7 @@ def _peer_table(columns: Mapping[str, Any], base: str) -> Table:
 def _mode_table(modes: Mapping[str, Any]) -> Table:
     curves = {name: found["t"] for name, found in modes.items() if found["t"]}
     sizes = list(next(iter(curves.values()), {}))
-    table = _table("t(n) in ms by number format; share of the memory's rate at n = 1", "", *sizes, "share")
+    table = _table("t(n) in ms by number format; share of the memory bandwidth at n = 1", "", *sizes, "share")
     for name, curve in curves.items():
         share = modes[name].get("bandwidth_share")
         table.add_row(name, *(f"{1000 * curve[size]:.1f}" for size in sizes), number(share))
@@ -159,7 +159,7 @@ def _split_table(result: Mapping[str, Any]) -> Table:
 
 
 def _acceptance_table(result: Mapping[str, Any]) -> Table:
-    """Shares with the counts they rest on: 1.00 of two trees says nothing."""
+    """Shares with their counts: 1.00 of two trees says nothing."""
     cells = {name: summary.accepted_cells(result, name)[:DEPTHS] for name in summary.drafters_of(result)}
     depths = range(1, 1 + max(map(len, cells.values()), default=0))
     table = _table("Acceptance by depth: share (accepted of drafted)", "", *map(str, depths))

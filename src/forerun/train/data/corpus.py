@@ -1,9 +1,9 @@
-"""Texts to learn from, in shards on disk, and the batches that a step number stands for.
+"""The training corpus: sequences in shards on disk, and the batch of each step.
 
-A shard is a safetensors file: the token ids of its texts end to end (two bytes each where they fit), where each
-text starts, how many of its tokens are prompt and so not to be learnt, the temperature it was written at and its
-number. Batches are rectangles of texts of like length. Which texts a step sees is a function of the seed and the
-step alone, so a run that was killed goes on as if nothing had happened. Texts are held back by their prompt: its
+A shard is a safetensors file: the token ids of its sequences end to end (two bytes each where they fit), where each
+sequence starts, how many of its tokens are prompt and so not to be learnt, the temperature it was written at and its
+number. Batches are rectangles of sequences of like length. Which ones a step sees is a function of the seed and the
+step alone, so a run that was killed resumes exactly. Sequences are held back by their prompt: its
 answers are all held back.
 """
 
@@ -32,17 +32,17 @@ _WIDTHS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text: its tokens, and how many of them are prompt."""
+    """One sequence: its tokens, and how many of them are prompt."""
 
     tokens: Sequence[int]
     prompt_length: int
     temperature: float = 1.0
-    number: int = 0  # which of the texts ordered it is
+    number: int = 0  # its index among the orders
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A rectangle of texts, padded on the right."""
+    """A rectangle of sequences, padded on the right."""
 
     tokens: Tensor  # [B, T] int64
     learnt: Tensor  # [B, T] bool: answers, never padding; stays on the host, where shapes are decided
@@ -52,7 +52,7 @@ class Batch:
 
 
 def write_shard(file: Path, texts: Sequence[Text]) -> None:
-    """One shard; it appears under its name only when it is whole."""
+    """One shard; it gets its name only when it is complete."""
     flat = [token for text in texts for token in text.tokens]
     small = max(flat, default=0) < 1 << 16
     starts = np.cumsum([0, *(len(text.tokens) for text in texts)])
@@ -93,7 +93,7 @@ def read_shard(file: Path) -> dict[str, Tensor]:
 
 
 def hash_of(data: str | Path) -> str:
-    """What the data was, for the record."""
+    """Facts about the data, for provenance."""
     digest = hashlib.sha256()
     for file in shards_of(data):
         digest.update(file.read_bytes())
@@ -101,7 +101,7 @@ def hash_of(data: str | Path) -> str:
 
 
 class Corpus:
-    """All texts of the data in memory, split into those to learn and those held back."""
+    """All sequences of the data in memory, split into those to learn and those held back."""
 
     def __init__(self, data: str | Path, *, max_length: int, holdout: float) -> None:
         parts = [read_shard(file) for file in shards_of(data)]
@@ -132,7 +132,7 @@ class Corpus:
         return f"{counts}; this run reads them {read / tokens:.1f} times"
 
     def must_fit(self, vocab_size: int) -> None:
-        """Raise where a text holds what the target does not know."""
+        """Raise where a sequence holds a token outside the target's vocabulary."""
         largest = int(self.tokens.max())
         if largest >= vocab_size:
             raise InvalidInput(
@@ -154,14 +154,14 @@ class Corpus:
 
 
 class Batches:
-    """A never-ending series of batches over some texts, in an order fixed by the seed."""
+    """An endless series of batches over some sequences, in an order fixed by the seed."""
 
     def __init__(self, corpus: Corpus, spans: Sequence[Span], batch_tokens: int, seed: int) -> None:
         self.corpus, self.spans, self.batch_tokens, self.seed = corpus, spans, batch_tokens, seed
         self._of_epoch = lru_cache(maxsize=2)(self._plan)
 
     def __len__(self) -> int:
-        """Batches per pass over the texts."""
+        """Batches per epoch."""
         return len(self._of_epoch(0))
 
     def at(self, step: int) -> Batch:
@@ -175,7 +175,7 @@ class Batches:
         return max(1, self.batch_tokens // width)
 
     def _plan(self, epoch: int) -> list[tuple[int, list[int]]]:
-        """Texts shuffled, gathered by width, cut into batches, and these shuffled."""
+        """Sequences shuffled, sorted by width, cut into batches, and these shuffled."""
         random = np.random.default_rng([self.seed, epoch])
         by_width: dict[int, list[int]] = {}
         for i in random.permutation(len(self.spans)).tolist():

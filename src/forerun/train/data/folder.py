@@ -1,4 +1,4 @@
-"""The data folders that a run names, looked at before torch or any model is loaded."""
+"""Check the data folders of a run before torch or any model is loaded."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Texts that the target wrote itself: prompts, then answers at several temperatures, in shards.
+"""Make training data: prompts, then the target's own answers at several temperatures, in shards.
 
-Answers must be the target's own: a drafter learns to guess this model, not the language. Long prompts are made of
-the answers of an earlier run, which cost nothing to write again. Two stages, each of which picks up where an
-interrupted run stopped: prompts.jsonl first, then one shard after the other. What is dropped on the way is counted
-and said; a run that would leave nothing is an error.
+Answers must be the target's own: a drafter learns to predict this model, not the language. Long prompts are made of
+the answers of an earlier run, which are already written. Two stages, each of which resumes where an
+interrupted run stopped: prompts.jsonl first, then one shard after the other. What is dropped is counted
+and reported; a run that would leave nothing is an error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LEAST_ANSWER = 32  # tokens left for the answer to a prompt made of passages
 
 @dataclass(frozen=True, slots=True)
 class DataProgress:
-    """Where a run is."""
+    """Progress of a run."""
 
     stage: str  # "prompts", "wrapped" or "answers"
     done: int
@@ -57,7 +57,7 @@ Say = Callable[[str], None]
 
 
 def make_data(options: DataOptions, report: Report = lambda progress: None, say: Say = log.info) -> Path:
-    """Prompts and answers into `options.out`; `say` hears what was dropped and what was written."""
+    """Prompts and answers into `options.out`; `say` is told what was dropped and what was written."""
     checkpoint = open_checkpoint(options.target)
     tokenizer = checkpoint.tokenizer()
     write = _writer(checkpoint, options)
@@ -87,7 +87,7 @@ def _writer(checkpoint: Checkpoint, options: DataOptions) -> Write:
 
 
 def write_with_engine(engine: Engine, orders: Iterable[Order], seed: int = 0) -> Iterator[Written]:
-    """Texts by way of the engine: any target; an order is written the same, whatever is written beside it."""
+    """Writes with the engine, for any target; an order's text does not depend on what else is in the batch."""
     running = dict[int, tuple[Order, list[int]]]()
 
     def requests() -> Iterator[Request]:
@@ -119,7 +119,7 @@ def write_prompts(
     novelty, tally = Novelty(), Tally()
     given = read_prompts(map(Path, options.prompts))
     prompts: list[Prompt] = [text for text in given if tally.count(None if novelty.is_new(text) else _ALIKE)]
-    wrapped = _wrapped(options, tokenizer, report)  # first: a folder that will not do should be known at once
+    wrapped = _wrapped(options, tokenizer, report)  # first, so that an unusable folder is reported early
     prompts += _own_prompts(options, tokenizer, write, novelty, tally, report) if options.own_prompts else ()
     tally.seen += len(wrapped)
     prompts += wrapped
@@ -133,7 +133,7 @@ def write_prompts(
 
 
 def _read_kept(kept: Path) -> list[Prompt]:
-    """The prompts of an interrupted run; none if it had not come to that."""
+    """The prompts of an interrupted run; none if it had not written them."""
     if not kept.is_file():
         return []
     try:

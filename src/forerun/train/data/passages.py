@@ -1,6 +1,6 @@
 """Passages: answers that the target wrote in an earlier data run, with what had been asked.
 
-They are what long prompts are made of: text that makes sense, in the target's own domain, and already paid for.
+Long prompts are made of them: text that makes sense, in the target's own domain, and already written.
 An answer serves if it ended by itself, is long enough to ask something about, does not talk about the assistant
 itself (small models evade half of their own questions), and resembles no other.
 """
@@ -25,7 +25,7 @@ from forerun.train.data.prompts import Chats, Novelty, Prompt, as_messages
 LEAST = 60  # tokens of a passage
 _SENTENCE_ENDS = re.compile(r"(?<=[^\d\s][.!?])\s+|\n\s*\n")  # "1." begins an item and ends nothing
 
-_EVASIVE = re.compile(  # an answer about the one who answers tells nothing that could be asked about
+_EVASIVE = re.compile(  # answers about the assistant itself hold nothing to ask about
     r"\b(?:I'm sorry|I apologi[sz]e|an AI|chatbot|language model|I'm (?:unable|not able|not equipped|here to))\b",
     re.IGNORECASE,
 )
@@ -57,7 +57,7 @@ class Passage:
         return Passage(self.text[: fitting[-1]], round(fitting[-1] / scale), self.asked)
 
     def sentences(self) -> list[str]:
-        """Those that can stand alone."""
+        """Answers that make sense on their own."""
         found = [part.strip() for part in _SENTENCE_ENDS.split(self.text)]
         return [part for part in found if re.fullmatch(r"[A-Z][^\n*#`:]{40,240}[.!?]", part)]
 
@@ -93,7 +93,7 @@ class _Text:
 
 
 def _texts_of(folder: Path) -> list[_Text]:
-    """Every text by its number: shards keep the order of completion, which is not for ever."""
+    """Every text by its number: shards keep the order of completion, which may differ between runs."""
     shards = [read_shard(file) for file in shards_of(folder)]
     asked, heats = _asked_in(folder)
     heats = heats or len({heat for shard in shards for heat in shard["temperatures"].tolist()})
@@ -110,7 +110,7 @@ def _texts_of(folder: Path) -> list[_Text]:
 
 
 def _asked_in(folder: Path) -> tuple[list[Prompt], int]:
-    """The prompts, and how many texts there are of each; 0 if the run was not finished and has left no record."""
+    """The prompts, and how many texts there are of each; 0 if the run did not finish."""
     file, record = folder / "prompts.jsonl", folder / "provenance.json"
     try:
         prompts = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]

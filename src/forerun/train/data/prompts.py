@@ -1,7 +1,7 @@
-"""Prompts to answer: the user's own files, and what the target writes when it is given an empty user turn.
+"""Prompts for training data: read from the user's files, or written by the target from an empty user turn.
 
 A chat model that is asked to continue from the start of a user turn writes questions as its training data had
-them, which is as close to its domain as text can be had without any. Near-duplicates are dropped: a few min-hashes
+them, which is close to its domain without needing any data. Near-duplicates are dropped: a few min-hashes
 over word triples, in bands; two prompts that agree in a band are taken for the same.
 """
 
@@ -22,13 +22,13 @@ _BANDS, _DEPTH = 4, 3
 _ODD, _SALT = np.random.default_rng(0).integers(
     1, 1 << 62, (2, _BANDS * _DEPTH), dtype=np.uint64
 ) | np.uint64(1)
-_HIGH = np.uint64(32)  # the better half of a product
+_HIGH = np.uint64(32)  # the high half of a product
 Prompt = str | list[dict[str, str]]  # one question, or the messages of a conversation
-_MARK = "\x02forerun\x03"  # stands for what the user says while a template is taken apart
+_MARK = "\x02forerun\x03"  # placeholder for the user's message while the template is split
 
 
 class Chats(Protocol):
-    """What of a tokenizer is needed here."""
+    """The part of a tokenizer that is used here."""
 
     eos_ids: frozenset[int]
 
@@ -74,7 +74,7 @@ class Renderer:
     def __init__(self, tokenizer: Chats) -> None:
         self._tokenizer = tokenizer
         self._before, self._after = around_user_turn(tokenizer)
-        self.frame = len(self(""))  # tokens that the chat template spends on one question
+        self.frame = len(self(""))  # tokens of the chat template around one question
 
     def __call__(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -1,4 +1,4 @@
-"""What became of the prompts of a data run: how many are used, and why the others were dropped."""
+"""Count the prompts of a data run: how many are used, and why the others were dropped."""
 
 from __future__ import annotations
 

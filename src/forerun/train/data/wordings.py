@@ -1,4 +1,4 @@
-"""What is asked about a passage: our own words for the kinds of task that have long prompts, and how often each.
+"""Prompt templates around passages, for the kinds of task that have long prompts, and the share of each kind.
 
 A drafter sees every wording many times, so they differ in length, place (before or after the text) and manner.
 """

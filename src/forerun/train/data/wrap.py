@@ -1,8 +1,8 @@
-"""Long prompts made of passages: a text to summarise, to translate or to search, or a conversation to go on with.
+"""Make long prompts from passages: a text to summarise, to translate or to search, or a conversation to continue.
 
 Summaries, translations and answers from documents follow long prompts, which a target seldom writes well and which
-cost a step per token to write. Here it has written the texts before, and only the wrapping is ours. Kinds come in
-fixed shares, lengths are spread, and all is a function of the passages and the seed.
+cost a step per token to write. Here the passages exist already, and only the wording is added. Kinds come in
+fixed shares, lengths vary, and all is a function of the passages and the seed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forerun.train.data.prompts import Chats, Novelty, Prompt, Renderer, as_mess
 FRAME = 40  # tokens kept free for the wording
 _SHORT, _SHORT_SHARE = 250, 1 / 3  # this share of the prompts is meant to stay below so many tokens
 _LABEL = 8  # tokens that a further passage costs beside its text
-_LOOKS = 12  # at other passages, for some that fit beside the first
+_LOOKS = 12  # other passages to try, for some that fit beside the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Wrapper:
         return "\n\n".join(label.format(n=n, text=one.text) for n, one in enumerate(found, start=1))
 
     def _turns(self, passage: Passage, room: int) -> Prompt | None:
-        """Earlier questions with their answers, the passage as the last answer, and a word on that."""
+        """Earlier questions with their answers, the passage as the last answer, and a follow-up on that."""
         earlier = [other for other in self._gather(passage, room, most=3, whole=True)[1:] if other.question]
         messages = list[dict[str, str]]()
         for said in (*earlier, passage):

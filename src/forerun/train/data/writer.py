@@ -1,4 +1,4 @@
-"""The target writes many texts at once: one static batch, one token each per step, nobody waits for anybody.
+"""Write training texts with the target in one static batch: one token per row and step, no row waits for another.
 
 Texts to train on need no drafting and no stream, only throughput, which a loop on the host would limit. So the
 whole step, sampling included, runs on the device over a static cache (captured as a graph on a GPU); the host
@@ -19,12 +19,12 @@ from torch import Tensor
 from forerun.errors import InvalidInput
 from forerun.train.network import CausalNet
 
-LOOK_EVERY = 8  # steps between two looks at what has ended
+LOOK_EVERY = 8  # steps between two checks for rows that have ended
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A text to write: its beginning, and how."""
+    """A text to write: its prompt, temperature and length."""
 
     prompt: Sequence[int]
     temperature: float
@@ -60,7 +60,7 @@ class Look:
 
 
 class BatchWriter:
-    """Rows of one batch, each at its own place in its own text."""
+    """Rows of one batch, each at its own position in its own sequence."""
 
     def __init__(
         self, net: CausalNet, stop_ids: Iterable[int], *, rows: int, max_length: int, seed: int = 0
@@ -94,7 +94,7 @@ class BatchWriter:
         while any(order is not None for order in self._orders):
             for _ in range(LOOK_EVERY):
                 self._step()
-            before, seen = seen, self._look()  # the device goes on while the last look is worked on
+            before, seen = seen, self._look()  # the device continues while the host works on the last copy
             if before is not None:
                 ended = [row for row in before.ended(self._rotation_table) if self._orders[row] is not None]
                 yield from self._collect(before, ended)

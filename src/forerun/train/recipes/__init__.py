@@ -1,1 +1,1 @@
-"""How each kind of drafter is trained: inputs, losses and what is written."""
+"""Recipes: how each kind of drafter is trained (inputs, losses) and written."""

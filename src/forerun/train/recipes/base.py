@@ -1,4 +1,4 @@
-"""What every recipe comes to: outputs, each of which says what one token further ahead will be.
+"""Base class of recipes: outputs, each of which predicts one token further ahead, and their loss.
 
 Output j of row t is scored, through the draft LM head, against the target's law of the token at t + shift + 1:
 Medusa's head k has shift k, EAGLE's step j has shift j + 1, a draft model 0. So one loss, one simulation of tokens
@@ -24,7 +24,7 @@ from forerun.train.recipes.losses import LawLoss
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a draft says of one token further ahead."""
+    """A prediction of one token further ahead."""
 
     rows: Tensor  # [B, T, D], ready for the LM head
     shift: int
@@ -37,7 +37,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What held-back text says of a head."""
+    """A head measured on held-back text."""
 
     tokens_per_round: float  # a chain, simulated
     tree_tokens_per_round: float  # any of the likeliest `RANKS` at every level
@@ -46,7 +46,7 @@ class Measured:
 
 
 class Recipe(Protocol):
-    """A drafter in training: a module whose parameters are what learns."""
+    """A drafter in training: a module with the trained parameters."""
 
     vocabulary: DraftVocabulary
     law_loss: LawLoss
@@ -54,7 +54,7 @@ class Recipe(Protocol):
     law_weight: float
 
     def read(self, batch: Batch) -> Reading:
-        """What the frozen target says of a batch."""
+        """The frozen target's features and laws for a batch."""
         ...
 
     def outputs(self, batch: Batch, reading: Reading, noise: torch.Generator | None) -> Iterable[Output]: ...
@@ -109,7 +109,7 @@ def loss_of(recipe: Recipe, batch: Batch, noise: torch.Generator | None) -> tupl
     last = reading.last.flatten(0, 1)
     for output in recipe.outputs(batch, reading, noise):
         said = learnt_rows(batch, output.shift)  # prompts and padding need no logits
-        spoken = said + output.shift  # the rows where the target says the same; never past a text's end
+        spoken = said + output.shift  # the target's rows for the same tokens; never past a sequence's end
         weights = torch.ones(len(said), device=said.device)
         if reading.inside is not None:
             weights = reading.inside.flatten()[spoken].float()
@@ -137,6 +137,6 @@ def shifted(values: Tensor, shift: int) -> Tensor:
 
 
 def learnt_rows(batch: Batch, shift: int) -> Tensor:
-    """Which rows of [B T] speak, in an output with this shift, of a token to be learnt; known without the device."""
+    """Which rows of [B T], in an output with this shift, predict a token to be learnt; computed on the host."""
     rows = shifted(batch.learnt, shift + 1).flatten().nonzero()[:, 0]
     return rows.to(batch.tokens.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""A small draft model distilled from the target: some of its layers as the start, its laws as the lesson."""
+"""Recipe for a small draft model, distilled from the target: starts from some of its layers, learns its laws."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Recipes for EAGLE heads: EAGLE-1, HASS and EAGLE-3, which differ in the head, the steps and the loss.
 
-A head that runs ahead lives on its own outputs, so it must meet them in training. Step 0 is a causal pass over the
+A head that drafts ahead reads its own outputs, so it must be trained on them. Step 0 is a causal pass over the
 target's true features. Step j continues, from every row t at once, the draft that started there: it reads the
 output of step j - 1 at t and the token at t + 1 + j, sits at position t + j, and attends to the true rows up to
 t and to its own earlier steps, which are the diagonals of the steps before. Everything else is masked with -inf.
@@ -143,7 +143,7 @@ def _weigh_for(device: str) -> Callable[[Tensor, Tensor, float], tuple[Tensor, T
 
 
 class EagleModule(nn.Module):
-    """Everything of a head that can learn; its state_dict, folded, is the head's file."""
+    """All trained parameters of a head; its state_dict, folded, is the head's file."""
 
     def __init__(self, config: EagleConfig, *, own_head: bool, sizes: Sizes | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How far a head's law is from the target's, with its gradient, and without ever holding all logits.
+"""Losses between a head's law and the target's (KL, LK, top-K), with gradients, without holding all logits.
 
 Both laws are made from hidden rows, a chunk of rows at a time, over the draft vocabulary only, and the gradient
 with respect to the head's logits is written down at once (it is a softmax: q * sum(w) - w for a loss
@@ -25,7 +25,7 @@ CHUNK = 4096  # rows at a time
 
 @dataclass(frozen=True, slots=True)
 class LawLoss:
-    """Which distance between laws."""
+    """Which loss."""
 
     kind: str = "kl"
     top_k: int = 10
@@ -40,7 +40,7 @@ class LawLoss:
         weights: Tensor,
         chunk: int = CHUNK,
     ) -> tuple[Tensor, Tensor]:
-        """Weighted sum over rows, and the weighted sum of acceptances (for show, without a gradient).
+        """Weighted sum over rows, and the weighted sum of acceptances (to report, without a gradient).
 
         rows [N, D] by head [Vd, D] against truth [N, D'] by truth_head [Vd, D']; weights [N].
         """

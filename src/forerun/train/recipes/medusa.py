@@ -1,6 +1,6 @@
 """Recipes for Medusa and Hydra heads: each head learns the target's law one position further ahead.
 
-Medusa-1 leaves the target as it is. Medusa-2 (`joint`) lets the target learn along, held to its former self by the
+Medusa-1 leaves the target as it is. Medusa-2 (`joint`) trains the target too, kept close to the original by the
 same law loss, and writes it out beside the heads: a different model, so its text is no longer the first one's.
 """
 
@@ -46,7 +46,7 @@ class HeadsModule(nn.Module):
                     tokens = into // config.width - 1
                     linear.scale(torch.cat((sizes.feature, *([sizes.token] * tokens))))
                 nn.init.zeros_(linear.bias)
-                if config.family == "medusa":  # every head starts as the target's own next-token guess
+                if config.family == "medusa":  # every head starts as the target's own next-token prediction
                     nn.init.zeros_(linear.weight)
                 blocks[str(j)] = nn.ModuleDict({"linear": linear})
             self.add_module(str(i), blocks)
@@ -66,7 +66,7 @@ class HeadsModule(nn.Module):
 
 
 class HeadsRecipe:
-    """Medusa or Hydra heads learning from a frozen target, or along with it."""
+    """Medusa or Hydra heads trained on a frozen target, or together with it."""
 
     feature_weight = 0.0
     law_weight = 1.0

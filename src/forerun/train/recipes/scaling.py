@@ -1,4 +1,4 @@
-"""Inputs and outputs of very different sizes, learnt at one rate: linear layers in units of what they read and write.
+"""Scaled linear layers: inputs and outputs of very different sizes, trained at one learning rate.
 
 An optimiser that moves every weight by the same step learns a small input slowly. A target's last rows are twenty
 times the size of its embeddings, and single dimensions twenty times larger still. So a layer's weight is learnt in
@@ -21,7 +21,7 @@ from forerun.train.teacher import Teacher
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large what a head reads is."""
+    """Sizes of the rows that a head reads."""
 
     token: Tensor  # [D] of an embedding, the same in every dimension
     feature: Tensor  # [D] of the target's last row
