@@ -1,4 +1,4 @@
-"""The composition root: checkpoints, targets, drafters, verifiers and a controller become an engine here.
+"""Builds an engine from a checkpoint, a target, drafters, verifiers and a controller (the composition root).
 
 Nothing below this file knows which classes exist, and nothing above it puts them together.
 """
@@ -99,7 +99,7 @@ def check_names(speculative: SpeculativeConfig) -> None:
 def make_controller(
     target: Target, drafters: DrafterPool, speculative: SpeculativeConfig, cost_file: Path | None
 ) -> Controller:
-    """The controller of that name; where nothing is drafted there is nothing to weigh."""
+    """The controller of that name; without a drafter, the fixed one in place of the adaptive one."""
 
     def offer(seq: Seq) -> Offer:
         if isinstance(seq, SequenceState):
@@ -119,10 +119,10 @@ def make_controller(
 def choose_drafter(
     speculative: SpeculativeConfig, checkpoint: Checkpoint, device: str = "auto"
 ) -> SpeculativeConfig:
-    """The same with its drafter settled: by what draft_model is, else by what comes with the package.
+    """The same with its drafter chosen: by what draft_model is, else by the heads that come with the package.
 
-    A head that comes with the package drafts unasked on a GPU. On a CPU one more node and the level that drafts it take
-    half a pass, which no head has yet earned on every kind of text (docs/benchmarks.md); a request may ask for it.
+    A head that comes with the package is the default on a GPU. On a CPU one more node and the level that drafts it take
+    half a pass, which no head gains back on every kind of text yet (docs/benchmarks.md); a request may ask for it.
     """
     drafter, given = speculative.drafter, speculative.draft_model
     if given is not None:
@@ -131,11 +131,11 @@ def choose_drafter(
         head = open_head(Path(given).expanduser())
         return replace(speculative, drafter="draft_model" if head is None else head.drafter)
     if drafter == "auto" or needs_head(drafter):
-        boxed = find_head(checkpoint.config, _names_of(checkpoint), drafter)
-        if boxed is not None:
-            unasked = "ngram" if _device(device).startswith("cpu") else boxed.drafter
-            chosen = unasked if drafter == "auto" else drafter
-            return replace(speculative, drafter=chosen, draft_model=str(boxed.path))
+        bundled = find_head(checkpoint.config, _names_of(checkpoint), drafter)
+        if bundled is not None:
+            default = "ngram" if _device(device).startswith("cpu") else bundled.drafter
+            chosen = default if drafter == "auto" else drafter
+            return replace(speculative, drafter=chosen, draft_model=str(bundled.path))
     return replace(speculative, drafter="ngram") if drafter == "auto" else speculative
 
 
@@ -194,7 +194,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
 
 
 def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
-    """Drafter and target must mean the same by the same id; padding beyond the real tokens is fine."""
+    """Raise unless drafter and target give the same tokens the same ids; padding ids may differ."""
     ours, theirs = target.tokenizer().vocabulary(), draft.tokenizer().vocabulary()
     if ours == theirs:
         return
@@ -239,7 +239,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name in ("int8", "fp8"):
         if device.type != "cuda":
             raise InvalidInput(f"dtype={name!r} needs a CUDA device; on a CPU use q8")
-        return torch.bfloat16  # of rows: weights are read as one byte each
+        return torch.bfloat16  # the rows' dtype: weights are read as one byte each
     if name in ("gguf", "q8"):
         raise InvalidInput(f"dtype={name!r} needs a CPU and one of our own families; use float32 or bfloat16")
     if name not in _DTYPES:

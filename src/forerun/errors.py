@@ -1,10 +1,10 @@
-"""Everything Forerun raises for its users, in one tree.
+"""The errors that Forerun raises for its users, as one class tree.
 
     ForerunError
     ├── InvalidInput            a value the caller gave cannot be used
     │   ├── UnknownName         no drafter, verifier, controller or model of that name
     │   ├── PromptTooLong       the prompt leaves no room in the context
-    │   ├── VocabularyMismatch  drafter and target do not speak the same tokens
+    │   ├── VocabularyMismatch  drafter and target have different vocabularies
     │   └── CannotSample        every token is ruled out, or a processor failed: nothing can follow
     ├── ModelError              a checkpoint cannot be found, read or run
     │   ├── ModelNotFound
@@ -19,7 +19,7 @@ it as it is and exits with code 2.
 
 
 class ForerunError(Exception):
-    """Base of all errors that a user can cause or mend."""
+    """Base of all errors that a user can cause or fix."""
 
 
 class InvalidInput(ForerunError, ValueError):
@@ -39,7 +39,7 @@ class VocabularyMismatch(InvalidInput):
 
 
 class CannotSample(InvalidInput):
-    """What a request bans, or its own processors, leave no token to follow."""
+    """The bans or processors of a request leave no token that can follow."""
 
 
 class ModelError(ForerunError):
@@ -67,6 +67,6 @@ class MissingDependency(ForerunError, ImportError):
 
 
 def brief(reason: object, longest: int = 200) -> str:
-    """What another library or a damaged file says, on one line and cut, so that it fits into a message of ours."""
+    """Another library's message on one line, shortened so that it fits into a message of ours."""
     words = " ".join(str(reason).encode("utf-8", "replace").decode("utf-8").split())
     return words if len(words) <= longest else words[: longest - 3] + "..."

@@ -1,7 +1,7 @@
 """Random numbers as a function of (seed, absolute position, purpose), so that nothing is ever drawn twice.
 
-A sequence's text must not depend on who sat beside it in a batch, on how many rounds it took or on what
-was drafted in vain. So there is no generator with a state: every number is hashed from where it is used.
+A sequence must not depend on its neighbours in a batch, on the number of rounds or on rejected drafts. So there
+is no generator with a state: every number is hashed from where it is used.
 `uniform` is a 53-bit number for tests and single draws; `uniforms` is one number per vocabulary entry, the
 noise of the coupled verifier: with E = -log(1 - u), argmin(E / p) is a draw from p, and the same E elsewhere
 agrees often.
@@ -31,7 +31,7 @@ def fresh_seed() -> int:
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """The seed of the index-th of several texts for one prompt: the first has the seed itself."""
+    """The seed of the index-th of several completions of one prompt: the first has the seed itself."""
     return _key(seed, index, DERIVE) >> 1 if index else seed
 
 

@@ -1,4 +1,4 @@
-"""Offer: what a drafter says of the coming round before it is asked to draft, for the controller to weigh."""
+"""Offer: what drafting would cost in the coming round, as a drafter states it to the controller."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What drafting for one sequence would cost in the coming round, and what is there at no cost.
+    """What drafting for one sequence would cost in the coming round, and what it can draft at no cost.
 
     `seconds[d - 1]` is what drafting depth d adds to drafting depth d - 1; the last entry holds for every further
     depth. So `()` costs nothing, `(s,)` costs s per level, and a drafter that makes all levels in one pass says
@@ -17,11 +17,9 @@ class Offer:
 
     seconds: tuple[float, ...] = ()
     start: float = 0.0  # seconds before the first level: tokens that it must read first
-    free: tuple[
-        float, ...
-    ] = ()  # of a chain that is there at no cost: how likely each depth is to be accepted
+    free: tuple[float, ...] = ()  # acceptance probability of each depth of a chain that costs nothing
     chosen: bool = True  # tokens are chosen, never sampled: the drafter cuts its tree by the price list
-    stops: bool = False  # it sees its confidence level by level, and stops where the next would not pay
+    stops: bool = False  # it knows its confidence level by level, and stops where the next would not pay
     expected: float | None = (
         None  # tokens of its last draft that it expected to be accepted; None = not known
     )
@@ -50,7 +48,7 @@ def at_depth(levels: Sequence[float], depth: int) -> float:
 
 
 def total(levels: Sequence[float], depth: int) -> float:
-    """What depths 1 to `depth` come to."""
+    """What depths 1 to `depth` add up to."""
     if not levels:
         return 0.0
     known = len(levels) - 1

@@ -1,4 +1,4 @@
-"""What a user may set: frozen, slotted, checked when made. No torch here, so that the CLI can show help at once.
+"""The settings of a user: SamplingParams, SpeculativeConfig, EngineConfig; checked when made. Imports no torch.
 
 The names are the ones people know from transformers, vLLM and the OpenAI API; `from_dict` takes their other spellings.
 Numbers may be numpy's or torch's. Penalties and biases have limits, so that no law overflows: see `SamplingParams`.
@@ -66,12 +66,12 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SamplingParams:
-    """How one request wants its text sampled. The defaults are greedy.
+    """How the tokens of one request are sampled. The defaults are greedy.
 
     The law is built in the order transformers uses: bias, repetition penalty, presence and frequency penalties, bad
     words, min tokens, processors, temperature, top-k, top-p, min-p. Penalties count the node's own path. Presence
     and frequency penalties lie within +-1000, a repetition penalty within 0.001 and 1000, a bias within +-1e9 or at
-    -inf, which bans the token: beyond, numbers would overflow and a text could depend on how it was drafted.
+    -inf, which bans the token: beyond, numbers would overflow and the output could depend on the drafts.
     """
 
     max_tokens: int = 256
@@ -97,7 +97,7 @@ class SamplingParams:
             self,
             max_tokens=as_whole("max_tokens", self.max_tokens, low=1),
             temperature=_temperature(self.temperature),
-            top_k=max(0, as_whole("top_k", self.top_k, low=-1)),  # -1 is vLLM's way of saying off
+            top_k=max(0, as_whole("top_k", self.top_k, low=-1)),  # -1 means off in vLLM
             top_p=as_real("top_p", self.top_p, high=1.0, limit="above 0, at most 1 (off)"),
             min_p=as_real("min_p", self.min_p, 0.0, 1.0),
             repetition_penalty=as_real(

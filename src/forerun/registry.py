@@ -1,6 +1,6 @@
-"""Names of drafters, verifiers and controllers, and who a drafter is (DrafterSpec), without importing any of them.
+"""The registry: names of drafters, verifiers and controllers, and DrafterSpec, without importing any of them.
 
-`drafters.spec("eagle3")` says what a drafter needs, who it is in vLLM and SGLang, and where its class is; the class
+`drafters.spec("eagle3")` says what a drafter needs, its name in vLLM and SGLang, and where its class is; the class
 is imported when one is built. Drafters are composed by name: `ngram+eagle3` is one drafter made of two. A third
 party adds a part by an entry point in the group `forerun.drafters` (or `.verifiers`, `.controllers`), or at run time
 by `register`. Nothing here knows what the classes do.
@@ -25,7 +25,7 @@ Need = Literal["nothing", "checkpoint", "head"]
 
 @dataclass(slots=True)
 class Registry:
-    """One kind of named part; the values are "module:Class" until somebody asks for the class."""
+    """Named parts of one kind; the values are "module:Class" until the class is asked for."""
 
     kind: str
     paths: dict[str, str] = field(default_factory=dict)
@@ -47,12 +47,12 @@ class Registry:
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """Who a drafter is: the registry, the command line, doctor, advise, build and the tests read it here."""
+    """The description of a drafter, read by the command line, doctor, advise, build and the tests."""
 
     name: str
     where: str  # "module:Class"; the class has `build(parts)`, of a composition `compose(first, second)`
     needs: Need = "nothing"  # what `draft_model` must name: nothing, a second checkpoint, or a head's folder
-    formats: tuple[str, ...] = ()  # kinds of heads that it runs, as forerun.heads tells them
+    formats: tuple[str, ...] = ()  # kinds of heads that it runs, as forerun.heads names them
     says: str = ""  # one line
     vllm: str | None = None  # its `method` in vLLM's --speculative-config
     sglang: str | None = None  # its name as SGLang's --speculative-algorithm
@@ -76,7 +76,7 @@ class DrafterRegistry:
         self._specs = {spec.name: spec for spec in specs}
         self.aliases = aliases  # old name -> name
         self._operators = operators  # loosest first -> where the composing class is, and what it says
-        self._told: set[str] = set()  # aliases that were met before
+        self._warned: set[str] = set()  # aliases whose warning was logged
 
     def register(
         self,
@@ -108,7 +108,7 @@ class DrafterRegistry:
         return sorted(spec.name for spec in self.specs())
 
     def spec(self, name: str) -> DrafterSpec:
-        """Who this is; composes `a+b`, follows old names and raises UnknownName on what is neither."""
+        """The drafter of this name; composes `a+b`, resolves old names and raises UnknownName for others."""
         name = self._current(name.strip())
         for mark in self._operators:
             if mark in name:
@@ -132,12 +132,12 @@ class DrafterRegistry:
         return [spec for spec in self.specs() if head in spec.formats]
 
     def _current(self, name: str) -> str:
-        """The name of today behind an old one, with a notice when it is first met."""
+        """The current name behind an old one; the first use logs a warning."""
         current = self.aliases.get(name)
         if current is None:
             return name
-        if name not in self._told:
-            self._told.add(name)
+        if name not in self._warned:
+            self._warned.add(name)
             log.warning("the drafter %r is an old name of %r; it still works", name, current)
         return current
 
@@ -195,7 +195,7 @@ drafters = DrafterRegistry(
         ),
         DrafterSpec(
             "ngram", "forerun.drafters.ngram:NgramDrafter", vllm="ngram", sglang="NGRAM",
-            says="Prompt lookup: what followed the last few tokens earlier in this text.",
+            says="Prompt lookup: the tokens that followed the last few tokens earlier in this sequence.",
         ),
         DrafterSpec(
             "draft_model", "forerun.drafters.draft_model:ModelDrafter", "checkpoint",
@@ -214,7 +214,7 @@ drafters = DrafterRegistry(
         DrafterSpec(
             "eagle2", "forerun.drafters.eagle.eagle2:Eagle2Drafter", "head", ("eagle",),
             vllm="eagle", sglang="EAGLE",
-            says="EAGLE-2: EAGLE-1's head, with a tree that grows where the head is sure of itself.",
+            says="EAGLE-2: EAGLE-1's head, with a tree that grows where the head is confident.",
         ),
         DrafterSpec(
             "eagle", "forerun.drafters.eagle.drafter:EagleDrafter", "head", ("eagle",), vllm="eagle", sglang="EAGLE",

@@ -1,7 +1,7 @@
-"""The shape of a tree: depths, ancestors, paths and children of its nodes, worked out once per shape.
+"""The topology of a tree: depths, ancestors, paths and children of its nodes, computed once per shape.
 
-`topology_of(parents)` keeps what it has worked out, because shapes come again round after round: chains of one length,
-the fixed trees of Medusa. `trace` is the same for trees whose parents only a device knows.
+`topology_of(parents)` caches its results, because shapes recur round after round: chains of one length, the fixed trees
+of Medusa. `trace` is the same for trees whose parents are only on a device.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def topology_of(parents: tuple[int, ...]) -> Topology:
 
 @lru_cache(maxsize=1024)
 def chain_of(nodes: int) -> Topology:
-    """A root and what follows it, one node below the other."""
+    """A chain of so many nodes, the root included."""
     return Topology(tuple(range(-1, nodes - 1)))
 
 
 def trace(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """Of nodes [B, N] their depths, and [B, N, depth + 1] the ancestor at every depth, by torch alone.
 
-    Beyond a node's own depth stands the node itself.
+    Beyond a node's own depth the entry is the node itself.
     """
     nodes = parents.shape[1]
     up = [torch.arange(nodes, device=parents.device).expand_as(parents)]

@@ -1,8 +1,8 @@
-"""What a round puts to the target, and what was decided of it: trees laid end to end, and paths through them.
+"""Tree batches and verdicts: the drafted trees of a round laid end to end, and the accepted paths through them.
 
-Both are made of lists or of tensors, and the other form is made when it is asked for. On a CPU a whole round gets by
-without a tensor of small integers: making or reading one costs little by itself, but in between two passes that have
-swept the caches it costs more than all the arithmetic on what is in it.
+Both are made of lists or of tensors, and the other form is made when it is asked for. On a CPU a whole round needs no
+tensor of small integers: between two passes, which evict the CPU caches, making or reading one costs more than all the
+arithmetic on it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class TreeForm:
-    """What the host knows of trees that were grown on a device: how large they are, not what is in them."""
+    """The sizes of trees that were grown on a device: all that the host knows about them."""
 
     trees: int  # B
     nodes: int  # N, the root included
@@ -188,9 +188,9 @@ class TreeBatch:
 
 
 class DeviceOutcome(Protocol):
-    """A verdict as it lies on the device that reached it, until the next pass over trees of that target.
+    """A verdict in the memory of the device that decided it, valid until that target's next pass over trees.
 
-    Both are made of memory that stays where it is, so that what reads it can be captured in a graph.
+    Both tensors keep their addresses, so that what reads them can be captured in a graph.
     """
 
     def moves(self) -> tuple[Tensor, Tensor]:
@@ -203,7 +203,7 @@ class DeviceOutcome(Protocol):
 
 
 class Verdict:
-    """What was decided: per tree, the accepted nodes below the root and one token of the target's own."""
+    """The verifier's decision: per tree, the accepted nodes below the root and the bonus token."""
 
     __slots__ = ("_device", "_lists", "_tensors", "outcome")
 
@@ -211,8 +211,8 @@ class Verdict:
         self,
         paths: Tensor,  # [B, P] node index within its tree, by depth; -1 past the end
         accepted: Tensor,  # [B] how many nodes each path has
-        bonus: Tensor,  # [B] the target's own token after the path
-        outcome: DeviceOutcome | None = None,  # where the target's device decided: the same, there
+        bonus: Tensor,  # [B] the target's token after the path
+        outcome: DeviceOutcome | None = None,  # the same on the target's device, where that decided
     ) -> None:
         self.outcome = outcome
         self._tensors: tuple[Tensor, Tensor, Tensor] | None = (paths, accepted, bonus)
@@ -275,7 +275,7 @@ def _listed(values: Tensor | list[int]) -> list[int]:
 
 
 def _join_draws(parts: Sequence[TreeBatch]) -> Draws | None:
-    """Laws of several drafters in one table, wherever and however wide each has its own."""
+    """Laws of several drafters in one table, padded to one width on one device."""
     drawn = [part.drawn_from for part in parts if part.drawn_from is not None]
     if not drawn:
         return None

@@ -1,4 +1,4 @@
-"""The nouns of Forerun: what a round puts to the target, what comes back, and what was decided.
+"""The shared types of a round: sequences, budgets, scores, laws, requests and events; trees are in trees.py.
 
 Shapes: B sequences, M nodes of all trees laid end to end, V vocabulary, D width. Parents precede children;
 node 0 of a tree is its root, the last committed token, whose keys and values the target has not seen yet.
@@ -50,7 +50,7 @@ class Seq(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PlainSeq:
-    """A sequence that no engine schedules: whoever makes it also writes it. For probes, replays and tests."""
+    """A sequence that no engine schedules; its maker may change it. For probes, replays and tests."""
 
     id: int
     tokens: list[int]
@@ -78,10 +78,10 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """What a pass already knows of greedy sequences: one of the two, if their laws are the logits as they are."""
+    """What a pass already knows about greedy sequences whose laws are the unchanged logits: one of the two."""
 
     argmax: list[int] | None = None  # [M] where each row of logits is largest, the first on a tie
-    verdict: Callable[[], Verdict] | None = None  # reached on the device; the call waits for it and reads it
+    verdict: Callable[[], Verdict] | None = None  # decided on the device; the call waits for it and reads it
 
 
 class GreedyWalk(Protocol):
@@ -100,7 +100,7 @@ class GreedyWalk(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the target said of every node.
+    """What the target computed for every node: logits and hidden rows.
 
     Rows of trees that a device has grown (`TreeBatch.form`) lie in the target's own buffers until its next pass.
     """
@@ -117,14 +117,14 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Laws:
-    """The law after every node, as log-weights: law = softmax(log_weights), -inf = impossible.
+    """The sampling distribution after every node, as log-weights: law = softmax(log_weights), -inf = impossible.
 
     Where `greedy` holds, the law is the point mass on the argmax (the first one on a tie).
     """
 
     log_weights: Tensor  # [M, V] fp32
     greedy: tuple[bool, ...]  # [B]
-    plain_greedy: bool = False  # all are greedy, and the log-weights are the target's logits as they are
+    plain_greedy: bool = False  # all are greedy, and the log-weights are the target's unchanged logits
     impossible: Mapping[int, str] = field(default_factory=dict)  # node -> why no token can follow it
 
     def probs(self, node: int) -> Tensor:
@@ -141,8 +141,8 @@ class Budget:
     """How much one sequence may draft this round, fixed before anything is drawn.
 
     `price` and `level` are in tokens: what would have been written in the time that they take. A drafter whose
-    nodes are chosen leaves out those that its own confidence does not deem worth their price. `source` is the
-    controller's word on who may draft; `any` leaves it to the drafter.
+    nodes are chosen leaves out those whose estimated gain is below their price. `source` is the controller's
+    decision which drafter may draft; `any` leaves it to the drafter.
     """
 
     nodes: int  # below the root; 0 = do not draft
@@ -170,7 +170,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One text to write."""
+    """One prompt to continue, with its settings."""
 
     prompt: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -208,7 +208,7 @@ class Event:
 
     seq_id: int
     tokens: tuple[int, ...]
-    accepted: int  # how many of them, from the front, were drafted; the rest is the target's own
+    accepted: int  # how many of them, from the front, were drafted; the rest the target sampled
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
     finished: FinishReason | None = None

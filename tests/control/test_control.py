@@ -206,26 +206,26 @@ def test_acceptance_is_kept_by_depth() -> None:
 
 
 def test_claims_that_do_not_come_true_lose_their_weight() -> None:
-    honest, boastful = History(), History()
+    honest, overconfident = History(), History()
     for _ in range(40):
-        honest.hold_to(1.5, 1)
-        honest.hold_to(1.5, 2)
-        boastful.hold_to(3.0, 1)
+        honest.count_expected(1.5, 1)
+        honest.count_expected(1.5, 2)
+        overconfident.count_expected(3.0, 1)
     assert honest.trust == pytest.approx(1.0, abs=0.1)
-    assert boastful.trust < 0.5
-    assert History.after(boastful).trust < 0.8
+    assert overconfident.trust < 0.5
+    assert History.after(overconfident).trust < 0.8
 
 
 def test_a_new_text_starts_from_the_others_and_soon_outweighs_them() -> None:
     record = History()
     for _ in range(50):
         record.count(3, 3)
-        record.settle(2.0)
+        record.count_gain(2.0)
     fresh = History.after(record)
     assert fresh.acceptance > 0.9
     assert fresh.mean_gain > 1.5
     for _ in range(12):
         fresh.count(3, 0)
-        fresh.settle(-0.5)
+        fresh.count_gain(-0.5)
     assert fresh.acceptance < 0.4
     assert fresh.mean_gain < 0.2

@@ -1,1 +1,1 @@
-"""Controllers decide how much drafting is worth."""
+"""Controllers: how much to draft, per sequence and round."""

@@ -1,8 +1,8 @@
-"""How much of what could be drafted is worth it: pure arithmetic on survivals, prices and levels, all in tokens.
+"""How deep to draft: arithmetic on survivals, prices and the cost of levels, all in tokens.
 
 Time is counted in the tokens that would have been written meanwhile, so that a node pays if its survival exceeds
-its price. That is the rule which gives the most tokens per second over many rounds: a round that goes well must not
-become choosier for it, and one that goes badly must not draft whatever just beats a plain pass.
+its price. This rule gives the most tokens per second over many rounds: what else a round drafts does not change
+whether a node pays.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from forerun.offers import at_depth
 
-HOPEFUL = 0.95  # the acceptance that a trial hopes for, and the best that a chain is expected to have
+BEST_ACCEPTANCE = 0.95  # the highest acceptance rate that is assumed of a chain, and that of a trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class Levels:
     nodes: float = 1.0
 
     def worth(self) -> list[float]:
-        """What each depth brings beyond its cost, per node, evened out so that it never grows with depth.
+        """What each depth gains beyond its cost, per node, averaged so that it never grows with depth.
 
-        A drafter that makes all levels in one pass pays for the first alone. The depths behind it are then worth more
-        than the first, and none of them can be had without it: such depths are worth what they are worth together.
+        A drafter that makes all levels in one pass pays for the first alone. Later depths are then worth more than the
+        first, and need it: such depths share the average of their worths.
         """
         pools: list[tuple[float, int]] = []  # worth of each depth, how many depths
         for depth, survival in enumerate(self.survivals, start=1):
@@ -52,10 +52,10 @@ def best_depth(levels: Levels, price: Sequence[float]) -> tuple[int, float]:
 
 
 def allocate(offers: Sequence[Levels], price: Callable[[int], float]) -> list[int]:
-    """How deep each of several sequences should draft that share a pass: what brings most comes first.
+    """How deep each of several sequences that share a pass should draft: the largest gain comes first.
 
-    price(n) is what n drafted nodes cost the whole batch. A level's worth never grows with depth, so what is
-    chosen hangs together.
+    price(n) is what n drafted nodes cost the whole batch. A level's worth never grows with depth, so the levels
+    chosen for a sequence are its first ones.
     """
     ranked = sorted(
         (-worth, depth, i)
@@ -74,7 +74,9 @@ def allocate(offers: Sequence[Levels], price: Callable[[int], float]) -> list[in
     return best
 
 
-def shortest_that_pays(price: Sequence[float], costs: Sequence[float], acceptance: float = HOPEFUL) -> int:
+def shortest_that_pays(
+    price: Sequence[float], costs: Sequence[float], acceptance: float = BEST_ACCEPTANCE
+) -> int:
     """The shortest chain that beats a plain pass at this acceptance; 0 where none does."""
     gain, survival = price[0], 1.0
     for length in range(1, len(price)):
@@ -86,16 +88,16 @@ def shortest_that_pays(price: Sequence[float], costs: Sequence[float], acceptanc
 
 
 def widest(price: Sequence[float], most: int) -> int:
-    """How many siblings can be worth their places.
+    """How many siblings can be worth their price.
 
-    The probabilities of siblings add up to one, so the k-th is at most 1/k; all being equal is rare, and half of
-    that is what it is expected to reach at best.
+    The probabilities of siblings add up to one, so the k-th is at most 1/k; equal ones are rare, so half of that is
+    assumed.
     """
     each = min(((price[n] - price[0]) / n for n in range(1, len(price))), default=1.0)
     return most if each * 2 * most <= 1.0 else max(1, int(1.0 / (2.0 * each)))
 
 
 def deepest(price: Sequence[float]) -> int:
-    """How long a chain can be worth it that stands as often as can be hoped."""
-    survivals = [HOPEFUL**depth for depth in range(1, len(price))]
+    """The longest chain that can pay, at the best acceptance."""
+    survivals = [BEST_ACCEPTANCE**depth for depth in range(1, len(price))]
     return best_depth(Levels(survivals), price)[0]

@@ -1,4 +1,4 @@
-"""The seam of control: how much to draft, per sequence, per round."""
+"""The Controller protocol: how much to draft, per sequence and round, and what a controller is built from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ControlParts:
     offer: Callable[[Seq], Offer]  # of the sequence's own drafter
     measure: Callable[
         [], CostModel
-    ]  # what passes cost on this machine: takes a second, so only who asks pays
+    ]  # what passes cost on this machine; takes a second, so it is called only when needed
     nodes: int | None  # drafted nodes per round that the user allows; None = what may pay
     width: int | None  # children per node at most
 
@@ -41,7 +41,7 @@ class Controller(Protocol):
         ...
 
     def observe(self, outcome: Round) -> None:
-        """What the round came to, and what it cost."""
+        """Learn from a round: what was accepted, and what it cost."""
         ...
 
     def forget(self, seq: Seq) -> None:

@@ -1,7 +1,7 @@
-"""What a pass costs on this machine: t(n), the seconds of one target pass over n nodes.
+"""CostModel: what a pass costs on this machine, t(n), the seconds of one target pass over n nodes.
 
-Everything about whether drafting pays follows from this curve and from how often drafts stand. It is
-measured in a second or two on the real target, kept as data, and corrected by every round that follows.
+Whether drafting pays follows from this curve and from how often drafts are accepted. It is measured in a
+second or two on the real target, stored in a file, and corrected by every round that follows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QUICK = (1, 2, 4, 8, 16)  # at load: what a controller needs, in about a second
 WIDE = (*QUICK, 32, 64)  # where passes are nearly flat, trees are large
 ALIKE = 0.9  # of what one size is slower by: what the others are expected to be
 CONTEXT = 128  # tokens cached while measuring
-STRIDE = 7919  # a prime: steps through the vocabulary without hurry to repeat
+STRIDE = 7919  # a prime, so that tokens of a chain differ
 
 
 class CostModel:
@@ -46,9 +46,9 @@ class CostModel:
         return self.seconds[below] * (1 - share) + self.seconds[above] * share
 
     def observe(self, nodes: int, seconds: float) -> None:
-        """Move the curve towards what a real round took; outliers (a pause of the machine) count little.
+        """Move the curve towards what a round took; outliers (a pause of the machine) count little.
 
-        A machine that has become slower is so for every size: the whole curve moves along, this size a bit more.
+        A machine that has become slower is slower for every size: the whole curve moves, this size a bit more.
         """
         known = self.pass_seconds(nodes)
         step = 0.05 * (min(max(seconds / known, 0.5), 2.0) - 1.0)
@@ -56,7 +56,7 @@ class CostModel:
             self.seconds[size] *= 1.0 + (step if size == nodes else ALIKE * step)
 
     def price(self, nodes: int, neighbours: int = 0, rate: float = 1.0, others: int = 0) -> tuple[float, ...]:
-        """What a pass with 0..nodes more nodes of one sequence costs it, in tokens: what else it would have written.
+        """What a pass with 0..nodes more nodes of one sequence costs it, in tokens written in the same time.
 
         `rate` is how many tokens a sequence writes in the time of a plain pass. More nodes for one delay its
         neighbours too: it is charged for all of them, on top of the nodes that the others draft.
@@ -72,14 +72,14 @@ class CostModel:
         """Time passes over chains of several sizes on a scratch sequence; the best of a few, as noise only adds."""
         context = max(2, min(CONTEXT, target.max_length - max(sizes) - 1))
         while context > 2 and not target.has_room(context + 1):
-            context //= 2  # a small store: measure on a shorter text
+            context //= 2  # a small KV cache: measure on a shorter sequence
         probe = PlainSeq(-1, [1] * context, max_length=context + 1)  # no engine gives that id
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
         target.prefill([probe], Needs())
         try:
             for repeat in range(repeats + 1):
                 for size in sizes:
-                    # tokens that differ: on a mixture of experts every node then wakes its own, as in real text
+                    # tokens that differ: in a mixture of experts every node then uses its own experts, as in real text
                     tokens = [(1 + STRIDE * i) % target.vocab_size for i in range(size)]
                     chain = TreeBatch.chains([tokens], target.device)
                     started = perf_counter()

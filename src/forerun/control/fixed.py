@@ -1,4 +1,4 @@
-"""The same budget for everybody, every round: for tests, papers and people who know what they want."""
+"""FixedController: the same budget for every sequence and round."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from forerun.control.base import ControlParts
 from forerun.types import Budget, Round, Seq
 
-NODES = 8  # drafted every round, where nobody set a number
+NODES = 8  # drafted every round, where no number was set
 
 
 def budget_of(nodes: int, width: int) -> Budget:

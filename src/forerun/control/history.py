@@ -1,8 +1,8 @@
-"""What drafting came to so far: how often drafts stood, by depth, and what rounds brought beyond their time.
+"""History: how often drafts were accepted so far, by depth, and what rounds gained beyond their time.
 
-Everything is forgotten at a steady pace, because texts change. A second rate with a short memory notices a text
-that has become easy; being noisy, it must beat the first by a margin. The other way round nothing is needed:
-failures of long drafts are many and costly enough.
+All counts decay, because acceptance changes within a sequence. A second rate with a short memory notices when
+acceptance rises; being noisy, it must exceed the first by a margin. A fall needs no such rate: long drafts that
+are rejected lower the first one quickly.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 PRIOR = 0.7  # acceptance before anything was seen
-WEIGHT = 3.0  # tries that a prior is worth
+WEIGHT = 3.0  # tries that a prior counts for
 MEMORY = 0.95  # per position tested, or per round
-PATIENCE = 0.98  # memory of claims, per round: it is the drafter that follows the text, and how it errs changes little
+TRUST_MEMORY = 0.98  # per round: a drafter's bias changes more slowly than acceptance
 RECENT, MARGIN = 0.25, 0.2  # weight of the newest position in the short memory, and what it must be ahead by
-HOPED_GAIN = 0.3  # tokens a round: what a drafter that was never asked is hoped to bring
-HALVING, MOST_TRUST = 0.3, 1.3  # how far claims are scaled down and up
+PRIOR_GAIN = 0.3  # tokens a round: the assumed gain of a drafter that has not drafted yet
+LEAST_TRUST, MOST_TRUST = 0.3, 1.3  # how far a drafter's expectations are scaled down and up
 
 
 @dataclass(slots=True)
 class History:
-    """One text's history with a drafter that costs, or that of all texts with it."""
+    """The history of one sequence, or of all sequences, with a drafter that costs."""
 
     hits: float = PRIOR * WEIGHT
     tries: float = WEIGHT
     recent: float = PRIOR
     by_depth: list[list[float]] = field(default_factory=list)  # [hits, tries] of depth 1, 2, ...
-    gain: float = HOPED_GAIN * WEIGHT  # tokens beyond what the round's time was worth
+    gain: float = PRIOR_GAIN * WEIGHT  # tokens beyond what the round's time was worth
     rounds: float = WEIGHT
-    claimed: float = WEIGHT  # tokens that the drafter expected to stand, and those that did
-    stood: float = WEIGHT
+    expected: float = WEIGHT  # tokens that the drafter expected to be accepted, and those that were
+    accepted: float = WEIGHT
     nodes: float = 0.0  # drafted per level
 
     @classmethod
     def after(cls, earlier: History) -> History:
-        """A new text starts from what was seen of the others, and soon outweighs it."""
+        """The history of a new sequence: starts from that of the others, and soon outweighs it."""
         share, asked = WEIGHT / earlier.tries, WEIGHT / earlier.rounds
         rate = earlier.hits / earlier.tries
         by_depth = [[hits * share, tries * share] for hits, tries in earlier.by_depth]
@@ -52,7 +52,7 @@ class History:
         )
 
     def count(self, depth: int, accepted: int, nodes: int = 0) -> None:
-        """A tree so deep was drafted, and this many tokens of it stood."""
+        """A tree so deep was drafted, and this many tokens of it were accepted."""
         tried = min(accepted + 1, depth)
         memory = MEMORY**tried
         self.hits = self.hits * memory + accepted
@@ -67,20 +67,20 @@ class History:
         if depth:
             self.nodes += 0.2 * (max(nodes, depth) / depth - self.nodes)
 
-    def settle(self, gain: float) -> None:
-        """A round in which the drafter was asked brought so many tokens beyond what its time was worth."""
+    def count_gain(self, gain: float) -> None:
+        """A round with this drafter gained so many tokens beyond what its time was worth."""
         self.gain = self.gain * MEMORY + gain
         self.rounds = self.rounds * MEMORY + 1.0
 
-    def hold_to(self, claimed: float, stood: int) -> None:
-        """The drafter expected so many tokens to stand."""
-        self.claimed = self.claimed * PATIENCE + claimed
-        self.stood = self.stood * PATIENCE + stood
+    def count_expected(self, expected: float, accepted: int) -> None:
+        """The drafter expected so many tokens to be accepted, and so many were."""
+        self.expected = self.expected * TRUST_MEMORY + expected
+        self.accepted = self.accepted * TRUST_MEMORY + accepted
 
     @property
     def trust(self) -> float:
-        """What a claimed probability is to be multiplied by."""
-        return min(max((self.stood + WEIGHT) / (self.claimed + WEIGHT), HALVING), MOST_TRUST)
+        """The factor that corrects the drafter's probabilities."""
+        return min(max((self.accepted + WEIGHT) / (self.expected + WEIGHT), LEAST_TRUST), MOST_TRUST)
 
     @property
     def mean_gain(self) -> float:
@@ -92,7 +92,7 @@ class History:
         return min(max(self.hits / self.tries, self.recent - MARGIN), 0.999)
 
     def survivals(self, most: int, least: float = 0.0) -> list[float]:
-        """How likely something stands at depth 1, 2, ...: the rates of each depth, leaning on that of all.
+        """The acceptance probability at depth 1, 2, ...: the rates of each depth, with the overall one as prior.
 
         They end where they fall below `least`.
         """

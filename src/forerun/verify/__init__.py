@@ -1,1 +1,1 @@
-"""Warping and verification: the only place where a law is made, and the only place where one is kept."""
+"""Verification: logits become laws (warp), and drafted tokens are accepted or rejected (verifiers)."""

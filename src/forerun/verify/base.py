@@ -1,4 +1,4 @@
-"""The seam of verification: a pure function from trees and laws to a verdict."""
+"""The Verifier protocol: a pure function from trees and laws to a verdict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forerun.types import Laws, TreeBatch, Verdict
 
 
 class Verifier(Protocol):
-    """Decides which drafted tokens stand. Tensors in, verdict out: no model, no clock, no I/O, no state.
+    """Decides which drafted tokens are accepted. Tensors in, verdict out: no model, no clock, no I/O, no state.
 
     If `exact`, the tokens it commits have the target's own law, whatever the trees contain.
     """
@@ -25,5 +25,5 @@ class Verifier(Protocol):
         ...
 
     def verify(self, trees: TreeBatch, laws: Laws, noise: Noise) -> Verdict:
-        """Walk every tree from its root; return the accepted path and one token of the target's own."""
+        """Walk every tree from its root; return the accepted path and the bonus token."""
         ...

@@ -1,12 +1,12 @@
-"""Block verification (Sun et al. 2024): judge a sampled chain as a whole, and keep more of it.
+"""Block verification (Sun et al. 2024): tests a sampled chain as a whole and accepts more of it.
 
-The token-by-token rule stops at the first token that falls. Yet a token that the target likes much more than
-the drafter (p/q > 1) has probability to spare, which that rule throws away. Here the ratio is carried along
+The token-by-token rule stops at the first rejected token. A token that the target finds much likelier than
+the drafter (p/q > 1) has probability to spare, which that rule does not use. Here the ratio is carried along
 the chain, r_i = min(1, r_{i-1} p(x_i) / q(x_i)), the i-th prefix passes its own test with probability h_i,
 and the *longest* prefix that passes is accepted, even where shorter ones do not pass. No exact rule for
 chains accepts more tokens.
 
-Trees with siblings, chosen nodes and greedy trees have no such slack to carry, and take the exact walk.
+Trees with siblings, chosen nodes and greedy trees have no such ratio to carry, and take the exact walk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BlockVerifier:
 
 
 def walk_block(view: TreeView) -> tuple[list[int], int]:
-    """The longest prefix of the chain that passes, and a token from what is left for the target to say."""
+    """The longest prefix of the chain that passes, and a token drawn from the residual."""
     if view.greedy or not is_sampled_chain(view):
         return walk_exactly(view)
     length = len(view.tokens) - 1
@@ -44,8 +44,8 @@ def walk_block(view: TreeView) -> tuple[list[int], int]:
             passes = passing(spare, ratio)
             left = left if spare > 0 else p
             ratio = carry(ratio, float(p[x]), float(q[x]))
-        # All of these numbers belong to the root's position, which no other round has: the tests of positions
-        # beyond the prefix are spent in vain, and their numbers must not come again when the text gets there.
+        # All of these numbers belong to the root's position, which no other round has: tests of positions beyond
+        # the prefix use up numbers, which must not be used again when the sequence gets there.
         if i == 0 or view.uniform(0, BLOCK, i) < passes:
             accepted, rest = i, left
     return list(range(1, accepted + 1)), view.draw(rest, accepted)

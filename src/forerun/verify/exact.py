@@ -1,18 +1,18 @@
-"""Exact verification: what is committed has the target's own law, whatever was drafted and however badly.
+"""Exact verification (speculative sampling): committed tokens have the target's own law, whatever was drafted.
 
 Write p for the target's law after a node and q for the law that a sampled child was really drawn from.
 
     greedy     p is a point mass: follow the child that equals the argmax.
-    chosen     a child that was chosen, not sampled, is a point mass too, and tells nothing about p. So draw
+    chosen     a child that was chosen, not sampled, is a point mass too, and does not depend on p. So draw
                x ~ p, once per node, and follow the child that equals x. If none does, x is the bonus.
-    sampled    take the children in the order they were drawn. Child x stands with probability
-               min(1, p(x)/q(x)). If it falls, what is left for the target to say is the residual
-               normalise(max(p - q, 0)), which becomes p for the next child. Siblings drawn without
-               replacement come from q without those that fell before them, normalised again. If all fall,
-               the bonus is drawn from the last residual.
+    sampled    take the children in the order they were drawn. Child x is accepted with probability
+               min(1, p(x)/q(x)). If it is rejected, the residual normalise(max(p - q, 0)) becomes p for
+               the next child. Siblings drawn without replacement come from q without those that were
+               rejected before them, normalised again. If all are rejected, the bonus is drawn from the
+               last residual.
 
-Why the sampled rule is exact: x is drafted and stands with probability q(x) min(1, p(x)/q(x)) = min(p(x),
-q(x)). It falls with the mass that is missing, sum_x max(p - q, 0), and then the residual adds exactly
+Why the sampled rule is exact: x is drafted and accepted with probability q(x) min(1, p(x)/q(x)) = min(p(x),
+q(x)). It is rejected with the missing mass, sum_x max(p - q, 0), and then the residual adds exactly
 max(p(x) - q(x), 0). The sum is p(x). The same holds of every further child with the residual in the place of
 p (Leviathan et al. 2023 and Chen et al. 2023 for one child; SpecInfer for several; Sequoia without
 replacement).
@@ -59,15 +59,15 @@ def walk_exactly(view: TreeView) -> tuple[list[int], int]:
 
 def step(view: TreeView, node: int, depth: int) -> tuple[int | None, int]:
     """The target's token after a node, and the child that carries it, if one does."""
-    stands, p, untested = try_siblings(view, node, depth)
-    if stands is not None:
-        return stands, view.tokens[stands]
+    accepted, p, untested = first_accepted(view, node, depth)
+    if accepted is not None:
+        return accepted, view.tokens[accepted]
     x = view.draw(p, depth)
     return next((i for i in untested if view.tokens[i] == x), None), x
 
 
-def try_siblings(view: TreeView, node: int, depth: int) -> tuple[int | None, Tensor, list[int]]:
-    """The first sampled child that stands; else what is left of p, and the children that were not tested.
+def first_accepted(view: TreeView, node: int, depth: int) -> tuple[int | None, Tensor, list[int]]:
+    """The first accepted sampled child; else what is left of p, and the children that were not tested.
 
     The order is that of the draws, never one by probability: sorting would let the draws choose their rule.
     A child that q has no mass for (its support was used up) is no draw from q, and is taken for chosen.
@@ -84,7 +84,7 @@ def try_siblings(view: TreeView, node: int, depth: int) -> tuple[int | None, Ten
         if q[x] == 0:
             untested.append(sibling)
             continue
-        # strict, so that an impossible token falls even where u is exactly 0
+        # strict, so that an impossible token is rejected even where u is exactly 0
         if view.uniform(depth, ACCEPT, index) * q[x] < p[x]:
             return sibling, p, []
         p = residual(p, q)
@@ -95,9 +95,9 @@ def try_siblings(view: TreeView, node: int, depth: int) -> tuple[int | None, Ten
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """normalise(max(p - q, 0)): what is left for the target to say once q had its share; p if nothing is.
+    """normalise(max(p - q, 0)): the law after a token drawn from q was rejected; p if nothing is left.
 
-    Nothing is left only where p = q up to rounding, and then nothing falls but by rounding.
+    Nothing is left only where p = q up to rounding, and then tokens are rejected by rounding only.
     """
     left = (p - q).clamp_(min=0.0)
     total = left.sum()

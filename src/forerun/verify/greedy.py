@@ -1,9 +1,9 @@
 """The greedy rule, once: from the root, follow the child that equals the argmax, until no child does.
 
-A law that is a point mass leaves every exact verifier this one verdict. The host form walks one tree at a time; the
-device form walks all trees of a round at once, for targets that score trees which only the device knows: by torch
-anywhere, by one Triton kernel on a GPU (kernels_greedy.py). `build` hands the device form to such targets, and the
-tests hold all three against each other.
+Where the law is a point mass, every exact verifier comes to this one verdict. The host form walks one tree at a time;
+the device form walks all trees of a round at once, for targets that score trees grown on the device: by torch anywhere,
+by one Triton kernel on a GPU (kernels_greedy.py). `build` passes the device form to such targets, and the tests compare
+all three.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def greedy_verdict(trees: TreeBatch, known: Greedy) -> Verdict:
     """The verdict on trees whose laws are all greedy, from what their pass already knows."""
     if known.verdict is not None:
         return known.verdict()
-    assert known.argmax is not None, "a pass that says nothing sends no Greedy"
+    assert known.argmax is not None, "a Greedy holds an argmax or a verdict"
     paths, bonus = list[list[int]](), list[int]()
     tokens = trees.to_host()[0]
     for first, shape in zip(trees.starts, trees.topology(), strict=False):
@@ -40,13 +40,13 @@ def walk_argmax(
 
 
 def follow(
-    tokens: Sequence[int], children: Sequence[Sequence[int]], say: Callable[[int, int], int]
+    tokens: Sequence[int], children: Sequence[Sequence[int]], sample: Callable[[int, int], int]
 ) -> tuple[list[int], int]:
-    """From the root, step to the child that equals what the target says at (node, depth), until none does."""
+    """From the root, step to the child that equals the target's token at (node, depth), until none does."""
     path: list[int] = []
     node = 0
     while True:
-        token = say(node, len(path))
+        token = sample(node, len(path))
         child = next((i for i in children[node] if tokens[i] == token), None)
         if child is None:
             return path, token
@@ -68,15 +68,15 @@ def walk_by_torch(
 ) -> None:
     """All trees at once, on any device; see `GreedyWalk` for what goes in and out.
 
-    A node stands where it and all above it equal the argmax after their parents; the deepest one ends the path.
+    A node is accepted where it and all its ancestors equal the argmax after their parents; the deepest ends the path.
     """
     tokens, parents = trees
     ancestors = ancestors.long()
     right = (tokens == argmax.gather(1, parents.clamp(min=0))) | (parents < 0)
-    stands = right.gather(1, ancestors.flatten(1)).view_as(ancestors).all(-1)  # [B, N]
+    fits = right.gather(1, ancestors.flatten(1)).view_as(ancestors).all(-1)  # [B, N] is it accepted?
     own = torch.arange(tokens.shape[1], device=tokens.device)[:, None]
     depths = (ancestors != own).sum(-1)  # [B, N]
-    last = torch.where(stands, depths, -1).argmax(1, keepdim=True)  # [B, 1]
+    last = torch.where(fits, depths, -1).argmax(1, keepdim=True)  # [B, 1]
     length = depths.gather(1, last)
     path = ancestors.gather(1, last[..., None].expand(-1, -1, ancestors.shape[-1]))[:, 0, 1:]
     places = torch.arange(path.shape[1], device=path.device)

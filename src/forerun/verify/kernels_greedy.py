@@ -20,7 +20,7 @@ def walk_by_kernel(trees, ancestors, argmax, paths, accepted, bonus) -> None:
 @triton.jit
 def follow(tokens, parents, ancestors, argmax, paths, accepted, bonus,
            N: tl.constexpr, N_UP: tl.constexpr, DEPTH: tl.constexpr, STEPS_UP: tl.constexpr):  # fmt: skip
-    """One tree: the deepest node that stands with all above it, and the path to it."""
+    """One tree: the deepest node that is accepted with all its ancestors, and the path to it."""
     b = tl.program_id(0)
     n, s = tl.arange(0, N_UP), tl.arange(0, STEPS_UP)
     here = n < N
@@ -30,9 +30,9 @@ def follow(tokens, parents, ancestors, argmax, paths, accepted, bonus,
     above = tl.load(parents + first + above_to, mask=inside, other=-1)
     said = tl.load(argmax + first + tl.maximum(above, 0), mask=inside, other=0)
     right = (tl.load(tokens + first + above_to, mask=inside, other=0) == said) | (above < 0)
-    stands = tl.min(right.to(tl.int32), 1) > 0
+    fits = tl.min(right.to(tl.int32), 1) > 0
     depth = tl.sum(((above_to != n[:, None]) & inside).to(tl.int32), 1)
-    reach = tl.where(stands & here, depth, -1)
+    reach = tl.where(fits & here, depth, -1)
     length = tl.max(reach, 0)
     last = tl.min(tl.where(reach == length, n, N - 1), 0)
     step = tl.load(ancestors + (first + last) * (DEPTH + 1) + s, mask=s <= DEPTH, other=0)

@@ -1,7 +1,7 @@
-"""Callers' own processors, applied node by node; and ready-made ones for masks and grammars.
+"""Law processors: the caller's functions on logits, applied node by node; ready-made ones for masks and grammars.
 
 `Allow(rule)` keeps what a rule allows after a prefix. `AllowByState(start)` does the same for rules that carry a state
-from token to token, such as a grammar: a state is made once for every text, and nodes of a tree share those of
+from token to token, such as a grammar: a state is made once for every prefix, and nodes of a tree share those of
 their ancestors.
 """
 
@@ -27,8 +27,8 @@ IMPOSSIBLE = -math.inf
 def process_block(block: Tensor, seq: Seq, paths: Sequence[Sequence[int]]) -> dict[int, str]:
     """Put the rows [m, V] of one sequence through its processors, in place; rows that failed, and why.
 
-    Parents come before children. A node whose path was ruled out above it is left alone: no verifier arrives there,
-    and a grammar has no state for it. A row that failed allows nothing, so it counts only where a text arrives at it.
+    Parents come before children. A node whose path was ruled out above it is left alone: no verifier gets there, and
+    a grammar has no state for it. A row that failed allows no token, so it matters only where a path reaches it.
     """
     failures: dict[int, str] = {}
     row_of: dict[tuple[int, ...], int | None] = {}  # by path; None = ruled out
@@ -41,10 +41,10 @@ def process_block(block: Tensor, seq: Seq, paths: Sequence[Sequence[int]]) -> di
         prefix = Prefix(seq.tokens, seq.prompt_length, path)
         try:
             block[row] = _processed(block[row], prefix, seq.params.processors)
-        except Exception as error:  # of somebody else's code: any
+        except Exception as error:  # the caller's code may raise anything
             block[row] = IMPOSSIBLE
             reason = " ".join(str(error).split()) or "no reason given"
-            failures[row] = f"a processor failed ({type(error).__name__}: {reason[:200]}); mend or drop it"
+            failures[row] = f"a processor failed ({type(error).__name__}: {reason[:200]}); fix or remove it"
     return failures
 
 
@@ -71,7 +71,7 @@ class Allow:
 
 
 class State(Protocol):
-    """What a grammar knows after a text. Never changed: `after` returns another."""
+    """The state of a grammar after a prefix. Never changed: `after` returns another."""
 
     def allowed(self) -> Allowed:
         """What may follow here."""
@@ -83,10 +83,10 @@ class State(Protocol):
 
 
 class AllowByState:
-    """A processor that follows an output through states; the same states serve committed text and drafts.
+    """A processor that follows an output through states; committed tokens and drafts share them.
 
-    The state of a text comes from that of the text without its last token, which is nearly always at hand: a node's
-    parent was seen just before, and a round starts where the last one ended. The latest `keep` are held.
+    The state after a prefix comes from that of the prefix without its last token, which is nearly always cached: a
+    node's parent was seen just before, and a round starts where the last one ended. The latest `keep` are held.
     """
 
     def __init__(self, start: State, keep: int = 1024) -> None:

@@ -1,8 +1,8 @@
-"""Typical acceptance (Medusa): keep drafted tokens that the target finds plausible enough. Not exact.
+"""Typical acceptance (Medusa): accepts drafted tokens that the target finds plausible enough. Not exact.
 
-A token stands if p(x) > min(epsilon, delta exp(-H(p))): where the target is unsure (entropy H is high) less
-is asked. The longest path of standing nodes is accepted, the likelier of two as long, and the bonus is drawn
-from the law after it. What is written has *not* the target's law: `exact` is False, and results say so.
+A token passes if p(x) > min(epsilon, delta exp(-H(p))): where the entropy H is high the threshold is low. The
+longest path of passing nodes is accepted, the likelier of two as long, and the bonus is drawn from the law
+after it. The output has *not* the target's law: `exact` is False, and results say so.
 Greedy trees follow the argmax and are exact.
 """
 
@@ -24,7 +24,7 @@ from forerun.verify.walk import TreeView, decide, follow_argmax
 class TypicalVerifier:
     """Medusa's rule with Medusa's constants."""
 
-    epsilon: float = 0.09  # a token of at least this probability always stands
+    epsilon: float = 0.09  # a token of at least this probability always passes
     delta: float = 0.3
 
     def __post_init__(self) -> None:

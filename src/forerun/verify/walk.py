@@ -1,8 +1,8 @@
-"""What every verifier needs to walk a tree: the tree on the host, the laws after its nodes, and its noise.
+"""TreeView: what a verifier reads of one tree (tokens, children, laws, noise), and the loop over a batch of trees.
 
 A verifier decides one tree at a time: a walk takes a `TreeView` to the nodes it accepts and the bonus.
 Tokens, parents and the argmax of greedy trees are read from the device once for the whole batch; the rows of
-laws only where a walk really arrives.
+laws only at nodes that a walk reaches.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TreeView:
         return self.laws.probs(self.first + node).double()
 
     def drawn_from(self, node: int) -> Tensor:
-        """[V] fp64, the law that a sampled node was drawn from; what its drafter does not know, it cannot draw."""
+        """[V] fp64, the law that a sampled node was drawn from; 0 for tokens outside the draft vocabulary."""
         assert self.draws is not None, "a chosen node was drawn from no law"
         law = self.draws.laws[self.rows[node]].to(self.laws.log_weights.device).double()
         return F.pad(law, (0, self.laws.log_weights.shape[-1] - len(law)))
@@ -55,7 +55,7 @@ class TreeView:
         return self.noise.uniform(self.b, depth, purpose, index)
 
     def draw(self, law: Tensor, depth: int) -> int:
-        """The target's own token after a node at this depth; a position is given one such draw, once."""
+        """The target's token after a node at this depth; each position has one such draw."""
         return draw(law, self.uniform(depth, DRAW))
 
 

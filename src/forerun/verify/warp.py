@@ -1,7 +1,7 @@
-"""From logits to laws: the only code that knows what sampling parameters mean.
+"""Warping: from logits to laws by sampling parameters; the only code that knows what these mean.
 
-Each node is warped with its own path as context, because a penalty or a ban that looks at the text must see
-the text as it would be if the node were accepted. The order and the semantics are transformers': bias,
+Each node is warped with its own path as context, because penalties and bans depend on the sequence as it
+would be if the node were accepted. The order and the semantics are transformers': bias,
 repetition penalty, presence and frequency penalties, bad words, min tokens, the caller's own processors,
 temperature, top-k, top-p, min-p. Greedy rows skip the last four. Rows that need nothing are handed on as they
 are, without a copy. No number here overflows: parameters have limits (params.py), processors are checked.
@@ -39,7 +39,7 @@ def warp(logits: Tensor, seqs: Sequence[Seq], trees: TreeBatch) -> Laws:
     impossible = _impossible(rows, [row for row, seq in enumerate(owners) if _bans(seq.params)], failures)
     if impossible:
         rows = rows.clone()
-        rows[list(impossible)] = 0.0  # any law: whoever arrives there is not heeded
+        rows[list(impossible)] = 0.0  # any law: a sequence that reaches this node ends with an error
     return Laws(rows, greedy, impossible=impossible)
 
 
@@ -49,10 +49,10 @@ def warp_rows(
     paths: Sequence[Sequence[int]],
     failures: dict[int, str] | None = None,
 ) -> Tensor:
-    """Log-weights [N, V] from logits [N, V]: row n is what follows the text of seqs[n] and then paths[n].
+    """Log-weights [N, V] from logits [N, V]: row n is what follows the tokens of seqs[n] and then paths[n].
 
-    A draft model that wants to draw as the target will be asked to draw warps its own logits with this. Rows at
-    which a processor of the caller failed allow no token; they are told in `failures`.
+    Draft models warp their own logits with this, so that they draw as the target does. Rows at which a processor
+    of the caller failed allow no token; `failures` names them.
     """
     logits = _adjust(logits, seqs, paths, {} if failures is None else failures)
     groups: dict[tuple[float, int, float, float], list[int]] = {}
@@ -195,9 +195,9 @@ def _penalise(block: Tensor, seq: Seq, paths: Sequence[Sequence[int]]) -> None:
         block[:, tokens] -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
 
 
-def _counts(block: Tensor, text: Sequence[int], paths: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """The k tokens that occur at all, and [m, k] how often: in the text and then in each node's own path."""
-    size, known = block.shape[-1], Counter(text)
+def _counts(block: Tensor, tokens: Sequence[int], paths: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """The k tokens that occur at all, and [m, k] how often: in `tokens` and in each node's own path."""
+    size, known = block.shape[-1], Counter(tokens)
     tokens = sorted(t for t in {*known, *(t for path in paths for t in path)} if t < size)
     column = {token: i for i, token in enumerate(tokens)}
     counts = torch.tensor([known[t] for t in tokens], dtype=block.dtype).repeat(len(paths), 1)
