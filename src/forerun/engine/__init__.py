@@ -1,1 +1,1 @@
-"""The one loop and what it needs around it. Knows protocols only."""
+"""The engine: the decoding loop, its sequences, statistics and driver. Knows protocols only."""

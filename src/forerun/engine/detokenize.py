@@ -1,4 +1,4 @@
-"""Tokens to text as they come: never half a character, never the beginning of a stop string.
+"""Detokenizer: tokens to text while they are generated; never half a character, never a part of a stop string.
 
 A token may hold a part of a character, and a stop string may span tokens and rounds. So text is held back
 until it can no longer change: while its last character is incomplete, and while its end could still grow
@@ -31,12 +31,12 @@ class Detokenizer:
         self._done = 0  # ids before this one are in `text`
 
     def fork(self) -> Detokenizer:
-        """A second one that goes on from here, so that a round can be worked out before it counts."""
-        twin = Detokenizer.__new__(Detokenizer)
-        twin.tokenizer, twin.stops, twin.text = self.tokenizer, self.stops, self.text
-        twin._taken, twin._passed, twin._ids = self._taken, self._passed, self._ids
-        twin._from, twin._done = self._from, self._done
-        return twin
+        """A copy that continues from here, so that a round can be computed before it is written."""
+        copy = Detokenizer.__new__(Detokenizer)
+        copy.tokenizer, copy.stops, copy.text = self.tokenizer, self.stops, self.text
+        copy._taken, copy._passed, copy._ids = self._taken, self._passed, self._ids
+        copy._from, copy._done = self._from, self._done
+        return copy
 
     def push(self, token: int, may_stop: bool = True) -> bool:
         """Add a token; True if it completes a stop string, which is then cut off."""
@@ -62,15 +62,15 @@ class Detokenizer:
         return bool(hits)
 
     def take(self, final: bool) -> str:
-        """The text that is settled and was not handed out yet."""
+        """The text that can no longer change and was not handed out yet."""
         if final:
             self._flush()
-        end = len(self.text) if final else self._settled()
+        end = len(self.text) if final else self._unchanging()
         text = self.text[self._taken : end]
         self._taken = max(self._taken, end)
         return text
 
-    def _settled(self) -> int:
+    def _unchanging(self) -> int:
         """How much of the text can no longer become part of a stop string."""
         for start in range(max(0, len(self.text) - max(map(len, self.stops), default=0) + 1), len(self.text)):
             if any(stop.startswith(self.text[start:]) for stop in self.stops):

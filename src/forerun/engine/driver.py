@@ -1,13 +1,13 @@
-"""The one loop that drives an engine, for any number of threads: requests in, results and events by handle.
+"""Driver: runs one engine for any number of threads; requests in, results and events by handle.
 
-An engine is owned by one thread at a time. There is no thread for that alone: whoever waits for something leads,
-that is makes rounds for everybody, while nobody else does. The others sleep until the leader wakes them, because what
-they wait for has come or because the leader has left. What threads ask of the engine (queue a request, drop one) goes
-through an inbox that the leader empties between rounds.
+An engine is used by one thread at a time. It has no thread of its own: one of the waiting threads is the leader and
+makes rounds for all. The others sleep until the leader wakes them, because what they wait for has come or because the
+leader has left. What threads ask of the engine (queue a request, drop one) goes through an inbox that the leader
+empties between rounds.
 
-Events are not handed over: the engine notes them with their sequence, and a handle reads on from where it was. So
-nothing is lost when a leader is interrupted: the engine undoes the round, the caller drops its own request, and the
-next one leads. Leadership is taken and given up by identity, in steps that an interrupt cannot split.
+The engine stores events with their sequence, and a handle continues to read where it was. So nothing is lost when a
+leader is interrupted: the engine undoes the round, the caller drops its own request, and another thread leads.
+Leadership is taken and given up by identity, in steps that an interrupt cannot split.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import SequenceState
 from forerun.types import Event, Request
 
-PATIENCE = 1.0  # seconds after which a thread that nobody woke looks for itself
+LONGEST_SLEEP = 1.0  # seconds after which a thread that was not woken checks by itself
 _LEADER = "leader"
 
 
 class Handle:
-    """A request on its way."""
+    """A request that was submitted: its sequence, and the events that were not read yet."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.refused: Exception | None = None  # why it was not queued
-        self.is_dropped = False  # nobody wants it any more
+        self.is_dropped = False  # the caller no longer wants it
         self._seq: SequenceState | None = None
         self._read = 0
 
@@ -52,7 +52,7 @@ class Handle:
 
     @property
     def has_news(self) -> bool:
-        """Is there something to take, or nothing more to come?"""
+        """Is there an event to take, or has it finished?"""
         seq = self._seq
         return seq is not None and (seq.finished is not None or len(seq.events) > self._read)
 
@@ -79,19 +79,19 @@ class Handle:
 
 
 class Waits(Protocol):
-    """Who waits for something of the engine's."""
+    """Something that waits for the engine: a thread, or a task of an event loop."""
 
     def is_ready(self) -> bool:
         """Has it come? Asked by any thread."""
         ...
 
     def wake(self) -> None:
-        """It may have come, or nobody leads. Called by any thread."""
+        """It may have come, or there is no leader. Called by any thread."""
         ...
 
 
 class Waiter:
-    """A thread that waits until something is so."""
+    """A thread that waits until a condition holds."""
 
     def __init__(self, is_ready: Callable[[], bool]) -> None:
         self._is_ready = is_ready
@@ -121,7 +121,7 @@ class Driver:
         self._waiting: dict[Waits, None] = {}
 
     def submit(self, request: Request) -> Handle:
-        """Queue a request, between two rounds; raises what the engine has against it."""
+        """Queue a request, between two rounds; raises the engine's error if it is refused."""
         handle = Handle(request)
         try:
             self.post(handle.queue_in)
@@ -187,7 +187,7 @@ class Driver:
                 self.abort(handle)
 
     def post(self, order: Callable[[Engine], None], at_once: bool = True) -> None:
-        """Have something done to the engine between two rounds: by the leader, or here and now if nobody leads."""
+        """Have something done to the engine between two rounds: by the leader, or here and now if there is none."""
         self._inbox.append(order)
         leader = self._leading.get(_LEADER)
         if leader is not None:
@@ -196,7 +196,7 @@ class Driver:
             self._empty_inbox()
 
     def wait(self, waiter: Waiter, makes_rounds: bool = True) -> None:
-        """Return once it is ready; lead meanwhile, whenever nobody else does."""
+        """Return once it is ready; lead meanwhile, whenever there is no other leader."""
         if waiter.is_ready():
             return
         try:
@@ -205,7 +205,7 @@ class Driver:
                 if self._leading.setdefault(_LEADER, waiter) is waiter:
                     self._lead(waiter, makes_rounds)
                 else:
-                    waiter.sleep(PATIENCE)
+                    waiter.sleep(LONGEST_SLEEP)
         finally:
             try:
                 self._leave(waiter)
@@ -220,12 +220,12 @@ class Driver:
         self._waiting.pop(waiter, None)
 
     def wake_all(self) -> None:
-        """Have everybody look again."""
+        """Have all waiters check again."""
         for other in list(self._waiting):
             other.wake()
 
     def _lead(self, waiter: Waiter, makes_rounds: bool) -> None:
-        """Make rounds until it is ready; whoever else's time has come is woken after each."""
+        """Make rounds until it is ready; after each, wake the other waiters that are ready."""
         while True:
             if self._inbox:
                 self._do_posted()
@@ -235,7 +235,7 @@ class Driver:
                 self.engine.step()
                 self._wake_ready()
             else:
-                waiter.sleep(PATIENCE)
+                waiter.sleep(LONGEST_SLEEP)
 
     def _do_posted(self) -> None:
         while self._inbox:
@@ -250,7 +250,7 @@ class Driver:
                     other.wake()
 
     def _leave(self, waiter: Waits) -> None:
-        """Wait no more. If it led, see to what was posted meanwhile, and wake the others: one of them will lead."""
+        """Stop waiting. A leader also does what was posted meanwhile, and wakes the others: one of them will lead."""
         if self._leading.get(_LEADER) is waiter:
             del self._leading[_LEADER]
         self._waiting.pop(waiter, None)
@@ -259,6 +259,6 @@ class Driver:
             self.wake_all()
 
     def _empty_inbox(self) -> None:
-        """Do what was posted, unless somebody leads: a leader looks again when it has left."""
+        """Do what was posted, unless there is a leader: a leader checks again when it has left."""
         while self._inbox and _LEADER not in self._leading:
             self.wait(Waiter(lambda: not self._inbox), makes_rounds=False)

@@ -1,8 +1,8 @@
-"""The loop. Plain decoding, chains, trees, any drafter and any verifier run through `Engine.step`.
+"""Engine: the decoding loop. Plain decoding, chains, trees, any drafter and any verifier run through `Engine.step`.
 
     engine.submit(Request(prompt)); while engine.busy: events = engine.step()
 
-A round happens whole or not at all. What it comes to is worked out first (`Advance`) and then written, which can be
+A round happens whole or not at all. Its result is computed first (`Advance`) and then written, which can be
 repeated where it was interrupted. A round that fails before that is rolled back by recomputation: its sequences give
 their caches back and queue again with the tokens that they have. One thread at a time: see forerun.engine.driver.
 """
@@ -30,7 +30,7 @@ from forerun.verify.warp import warp
 
 log = logging.getLogger(__name__)
 
-PROMPT_ROWS = 4096  # tokens of several prompts that one step takes in: whoever writes already waits for them
+PROMPT_ROWS = 4096  # tokens of several prompts that one step prefills: running sequences wait for them
 
 
 class Pending:
@@ -43,7 +43,7 @@ class Pending:
 
 
 class Engine:
-    """Writes many texts at once with one target; requests join and leave between rounds."""
+    """Decodes many sequences at once with one target; requests join and leave between rounds."""
 
     def __init__(
         self,
@@ -76,10 +76,10 @@ class Engine:
         return bool(self.waiting or self.running or self._unread)
 
     def step(self) -> list[Event]:
-        """One round for everybody: admit, plan, propose, score, warp, verify, commit, observe, emit.
+        """One round for all sequences: admit, plan, propose, score, warp, verify, commit, observe, emit.
 
         A request that cannot go on ends with an event of its own, whose `error` says why; an interrupt is raised.
-        Either way nobody else is harmed: what was written stays, and the round that failed is made again.
+        Either way other sequences are not affected: what was written stays, and the failed round is repeated.
         """
         try:
             if self._pending is not None:
@@ -109,7 +109,7 @@ class Engine:
         noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
         verdict = self.verifiers.verify(seqs, trees, laws, noise, scores.greedy)
         clock.lap("verify")
-        clock.move(trees.device_seconds, "verify", "draft")  # drafted while nobody waited for it
+        clock.move(trees.device_seconds, "verify", "draft")  # drafted while the host did other work
         self.target.commit(seqs, trees, verdict)
         self.drafters.observe(seqs, trees, scores, verdict)
         spent = perf_counter() - started
@@ -155,7 +155,7 @@ class Engine:
         )
 
     def enqueue(self, seq: SequenceState) -> None:
-        """Let a sequence wait for its turn; repeated at once, where it was interrupted, it changes nothing."""
+        """Put a sequence into the queue; a repeated call, after an interrupt, changes nothing."""
         if not self.waiting or self.waiting[-1] is not seq:
             self.waiting.append(seq)
 
@@ -227,7 +227,7 @@ class Engine:
             wish = seq.request.budget or plan
             depth = min(wish.depth, seq.room - 1)
             nodes = wish.nodes if depth > 0 else 0
-            fits = (nodes, depth) == (wish.nodes, wish.depth)  # as nearly always
+            fits = (nodes, depth) == (wish.nodes, wish.depth)  # the usual case
             budgets.append(wish if fits else replace(wish, nodes=nodes, depth=depth))
         return budgets
 
@@ -237,7 +237,7 @@ class Engine:
         self._recover()
 
     def _recover(self) -> None:
-        """Complete or undo what an error or an interrupt has cut short. Can itself be interrupted, and repeated."""
+        """Complete or undo a change of state that was interrupted. Can itself be interrupted, and repeated."""
         pending = self._pending
         if pending is None:
             return
@@ -249,24 +249,24 @@ class Engine:
         self._complete(pending.advances)
 
     def _complete(self, advances: Sequence[Advance]) -> None:
-        """After a round was written: free what has ended, and have the events read."""
+        """After a round was written: free the sequences that have ended, and return their events."""
         ended = [advance.seq for advance in advances if advance.finished is not None]
         for seq in ended:
             self._forget(seq)
         if ended:
             self.running = [seq for seq in self.running if not seq.finished]
             self.waiting = deque(seq for seq in self.waiting if not seq.finished)
-            if self._limit is not None:  # who leaves gives room to try one more
+            if self._limit is not None:  # a sequence has ended: try one more at once
                 self._limit = self._limit + 1 if self._limit < self.max_batch else None
         fresh = [advance.event for advance in advances if advance.event is not None]
         self._unread, self._pending = [*self._unread, *fresh], None
 
     def _roll_back(self, seqs: Sequence[SequenceState]) -> None:
-        """Free what these sequences hold and queue them again, in front: their prompts now end where they are."""
+        """Free what these sequences hold and queue them again, in front: their prompts now include what they wrote."""
         for seq in seqs:
             self._forget(seq)
         hit = {seq.id for seq in seqs}
-        again = sorted(seqs, key=lambda seq: -seq.failures)  # who fails alone is to be found soon
+        again = sorted(seqs, key=lambda seq: -seq.failures)  # those that failed most come first
         self.running = [seq for seq in self.running if seq.id not in hit]
         self.waiting = deque([*again, *(seq for seq in self.waiting if seq.id not in hit)])
         self._pending = None
@@ -275,9 +275,9 @@ class Engine:
         """Try again with half as many at once; a sequence that fails twice, alone, ends with the error."""
         pending = self._pending
         if pending is None:
-            raise error  # nothing was under way: trying again would come to the same
+            raise error  # no round was under way: trying again would fail again
         if pending.advances is not None:
-            log.warning("a round was completed, but not all were told of it: %r", error)
+            log.warning("a round was completed, but an observer of it failed: %r", error)
             self._recover()
             return
         seqs = list(pending.seqs)
@@ -288,7 +288,7 @@ class Engine:
         if len(seqs) == 1 and seqs[0].failures > 1:
             self._end(seqs[0].ended("error", error))
         else:
-            log.warning("a round of %d sequences failed and is made again: %r", len(seqs), error)
+            log.warning("a round of %d sequences failed and is repeated: %r", len(seqs), error)
 
     def _forget(self, seq: SequenceState) -> None:
         self.target.release(seq)

@@ -1,4 +1,4 @@
-"""What is counted, per sequence and for the engine as a whole."""
+"""Statistics: counts per round, per sequence and for the engine, and a stopwatch for the parts of a round."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class RoundCounts(NamedTuple):
-    """What one round came to for one sequence."""
+    """The counts of one round for one sequence."""
 
     tokens: int
     drafted: int  # nodes below the root
@@ -85,7 +85,7 @@ class Stopwatch:
         self._last = now
 
     def move(self, seconds: float, part: str, other: str) -> None:
-        """Book so much of one part, as far as it has it, under another."""
+        """Move so many seconds from one part to another, at most what it has."""
         seconds = min(seconds, self.seconds[part])
         self.seconds[part] -= seconds
         self.seconds[other] += seconds

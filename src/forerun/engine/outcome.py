@@ -1,4 +1,4 @@
-"""What a round comes to, worked out before anything is written: pure, so that a fault in here changes nothing."""
+"""The outcome of a round, computed before anything is written: pure, so that a fault in here changes nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def outcome_of(
     clock: dict[str, float],
     seconds: float,
 ) -> tuple[list[Advance], Round]:
-    """What each sequence gets, and what controllers are told: `clock` has the seconds of the round by part."""
+    """What each sequence gets, and what controllers observe: `clock` has the seconds of the round by part."""
     paths, bonus = verdict.to_host()
     (tokens, _), depths = trees.to_host(), trees.host_depths()
     starts = trees.starts
@@ -54,7 +54,7 @@ def outcome_of(
 def _up_to_impossible(
     fresh: list[int], nodes: list[int], impossible: Mapping[int, str]
 ) -> tuple[list[int], Exception | None]:
-    """The tokens before the first node after which nothing can be said; token i was drawn after nodes[i]."""
+    """The tokens before the first node that no token can follow; token i was drawn after nodes[i]."""
     for i, node in enumerate(nodes):
         if node in impossible:
             return fresh[:i], CannotSample(impossible[node])

@@ -1,8 +1,8 @@
-"""Per-request drafters and verifiers: several parts behind the seam of one.
+"""Drafter and verifier pools: routes each request of a batch to its own drafter and verifier.
 
-A batch may mix requests that want different drafters or verifiers. These pools split it, let each part do
-its share, and put the results back in order; a batch that agrees pays nothing for it. Drafters may come from
-anywhere: one that raises, or whose trees are malformed, is switched off for its sequences, which go on plainly.
+A batch may mix requests that want different drafters or verifiers. These pools split it, call each part for
+its sequences, and put the results back in order; a batch with one of each is passed on whole. A drafter that
+raises, or whose trees are malformed, is switched off for its sequences, which are then decoded plainly.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ class DrafterPool:
                 self._switch_off(name, some, error)
 
     def forget(self, seq: SequenceState) -> None:
-        """Also what a drafter that was switched off may still hold."""
+        """Free what its drafter holds, and what one that was switched off may still hold."""
         for name in {seq.drafting, seq.drafter}:
             if name in self._made:
                 self._forget(name, seq)
 
     def ask(self, seq: SequenceState, question: Callable[[Drafter], T]) -> T:
-        """What a sequence's drafter says; one that raises is switched off, and the plain one is asked."""
+        """What a sequence's drafter answers; one that raises is switched off, and the plain one is asked."""
         try:
             return question(self._made[seq.drafting])
         except Exception as error:
@@ -128,7 +128,7 @@ class DrafterPool:
         self._made[name].observe(seqs, trees.select(which), part, chosen)
 
     def _switch_off(self, name: str, seqs: Sequence[SequenceState], error: Exception) -> None:
-        """These sequences go on without their drafter; said once per drafter."""
+        """These sequences continue without their drafter; logged once per drafter."""
         if name not in self._failed:
             self._failed.add(name)
             log.warning("drafter %r failed and is switched off for its sequences: %r", name, error)
@@ -163,7 +163,7 @@ class VerifierPool:
         noise: Noise,
         known: Greedy | None = None,
     ) -> Verdict:
-        """By each sequence's own rule; where all are greedy, every exact rule comes to what is known already."""
+        """By each sequence's own verifier; where all are greedy and exact, from what the pass already knows."""
         groups = _groups([seq.verifier for seq in seqs])
         if known is not None and laws.plain_greedy and all(self.get(name).exact for name in groups):
             return greedy_verdict(trees, known)

@@ -1,8 +1,8 @@
-"""One sequence of the engine: its tokens, its rules for ending, and what was counted on the way.
+"""SequenceState: one sequence of the engine, with its tokens, its rules for ending, its events and counts.
 
-Drafters, targets and controllers get it as it is and cannot change it: its fields are frozen and its tokens refuse
-to be changed. Only `SequenceState.take` writes, all that a round has come to at once, and may be called again where
-it was interrupted: a fault leaves a sequence as it was before a round or as it is after it.
+Drafters, targets and controllers get this object and cannot change it: its fields and its tokens are read-only. Only
+`SequenceState.take` writes, the whole result of a round at once, and may be called again where it was interrupted:
+a fault leaves a sequence as it was before a round or as it is after it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class SequenceState:
     tokens: Tokens
     prompt_length: int
     drafting: str  # the drafter's name, or the plain one's where it has failed
-    rounds: list[RoundCounts] = field(default_factory=list)  # and what each came to
-    events: list[Event] = field(default_factory=list)  # all that came of it so far
+    rounds: list[RoundCounts] = field(default_factory=list)  # the counts of each
+    events: list[Event] = field(default_factory=list)  # all so far
     prompt_seconds: float = 0.0
     finished: FinishReason | None = None
     error: Exception | None = None
@@ -66,7 +66,7 @@ class SequenceState:
         return self.max_length - len(self.tokens)
 
     def extended(self, tokens: list[int]) -> tuple[int, Detokenizer, FinishReason | None]:
-        """How many of these tokens it takes, up to the one that ends the text, and what that comes to."""
+        """How many of these tokens it takes, up to the one that ends it, the detokenizer then, and why it ends."""
         detokenizer = self.detokenizer
         if detokenizer.tokenizer is not None:
             detokenizer = detokenizer.fork()
@@ -82,7 +82,7 @@ class SequenceState:
         return len(tokens), detokenizer, None
 
     def take(self, advance: Advance) -> None:
-        """Write what a round has come to; a second time changes nothing."""
+        """Write the result of a round; a second call changes nothing."""
         _write(self.tokens, slice(advance.length, None), advance.tokens)
         if self.detokenizer is not advance.detokenizer:
             _set(self, "detokenizer", advance.detokenizer)
@@ -94,7 +94,7 @@ class SequenceState:
             _set(self, "failures", 0)
         if advance.finished is not None:
             _set(self, "error", advance.error)
-            _set(self, "finished", advance.finished)  # last: who waits for it finds everything else in place
+            _set(self, "finished", advance.finished)  # last: a waiting thread finds everything else written
 
     def ended(self, why: FinishReason, error: Exception | None = None) -> Advance:
         """What ends it here and now, with an event if it is an error."""
@@ -117,7 +117,7 @@ class SequenceState:
 
 
 class Advance(NamedTuple):
-    """What a round adds to a sequence: worked out, not yet written."""
+    """What a round adds to a sequence: computed, not yet written."""
 
     seq: SequenceState
     length: int  # tokens before it

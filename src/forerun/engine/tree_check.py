@@ -1,8 +1,8 @@
-"""What every tree must satisfy before it reaches the target: checked where drafters hand their trees over.
+"""Checks every proposed tree before it reaches the target: sizes, tokens, parents, depth and laws.
 
-A tree that is malformed would be read past its end by kernels, or change the text silently (a wrong root). The check
-reads host integers only. Trees that a device has grown (`TreeBatch.form`) are our own: of these only the sizes are
-checked, since reading them would make the host wait.
+Kernels would read past the end of a malformed tree, and a wrong root would change the output silently. The check
+reads host integers only. Trees that a device has grown (`TreeBatch.form`) come from our own code: only their sizes
+are checked, since reading them would make the host wait.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_trees(trees: TreeBatch, seqs: Sequence[Seq], budgets: Sequence[Budget]
 
 @lru_cache(maxsize=1024)
 def _depth_of(parents: tuple[int, ...]) -> int | None:
-    """How deep a tree of this shape is; None where a child comes before its parent. Shapes come again and again."""
+    """How deep a tree of this shape is; None where a child comes before its parent. Cached, because shapes recur."""
     depths = [0]
     for node, parent in enumerate(parents[1:], start=1):
         if not 0 <= parent < node:
