@@ -197,7 +197,7 @@ def test_a_second_operator_is_one_line() -> None:
 def test_old_names_are_the_same_drafter_and_say_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(registry.drafters, "_told", set())
+    monkeypatch.setattr(registry.drafters, "_warned", set())
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert registry.drafters.spec("hybrid") == registry.drafters.spec("ngram+draft_model")

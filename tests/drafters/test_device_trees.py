@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.eagle.cuda.draft_plan import (
-    MENU,
-    DraftMenu,
+    SHAPES,
+    CapturedShapes,
     aligned,
-    best_of_menu,
+    best_draft_shape,
     expected,
     extent_of,
     plan_draft,
@@ -131,7 +131,7 @@ PLACES, FRESH, ROOTS = [(100, 7), (300, 2)], [[4, 5], [6]], [11, 12]
 def test_the_integers_of_a_draft(shape: tuple[int, int, int]) -> None:
     form, ints = plan_draft(PLACES, FRESH, ROOTS, shape, group_nodes=16)
     nodes, depth, width = shape
-    assert (form.texts, form.nodes, form.depth, form.width) == (2, nodes, depth, width)
+    assert (form.sequences, form.nodes, form.depth, form.width) == (2, nodes, depth, width)
     assert form.behind == max(depth + 1, 2)
     rows = aligned(2 * form.behind)
     tokens, positions, slots = ints[: 3 * rows].reshape(3, rows)[:, : 2 * form.behind]
@@ -188,11 +188,11 @@ def test_the_menu_gives_what_gains_most(level: float) -> None:
     def gain(shape: tuple[int, int, int]) -> float:
         return expected(rates, shape) - price[shape[0]] - level * shape[1]
 
-    assert best_of_menu(rates, (60, 16, 16), price, level) == max(MENU, key=gain)
+    assert best_draft_shape(rates, (60, 16, 16), price, level) == max(SHAPES, key=gain)
 
 
 def test_batches_of_other_sizes_share_no_graphs() -> None:
-    menu = DraftMenu()
+    menu = CapturedShapes()
     assert menu.choose(1, (4, 4, 1)) == (4, 4, 1)
     assert menu.choose(2, (8, 3, 3)) == (8, 3, 3)
     assert menu.choose(1, (8, 3, 3)) is None  # not worth a graph yet

@@ -83,7 +83,7 @@ def test_training_in_parallel_equals_drafting_step_by_step(kind: Kind, more: dic
         text = tokens[0, : row + 2].tolist()
         seq = shown(drafter, text, features[0, : row + 1])
         with torch.no_grad():
-            walk = drafter._runner.begin([seq], [drafter._texts[0]], [Budget(STEPS, STEPS)])
+            walk = drafter._runner.begin([seq], [drafter._sequences[0]], [Budget(STEPS, STEPS)])
             said = walk.first()[0]
             for step in range(min(STEPS, LENGTH - 1 - row)):
                 wanted = rolled[step][0, row]
@@ -109,7 +109,7 @@ def test_the_dynamic_tree_is_that_of_brute_force(kind: Kind) -> None:
         fresh = drafter_of(config, weights)
         observe_prompts(fresh, TableLM(VOCAB), [seq])
         with torch.no_grad():
-            walk = fresh._runner.begin([seq], [fresh._texts[0]], [Budget(8, 8)])
+            walk = fresh._runner.begin([seq], [fresh._sequences[0]], [Budget(8, 8)])
             said = walk.first()[0]
             for token in path:
                 said = walk.after(torch.zeros(1, 1, dtype=torch.long), torch.tensor([[token]]))[0, 0]

@@ -12,7 +12,7 @@ from forerun.drafters.head_drafter import (
     UNMEASURED,
     Calibration,
     LastRowDrafter,
-    Rows,
+    ObservedRows,
     head_dtype,
     is_drawn,
     is_ready,
@@ -41,7 +41,7 @@ def round_of(paths: list[list[int]], bonus: list[int]) -> tuple[TreeBatch, Score
 
 
 def test_rows_of_root_and_path_come_with_the_token_that_followed() -> None:
-    seqs, texts = [FakeSeq(0, [7]), FakeSeq(1, [8])], dict[int, Rows]()
+    seqs, texts = [FakeSeq(0, [7]), FakeSeq(1, [8])], dict[int, ObservedRows]()
     observe_rows(texts, (1, 2), seqs, *round_of([[2, 4], [1]], [50, 60]))
     first, second = texts[0], texts[1]
     assert first.tokens == [2, 4, 50]  # after the root, after node 2, after node 4
@@ -52,7 +52,7 @@ def test_rows_of_root_and_path_come_with_the_token_that_followed() -> None:
 
 
 def test_rows_add_up_over_rounds_and_are_taken_once() -> None:
-    seqs, texts = [FakeSeq(0, [7]), FakeSeq(1, [8])], dict[int, Rows]()
+    seqs, texts = [FakeSeq(0, [7]), FakeSeq(1, [8])], dict[int, ObservedRows]()
     observe_rows(texts, (1,), seqs, *round_of([[], [1, 2]], [1, 2]))
     observe_rows(texts, (1,), seqs, *round_of([[1, 3], []], [3, 4]))
     assert texts[0].seen == 4
@@ -68,7 +68,7 @@ def test_rows_add_up_over_rounds_and_are_taken_once() -> None:
 
 def test_a_prompt_of_one_token_leaves_no_rows() -> None:
     empty = TreeBatch.chains([[]])
-    texts: dict[int, Rows] = {}
+    texts: dict[int, ObservedRows] = {}
     observe_rows(
         texts,
         (-1,),
@@ -82,7 +82,7 @@ def test_a_prompt_of_one_token_leaves_no_rows() -> None:
 
 
 def test_when_a_sequence_can_be_drafted_for() -> None:
-    rows, seq, budget = Rows(), FakeSeq(0, [1, 2, 3]), Budget(2, 2)
+    rows, seq, budget = ObservedRows(), FakeSeq(0, [1, 2, 3]), Budget(2, 2)
     assert not is_ready(None, seq, budget)
     assert not is_ready(rows, seq, budget)  # nothing was seen
     rows.seen = 2
@@ -157,12 +157,12 @@ def test_sampled_heads_say_whose_nodes_are_chosen() -> None:
 def test_heads_on_the_last_row_keep_just_that() -> None:
     drafter, target, seq = LastRowDrafter(), TableLM(12), FakeSeq(0, [1, 2, 3, 4])
     observe_prompts(drafter, target, [seq])  # type: ignore[arg-type]
-    (kept,) = drafter._texts[0].features
+    (kept,) = drafter._sequences[0].features
     assert kept.shape == (1, target.width)
     wanted = target.prefill([FakeSeq(9, [1, 2, 3, 4])], drafter.needs)[1].hidden[-1][-1:]
     torch.testing.assert_close(kept, wanted)
     drafter.forget(seq)
-    assert not drafter._texts
+    assert not drafter._sequences
 
 
 def cache() -> HeadCache:

@@ -147,7 +147,7 @@ def test_everybody_is_shown_everything_and_forgets() -> None:
     for seq in seqs:
         drafter.forget(seq)
     assert second.forgotten == [0, 1]
-    assert not drafter._texts
+    assert not drafter._sequences
 
 
 def test_plan_and_proposal_agree_on_the_route() -> None:
@@ -213,7 +213,7 @@ def test_a_lookup_that_contradicts_the_tree_is_worth_what_such_lookups_were() ->
     seq = FakeSeq(0, [*COPY])
     drafter.propose([seq], [CHAIN])
     tree, price = ([6, 9, 9, 9], [-1, 0, 1, 2]), tuple(1.0 + 0.2 * n for n in range(7))
-    text = drafter._texts[seq.id]
+    text = drafter._sequences[seq.id]
     text.beside_hits, text.beside_tries = 9.0, 10.0
     assert len(drafter._merged(seq, Budget(6, 3, price=price), tree)[0]) > 4
     text.beside_hits, text.beside_tries = 0.1, 10.0

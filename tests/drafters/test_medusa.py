@@ -11,7 +11,7 @@ import torch
 
 from forerun.drafters.hydra import HydraDrafter
 from forerun.drafters.hydra import _Walk as HydraWalk
-from forerun.drafters.medusa import Family, HeadSet, MedusaDrafter, plant, read_heads, write_heads
+from forerun.drafters.medusa import Family, HeadSet, MedusaDrafter, best_tree, read_heads, write_heads
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.testing import FakeSeq, TableLM
 from forerun.train.recipes.medusa import HeadsModule
@@ -23,7 +23,7 @@ from tests.drafters.tiny_heads import heads_config, heads_weights
 VOCAB = 9
 
 
-def test_the_planted_tree_is_the_best_of_all() -> None:
+def test_the_fixed_tree_is_the_best_of_all() -> None:
     """Against every connected tree of that many nodes whose children are taken by rank."""
     rates = ((0.5, 0.3, 0.1), (0.45, 0.35, 0.05), (0.6, 0.1, 0.05))
     paths = [p for n in (1, 2, 3) for p in itertools.product(range(3), repeat=n)]
@@ -39,8 +39,8 @@ def test_the_planted_tree_is_the_best_of_all() -> None:
         for some in itertools.combinations(paths, nodes):
             if all(len(p) == 1 or p[:-1] in some for p in some):
                 best = max(best, sum(map(worth, some)))
-        planted = plant(rates, nodes, depth=3, width=3)
-        assert sum(gain for *_, gain in planted) == pytest.approx(best)
+        found = best_tree(rates, nodes, depth=3, width=3)
+        assert sum(gain for *_, gain in found) == pytest.approx(best)
 
 
 def test_medusa_drafts_what_its_heads_say() -> None:

@@ -54,7 +54,7 @@ def show(drafter: EagleDrafter, seq: FakeSeq, features: Tensor) -> None:
 @torch.no_grad()
 def said(drafter: EagleDrafter, seqs: list[FakeSeq]) -> list[Tensor]:
     """Logits of a draft with branches: two nodes below each root, then three below them."""
-    texts = [drafter._texts[seq.id] for seq in seqs]
+    texts = [drafter._sequences[seq.id] for seq in seqs]
     walk = drafter._runner.begin(seqs, texts, [Budget(9, 3, 3)] * len(seqs))
     found = [walk.first()]
     for parents, tokens in (([0, 0], [5, 7]), ([1, 0, 1], [2, 4, 6])):

@@ -57,7 +57,7 @@ def test_what_comes_after_a_miss_is_not_counted() -> None:
         assert drafter.propose([seq], [Budget(3, 3)]).tokens.tolist() == [2, 3, 4, 5]
         others = TreeBatch.trees([([2, *came], [-1, 0, 1])])  # what another drafter has drafted stood
         drafter.observe([seq], others, Scores(None), Verdict.of([[1, 2]], [9], "cpu"))
-        return drafter._texts[0].rates.rate(3, drafter._all)
+        return drafter._sequences[0].rates.rate(3, drafter._all)
 
     assert rate_after([3, 4]) > rate_after([9, 7]) == rate_after([9, 4])
 
@@ -109,4 +109,4 @@ def test_forgets() -> None:
     drafter, seq = NgramDrafter(), FakeSeq(3, [1, 2, 1])
     drafter.propose([seq], [Budget(2, 2)])
     drafter.forget(seq)
-    assert not drafter._texts
+    assert not drafter._sequences

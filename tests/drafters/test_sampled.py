@@ -10,7 +10,7 @@ import torch
 
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.head_drafter import wants_sampling
-from forerun.drafters.tree_sampling import Shape, best_shape
+from forerun.drafters.tree_sampling import TreeShape, best_shape
 from forerun.errors import InvalidInput
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
@@ -106,10 +106,10 @@ def test_a_small_support_is_drawn_once(tmp_path: Path) -> None:
 
 
 def test_shapes_are_the_best_of_their_size() -> None:
-    def size(shape: Shape) -> int:
+    def size(shape: TreeShape) -> int:
         return sum(1 + size(child) for child in shape)
 
-    def depth(shape: Shape) -> int:
+    def depth(shape: TreeShape) -> int:
         return max((1 + depth(child) for child in shape), default=0)
 
     assert best_shape(3, 3, 1) == ((((),),),), "a chain"

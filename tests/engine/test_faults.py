@@ -148,7 +148,7 @@ def eagle_scene(folder: Path) -> Scene:
     drafter: Any = engine.drafters.get("eagle3")
     return Scene(
         engine,
-        lambda: target.used_slots + len(drafter._texts) + len(drafter._runner.cache.rows),
+        lambda: target.used_slots + len(drafter._sequences) + len(drafter._runner.cache.rows),
         ("forerun.drafters",),
     )
 

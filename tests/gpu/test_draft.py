@@ -9,7 +9,14 @@ import torch
 
 from forerun.build import make_engine
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
-from forerun.drafters.eagle.cuda.draft_plan import MENU, DraftMenu, Shape, aligned, best_of_menu, expected
+from forerun.drafters.eagle.cuda.draft_plan import (
+    SHAPES,
+    CapturedShapes,
+    DraftShape,
+    aligned,
+    best_draft_shape,
+    expected,
+)
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle, on_device
 from forerun.drafters.eagle.cuda.feature_fusion import why_not
 from forerun.drafters.eagle.cuda.tree_growth import (
@@ -82,7 +89,7 @@ def test_the_next_draft_starts_before_it_is_asked_for(monkeypatch: pytest.Monkey
     """One draft a round as long as the form stays; another form, or a text that ended, is drafted for anew."""
     target = make_target("llama", "cpu")
     device, plain = both_drafters(target)
-    launched: list[Shape] = []
+    launched: list[DraftShape] = []
     launch = DeviceDraft._launch
     monkeypatch.setattr(
         DeviceDraft,
@@ -337,7 +344,7 @@ def test_a_head_is_found_fit_for_the_device_or_not(tmp_path: Path) -> None:
 
 
 def test_a_new_budget_is_met_with_what_is_there_until_it_comes_often() -> None:
-    forms = DraftMenu()
+    forms = CapturedShapes()
     assert forms.choose(1, (60, 6, 10)) == (60, 6, 10), "nothing is there yet"
     assert forms.choose(1, (5, 5, 1)) is None, "nothing that is there fits"
     assert forms.choose(1, (5, 5, 1)) is None
@@ -394,7 +401,7 @@ def test_a_wide_and_deep_draft_stays_in_the_slots_of_its_text() -> None:
 
 
 def test_the_last_tokens_of_a_text_are_drafted_with_the_last_form() -> None:
-    forms = DraftMenu()
+    forms = CapturedShapes()
     assert forms.choose(1, (3, 3, 1), ends=True) is None, "nothing is there yet"
     assert forms.choose(1, (60, 6, 10)) == (60, 6, 10)
     assert [forms.choose(1, (depth, depth, 1), ends=True) for depth in (5, 4, 3)] == [(60, 6, 10)] * 3
@@ -410,7 +417,7 @@ def test_what_a_form_brings_and_which_one_pays() -> None:
         "the last level's rates hold on"
     )
     most, flat, steep = (60, 16, 16), [0.0] * 61, [0.4 * n for n in range(61)]
-    assert best_of_menu(rates, most, flat, 0.0) == MENU[-1]
-    assert best_of_menu(rates, most, steep, 0.05) == (1, 1, 1)
-    assert best_of_menu(rates, (20, 4, 1), flat, 0.0) == (4, 4, 1), "never more than was allowed"
-    assert best_of_menu(rates, (1, 1, 1), flat[:1], 0.0) == (1, 1, 1)
+    assert best_draft_shape(rates, most, flat, 0.0) == SHAPES[-1]
+    assert best_draft_shape(rates, most, steep, 0.05) == (1, 1, 1)
+    assert best_draft_shape(rates, (20, 4, 1), flat, 0.0) == (4, 4, 1), "never more than was allowed"
+    assert best_draft_shape(rates, (1, 1, 1), flat[:1], 0.0) == (1, 1, 1)

@@ -1,6 +1,6 @@
-"""The seam of drafting: the Drafter protocol, what a drafter is built from, and two classes to derive drafters from.
+"""The Drafter protocol, what a drafter is built from, and two classes to derive drafters from.
 
-Exactness is no part of it: that is the verifier's.
+A drafter cannot affect exactness: the verifier decides what is accepted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 AT_HAND, NEGLIGIBLE = (
     24,
     0.05,
-)  # tokens of a chain that an offer looks ahead, and the least probability worth naming
+)  # longest chain of an offer, and the least probability in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Parts:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses continuations.
+    """Drafts continuations as trees of tokens.
 
     A drafter learns only through `observe`; it never touches the target, its KV or the sequences. It may be
     wrong as often as it likes: that costs time, never correctness. What must hold: node 0 of every tree is the
@@ -65,11 +65,11 @@ class Drafter(Protocol):
         ...
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        """One tree per sequence; a lone root where there is nothing to say or nothing allowed."""
+        """One tree per sequence; a lone root where nothing is drafted."""
         ...
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        """What a round came to, prompts included (a prompt is a chain accepted whole).
+        """Learn from a round, prompts included (a prompt is a chain accepted whole).
 
         Called after the verdict and before its tokens are appended to `seq.tokens`.
         """
@@ -119,7 +119,7 @@ class BaseDrafter(ABC):
 class LookupDrafter(BaseDrafter):
     """A drafter that looks continuations up at no cost, and knows how far to trust them.
 
-    In a composition `lookup+other` its chain also stands beside the other drafter's tree.
+    In a composition `lookup+other` its chain is also added to the other drafter's tree.
     """
 
     @abstractmethod
@@ -127,11 +127,11 @@ class LookupDrafter(BaseDrafter):
         """What it would draft now: tokens, and how likely each is accepted if those before it are."""
 
     def confidence(self, seq: Seq) -> float:
-        """How likely the first token it would draft now is right; 0 = it has nothing to say."""
+        """How likely the first token it would draft now is accepted; 0 = it has nothing to draft."""
         return next((rate for _, rate in self.chain(seq, 1)), 0.0)
 
     def offer(self, seq: Seq) -> Offer:
-        """What is at hand: how likely each depth of its chain is to be accepted."""
+        """A free chain: how likely each depth of it is to be accepted."""
         survivals, survival = [], 1.0
         for _, rate in self.chain(seq, AT_HAND):
             survival *= rate

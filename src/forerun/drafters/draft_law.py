@@ -1,7 +1,7 @@
-"""How a head's logits are read: by each text's temperature, under its noise if it shares it, and the best of them.
+"""DraftLaw: a head's logits under each sequence's temperature and shared noise, and their likeliest tokens.
 
 Where the verifier couples by noise, the noise is added to the logits and the likeliest token is the one that
-the target would say if its law were the head's. Elsewhere a temperature only rescales the confidence.
+the target would sample if its law were the head's. Elsewhere a temperature only rescales the confidence.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class KernelDraftLaw:
         self._noisy = [has_noise(seq) for seq in seqs]
 
     def scales(self, counts: Sequence[int]) -> list[float] | None:
-        """A factor for each of so many rows per text; None = all one."""
+        """A factor for each of so many rows per sequence; None = all one."""
         if self._cool is None:
             return None
         return [factor for factor, count in zip(self._cool, counts, strict=True) for _ in range(count)]
@@ -73,7 +73,7 @@ class KernelDraftLaw:
         return any(self._noisy)
 
     def noise(self, counts: Sequence[int], level: int) -> tuple[list[tuple[int, int]], list[int]]:
-        """The keys of depth `level`, and for each of so many rows per text which of them it has; -1 = none."""
+        """The keys of depth `level`, and for each of so many rows per sequence which of them it has; -1 = none."""
         keys: list[tuple[int, int]] = []
         rows: list[int] = []
         for seq, noisy, count in zip(self._seqs, self._noisy, counts, strict=True):

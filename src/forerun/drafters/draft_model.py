@@ -1,9 +1,9 @@
-"""Drafting with a second, smaller model that shares the target's vocabulary.
+"""ModelDrafter: drafts with a second, smaller model that shares the target's vocabulary.
 
-The draft model runs ahead token by token; its cache is cut back to the committed text before each round. How
-its tokens are picked follows the request: greedy texts take its argmax (chosen), a verifier that couples by noise
-takes its token under the *same* noise (chosen, and right more often), any other samples from its law, which
-travels with the tree so that the verifier can test against exactly what was drawn from. A tree of width w is
+The draft model runs token by token; its KV cache is cut back to the committed sequence before each round. How its
+tokens are picked follows the request: greedy sequences take its argmax (chosen), a verifier that couples by noise
+takes its token under the *same* noise (chosen, and accepted more often), any other samples from its law, which goes
+with the tree so that the verifier can test against exactly what was drawn from. A tree of width w is
 w siblings at the root, each the head of a chain.
 """
 
@@ -25,18 +25,18 @@ from forerun.topology import topology_of
 from forerun.types import Budget, Draws, Laws, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.warp import warp
 
-UNMEASURED = 2e-3  # seconds per level, until the first draft has shown better
+UNMEASURED = 2e-3  # seconds per level, until the first draft was timed
 READING = 0.25  # of a level: what reading a token of a prompt takes, until one was read
 CATCH_UP = 8  # tokens; a draft model that is further behind reads them as a prompt, without logits
 
 
 @dataclass(slots=True, eq=False)
 class Branch(PlainSeq):
-    """A sequence as the draft model sees it: the committed text, and what was drafted on top."""
+    """A sequence as the draft model sees it: the committed sequence, and what was drafted on top."""
 
-    committed: int = 0  # length of the committed text
-    cached: int = -1  # tokens whose keys and values the draft model holds; -1 = it does not know the text
-    foreign: bool = False  # the text holds a token that the draft model has no id for
+    committed: int = 0  # length of the committed sequence
+    cached: int = -1  # tokens in the draft model's KV cache; -1 = it has not seen the sequence
+    foreign: bool = False  # it holds a token outside the draft model's vocabulary
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class ModelDrafter:
         self._branches: dict[int, Branch] = {}
 
     def offer(self, seq: Seq) -> Offer:
-        """A level, and reading the text before the first one; a chain that may be sampled, so of fixed length."""
+        """A level, and reading the sequence before the first one; a chain that may be sampled, so of fixed length."""
         level = self._meter.seconds or UNMEASURED
         branch = self._branches.get(seq.id)
         unread = len(seq.tokens) - max(0, branch.cached if branch is not None else 0)
@@ -111,11 +111,11 @@ class ModelDrafter:
         return TreeBatch.trees([(tree.tokens, tree.parents) for tree in trees], drawn)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        pass  # the next proposal compares with the committed text itself
+        pass  # the next proposal compares with the committed sequence itself
 
     def forget(self, seq: Seq) -> None:
         branch = self._branches.get(seq.id)
-        if branch is not None:  # known until it is released: an interrupted call can be made again
+        if branch is not None:  # kept until it is released: an interrupted call can be repeated
             self.draft.release(branch)
             self._branches.pop(seq.id, None)
 
@@ -124,7 +124,7 @@ class ModelDrafter:
         return min(budget.depth, budget.nodes, self.draft.max_length - len(seq.tokens) - 1)
 
     def _follow(self, seq: Seq) -> Branch:
-        """Cut the draft model's view back to the committed text."""
+        """Cut the draft model's view back to the committed sequence."""
         branch = self._branches.get(seq.id)
         if branch is None:
             length = min(seq.max_length, self.draft.max_length)
@@ -143,7 +143,7 @@ class ModelDrafter:
         return branch
 
     def _rewind(self, branch: Branch, head: int) -> None:
-        """Back to the committed text, followed by one drafted token."""
+        """Back to the committed sequence, followed by one drafted token."""
         branch.tokens = [*branch.tokens[: branch.committed], head]
         branch.cached = min(branch.cached, branch.committed)
         self.draft.truncate(branch, branch.cached)
@@ -179,7 +179,7 @@ class ModelDrafter:
             step = self._step([branches[b] for b in live])
             for i, b in enumerate(live):
                 picked, row = self._pick(branches[b], step, i, 1, laws)
-                if not picked:  # the text could not go on here
+                if not picked:  # no token is possible here
                     depths[b] = 0
                     continue
                 tips[b] = trees[b].add(tips[b], picked[0], row)
@@ -192,7 +192,9 @@ class ModelDrafter:
         # what the draft model has not seen yet, most often one token, goes through it as one chain
         fresh = [branch.tokens[branch.cached :] for branch in branches]
         for branch in branches:
-            del branch.tokens[branch.cached + 1 :]  # for the draft model, the text ends at the chain's root
+            del branch.tokens[
+                branch.cached + 1 :
+            ]  # for the draft model, the sequence ends at the chain's root
         chains = TreeBatch.chains(fresh, self.draft.device)
         logits = self.draft.score(branches, chains, self.needs).required_logits
         self.draft.commit(branches, chains, Verdict.whole_chain(chains, [0] * len(branches)))

@@ -1,7 +1,7 @@
-"""Two drafters of any kind in one: each sequence is drafted for by the one whose drafts were accepted more often.
+"""EitherDrafter: two drafters in one; the one whose drafts were accepted more often drafts for a sequence.
 
-Who drafts is decided per sequence and round from earlier rounds alone, before anything is proposed. The one that
-rests is forgotten little by little, so that it is tried again.
+Which one drafts is decided per sequence and round from earlier rounds alone, before anything is proposed. The counts
+of the other one decay, so that it is tried again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 PRIOR, WEIGHT = 0.7, 3.0  # acceptance before anything was seen, and the tries that it is worth
 MEMORY = 0.95  # per position tested
-RETURN = 0.99  # per round: what a drafter that rests keeps of its record
+RETURN = 0.99  # per round: decay of the counts of the drafter that does not draft
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _Record:
 @dataclass(slots=True)
 class _Sequence:
     records: tuple[_Record, _Record] = field(default_factory=lambda: (_Record(), _Record()))
-    drafted: int | None = None  # who made the tree that is being judged
+    drafted: int | None = None  # which one made the tree that is being verified
 
 
 class EitherDrafter:
@@ -57,13 +57,13 @@ class EitherDrafter:
         return self.members[0].needs | self.members[1].needs
 
     def offer(self, seq: Seq) -> Offer:
-        """Of the one whose turn it is; what it expected counts only if it made the last draft."""
-        turn, held = self._turn(seq), self._sequences.get(seq.id)
+        """That of the drafter chosen now; what it expected counts only if it made the last draft."""
+        turn, held = self._choose(seq), self._sequences.get(seq.id)
         offer = self.members[turn].offer(seq)
         return offer if held is not None and held.drafted == turn else replace(offer, expected=None)
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        turns = [self._turn(seq) for seq in seqs]
+        turns = [self._choose(seq) for seq in seqs]
         parts, order = [], list[int]()
         for turn, member in enumerate(self.members):
             which = [b for b, one in enumerate(turns) if one == turn]
@@ -75,7 +75,7 @@ class EitherDrafter:
         return TreeBatch.join(parts, order)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        """Both are shown every round, whoever drafted it."""
+        """Both observe every round."""
         depths, (paths, _) = trees.host_depths(), verdict.to_host()
         for b, seq in enumerate(seqs):
             held = self._sequences.get(seq.id)
@@ -91,7 +91,7 @@ class EitherDrafter:
         for member in self.members:
             member.forget(seq)
 
-    def _turn(self, seq: Seq) -> int:
+    def _choose(self, seq: Seq) -> int:
         """Which of the two drafts for this sequence now; the first on a tie."""
         held = self._sequences.get(seq.id)
         return int(held is not None and held.records[1].rate > held.records[0].rate)

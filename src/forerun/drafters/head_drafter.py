@@ -1,7 +1,7 @@
-"""What drafting heads share: what they borrow from the target, what they keep of a text, and what drafting costs.
+"""Shared parts of head drafters: observed hidden rows, calibration, timing, and a base class for last-row heads.
 
 A head reads the target's hidden rows. They reach it through `observe`: the rows of the root and the accepted
-path of every round, the prompt being a round too. Row t of a text belongs to token t, so a text of n tokens has
+path of every round, the prompt being a round too. Row t of a sequence belongs to token t, so a sequence of n tokens has
 n - 1 rows when a round starts: the last token, the root, has not been through the target yet.
 """
 
@@ -22,11 +22,11 @@ from forerun.offers import Offer
 from forerun.params import SpeculativeConfig
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
-UNMEASURED = 1e-3  # seconds per level, until the first draft has shown better
+UNMEASURED = 1e-3  # seconds per level, until the first draft was timed
 
 
 def head_dtype(target: Target, shared: SharedWeights | None) -> torch.dtype:
-    """The number format a head computes in: the target's, as far as it can be told."""
+    """The dtype a head computes in: the target's, where it is known."""
     if shared is not None:
         return shared.dtype
     return torch.float32 if target.device.type == "cpu" else torch.bfloat16
@@ -34,7 +34,7 @@ def head_dtype(target: Target, shared: SharedWeights | None) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """From a head's probability q to how often such a token stands: scale * q^power, fitted on held-back text."""
+    """From a head's probability q to how often such a token is accepted: scale * q^power, fitted on held-back text."""
 
     scale: float = 1.0
     power: float = 1.0
@@ -55,8 +55,8 @@ class Calibration:
 class Meter:
     """Seconds per drafted level, a running mean.
 
-    The first draft of all warms up and tells little: it counts for a tenth, and the second replaces it. Pauses of the
-    machine count little too: a drafter that seems too dear is not asked again, and so is not measured again.
+    The first draft includes warm-up: it counts for a tenth, and the second replaces it. Pauses of the machine count
+    little too: a drafter that seems too slow is not used again, and so is not measured again.
     """
 
     def __init__(self) -> None:
@@ -83,8 +83,8 @@ class Meter:
 Piece = tuple[list[Tensor], Sequence[int]]  # layers of one pass, each [M, ..], and which of its rows
 
 
-class Rows:
-    """Rows of one text that were observed and not yet worked on."""
+class ObservedRows:
+    """Hidden rows of one sequence that were observed and that the head has not read yet."""
 
     __slots__ = ("_features", "_noted", "seen", "tokens")
 
@@ -96,7 +96,7 @@ class Rows:
 
     @property
     def features(self) -> list[Tensor]:
-        """Each [r, F]; layers are put side by side when they are asked for, and in many rounds nobody asks."""
+        """Each [r, F]; layers are concatenated when they are asked for, which many rounds never do."""
         for layers, rows in self._noted:
             parts = [layer[rows] for layer in layers]
             self._features.append(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
@@ -108,13 +108,13 @@ class Rows:
         self._features, self._noted = features, []
 
     def take(self) -> list[Piece]:
-        """All that was not worked on yet, as it lies: for who puts the layers side by side himself."""
+        """All rows that were not read yet, layers not concatenated."""
         whole = [([rows], range(len(rows))) for rows in self._features]
         self.tokens, noted, self.features = [], self._noted, []
         return [*whole, *((layers, _counted(rows)) for layers, rows in noted)]
 
     def note(self, layers: list[Tensor], rows: slice | list[int]) -> None:
-        """These rows of a pass; what lies on a device may be overwritten by the next one and is copied at once."""
+        """Add rows of a pass; rows on a device may be overwritten by the next pass and are copied at once."""
         self._noted.append((layers, rows))
         if layers[0].device.type != "cpu":
             self.features  # noqa: B018
@@ -125,72 +125,72 @@ def _counted(rows: slice | list[int]) -> Sequence[int]:
 
 
 def observe_rows(
-    texts: dict[int, Rows],
+    sequences: dict[int, ObservedRows],
     layers: Sequence[int],
     seqs: Sequence[Seq],
     trees: TreeBatch,
     scores: Scores,
     verdict: Verdict,
 ) -> None:
-    """Add the rows of root and path of every tree, each with the token that turned out to follow it."""
+    """Add the rows of root and path of every tree, each with the token that follows it."""
     whole = [scores.hidden[layer] for layer in layers]
     tokens, (every, bonus) = trees.to_host()[0], verdict.to_host()
     for b, seq in enumerate(seqs):
         first, end = trees.starts[b], trees.starts[b + 1]
-        text = texts.setdefault(seq.id, Rows())
+        observed = sequences.setdefault(seq.id, ObservedRows())
         if first == end:
             continue  # a prompt of one token: nothing went through the target
         path = every[b]
         nodes = [first, *(first + node for node in path)]
         straight = nodes[-1] - first == len(path)  # a chain from its start: a slice, not a gather
-        text.note(whole, slice(first, nodes[-1] + 1) if straight else nodes)
-        text.tokens += [*(tokens[node] for node in nodes[1:]), bonus[b]]
-        text.seen += len(nodes)
+        observed.note(whole, slice(first, nodes[-1] + 1) if straight else nodes)
+        observed.tokens += [*(tokens[node] for node in nodes[1:]), bonus[b]]
+        observed.seen += len(nodes)
 
 
-def is_ready(text: Rows | None, seq: Seq, budget: Budget) -> bool:
-    """May this text be drafted for: is there a budget, and are its rows those of its committed tokens?"""
-    return budget.runs and text is not None and text.seen > 0 and text.seen == len(seq.tokens) - 1
+def is_ready(observed: ObservedRows | None, seq: Seq, budget: Budget) -> bool:
+    """Can the head draft for this sequence: is there a budget, and a row for each committed token?"""
+    return budget.runs and observed is not None and observed.seen > 0 and observed.seen == len(seq.tokens) - 1
 
 
 def is_drawn(seq: Seq) -> bool:
-    """Does the verifier test what was drawn for this text? Greedy texts, and those coupled by noise, it does not."""
+    """Are this sequence's drafts tested by p/q? Not where it is greedy or coupled by noise."""
     return not seq.params.is_greedy and not seq.shares_noise
 
 
 class LastRowDrafter:
-    """What drafters share that guess from the last hidden row alone: keeping it, and telling what a level costs."""
+    """Base of drafters that read the last hidden row alone: keeps it, and measures what a level costs."""
 
     needs = Needs((-1,))
     sampled = False  # are nodes drawn from the heads' laws?
     one_pass = False  # do all levels of a draft come from one pass?
 
     def __init__(self) -> None:
-        self._texts: dict[int, Rows] = {}
+        self._sequences: dict[int, ObservedRows] = {}
         self._meter = Meter()
 
     def offer(self, seq: Seq) -> Offer:
-        """What a level takes, or the pass that makes all of them; a millisecond until a draft has shown better."""
+        """What a level takes, or the pass that makes all of them; a millisecond until a draft was timed."""
         seconds = self._meter.seconds or UNMEASURED
         chosen = not (self.sampled and is_drawn(seq))
         return Offer((seconds, 0.0) if self.one_pass else (seconds,), chosen=chosen)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        observe_rows(self._texts, (-1,), seqs, trees, scores, verdict)
+        observe_rows(self._sequences, (-1,), seqs, trees, scores, verdict)
         for seq in seqs:  # only the last row counts
-            text = self._texts[seq.id]
-            if text.features:
-                text.features, text.tokens = [text.features[-1][-1:].clone()], []
+            observed = self._sequences[seq.id]
+            if observed.features:
+                observed.features, observed.tokens = [observed.features[-1][-1:].clone()], []
 
     def forget(self, seq: Seq) -> None:
-        self._texts.pop(seq.id, None)
+        self._sequences.pop(seq.id, None)
 
     def _ready(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[int]:
-        """Which of them may be drafted for."""
-        return [b for b, seq in enumerate(seqs) if is_ready(self._texts.get(seq.id), seq, budgets[b])]
+        """Which of them the heads can draft for."""
+        return [b for b, seq in enumerate(seqs) if is_ready(self._sequences.get(seq.id), seq, budgets[b])]
 
     def _last_rows(self, seqs: Sequence[Seq], dtype: torch.dtype) -> Tensor:
-        return torch.cat([self._texts[seq.id].features[0] for seq in seqs]).to(dtype)  # [B, D]
+        return torch.cat([self._sequences[seq.id].features[0] for seq in seqs]).to(dtype)  # [B, D]
 
 
 def wants_sampling(speculative: SpeculativeConfig) -> bool:

@@ -1,8 +1,8 @@
-"""Hydra heads: each guesses one position further, from the last hidden row and the guesses before it.
+"""HydraDrafter: heads that each draft one position further, from the last hidden row and the tokens before it.
 
-Head k reads the hidden row, the embedding of the root and those of the k - 1 tokens drafted on the way, side by
+Head k reads the hidden row, the embedding of the root and those of the k - 1 tokens drafted before, side by
 side; one wide block and a few residual ones, then an LM head that all heads share. No attention, so a draft costs
-a few small products per level, and unlike Medusa's the guesses fit each other: the tree is dynamic.
+a few small products per level, and unlike Medusa's the tokens fit each other: the tree is dynamic.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A head's weight in the form that this machine multiplies fastest.
 
 On a CPU a draft step is memory traffic, so large matrices are held as int8 blocks where the native kernels are
-there: a quarter of the bytes. A draft may be rounded at will: that costs a rejected guess now and then, and never
+there: a quarter of the bytes. A draft may be rounded: that costs a rejected token now and then, and never
 correctness, which is the verifier's. Small matrices, other devices and other formats stay plain tensors.
 """
 

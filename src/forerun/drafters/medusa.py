@@ -1,4 +1,4 @@
-"""Medusa heads: each guesses one position ahead from the last hidden row, all at once.
+"""MedusaDrafter: heads that each draft one position from the last hidden row, all at once.
 
 Head k is a few residual blocks, h + SiLU(W h + b), and an LM head: its own, or the target's, which all heads then
 share (one pass over it serves them all). Heads do not see each other's guesses, so the tree has a fixed shape: the
@@ -162,7 +162,7 @@ class HeadSet:
         if shares or (config.family == "hydra" and self._embedding is None):
             if shared is None:
                 raise InvalidInput(
-                    f"these {config.family} heads share the target's weights and this target lends none; "
+                    f"these {config.family} heads share the target's weights and this target shares none; "
                     "use heads that store their own"
                 )
             shared.must_fit(config.width, config.vocab_size, config.target)
@@ -210,7 +210,7 @@ class MedusaDrafter(LastRowDrafter):
             levels = min(self.heads.config.count, max(budgets[b].depth for b in live))
             guesses = self._guesses(some, levels)
             for i, b in enumerate(live):
-                trees[b] = _planted(seqs[b].tokens[-1], guesses[i], self.heads.config.tree_rates, budgets[b])
+                trees[b] = _filled(seqs[b].tokens[-1], guesses[i], self.heads.config.tree_rates, budgets[b])
             self._meter.stop(1 if self.one_pass else levels)
         return lay_out(trees)
 
@@ -244,7 +244,7 @@ def load_heads(folder: Path, target: Target, family: Family) -> HeadSet:
 
 
 @lru_cache(maxsize=64)
-def plant(
+def best_tree(
     rates: tuple[tuple[float, ...], ...], nodes: int, depth: int, width: int
 ) -> tuple[tuple[int, int, float], ...]:
     """The tree of (parent, rank, survival) with the most expected tokens, root left out; best nodes first.
@@ -272,12 +272,12 @@ def plant(
     return tuple(tree)
 
 
-def _planted(
+def _filled(
     root: int, guesses: list[list[int]], rates: tuple[tuple[float, ...], ...], budget: Budget
 ) -> tuple[list[int], list[int]]:
-    """The planted tree with this text's guesses in it."""
+    """The fixed tree with this sequence's tokens in it."""
     most = min(budget.width, len(guesses[0]))
-    tree = plant(rates, budget.nodes, min(budget.depth, len(guesses)), most)
+    tree = best_tree(rates, budget.nodes, min(budget.depth, len(guesses)), most)
     tree = tree[: best_count([survival for *_, survival in tree], budget.price)]
     tokens, parents, levels = [root], [-1], [0]
     for parent, rank, _ in tree:

@@ -1,9 +1,9 @@
-"""Prompt lookup: what followed the last few tokens earlier in this very text will follow them again.
+"""NgramDrafter (prompt lookup): drafts what followed the last few tokens earlier in the same sequence.
 
-The longest recent match wins; where nothing matches, nothing is drafted and the round is a plain one. How far
-to trust a match is learnt as the text goes, for free: whether or not a guess was put to the target, the token
-that came shows whether it would have stood. The estimate is one rate per match length; a guess of several tokens
-walks up the lengths, because each token that is right makes the match one longer.
+The longest recent match wins; where nothing matches, nothing is drafted. The hit rate of matches is learnt at no
+cost: whether or not a guess was proposed, the committed token shows whether it would have been accepted. There is one
+rate per match length; the i-th token of a guess uses the rate i lengths up, because each right token makes the match
+one longer.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ from forerun.drafters.base import LookupDrafter, Parts
 from forerun.drafters.tree_builder import TreeBuilder
 from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 
-KEYS = (4, 2, 1)  # n-gram lengths that are indexed; longer matches are found by walking back from these
+KEYS = (
+    4,
+    2,
+    1,
+)  # n-gram lengths that are indexed; longer matches are found by comparing backwards from these
 CANDIDATES = 32  # earlier places looked at per key: the most recent ones
 _PRIOR = (0.2, 0.3, 0.45, 0.55, 0.62, 0.68, 0.72, 0.76, 0.8, 0.82, 0.84, 0.86, 0.87, 0.88, 0.89, 0.9)
 
 
 @dataclass(slots=True)
 class HitRates:
-    """How often the token after a match of length m was the one that came; recent texts weigh more."""
+    """How often the token after a match of length m was right; recent counts weigh more."""
 
     hits: list[float]
     tries: list[float]
@@ -42,13 +46,13 @@ class HitRates:
         self.tries[i] = self.tries[i] * memory + 1.0
 
     def rate(self, match: int, prior: HitRates) -> float:
-        """The estimate for this text, with all texts as a prior worth four tries."""
+        """The estimate for this sequence, with all sequences as a prior worth four tries."""
         i = min(match, len(self.tries)) - 1
         return (self.hits[i] + 4.0 * prior.hits[i] / prior.tries[i]) / (self.tries[i] + 4.0)
 
 
 @dataclass(slots=True)
-class _Text:
+class _Sequence:
     """What is kept per sequence."""
 
     rates: HitRates
@@ -57,16 +61,16 @@ class _Text:
     indexed: int = 0  # tokens in the index
     guess: list[int] = field(default_factory=list)  # best continuation at the last proposal
     match: int = 0  # and the length of its match
-    looked: int = -1  # length of the text when matches were last looked up
+    looked: int = -1  # length of the sequence when matches were last looked up
     found: list[tuple[int, int]] = field(default_factory=list)
 
 
 class NgramDrafter(LookupDrafter):
-    """Longest recent match of the text's end within the text itself."""
+    """Longest recent match of the sequence's end within the sequence itself."""
 
     def __init__(self, longest: int = 16, shortest: int = 1) -> None:
         self.longest, self.shortest = longest, shortest
-        self._texts: dict[int, _Text] = {}
+        self._sequences: dict[int, _Sequence] = {}
         self._all = HitRates.prior(longest)
 
     @classmethod
@@ -77,71 +81,71 @@ class NgramDrafter(LookupDrafter):
         return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        """Score the last guesses against what came, proposed or not."""
+        """Score the last guesses against the committed tokens, proposed or not."""
         (tokens, _), (paths, bonus) = trees.to_host(), verdict.to_host()
         for b, seq in enumerate(seqs):
-            text = self._texts.get(seq.id)
-            if text is None or not text.guess:
+            state = self._sequences.get(seq.id)
+            if state is None or not state.guess:
                 continue
             came = [*(tokens[trees.starts[b] + node] for node in paths[b]), bonus[b]]
-            for i, (guess, token) in enumerate(zip(text.guess, came, strict=False)):
-                text.rates.count(text.match + i, guess == token, memory=0.97)
-                self._all.count(text.match + i, guess == token, memory=0.998)
+            for i, (guess, token) in enumerate(zip(state.guess, came, strict=False)):
+                state.rates.count(state.match + i, guess == token, memory=0.97)
+                self._all.count(state.match + i, guess == token, memory=0.998)
                 if guess != token:
                     break
 
     def forget(self, seq: Seq) -> None:
-        self._texts.pop(seq.id, None)
+        self._sequences.pop(seq.id, None)
 
     def chain(self, seq: Seq, length: int) -> Iterator[tuple[int, float]]:
-        """What follows the longest match: tokens, and how likely each stands if those before it do."""
-        text = self._text(seq)
-        for match, end in self._matches(text, text.tokens, 1):
-            for i, token in enumerate(_copy(text.tokens, end, length, seq.stop_ids)):
-                yield token, text.rates.rate(match + i, self._all)
+        """What follows the longest match: tokens, and how likely each is accepted if those before it are."""
+        state = self._state(seq)
+        for match, end in self._matches(state, state.tokens, 1):
+            for i, token in enumerate(_copy(state.tokens, end, length, seq.stop_ids)):
+                yield token, state.rates.rate(match + i, self._all)
 
-    def _text(self, seq: Seq) -> _Text:
-        """What is kept for a sequence, brought up to its last token."""
-        text = self._texts.get(seq.id)
-        if text is None:
-            text = self._texts[seq.id] = _Text(HitRates.empty(self.longest))
-        text.tokens += seq.tokens[len(text.tokens) :]
-        self._index(text, text.tokens)
-        return text
+    def _state(self, seq: Seq) -> _Sequence:
+        """What is kept for a sequence, updated to its last token."""
+        state = self._sequences.get(seq.id)
+        if state is None:
+            state = self._sequences[seq.id] = _Sequence(HitRates.empty(self.longest))
+        state.tokens += seq.tokens[len(state.tokens) :]
+        self._index(state, state.tokens)
+        return state
 
     def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
-        text = self._text(seq)
-        builder = TreeBuilder(text.tokens[-1])
-        text.guess, text.match = [], 0
-        left = 1.0  # what the better branches leave over at the root
-        for match, end in self._matches(text, text.tokens, max(1, budget.width)):
-            follow = list(_copy(text.tokens, end, max(1, budget.depth), seq.stop_ids))
-            if not text.guess:
-                text.guess, text.match = follow, match
+        state = self._state(seq)
+        builder = TreeBuilder(state.tokens[-1])
+        state.guess, state.match = [], 0
+        left = 1.0  # probability at the root that the better branches leave
+        for match, end in self._matches(state, state.tokens, max(1, budget.width)):
+            follow = list(_copy(state.tokens, end, max(1, budget.depth), seq.stop_ids))
+            if not state.guess:
+                state.guess, state.match = follow, match
             node = 0
             for i, token in enumerate(follow[: budget.depth]):
-                rate = text.rates.rate(match + i, self._all) * (left if i == 0 else 1.0)
+                rate = state.rates.rate(match + i, self._all) * (left if i == 0 else 1.0)
                 node = builder.add(node, token, rate)
-            left *= 1.0 - text.rates.rate(match, self._all)
+            left *= 1.0 - state.rates.rate(match, self._all)
         return builder.cut(budget.nodes, budget.price)
 
-    def _index(self, text: _Text, tokens: list[int]) -> None:
+    def _index(self, state: _Sequence, tokens: list[int]) -> None:
         """Note where every n-gram ends, but for those that end at the last token: they would match themselves."""
-        for end in range(max(1, text.indexed + 1), len(tokens)):
+        for end in range(max(1, state.indexed + 1), len(tokens)):
             for n in KEYS:
                 if end >= n:
-                    text.places.setdefault(tuple(tokens[end - n : end]), []).append(end)
-        text.indexed = max(text.indexed, len(tokens) - 1)
+                    state.places.setdefault(tuple(tokens[end - n : end]), []).append(end)
+        state.indexed = max(state.indexed, len(tokens) - 1)
 
-    def _matches(self, text: _Text, tokens: list[int], width: int) -> list[tuple[int, int]]:
+    def _matches(self, state: _Sequence, tokens: list[int], width: int) -> list[tuple[int, int]]:
         """(length, end) of the longest matches, recent ones first among equals, with different next tokens."""
-        if text.looked != len(tokens):
-            text.looked, text.found = len(tokens), self._look_up(text, tokens)
-        return text.found[:width]
+        if state.looked != len(tokens):
+            state.looked, state.found = len(tokens), self._look_up(state, tokens)
+        return state.found[:width]
 
-    def _look_up(self, text: _Text, tokens: list[int]) -> list[tuple[int, int]]:
+    def _look_up(self, state: _Sequence, tokens: list[int]) -> list[tuple[int, int]]:
         for n in KEYS:
-            places = text.places.get(tuple(tokens[-n:]), ()) if n <= len(tokens) else ()
+            places = state.places.get(tuple(tokens[-n:]), ()) if n <= len(tokens) else ()
             found = [(self._length(tokens, end, n), end) for end in places[-CANDIDATES:]]
             found = sorted((pair for pair in found if pair[0] >= self.shortest), reverse=True)
             nexts: dict[int, tuple[int, int]] = {}
@@ -152,7 +156,7 @@ class NgramDrafter(LookupDrafter):
         return []
 
     def _length(self, tokens: list[int], end: int, known: int) -> int:
-        """How many tokens before `end` equal those at the end of the text."""
+        """How many tokens before `end` equal those at the end of the sequence."""
         length, most = known, min(self.longest, end)
         while length < most and tokens[end - 1 - length] == tokens[-1 - length]:
             length += 1
@@ -160,7 +164,7 @@ class NgramDrafter(LookupDrafter):
 
 
 def _copy(tokens: list[int], start: int, length: int, stop_ids: frozenset[int]) -> Iterator[int]:
-    """What follows `start`, up to a token that would end the text; past the text's end it repeats itself."""
+    """What follows `start`, up to a token that would end the sequence; past the sequence's end it repeats itself."""
     period = len(tokens) - start
     for i in range(length):
         token = tokens[start + i % period]

@@ -1,4 +1,4 @@
-"""No drafting: every tree is its root, which is plain decoding in the same loop."""
+"""NoDrafter: no drafting; every tree is its root, which is plain decoding in the same loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forerun.types import Budget, Seq, TreeBatch
 
 
 class NoDrafter(BaseDrafter):
-    """Has nothing to say, at no cost."""
+    """Drafts nothing, at no cost."""
 
     def offer(self, seq: Seq) -> Offer:
         return Offer(chosen=False)  # there is nothing to choose

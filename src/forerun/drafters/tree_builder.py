@@ -1,4 +1,4 @@
-"""Growing a tree of chosen tokens and cutting it where more nodes would not pay.
+"""TreeBuilder: grows a tree of chosen tokens and cuts it where more nodes would not pay.
 
 Each node carries its *survival*: the estimated probability that the whole path down to it is accepted. It
 never grows with depth, so the best n nodes by survival are always connected, and 1 + the sum of their survivals
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-DEEPER = 0.9  # of what reaches a frontier, the share hoped to stand one level below
+DEEPER = 0.9  # of what reaches a frontier, the share assumed to be accepted one level below
 _AHEAD = (1, 2, 4, 8, 16)  # more nodes that a further level may come to
 
 
@@ -44,7 +44,7 @@ class TreeBuilder:
 
 
 def best_count(survivals: Sequence[float], price: Sequence[float] | None) -> int:
-    """How many nodes, taken in this order, bring most beyond what their time is worth.
+    """How many nodes, taken in this order, gain most beyond their price.
 
     price[n] is what a pass over the root and n more nodes costs, in tokens; None = they all cost the same.
     """
@@ -59,7 +59,7 @@ def best_count(survivals: Sequence[float], price: Sequence[float] | None) -> int
 
 
 def gain_of(survivals: Sequence[float], price: Sequence[float]) -> float:
-    """What the best of these nodes bring beyond their price, in tokens; 0 where none pays."""
+    """What the best of these nodes gain beyond their price, in tokens; 0 where none pays."""
     count = best_count(survivals, price)
     return sum(survivals[:count]) - price[count] + price[0]
 
@@ -67,12 +67,12 @@ def gain_of(survivals: Sequence[float], price: Sequence[float]) -> float:
 def pays_to_deepen(survivals: Sequence[float], drafted: int, price: Sequence[float], level: float) -> bool:
     """Is one more level worth drafting below a frontier of these survivals, with so many nodes already there?
 
-    Of what reaches the frontier, some share stands one level deeper; each such node must pay for its place in the
-    pass, and all of them together for the drafting of the level. Deeper levels may still pay where this one just
-    does not: that is why the share is generous.
+    Of what reaches the frontier, some share is accepted one level deeper; each such node must pay for its place in
+    the pass, and all of them together for the drafting of the level. Deeper levels may still pay where this one just
+    does not: that is why the share is high.
     """
     last = min(drafted, len(price) - 1)
     ahead = [min(last + step, len(price) - 1) for step in _AHEAD]
-    # a curve may leap at first and be flat behind: what counts is the best that several more nodes could do
+    # the price may jump at first and be flat after: what counts is the best that several more nodes could do
     place = min(((price[n] - price[last]) / (n - last) for n in ahead if n > last), default=1.0)
     return sum(max(0.0, DEEPER * survival - place) for survival in survivals) > level

@@ -1,14 +1,14 @@
-"""How a tree grows from what a head finds likely, level by level, for a whole batch at once.
+"""Dynamic trees (EAGLE-2): grows trees from a head's likeliest tokens, level by level, for a whole batch.
 
 A head says how likely each token of its vocabulary is after every node of the frontier. Growing a tree from
-that is the same for all heads (EAGLE-2): every frontier node puts forward its likeliest children, the best of
-these by cumulative confidence are the next frontier, and of all that were put forward the best n are kept,
+that is the same for all heads: every frontier node proposes its likeliest children, the best of these by
+cumulative confidence are the next frontier, and of all that were proposed the best n are kept,
 connected because confidence never grows with depth; ties go to the smaller depth. The nodes are chosen, so the
 tree may be cut where the head's own confidence says that more would not pay.
 
 Only the few best of each node's tokens are needed, so the trees themselves are plain lists on the host: at the
-sizes of a round that is cheaper than any tensor operation. Each text grows within its own budget, whoever is
-beside it.
+sizes of a round that is cheaper than any tensor operation. Each sequence grows within its own budget,
+independent of its neighbours.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from forerun.drafters.vocab import DraftVocabulary
 from forerun.types import Budget, Draws, Seq, TreeBatch
 
 Tree = tuple[list[int], list[int]]  # tokens and parents, the root first
-Frontier = list[tuple[int, int]]  # new nodes of one text: place of the parent in the last frontier, token
-Ranked = tuple[list[float], list[int]]  # of one text: log-probabilities and the target's ids, `count` a node
+Frontier = list[tuple[int, int]]  # new nodes of one sequence: place of the parent in the last frontier, token
+Ranked = tuple[
+    list[float], list[int]
+]  # of one sequence: log-probabilities and the target's ids, `count` a node
 
 
 class Steps(Protocol):
@@ -102,7 +104,7 @@ def grow_ranked(
     calibration: Calibration,
     rates: Sequence[Sequence[float]] | None = None,
 ) -> tuple[list[Tree], list[float]]:
-    """One tree of chosen tokens per sequence, and how many of its tokens should stand.
+    """One tree of chosen tokens per sequence, and how many of its tokens should be accepted.
 
     `rates` [levels][ranks] in place of confidences fixes its shape.
     """
@@ -114,7 +116,7 @@ def grow_ranked(
     found = ranks.roots(count)
     while True:
         for growth, (values, tokens) in zip(growths, found, strict=True):
-            growth.put_forward(values, tokens, count)
+            growth.add_candidates(values, tokens, count)
         frontiers = [growth.next_frontier() for growth in growths]
         if not any(frontiers):
             return [growth.cut() for growth in growths], [growth.expected for growth in growths]
@@ -122,7 +124,7 @@ def grow_ranked(
 
 
 class _Growth:
-    """One text's tree: everything that was put forward, level by level, so that parents precede children."""
+    """One sequence's tree: all candidates, level by level, so that parents precede children."""
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class _Growth:
         self._root, self._budget, self._calibration, self._rates = root, budget, calibration, rates
         self._width = min(budget.width, budget.nodes)
         ranks = vocabulary if rates is None else min(vocabulary, len(rates[0]))
-        self.branch = min(self._width, ranks)  # children that a node may put forward
+        self.branch = min(self._width, ranks)  # candidates per node
         self._depth = budget.depth if rates is None else min(budget.depth, len(rates))
         self._scores: list[float] = []  # log of the survival
         self._tokens: list[int] = []
@@ -143,15 +145,15 @@ class _Growth:
         self._frontier = [-1]  # where the nodes are that are asked for children
         self._level = 0
         self._start = 0  # where the last level begins
-        self.expected = 0.0  # tokens of the tree that should stand
+        self.expected = 0.0  # tokens of the tree that should be accepted
 
-    def put_forward(self, values: list[float], tokens: list[int], count: int) -> None:
-        """The likeliest children of the frontier, `count` of each node, of which the first few are ours."""
+    def add_candidates(self, values: list[float], tokens: list[int], count: int) -> None:
+        """The likeliest children of the frontier, `count` of each node, of which the first `branch` are used."""
         if not self._frontier:
             return
         self._start, branch = len(self._scores), self.branch
         for i, place in enumerate(self._frontier):
-            standing = self._scores[place] if place >= 0 else 0.0
+            above = self._scores[place] if place >= 0 else 0.0
             low = i * count
             if self._rates is None:
                 gains = self._calibration.log_confidences(values[low : low + branch])
@@ -159,7 +161,7 @@ class _Growth:
                 gains = [
                     math.log(rate) if rate > 0 else -math.inf for rate in self._rates[self._level][:branch]
                 ]
-            self._scores += [standing + gain for gain in gains]
+            self._scores += [above + gain for gain in gains]
             self._tokens += tokens[low : low + branch]
             self._parents += [place] * branch
         self._level += 1
@@ -184,11 +186,11 @@ class _Growth:
             return True
         survivals = [math.exp(score) for score in sorted(self._scores, reverse=True)[: self._budget.nodes]]
         drafted = best_count(survivals, price)
-        standing = [math.exp(self._scores[place]) for place in frontier]
-        return pays_to_deepen(standing, drafted, price, self._budget.level)
+        survivals = [math.exp(self._scores[place]) for place in frontier]
+        return pays_to_deepen(survivals, drafted, price, self._budget.level)
 
     def cut(self) -> Tree:
-        """Of everything put forward the best nodes: within the budget, and only while they pay."""
+        """The best of all candidates: within the budget, and only while they pay."""
         budget, scores, parents = self._budget, self._scores, self._parents
         depths, children = {-1: 0}, {-1: 0}
         kept: list[int] = []
@@ -204,7 +206,7 @@ class _Growth:
         if budget.price is not None:
             kept = kept[: best_count([math.exp(scores[place]) for place in kept], budget.price)]
         self.expected = sum(math.exp(scores[place]) for place in kept)
-        kept.sort()  # parents were put forward before their children
+        kept.sort()  # parents were added before their children
         index = {-1: 0} | {place: i for i, place in enumerate(kept, start=1)}
         tokens = [self._root, *(self._tokens[place] for place in kept)]
         return tokens, [-1, *(index[parents[place]] for place in kept)]

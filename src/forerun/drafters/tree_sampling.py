@@ -1,8 +1,8 @@
-"""Trees drawn from a head's own law: what the verifier can test with p/q.
+"""Sampled trees: nodes drawn from a head's own law, which the verifier tests with p/q.
 
-The shape of a tree is fixed before anything is drawn, because a draft that drops what it has drawn is no draw from
-its law any more. It is the best one for how often the first, second, ... sibling stands where the ones before it
-fell. Siblings are drawn without replacement, in index order.
+The shape of a tree is fixed before anything is drawn, because dropping drawn tokens would change their law. It is the
+best one for how often the first, second, ... sibling is accepted where the ones before it were rejected. Siblings are
+drawn without replacement, in index order.
 """
 
 from __future__ import annotations
@@ -20,8 +20,19 @@ from forerun.noise import DRAFT, draw, uniform
 from forerun.types import Budget, Seq
 from forerun.verify.warp import warp_rows
 
-RATES = (0.65, 0.1, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01, 0.008, 0.006)  # how often the k-th sibling stands
-Shape = tuple["Shape", ...]  # of the children, in the order they are drawn: each one's own children
+RATES = (
+    0.65,
+    0.1,
+    0.05,
+    0.03,
+    0.02,
+    0.015,
+    0.01,
+    0.01,
+    0.008,
+    0.006,
+)  # how often the k-th sibling is accepted
+TreeShape = tuple["TreeShape", ...]  # of the children, in the order they are drawn: each one's own children
 _ROUND = 4096  # numbers that a round has at a position: more than a tree has nodes
 
 
@@ -47,7 +58,7 @@ def sample_trees(
 
 
 class _Drawn:
-    """One text's tree: nodes that are to have children are the frontier, in index order."""
+    """One sequence's tree: nodes that are to have children are the frontier, in index order."""
 
     def __init__(self, seq: Seq, budget: Budget, laws: list[Tensor]) -> None:
         self.tree: Tree = ([seq.tokens[-1]], [-1])
@@ -90,7 +101,7 @@ class _Drawn:
         self._start, self._level = len(tokens), self._level + 1
         return [(place[parents[node]], tokens[node]) for node in self.frontier]
 
-    def _add(self, parent: int, token: int, row: int, below: Shape) -> None:
+    def _add(self, parent: int, token: int, row: int, below: TreeShape) -> None:
         self._wanted[len(self.rows)] = below
         self.tree[0].append(token)
         self.tree[1].append(parent)
@@ -98,8 +109,8 @@ class _Drawn:
 
 
 @lru_cache(maxsize=256)
-def best_shape(nodes: int, depth: int, width: int) -> Shape:
-    """The tree of so many nodes with the most tokens expected to stand; at most `width` nodes a level branch."""
+def best_shape(nodes: int, depth: int, width: int) -> TreeShape:
+    """The tree of so many nodes with the most expected accepted tokens; at most `width` nodes a level branch."""
     made: list[tuple[int, int]] = [(-1, 0)]  # parent, depth
     waiting = [(-RATES[0], 0, 0)] if nodes and depth else []  # survival, parent, which child
     branching = [0] * (depth + 1)
@@ -120,7 +131,7 @@ def best_shape(nodes: int, depth: int, width: int) -> Shape:
     for node, (parent, _) in enumerate(made[1:], start=1):
         children.setdefault(parent, []).append(node)
 
-    def shape_of(node: int) -> Shape:
+    def shape_of(node: int) -> TreeShape:
         return tuple(shape_of(child) for child in children.get(node, ()))
 
     return shape_of(0)

@@ -1,7 +1,7 @@
-"""A reduced draft vocabulary: the tokens a head can draft, and how its rows become the target's ids.
+"""DraftVocabulary: the tokens a head can draft, and how its rows become the target's ids.
 
-The widest matrix of a small head is its LM head, and most of a large vocabulary is never drafted with
-success. So a head may know only the most frequent ids. On disk this is `d2t`, an *offset* per row (the
+The largest matrix of a small head is its LM head, and most of a large vocabulary is never accepted from a
+draft. So a head may have only the most frequent ids. On disk this is `d2t`, an *offset* per row (the
 target's id is row + d2t[row]), and `t2d`, a mask over the target's ids. Verification never sees any of this: it
 stays over the full vocabulary.
 """
@@ -46,7 +46,7 @@ class DraftVocabulary:
 
     @classmethod
     def from_file(cls, weights: Mapping[str, Tensor], rows: int, vocab_size: int) -> DraftVocabulary:
-        """As `d2t` says; without it the head must have a row for every id of the target."""
+        """From `d2t`; without it the head must have a row for every id of the target."""
         if "d2t" not in weights:
             if rows != vocab_size:
                 raise DamagedFile(

@@ -1,7 +1,7 @@
-"""Trained heads: what kind of head a folder holds, and the heads that come with the package. No torch here.
+"""Trained heads: which kind of head a folder holds, and the heads that come with the package. No torch here.
 
-This is the one place that tells kinds of heads apart. A head of a kind that others do not know says so itself, in its
-config.json: {"forerun": {"format": KIND}}; which drafter runs a kind is in the registry.
+Only this module decides the kind of a head. A kind of another package is named in config.json:
+{"forerun": {"format": KIND}}; which drafter runs a kind is in the registry.
 
 Each lies in a folder of its own beside this file: config.json and safetensors, as `forerun train` writes them. One
 is only used where it fits: the config names the target it was trained for, and widths, vocabulary and layers
@@ -28,7 +28,7 @@ _FORMAT = re.compile(r"([._-](i?q\d\w*|b?f16|fp16|f32|fp32))?(\.gguf)?$")
 
 @dataclass(frozen=True, slots=True)
 class HeadFolder:
-    """A head on disk, told by its config.json."""
+    """A head on disk, described by its config.json."""
 
     path: Path
     kind: str  # a format of the registry: eagle, eagle3, medusa, hydra, ...
@@ -40,7 +40,7 @@ class HeadFolder:
 
     @property
     def drafter(self) -> str:
-        """The drafter that makes the most of it."""
+        """The default drafter for it."""
         running = registry.drafters.running(self.kind)
         if not running:
             raise InvalidInput(
@@ -89,7 +89,7 @@ def find_head(
 
 
 def open_head(folder: Path) -> HeadFolder | None:
-    """What a folder says of its head; None if it holds none."""
+    """The head in a folder; None if it holds none."""
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -107,13 +107,13 @@ def open_head(folder: Path) -> HeadFolder | None:
 
 
 def _settings(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Nested settings; none where something else stands there: whoever loads the head says what is wrong."""
+    """Nested settings; none where the value is something else: loading the head then says what is wrong."""
     found = values.get(key)
     return found if isinstance(found, dict) else {}
 
 
 def kind_of(values: Mapping[str, Any], weights: Callable[[], Iterable[str]]) -> str | None:
-    """What kind of head a config.json and the names of weights are; None = no head that is known.
+    """The kind of a head from its config.json and the names of its weights; None = no known kind.
 
     Weights are asked for only where the config does not tell.
     """
@@ -143,7 +143,7 @@ def _weights_in(folder: Path) -> set[str]:
                 (length,) = struct.unpack("<Q", opened.read(8))
                 names |= set(json.loads(opened.read(min(length, 1 << 24))))
         except (OSError, ValueError, struct.error):
-            continue  # whoever loads it says what is wrong
+            continue  # loading it says what is wrong
     return {name.removeprefix("model.") for name in names}
 
 

@@ -1,1 +1,1 @@
-"""EAGLE heads: one transformer layer that runs ahead on the target's own features."""
+"""EAGLE heads: one transformer layer that drafts from the target's hidden states."""

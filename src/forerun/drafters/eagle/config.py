@@ -1,4 +1,4 @@
-"""What an EAGLE head is: its shape, the features it reads, and what was measured of it.
+"""EagleConfig: an EAGLE head's shape, the features it reads, and its measured acceptance.
 
 Two kinds. EAGLE-1 (`eagle`) reads the target's last hidden row and predicts the next one, so that the target's
 own LM head turns it into a law. EAGLE-3 (`eagle3`) reads the inputs of three layers, keeps its own LM head, over

@@ -1,9 +1,9 @@
-"""EAGLE-1: one layer that runs ahead on the target's last hidden row; a chain, or a tree of one shape.
+"""EagleDrafter (EAGLE-1): one layer that drafts from the target's last hidden row; a chain, or a tree of one shape.
 
 EAGLE-2 and EAGLE-3 are the same drafter with a tree that follows the head's confidence, and with another head.
-Each text has keys and values of its own for the head, one slot per row. When a text is drafted for, the rows that
-came since are run with the target's *true* features and kept; the rows of the draft itself are written behind
-them, seen by their own descendants only, and forgotten. So a draft never depends on earlier drafts.
+Each sequence has a KV cache of its own for the head, one slot per row. Before a draft, the rows of tokens committed
+since the last one are run with the target's *true* features and kept; the rows of the draft itself are written behind
+them, seen by their own descendants only, and dropped. So a draft never depends on earlier drafts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forerun.drafters.eagle.torch_runner import TorchRunner
 from forerun.drafters.head_drafter import (
     UNMEASURED,
     Meter,
-    Rows,
+    ObservedRows,
     head_dtype,
     is_drawn,
     is_ready,
@@ -39,17 +39,19 @@ from forerun.models.base import Target
 from forerun.offers import Offer
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
-PROMPT = 32  # more rows than this at once are no round's
+PROMPT = 32  # more rows than this at once are a prompt's
 READING = 0.15  # of a level: what a row of a prompt takes, until one was read
 # How often EAGLE-1's first ranks are right, by level: what a head without measured rates is drafted with.
 _RATES = ((0.6, 0.15, 0.07, 0.04, 0.03), *[(0.5, 0.13, 0.06, 0.035, 0.025)] * 7)
 
 
 class Runner(Protocol):
-    """Runs a head on one kind of device: keeps what it knows of each text, and starts drafts."""
+    """Runs a head on one kind of device: keeps its KV cache of each sequence, and starts drafts."""
 
-    def begin(self, seqs: Sequence[Seq], texts: Sequence[Rows], budgets: Sequence[Budget]) -> RunnerSteps:
-        """Work off the rows that were observed of these texts; what comes back drafts for them."""
+    def begin(
+        self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], budgets: Sequence[Budget]
+    ) -> RunnerSteps:
+        """Run the observed rows of these sequences through the head; the result drafts for them."""
         ...
 
     def forget(self, seq_id: int) -> None: ...
@@ -64,7 +66,7 @@ class RunnerSteps(Steps, Protocol):
 
 
 def runner_for(head: EagleHead | NativeHead) -> Runner:
-    """How this head is run: one place, by what kind of head it is and where it is."""
+    """The runner for this head, by its class."""
     return NativeRunner(head) if isinstance(head, NativeHead) else TorchRunner(head)
 
 
@@ -78,7 +80,7 @@ class EagleDrafter:
         self.head, self.sampled = head, sampled
         config = head.config
         self.needs = Needs(tuple(sorted(set(config.layers))))
-        self._texts: dict[int, Rows] = {}
+        self._sequences: dict[int, ObservedRows] = {}
         self._runner = runner_for(head)
         self._meter = Meter()
         self._reading = 0.0  # seconds per row of a prompt
@@ -91,9 +93,9 @@ class EagleDrafter:
         return cls(head, sampled=wants_sampling(parts.speculative))
 
     def offer(self, seq: Seq) -> Offer:
-        """A level, and the rows of a prompt that it has not read; a dynamic tree stops where confidence ends."""
-        level, text = self._meter.seconds or UNMEASURED, self._texts.get(seq.id)
-        unread = len(text.tokens) if text is not None else 0
+        """A level, and the rows of a prompt that it has not read; a dynamic tree stops where confidence is low."""
+        level, observed = self._meter.seconds or UNMEASURED, self._sequences.get(seq.id)
+        unread = len(observed.tokens) if observed is not None else 0
         start = unread * (self._reading or READING * level) if unread > PROMPT else 0.0
         chosen = not self._draws(seq)
         return Offer(
@@ -107,7 +109,7 @@ class EagleDrafter:
         live = [
             b
             for b, seq in enumerate(seqs)
-            if is_ready(self._texts.get(seq.id), seq, budgets[b])
+            if is_ready(self._sequences.get(seq.id), seq, budgets[b])
             and len(seq.tokens) + budgets[b].depth <= limit
         ]
         chosen = [b for b in live if not self._draws(seqs[b])]
@@ -131,21 +133,21 @@ class EagleDrafter:
         return self.sampled and is_drawn(seq)
 
     def _begin(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> RunnerSteps:
-        """Read what is new of these texts; reading a prompt, once, is not what a level costs."""
-        texts = [self._texts[seq.id] for seq in seqs]
-        unread = sum(len(text.tokens) for text in texts)
+        """Read the new rows of these sequences; reading a prompt is not booked as a level."""
+        sequences = [self._sequences[seq.id] for seq in seqs]
+        unread = sum(len(observed.tokens) for observed in sequences)
         self._meter.start()
-        walk = self._runner.begin(seqs, texts, budgets)
-        if unread > PROMPT * len(texts):
+        walk = self._runner.begin(seqs, sequences, budgets)
+        if unread > PROMPT * len(sequences):
             self._reading = self._meter.elapsed() / unread
             self._meter.start()
         return walk
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        observe_rows(self._texts, self.head.config.layers, seqs, trees, scores, verdict)
+        observe_rows(self._sequences, self.head.config.layers, seqs, trees, scores, verdict)
 
     def forget(self, seq: Seq) -> None:
-        self._texts.pop(seq.id, None)
+        self._sequences.pop(seq.id, None)
         self._expected.pop(seq.id, None)
         self._runner.forget(seq.id)
 

@@ -1,4 +1,4 @@
-"""EAGLE-2: EAGLE-1's head, with a tree that grows where the head is sure of itself."""
+"""EAGLE-2: EAGLE-1's head, with a tree that grows where the head is confident."""
 
 from __future__ import annotations
 

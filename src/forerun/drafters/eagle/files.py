@@ -1,7 +1,7 @@
 """EAGLE heads on disk: the authors' layouts of EAGLE-1 and EAGLE-3, and that of speculators.
 
 In memory the names are those of the authors' EAGLE-3 files (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`),
-whatever the folder holds. Embedding and LM head may be absent: the target lends them. A pickle is read only when
+whatever the folder holds. Embedding and LM head may be absent: the target shares its own. A pickle is read only when
 asked for, and then as weights only.
 """
 

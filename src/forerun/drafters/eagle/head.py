@@ -1,8 +1,8 @@
-"""An EAGLE head ready to run: fused weights, and one step of its layer over any rows.
+"""EagleHead: an EAGLE head's weights, and one pass of its layer over any rows, in torch.
 
 Row t of the head is made of the target's feature of token t and the embedding of token t + 1 (one step ahead of
-the feature), and says what token t + 2 will be. Steps beyond the committed text use the head's own output as
-the feature. What a row may attend to is the caller's business.
+the feature), and predicts token t + 2. Steps beyond the committed sequence use the head's own output as
+the feature. The caller decides what a row attends to.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class EagleHead:
             self.vocabulary = vocabulary_of(config, weights).to(self.device)
             self._embedding = maybe("embed_tokens.weight")
             self._shared = checked_shared(config, weights, shared)
-            self._lm_head = matrix(self._own_or_lent_head(maybe("lm_head.weight")))
+            self._lm_head = matrix(self._own_or_shared_head(maybe("lm_head.weight")))
         rope = RopeConfig("default", config.rope_theta, dims, config.max_length)
         self._rotations = Rotations(rope, self.device)
         self._rotation_table = self._rotations.at(torch.arange(256, device=self.device), 0)  # [P, 1, R]
@@ -125,7 +125,7 @@ class EagleHead:
         out = self._fc.times(rows)
         return out if self._fc_bias is None else out.add_(self._fc_bias)
 
-    def _own_or_lent_head(self, own: Tensor | None) -> Tensor:
+    def _own_or_shared_head(self, own: Tensor | None) -> Tensor:
         if own is not None:
             return own
         assert self._shared is not None
@@ -142,12 +142,12 @@ class EagleHead:
 def checked_shared(
     config: EagleConfig, weights: Mapping[str, Tensor], shared: SharedWeights | None
 ) -> SharedWeights | None:
-    """What the target lends, if it fits; what the file leaves out must be shared."""
+    """What the target shares, if it fits; what the file leaves out must be shared."""
     if shared is not None:
         shared.must_fit(config.target_width, config.vocab_size, config.target)
     elif "embed_tokens.weight" not in weights or "lm_head.weight" not in weights:
         raise InvalidInput(
-            "the head shares embedding or LM head with its target and this target lends none; "
+            "the head shares embedding or LM head with its target and this target shares none; "
             "use a head that stores its own"
         )
     return shared

@@ -1,4 +1,4 @@
-"""The keys and values that a head keeps of each text."""
+"""HeadCache: the KV cache of a drafting head, one row of slots per sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forerun.drafters.eagle.config import EagleConfig
 
 
 class HeadCache:
-    """Keys and values of many texts, a row of slots each; a text's length says which slots mean anything."""
+    """Keys and values of many sequences, a row of slots each, of which the first `length` are valid."""
 
     def __init__(self, config: EagleConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = config.kv_heads, config.head_dim
@@ -20,7 +20,7 @@ class HeadCache:
         self.lengths: dict[int, int] = {}
 
     def admit(self, seq_id: int, slots: int) -> None:
-        """A row for a text, with room for so many slots."""
+        """A row for a sequence, with room for so many slots."""
         if seq_id not in self.rows:
             free = set(range(len(self.rows) + 1)) - set(self.rows.values())
             self.rows[seq_id], self.lengths[seq_id] = min(free), 0
@@ -37,7 +37,7 @@ class HeadCache:
         self.lengths.pop(seq_id, None)
 
     def base(self, seq_id: int) -> int:
-        """Where a text's slots start, counted in slots of its first key head."""
+        """Where a sequence's slots start, counted in slots of its first key head."""
         return self.rows[seq_id] * self._shape[0] * self.data.shape[3]
 
     def write(self, ids: Sequence[int], first: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -48,7 +48,7 @@ class HeadCache:
         self.data[1][rows, :, slots] = values
 
     def view(self, ids: Sequence[int], slots: int) -> Tensor:
-        """[2, B, Hkv, slots, Dh]: the text's own slots where it is alone, else a copy."""
+        """[2, B, Hkv, slots, Dh]: the sequence's own slots where it is alone, else a copy."""
         rows = [self.rows[i] for i in ids]
         if len(rows) == 1:
             return self.data[:, rows[0] : rows[0] + 1, :, :slots]

@@ -1,7 +1,7 @@
-"""A head inflated with its target: one layer of the large shape that says what the small head says.
+"""Inflates an EAGLE head with its target: one layer of the large shape with the small head's outputs.
 
-A draft beside an inflated target is only honest if drafting costs what it would cost there. The layer is inflated as
-the target's layers are; what reads two or three rows side by side is inflated part by part.
+With an inflated target, drafting must cost what it would cost at that size. The layer is inflated as the target's
+layers are; what reads two or three rows side by side is inflated part by part.
 """
 
 from __future__ import annotations

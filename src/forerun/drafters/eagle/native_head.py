@@ -1,7 +1,7 @@
-"""An EAGLE head as the native kernels hold it: int8 blocks, and the target's embedding where it lies.
+"""NativeHead: an EAGLE head for the native CPU kernels: int8 blocks, and the target's embedding read in place.
 
 A draft step on a CPU is memory traffic and the number of operations, so here it is a quarter of the bytes and two
-calls. Rounding costs a rejected guess now and then, and never correctness, which is the verifier's.
+calls. Rounding costs a rejected token now and then, and never correctness, which is the verifier's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A head at work on the native kernels: a level is two calls, and everything else plain integers.
+"""NativeRunner: runs an EAGLE head on the native CPU kernels; a level is two calls on integers.
 
-What each row sees is said as in the decoder's passes: a run of slots, the text's own rows, and then its ancestors
-in the draft. Texts lie side by side in one pass without padding, and no row knows of its neighbours.
+What each row attends to is given as in the decoder's passes: a run of slots, the sequence's own rows, and then its
+ancestors in the draft. Sequences share a pass without padding, and no row depends on its neighbours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forerun.drafters.draft_law import KernelDraftLaw
 from forerun.drafters.eagle.head_cache import HeadCache
 from forerun.drafters.eagle.native_head import NativeHead
 from forerun.drafters.eagle.torch_runner import CHUNK, frontier_sizes
-from forerun.drafters.head_drafter import Piece, Rows
+from forerun.drafters.head_drafter import ObservedRows, Piece
 from forerun.drafters.tree_growth import Frontier, Ranked
 from forerun.models.layers import Rotations
 from forerun.models.native import library as native
@@ -31,14 +31,14 @@ Floats = ctypes.Array[ctypes.c_float]
 
 
 class NativeRunner:
-    """Keeps what the head knows of each text, and starts drafts."""
+    """Keeps the head's KV cache of each sequence, and starts drafts."""
 
     def __init__(self, head: NativeHead) -> None:
         self.head, config = head, head.config
         self.cache = HeadCache(config, torch.float32, head.device)
         self._last: dict[
             int, tuple[Floats, int]
-        ] = {}  # where the output of each text's last row is: [N, D], row
+        ] = {}  # where the output of each sequence's last row is: [N, D], row
         self._rotations = Rotations(
             RopeConfig("default", config.rope_theta, config.head_dim, config.max_length), head.device
         )
@@ -46,15 +46,17 @@ class NativeRunner:
         self._ranking = Ranking(1, 1, head.int32_ids)
         self._outs = [self._room(1) for _ in range(2)]
 
-    def begin(self, seqs: Sequence[Seq], texts: Sequence[Rows], budgets: Sequence[Budget]) -> NativeSteps:
-        """Catch up with what was observed of these texts; they can then be drafted for."""
+    def begin(
+        self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], budgets: Sequence[Budget]
+    ) -> NativeSteps:
+        """Run the observed rows of these sequences; the result drafts for them."""
         native.match_threads(torch.get_num_threads())
         sizes = frontier_sizes(budgets)
-        for seq, text in zip(seqs, texts, strict=True):
-            self.cache.admit(seq.id, text.seen + sum(sizes))
-        self._rotations_to(max(text.seen for text in texts) + len(sizes))
+        for seq, observed in zip(seqs, sequences, strict=True):
+            self.cache.admit(seq.id, observed.seen + sum(sizes))
+        self._rotations_to(max(observed.seen for observed in sequences) + len(sizes))
         one = self._new_pass()
-        self._catch_up(one, seqs, texts)
+        self._catch_up(one, seqs, sequences)
         lasts = [self._last[seq.id] for seq in seqs]
         return NativeSteps(
             self, one, [seq.id for seq in seqs], lasts[0] if len(lasts) == 1 else self._gather(lasts)
@@ -107,7 +109,7 @@ class NativeRunner:
         run_rows(self.head.struct, one)
 
     def _new_pass(self) -> HeadPass:
-        """A pass over this head's slots, as they lie now; what it runs over is yet to be said."""
+        """A pass over this head's slots; its rows are filled in later."""
         data, rotations = self.cache.data, self._rotation_table
         keys, cosines = data.data_ptr(), rotations.data_ptr()
         return HeadPass(
@@ -118,10 +120,10 @@ class NativeRunner:
             head_stride=data.shape[3] * data.shape[4],
         )
 
-    def _catch_up(self, one: HeadPass, seqs: Sequence[Seq], texts: Sequence[Rows]) -> None:
-        """Run the rows that came since each text was last drafted for."""
+    def _catch_up(self, one: HeadPass, seqs: Sequence[Seq], sequences: Sequence[ObservedRows]) -> None:
+        """Run the rows that are new since each sequence's last draft."""
         width = self.head.config.feature_width // self.head.struct.parts
-        unread = [(text.tokens, _Features(text.take(), width)) for text in texts]
+        unread = [(observed.tokens, _Features(observed.take(), width)) for observed in sequences]
         longest = max(len(tokens) for tokens, _ in unread)
         for low in range(0, longest, CHUNK):
             tokens, given, ends = list[int](), list[int](), dict[int, int]()
@@ -167,7 +169,7 @@ class NativeSteps:
         self._bases = [runner.cache.base(i) for i in ids]
         self._lengths = [runner.cache.lengths[i] for i in ids]
         self._free = [base + length for base, length in zip(self._bases, self._lengths, strict=True)]
-        self._out, row = last  # [N, D] of the last frontiers, texts end to end
+        self._out, row = last  # [N, D] of the last frontiers, sequences end to end
         self._at = ctypes.addressof(self._out) + 4 * row * runner.head.config.width
         self._rows = len(ids)
         self._paths: list[list[list[int]]] = [
@@ -195,7 +197,7 @@ class NativeSteps:
         return self._logits().view(*tokens.shape, -1)
 
     def _step(self, frontiers: Sequence[Frontier]) -> None:
-        """Put one frontier of each text through the layer."""
+        """Put one frontier of each sequence through the layer."""
         tokens, parents, start = list[int](), list[int](), 0
         first, context, position = list[int](), list[int](), list[int]()
         write, tails, level = list[int](), list[int](), self.levels
@@ -243,7 +245,7 @@ class NativeSteps:
 
 
 class _Features:
-    """Where the features of some rows lie, layer by layer: the kernels fetch them there."""
+    """The addresses of the features of some rows, layer by layer, for the kernels."""
 
     def __init__(self, pieces: Sequence[Piece], width: int) -> None:
         self._kept = [([layer.float().contiguous() for layer in layers], rows) for layers, rows in pieces]

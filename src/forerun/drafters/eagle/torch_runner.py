@@ -1,6 +1,6 @@
-"""A head at work in torch: on any device, and the reference for the native one.
+"""TorchRunner: runs an EAGLE head in torch, on any device; the reference for the native one.
 
-Rows that came since a text was last drafted for are run with the target's true features; then one frontier per
+Rows that are new since a sequence's last draft are run with the target's true features; then one frontier per
 level is written behind them, each node seen by its own descendants only.
 """
 
@@ -14,60 +14,62 @@ from torch import Tensor
 
 from forerun.drafters.eagle.head import EagleHead
 from forerun.drafters.eagle.head_cache import HeadCache
-from forerun.drafters.head_drafter import Rows
+from forerun.drafters.head_drafter import ObservedRows
 from forerun.drafters.tree_growth import LogitRanks
 from forerun.types import Budget, Seq
 
-CHUNK = 512  # rows per text and pass while a prompt is caught up with
+CHUNK = 512  # rows per sequence and pass while a prompt is read
 
 
 class TorchRunner:
-    """Keeps what the head knows of each text, and starts drafts."""
+    """Keeps the head's KV cache of each sequence, and starts drafts."""
 
     def __init__(self, head: EagleHead) -> None:
         self.head = head
         self.cache = HeadCache(head.config, head.dtype, head.device)
-        self._last: dict[int, Tensor] = {}  # [D] the output of each text's last row
+        self._last: dict[int, Tensor] = {}  # [D] the output of each sequence's last row
 
     @torch.no_grad()
-    def begin(self, seqs: Sequence[Seq], texts: Sequence[Rows], budgets: Sequence[Budget]) -> TorchSteps:
-        """Catch up with what was observed of these texts; they can then be drafted for."""
+    def begin(
+        self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], budgets: Sequence[Budget]
+    ) -> TorchSteps:
+        """Run the observed rows of these sequences; the result drafts for them."""
         nodes = sum(frontier_sizes(budgets))
-        out = self._catch_up(seqs, texts, nodes)
+        out = self._catch_up(seqs, sequences, nodes)
         return TorchSteps(self.head, self.cache, [seq.id for seq in seqs], out, nodes)
 
     def forget(self, seq_id: int) -> None:
         self._last.pop(seq_id, None)
         self.cache.release(seq_id)
 
-    def _catch_up(self, seqs: Sequence[Seq], texts: Sequence[Rows], extra: int) -> Tensor:
-        """Run the rows that came since each text was last drafted for; the output of the last one [B, D]."""
+    def _catch_up(self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], extra: int) -> Tensor:
+        """Run the rows that are new since each sequence's last draft; the output of the last one [B, D]."""
         device, cache = self.head.device, self.cache
-        for seq, text in zip(seqs, texts, strict=True):
-            cache.admit(seq.id, text.seen + extra + CHUNK)
-        features = [torch.cat(text.features) if text.features else None for text in texts]
-        longest = max(len(text.tokens) for text in texts)
+        for seq, observed in zip(seqs, sequences, strict=True):
+            cache.admit(seq.id, observed.seen + extra + CHUNK)
+        features = [torch.cat(observed.features) if observed.features else None for observed in sequences]
+        longest = max(len(observed.tokens) for observed in sequences)
         for low in range(0, longest, CHUNK):
-            some = [b for b, text in enumerate(texts) if len(text.tokens) > low]
-            counts = [min(CHUNK, len(texts[b].tokens) - low) for b in some]
+            some = [b for b, observed in enumerate(sequences) if len(observed.tokens) > low]
+            counts = [min(CHUNK, len(sequences[b].tokens) - low) for b in some]
             wide = max(counts)
             rows, carried = list[list[int]](), list[Tensor]()
             for b, n in zip(some, counts, strict=True):
                 fresh = features[b]
                 assert fresh is not None
-                rows.append(_padded(texts[b].tokens[low : low + n], wide))
+                rows.append(_padded(sequences[b].tokens[low : low + n], wide))
                 carried.append(F.pad(fresh[low : low + n], (0, 0, 0, wide - n)))
             ids = [seqs[b].id for b in some]
             out = self._run_rows(ids, torch.tensor(rows, device=device), torch.stack(carried))
             for i, (seq_id, n) in enumerate(zip(ids, counts, strict=True)):
                 cache.lengths[seq_id] += n
                 self._last[seq_id] = out[i, n - 1]
-        for text in texts:
-            text.features, text.tokens = [], []
+        for observed in sequences:
+            observed.features, observed.tokens = [], []
         return torch.stack([self._last[seq.id] for seq in seqs])
 
     def _run_rows(self, ids: Sequence[int], tokens: Tensor, features: Tensor) -> Tensor:
-        """True rows [B, R] behind what each text has; pads write slots that nothing will read."""
+        """True rows [B, R] behind what each sequence has; pads write slots that nothing will read."""
         head, cache = self.head, self.cache
         lengths = torch.tensor([cache.lengths[i] for i in ids], device=head.device)
         count, wide = tokens.shape
@@ -96,7 +98,7 @@ class TorchSteps:
     ) -> None:
         self.head, self.levels = head, 1
         lengths = [cache.lengths[i] for i in ids]
-        self._base = max(lengths)  # drafted slots start here for everybody
+        self._base = max(lengths)  # drafted slots start here, for all sequences
         self._kv = cache.view(ids, self._base + nodes)
         self._positions = torch.tensor(lengths, device=head.device)[:, None]  # [B, 1] of the next level
         self._out = out[:, None]  # [B, W, D] of the last frontier
@@ -151,7 +153,7 @@ def attend_to(queries: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def frontier_sizes(budgets: Sequence[Budget]) -> list[int]:
-    """Nodes that each level of a draft may put through the head, for any of these texts."""
+    """Nodes that each level of a draft may put through the head, for any of these sequences."""
     width = max(min(budget.width, budget.nodes) for budget in budgets)
     return [width] * max(budget.depth for budget in budgets)
 

@@ -70,13 +70,13 @@ class GrownBuffers:
         self.walk = walk
         self.fused = device.type == "cuda" if fused is None else fused  # by kernels, or in plain torch
         with torch.inference_mode(False):
-            self.both = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)  # tokens and parents
+            self.tree_ints = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)  # tokens and parents
             self.outcome = torch.zeros(8 * MAX_ROWS, dtype=torch.long, device=device)
             self.moves = torch.zeros(2, 4 * MAX_ROWS, dtype=torch.long, device=device)
             self._host = torch.zeros(8 * MAX_ROWS, dtype=torch.long, pin_memory=device.type == "cuda")
 
     def take(self, trees: TreeBatch, form: TreeForm) -> None:
-        torch.stack((trees.tokens, trees.parents), out=self.both[:, : form.rows])
+        torch.stack((trees.tokens, trees.parents), out=self.tree_ints[:, : form.rows])
 
     def fill(self, ints: Tensor, size: Size, form: TreeForm) -> None:
         """Complete the integers of a pass."""
@@ -85,7 +85,8 @@ class GrownBuffers:
             from forerun.models.cuda import kernels_grown
 
             kernels_grown.place[(form.trees, form.nodes)](
-                self.both, ints, MAX_ROWS, places.positions, places.ancestors, places.lengths, self.both.stride(0),
+                self.tree_ints, ints, MAX_ROWS, places.positions, places.ancestors, places.lengths,
+                self.tree_ints.stride(0),
                 N=form.nodes, DEPTH=form.depth, num_warps=1,
             )  # fmt: skip
             return
@@ -99,7 +100,7 @@ class GrownBuffers:
     def settle(self, ints: Tensor, size: Size, form: TreeForm, logits: Tensor) -> None:
         """The verdict, and which slots it moves: root and path behind each other, the rest onto itself."""
         places = Places.of(size, form)
-        trees = self.both[:, : form.rows].view(2, form.trees, form.nodes)
+        trees = self.tree_ints[:, : form.rows].view(2, form.trees, form.nodes)
         ancestors = ints[places.ancestors : places.lengths].view(form.trees, form.nodes, -1)
         paths, accepted, bonus = self._decided(form)
         self.walk(trees, ancestors, logits.argmax(-1).view(form.trees, -1), paths, accepted, bonus)
@@ -107,7 +108,8 @@ class GrownBuffers:
             from forerun.models.cuda import kernels_grown
 
             kernels_grown.record[(form.trees,)](
-                self.both, ints, self.outcome, self.moves, places.slots, self.both.stride(0), self.moves.stride(0),
+                self.tree_ints, ints, self.outcome, self.moves, places.slots, self.tree_ints.stride(0),
+                self.moves.stride(0),
                 TREES=form.trees, N=form.nodes, N_UP=1 << max(2, (form.nodes - 1).bit_length()), DEPTH=form.depth,
                 STEPS_UP=1 << max(2, form.depth.bit_length()), num_warps=4,
             )  # fmt: skip
@@ -116,8 +118,8 @@ class GrownBuffers:
         roots = ints[places.slots :][: form.rows].view(form.trees, form.nodes)[:, :1].long()
         steps = torch.arange(1, form.depth + 1, device=roots.device)
         sources = torch.where(paths < 0, steps, paths)
-        both = torch.stack(((roots + sources).flatten(), (roots + steps).flatten()))
-        self.moves[:, : form.trees * form.depth].copy_(both)
+        moves = torch.stack(((roots + sources).flatten(), (roots + steps).flatten()))
+        self.moves[:, : form.trees * form.depth].copy_(moves)
 
     def read(self, trees: TreeBatch, form: TreeForm) -> Verdict:
         """The verdict, and the trees with it: the one time in a round that the host waits."""
@@ -135,8 +137,8 @@ class GrownBuffers:
         return _split(self.outcome[: _length(form)], form)
 
     def _trees(self, form: TreeForm) -> tuple[Tensor, Tensor]:
-        both = self.both[:, : form.rows].view(2, form.trees, form.nodes)
-        return both[0], both[1]
+        trees = self.tree_ints[:, : form.rows].view(2, form.trees, form.nodes)
+        return trees[0], trees[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["positions_at", "ancestors_at", "lengths_at"])
 def place(
-    both,
+    tree_ints,
     ints,
     tokens_at,
     positions_at,
@@ -26,13 +26,13 @@ def place(
     """One node: its token, its position, and the nodes from the root down to itself, by depth."""
     b, i = tl.program_id(0), tl.program_id(1)
     row = b * N + i
-    parents = both + stride + b * N
+    parents = tree_ints + stride + b * N
     node, depth = i, i * 0
     for _ in range(DEPTH):
         up = tl.load(parents + node).to(tl.int32)
         depth += (up >= 0).to(tl.int32)
         node = tl.maximum(up, 0)  # above the root is the root, whose parent is -1 again
-    tl.store(ints + tokens_at + row, tl.load(both + row).to(tl.int32))
+    tl.store(ints + tokens_at + row, tl.load(tree_ints + row).to(tl.int32))
     tl.store(ints + positions_at + row, tl.load(ints + lengths_at + b) + depth)
     ancestors = ints + ancestors_at + row * (DEPTH + 1)
     node = i
@@ -43,15 +43,19 @@ def place(
 
 
 @triton.jit(do_not_specialize=["slots_at"])
-def record(both, ints, outcome, moves, slots_at, stride, move_stride, TREES: tl.constexpr, N: tl.constexpr,
+def record(tree_ints, ints, outcome, moves, slots_at, stride, move_stride, TREES: tl.constexpr, N: tl.constexpr,
            N_UP: tl.constexpr, DEPTH: tl.constexpr, STEPS_UP: tl.constexpr):  # fmt: skip
     """One tree whose path is decided: the tree beside its path, for the host, and where the path's slots go."""
     b = tl.program_id(0)
     n, s = tl.arange(0, N_UP), tl.arange(0, STEPS_UP)
     here, below = n < N, (s > 0) & (s <= DEPTH)
     rows = TREES * N
-    tl.store(outcome + b * N + n, tl.load(both + b * N + n, mask=here, other=0), mask=here)
-    tl.store(outcome + rows + b * N + n, tl.load(both + stride + b * N + n, mask=here, other=0), mask=here)
+    tl.store(outcome + b * N + n, tl.load(tree_ints + b * N + n, mask=here, other=0), mask=here)
+    tl.store(
+        outcome + rows + b * N + n,
+        tl.load(tree_ints + stride + b * N + n, mask=here, other=0),
+        mask=here,
+    )
     path = tl.load(outcome + 2 * rows + b * DEPTH + s - 1, mask=below, other=-1)
     root = tl.load(ints + slots_at + b * N).to(tl.int64)
     move = moves + b * DEPTH + s - 1

@@ -1,8 +1,8 @@
-"""What the host tells the device about a draft: one array of integers, laid out once per form.
+"""The plan of a GPU draft: one array of integers for the device, laid out once per form; and which forms are captured.
 
-First the rows of the last round, which the head takes in with the target's true features, then one pass per level.
-Positions, slots and groups follow from where a text lies and how long it is; tokens of the levels and the ancestors of
-their nodes are for the device to fill in.
+First the rows of the last round, which the head reads with the target's true features, then one pass per level.
+Positions, slots and groups follow from a sequence's base slot and length; the device fills in the tokens of the levels
+and the ancestors of their nodes.
 """
 
 from __future__ import annotations
@@ -16,37 +16,39 @@ import numpy as np
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, SPLIT_SIZES, Ints, Size, Template, round_up, split_of
 from forerun.types import TreeForm
 
-Shape = tuple[int, int, int]  # nodes below the root, depth, width
-MENU: tuple[Shape, ...] = (
+DraftShape = tuple[int, int, int]  # nodes below the root, depth, width
+SHAPES: tuple[DraftShape, ...] = (
     (1, 1, 1), (2, 2, 1), (4, 4, 1), (8, 3, 3), (16, 4, 4), (24, 5, 6), (40, 6, 8), (59, 6, 10),
 )  # fmt: skip
-UNKNOWN = ((0.6, 0.1, 0.05, 0.03, 0.02),)  # how often a head's likeliest tokens stand, where it does not say
-PATIENCE = 3  # times that a form is asked for before it is worth a graph of its own
+UNKNOWN = (
+    (0.6, 0.1, 0.05, 0.03, 0.02),
+)  # how often a head's likeliest tokens are accepted, where its config does not say
+REQUESTS = 3  # times that a shape is asked for before a graph is captured for it
 
 
 @dataclass(frozen=True, slots=True)
 class DraftForm:
     """What drafts must agree in to be replays of one graph."""
 
-    texts: int  # B
+    sequences: int  # B
     nodes: int  # below the root
     depth: int
     width: int
-    behind: int  # rows of the last round per text, at most
+    behind: int  # rows of the last round per sequence, at most
     caught: Size  # the pass over these rows
     level: Size  # the pass over a level
 
     @property
     def trees(self) -> TreeForm:
-        return TreeForm(self.texts, self.nodes + 1, self.depth, chain=self.width == 1)
+        return TreeForm(self.sequences, self.nodes + 1, self.depth, chain=self.width == 1)
 
     @property
     def roots_at(self) -> int:
-        """Where the roots' tokens are, and behind them each text's last row."""
+        """Where the roots' tokens are, and behind them each sequence's last row."""
         return extent_of(self.caught)
 
     def level_at(self, level: int) -> int:
-        return extent_of(self.caught) + 2 * aligned(self.texts) + level * extent_of(self.level)
+        return extent_of(self.caught) + 2 * aligned(self.sequences) + level * extent_of(self.level)
 
     def ancestors_at(self, level: int) -> int:
         """Level i has i + 1 steps per node."""
@@ -57,22 +59,22 @@ def plan_draft(
     places: Sequence[tuple[int, int]],
     fresh: Sequence[Sequence[int]],
     roots: Sequence[int],
-    shape: Shape,
+    shape: DraftShape,
     group_nodes: int,
 ) -> tuple[DraftForm, Ints]:
-    """The integers of a draft of (nodes, depth, width) for texts at these base slots and lengths.
+    """The integers of a draft of (nodes, depth, width) for sequences at these base slots and lengths.
 
-    `fresh` has, per text, the tokens after the rows that are new.
+    `fresh` has, per sequence, the tokens after the rows that are new.
     """
     nodes, depth, width = shape
-    texts, behind = len(places), max(depth + 1, *map(len, fresh))
+    sequences, behind = len(places), max(depth + 1, *map(len, fresh))
     after = [(base, length + len(new)) for (base, length), new in zip(places, fresh, strict=True)]
     splits = round_up(1 + split_of(max(length for _, length in after) + depth), SPLIT_SIZES)
-    groups = -(-behind // group_nodes) * texts
-    level = -(-width // group_nodes) * texts + (texts * width if width > 1 else 0)
+    groups = -(-behind // group_nodes) * sequences
+    level = -(-width // group_nodes) * sequences + (sequences * width if width > 1 else 0)
     level = 1 << (level - 1).bit_length()
-    caught, drafted = Size(texts * behind, groups, splits), Size(texts * width, level, splits)
-    form = DraftForm(texts, nodes, depth, width, behind, caught, drafted)
+    caught, drafted = Size(sequences * behind, groups, splits), Size(sequences * width, level, splits)
+    form = DraftForm(sequences, nodes, depth, width, behind, caught, drafted)
     ints = _catch_up(places, fresh, roots, behind, group_nodes)
     if depth > 1:
         ints = np.concatenate((ints, _levels(form, group_nodes).fill(after, depth)))
@@ -114,18 +116,18 @@ def _levels(form: DraftForm, group_nodes: int) -> Template:
     for level in range(form.depth - 1):
         first = level * size
         template.pad_to(first + rows)
-        for text in range(form.texts):
+        for b in range(form.sequences):
             for _ in range(width):
-                template.add(text, level, 0, 1)
+                template.add(b, level, 0, 1)
         template.pad_to(first + 2 * rows)
-        for text in range(form.texts):
+        for b in range(form.sequences):
             for node in range(width):
-                template.add(text, level * width + node, 1, 1)
+                template.add(b, level * width + node, 1, 1)
         template.pad_to(first + 3 * rows)
         ancestors = None if width == 1 else MAX_ROWS + form.ancestors_at(level)
-        for text in range(form.texts):
-            mine = range(text * width, (text + 1) * width)
-            template.add_groups(text, mine, group_nodes, ancestors, level + 1)
+        for b in range(form.sequences):
+            mine = range(b * width, (b + 1) * width)
+            template.add_groups(b, mine, group_nodes, ancestors, level + 1)
         template.pad_to(first + size)
     return template
 
@@ -140,8 +142,8 @@ def aligned(count: int) -> int:
     return -(-count // 4) * 4
 
 
-def expected(rates: Sequence[Sequence[float]], shape: Shape) -> float:
-    """Tokens of a tree of this shape that stand, if the r-th likeliest child of a node at a level does so often."""
+def expected(rates: Sequence[Sequence[float]], shape: DraftShape) -> float:
+    """Expected accepted tokens of a tree of this shape, given the acceptance rates of each level and rank."""
     nodes, depth, width = shape
     level, found = [1.0], list[float]()
     for i in range(depth):
@@ -151,37 +153,37 @@ def expected(rates: Sequence[Sequence[float]], shape: Shape) -> float:
     return sum(sorted(found, reverse=True)[:nodes])
 
 
-def best_of_menu(
-    rates: Sequence[Sequence[float]], most: Shape, price: Sequence[float], level: float
-) -> Shape:
-    """The form that brings most beyond its price; every form is a graph to capture, so they are few."""
-    fitting = [shape for shape in MENU if all(map(int.__le__, shape, most)) and shape[0] < len(price)]
+def best_draft_shape(
+    rates: Sequence[Sequence[float]], most: DraftShape, price: Sequence[float], level: float
+) -> DraftShape:
+    """The shape that gains most beyond its price; every shape is a graph to capture, so there are few."""
+    fitting = [shape for shape in SHAPES if all(map(int.__le__, shape, most)) and shape[0] < len(price)]
     return max(
-        fitting or MENU[:1],
+        fitting or SHAPES[:1],
         key=lambda shape: expected(rates, shape) - price[min(shape[0], len(price) - 1)] - level * shape[1],
     )
 
 
 @dataclass(slots=True)
-class DraftMenu:
-    """Which shapes of draft are worth a graph: capturing one costs as much as many rounds.
+class CapturedShapes:
+    """Which shapes of draft have a graph: capturing one costs as much as many rounds.
 
-    A budget that is new is met with what is there and fits, or not at all, until it has been asked for several times.
-    At the end of a text budgets shrink round by round: there the last draft will do, the text is cut behind it.
+    A new shape is replaced by a captured one that fits, or by none, until it has been asked for several times. At the
+    end of a sequence budgets shrink round by round: there the last shape is used, and the sequence is cut behind it.
     """
 
-    known: dict[int, set[Shape]] = field(default_factory=dict)  # by number of texts
-    asked: dict[tuple[int, Shape], int] = field(default_factory=dict)
-    latest: dict[int, Shape] = field(default_factory=dict)
+    known: dict[int, set[DraftShape]] = field(default_factory=dict)  # by number of sequences
+    asked: dict[tuple[int, DraftShape], int] = field(default_factory=dict)
+    latest: dict[int, DraftShape] = field(default_factory=dict)
 
-    def choose(self, texts: int, shape: Shape, ends: bool = False) -> Shape | None:
-        known = self.known.setdefault(texts, set())
+    def choose(self, sequences: int, shape: DraftShape, ends: bool = False) -> DraftShape | None:
+        known = self.known.setdefault(sequences, set())
         if ends and shape not in known:
-            return self.latest.get(texts)
+            return self.latest.get(sequences)
         if shape not in known:
-            count = self.asked[texts, shape] = self.asked.get((texts, shape), 0) + 1
-            if known and count < PATIENCE:
+            count = self.asked[sequences, shape] = self.asked.get((sequences, shape), 0) + 1
+            if known and count < REQUESTS:
                 return max((other for other in known if all(map(int.__le__, other, shape))), default=None)
             known.add(shape)
-        self.latest[texts] = shape
+        self.latest[sequences] = shape
         return shape

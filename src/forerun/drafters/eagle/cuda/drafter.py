@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter of a GPU: texts whose nodes are chosen are drafted for on the device, others as everywhere."""
+"""DeviceEagle: the EAGLE-3 drafter on a GPU; greedy sequences are drafted on the device, others by EagleDrafter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forerun.drafters.eagle.config import default_layers
 from forerun.drafters.eagle.cuda.draft_graphs import MOST, DeviceDraft
-from forerun.drafters.eagle.cuda.draft_plan import UNKNOWN, Shape, best_of_menu
+from forerun.drafters.eagle.cuda.draft_plan import UNKNOWN, DraftShape, best_draft_shape
 from forerun.drafters.eagle.cuda.feature_fusion import make_net, why_not
 from forerun.drafters.eagle.files import read_head
 from forerun.errors import ForerunError
@@ -31,11 +31,11 @@ UNMEASURED = 2e-4  # seconds per level
 
 
 class DeviceEagle:
-    """Implements forerun.drafters.base.Drafter over a draft on the device and, for other texts, a plain one.
+    """Implements forerun.drafters.base.Drafter over a draft on the device and, for other sequences, a plain one.
 
-    A text belongs to one of them for life: greedy ones to the device, those that are sampled, or whose verifier
-    couples by noise, to the plain drafter, which is loaded when the first of them comes. What the device cannot do (a
-    kernel that does not compile, a graph that cannot be captured) it fails at once: from then on all is plain.
+    A sequence keeps its drafter: greedy ones the device, those that are sampled, or whose verifier couples by noise,
+    the plain drafter, which is loaded for the first of them. If the device fails (a kernel that does not compile, a
+    graph that cannot be captured), all sequences are drafted plainly from then on.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class DeviceEagle:
         self._plain: Drafter | None = None
         self._proven = False  # the device has drafted before
         self._failed = False
-        self._choices: dict[Hashable, Shape] = {}
+        self._choices: dict[Hashable, DraftShape] = {}
 
     def offer(self, seq: Seq) -> Offer:
-        """A level; a form that was never captured costs about what its weights take to read."""
+        """A level; before the first capture, about the time to read the head's weights."""
         if self._failed or not seq.params.is_greedy:
             return self.plain.offer(seq)
         return Offer((self.draft.seconds or UNMEASURED,))
@@ -117,7 +117,7 @@ class DeviceEagle:
         unread = [] if self._proven else [self.draft.unread(seq) for seq in seqs]
         try:
             grown = self.draft.propose(seqs, nodes, depth, width, ends=ends)
-        except Exception as error:  # Triton, its assembler and the driver raise whatever they like
+        except Exception as error:  # Triton, its assembler and the driver may raise anything
             self._fail(error)
             for seq, rows in zip(seqs, unread, strict=False):
                 if rows is not None:
@@ -126,8 +126,8 @@ class DeviceEagle:
         self._proven = self._proven or grown is not None
         return _lone_roots(seqs, budgets) if grown is None else grown
 
-    def _menu(self, nodes: int, depth: int, width: int, price: tuple[float, ...], level: float) -> Shape:
-        """The form that pays best, where the controller names prices: asked again only when these have moved."""
+    def _menu(self, nodes: int, depth: int, width: int, price: tuple[float, ...], level: float) -> DraftShape:
+        """The shape that pays best at the controller's prices; computed again only when these have changed."""
         key = (
             nodes,
             depth,
@@ -136,7 +136,7 @@ class DeviceEagle:
             tuple(round(price[min(n, len(price) - 1)], 1) for n in (8, 24, 59)),
         )
         if key not in self._choices:
-            self._choices[key] = best_of_menu(self._rates, (nodes, depth, width), price, level)
+            self._choices[key] = best_draft_shape(self._rates, (nodes, depth, width), price, level)
         return self._choices[key]
 
     def _observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
@@ -146,7 +146,7 @@ class DeviceEagle:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Texts under way whose rows went into the head on the device are written without drafts."""
+        """From now on draft plainly; running sequences whose rows the device has read get no more drafts."""
         self._failed = True
         reason = (str(error).splitlines() or [""])[0]
         log.warning(
@@ -155,7 +155,7 @@ class DeviceEagle:
         log.debug("where it failed", exc_info=error)
 
     def _hand_over(self, seq: Seq, rows: Tensor) -> None:
-        """Show the plain drafter all that was seen of a text [T, F], as one prompt."""
+        """Let the plain drafter observe all rows of a sequence [T, F], as one prompt."""
         chain = TreeBatch.chains([seq.tokens[: len(rows)]])
         layers = self.draft.feature_fusion.layers
         hidden = dict(zip(layers, rows.chunk(len(layers), -1), strict=True))

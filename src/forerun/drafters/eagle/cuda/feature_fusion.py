@@ -1,4 +1,4 @@
-"""From an EAGLE-3 head's files to what the GPU runs: its layer as a network, and what its rows carry."""
+"""Loads an EAGLE-3 head for the GPU: its layer as a network, and the fusion of the target's features."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class FeatureFusion:
 
 
 def why_not(config: EagleConfig, target: object) -> str:
-    """What keeps a head from being drafted with on the device; empty where nothing does."""
+    """Why a head cannot draft on the device; empty where it can."""
     if not isinstance(target, CudaDecoder):
         return "the target is not our decoder on a GPU"
     if config.kind != "eagle3":

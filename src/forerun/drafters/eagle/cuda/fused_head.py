@@ -1,4 +1,4 @@
-"""The steps of a head's layer as Triton kernels: the target's own, with an entry of its own."""
+"""The steps of a head's layer as Triton kernels: the target's, with another input step."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """A drafting head of one layer, run by the steps of the GPU decoder.
 
-An EAGLE-3 head's layer is a decoder layer with a wider way in: the normed embedding of a token beside a normed row
-of features. So everything behind that way in (rotation, slots, tree attention, gate, residuals, the LM head over
-the draft's own vocabulary) is what the target's passes are made of. Only keys and values outlast a pass, and they
-depend on what goes in alone: a text is caught up with by the way in and the first product.
+An EAGLE-3 head's layer is a decoder layer with a wider input: the normed embedding of a token beside a normed row
+of features. So everything after the input (rotation, slots, tree attention, gate, residuals, the LM head over the
+draft vocabulary) is shared with the target's passes. Only keys and values outlast a pass, and they depend on the input
+alone: rows of a prompt need only the input step and the first product.
 
 A head of int8 weights has rows of whole numbers in two bytes (see packed.py) in all five products. Their size must then
 be right to within a few powers of two, and is known beforehand: behind a norm from the norm's weight, attention's and
 the gate's from the weights that made them. These lifts are powers of two that are folded into norms and scales when the
 head is loaded. Only the residual stream is handed on before its norm is known; it is lifted by how large a row's
-features are on the way in, and what the layer adds to them should be.
+input features are, and by how large what the layer adds to them should be.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HeadWeights:
 
 
 class HeadModel(Model):
-    """A head in the place of a model: one layer, entered by another way."""
+    """A head as a model of one layer with another input."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class HeadModel(Model):
             self._head_norm = self.final_norm
             self.head = self._packed(weights.head)
             layer = Layer(
-                attention_norm=self.feature_norm,  # applied on the way in
+                attention_norm=self.feature_norm,  # applied to the input
                 qkv=self._packed(weights.qkv),
                 qkv_bias=None,
                 qk_norm=None,
@@ -146,7 +146,7 @@ def _lengths(weight: Tensor) -> Tensor:
 
 
 class HeadSteps(Protocol):
-    """The decoder's steps and the way in."""
+    """The decoder's steps and the head's input step."""
 
     def enter(self, run: Run, carried: Tensor) -> None: ...
     def qkv(self, run: Run, layer: int) -> None: ...
@@ -208,7 +208,7 @@ class PlainHeadSteps(PlainSteps):
 
 
 class HeadNet:
-    """A head with its buffers and the slots of its texts."""
+    """A head with its buffers and the slots of its sequences."""
 
     def __init__(self, model: HeadModel, kv_slots: int, kernels: str) -> None:
         config = model.config

@@ -1,4 +1,4 @@
-"""Triton: the way into a drafting head, and how its trees grow.
+"""Triton kernels of a drafting head: its input step, and the growth of its trees.
 
 A level of a draft would be forty small operations; here it is one kernel before the layer and two behind it. `tops`
 looks through a stretch of one row's logits, `advance` puts the stretches of all rows of one tree together.
@@ -72,12 +72,12 @@ def tops(logits, found, rows, highs, sums, vocab, K: tl.constexpr, CHUNK: tl.con
 
 
 @triton.jit(do_not_specialize=["first", "pool_size", "level"])
-def advance(found, rows, highs, sums, ids, standing, places, ancestors, pool_scores, pool_tokens, pool_parents,
-            next_standing, next_places, next_tokens, next_parents, next_ancestors, first, pool_size, log_scale, power,
+def advance(found, rows, highs, sums, ids, log_survivals, places, ancestors, pool_scores, pool_tokens, pool_parents,
+            next_scores, next_places, next_tokens, next_parents, next_ancestors, first, pool_size, log_scale, power,
             level, WIDE: tl.constexpr, WIDE_UP: tl.constexpr, K: tl.constexpr, K_UP: tl.constexpr, C: tl.constexpr,
             C_UP: tl.constexpr, FOUND_UP: tl.constexpr, FRESH: tl.constexpr, FRESH_UP: tl.constexpr,
             WIDTH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One tree: the K children that each of WIDE nodes puts forward, and the FRESH best of all of them.
+    """One tree: the K children that each of WIDE nodes proposes, and the FRESH best of all of them.
 
     The two loops work in registers: memory is asked once behind each, for all that they found.
     """
@@ -97,7 +97,7 @@ def advance(found, rows, highs, sums, ids, standing, places, ancestors, pool_sco
     log_total = top + tl.log(tl.where(there, total, 1.0))
     values = tl.load(found + node[:, None] * (C * K) + f[None, :], mask=there[:, None] & (f < C * K)[None, :],
                      other=float("-inf"), cache_modifier=".cg")  # fmt: skip
-    stands = tl.load(standing + node, mask=there, other=0.0, cache_modifier=".cg")
+    survival = tl.load(log_survivals + node, mask=there, other=0.0, cache_modifier=".cg")
     above = tl.load(places + node, mask=there, other=0, cache_modifier=".cg")
     bests = tl.full((WIDE_UP, K_UP), float("-inf"), dtype=tl.float32)
     spots = tl.zeros((WIDE_UP, K_UP), dtype=tl.int32)
@@ -109,7 +109,7 @@ def advance(found, rows, highs, sums, ids, standing, places, ancestors, pool_sco
         values = tl.where(f[None, :] == at[:, None], float("-inf"), values)
     real = there[:, None] & (k < K)[None, :]
     confidence = tl.minimum(bests - log_total[:, None], 0.0)
-    scores = stands[:, None] + tl.minimum(confidence * power + log_scale, 0.0)
+    scores = survival[:, None] + tl.minimum(confidence * power + log_scale, 0.0)
     row = tl.load(rows + node[:, None] * (C * K) + spots, mask=real, other=0, cache_modifier=".cg")
     pool = b * pool_size + first + w[:, None] * K + k[None, :]
     tl.store(pool_scores + pool, scores, mask=real)
@@ -127,19 +127,19 @@ def advance(found, rows, highs, sums, ids, standing, places, ancestors, pool_sco
         chosen = tl.where(i == j, spot, chosen)
         scores = tl.where(flat == spot, float("-inf"), scores)
     tl.debug_barrier()  # the tokens are read again below, by other threads than wrote them
-    _hand_on(b, i, leaders, chosen // K_UP, chosen % K_UP, ancestors, pool_tokens + b * pool_size, next_standing,
+    _hand_on(b, i, leaders, chosen // K_UP, chosen % K_UP, ancestors, pool_tokens + b * pool_size, next_scores,
              next_places, next_tokens, next_parents, next_ancestors, first, level, WIDE, K, FRESH, WIDTH)  # fmt: skip
 
 
 @triton.jit
-def _hand_on(b, i, leaders, parents, children, ancestors, tokens, next_standing, next_places, next_tokens, next_parents,
+def _hand_on(b, i, leaders, parents, children, ancestors, tokens, next_scores, next_places, next_tokens, next_parents,
              next_ancestors, first, level, WIDE: tl.constexpr, K: tl.constexpr, FRESH: tl.constexpr,
              WIDTH: tl.constexpr):  # fmt: skip
     """The next frontier: child by child of some parents, and the ancestors that lead to them."""
     real = i < FRESH
     place, fresh, parent = first + parents * K + children, b * FRESH + i, b * WIDE + parents
     token = tl.load(tokens + place, mask=real, other=0)
-    tl.store(next_standing + fresh, leaders, mask=real)
+    tl.store(next_scores + fresh, leaders, mask=real)
     tl.store(next_places + fresh, place.to(tl.int64), mask=real)
     tl.store(next_tokens + fresh, token.to(next_tokens.dtype.element_ty), mask=real)
     tl.store(next_parents + fresh, parent.to(tl.int64), mask=real)

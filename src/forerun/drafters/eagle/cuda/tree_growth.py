@@ -1,7 +1,7 @@
-"""How trees grow on the device: the same rule as everywhere, in operations that a graph can capture.
+"""Dynamic trees (EAGLE-2) on the device: the rule of drafters/tree_growth.py in operations that a graph can capture.
 
-Every node of the frontier puts forward its likeliest children, the best of these by cumulative confidence are the
-next frontier, and of all that were put forward the best n are the tree. Sizes are known before the draft starts, so
+Every node of the frontier proposes its likeliest children, the best of these by cumulative confidence are the
+next frontier, and of all that were proposed the best n are the tree. Sizes are known before the draft starts, so
 nothing is read on the way. On a GPU a level is two kernels; elsewhere it is plain torch.
 """
 
@@ -17,7 +17,7 @@ CHUNK = 2048  # logits that one program looks through
 
 @dataclass(frozen=True, slots=True)
 class HeadOutput:
-    """How a head's words are read: its vocabulary, and what its probabilities are worth (scale * q^power)."""
+    """How a head's output is read: its vocabulary, and its calibration (scale * q^power)."""
 
     ids: Tensor  # [Vd] the target's ids
     log_scale: float = 0.0
@@ -33,7 +33,7 @@ class HeadOutput:
 class Frontier:
     """Nodes that go through the head next, the best first."""
 
-    standing: Tensor  # [B, W] log survivals
+    log_survivals: Tensor  # [B, W] log survivals
     places: Tensor  # [B, W] where they are in the pool; -1 = the root
     tokens: Tensor  # [B, W]
     parents: Tensor  # [B W] rows of their parents in the last frontier, over all trees
@@ -47,7 +47,7 @@ class Frontier:
 
 
 class Pool:
-    """Everything that was put forward, level by level: [B, N] each."""
+    """All candidates, level by level: [B, N] each."""
 
     def __init__(self, trees: int, width: int, branch: int, depth: int, device: torch.device) -> None:
         self.width, self.branch = width, branch
@@ -69,7 +69,7 @@ def grow_level(
     head_output: HeadOutput,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> Frontier:
-    """Put forward the children of a frontier, whose logits are [B W, Vd]; returns the next frontier.
+    """Add the children of a frontier, whose logits are [B W, Vd], to the pool; returns the next frontier.
 
     `into`: where its tokens [B W] and ancestors [B W L] are to be written, flat, for the pass over it.
     """
@@ -84,22 +84,22 @@ def grow_level(
 
 def grow_plainly(pool: Pool, frontier: Frontier, logits: Tensor, head_output: HeadOutput) -> Frontier:
     """The same in plain torch."""
-    trees, wide = frontier.standing.shape
+    trees, wide = frontier.log_survivals.shape
     values, rows = logits.topk(pool.branch)  # [B W, K]
     values = head_output.log_confidence((values - logits.logsumexp(-1, keepdim=True)).clamp(max=0.0))
-    scores = (frontier.standing[:, :, None] + values.view(trees, wide, -1)).flatten(1)
+    scores = (frontier.log_survivals[:, :, None] + values.view(trees, wide, -1)).flatten(1)
     tokens = head_output.ids[rows].view(trees, -1)
     first, span = pool.used, pool.add(scores.shape[1])
     pool.scores[:, span], pool.tokens[:, span] = scores, tokens
     pool.parents[:, span] = frontier.places.repeat_interleave(pool.branch, 1)
-    standing, best = scores.topk(min(pool.width, scores.shape[1]))  # [B, W]
+    log_survivals, best = scores.topk(min(pool.width, scores.shape[1]))  # [B, W]
     parents = best // pool.branch
     level, fresh = frontier.ancestors.shape[-1], best.shape[1]
     own = level * pool.width + torch.arange(fresh, device=best.device)
     ancestors = frontier.ancestors.gather(1, parents[..., None].expand(-1, -1, level))
     ancestors = torch.cat((ancestors, own.expand(trees, -1)[..., None]), -1)
     over_all = parents + torch.arange(0, trees * wide, wide, device=best.device)[:, None]
-    return Frontier(standing, best + first, tokens.gather(1, best), over_all.flatten(), ancestors)
+    return Frontier(log_survivals, best + first, tokens.gather(1, best), over_all.flatten(), ancestors)
 
 
 def _grow_fused(
@@ -111,7 +111,7 @@ def _grow_fused(
 ) -> Frontier:
     from forerun.drafters.eagle.cuda import kernels_head
 
-    trees, wide = frontier.standing.shape
+    trees, wide = frontier.log_survivals.shape
     vocab, branch, device = logits.shape[1], pool.branch, logits.device
     chunks, level = -(-vocab // CHUNK), frontier.ancestors.shape[-1]
     found = torch.empty(trees * wide, chunks, branch, device=device)
@@ -133,8 +133,8 @@ def _grow_fused(
         integers(trees * fresh), ancestors.view(trees, fresh, level + 1),
     )  # fmt: skip
     kernels_head.advance[(trees,)](
-        found, rows, highs, sums, head_output.ids, frontier.standing, frontier.places, frontier.ancestors,
-        pool.scores, pool.tokens, pool.parents, nexts.standing, nexts.places, nexts.tokens, nexts.parents,
+        found, rows, highs, sums, head_output.ids, frontier.log_survivals, frontier.places, frontier.ancestors,
+        pool.scores, pool.tokens, pool.parents, nexts.log_survivals, nexts.places, nexts.tokens, nexts.parents,
         nexts.ancestors, first, pool.scores.shape[1], head_output.log_scale, head_output.power, level,
         WIDE=wide, WIDE_UP=_power(wide), K=branch, K_UP=_power(branch), C=chunks, C_UP=_power(chunks),
         FOUND_UP=_power(chunks * branch), FRESH=fresh, FRESH_UP=_power(fresh), WIDTH=pool.width, PDL=pdl,
@@ -145,11 +145,11 @@ def _grow_fused(
 
 def cut_trees(pool: Pool, roots: Tensor, nodes: int) -> Tensor:
     """[2, B, nodes + 1] tokens and parents of the best nodes and their root; ties go to the one made first."""
-    if pool.width == 1:  # a chain, all of which was put forward
+    if pool.width == 1:  # a chain: all of the pool
         steps = torch.arange(-1, nodes, device=roots.device).expand(len(roots), -1)
         return torch.stack((torch.cat((roots[:, None], pool.tokens[:, :nodes]), 1), steps))
     order = pool.scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
-    places = order.sort(dim=1).values  # parents were put forward before their children
+    places = order.sort(dim=1).values  # parents were added before their children
     above = pool.parents.gather(1, places)
     parents = (torch.searchsorted(places, above) + 1) * (above >= 0)  # the root's children have none above
     tokens = torch.cat((roots[:, None], pool.tokens.gather(1, places)), 1)
