@@ -47,7 +47,7 @@ def grow(trees: int, nodes: int, width: int = WIDTH, output: HeadOutput | None =
                 torch.empty(trees * width, dtype=torch.long),
                 torch.empty(trees * width * (level + 1), dtype=torch.long),
             )
-        wide = frontier.standing.shape[1]
+        wide = frontier.log_survivals.shape[1]
         frontier = grow_level(pool, frontier, torch.stack(rows), output, into)
         above = frontier.parents.view(trees, -1) - torch.arange(trees)[:, None] * wide
         tokens = frontier.tokens.tolist()

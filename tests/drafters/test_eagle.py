@@ -184,7 +184,7 @@ def test_eagle1_files_round_trip_and_borrow(tmp_path: Path) -> None:
     own = torch.randn(VOCAB, 8)
     head = EagleHead(again, loaded, SharedWeights.of(torch.randn(VOCAB, 8), own))
     torch.testing.assert_close(head.logits(torch.ones(1, 8)), torch.ones(1, 8) @ own.t())
-    with pytest.raises(InvalidInput, match="lends none"):
+    with pytest.raises(InvalidInput, match="shares none"):
         EagleHead(again, loaded, None)
     with pytest.raises(InvalidInput, match="another target"):
         EagleHead(again, loaded, SharedWeights.of(torch.randn(VOCAB, 6), torch.randn(VOCAB, 6)))

@@ -179,7 +179,7 @@ def test_a_text_that_the_head_cannot_read_is_refused() -> None:
     show(drafter, seq, torch.randn(3, config.feature_width))
     with pytest.raises(VocabularyMismatch, match="token 13"):
         drafter.propose([seq], [Budget(2, 2)])
-    with pytest.raises(InvalidInput, match="lends none"):
+    with pytest.raises(InvalidInput, match="shares none"):
         NativeHead(config, eagle_weights(config, borrows=True), None)
 
 

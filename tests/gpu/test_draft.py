@@ -197,7 +197,9 @@ def test_kernels_grow_what_torch_grows(width: int, vocab: int) -> None:
         ]
         for name in ("tokens", "places", "parents", "ancestors"):
             assert torch.equal(getattr(frontiers[0], name), getattr(frontiers[1], name)), (level, name)
-        torch.testing.assert_close(frontiers[0].standing, frontiers[1].standing, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            frontiers[0].log_survivals, frontiers[1].log_survivals, atol=1e-4, rtol=1e-4
+        )
     roots = torch.tensor([1, 2, 3], device="cuda")
     nodes = min(20, pools[0].scores.shape[1])
     assert torch.equal(cut_trees(pools[0], roots, nodes), cut_trees(pools[1], roots, nodes))

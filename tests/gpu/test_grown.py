@@ -93,7 +93,7 @@ def test_kernels_do_what_torch_does(seed: int) -> None:
         ints = torch.cat((torch.arange(MAX_ROWS, dtype=torch.int32), torch.from_numpy(plan.ints))).to(device)
         buffers.take(trees, form)
         buffers.fill(ints, plan.size, form)
-        buffers.settle(ints, plan.size, form, logits)
+        buffers.decide(ints, plan.size, form, logits)
         found.append((ints, buffers.outcome, buffers.moves))
     for name, plain, by_kernel in zip(("ints", "outcome", "moves"), *found, strict=True):
         assert torch.equal(plain, by_kernel), name

@@ -1,1 +1,1 @@
-"""Targets: our own decoder, the transformers adapter, and what loads them."""
+"""Target models: our own decoder, the transformers adapter, and what loads them."""

@@ -1,8 +1,8 @@
 """Tree attention: each node sees its sequence's committed tokens and its own ancestors.
 
-What a node may see is worked out once per pass, for each window that the model's layers use; a layer then
-only writes its keys and values and runs one attention call per sequence. Keys and values are read where they
-lie: a sequence's committed tokens and the nodes written behind them are one view of the store.
+What a node may see is computed once per pass, for each window that the model's layers use; a layer then
+only writes its keys and values and runs one attention call per sequence. Keys and values are read in place:
+a sequence's committed tokens and the nodes written behind them are one view of the KV cache.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def reach_of(span: Span, window: int | None, dtype: torch.dtype, device: torch.d
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One reach with its places in store and row buffer, ready for every layer."""
+    """One reach as views of the KV cache and of the row buffer, ready for every layer."""
 
     fresh: tuple[Tensor, ...]  # per layer [2, Hkv, M_b, D]: where the nodes' keys and values go
     keys: tuple[Tensor, ...]  # per layer [1, Hkv, N, D]
@@ -73,7 +73,7 @@ class View:
 
 
 def view_of(reach: Reach, data: Tensor, qkv: Tensor, result: Tensor, heads: int) -> View:
-    """Cut the views once per pass: `data` is the store, `qkv` [M, (H + 2 Hkv) D], `result` [M, H D]."""
+    """Cut the views once per pass: `data` is the KV cache, `qkv` [M, (H + 2 Hkv) D], `result` [M, H D]."""
     kv_heads, head_dim = data.shape[2], data.shape[4]
     span = reach.span
     first, end = span.base + span.length, span.base + span.length + span.nodes
@@ -91,7 +91,7 @@ def view_of(reach: Reach, data: Tensor, qkv: Tensor, result: Tensor, heads: int)
 
 
 def attend(layer: int, view: View, scale: float, softcap: float | None) -> None:
-    """Write the nodes' keys and values, and what their queries found, for one layer of one span."""
+    """Write the nodes' keys and values, and the attention output, for one layer of one span."""
     view.fresh[layer].copy_(view.made)
     queries, keys, values = view.queries, view.keys[layer], view.values[layer]
     if softcap is None:

@@ -1,4 +1,4 @@
-"""The seam of the target: score trees, keep the KV of what was accepted."""
+"""The Target protocol: a model that scores trees and keeps the KV cache of accepted tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Target(Protocol):
     A sequence of n committed tokens has n - 1 of them cached; the last is the root of the next tree. `score`
     leaves the cache of committed tokens as it was; `commit` keeps the keys and values of root and path and makes
     the rest unreachable. What must hold (forerun.testing.check_target): scoring a tree gives each node the
-    logits of a plain pass over its own path; score-then-commit equals prefilling the committed text; after
+    logits of a plain pass over its own path; score-then-commit equals prefilling the committed tokens; after
     `release` every slot is free again; a sequence's scores do not depend on its neighbours in the batch.
     """
 
@@ -63,7 +63,7 @@ class Target(Protocol):
     def has_room(self, *lengths: int) -> bool:
         """Could sequences of these lengths, each with a tree on top, be prefilled now, together and in this order?
 
-        What was promised and not taken is asked for again, with the others: no answer reserves anything.
+        No answer reserves anything: the next question must name all sequences again.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""A checkpoint's weights, brought into the shape that our decoder computes with.
+"""Loads a checkpoint's weights into the layout that our decoder computes with: one Block per layer.
 
 Names are those of the files on disk or of transformers' modules, under any of the usual prefixes. Queries,
 keys and values become one weight, gate and up another; query and key rows are reordered for `rotate_`.
-Weights are asked for one at a time and filled into place, so that a lazy mapping holds one at once.
+Weights are read one at a time and copied into place, so that a lazy mapping holds one at once.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Checkpoint:
     def block(self, index: int) -> Block:
         config, at = self.config, f"{self.prefix}layers.{index}."
         rope = config.layer_ropes[index]
-        turned = 0 if rope is None else config.ropes[rope].dims
+        rotary_dims = 0 if rope is None else config.ropes[rope].dims
         sandwich = config.sandwich_norms
         mlp_norm = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
         return Block(
             attention_norm=self._norm(at + "input_layernorm.weight"),
-            qkv=self._qkv(at + "self_attn.", "weight", turned),
-            qkv_bias=self._qkv(at + "self_attn.", "bias", turned) if self._has_bias(at) else None,
-            qk_norm=self._qk_norm(at + "self_attn.", turned) if config.qk_norm else None,
+            qkv=self._qkv(at + "self_attn.", "weight", rotary_dims),
+            qkv_bias=self._qkv(at + "self_attn.", "bias", rotary_dims) if self._has_bias(at) else None,
+            qk_norm=self._qk_norm(at + "self_attn.", rotary_dims) if config.qk_norm else None,
             o=self._read(at + "self_attn.o_proj.weight", (config.width, config.heads * config.head_dim)),
             o_bias=self._maybe(at + "self_attn.o_proj.bias"),
             mlp_norm=self._norm(f"{at}{mlp_norm}.weight"),
@@ -82,7 +82,7 @@ class Checkpoint:
     def _has_bias(self, at: str) -> bool:
         return any(f"{at}self_attn.{name}_proj.bias" in self.weights for name in ("q", "qkv"))
 
-    def _qkv(self, at: str, kind: str, turned: int) -> Tensor:
+    def _qkv(self, at: str, kind: str, rotary_dims: int) -> Tensor:
         """Queries, keys and values as one weight or bias; Phi-3 stores them so already."""
         config = self.config
         sizes = [config.heads * config.head_dim, *[config.kv_heads * config.head_dim] * 2]
@@ -94,16 +94,18 @@ class Checkpoint:
             names = zip(("q", "k", "v"), sizes, strict=True)
             parts = (self._get(f"{at}{name}_proj.{kind}", (size, *columns)) for name, size in names)
         for name, into, part in zip("qkv", torch.split(fused, sizes), parts, strict=True):
-            into.copy_(part if name == "v" or not turned else pair_up(part, config.head_dim, turned))
+            into.copy_(
+                part if name == "v" or not rotary_dims else pair_up(part, config.head_dim, rotary_dims)
+            )
         return fused
 
-    def _qk_norm(self, at: str, turned: int) -> Tensor:
+    def _qk_norm(self, at: str, rotary_dims: int) -> Tensor:
         """[H + Hkv, Dh] one norm weight per head, so that queries and keys are normed in one go."""
         config = self.config
         rows = []
         for name, heads in (("q_norm", config.heads), ("k_norm", config.kv_heads)):
             weight = self._norm(f"{at}{name}.weight", config.head_dim)
-            rows.append(pair_up(weight, config.head_dim, turned).expand(heads, -1))
+            rows.append(pair_up(weight, config.head_dim, rotary_dims).expand(heads, -1))
         return torch.cat(rows)
 
     def _mlp(self, at: str, inner: int) -> Mlp:
@@ -147,7 +149,7 @@ class Checkpoint:
         )
 
     def _norm(self, name: str, size: int | None = None) -> Tensor:
-        """A norm's weight; where it stands for 1 + weight the sum is kept in fp32, which bf16 would round."""
+        """A norm's weight; where the norm multiplies by 1 + weight, the sum is kept in fp32, which bf16 would round."""
         weight = self._get(name, (size or self.config.width,))
         dtype = torch.float32 if self.config.norm_offset else self.dtype
         weight = weight.to(self.device, dtype)

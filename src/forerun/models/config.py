@@ -1,4 +1,4 @@
-"""What our decoder needs to know of a checkpoint, read from its config.json.
+"""DecoderConfig: the architecture of a checkpoint, read from its config.json.
 
 Families spell the same architecture differently, and their files leave out whatever equals the family's
 default; here every spelling becomes one `DecoderConfig`, with one entry per layer where layers differ.
@@ -23,7 +23,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-# No model comes near these; a file that says more is damaged, and must not make us allocate what it says.
+# Far beyond any model; a file that says more is damaged, and must not make us allocate what it says.
 _MOST_LAYERS, _MOST_HEADS, _LARGEST = 1 << 14, 1 << 16, 1 << 31
 _OFF_BY_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
@@ -194,7 +194,7 @@ def _text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(family: str, values: Mapping[str, Any], layers: int) -> list[str]:
-    """Which layers look back a limited way; every family has its own rule where the file has no list."""
+    """Which layers have a sliding window; every family has its own rule where the file has no list."""
     listed = values.get("layer_types")
     if family in ("mistral", "mixtral", "phi3", "llama"):
         return ["full_attention" if family == "llama" else "sliding_attention"] * layers

@@ -1,4 +1,4 @@
-"""What a config.json means where it says nothing: the defaults of every family that our decoder runs."""
+"""Defaults of config.json, for every family that our decoder runs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Our own decoder: a Target for the Llama, Mistral, Qwen, SmolLM, Gemma 3, Phi-3 and Mixtral families.
+"""Decoder: our own model in torch, a Target for the Llama, Mistral, Qwen, SmolLM, Gemma 3, Phi-3 and Mixtral families.
 
 One pass serves prompts, trees and plain decoding: rows of all sequences share the linear layers, attention
-runs per sequence. What a layer would compute like every other (rotations, masks, views of buffers and of the
-KV store) is made once per pass, which is what makes a pass over one node cheap on a CPU.
+runs per sequence. What is the same for every layer (rotations, masks, views of buffers and of the KV cache) is
+made once per pass, which makes a pass over one node cheap on a CPU.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ class Decoder(SlotTarget):
         for window in set(config.windows):
             reaches = [reach_of(span, window, self._dtype, self._device) for span in spans]
             views[window] = [view_of(reach, data, qkv, found, heads) for reach in reaches]
-        turned = qkv[:, : (heads + config.kv_heads) * head_dim].view(len(tokens), -1, head_dim)
-        rotations = [self._turns(i, spans, seqs) for i in range(len(config.ropes))]
-        pairs = [turned[..., : rope.dims].view(*turned.shape[:2], -1, 2) for rope in config.ropes]
+        rotary = qkv[:, : (heads + config.kv_heads) * head_dim].view(len(tokens), -1, head_dim)
+        rotations = [self._rope_rotations(i, spans, seqs) for i in range(len(config.ropes))]
+        pairs = [rotary[..., : rope.dims].view(*rotary.shape[:2], -1, 2) for rope in config.ropes]
 
         x = F.embedding(torch.tensor(tokens, device=self._device), self._embedding)  # [M, D]
         if config.embedding_scale != 1.0:
@@ -133,7 +133,7 @@ class Decoder(SlotTarget):
                 hidden[i].copy_(x)
             linear(rms_norm(x, block.attention_norm, config.norm_eps), block.qkv, block.qkv_bias, out=qkv)
             if block.qk_norm is not None:
-                turned.copy_(rms_norm(turned, block.qk_norm, config.norm_eps))
+                rotary.copy_(rms_norm(rotary, block.qk_norm, config.norm_eps))
             rope = config.layer_ropes[i]
             if rope is not None:
                 rotate_(pairs[rope], rotations[rope])
@@ -151,7 +151,7 @@ class Decoder(SlotTarget):
         return None
 
     def _leave(self, x: Tensor, block: Block, found: Tensor) -> None:
-        """From what attention found to the end of the layer: everything that works row by row, in place."""
+        """From the attention output to the end of the layer: everything that works row by row, in place."""
         eps, activation = self.config.norm_eps, self.config.activation
         if block.after_attention_norm is None:
             add_linear_(x, found, block.o, block.o_bias)
@@ -169,7 +169,7 @@ class Decoder(SlotTarget):
         else:
             x.add_(rms_norm(linear(inner, mlp.down, mlp.down_bias), block.after_mlp_norm, eps))
 
-    def _turns(self, index: int, spans: Sequence[Span], seqs: Sequence[Seq]) -> Tensor:
+    def _rope_rotations(self, index: int, spans: Sequence[Span], seqs: Sequence[Seq]) -> Tensor:
         """[M, 1, R] the rotations of one rope at every row's position."""
         rotations = self._rotations[index]
         regimes = [rotations.rope.regime(self._lengths[seq.id]) for seq in seqs]

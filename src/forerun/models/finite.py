@@ -1,4 +1,4 @@
-"""Refuses logits that are not numbers: weights that are damaged, or too large for their type, give NaN."""
+"""Checks logits for NaN: damaged weights, or weights too large for their dtype, give NaN."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from forerun.errors import ModelError
 
 
 def check_numbers(logits: Tensor) -> Tensor:
-    """The logits, unless a row of them holds NaN or both infinities; on a CPU, where looking costs no waiting."""
+    """The logits, unless a row of them holds NaN or both infinities; on a CPU only, where reading does not wait."""
     if logits.device.type == "cpu" and bool(logits.sum().isnan()):
         raise ModelError(
             "the model computes logits that are not numbers (NaN): its weights are damaged or too large for this "

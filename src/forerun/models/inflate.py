@@ -1,11 +1,11 @@
-"""A large model with a small model's function: the same tokens, the same acceptance, the cost of the large one.
+"""Inflates a small model to a large one with the same function: the same tokens and acceptance, the large cost.
 
-Where no large checkpoint can be had, speculation can still be measured at its size. The residual stream is padded
+Where no large checkpoint is available, speculation can still be measured at its size. The residual stream is padded
 with zeros; a norm then divides by a smaller root mean square, so its weight shrinks by sqrt(old / new) and its
-epsilon by old / new. Each head's rotary pair i goes to pair i * (new / old) of a wider head, which turns at the same
-rate, and queries grow by sqrt(new / old) because scores are divided by more. Query heads keep their key-value head.
-Whatever is added (heads, units, layers) reads through random weights and writes through zeros: it costs what
-it would cost, and says nothing. Every figure from such a model must say that it is one.
+epsilon by old / new. Each head's rotary pair i goes to pair i * (new / old) of a wider head, which rotates at the
+same rate, and queries grow by sqrt(new / old) because scores are divided by more. Query heads keep their key-value
+head. Whatever is added (heads, units, layers) reads through random weights and writes through zeros: it costs what it
+would cost, and adds nothing to the output. Every figure from such a model must say that it is one.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class InflatedWeights(Mapping[str, Tensor]):
         new = self._random(name, self.shape.heads * self.shape.head_dim, self.shape.width)
         if old is not None:
             growth = math.sqrt(self.shape.head_dim / self.small.head_dim)
-            new[self._head_rows(self._turning()), : self.small.width] = (old.float() * growth).to(new)
+            new[self._head_rows(self._rotary_places()), : self.small.width] = (old.float() * growth).to(new)
         return new
 
     def _keys(self, name: str, old: Tensor | None) -> Tensor:
@@ -180,7 +180,7 @@ class InflatedWeights(Mapping[str, Tensor]):
         new = self._random(name, shape.kv_heads * shape.head_dim, shape.width)
         if old is not None:
             new[: self.small.kv_heads * shape.head_dim] = 0
-            new[self._rows(self._kv, self._turning()), : self.small.width] = old.to(new)
+            new[self._rows(self._kv, self._rotary_places()), : self.small.width] = old.to(new)
         return new
 
     def _values(self, name: str, old: Tensor | None) -> Tensor:
@@ -208,7 +208,7 @@ class InflatedWeights(Mapping[str, Tensor]):
             new[: self.small.width, : self.small.inner] = old.to(new)
         return new
 
-    def _turning(self) -> Tensor:
+    def _rotary_places(self) -> Tensor:
         """[Dh] where each dimension of a small head goes: pair i is dimensions i and i + Dh/2."""
         pairs, stride = self.small.head_dim // 2, self.shape.head_dim // self.small.head_dim
         first = torch.arange(pairs) * stride

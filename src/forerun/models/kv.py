@@ -1,6 +1,6 @@
-"""Where keys and values live: one tensor for all layers, in which every sequence owns a run of slots.
+"""KVStore: the KV cache, one tensor for all layers, in which every sequence owns a run of slots.
 
-A sequence's run (its extent) is reserved when it is admitted, as long as it may ever become, plus room for
+A sequence's run (its extent) is reserved when it is admitted, for its longest possible length plus room for
 a tree. So its context is always contiguous: attention reads a view, no gather, and the nodes of a tree are
 written right behind the committed tokens. `table` gives the slot of every position for kernels that read
 through a table instead.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun.errors import InvalidInput
 
-TREE_MARGIN = 257  # slots beyond a text's length: the root and 256 nodes, the largest budget there is
+TREE_MARGIN = 257  # slots beyond a sequence's length: the root and 256 nodes, the largest budget
 CHUNK = 512  # slots; an unbounded store grows by at least this many
 
 
@@ -88,8 +88,8 @@ class Extent:
 class KVStore:
     """Keys and values of all sequences: `data` [L, 2, Hkv, S, D], keys at 0 and values at 1.
 
-    Who holds which slots, and which are free, is one value that is replaced in one step: whatever fails or is
-    interrupted, no slot is lost and none has two owners.
+    The slots of every sequence and the free ones are one value that is replaced in one step: after any failure or
+    interrupt, no slot is lost and none has two owners.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class KVStore:
     ) -> None:
         self.bounded = capacity is not None
         shape = (layers, 2, kv_heads, capacity or 0, head_dim)
-        with torch.inference_mode(False):  # written in every mode, whoever made the store
+        with torch.inference_mode(False):  # written in every mode
             self.data = torch.empty(shape, dtype=dtype, device=device)
         self._state: tuple[FreeList, dict[int, Extent]] = FreeList(capacity or 0), {}
 
@@ -126,7 +126,7 @@ class KVStore:
         return not self.bounded or self._slots.fits(sizes)
 
     def reserve(self, seq_id: int, size: int) -> Extent:
-        """Give a sequence its slots for life; what it held before is released."""
+        """Give a sequence its slots until it is released; what it held before is freed."""
         self.release(seq_id)
         slots = self._slots.copy()
         base = slots.take(size)
@@ -168,9 +168,9 @@ class KVStore:
     def accept(self, seq_id: int, path: Sequence[int]) -> list[tuple[int, int]]:
         """Commit a root, written at the first slot behind the committed ones, and some nodes behind it.
 
-        `path` has the nodes' places relative to the root, ascending. What comes back are the slots to `move` next to
-        the root, as (from, to): none where the nodes are where they belong. Whatever else was written there is
-        beyond the length, and will be written over.
+        `path` has the nodes' places relative to the root, ascending. Returns the slots to `move` next to the root, as
+        (from, to): none where the nodes are already in place. Whatever else was written there is beyond the length,
+        and will be overwritten.
         """
         extent = self.extent(seq_id)
         root = extent.base + extent.length
@@ -197,7 +197,7 @@ class KVStore:
             extent.length = min(extent.length, length)
 
     def _make_room(self, size: int) -> int:
-        """Have a tensor with so many slots more, by half more at least, and say how many; the copy is rare."""
+        """Grow the tensor by so many slots, by half its size at least, and return how many; the copy is rare."""
         more = max(size, self.capacity // 2)
         more = -(-more // CHUNK) * CHUNK
         old, held = self.data, self.capacity

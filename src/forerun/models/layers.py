@@ -1,4 +1,4 @@
-"""The small parts that the decoder and drafters' heads share: linear maps, norms, rotations, activations.
+"""Layer functions that the decoder and drafting heads share: linear maps, norms, rotary embedding, activations.
 
 Functions on plain tensors, rows first ([M, D]); nothing here knows of sequences or caches. On a CPU the cost
 of a pass over few rows is memory traffic and the number of operations, so each part is as few as it can be.
@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
 
 
 def add_linear_(onto: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """onto += linear(x), in place: the way back into the residual stream."""
+    """onto += linear(x), in place: added to the residual stream."""
     if bias is not None:
         onto.add_(bias)
     form = _form(x)
@@ -85,7 +85,7 @@ def softcap_(logits: Tensor, cap: float) -> Tensor:
 
 
 class Rotations:
-    """Turns positions into rotations, for one rope."""
+    """Rotary embedding: from positions to rotations, for one rope."""
 
     def __init__(self, rope: RopeConfig, device: torch.device) -> None:
         self.rope = rope
@@ -106,9 +106,9 @@ class Rotations:
 
 
 def rotate_(pairs: Tensor, rotations: Tensor) -> None:
-    """Turn pairs [M, H, R, 2] by rotations [M, 1, R], in place.
+    """Rotate pairs [M, H, R, 2] by rotations [M, 1, R], in place.
 
-    A pair is two neighbours, so that a turn is one complex product; `pair_up` brings weights into this order.
+    A pair is two neighbours, so that a rotation is one complex product; `pair_up` brings weights into this order.
     """
     if pairs.dtype == torch.float32:
         torch.view_as_complex(pairs).mul_(rotations)
@@ -119,7 +119,7 @@ def rotate_(pairs: Tensor, rotations: Tensor) -> None:
 def pair_up(weight: Tensor, head_dim: int, dims: int) -> Tensor:
     """Reorder the rows of a query or key weight (or bias, or head norm) for `rotate_`.
 
-    Checkpoints turn dimension i with i + dims/2; here the two become neighbours. Queries and keys are
+    Checkpoints rotate dimension i with i + dims/2; here the two become neighbours. Queries and keys are
     reordered alike, so their products stay what they were.
     """
     heads = weight.reshape(-1, head_dim, *weight.shape[1:])  # [H, D, ...]

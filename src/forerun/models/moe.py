@@ -1,4 +1,4 @@
-"""Feed-forward layers made of experts: a router picks a few per row, and only those are computed."""
+"""Mixture of experts: feed-forward layers whose router picks a few experts per row; only those are computed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Experts:
 
 
 def mix(x: Tensor, experts: Experts, config: MoeConfig, activation: Activation) -> Tensor:
-    """[M, D] -> [M, D]: the picked experts' answers, weighted by the router."""
+    """[M, D] -> [M, D]: the picked experts' outputs, weighted by the router."""
     laws = linear(x, experts.router).softmax(-1, dtype=torch.float32)  # [M, E]
     weights, picked = laws.topk(config.per_token, dim=-1)  # [M, K]
     if config.renormalise:

@@ -1,8 +1,8 @@
-"""Rotary positions: the settings of a rope, and the frequencies that follow from them.
+"""Rotary positions (RoPE): the settings of a rope, and the frequencies that follow from them.
 
-The two kinds whose frequencies depend on how long the text is (dynamic, longrope) are read here as a function
-of how long a sequence *may become*, which is known when it is admitted. So a sequence keeps one set of
-frequencies for life: keys never have to be computed again, and no neighbour in the batch can change them.
+The two kinds whose frequencies depend on the sequence length (dynamic, longrope) use the length that a sequence
+*may become*, which is known when it is admitted. So a sequence keeps one set of frequencies: keys never have to
+be computed again, and no neighbour in the batch can change them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _KINDS: dict[str, RopeKind] = {
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """One way of turning positions into angles. `context` is the length the model was trained for."""
+    """How positions become angles. `context` is the length the model was trained for."""
 
     kind: RopeKind
     theta: float
-    dims: int  # how many of a head's dimensions turn, from the front
+    dims: int  # how many of a head's dimensions rotate, from the front
     context: int
     factor: float = 1.0
     attention_factor: float | None = None  # yarn, longrope: None = by the formula
@@ -49,7 +49,7 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, given: Mapping[str, Any], values: Mapping[str, Any], head_dim: int) -> RopeConfig:
-        """Read `rope_scaling` or `rope_parameters`; `values` is the config it stands in."""
+        """Read `rope_scaling` or `rope_parameters`; `values` is the config it is in."""
         name = given.get("rope_type") or given.get("type") or "default"
         if name not in _KINDS:
             known = ", ".join(_KINDS)
@@ -93,7 +93,7 @@ class RopeConfig:
         return rope
 
     def regime(self, length: int) -> int:
-        """Texts of equal regime share frequencies: 0 but for dynamic and longrope beyond their context."""
+        """Sequences of equal regime share frequencies: 0 but for dynamic and longrope beyond their context."""
         if self.kind not in ("dynamic", "longrope") or length <= self.context:
             return 0
         return length if self.kind == "dynamic" else 1

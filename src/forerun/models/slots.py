@@ -1,7 +1,7 @@
-"""What our own decoders share on the host: which text holds which slots, and what of them is filled.
+"""SlotTarget: the part of our own decoders that manages KV slots: admission, prefill passes, commit, release.
 
-A text takes its slots when it is first prefilled and gives them back when it is released; prompts are cut into
-passes, trees are checked against the slots behind a text, and a verdict says which slots move where. How a pass is
+A sequence takes its slots when it is first prefilled and gives them back when it is released; prompts are cut into
+passes, trees are checked against the slots behind a sequence, and a verdict says which slots move where. How a pass is
 run is left to the decoders.
 """
 
@@ -66,7 +66,7 @@ class SlotTarget:
         return self.kv.has_room(*(length + TREE_MARGIN for length in lengths))
 
     def cached_tokens(self, seq: Seq) -> int:
-        try:  # and no question before: another thread may release it in between
+        try:  # no check before: another thread may release it in between
             return self.kv.extent(seq.id).length
         except InvalidInput:
             return 0
@@ -76,7 +76,7 @@ class SlotTarget:
         self._lengths.pop(seq.id, None)
 
     def _admit(self, seqs: Sequence[Seq]) -> list[list[int]]:
-        """Slots for all that have none yet, or for none of them; what of each text is still to be cached."""
+        """Slots for all that have none yet, or for none of them; which tokens of each are still to be cached."""
         new = [seq for seq in seqs if not self.kv.holds(seq.id)]
         try:
             for seq in new:

@@ -95,8 +95,8 @@ class EagleHead:
             into = torch.cat((rms_norm(embedded, self._token_norm, eps), normed), -1)
             x = normed.clone() if config.norm_before_residual else carried.clone()
         qkv = self._qkv.times(into).view(len(tokens), -1, config.head_dim)
-        turned = qkv[:, : config.heads + config.kv_heads]
-        rotate_(torch.unflatten(turned, -1, (-1, 2)), self._rotations_at(positions))
+        rotary = qkv[:, : config.heads + config.kv_heads]
+        rotate_(torch.unflatten(rotary, -1, (-1, 2)), self._rotations_at(positions))
         q, k, v = torch.split(qkv, [config.heads, config.kv_heads, config.kv_heads], 1)
         x = self._o.add_to(x.clone() if x is into else x, attend(q, k, v))
         inner = gate(self._gate_up.times(rms_norm(x, self._mlp_norm, eps)), "silu")

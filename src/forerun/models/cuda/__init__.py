@@ -1,1 +1,1 @@
-"""Our decoder on a GPU: few, large kernels, captured as graphs, whose rows never depend on their neighbours."""
+"""Our decoder on a GPU: few large kernels, captured as CUDA graphs; a row never depends on its neighbours."""

@@ -1,4 +1,4 @@
-"""The steps of a pass as Triton kernels: five launches per layer, and one before and behind all layers.
+"""The steps of a pass as Triton kernels: five launches per layer, and one before and one after all layers.
 
 Into how many splits a product's depth is cut is decided here, from the weight's shape alone and never from the number
 of rows: that is half of why a row's bits do not depend on its neighbours (the other half is in the kernels). More than
@@ -173,7 +173,7 @@ class FusedSteps:
         layer: int = 0,
         normed: bool = False,
     ) -> None:
-        """One product with what rides on it; pointers that a mode does not use stand for nothing.
+        """One product with the steps fused into it; pointers that a mode does not use are placeholders.
 
         `normed`: the rows come with their norm applied, and not as x times its weight.
         """
@@ -262,9 +262,7 @@ class FusedSteps:
         config, window = self.model.config, self.model.layers[layer].window
         grid = run.size.groups, config.kv_heads, run.size.splits
         each = power_of_two(config.heads // config.kv_heads)
-        short = (
-            run.size.splits <= SHORT_SPLITS
-        )  # a program has few steps, and nothing to gain by asking ahead
+        short = run.size.splits <= SHORT_SPLITS  # a program has few steps, and prefetching gains nothing
         settings: dict[str, Any] = {"num_stages": 1 if short else 3}
         if short and config.head_dim <= 128 and math.prod(grid) > 2 * self.processors:
             settings["maxnreg"] = 168  # three programs to a multiprocessor
@@ -283,7 +281,7 @@ class FusedSteps:
 
 
 def rows_per_tile(rows: int, whole: bool = False) -> int:
-    """The width of a product: it decides how fast it is, not what comes out. Rows of two bytes count twice."""
+    """The width of a product: it changes its speed, not its result. Rows of two bytes count twice."""
     sizes = (8, 16, 32, 64) if whole else (16, 32, 64, 128)
     return next((size for size in sizes if rows <= size), sizes[-1])
 

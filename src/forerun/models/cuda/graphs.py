@@ -1,6 +1,6 @@
-"""Passes captured as CUDA graphs, one per size, when a size is first met.
+"""CUDA graphs of passes, one per size, captured when a size first occurs.
 
-The host launches a whole pass by one call, which is what makes a pass over one node cheap: a layer is five
+The host launches a whole pass by one call, which makes a pass over one node cheap: a layer is five
 kernels of a few microseconds each. Capturing costs one eager pass (Triton compiles then, and keeps what it
 compiled on disk) and no memory beyond the buffers, which all graphs share.
 """
@@ -51,7 +51,7 @@ class Passes:
 
     @torch.inference_mode()
     def replay_last(self) -> None:
-        """The last pass once more, from the same integers: for timing."""
+        """Run the last pass again, from the same integers: for timing."""
         if not self.capture:
             self._launch(self._last)
             return
@@ -67,7 +67,7 @@ class Passes:
             return
         self.grown.fill(run.ints, size, form)
         run_pass(self.steps, self.model, buffers, run, hidden, with_logits)
-        self.grown.settle(run.ints, size, form, buffers.logits[: form.rows])
+        self.grown.decide(run.ints, size, form, buffers.logits[: form.rows])
 
     def _capture(self, key: _Key) -> torch.cuda.CUDAGraph:
         started = perf_counter()

@@ -1,9 +1,9 @@
-"""Trees that were grown on the device: from their parents to a pass, and from its argmax to the greedy verdict.
+"""Passes over trees that were grown on the device: from their parents to a pass, from its argmax to the verdict.
 
-The host knows how large such trees are and where they go, but not what is in them. So it lays out the pass for any
+The host knows the sizes and slots of such trees, but not their tokens and parents. So it lays out the pass for any
 tree of that size, with room for as many ancestors as the tree may be deep, and the device fills in the rest: tokens,
-positions and ancestors before the pass, the path of the argmax behind it. The host reads all of it at once, when
-the round is over. Everything here is a few torch operations on small integers, made to be captured in a graph.
+positions and ancestors before the pass, the path of the argmax after it. The host reads all of it at once, at the end
+of the round. Everything here is a few torch operations on small integers, made to be captured in a graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from forerun.types import GreedyWalk, TreeBatch, TreeForm, Verdict
 
 
 def plan_grown(places: Sequence[tuple[int, int]], form: TreeForm, group_nodes: int) -> Plan:
-    """A pass over trees whose content the device knows; `places` has every tree's base slot and length."""
+    """A pass over trees whose content is on the device; `places` has every tree's base slot and length."""
     rows, groups, template = _layout(form, group_nodes)
     farthest = max(length for _, length in places) + form.depth
     size = Size(rows, groups, round_up(1 + split_of(farthest), SPLIT_SIZES))
@@ -64,7 +64,7 @@ def _layout(form: TreeForm, group_nodes: int) -> tuple[int, int, Template]:
 
 
 class GrownBuffers:
-    """Where grown trees go into a pass, and where its outcome lies until the host reads it."""
+    """Buffers for grown trees as input of a pass, and for its outcome until the host reads it."""
 
     def __init__(self, device: torch.device, walk: GreedyWalk, fused: bool | None = None) -> None:
         self.walk = walk
@@ -97,7 +97,7 @@ class GrownBuffers:
         ints[places.positions : places.positions + form.rows].copy_(positions.flatten())
         ints[places.ancestors : places.lengths].copy_(ancestors.flatten())
 
-    def settle(self, ints: Tensor, size: Size, form: TreeForm, logits: Tensor) -> None:
+    def decide(self, ints: Tensor, size: Size, form: TreeForm, logits: Tensor) -> None:
         """The verdict, and which slots it moves: root and path behind each other, the rest onto itself."""
         places = Places.of(size, form)
         trees = self.tree_ints[:, : form.rows].view(2, form.trees, form.nodes)

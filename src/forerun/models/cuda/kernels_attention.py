@@ -1,12 +1,12 @@
-"""Triton: tree attention that walks positions in order, so that a node's bits do not depend on its company.
+"""Triton: tree attention that reads positions in order, so that a node's bits do not depend on its neighbours.
 
 Keys are read by absolute position: first the committed tokens, then the node's own ancestors by depth, found
 through a table of slots. Positions are cut into splits at fixed places (short ones near the start, longer ones
-further out), each is walked in tiles of 64 positions, and `combine` adds a node's splits up in order. Which
+further out), each is read in tiles of 64 positions, and `combine` adds a node's splits up in order. Which
 programs do that work depends on the batch; the order of every sum depends on the node's position alone.
 
 A program takes a *group*: nodes of one sequence of which each is an ancestor of the next (a chain), or any
-nodes where the split lies wholly in committed text, or one node.
+nodes where the split lies wholly in committed tokens, or one node.
 """
 
 # mypy: ignore-errors
@@ -36,7 +36,7 @@ def _split_of(p):
 @triton.jit
 def _walk(q, at, last, start, end, top, total, acc, keys, values, ints, base, length, ancestors, scale,
           D: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr):  # fmt: skip
-    """Take in the positions from start to end, in order; TABLE: some may lie behind the committed text."""
+    """Attend to the positions from start to end, in order; TABLE: some may lie behind the committed tokens."""
     d, t = tl.arange(0, D), tl.arange(0, TILE)
     for p0 in range(start, end, TILE):
         p = p0 + t

@@ -1,15 +1,15 @@
-"""Triton: products of a few rows with a large weight, and everything that can ride on them.
+"""Triton: products of a few rows with a large weight, and the steps that are fused into them.
 
 A pass over few nodes is bound by reading the weights once, so a layer is four such products and attention, and
 norms, residuals, rotations, the write to the KV store and the gate are beginnings or ends of them. A norm is
-split: who writes the residual stream also writes it times the next norm's weight, and the sum of squares of
-every tile of columns; who reads it multiplies what comes out by the inverse root mean square.
+split: the writer of the residual stream also writes it times the next norm's weight, and the sum of squares of
+every tile of columns; the reader multiplies its result by the inverse root mean square.
 
 The bits of a row must not depend on how many rows there are. Weights are the first operand of the product, so
 rows only decide its width; which tile, how many splits and in what order they add up depends on the weight's
 shape alone. Sums across a tile follow the layout in registers, which does change with the number of rows: they
-are sums of squares, and run in double precision. No multiplication is fused with an addition behind the
-compiler's back (`enable_fp_fusion=False` at the launch).
+are sums of squares, and run in double precision. The compiler must not fuse a multiplication with an addition
+(`enable_fp_fusion=False` at the launch).
 """
 
 # mypy: ignore-errors
@@ -76,7 +76,7 @@ def _pairs(t, HALF: tl.constexpr, MT: tl.constexpr):
 def _finish_qkv(acc, n0, rows, live, out, keys, values, bias, head_norm, rope, positions, slots, eps, head_stride,
                 H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, BIAS: tl.constexpr,
                 HEAD_NORM: tl.constexpr, ROPE: tl.constexpr, BN: tl.constexpr, MT: tl.constexpr):  # fmt: skip
-    """Norm queries and keys by head, turn them, and put all three where they belong."""
+    """Norm queries and keys by head, rotate them, and store queries, keys and values."""
     n = n0 + tl.arange(0, BN)
     turned = n0 < (H + HKV) * D
     if BIAS:

@@ -43,7 +43,7 @@ def embed(tokens, table, x, out, squares, inverses, norm, eps, WIDTH: tl.constex
 
 @triton.jit
 def normalise(x, norm, out, eps, WIDTH: tl.constexpr, UP: tl.constexpr, PDL: tl.constexpr):
-    """The last norm of one row, where somebody wants to see it: the head itself does without."""
+    """The last norm of one row, for callers that need it: the LM head does not."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     m = tl.program_id(0)
@@ -89,7 +89,7 @@ def finish_qkv(parts, inverses, out, keys, values, bias, head_norm, rope, positi
                H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HEADS: tl.constexpr,
                PARTS: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr,
                NORMED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """HEADS heads of one row: norm queries and keys by head, turn them, and put all three where they belong."""
+    """HEADS heads of one row: norm queries and keys by head, rotate them, and store queries, keys and values."""
     m, h0 = tl.program_id(0), tl.program_id(1) * HEADS
     heads, d = h0 + tl.arange(0, HEADS), tl.arange(0, D)
     n = heads[:, None] * D + d[None, :]

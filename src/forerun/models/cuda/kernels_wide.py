@@ -3,7 +3,7 @@
 One warp fetches tiles with the copy engine, eight warps multiply them, and a program takes one tile after another, so
 that fetching goes on while results are written. Every number has the bits that `kernels_linear.linear` gives it:
 tensor cores add up the same steps of 16 along K in the same order, in a fresh sum for each of the weight's splits, and
-splits are added from zero in order: here (SEQUENTIAL) or by whoever reads the parts (kernels_rows.py). Only how many
+splits are added from zero in order: here (SEQUENTIAL) or where the parts are read (kernels_rows.py). Only how many
 outputs and rows a tile has is different, and no sum depends on that.
 
 Rows of a tile come in up to three pieces, because shapes are powers of two and a batch of 160 rows should not cost
@@ -79,7 +79,7 @@ def _fetch_rows(a0, a1, a2, first, k, bar, r0, r1, r2, P0: gl.constexpr, P1: gl.
 def _fetch(left, right, a0, a1, a2, w, r0, r1, r2, full, empty, units, K: gl.constexpr, MODE: gl.constexpr,
            BN: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr, ROW_TILES: gl.constexpr,
            PARALLEL: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Keep all stages filled. The first weights are asked for before the kernel in front has ended."""
+    """Keep all stages filled. The first weights are fetched before the preceding kernel has ended."""
     steps: gl.constexpr = K // PARALLEL // _BK
     MT: gl.constexpr = P0 + P1 + P2
     bytes: gl.constexpr = (BN + MT) * _BK * 2

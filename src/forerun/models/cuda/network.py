@@ -36,7 +36,7 @@ def check_supported(config: DecoderConfig) -> None:
     elif config.width % 16 or config.inner % 16:
         reason = f"width {config.width} and inner width {config.inner} must be multiples of 16"
     elif any(rope.kind in ("dynamic", "longrope") for rope in config.ropes):
-        reason = f"rope {config.ropes[0].kind!r} depends on the length of the text"
+        reason = f"rope {config.ropes[0].kind!r} depends on the length of the sequence"
     elif config.activation != "silu":
         reason = f"activation {config.activation!r} is not silu"
     if reason:
@@ -111,7 +111,7 @@ class Model:
         )
 
     def _rope(self, index: int) -> Tensor:
-        """[P, R, 2] rotations at every position that a text may have, and a tree behind it."""
+        """[P, R, 2] rotations at every position that a sequence may have, and a tree behind it."""
         rates, magnitude = frequencies(self.config.ropes[index], 0)
         positions = torch.arange(self.max_length + TREE_MARGIN, dtype=torch.float32, device=self.device)
         angles = positions[:, None] * rates.to(self.device)
@@ -153,7 +153,7 @@ class Buffers:
         return self._hidden[layer]
 
     def send(self, plan: Plan) -> None:
-        """One copy; the source is pageable, so the call has taken it over when it returns."""
+        """One copy; the source is pageable, so it has been read when the call returns."""
         end = MAX_ROWS + len(plan.ints)
         self.ints[MAX_ROWS:end].copy_(torch.from_numpy(plan.ints), non_blocking=True)
 

@@ -29,15 +29,15 @@ class PlainSteps:
         if weights.qkv_bias is not None:
             found = found + weights.qkv_bias
         found = found.view(rows, -1, dim).float()
-        turned = found[:, : heads + config.kv_heads]
+        rotated = found[:, : heads + config.kv_heads]
         if weights.qk_norm is not None:
-            turned = F.rms_norm(turned, (dim,), None, config.norm_eps) * weights.qk_norm.float()
+            rotated = F.rms_norm(rotated, (dim,), None, config.norm_eps) * weights.qk_norm.float()
         if weights.rope is not None:
-            turned = _turn(turned, weights.rope[run.positions.long()])
-        self.buffers.queries[:rows] = turned[:, :heads].flatten(1).to(self.model.dtype)
+            rotated = _rotate(rotated, weights.rope[run.positions.long()])
+        self.buffers.queries[:rows] = rotated[:, :heads].flatten(1).to(self.model.dtype)
         there = run.slots >= 0
         slots = run.slots[there].long()
-        self.kv[layer, 0][:, slots] = turned[there, heads:].transpose(0, 1).to(self.model.dtype)
+        self.kv[layer, 0][:, slots] = rotated[there, heads:].transpose(0, 1).to(self.model.dtype)
         values = found[there, heads + config.kv_heads :]
         self.kv[layer, 1][:, slots] = values.transpose(0, 1).to(self.model.dtype)
 
@@ -85,13 +85,13 @@ class PlainSteps:
         return (normed * weight.float()).to(self.model.dtype)
 
 
-def _turn(pairs: Tensor, rotations: Tensor) -> Tensor:
-    """Turn neighbours [m, H, D] by cosines and sines [m, R, 2]; dimensions beyond 2R stay."""
+def _rotate(pairs: Tensor, rotations: Tensor) -> Tensor:
+    """Rotate neighbours [m, H, D] by cosines and sines [m, R, 2]; dimensions beyond 2R stay."""
     dims = 2 * rotations.shape[1]
     even, odd = pairs[..., 0:dims:2], pairs[..., 1:dims:2]
     cos, sin = rotations[:, None, :, 0], rotations[:, None, :, 1]
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
-    return torch.cat((turned, pairs[..., dims:]), -1)
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    return torch.cat((rotated, pairs[..., dims:]), -1)
 
 
 def _slots_seen(run: Run, window: int) -> tuple[Tensor, Tensor]:
@@ -109,5 +109,5 @@ def _slots_seen(run: Run, window: int) -> tuple[Tensor, Tensor]:
             table[row, at] = base + torch.where(at < length, at, length + ints[ancestors + behind])
             seen[row, at] = at > positions[row] - window if window else torch.ones_like(at, dtype=torch.bool)
     nothing = ~seen.any(-1)
-    seen[nothing, 0] = True  # padding rows: something finite that nobody reads
+    seen[nothing, 0] = True  # padding rows: something finite that is never read
     return table.to(run.ints.device), seen.to(run.ints.device)

@@ -1,4 +1,4 @@
-"""What the host tells the device about a pass: one array of integers, sent in one copy.
+"""The plan of a GPU pass: one array of integers, sent to the device in one copy.
 
 Per row its token, its position and the slot its keys and values go to; then the groups of nodes that attention
 works on (see kernels_attention.py), and the ancestors of nodes in trees that branch. Row counts, group counts
@@ -101,7 +101,7 @@ def _chain_groups(span: Span, first: int, count: int, group_nodes: int) -> list[
 
 
 def _tree_groups(span: Span, first: int, group_nodes: int, ancestors: list[int]) -> list[tuple[int, ...]]:
-    """Committed text is shared; from the split in which the tree starts, every node walks alone.
+    """Committed tokens are shared; from the split in which the tree starts, every node attends alone.
 
     The last but one field is where a node's ancestors start, counted from the first of them: `_pack` moves it.
     """
@@ -160,10 +160,10 @@ class Template:
     def add_groups(
         self, tree: int, rows: Sequence[int], group_nodes: int, ancestors: int | None, steps: int
     ) -> None:
-        """The groups of one tree's rows, which share committed text; `ancestors`: where those of the first row start.
+        """The groups of one tree's rows, which share committed tokens; `ancestors`: where those of the first row start.
 
-        None = a chain, whose nodes share everything. A split beyond a node's own position is walked in vain:
-        nobody reads what is found there. Where no split is wholly committed, the shared groups are empty.
+        None = a chain, whose nodes share everything. What a split beyond a node's own position gives is never
+        read. Where no split is wholly committed, the shared groups are empty.
         """
         for low in range(0, len(rows), group_nodes):
             count = min(group_nodes, len(rows) - low)

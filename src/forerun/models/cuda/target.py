@@ -1,7 +1,7 @@
-"""Our decoder on a GPU, behind the same protocol as every target.
+"""CudaDecoder: our decoder on a GPU, a Target.
 
 Keys and values live in a pool made once; a sequence's slots follow each other, the nodes of a tree are written
-behind its committed tokens, and only an accepted path that is not where it belongs is moved. Nothing here waits
+behind its committed tokens, and only an accepted path that is not yet in place is moved. Nothing here waits
 for the device: plans are made from what the host knows, and logits stay where they are.
 """
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 CHUNK = MAX_ROWS  # rows of prompts per pass
 POOL_SHARE = 0.8  # of the memory that is free once the weights are loaded
-POOL_TEXTS = 16  # texts of full length that the pool need not exceed
+POOL_SEQUENCES = 16  # sequences of full length that the pool need not exceed
 _QUERIES = 64  # rows that one program of attention has: nodes times heads per key-value head
 
 Kind = Literal["auto", "triton", "torch"]
@@ -76,7 +76,7 @@ class CudaDecoder(SlotTarget):
         self.grown = GrownBuffers(self._device, greedy_walk)
         self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=self.kernels == "triton")
         self._moves = Replays(self._device, capture=self.kernels == "triton")
-        self._takes_grown = True  # until a pass over trees that only the device knows has failed
+        self._takes_grown = True  # until a pass over trees grown on the device has failed
         self._group_nodes = _QUERIES // (1 << (config.heads // config.kv_heads - 1).bit_length())
         log.info("KV pool: %d slots, %.2f GB", self.kv.capacity, self.pool_bytes / 1e9)
 
@@ -127,7 +127,7 @@ class CudaDecoder(SlotTarget):
                 return self._score_grown(seqs, trees, form, layers)
             except ForerunError:
                 raise
-            except Exception as error:  # compiling or capturing: the same trees can go the way of all others
+            except Exception as error:  # compiling or capturing: the same trees can be scored like all others
                 self._takes_grown = False
                 log.warning("trees on the device are read by the host, as their own pass failed: %r", error)
         tokens, shapes = trees.to_host()[0], trees.topology()
@@ -148,7 +148,7 @@ class CudaDecoder(SlotTarget):
     def _score_grown(
         self, seqs: Sequence[Seq], trees: TreeBatch, form: TreeForm, layers: tuple[int, ...]
     ) -> Scores:
-        """Trees that only the device knows: nothing is read, and all that was found stays, until the next pass."""
+        """Trees grown on the device: nothing is read, and all results stay in the buffers until the next pass."""
         extents = [self._extent_for(seq, form.nodes) for seq in seqs]
         plan = plan_grown([(extent.base, extent.length) for extent in extents], form, self._group_nodes)
         self.grown.take(trees, form)
@@ -159,11 +159,11 @@ class CudaDecoder(SlotTarget):
 
     @torch.no_grad()
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
-        """Paths that are where they belong cost nothing; all others move in one go, in all layers."""
+        """Paths that are already in place cost nothing; all others move in one call, in all layers."""
         moves = self._accept(seqs, verdict)
         outcome = verdict.outcome
         if moves and outcome is not None:
-            self._moves.do(trees.form, lambda: self._move(outcome))  # worked out by the device itself
+            self._moves.do(trees.form, lambda: self._move(outcome))  # computed by the device itself
         else:
             self.kv.move(moves)
 
@@ -178,7 +178,7 @@ class CudaDecoder(SlotTarget):
         hidden: Mapping[int, list[Tensor]],
         logits: list[Tensor] | None,
     ) -> None:
-        """One pass; what it found is copied out of the buffers, which the next pass writes over."""
+        """One pass; its results are copied out of the buffers, which the next pass overwrites."""
         if not spans:
             return
         plan = plan_pass(spans, self._group_nodes)
@@ -202,8 +202,8 @@ class CudaDecoder(SlotTarget):
 
 
 def _pool_slots(model: Model) -> int:
-    """As many as memory allows, but no more than several texts of full length need."""
-    enough = POOL_TEXTS * (model.max_length + TREE_MARGIN)
+    """As many as memory allows, but no more than several sequences of full length need."""
+    enough = POOL_SEQUENCES * (model.max_length + TREE_MARGIN)
     if model.device.type != "cuda":
         return min(enough, 1 << 15)
     free, _ = torch.cuda.mem_get_info(model.device)

@@ -1,7 +1,7 @@
 """Products of more than 64 rows: how each is cut into tiles, and the launches (kernels_wide.py, kernels_rows.py).
 
 Which splits a weight has was decided for few rows (fused.py) and stays, because sums depend on it. What is chosen here
-changes only how fast they are found: tiles of 128 outputs for all rows of a pass of up to 256 rows, so that a weight is
+changes only their speed: tiles of 128 outputs for all rows of a pass of up to 256 rows, so that a weight is
 read once; splits in parallel where there are too few tiles to keep every multiprocessor busy, else one after another.
 """
 
@@ -50,7 +50,7 @@ class WideTile:
 
     outputs: int
     rows: int
-    parallel: int = 1  # splits by programs of their own, whose sums somebody else adds up
+    parallel: int = 1  # splits by programs of their own, whose sums another kernel adds up
     sequential: int = 1  # splits one after another in one program
     stages: int = 8  # at most; as many as shared memory holds
 
@@ -68,7 +68,7 @@ def choose_wide(name: str, rows: int, splits: int) -> WideTile:
         if rows <= 128 or (rows > 256 and name == "gate"):
             return WideTile(256, min(rows, 128))
         if rows == 224 and name == "gate":
-            return WideTile(128, 256)  # three pieces cost more than rows that nobody reads
+            return WideTile(128, 256)  # three pieces cost more than unused rows
         return WideTile(128, _tile_rows(rows, 256))
     if rows <= 256:
         sequential = name == "qkv" and rows == 256

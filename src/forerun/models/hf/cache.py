@@ -85,7 +85,7 @@ class Row:
 class TreeCache(Cache):  # type: ignore[misc]
     """All layers' slabs, and which row is whose.
 
-    Rows change hands in one step, after all that can fail: an interrupted call can be made again.
+    Rows change owners in one step, after all that can fail: an interrupted call can be repeated.
     """
 
     def __init__(self, layers: int) -> None:

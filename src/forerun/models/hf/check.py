@@ -1,8 +1,8 @@
-"""Which transformers models can be a target: what is plain from their shape, and what they are asked.
+"""Checks whether a transformers model can be a target: its configuration, and a test with two small trees.
 
-Whether a family honours masks and positions of our own cannot be told from its configuration, so each model
-is asked when it is wrapped: two small trees are scored and compared with plain passes over their paths. That
-makes "any other model" an honest offer: one that answers differently is refused with `UnsupportedModel`.
+Whether a family honours masks and positions of our own does not follow from its configuration, so each model
+is tested when it is wrapped: two small trees are scored and compared with plain passes over their paths. A
+model that scores them differently is refused with `UnsupportedModel`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ADVICE = "run it with transformers alone"
 
 
 def arguments(model: Any) -> frozenset[str]:
-    """What the model's forward takes by name; hidden states are for the asking in all that take more."""
+    """The names that the model's forward takes; models that take **kwargs also return hidden states."""
     parameters = inspect.signature(model.forward).parameters
     more = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return frozenset(parameters) | ({"output_hidden_states"} if more else frozenset())
@@ -42,7 +42,7 @@ def refuse_by_shape(model: Any, accepts: frozenset[str]) -> None:
 
 
 def check_trees(target: Target, model: Any) -> int:
-    """Score two small trees after texts of unlike length and compare; returns how many logits there are."""
+    """Score two small trees after sequences of unlike length and compare; returns the number of logits."""
     family, rng = model.config.model_type, torch.Generator().manual_seed(0)
 
     def words(count: int) -> list[int]:
@@ -80,15 +80,17 @@ def check_trees(target: Target, model: Any) -> int:
 
 
 @torch.no_grad()
-def _errors(model: Any, text: list[int], trees: TreeBatch, b: int, logits: Tensor) -> Iterator[float]:
+def _errors(
+    model: Any, tokens_before: list[int], trees: TreeBatch, b: int, logits: Tensor
+) -> Iterator[float]:
     """For every leaf of tree b: how far its logits are from a plain pass over its path, in their spread."""
     first, end = trees.starts[b], trees.starts[b + 1]
     tokens, parents = trees.tokens[first:end].tolist(), trees.parents[first:end].tolist()
     for leaf in sorted(set(range(end - first)) - set(parents)):
         path, node = list[int](), leaf
-        while node > 0:  # the root ends the text
+        while node > 0:  # the root is the last of the tokens before
             path.insert(0, tokens[node])
             node = parents[node]
-        plain = model(input_ids=torch.tensor([text + path], device=logits.device), use_cache=False)
+        plain = model(input_ids=torch.tensor([tokens_before + path], device=logits.device), use_cache=False)
         wanted = plain.logits[0, -1].float()
         yield float((logits[first + leaf] - wanted).norm() / (wanted - wanted.mean()).norm())

@@ -1,7 +1,7 @@
-"""Any transformers causal language model as a target: trees through a 4-D mask, positions by depth.
+"""HFTarget: any transformers causal language model as a target; trees through a 4-D mask, positions by depth.
 
 One call of the model per round, for the whole ragged batch. Sliding-window and chunked layers get masks of
-their own. What a model must have, and the question it is asked when it is wrapped, are in `hf_check`.
+their own. What a model must have, and the test when it is wrapped, are in `models/hf/check.py`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class HFTarget:
             raise ModelNotFound(
                 f"transformers cannot load {str(path)!r}: {brief(error)}; check the path"
             ) from error
-        except Exception as error:  # no such causal model, or whatever a damaged config or file trips it over
+        except Exception as error:  # no such causal model, or any error from a damaged config or file
             raise UnsupportedModel(f"transformers cannot run {str(path)!r}: {brief(error)}") from error
         return cls(model.to(device), kv_slots=kv_slots)
 
@@ -77,7 +77,7 @@ class HFTarget:
         length = getattr(self.config, "max_position_embeddings", None) or NO_LIMIT
         rope = getattr(self.config, "rope_parameters", None) or {}
         if rope.get("rope_type") in ("dynamic", "longrope"):
-            # past this length the longest text of a batch would change the angles of all
+            # past this length the longest sequence of a batch would change the angles of all
             length = min(length, rope.get("original_max_position_embeddings") or length)
         return int(length)
 
@@ -163,7 +163,9 @@ class HFTarget:
         index = [[trees.starts[b] + (i if i < sizes[b] else 0) for i in range(widest)] for b in order]
         nodes = torch.tensor(index, device=self.device)  # [n, M]
         positions = place.slots[:, :1] + trees.depths().to(self.device)[nodes]
-        positions = positions.clamp_(max=self.max_length - 1)  # what is drafted past the context never stands
+        positions = positions.clamp_(
+            max=self.max_length - 1
+        )  # what is drafted past the context is never accepted
         shapes = trees.topology()
         ancestors = torch.eye(widest, dtype=torch.bool).repeat(len(ids), 1, 1)  # a pad sees itself
         for row, b in enumerate(order):

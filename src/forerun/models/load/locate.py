@@ -1,4 +1,4 @@
-"""Where a model's files are: a known name, a .gguf file, a Hugging Face folder, or an id on the hub.
+"""Finds a model's files: by a known name, a .gguf file, a Hugging Face folder, or an id on the hub.
 
 No torch here: the command line looks a model up before it imports anything heavy, so that a misspelt name is
 answered at once.
@@ -23,7 +23,7 @@ _HUB_FILES = [
     "merges.txt",
     "vocab.txt",
 ]
-_HUB_PATIENCE = 10  # seconds until the hub counts as out of reach
+_HUB_SECONDS = 10  # seconds until the hub counts as out of reach
 _MAGIC = b"GGUF"
 
 
@@ -85,7 +85,7 @@ def _fetch(name: str) -> Path:
     except Exception:  # not cached: ask the hub
         pass
     try:
-        HfApi().model_info(name, timeout=_HUB_PATIENCE)  # one quick question, before anything that retries
+        HfApi().model_info(name, timeout=_HUB_SECONDS)  # one quick question, before anything that retries
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except Exception as error:  # the hub library raises its own, httpx's and the system's
         reason = " ".join(str(error).split())[:160] or type(error).__name__

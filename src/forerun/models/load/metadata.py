@@ -54,7 +54,7 @@ class Metadata:
         if value is None:
             return default
         if not isinstance(value, str):
-            self.wrong(key, value, "a text")
+            self.wrong(key, value, "a string")
         return value
 
     def flag(self, key: str, default: bool) -> bool:

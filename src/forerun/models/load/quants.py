@@ -1,9 +1,9 @@
-"""Quantised blocks to numbers, with torch, for the types that llama.cpp's files use.
+"""Dequantises GGUF blocks with torch, for the types that llama.cpp's files use.
 
 A tensor is a run of blocks; each holds a few weights as small integers beside their scales. The unpackers
 below take the bytes of n blocks and give their weights, in the arithmetic of the `gguf` package's own
-`dequantize` (every product here is exact in float32, so the results are bit-equal; a test holds them
-together). Types without an unpacker go through that package when it is installed.
+`dequantize` (every product here is exact in float32, so the results are bit-equal; a test compares
+them). Types without an unpacker go through that package when it is installed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def dequantize(blocks: Blocks) -> Tensor:
     layout = LAYOUTS[blocks.kind]
     if layout.name in _PLAIN:
         return blocks.data.clone().view(_PLAIN[layout.name]).to(torch.float32).view(blocks.shape)
-    unpack = _UNPACKERS.get(layout.name) or _borrowed(blocks.kind, layout)
+    unpack = _UNPACKERS.get(layout.name) or _gguf_unpacker(blocks.kind, layout)
     packed = blocks.data.view(-1, layout.bytes)  # [n, bytes]
     weights = torch.empty(len(packed), layout.weights)
     step = _CHUNK // layout.weights
@@ -88,7 +88,7 @@ def dequantize(blocks: Blocks) -> Tensor:
     return weights.view(blocks.shape)
 
 
-def _borrowed(kind: int, layout: Layout) -> Callable[[Tensor, Tensor], None]:
+def _gguf_unpacker(kind: int, layout: Layout) -> Callable[[Tensor, Tensor], None]:
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize as unpack_rows
@@ -100,7 +100,7 @@ def _borrowed(kind: int, layout: Layout) -> Callable[[Tensor, Tensor], None]:
     def unpack(packed: Tensor, out: Tensor) -> None:
         try:
             rows: Any = unpack_rows(packed.numpy(), GGMLQuantizationType(kind))
-        except NotImplementedError:  # gguf's way of saying that it knows the type and cannot read it
+        except NotImplementedError:  # gguf knows the type and cannot read it
             raise UnsupportedModel(
                 f"weights of type {layout.name} cannot be read; use a Q4_K, Q8_0 or F16 file of the model"
             ) from None
@@ -146,7 +146,7 @@ def _q4_1(packed: Tensor, out: Tensor) -> None:
     out += _half(packed, 2)
 
 
-# What the sixteen values of IQ4_NL stand for.
+# The sixteen values of IQ4_NL.
 _UNEVEN_STEPS = torch.tensor(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32
 )

@@ -1,6 +1,6 @@
-"""A GGUF file's rotary settings in Hugging Face's terms.
+"""Rotary (RoPE) settings of a GGUF file, in Hugging Face's terms.
 
-Two kinds of scaling are not stated by the file but baked into tables of divisors per frequency: Llama 3's
+Two kinds of scaling are not named by the file but stored as tables of divisors per frequency: Llama 3's
 (`rope_freqs`) and Phi's long rope. The first is recognised by computing the table from the parameters that
 the Llama 3 models use and comparing.
 """

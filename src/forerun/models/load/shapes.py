@@ -1,6 +1,6 @@
-"""Holds a checkpoint's weights against its config before anything is allocated.
+"""Checks the shapes of a checkpoint's weights against its config before anything is allocated.
 
-A damaged config or GGUF header may announce heads, layers or experts by the million. Every size that a decoder would
+A damaged config or GGUF header may name millions of heads, layers or experts. Every size that a decoder would
 allocate by is compared here with the shapes that the files really hold, which costs no memory.
 """
 

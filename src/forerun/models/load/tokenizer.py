@@ -1,6 +1,6 @@
-"""Text to token ids and back, over the `tokenizers` library (importing transformers would cost seconds).
+"""Tokenizer: text to token ids and back, over the `tokenizers` library (importing transformers would take seconds).
 
-A tokenizer comes from a Hugging Face folder or from a GGUF file's metadata; which ids end a text and how a
+A tokenizer comes from a Hugging Face folder or from a GGUF file's metadata; which ids end a sequence and how a
 conversation is written come with it.
 """
 
@@ -118,7 +118,7 @@ def tokenizer_from_gguf(metadata: Metadata, cache: Path) -> Tokenizer:
         if index >= 0 and (token := backend.id_to_token(index))
     }
     ends = {named["eos"], named["eot"]} - {-1}
-    if metadata.architecture.startswith("qwen"):  # Qwen ends a turn by one token and a text by another
+    if metadata.architecture.startswith("qwen"):  # Qwen ends a turn by one token and a sequence by another
         ends |= {index for token in ("<|endoftext|>",) if (index := backend.token_to_id(token)) is not None}
     template = metadata.text("tokenizer.chat_template", "")
     bos = named["bos"] if named["bos"] >= 0 else None
@@ -170,7 +170,7 @@ def _folder_backend(folder: Path) -> tokenizers.Tokenizer:
     try:
         converted = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         backend: tokenizers.Tokenizer = converted.backend_tokenizer
-    except Exception as error:  # whatever a converter trips over; the user can only fetch tokenizer.json
+    except Exception as error:  # a converter may raise anything; the user can only fetch tokenizer.json
         raise UnsupportedModel(
             f"the tokenizer of {folder} cannot be converted ({brief(error)}); add a tokenizer.json"
         ) from None
@@ -199,7 +199,7 @@ def _spelling(settings: Mapping[str, Any], role: str) -> str | None:
 
 
 def _is_text(value: Any) -> TypeGuard[str]:
-    """Half of a character, which JSON can spell, is no text: nothing downstream could encode it."""
+    """A string that can be encoded; JSON can spell half of a character (a lone surrogate), which cannot."""
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
