@@ -54,7 +54,7 @@ def _fail(*_: object) -> None:
     raise RuntimeError("no such instruction\nin line 7")
 
 
-@pytest.mark.parametrize("place", ["observe", "settle", "build"])
+@pytest.mark.parametrize("place", ["observe", "decide", "build"])
 def test_a_failure_anywhere_on_the_device_leaves_the_text_as_it_is(
     place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,7 +71,7 @@ def test_a_failure_anywhere_on_the_device_leaves_the_text_as_it_is(
     elif place == "observe":
         monkeypatch.setattr(drafter.draft, "_gather", _fail)
     else:
-        monkeypatch.setattr(target.grown, "settle", _fail)
+        monkeypatch.setattr(target.grown, "decide", _fail)
     for name in ("none", "device", "device"):
         params = SamplingParams(max_tokens=12, ignore_eos=True)
         engine.submit(Request((3, 4, 5), params, drafter=name, budget=Budget(7, 3, 2)))
