@@ -1,1 +1,1 @@
-"""Drafters guess what the target will say next. Adding one: docs/write-a-drafter.md."""
+"""Drafters: what drafts the tokens that the target may sample next. Adding one: docs/write-a-drafter.md."""
