@@ -151,15 +151,15 @@ class DrafterRegistry:
             raise InvalidInput(
                 f"{name!r} cannot be composed: draft_model names one checkpoint or one head, not two"
             )
-        dearer = second if second.needs != "nothing" else first  # other engines have no compositions
+        costlier = second if second.needs != "nothing" else first  # other engines have no compositions
         return DrafterSpec(
             name,
             where,
             next(iter(needs), "nothing"),
             tuple(formats),
             says.format(first.name, second.name),
-            dearer.vllm,
-            dearer.sglang,
+            costlier.vllm,
+            costlier.sglang,
             members=(first, second),
         )
 

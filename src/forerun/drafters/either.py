@@ -58,20 +58,20 @@ class EitherDrafter:
 
     def offer(self, seq: Seq) -> Offer:
         """That of the drafter chosen now; what it expected counts only if it made the last draft."""
-        turn, held = self._choose(seq), self._sequences.get(seq.id)
-        offer = self.members[turn].offer(seq)
-        return offer if held is not None and held.drafted == turn else replace(offer, expected=None)
+        member_index, held = self._choose(seq), self._sequences.get(seq.id)
+        offer = self.members[member_index].offer(seq)
+        return offer if held is not None and held.drafted == member_index else replace(offer, expected=None)
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        turns = [self._choose(seq) for seq in seqs]
+        choices = [self._choose(seq) for seq in seqs]
         parts, order = [], list[int]()
-        for turn, member in enumerate(self.members):
-            which = [b for b, one in enumerate(turns) if one == turn]
+        for member_index, member in enumerate(self.members):
+            which = [b for b, one in enumerate(choices) if one == member_index]
             if which:
                 parts.append(member.propose([seqs[b] for b in which], [budgets[b] for b in which]))
                 order += which
-        for seq, turn in zip(seqs, turns, strict=True):
-            self._sequences.setdefault(seq.id, _Sequence()).drafted = turn
+        for seq, member_index in zip(seqs, choices, strict=True):
+            self._sequences.setdefault(seq.id, _Sequence()).drafted = member_index
         return TreeBatch.join(parts, order)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:

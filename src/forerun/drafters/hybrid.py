@@ -84,8 +84,8 @@ class HybridDrafter:
                 state.silenced = budgets[b].nodes == 0
         if not theirs:
             return trees
-        some, wishes = [seqs[b] for b in theirs], [budgets[b] for b in theirs]
-        second = self._with_matches(self.second.propose(some, wishes), some, wishes)
+        some, limits = [seqs[b] for b in theirs], [budgets[b] for b in theirs]
+        second = self._with_matches(self.second.propose(some, limits), some, limits)
         mine = [b for b in range(len(seqs)) if b not in theirs]
         return TreeBatch.join([trees.select(mine), second] if mine else [second], [*mine, *theirs])
 
@@ -101,8 +101,8 @@ class HybridDrafter:
             _count(state, max(depths[first:end]), len(paths[b]))
             if state.parting is not None:
                 nodes = [0, *paths[b]]
-                came = [*(tokens[first + node] for node in paths[b]), bonus[b]]
-                _count_parting(state, dict(zip(nodes, came, strict=True)))
+                committed = [*(tokens[first + node] for node in paths[b]), bonus[b]]
+                _count_parting(state, dict(zip(nodes, committed, strict=True)))
         for member in (self.first, self.second):
             member.observe(seqs, trees, scores, verdict)
 
@@ -176,10 +176,10 @@ def _count(state: _Sequence, depth: int, accepted: int) -> None:
     state.tries = state.tries * memory + tried
 
 
-def _count_parting(state: _Sequence, came: dict[int, int]) -> None:
+def _count_parting(state: _Sequence, committed: dict[int, int]) -> None:
     """Where n-gram differs from the tree at a node on the path: was it right?"""
     assert state.parting is not None
     node, token = state.parting
-    if node in came:
-        state.beside_hits = state.beside_hits * MEMORY + (came[node] == token)
+    if node in committed:
+        state.beside_hits = state.beside_hits * MEMORY + (committed[node] == token)
         state.beside_tries = state.beside_tries * MEMORY + 1.0

@@ -44,12 +44,12 @@ class HydraDrafter(LastRowDrafter):
                 continue
             self._meter.start()
             some = [seqs[b] for b in which]
-            wishes = [_within(budgets[b], self.heads.config.count) for b in which]
-            steps = _Walk(self.heads, self._last_rows(some, self.heads.dtype), some)
+            limits = [_within(budgets[b], self.heads.config.count) for b in which]
+            steps = _HydraSteps(self.heads, self._last_rows(some, self.heads.dtype), some)
             if drawn:
-                grown, came_from, laws = sample_trees(steps, some, wishes, vocabulary)
+                grown, came_from, laws = sample_trees(steps, some, limits, vocabulary)
             else:
-                grown = grow_trees(steps, some, wishes, vocabulary, Calibration())
+                grown = grow_trees(steps, some, limits, vocabulary, Calibration())
                 came_from = [[-1] * len(tree[0]) for tree in grown]
             for b, tree, sources in zip(which, grown, came_from, strict=True):
                 trees[b], rows[b] = tree, sources
@@ -57,7 +57,7 @@ class HydraDrafter(LastRowDrafter):
         return lay_out(trees, rows, laws)
 
 
-class _Walk:
+class _HydraSteps:
     """The draft of one batch: what each frontier node's head reads, side by side."""
 
     def __init__(self, heads: HeadSet, hidden: Tensor, seqs: Sequence[Seq]) -> None:

@@ -87,8 +87,8 @@ class NgramDrafter(LookupDrafter):
             state = self._sequences.get(seq.id)
             if state is None or not state.guess:
                 continue
-            came = [*(tokens[trees.starts[b] + node] for node in paths[b]), bonus[b]]
-            for i, (guess, token) in enumerate(zip(state.guess, came, strict=False)):
+            committed = [*(tokens[trees.starts[b] + node] for node in paths[b]), bonus[b]]
+            for i, (guess, token) in enumerate(zip(state.guess, committed, strict=False)):
                 state.rates.count(state.match + i, guess == token, memory=0.97)
                 self._all.count(state.match + i, guess == token, memory=0.998)
                 if guess != token:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 DEEPER = 0.9  # of what reaches a frontier, the share assumed to be accepted one level below
-_AHEAD = (1, 2, 4, 8, 16)  # more nodes that a further level may come to
+_AHEAD = (1, 2, 4, 8, 16)  # numbers of nodes that a further level may add
 
 
 class TreeBuilder:

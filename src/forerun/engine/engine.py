@@ -224,11 +224,11 @@ class Engine:
         planned = self.controller.plan(seqs)
         budgets = []
         for seq, plan in zip(seqs, planned, strict=True):
-            wish = seq.request.budget or plan
-            depth = min(wish.depth, seq.room - 1)
-            nodes = wish.nodes if depth > 0 else 0
-            fits = (nodes, depth) == (wish.nodes, wish.depth)  # the usual case
-            budgets.append(wish if fits else replace(wish, nodes=nodes, depth=depth))
+            allowed = seq.request.budget or plan
+            depth = min(allowed.depth, seq.room - 1)
+            nodes = allowed.nodes if depth > 0 else 0
+            fits = (nodes, depth) == (allowed.nodes, allowed.depth)  # the usual case
+            budgets.append(allowed if fits else replace(allowed, nodes=nodes, depth=depth))
         return budgets
 
     def _end(self, advance: Advance) -> None:

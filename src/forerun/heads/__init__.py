@@ -115,7 +115,7 @@ def _settings(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def kind_of(values: Mapping[str, Any], weights: Callable[[], Iterable[str]]) -> str | None:
     """The kind of a head from its config.json and the names of its weights; None = no known kind.
 
-    Weights are asked for only where the config does not tell.
+    Weights are read only where the config does not say.
     """
     if named := _settings(values, "forerun").get("format"):
         return str(named)

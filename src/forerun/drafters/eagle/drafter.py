@@ -115,18 +115,18 @@ class EagleDrafter:
         chosen = [b for b in live if not self._draws(seqs[b])]
         drawn = [b for b in live if self._draws(seqs[b])]
         if chosen:
-            some, wishes = [seqs[b] for b in chosen], [budgets[b] for b in chosen]
-            walk = self._begin(some, wishes)
-            for b, tree in zip(chosen, self._grow(walk, some, wishes), strict=True):
+            some, limits = [seqs[b] for b in chosen], [budgets[b] for b in chosen]
+            steps = self._begin(some, limits)
+            for b, tree in zip(chosen, self._grow(steps, some, limits), strict=True):
                 trees[b], rows[b] = tree, [-1] * len(tree[0])
-            self._meter.stop(walk.levels)
+            self._meter.stop(steps.levels)
         if drawn:
-            some, wishes = [seqs[b] for b in drawn], [budgets[b] for b in drawn]
-            walk = self._begin(some, wishes)
-            grown, came_from, laws = sample_trees(walk, some, wishes, self.head.vocabulary)
+            some, limits = [seqs[b] for b in drawn], [budgets[b] for b in drawn]
+            steps = self._begin(some, limits)
+            grown, came_from, laws = sample_trees(steps, some, limits, self.head.vocabulary)
             for b, tree, sources in zip(drawn, grown, came_from, strict=True):
                 trees[b], rows[b] = tree, sources
-            self._meter.stop(walk.levels)
+            self._meter.stop(steps.levels)
         return lay_out(trees, rows, laws)
 
     def _draws(self, seq: Seq) -> bool:
@@ -137,11 +137,11 @@ class EagleDrafter:
         sequences = [self._sequences[seq.id] for seq in seqs]
         unread = sum(len(observed.tokens) for observed in sequences)
         self._meter.start()
-        walk = self._runner.begin(seqs, sequences, budgets)
+        steps = self._runner.begin(seqs, sequences, budgets)
         if unread > PROMPT * len(sequences):
             self._reading = self._meter.elapsed() / unread
             self._meter.start()
-        return walk
+        return steps
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         observe_rows(self._sequences, self.head.config.layers, seqs, trees, scores, verdict)
@@ -151,9 +151,9 @@ class EagleDrafter:
         self._expected.pop(seq.id, None)
         self._runner.forget(seq.id)
 
-    def _grow(self, walk: RunnerSteps, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
+    def _grow(self, steps: RunnerSteps, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
         calibration = self.head.config.calibration
-        trees, expected = grow_ranked(walk.ranks(seqs), seqs, budgets, calibration, self._rates)
+        trees, expected = grow_ranked(steps.ranks(seqs), seqs, budgets, calibration, self._rates)
         self._expected |= {seq.id: tokens for seq, tokens in zip(seqs, expected, strict=True)}
         return trees
 

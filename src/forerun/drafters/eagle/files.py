@@ -27,12 +27,12 @@ def read_head(
     """A head's config and weights, under our names; `kind` is what the caller wants to use it as."""
     values, weights = read_config(folder), read_tensors(folder, pickle=pickle)
     weights = {_our_name(name): weight for name, weight in weights.items()}
-    told = kind_of(values, lambda: weights)
-    if told not in NAMES:
+    kind_found = kind_of(values, lambda: weights)
+    if kind_found not in NAMES:
         raise InvalidInput(
             f"{folder} holds no EAGLE head (no fc and layer in it); try `forerun drafters check`"
         )
-    found: Kind = "eagle3" if told == "eagle3" else "eagle"
+    found: Kind = "eagle3" if kind_found == "eagle3" else "eagle"
     if kind is not None and found != kind:
         raise InvalidInput(
             f"{folder} holds an {NAMES[found]} head, not an {NAMES[kind]} one; use drafter={found!r}"

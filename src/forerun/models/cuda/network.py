@@ -1,4 +1,4 @@
-"""The weights of a model as the GPU wants them, the buffers of a pass, and the order of its steps.
+"""The GPU decoder's weights, the buffers of a pass, and the order of its steps.
 
 The steps themselves come in two kinds with one set of tests: Triton kernels (fused.py) and plain torch
 (plain.py). Both read and write the same buffers.

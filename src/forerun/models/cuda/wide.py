@@ -169,7 +169,7 @@ class WideProducts:
     def finish_qkv(
         self, run: Run, parts: int, config: DecoderConfig, layer: Layer, kv: Tensor, out: Tensor, normed: bool
     ) -> None:
-        """Turn what `sums` left into queries, keys and values; kv [2, Hkv, S, D]."""
+        """Make queries, keys and values of what `sums` left; kv [2, Hkv, S, D]."""
         heads = gcd(config.heads, config.kv_heads, 8)
         unused = self.inverses
         kernels_rows.finish_qkv[(run.size.rows, (config.heads + 2 * config.kv_heads) // heads)](

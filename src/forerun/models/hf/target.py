@@ -226,7 +226,7 @@ def _layers_of(model: Any, count: int) -> Sequence[torch.nn.Module]:
 
 
 def _mask_kinds(config: Any, family: str) -> dict[str, int | None]:
-    """Which masks the layers want: kind -> window or chunk, None = all of the context."""
+    """Which masks the layers need: kind -> window or chunk, None = all of the context."""
     limits = {
         "full_attention": None,
         "sliding_attention": getattr(config, "sliding_window", None),

@@ -62,7 +62,7 @@ class Tokenizer:
         return self._backend.to_str()
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """The ids of a text; `add_special` adds what the model wants around it (BOS, where it uses one)."""
+        """The ids of a text; `add_special` adds the model's special tokens (BOS, where it uses one)."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
         return ids
 

@@ -55,7 +55,7 @@ class DeviceDraft:
         self.seconds = 0.0  # per level, measured when a form is first captured
         device, width = net.model.device, feature_fusion.feature_width
         self._sequences: dict[int, ObservedRows] = {}
-        self._menu = CapturedShapes()
+        self._captured = CapturedShapes()
         self._held: set[int] = set()  # sequences that have slots
         self._replays = Replays(device, capture=capture)
         config = net.model.config
@@ -92,7 +92,7 @@ class DeviceDraft:
         Where a sequence ends within such a draft, it may be deeper than asked for: a captured graph is cheaper.
         """
         wanted = self._fitting(len(seqs), nodes, depth, width)
-        shape = self._menu.choose(len(seqs), wanted, ends) if self._replays.capture else wanted
+        shape = self._captured.choose(len(seqs), wanted, ends) if self._replays.capture else wanted
         if shape is None:
             return None
         ids, roots = tuple(seq.id for seq in seqs), [seq.tokens[-1] for seq in seqs]

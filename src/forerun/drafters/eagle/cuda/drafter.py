@@ -113,7 +113,7 @@ class DeviceEagle:
             return _lone_roots(seqs, budgets)
         ends = depth >= min(seq.max_length - len(seq.tokens) for seq in seqs) - 1
         if (price := budgets[0].price) is not None and not ends:
-            nodes, depth, width = self._menu(nodes, depth, width, price, budgets[0].level)
+            nodes, depth, width = self._best_shape(nodes, depth, width, price, budgets[0].level)
         unread = [] if self._proven else [self.draft.unread(seq) for seq in seqs]
         try:
             grown = self.draft.propose(seqs, nodes, depth, width, ends=ends)
@@ -126,7 +126,7 @@ class DeviceEagle:
         self._proven = self._proven or grown is not None
         return _lone_roots(seqs, budgets) if grown is None else grown
 
-    def _menu(self, nodes: int, depth: int, width: int, price: tuple[float, ...], level: float) -> DraftShape:
+    def _best_shape(self, nodes: int, depth: int, width: int, price: tuple[float, ...], level: float) -> DraftShape:
         """The shape that pays best at the controller's prices; computed again only when these have changed."""
         key = (
             nodes,

@@ -226,7 +226,7 @@ class HeadNet:
 
     @property
     def out(self) -> Tensor:
-        """[MAX_ROWS, D] fp32: what the rows of the last pass came to, before the norm."""
+        """[MAX_ROWS, D] fp32: the outputs of the last pass, before the norm."""
         return self.buffers.x
 
     @property
