@@ -126,7 +126,9 @@ class DeviceEagle:
         self._proven = self._proven or grown is not None
         return _lone_roots(seqs, budgets) if grown is None else grown
 
-    def _best_shape(self, nodes: int, depth: int, width: int, price: tuple[float, ...], level: float) -> DraftShape:
+    def _best_shape(
+        self, nodes: int, depth: int, width: int, price: tuple[float, ...], level: float
+    ) -> DraftShape:
         """The shape that pays best at the controller's prices; computed again only when these have changed."""
         key = (
             nodes,
