@@ -29,7 +29,7 @@ from forerun.models.load.catalog import cache_folder, known_models
 
 # Distribution names: what each extra brings, and what is always needed. A test holds them to pyproject.toml.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
-    "serve": ("fastapi", "uvicorn", "pydantic", "prometheus-client"),
+    "serve": ("fastapi", "uvicorn", "pydantic", "prometheus-client", "llguidance"),
     "train": ("accelerate",),
     "bench": ("matplotlib",),
     "llama": ("llama-cpp-python",),

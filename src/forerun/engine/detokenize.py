@@ -35,8 +35,8 @@ class Detokenizer:
         """A copy that continues from here, so that a round can be computed before it is written."""
         copy = Detokenizer.__new__(Detokenizer)
         copy.tokenizer, copy.stops, copy.text = self.tokenizer, self.stops, self.text
-        copy._taken, copy._passed, copy._ids = self._taken, self._passed, self._ids
-        copy._from, copy._done = self._from, self._done
+        copy._taken, copy._may_stop, copy._ids = self._taken, self._may_stop, self._ids
+        copy._from, copy._done, copy._ahead = self._from, self._done, self._ahead
         return copy
 
     def push(self, token: int, may_stop: bool = True) -> bool:
@@ -75,7 +75,7 @@ class Detokenizer:
     def take(self, final: bool) -> str:
         """The text that can no longer change and was not handed out yet."""
         if final:
-            self._flush()
+            self.flush()
         end = len(self.text) if final else self._unchanging()
         text = self.text[self._taken : end]
         self._taken = max(self._taken, end)
