@@ -11,7 +11,8 @@ from forerun import registry
 from forerun.llm import LLM
 from tests.readme.pages import ALL, EXAMPLES, ROOT, blocks, name_of, needs_model, run_blocks
 
-PAGES = [page for page in ALL if blocks(page, "python")]
+# what docs/serving.md shows needs a server: tests/server runs it
+PAGES = [page for page in ALL if blocks(page, "python") and page.name != "serving.md"]
 
 
 def marked(path: Path, program: str) -> object:
