@@ -49,9 +49,10 @@ class Drafter(Protocol):
     """Drafts continuations as trees of tokens.
 
     A drafter learns only through `observe`; it never touches the target, its KV or the sequences. Wrong drafts
-    cost time, never correctness. What must hold: node 0 of every tree is the sequence's last token; parents precede children; a tree has at most `budget.nodes` nodes below its root, at
-    most `budget.depth` deep; siblings that were chosen differ; a node that was *sampled* says from which law
-    (`TreeBatch.drawn_from`), and whether it was proposed never depended on what was sampled.
+    cost time, never correctness. What must hold: node 0 of every tree is the sequence's last token; parents
+    precede children; a tree has at most `budget.nodes` nodes below its root, at most `budget.depth` deep;
+    siblings that were chosen differ; a node that was *sampled* says from which law (`TreeBatch.drawn_from`),
+    and whether it was proposed never depended on what was sampled.
     """
 
     @property
