@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.drafters.hydra import HydraDrafter
-from forerun.drafters.hydra import _HydraSteps
+from forerun.drafters.hydra import HydraDrafter, _HydraSteps
 from forerun.drafters.medusa import Family, HeadSet, MedusaDrafter, best_tree, read_heads, write_heads
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.testing import FakeSeq, TableLM
