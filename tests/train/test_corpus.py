@@ -63,6 +63,15 @@ def test_prompts_are_not_learnt_and_padding_neither(folder: Path) -> None:
     assert batch.tokens.shape[1] <= 20 or batch.tokens.shape[1] == 32
 
 
+def test_texts_of_a_larger_vocabulary_are_refused(folder: Path) -> None:
+    """Ids count from 0: a vocabulary as large as the largest id lacks it."""
+    corpus = Corpus(folder, max_length=32, holdout=0.2)
+    largest = int(corpus.tokens.max())
+    corpus.must_fit(largest + 1)
+    with pytest.raises(InvalidInput, match=f"hold token {largest} and the target knows {largest};"):
+        corpus.must_fit(largest)
+
+
 def test_nothing_to_hold_back_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="forerun data make"):
         Corpus(tmp_path, max_length=16, holdout=0.1)
