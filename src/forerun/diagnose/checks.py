@@ -251,5 +251,5 @@ def _by_context(runs: Sequence[Run], lengths: Mapping[str, int]) -> tuple[float,
     points.sort()
     half = len(points) // 2
     halves = (points[:half], points[half:])
-    near, far = (sum(stood for _, stood in part) / max(1, len(part)) for part in halves)
+    near, far = (sum(accepted for _, accepted in part) / max(1, len(part)) for part in halves)
     return near, far

@@ -49,9 +49,9 @@ def summarise(ranks: Tensor, sure: Tensor) -> Measured:
     return Measured(chain, tree, tuple(rates), fit_calibration(sure.flatten(), (ranks == 0).flatten()))
 
 
-def fit_calibration(probabilities: Tensor, stood: Tensor) -> Calibration:
+def fit_calibration(probabilities: Tensor, accepted: Tensor) -> Calibration:
     """scale * q^power with the least squared error; the scale makes the mean right."""
-    q, hits = probabilities.double().clamp(1e-6, 1.0), stood.double()
+    q, hits = probabilities.double().clamp(1e-6, 1.0), accepted.double()
     best, best_error = Calibration(), float("inf")
     if not len(q) or not float(hits.sum()):
         return best

@@ -3,7 +3,7 @@
 An optimiser that moves every weight by the same step learns a small input slowly. A target's last rows are twenty
 times the size of its embeddings, and single dimensions twenty times larger still. So a layer's weight is learnt in
 units, and everything it computes is computed with the weight in full, `out * weight * into`: what a file holds.
-Sizes are powers of two, so nothing is rounded on the way to the file and back, and a run that is resumed, even on
+Sizes are powers of two, so nothing is rounded when the file is written or read, and a run that is resumed, even on
 another kind of machine, has the same ones.
 """
 
