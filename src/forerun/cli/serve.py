@@ -14,7 +14,9 @@ from forerun.server.settings import LOOPBACK, ServerSettings, read_keys
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="Name, GGUF file, folder or hub id.")] = "smollm2",
+    model: Annotated[
+        str, typer.Argument(help="Name, GGUF file, folder or hub id.", show_default=True)
+    ] = "smollm2",
     drafter: Annotated[str | None, typer.Option(help="Drafter of requests that name none.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model, or a head's folder.")] = None,
     speculative_config: Annotated[
@@ -38,19 +40,25 @@ def serve(
     dtype: Annotated[str, typer.Option(help="Number format.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
-    log_prompts: Annotated[bool, typer.Option(help="Write prompts and answers to the log.")] = False,
+    drain_seconds: Annotated[float, typer.Option(help="Seconds to end running texts after SIGTERM.")] = 30.0,
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")
+    ] = False,
 ) -> None:
     """Serve a model over HTTP, as the OpenAI API has it."""
     keys = (*(api_key or ()), *(read_keys(api_key_file) if api_key_file is not None else ()))
     settings = ServerSettings(
         tuple(served_model_name or [model]), host, port, keys, max_queue, rate_limit=rate_limit,
-        deadline=deadline, log_prompts=log_prompts,
+        deadline=deadline, drain_seconds=drain_seconds, log_prompts=log_prompts,
     )  # fmt: skip
     speculative = _parse(speculative_config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from forerun.server.run import address_of, bind
+    from forerun.server.run import serve as run
+
+    listener = bind(settings)
     from forerun.llm import LLM
     from forerun.params import EngineConfig
-    from forerun.server.run import serve as run
 
     config = EngineConfig.from_dict(
         {"dtype": dtype, "device": device, "max_length": max_model_len, "max_batch": max_num_seqs,
@@ -59,10 +67,9 @@ def serve(
     llm = LLM.load(
         model, drafter=drafter, draft_model=draft_model, speculative_config=speculative, config=config
     )
-    typer.echo(
-        f"{settings.model_names[0]} at http://{host}:{port} (drafter: {llm.engine.default_drafter})", err=True
-    )
-    run(llm, settings)
+    where = f"{address_of(listener)} (API below /v1, drafter: {llm.engine.default_drafter})"
+    typer.echo(f"serving {settings.model_names[0]} at {where}; Ctrl-C ends it", err=True)
+    run(llm, settings, listener)
 
 
 def _parse(text: str | None) -> dict[str, Any] | None:

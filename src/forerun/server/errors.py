@@ -84,6 +84,9 @@ def from_validation(found: Any) -> ApiError:
     if first.get("type") == "json_invalid":
         reason = (first.get("ctx") or {}).get("error", "it cannot be parsed")
         return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
+    if first.get("type") == "model_attributes_type":  # curl -d without a header, or a list
+        said = "the body must be a JSON object, sent with the header `Content-Type: application/json`"
+        return ApiError(400, said, code="invalid_json")
     where = [str(part) for part in first.get("loc", ()) if part != "body"]
     param = ".".join(where) or None
     message = str(first.get("msg", "the body is wrong"))

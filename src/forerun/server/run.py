@@ -1,11 +1,20 @@
-"""Starts a server: loads the model, then listens until it is told to stop."""
+"""Runs a server: takes a port, listens once the model is there, and ends gracefully.
+
+After SIGTERM or Ctrl-C it still listens: `/ready` says no, new requests get status 503, and those that run have
+`drain_seconds` to end; what is left then ends with an error. A second signal ends everything at once.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import TYPE_CHECKING
+import signal
+import socket
+from time import monotonic
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from forerun.errors import MissingDependency
+from forerun.errors import InvalidInput, MissingDependency
 from forerun.server.settings import LOOPBACK, ServerSettings
 
 if TYPE_CHECKING:
@@ -14,8 +23,36 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def serve(llm: LLM, settings: ServerSettings) -> None:
-    """Answer requests until SIGTERM or Ctrl-C; running ones then have `drain_seconds` to end."""
+def bind(settings: ServerSettings) -> socket.socket:
+    """Take the port, so that one that is taken is said before a model is loaded; nobody is let in yet."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    taken = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind((settings.host, settings.port))
+    except OSError as error:
+        taken.close()
+        place = f"{settings.host}:{settings.port}"
+        raise InvalidInput(f"cannot listen on {place}: {error.strerror}; choose another --port") from None
+    return taken
+
+
+def address_of(listener: socket.socket) -> str:
+    """What to type into a browser."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(llm: LLM, settings: ServerSettings, listener: socket.socket) -> None:
+    """Answer requests until SIGTERM, or Ctrl-C, which is raised again."""
+    if settings.host not in (LOOPBACK, "localhost", "::1") and not settings.api_keys:
+        log.warning("listening on %s without an API key: everybody who reaches it may ask", settings.host)
+    if asyncio.run(_serve(llm, settings, listener)) == signal.SIGINT:
+        raise KeyboardInterrupt
+
+
+async def _serve(llm: LLM, settings: ServerSettings, listener: socket.socket) -> int | None:
+    """Returns the signal that ended it."""
     try:
         import uvicorn
 
@@ -24,15 +61,34 @@ def serve(llm: LLM, settings: ServerSettings) -> None:
         from forerun.server.backend import Backend
     except ImportError as error:
         raise MissingDependency(f"serving needs {error.name}; pip install 'forerun[serve]'") from None
-    if settings.host not in (LOOPBACK, "localhost", "::1") and not settings.api_keys:
-        log.warning("listening on %s without an API key: everybody who reaches it may ask", settings.host)
-    config = uvicorn.Config(
-        lambda: create_app(Backend(AsyncLLM(llm, max_requests=1 << 16)), settings),
-        factory=True,
-        host=settings.host,
-        port=settings.port,
-        log_level="warning",
-        timeout_graceful_shutdown=int(settings.drain_seconds),
-        timeout_keep_alive=30,
-    )
-    uvicorn.Server(config).run()
+    app = create_app(Backend(AsyncLLM(llm, max_requests=1 << 16)), settings)
+    service = app.state.service
+
+    class Server(uvicorn.Server):
+        """Drains before it shuts down."""
+
+        told: int | None = None
+        until = 0.0
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.told is not None:
+                self.should_exit = self.force_exit = True
+                return
+            self.told, self.until = sig, monotonic() + settings.drain_seconds
+            service.draining = True
+            log.info("shutting down: %d texts have %g s to end", service.active, settings.drain_seconds)
+
+        async def on_tick(self, counter: int) -> bool:
+            if self.told is not None and (not service.active or monotonic() > self.until):
+                await service.backend.close()  # who is still there gets an error
+                self.should_exit = True
+            return await super().on_tick(counter)
+
+    options: dict[str, Any] = {
+        "log_level": "warning",
+        "timeout_graceful_shutdown": 5,
+        "timeout_keep_alive": 30,
+    }
+    server = Server(uvicorn.Config(app, **options))
+    await server.serve(sockets=[listener])
+    return server.told

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
 from forerun import registry
 from forerun.completion import Completion
+from forerun.errors import ForerunError, InvalidInput
 from forerun.prompts import as_messages, as_token_list, check_text
 from forerun.server.answers import Answer, Found
 from forerun.server.errors import ApiError
@@ -60,7 +61,7 @@ class Service:
         """A place for so many texts in batch or queue, or a word on when to come again."""
         room = self.backend.max_batch + self.settings.max_queue
         if self.draining:
-            raise ApiError(503, "the server is shutting down", "server_error", headers={"Retry-After": "5"})
+            raise _leaving()
         if self.active + texts > room:
             message = (
                 f"{self.active} texts are being written or wait, and there is room for {room}; try again soon"
@@ -107,7 +108,7 @@ class Service:
     async def write(self, body: Generation, answer: Answer, jobs: list[Job]) -> dict[str, Any]:
         """The whole answer of a request."""
         timing, done = Timing(), dict[int, Completion]()
-        async with asyncio.timeout(self.settings.deadline), aclosing(write_all(self.backend, jobs)) as items:
+        async with self._watched(), aclosing(write_all(self.backend, jobs)) as items:
             async for index, item in items:
                 timing.mark()
                 if isinstance(item, Completion):
@@ -122,7 +123,7 @@ class Service:
         """The answer in chunks, as it grows."""
         timing, done = Timing(), dict[int, Completion]()
         opened, tools = set[int](), self._offers_tools(body)
-        async with asyncio.timeout(self.settings.deadline), aclosing(write_all(self.backend, jobs)) as items:
+        async with self._watched(), aclosing(write_all(self.backend, jobs)) as items:
             async for index, item in items:
                 timing.mark()
                 if answer.kind == "chat.completion" and index not in opened:
@@ -143,6 +144,17 @@ class Service:
         if (body.stream_options is not None and body.stream_options.include_usage) or answer.says_speculation:
             yield answer.figures([done[job.index] for job in jobs])
 
+    @asynccontextmanager
+    async def _watched(self) -> AsyncIterator[None]:
+        """Within the deadline; what ends because the server does says so."""
+        try:
+            async with asyncio.timeout(self.settings.deadline):
+                yield
+        except InvalidInput:
+            raise
+        except ForerunError as error:
+            raise (_leaving() if self.draining else error) from None
+
     def _offers_tools(self, body: Generation) -> bool:
         return isinstance(body, ChatRequest) and bool(body.tools) and body.tool_choice != "none"
 
@@ -160,3 +172,7 @@ class Service:
             "%s: %d tokens read, %d written in %.3f s, %.2f tokens per round, %s", answer.id, done.prompt_tokens,
             done.tokens, timing.ended - timing.started, done.tokens_per_round, done.finish_reason,
         )  # fmt: skip
+
+
+def _leaving() -> ApiError:
+    return ApiError(503, "the server is shutting down", "server_error", headers={"Retry-After": "5"})

@@ -32,6 +32,12 @@ class ServerSettings:
             raise InvalidInput("a server needs a name for its model; pass --served-model-name")
         if not 0 <= self.port <= 65535:
             raise InvalidInput(f"port={self.port} is out of range: 0 to 65535; 0 = any that is free")
+        for name in ("deadline", "rate_limit", "hang_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InvalidInput(f"{name}={value} is out of range: above 0")
+        if not self.drain_seconds >= 0:
+            raise InvalidInput(f"drain_seconds={self.drain_seconds} is out of range: 0 or more")
         for name in ("max_queue", "max_body", "max_choices"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name}={getattr(self, name)} is out of range: 1 or more")
