@@ -26,6 +26,7 @@ class Options(SamplingOptions, total=False):
     drafter: str | None
     verifier: str | None
     budget: int | Budget | None
+    shows_rejected: bool  # events tell what was drafted in vain
 
 
 def make_request(
@@ -37,7 +38,7 @@ def make_request(
         raise InvalidInput(unknown("option", strange[0], known))
     if params is not None and not isinstance(params, SamplingParams):
         params = SamplingParams.from_dict(params)
-    ours = ("drafter", "verifier", "budget")
+    ours = ("drafter", "verifier", "budget", "shows_rejected")
     sampling = {name: value for name, value in options.items() if name not in ours}
     budget = options.get("budget")
     if budget is not None and not isinstance(budget, Budget):
@@ -46,7 +47,7 @@ def make_request(
         None if options.get(name) is None else as_name(name, options[name]) for name in ours[:2]
     )
     merged = SamplingParams.from_dict(sampling, over=params or SamplingParams())
-    return Request(encode(prompt), merged, drafter, verifier, budget)
+    return Request(encode(prompt), merged, drafter, verifier, budget, options.get("shows_rejected", False))
 
 
 def make_requests(

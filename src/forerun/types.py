@@ -177,6 +177,7 @@ class Request:
     drafter: str | None = None  # None = the engine's
     verifier: str | None = None
     budget: Budget | None = None  # None = the controller decides
+    shows_rejected: bool = False  # do its events tell what was drafted in vain?
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", as_token_ids("Request.prompt", self.prompt))
@@ -185,11 +186,14 @@ class Request:
             ("drafter", str),
             ("verifier", str),
             ("budget", Budget),
+            ("shows_rejected", bool),
         ):
             value = getattr(self, name)
-            if not isinstance(value, kind) and (value is not None or name == "params"):
+            if not isinstance(value, kind) and (value is not None or name in ("params", "shows_rejected")):
                 raise refuse(
-                    f"Request.{name}", value, f"{kind.__name__}{'' if name == 'params' else ' or None'}"
+                    f"Request.{name}",
+                    value,
+                    f"{kind.__name__}{'' if name in ('params', 'shows_rejected') else ' or None'}",
                 )
 
 
@@ -203,6 +207,14 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Branch:
+    """Drafted tokens that were not accepted."""
+
+    after: int  # how many of the round's own tokens come before it
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """What one round added to one sequence."""
 
@@ -213,6 +225,7 @@ class Event:
     logprobs: tuple[TokenLogprob, ...] = ()
     finished: FinishReason | None = None
     error: Exception | None = None  # why it ended, where finished is "error"
+    rejected: tuple[Branch, ...] = ()  # only where the request has shows_rejected
 
 
 @dataclass(frozen=True, slots=True)

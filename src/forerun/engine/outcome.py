@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from forerun.engine.metrics import RoundCounts
 from forerun.engine.sequence import Advance, SequenceState
 from forerun.errors import CannotSample
-from forerun.types import Event, FinishReason, Laws, Round, TokenLogprob, TreeBatch, Verdict
+from forerun.types import Branch, Event, FinishReason, Laws, Round, TokenLogprob, TreeBatch, Verdict
 from forerun.verify.warp import token_logprobs
 
 
@@ -21,7 +22,7 @@ def outcome_of(
 ) -> tuple[list[Advance], Round]:
     """What each sequence gets, and what controllers observe: `clock` has the seconds of the round by part."""
     paths, bonus = verdict.to_host()
-    (tokens, _), depths = trees.to_host(), trees.host_depths()
+    (tokens, parents), depths = trees.to_host(), trees.host_depths()
     starts = trees.starts
     advances, drafted, deepest, accepted = list[Advance](), list[int](), list[int](), list[int]()
     for b, seq in enumerate(seqs):
@@ -46,6 +47,10 @@ def outcome_of(
         counts = RoundCounts(taken, size - 1, depth, accepted[b], seconds)
         text = detokenizer.take(finished is not None)
         event = _event(seq, fresh, nodes, accepted[b], text, laws, finished, error)
+        if seq.request.shows_rejected and size > 1:
+            own = slice(first, starts[b + 1])
+            branches = rejected_branches(tokens[own], parents[own], path, accepted[b])
+            event = replace(event, rejected=branches)
         places = len(seq.rounds), counts, len(seq.events)
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
     return advances, Round(tuple(seqs), tuple(drafted), tuple(deepest), tuple(accepted), clock)
@@ -77,3 +82,21 @@ def _event(
     if wanted is not None and fresh:
         logprobs = token_logprobs(laws, nodes[: len(fresh)], fresh, wanted)
     return Event(seq.id, tuple(fresh), accepted, text, logprobs, finished, error)
+
+
+def rejected_branches(
+    tokens: Sequence[int], parents: Sequence[int], path: Sequence[int], accepted: int
+) -> tuple[Branch, ...]:
+    """What of one tree was not accepted: a branch for each leaf, from where it leaves the accepted path."""
+    kept = {0: 0} | {node: depth for depth, node in enumerate(path[:accepted], start=1)}
+    inner = set(parents)
+    branches = []
+    for leaf in range(1, len(tokens)):
+        if leaf in inner or leaf in kept:
+            continue
+        node, found = leaf, list[int]()
+        while node not in kept:
+            found.append(tokens[node])
+            node = parents[node]
+        branches.append(Branch(kept[node], tuple(reversed(found))))
+    return tuple(branches)

@@ -13,7 +13,7 @@ from forerun.server.generation import speculation_of, usage_of
 from forerun.server.logprobs import Spells, for_chat, for_completion
 from forerun.server.schemas import Generation
 from forerun.server.tools import ToolCall
-from forerun.types import Event
+from forerun.types import Branch, Event
 
 Kind = Literal["chat.completion", "text_completion"]
 Found = tuple[str | None, list[ToolCall]]  # the text of an answer, and the calls that were in it
@@ -42,6 +42,11 @@ class Answer:
     def says_speculation(self) -> bool:
         options = self.body.stream_options
         return options is not None and options.include_speculative
+
+    @property
+    def says_rejected(self) -> bool:
+        options = self.body.stream_options
+        return options is not None and options.include_rejected
 
     def whole(self, done: Sequence[Completion], found: Sequence[Found] = ()) -> dict[str, Any]:
         """The answer of a request that does not stream."""
@@ -74,6 +79,8 @@ class Answer:
             )
         if self.says_speculation:
             chunk["speculative"] = {"tokens": list(event.tokens), "accepted": event.accepted}
+            if self.says_rejected:
+                chunk["speculative"]["rejected"] = [self._branch(each) for each in event.rejected]
         return chunk
 
     def whole_text(self, index: int, text: str, done: Completion) -> dict[str, Any]:
@@ -100,6 +107,10 @@ class Answer:
         if self.says_speculation:
             chunk["metrics"] = {"speculative_decoding": speculation_of(done)}
         return chunk
+
+    def _branch(self, branch: Branch) -> dict[str, Any]:
+        spelt = [self.tokenizer.decode([token], skip_special=False) for token in branch.tokens]
+        return {"after": branch.after, "tokens": list(branch.tokens), "texts": spelt}
 
     def _message(self, index: int, done: Completion, found: Found) -> dict[str, Any]:
         text, calls = found

@@ -68,6 +68,8 @@ def make_jobs(
         options = sampling_of(body, len(prompt), context) | drafting_of(body)
         if processors:
             options["processors"] = tuple(processors)
+        if body.stream and body.stream_options is not None and body.stream_options.include_rejected:
+            options["shows_rejected"] = True
         for copy in range(copies):
             own = dict(options)
             if body.seed is not None:

@@ -38,6 +38,7 @@ class StreamOptions(_Body):
     include_speculative: bool = Field(
         False, description="drafted and own tokens of every chunk, and figures last"
     )
+    include_rejected: bool = Field(False, description="also what was drafted in vain; needs the field above")
 
 
 class Speculative(_Body):
