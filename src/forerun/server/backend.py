@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from time import monotonic
 from typing import Any
 
+from forerun import registry
 from forerun.async_llm import AsyncLLM
 from forerun.completion import Completion
+from forerun.heads import heads_in_the_box
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.types import Event
 
@@ -48,6 +51,13 @@ class Backend:
     @property
     def drafter(self) -> str:
         return self._engine.default_drafter
+
+    @cached_property
+    def drafters(self) -> list[str]:
+        """What a request may name without a checkpoint of its own: the server's first."""
+        plain = [spec.name for spec in registry.drafters.specs() if spec.needs == "nothing"]
+        heads = [head.drafter for head in heads_in_the_box() if head.vocab_size in (None, self.vocab_size)]
+        return list(dict.fromkeys([self.drafter, *heads, *plain]))
 
     def stream(self, prompt: tuple[int, ...], **options: Any) -> AsyncGenerator[Event | Completion]:
         return self._llm.stream(prompt, **options)

@@ -9,7 +9,6 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
-from forerun import registry
 from forerun.completion import Completion
 from forerun.errors import ForerunError, InvalidInput
 from forerun.prompts import as_messages, as_token_list, check_text
@@ -50,7 +49,7 @@ class Service:
         """What the page shows: counts so far, and what is going on."""
         load = self.backend.load()
         return {
-            "model": self.model, "drafter": self.backend.drafter, "drafters": registry.drafters.names(),
+            "model": self.model, "drafter": self.backend.drafter, "drafters": self.backend.drafters,
             "uptime": monotonic() - self.started, "running": load.running, "waiting": load.waiting,
             "used_slots": load.used_slots, "rounds": load.rounds, "tokens": load.tokens,
             "sequence_rounds": self.counts.rounds, "accepted_per_position": self.counts.accepted_per_position,

@@ -37,7 +37,7 @@ function body(messages, speculative) {
   return {
     model: state.model, messages, stream: true, temperature: Number($("temperature").value),
     max_tokens: Number($("tokens").value), logprobs: true, top_logprobs: 3, speculative,
-    stream_options: { include_usage: true, include_speculative: true },
+    stream_options: { include_usage: true, include_speculative: true, include_rejected: true },
     ...(seed === "" ? {} : { seed: Number(seed) }),
   };
 }
@@ -48,7 +48,7 @@ async function write(messages, speculative, text, facts, signal) {
     method: "POST", headers, signal, body: JSON.stringify(body(messages, speculative)),
   });
   if (!response.ok) throw new Error(await errorText(response));
-  const answer = { text: "", rounds: 0, tokens: [], metrics: null, seconds: 0, first: null };
+  const answer = { text: "", rounds: [], tokens: [], metrics: null, seconds: 0, first: null };
   for await (const chunk of readEvents(response)) {
     if (chunk.error) throw new Error(chunk.error.message);
     const piece = chunk.choices[0];
@@ -64,34 +64,47 @@ async function write(messages, speculative, text, facts, signal) {
 }
 
 function showPiece(text, answer, piece, spec) {
-  answer.rounds += 1;
-  const entries = piece.logprobs?.content ?? [];
-  let shown = "";
-  entries.forEach((entry, i) => {
-    const token = { ...entry, round: answer.rounds, drafted: i < spec.accepted };
+  answer.rounds.push({ ...spec, tokens: (piece.logprobs?.content ?? []).map((entry) => entry.token) });
+  (piece.logprobs?.content ?? []).forEach((entry, i) => {
+    const token = { ...entry, round: answer.rounds.length, place: i, drafted: i < spec.accepted };
     answer.tokens.push(token);
-    shown += entry.token;
-    text.append(tokenNode(token));
+    text.append(tokenNode(token, answer));
   });
   answer.text += piece.delta.content ?? "";
   const log = $("log");
   log.scrollTop = log.scrollHeight;
 }
 
-function tokenNode(token) {
+const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)}%`;
+const SPECIAL = /^<[|/].*>$/; // ends of texts and turns: not part of what the model said
+
+function tokenNode(token, answer) {
   const node = document.createElement("span");
-  node.className = `token ${token.drafted ? "drafted" : "own"}`;
+  node.className = `token ${token.drafted ? "drafted" : "own"}${SPECIAL.test(token.token) ? " special" : ""}`;
   node.textContent = token.token;
-  node.tabIndex = -1;
-  const chance = (100 * Math.exp(token.logprob)).toFixed(1);
-  node.title = `${token.drafted ? "drafted and accepted" : "the target's own"}; probability ${chance}%, round ${token.round}`;
-  node.addEventListener("click", () => showRound(token));
+  node.tabIndex = answer.tokens.length === 1 ? 0 : -1; // one stop of the Tab key; arrows move from there
+  node.setAttribute("role", "button");
+  const about = `${token.drafted ? "drafted and accepted" : "the target's own"}, probability ${percent(token.logprob)}, round ${token.round}`;
+  node.title = about;
+  node.addEventListener("click", () => showRound(token, answer.rounds[token.round - 1]));
+  node.addEventListener("focus", () => { $("about").textContent = `${JSON.stringify(token.token)}: ${about}. Enter shows the round.`; });
+  node.addEventListener("keydown", (event) => moveFrom(node, event));
   return node;
 }
 
-function showRound(token) {
-  const rows = token.top_logprobs.map((other) => `${(100 * Math.exp(other.logprob)).toFixed(1)}%  ${JSON.stringify(other.token)}`);
+function moveFrom(node, event) {
+  if (event.key === "Enter" || event.key === " ") { event.preventDefault(); node.click(); return; }
+  const next = { ArrowRight: node.nextElementSibling, ArrowLeft: node.previousElementSibling }[event.key];
+  if (!next) return;
+  event.preventDefault();
+  node.tabIndex = -1;
+  next.tabIndex = 0;
+  next.focus();
+}
+
+function showRound(token, round) {
   const area = $("round-body");
+  $("round-title").textContent = `Round ${token.round}`;
   area.replaceChildren();
   const add = (title, lines) => {
     const head = document.createElement("h3"), list = document.createElement("pre");
@@ -99,7 +112,10 @@ function showRound(token) {
     list.textContent = lines.length ? lines.join("\n") : "nothing";
     area.append(head, list);
   };
-  add(`Round ${token.round}: likeliest tokens here`, rows);
+  const spelt = (tokens) => tokens.map((one) => JSON.stringify(one)).join(" ");
+  add(`Written: ${round.accepted} drafted and accepted, ${round.tokens.length - round.accepted} of the target's own`, [spelt(round.tokens)]);
+  add("Drafted and rejected", (round.rejected ?? []).map((branch) => `after ${branch.after ? spelt(round.tokens.slice(0, branch.after)) : "the text so far"}:  ${spelt(branch.texts)}`));
+  add(`Likeliest tokens where ${JSON.stringify(token.token)} stands`, token.top_logprobs.map((other) => `${percent(other.logprob).padStart(6)}  ${JSON.stringify(other.token)}`));
   $("round").showModal();
 }
 
@@ -201,7 +217,8 @@ function plotLine(id, values) {
   svg.setAttribute("preserveAspectRatio", "none");
   const points = values.map((v, i) => `${(100 * i) / Math.max(1, values.length - 1)},${38 - (34 * v) / most}`).join(" ");
   svg.innerHTML = `<polyline class="line" points="${points}"></polyline>`;
-  svg.previousElementSibling.textContent = `${svg.previousElementSibling.textContent.split(":")[0]}: ${values.at(-1)?.toFixed(values.at(-1) < 10 ? 2 : 0) ?? 0}`;
+  const last = values.at(-1) ?? 0, digits = Number.isInteger(last) ? 0 : last < 10 ? 2 : 0;
+  svg.previousElementSibling.textContent = `${svg.previousElementSibling.textContent.split(":")[0]}: ${last.toFixed(digits)}`;
 }
 
 function plotBars(id, values) {
@@ -229,6 +246,7 @@ async function refresh() {
     }
     plotBars("plot-position", stats.accepted_per_position);
     state.last = stats;
+    if (state.model) $("model").textContent = state.model;
     const rows = { running: stats.running, waiting: stats.waiting, "KV slots": stats.used_slots, drafter: stats.drafter, rounds: stats.rounds, tokens: stats.tokens };
     $("now").replaceChildren(...Object.entries(rows).flatMap(([name, value]) => {
       const dt = document.createElement("dt"), dd = document.createElement("dd");
@@ -244,8 +262,8 @@ async function start() {
     state.model = (await getJson("v1/models")).data[0].id;
     const { drafters, drafter } = await getJson("stats");
     $("model").textContent = state.model;
-    $("drafter").replaceChildren(new Option(`server's choice (${drafter})`, ""), ...drafters.map((name) => new Option(name, name)));
-  } catch (error) { $("model").textContent = `no connection: ${error.message}`; }
+    $("drafter").replaceChildren(new Option(`server's choice (${drafter})`, ""), ...drafters.map((name) => new Option(name === "none" ? "none (plain decoding)" : name, name)));
+  } catch (error) { $("model").textContent = error.message.includes("API key") ? "this server wants an API key: open the page as …/#key=KEY" : `no connection: ${error.message}`; }
   refresh();
   $("prompt").focus();
 }

@@ -1,0 +1,123 @@
+"""The page in a real browser, by keyboard alone: two widths, light and dark. Skips itself where there is no Chromium.
+
+Set FORERUN_PICTURES to a folder to keep screenshots to look at.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.chromium import BINARY, Chromium
+from tests.server.conftest import Running
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium on this machine")
+BUSY = "document.getElementById('send').disabled"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    opened = Chromium(tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def page(browser: Chromium, served: Running) -> Chromium:
+    browser.look(1200)
+    browser.open(f"{served.url}/?fresh={os.urandom(4).hex()}")
+    browser.until("document.getElementById('drafter').options.length > 1")
+    browser.ask("document.getElementById('tokens').value = 24")
+    return browser
+
+
+def send(page: Chromium, text: str) -> None:
+    """Type a message and press Enter; wait until it is answered."""
+    assert page.ask("document.activeElement.id") == "prompt", "one can type at once"
+    page.type(text)
+    page.press("Enter")
+    page.until(f"!{BUSY} && document.querySelectorAll('.facts:not(:empty)').length")
+
+
+def tab_to(page: Chromium, what: str, shift: bool = False) -> None:
+    for _ in range(30):
+        page.press("Tab", shift)
+        if page.ask(f"document.activeElement.matches({what!r})"):
+            return
+    raise AssertionError(f"the Tab key does not reach {what}")
+
+
+def test_a_chat_by_keyboard_alone(page: Chromium, served: Running) -> None:
+    send(page, "one two three four one two three four one two")
+    spoken = page.ask(
+        "[...document.querySelectorAll('.token:not(.special)')].map((t) => t.textContent).join('')"
+    )
+    asked = [{"role": "user", "content": "one two three four one two three four one two"}]
+    assert spoken == served.llm.chat(asked, max_tokens=24, temperature=0).text
+    tab_to(page, ".token", shift=True)
+    page.press("ArrowRight")
+    assert page.ask("document.activeElement === document.querySelectorAll('.token')[1]")
+    assert "round" in page.ask("document.getElementById('about').textContent")
+    page.press("Enter")
+    assert page.ask("document.getElementById('round').open")
+    shown = page.ask("document.getElementById('round-body').textContent")
+    assert "Drafted and rejected" in shown
+    assert "%" in shown
+    page.press("Escape")
+    assert not page.ask("document.getElementById('round').open")
+    assert page.ask("document.activeElement.matches('.token')"), "the focus goes back to where it was"
+    assert page.errors == []
+
+
+def test_with_and_without_speculation_side_by_side(page: Chromium) -> None:
+    page.type("Name two colours.")
+    tab_to(page, "#compare")
+    page.press("Enter")
+    page.until(f"!{BUSY} && document.querySelectorAll('.sides .facts:not(:empty)').length === 2")
+    texts = page.ask("[...document.querySelectorAll('.sides .text')].map((t) => t.textContent)")
+    assert len(texts) == 2
+    assert texts[0] == texts[1]
+    assert "The texts are equal." in page.ask("document.getElementById('log').textContent")
+    assert not page.ask("document.querySelectorAll('.sides .turn')[1].querySelector('.drafted')")
+
+
+def test_rejected_branches_are_shown(page: Chromium) -> None:
+    page.ask("document.getElementById('drafter').value = 'ngram+eagle3'")
+    send(page, "Write about the sea.")
+    found = page.ask(
+        "(() => { for (const token of document.querySelectorAll('.token')) { token.click();"
+        " const text = document.querySelectorAll('#round-body pre')[1].textContent;"
+        " document.getElementById('round').close(); if (text.includes('after')) return text; } })()"
+    )
+    assert found, "a drafter of trees is not always right"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1200, 400])
+def test_it_fits_and_can_be_read(page: Chromium, width: int, scheme: str) -> None:
+    page.look(width, scheme=scheme)
+    page.type("Hello! " * 12)
+    page.press("Enter")
+    page.until(f"!{BUSY} && document.querySelector('.facts:not(:empty)')")
+    sizes = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    whole, seen = page.ask(sizes)
+    assert whole <= seen, "nothing sticks out to the right"
+    for selector in ("body", ".hint", "#send", ".facts"):
+        assert page.ask(f"({CONTRAST})({selector!r})") >= 4.5, f"{selector} is hard to read"
+    if folder := os.environ.get("FORERUN_PICTURES"):
+        page.picture(Path(folder) / f"page-{width}-{scheme}.png")
+
+
+CONTRAST = """(selector) => {
+  const parts = (colour) => colour.match(/[0-9.]+/g).map(Number);
+  const linear = (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = (rgb) => [0.2126, 0.7152, 0.0722].reduce((sum, part, i) => sum + part * linear(rgb[i] / 255), 0);
+  const node = document.querySelector(selector);
+  let back = node;
+  while (back.parentElement && (parts(getComputedStyle(back).backgroundColor)[3] ?? 1) === 0) back = back.parentElement;
+  const [a, b] = [getComputedStyle(node).color, getComputedStyle(back).backgroundColor].map((c) => light(parts(c)));
+  return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+}"""
