@@ -41,6 +41,9 @@ def serve(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     drain_seconds: Annotated[float, typer.Option(help="Seconds to end running texts after SIGTERM.")] = 30.0,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Start the engine's thread again if an error ends it.")
+    ] = False,
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")
     ] = False,
@@ -49,7 +52,7 @@ def serve(
     keys = (*(api_key or ()), *(read_keys(api_key_file) if api_key_file is not None else ()))
     settings = ServerSettings(
         tuple(served_model_name or [model]), host, port, keys, max_queue, rate_limit=rate_limit,
-        deadline=deadline, drain_seconds=drain_seconds, log_prompts=log_prompts,
+        deadline=deadline, drain_seconds=drain_seconds, restart=restart, log_prompts=log_prompts,
     )  # fmt: skip
     speculative = _parse(speculative_config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -32,6 +32,7 @@ class Answer:
     prompts: int = 1
     created: int = field(default_factory=lambda: int(time()))
     id: str = ""
+    asked_by: dict[str, str] = field(default_factory=dict)  # for the log: the request's name and the caller's
     _lengths: dict[int, int] = field(default_factory=dict)  # characters sent, by choice
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ from forerun.server.schemas import (
 )
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
-from forerun.server.sse import sse_response
+from forerun.server.sse import EventStream
 
 if TYPE_CHECKING:
     from forerun.server.backend import Backend
@@ -43,8 +43,11 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        watch = asyncio.create_task(_restarts(service)) if settings.restart else None
         yield
         service.draining = True
+        if watch is not None:
+            watch.cancel()
         await backend.close()
 
     app = FastAPI(title="Forerun", version=__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None)
@@ -56,6 +59,14 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
     _add_text_routes(app, service, allowed)
     _add_token_routes(app, service, allowed)
     return app
+
+
+async def _restarts(service: Service) -> None:
+    """Look after the engine; its requests have ended with an error by then."""
+    while True:
+        await asyncio.sleep(POLL)
+        if await service.backend.restart():
+            log.warning("the engine had ended and was started again")
 
 
 def _check_key(gate: Gate) -> Callable[[Request], Awaitable[None]]:
@@ -168,6 +179,7 @@ async def _answer(
     jobs = await asyncio.to_thread(make_jobs, body)
     prompts = len({job.prompt for job in jobs})
     answer = Answer(kind, service.model, service.backend.tokenizer, body, has_logprobs, prompts)
+    answer.asked_by = {"request": request.state.id, "caller": request.state.caller}
     admission = service.admitted(len(jobs))
     if not body.stream:
         with admission:
@@ -187,7 +199,7 @@ async def _answer(
                 async for chunk in found:
                     yield chunk
 
-    return sse_response(rest(), {"x-request-id": request.state.id})
+    return EventStream(rest(), {"x-request-id": request.state.id}, service.settings.write_seconds)
 
 
 async def _while_connected(request: Request, work: Any) -> Any:

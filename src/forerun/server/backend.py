@@ -81,5 +81,15 @@ class Backend:
             return f"there was work, and no round for {patience:.0f} s"
         return None
 
+    async def restart(self) -> bool:
+        """Start a new engine thread where the old one has ended; was there need?"""
+        if self._llm.failure is None:
+            return False
+        await self._llm.close()
+        for seq in [*self._engine.running, *self._engine.waiting]:
+            self._engine.abort(seq.id)
+        self._llm = AsyncLLM(self._llm.llm, max_requests=self._llm.max_requests)
+        return True
+
     async def close(self) -> None:
         await self._llm.close()

@@ -180,8 +180,7 @@ def speculation_of(done: Sequence[Completion]) -> dict[str, Any]:
     counts = Counts()
     for each in done:
         counts.add(each)
-    rounds = counts.rounds
-    tokens = sum(each.tokens for each in done)
+    rounds, tokens = counts.rounds, counts.tokens
     drafted, accepted = sum(each.drafted for each in done), sum(each.accepted for each in done)
     return {
         "mean_acceptance_length": tokens / rounds if rounds else 0.0,
@@ -201,11 +200,13 @@ class Counts:
     """Rounds of several texts, and how deep their drafts and accepted paths went."""
 
     rounds: int = 0
+    tokens: int = 0
     reached: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
 
     def add(self, done: Completion) -> None:
         self.rounds += done.rounds
+        self.tokens += done.tokens
         for own, more in ((self.reached, done.reached), (self.kept, done.kept)):
             own.extend([0] * (len(more) - len(own)))
             for i, count in enumerate(more):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from forerun.server.metrics import Metrics
 from forerun.server.schemas import ChatRequest, CompletionRequest, Generation
 from forerun.server.settings import ServerSettings
 from forerun.server.tools import find_calls
+from forerun.types import Event
 
 if TYPE_CHECKING:
     from forerun.server.backend import Backend
@@ -52,7 +54,8 @@ class Service:
             "model": self.model, "drafter": self.backend.drafter, "drafters": self.backend.drafters,
             "uptime": monotonic() - self.started, "running": load.running, "waiting": load.waiting,
             "used_slots": load.used_slots, "rounds": load.rounds, "tokens": load.tokens,
-            "sequence_rounds": self.counts.rounds, "accepted_per_position": self.counts.accepted_per_position,
+            "sequence_rounds": self.counts.rounds, "sequence_tokens": self.counts.tokens,
+            "accepted_per_position": self.counts.accepted_per_position,
         }  # fmt: skip
 
     @contextmanager
@@ -107,7 +110,7 @@ class Service:
     async def write(self, body: Generation, answer: Answer, jobs: list[Job]) -> dict[str, Any]:
         """The whole answer of a request."""
         timing, done = Timing(), dict[int, Completion]()
-        async with self._watched(), aclosing(write_all(self.backend, jobs)) as items:
+        async with aclosing(self._texts(jobs)) as items:
             async for index, item in items:
                 timing.mark()
                 if isinstance(item, Completion):
@@ -122,7 +125,7 @@ class Service:
         """The answer in chunks, as it grows."""
         timing, done = Timing(), dict[int, Completion]()
         opened, tools = set[int](), self._offers_tools(body)
-        async with self._watched(), aclosing(write_all(self.backend, jobs)) as items:
+        async with aclosing(self._texts(jobs)) as items:
             async for index, item in items:
                 timing.mark()
                 if answer.kind == "chat.completion" and index not in opened:
@@ -143,16 +146,25 @@ class Service:
         if (body.stream_options is not None and body.stream_options.include_usage) or answer.says_speculation:
             yield answer.figures([done[job.index] for job in jobs])
 
-    @asynccontextmanager
-    async def _watched(self) -> AsyncIterator[None]:
-        """Within the deadline; what ends because the server does says so."""
-        try:
-            async with asyncio.timeout(self.settings.deadline):
-                yield
-        except InvalidInput:
-            raise
-        except ForerunError as error:
-            raise (_leaving() if self.draining else error) from None
+    async def _texts(self, jobs: list[Job]) -> AsyncGenerator[tuple[int, Event | Completion]]:
+        """The texts of all jobs as they grow, within the deadline; what ends because the server does says so.
+
+        Each wait has the limit for itself: a stream is not read by the task that began it.
+        """
+        limit = self.settings.deadline
+        until = None if limit is None else asyncio.get_running_loop().time() + limit
+        async with aclosing(write_all(self.backend, jobs)) as items:
+            while True:
+                try:
+                    async with asyncio.timeout_at(until):
+                        news = await anext(items)
+                except StopAsyncIteration:
+                    return
+                except InvalidInput:
+                    raise
+                except ForerunError as error:
+                    raise (_leaving() if self.draining else error) from None
+                yield news
 
     def _offers_tools(self, body: Generation) -> bool:
         return isinstance(body, ChatRequest) and bool(body.tools) and body.tool_choice != "none"
@@ -167,10 +179,15 @@ class Service:
         timing.ended = perf_counter()
         self.metrics.count(done, timing)
         self.counts.add(done)
-        log.info(
-            "%s: %d tokens read, %d written in %.3f s, %.2f tokens per round, %s", answer.id, done.prompt_tokens,
-            done.tokens, timing.ended - timing.started, done.tokens_per_round, done.finish_reason,
-        )  # fmt: skip
+        facts: dict[str, object] = {
+            **answer.asked_by, "answer": answer.id, "prompt_tokens": done.prompt_tokens, "tokens": done.tokens,
+            "seconds": round(timing.ended - timing.started, 3), "drafter": done.drafter,
+            "tokens_per_round": round(done.tokens_per_round, 2), "finished": done.finish_reason,
+        }  # fmt: skip
+        if self.settings.log_prompts:
+            asked = answer.body.model_dump(include={"messages", "prompt"})
+            facts |= {"asked": asked, "text": done.text}
+        log.info("%s", json.dumps(facts, ensure_ascii=False))
 
 
 def _leaving() -> ApiError:

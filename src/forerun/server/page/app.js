@@ -236,7 +236,7 @@ async function refresh() {
       const spent = stats.uptime - last.uptime, rounds = stats.sequence_rounds - last.sequence_rounds;
       state.history.push({
         rate: (stats.tokens - last.tokens) / spent,
-        round: rounds ? (stats.tokens - last.tokens) / rounds : 0,
+        round: rounds ? (stats.sequence_tokens - last.sequence_tokens) / rounds : state.history.at(-1)?.round ?? 0,
         batch: stats.running,
       });
       state.history = state.history.slice(-60);
