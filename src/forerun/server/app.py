@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from forerun import __version__
 from forerun.prompts import as_messages, check_text
 from forerun.server.answers import Answer, Kind
-from forerun.server.errors import ApiError, add_error_handlers
+from forerun.server.errors import ApiError, add_error_handlers, as_api_error
 from forerun.server.generation import Job
 from forerun.server.guard import Guard
 from forerun.server.keys import Gate
@@ -167,7 +167,15 @@ def _add_token_routes(app: FastAPI, service: Service, allowed: list[Any]) -> Non
         return {"prompt": service.backend.tokenizer.decode(body.tokens, skip_special=False)}
 
 
-async def _answer(
+async def _answer(service: Service, *asked: Any) -> Response:
+    """One request from body to answer; whatever goes wrong has the one shape, and is logged once."""
+    try:
+        return await _whole_or_stream(service, *asked)
+    except Exception as error:
+        raise as_api_error(error) from None
+
+
+async def _whole_or_stream(
     service: Service,
     body: Generation,
     kind: Kind,
@@ -175,7 +183,6 @@ async def _answer(
     has_logprobs: bool,
     request: Request,
 ) -> Response:
-    """One request from body to answer, whole or streamed."""
     jobs = await asyncio.to_thread(make_jobs, body)
     prompts = len({job.prompt for job in jobs})
     answer = Answer(kind, service.model, service.backend.tokenizer, body, has_logprobs, prompts)
