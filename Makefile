@@ -4,10 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint check fuzz mutants docs bench-cpu bench-gpu clean
+.PHONY: demo test lint check fuzz mutants docs bench-cpu bench-gpu clean serve bench-serve
 
 demo: $(READY) model  ## a real model answers, drafted tokens in colour
 	$(BIN)/forerun generate --file examples/demo.txt --max-tokens 110
+
+serve: $(READY) model  ## an OpenAI-compatible server and its page on http://127.0.0.1:8000 (ARGS="--port 9000")
+	$(BIN)/forerun serve $(ARGS)
 
 test: lint check  ## what CI runs
 
@@ -35,6 +38,9 @@ bench-cpu: $(READY) model llama  ## ratios over transformers, llama.cpp and our 
 
 bench-gpu: $(READY) model  ## t(n), plain and speculative text on a GPU, bits included
 	$(BIN)/python -m forerun.bench.gpu
+
+bench-serve: $(READY) model  ## a server under load: speculation off, fixed and adaptive, texts compared
+	$(BIN)/python -m forerun.bench.serve --json bench-out/serve.json --plot bench-out/serve.png $(ARGS)
 
 .PHONY: model
 model: $(READY)

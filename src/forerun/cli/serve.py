@@ -71,8 +71,8 @@ def serve(
         model, drafter=drafter, draft_model=draft_model, speculative_config=speculative, config=config
     )
     where = f"{address_of(listener)} (API below /v1, drafter: {llm.engine.default_drafter})"
-    typer.echo(f"serving {settings.model_names[0]} at {where}; Ctrl-C ends it", err=True)
-    run(llm, settings, listener)
+    said = f"serving {settings.model_names[0]} at {where}; Ctrl-C ends it"
+    run(llm, settings, listener, lambda: typer.echo(said, err=True))
 
 
 def _parse(text: str | None) -> dict[str, Any] | None:

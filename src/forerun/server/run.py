@@ -10,6 +10,7 @@ import asyncio
 import logging
 import signal
 import socket
+from collections.abc import Callable
 from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -43,15 +44,19 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(llm: LLM, settings: ServerSettings, listener: socket.socket) -> None:
-    """Answer requests until SIGTERM, or Ctrl-C, which is raised again."""
+def serve(
+    llm: LLM, settings: ServerSettings, listener: socket.socket, announce: Callable[[], object]
+) -> None:
+    """Answer requests until SIGTERM, or Ctrl-C, which is raised again; `announce` is called once it listens."""
     if settings.host not in (LOOPBACK, "localhost", "::1") and not settings.api_keys:
         log.warning("listening on %s without an API key: everybody who reaches it may ask", settings.host)
-    if asyncio.run(_serve(llm, settings, listener)) == signal.SIGINT:
+    if asyncio.run(_serve(llm, settings, listener, announce)) == signal.SIGINT:
         raise KeyboardInterrupt
 
 
-async def _serve(llm: LLM, settings: ServerSettings, listener: socket.socket) -> int | None:
+async def _serve(
+    llm: LLM, settings: ServerSettings, listener: socket.socket, announce: Callable[[], object]
+) -> int | None:
     """Returns the signal that ended it."""
     try:
         import uvicorn
@@ -69,6 +74,10 @@ async def _serve(llm: LLM, settings: ServerSettings, listener: socket.socket) ->
 
         told: int | None = None
         until = 0.0
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            announce()
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if self.told is not None:

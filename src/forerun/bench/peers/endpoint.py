@@ -22,11 +22,7 @@ PATIENCE = 600.0  # seconds for one answer
 
 def endpoint_contender(url: str, ignore_eos: bool = False) -> Contender:
     """The model that a server lists first, asked greedily, one prompt at a time."""
-    base = url.rstrip("/").removesuffix("/v1")
-    models = _call(f"{base}/v1/models", None).get("data") or []
-    if not models:
-        raise InvalidInput(f"{base}/v1/models lists no model; check that the server has loaded one")
-    name = str(models[0]["id"])
+    base, name = base_of(url), first_model(url)
 
     def write(prompts: Sequence[Sequence[int]], max_tokens: int) -> Written:
         texts = []
@@ -40,6 +36,20 @@ def endpoint_contender(url: str, ignore_eos: bool = False) -> Contender:
         return Written(texts, perf_counter() - started)
 
     return Contender("endpoint", write, exact=False)
+
+
+def base_of(url: str) -> str:
+    """A server's address without the API's own part."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def first_model(url: str) -> str:
+    """The model that a server lists first."""
+    base = base_of(url)
+    models = _call(f"{base}/v1/models", None).get("data") or []
+    if not models:
+        raise InvalidInput(f"{base}/v1/models lists no model; check that the server has loaded one")
+    return str(models[0]["id"])
 
 
 def _call(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:

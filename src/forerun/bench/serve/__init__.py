@@ -1,0 +1,1 @@
+"""A server under load: arrivals that do not wait for answers, times of first and later tokens, texts compared."""

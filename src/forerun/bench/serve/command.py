@@ -1,0 +1,179 @@
+"""A server under load (`make bench-serve`): speculation off, fixed and adaptive, from an idle server to a full one.
+
+Starts `forerun serve` in a process of its own (or takes one at --url), asks every prompt once alone, and then sends the
+same requests at the same random times in every mode. Every text must be the one that was written alone. Shows a table;
+the last line of stdout is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+from threading import Thread
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from forerun.bench.machine import cores, is_busy, load_average, machine_facts
+from forerun.bench.peers.endpoint import base_of, first_model
+from forerun.bench.serve.load import Target, arrivals, figures, send_all
+from forerun.bench.serve.stream_client import Endpoint
+from forerun.bench.suites import load_suite
+from forerun.errors import ForerunError, InvalidInput
+
+MODES: dict[str, Any] = {"off": "off", "fixed": {"budget": 4}, "adaptive": "on"}
+Body = dict[str, Any]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run it; 1 if a text was lost or not the one written alone."""
+    flags = parse(words)
+    try:
+        with _server(flags) as url:
+            document = asyncio.run(measure(flags, Endpoint(base_of(url), first_model(url))))
+    except ForerunError as error:
+        print(f"bench serve: {error}", file=sys.stderr)
+        return 2
+    if flags.plot is not None:
+        from forerun.bench.serve.plot import plot
+
+        plot(document, flags.plot)
+    line = json.dumps(document)
+    if flags.json is not None:
+        flags.json.parent.mkdir(parents=True, exist_ok=True)
+        flags.json.write_text(line + "\n", encoding="utf-8")
+    show(document)
+    print(line)
+    return 0 if document["lost"] == document["unequal"] == 0 else 1
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m forerun.bench.serve", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--url", help="a server that runs already; one that does not know `speculative` is asked in one mode")
+    add("--model", default="smollm2", help="what to serve")
+    add("--serve-args", default="", help="more words for forerun serve, in one string")
+    add("--loads", default="0.25,0.5,1,2,4", help="rates, as multiples of what one client at a time gets")
+    add("--requests", type=int, default=24, help="per rate and mode")
+    add("--max-tokens", type=int, default=48)
+    add("--suite", help="a JSONL file of prompts; default: built in")
+    add("--first-seconds", type=float, default=2.0, help="a good answer begins within")
+    add("--token-seconds", type=float, default=0.2, help="a good answer has a token every")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="PATH")
+    add("--plot", type=Path, metavar="PATH")
+    return parser.parse_args(words)
+
+
+@contextmanager
+def _server(flags: argparse.Namespace) -> Iterator[str]:
+    if flags.url:
+        yield flags.url
+        return
+    command = [
+        sys.executable,
+        "-m",
+        "forerun.cli",
+        "serve",
+        flags.model,
+        "--port",
+        "0",
+        *flags.serve_args.split(),
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = []
+        for line in process.stderr:
+            said.append(line.strip())
+            found = [word for word in line.split() if word.startswith("http://")]
+            if line.startswith("serving") and found:
+                break
+        else:
+            raise InvalidInput(f"the server did not start: {' '.join(said)[-300:]}")
+        Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop it
+        try:
+            yield found[0]
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+async def measure(flags: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
+    """Every prompt alone, then every rate in every mode."""
+    prompts = [list(item.messages) for item in load_suite(flags.suite)]
+    chosen = [prompts[i * len(prompts) // flags.requests % len(prompts)] for i in range(flags.requests)]
+    bodies: list[Body] = [{"messages": m, "max_tokens": flags.max_tokens, "temperature": 0} for m in chosen]
+    modes = MODES if not flags.url or await _knows_modes(endpoint, bodies[0]) else {"as served": None}
+    alone = await _alone(endpoint, bodies)
+    rows = []
+    target = Target(flags.first_seconds, flags.token_seconds)
+    for load in (float(word) for word in flags.loads.split(",")):
+        rate = load / alone["seconds"]
+        times = arrivals(rate, len(bodies), flags.seed)
+        for mode, value in modes.items():
+            asked = bodies if value is None else [{**body, "speculative": value} for body in bodies]
+            answers, seconds = await send_all(endpoint, asked, times)
+            found = figures(answers, alone["texts"], seconds, target)
+            rows.append({"load": load, "rate": round(rate, 4), "mode": mode, **found})
+    busy = load_average()
+    return {
+        "what": "bench-serve", "schema": 1, "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine_facts(), "busy_before": is_busy(busy, cores()), "model": endpoint.model,
+        "alone_seconds": round(alone["seconds"], 4), "alone_ttft": alone["ttft"],
+        "lost": sum(row["lost"] for row in rows), "unequal": sum(row["unequal"] for row in rows), "rows": rows,
+    }  # fmt: skip
+
+
+async def _alone(endpoint: Endpoint, bodies: Sequence[Body]) -> dict[str, Any]:
+    """Each request with nobody else there: the texts to compare with, and how long one takes."""
+    texts, seconds, firsts = [], [], []
+    for body in bodies:
+        (answer,), spent = await send_all(endpoint, [body], [0.0])
+        if answer.problem is not None:
+            raise InvalidInput(f"{endpoint.base} cannot answer: {answer.problem}")
+        texts.append(answer.text)
+        seconds.append(spent)
+        firsts.append(answer.first_seconds or 0.0)
+    return {"texts": texts, "seconds": fmean(seconds), "ttft": round(fmean(firsts), 4)}
+
+
+async def _knows_modes(endpoint: Endpoint, body: Body) -> bool:
+    (answer,), _ = await send_all(endpoint, [{**body, "max_tokens": 1, "speculative": "off"}], [0.0])
+    return answer.problem is None
+
+
+def show(document: dict[str, Any]) -> None:
+    """A table for a person."""
+    table = Table(title="A server under load: seconds to the first token and per later token")
+    for name in (
+        "load",
+        "mode",
+        "requests/s",
+        "good/s",
+        "tokens/s",
+        "TTFT p50",
+        "p99",
+        "TPOT p50",
+        "p99",
+        "lost",
+        "unequal",
+    ):
+        table.add_column(name, justify="right")
+    for row in document["rows"]:
+        times = [row["ttft"]["p50"], row["ttft"]["p99"], row["tpot"]["p50"], row["tpot"]["p99"]]
+        cells = [f"{row['load']:g}x", row["mode"], row["requests_per_second"], row["good_per_second"]]
+        cells += [row["tokens_per_second"], *("-" if t is None else f"{t:.3f}" for t in times)]
+        table.add_row(*map(str, [*cells, row["lost"], row["unequal"]]))
+    Console(stderr=True).print(table)

@@ -1,0 +1,36 @@
+"""One picture of a server under load: tokens a second, and the time to the first token, over the rate of requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import MissingDependency
+
+
+def plot(document: dict[str, Any], file: Path) -> None:
+    """Draw what `measure` found, a line for each mode."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise MissingDependency("--plot needs matplotlib; pip install 'forerun[bench]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    rows = document["rows"]
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        own = [row for row in rows if row["mode"] == mode]
+        rates = [row["rate"] for row in own]
+        left.plot(rates, [row["tokens_per_second"] for row in own], marker="o", label=f"speculation {mode}")
+        right.plot(rates, [row["ttft"]["p99"] for row in own], marker="o", label=f"speculation {mode}")
+    for axes, says in ((left, "tokens per second"), (right, "seconds to the first token, p99")):
+        axes.set_xlabel("requests per second that come in")
+        axes.set_ylabel(says)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    left.legend()
+    figure.suptitle(f"{document['model']}, {document['machine'].get('cpu', '')}, {document['date'][:10]}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=130)
+    plt.close(figure)
