@@ -66,8 +66,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--url", help="a server that runs already; one that does not know `speculative` is asked in one mode")
     add("--model", default="smollm2", help="what to serve")
     add("--serve-args", default="", help="more words for forerun serve, in one string")
-    add("--loads", default="0.25,0.5,1,2,4", help="rates, as multiples of what one client at a time gets")
-    add("--requests", type=int, default=24, help="per rate and mode")
+    add("--loads", default="0.5,1,2,4", help="rates, as multiples of what one client at a time gets")
+    add("--requests", type=int, default=16, help="per rate and mode")
     add("--max-tokens", type=int, default=48)
     add("--suite", help="a JSONL file of prompts; default: built in")
     add("--first-seconds", type=float, default=2.0, help="a good answer begins within")
@@ -112,6 +112,7 @@ def _server(flags: argparse.Namespace) -> Iterator[str]:
 
 async def measure(flags: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
     """Every prompt alone, then every rate in every mode."""
+    busy = load_average()
     prompts = [list(item.messages) for item in load_suite(flags.suite)]
     chosen = [prompts[i * len(prompts) // flags.requests % len(prompts)] for i in range(flags.requests)]
     bodies: list[Body] = [{"messages": m, "max_tokens": flags.max_tokens, "temperature": 0} for m in chosen]
@@ -127,7 +128,6 @@ async def measure(flags: argparse.Namespace, endpoint: Endpoint) -> dict[str, An
             answers, seconds = await send_all(endpoint, asked, times)
             found = figures(answers, alone["texts"], seconds, target)
             rows.append({"load": load, "rate": round(rate, 4), "mode": mode, **found})
-    busy = load_average()
     return {
         "what": "bench-serve", "schema": 1, "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine_facts(), "busy_before": is_busy(busy, cores()), "model": endpoint.model,
@@ -176,4 +176,4 @@ def show(document: dict[str, Any]) -> None:
         cells = [f"{row['load']:g}x", row["mode"], row["requests_per_second"], row["good_per_second"]]
         cells += [row["tokens_per_second"], *("-" if t is None else f"{t:.3f}" for t in times)]
         table.add_row(*map(str, [*cells, row["lost"], row["unequal"]]))
-    Console(stderr=True).print(table)
+    Console(stderr=True, width=120).print(table)
