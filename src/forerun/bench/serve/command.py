@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -39,7 +39,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run it; 1 if a text was lost or not the one written alone."""
     flags = parse(words)
     try:
-        with _server(flags) as url:
+        with nullcontext(flags.url) if flags.url else serving(flags.model, flags.serve_args) as url:
             document = asyncio.run(measure(flags, Endpoint(base_of(url), first_model(url))))
     except ForerunError as error:
         print(f"bench serve: {error}", file=sys.stderr)
@@ -79,20 +79,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 @contextmanager
-def _server(flags: argparse.Namespace) -> Iterator[str]:
-    if flags.url:
-        yield flags.url
-        return
-    command = [
-        sys.executable,
-        "-m",
-        "forerun.cli",
-        "serve",
-        flags.model,
-        "--port",
-        "0",
-        *flags.serve_args.split(),
-    ]
+def serving(model: str, words: str) -> Iterator[str]:
+    """`forerun serve` in a process of its own, as long as it is needed."""
+    command = [sys.executable, "-m", "forerun.cli", "serve", model, "--port", "0", *words.split()]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = []
