@@ -1,7 +1,7 @@
 """What the HTTP layer costs one client over `LLM.generate`: `python -m forerun.bench.serve.overhead`.
 
-Both write the same texts, alternating, whole answers timed: a server in a process of its own with a client in
-another, and the library here. The last line of stdout is one JSON document.
+Both write the same texts, alternating, whole answers timed: a server and a client in processes of their own, and
+the library here. The last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
