@@ -68,11 +68,7 @@ def test_the_curl_body_and_the_python_block_run(
 def test_the_dashboard_shows_metrics_that_are_there(http: httpx.Client) -> None:
     http.post("/v1/completions", json={"prompt": "a b a b a", "max_tokens": 8})
     there = set(re.findall(r"^# TYPE (\S+)", http.get("/metrics").text, re.MULTILINE))
-<<<<<<< HEAD
-    board = json.loads((ROOT / "deploy" / "grafana-dashboard.json").read_text())
-=======
     board = json.loads((ROOT / "docs" / "deploy" / "grafana-dashboard.json").read_text())
->>>>>>> serve2
     shown = {name for panel in board["panels"] for target in panel["targets"] for name in
              re.findall(r"forerun:\w+", target["expr"])}  # fmt: skip
     plain = {re.sub(r"_bucket$", "", name) for name in shown}
@@ -82,11 +78,7 @@ def test_the_dashboard_shows_metrics_that_are_there(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("name", ["Dockerfile", "forerun.service"])
 def test_deployed_commands_have_real_flags(name: str) -> None:
-<<<<<<< HEAD
-    text = Path(ROOT / "deploy" / name).read_text()
-=======
     text = Path(ROOT / "docs" / "deploy" / name).read_text()
->>>>>>> serve2
     line = next(line for line in text.splitlines() if line.startswith(("ENTRYPOINT", "ExecStart")))
     real = {option for parameter in serve_command().params for option in parameter.opts}
     used = re.findall(r"--[\w-]+", line)
