@@ -34,7 +34,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "bench": ("matplotlib",),
     "llama": ("llama-cpp-python",),
     "ray": ("ray",),
-    "docs": ("mkdocs-material", "mkdocstrings"),
 }
 NEEDED = ("transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "numpy")
 # gguf: only for block types that our own reader does not know; prompt_toolkit: editing and history in a chat
