@@ -98,3 +98,13 @@ def test_what_it_cannot_run_is_refused() -> None:
 def _changed(config: DecoderConfig, **values: object) -> DecoderConfig:
     fields = {name: getattr(config, name) for name in DecoderConfig.__dataclass_fields__}
     return DecoderConfig(**{**fields, **values})  # type: ignore[arg-type]
+
+
+def test_memory_that_was_never_written_does_not_matter() -> None:
+    """The KV pool is not cleared when it is made: whatever it holds, a pass sees only what was written."""
+    target = make_target("llama", "cpu")
+    target.kv.data.fill_(float("nan"))
+    seqs = [FakeSeq(0, [3, 4, 5]), FakeSeq(1, [5, 6, 7, 8, 9])]
+    target.prefill(seqs, Needs())
+    trees = TreeBatch.trees([([5, 1, 2], [-1, 0, 0]), ([9, 1], [-1, 0])])
+    assert target.score(seqs, trees, Needs()).required_logits.isfinite().all()

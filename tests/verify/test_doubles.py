@@ -139,7 +139,7 @@ def test_the_table_refuses_misuse() -> None:
     target.score([seq], chain, Needs())
     target.commit([seq], chain, Verdict.of([[1]], [0], "cpu"))
     assert target.used_slots == 4
-    with pytest.raises(AssertionError, match="not its text"):
+    with pytest.raises(AssertionError, match="does not hold its tokens"):
         target.score([seq], TreeBatch.chains([[3]]), Needs())
     target.release(seq)
     assert target.used_slots == 0

@@ -51,7 +51,8 @@ class PlainSteps:
         for low in range(0, run.size.rows, _ROWS):
             some = slice(low, low + _ROWS)
             k = keys[:, table[some]].float()  # [Hkv, m, P, D]
-            v = values[:, table[some]].float()
+            # slots that nothing was written to may hold NaN, which a weight of 0 does not take away
+            v = values[:, table[some]].float().masked_fill(~seen[some, :, None], 0.0)
             scores = torch.einsum("mhgd,hmpd->mhgp", queries[some].float(), k) * config.attention_scale
             scores = scores.masked_fill(~seen[some, None, None], float("-inf"))
             found = torch.einsum("mhgp,hmpd->mhgd", scores.softmax(-1), v)
