@@ -85,9 +85,12 @@ def test_trees_are_those_of_the_head_as_everywhere(
     assert device.draft.net.kv.used == 0
 
 
-def test_the_next_draft_starts_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", [None, 3])
+def test_the_next_draft_starts_before_it_is_asked_for(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One draft a round as long as the form stays; another form, or a text that ended, is drafted for anew."""
-    target = make_target("llama", "cpu")
+    target = make_target("llama", "cpu", seed=seed)
     device, plain = both_drafters(target)
     launched: list[DraftShape] = []
     launch = DeviceDraft._launch

@@ -60,10 +60,10 @@ def need_cuda(device: str = "cuda") -> None:
         pytest.skip("no CUDA device")
 
 
-def make_reference(name: str) -> Any:
+def make_reference(name: str, seed: int | None = None) -> Any:
     """transformers' model of a shape, fp32, with norms and biases that are not trivial."""
     settings = {**_BASE, **SHAPES[name]}
-    torch.manual_seed(sorted(SHAPES).index(name))
+    torch.manual_seed(sorted(SHAPES).index(name) if seed is None else seed)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
@@ -86,8 +86,9 @@ def make_target(
     kernels: Literal["auto", "triton", "torch"] = "auto",
     kv_slots: int = 20_000,
     weight_kind: WeightKind = "plain",
+    seed: int | None = None,
 ) -> CudaDecoder:
-    config, weights = weights_of(make_reference(name))
+    config, weights = weights_of(make_reference(name, seed))
     return CudaDecoder(
         config,
         weights,

@@ -134,6 +134,8 @@ def observe_rows(
 ) -> None:
     """Add the rows of root and path of every tree, each with the token that follows it."""
     whole = [scores.hidden[layer] for layer in layers]
+    if trees.form is not None:  # rows in the target's own buffers, which its next pass overwrites
+        whole = [rows.clone() for rows in whole]
     tokens, (every, bonus) = trees.to_host()[0], verdict.to_host()
     for b, seq in enumerate(seqs):
         first, end = trees.starts[b], trees.starts[b + 1]

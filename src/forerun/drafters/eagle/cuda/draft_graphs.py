@@ -139,8 +139,6 @@ class DeviceDraft:
         form, outcome = trees.form, verdict.outcome
         if form is None or outcome is None or self._staged or len(seqs) > MOST or form.depth > DEEPEST:
             self._unstage()
-            if form is not None:  # what such a pass found lies in the target's own buffers
-                scores = Scores(None, {layer: rows.clone() for layer, rows in scores.hidden.items()})
             observe_rows(self._sequences, self.feature_fusion.layers, seqs, trees, scores, verdict)
             return
         self._replays.do(("observe", form), lambda: self._gather(scores, outcome, form))
