@@ -4,6 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class Form(NamedTuple):
+    """The size of one sequence's draft: nodes below the root, levels, and children per node at most."""
+
+    nodes: int
+    depth: int
+    width: int
+
+
+class Menu(Protocol):
+    """The forms that a drafter has ready for a whole batch, such as captured graphs; all sequences get the same one.
+
+    Sequences whose offers hold the same menu draft together.
+    """
+
+    @property
+    def forms(self) -> tuple[Form, ...]: ...
+
+    def seconds(self, form: Form, batch: int) -> float:
+        """What drafting this form for so many sequences takes, measured where it was."""
+        ...
+
+    def expected(self, form: Form) -> float:
+        """Tokens of one draft that are accepted on average, as far as the drafter's files say."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +50,7 @@ class Offer:
     expected: float | None = (
         None  # tokens of its last draft that it expected to be accepted; None = not known
     )
+    menu: Menu | None = None  # it drafts in these forms only, for all its sequences together
 
     @property
     def costs(self) -> bool:
