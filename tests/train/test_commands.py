@@ -7,10 +7,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from forerun.build import load_target
@@ -19,10 +17,10 @@ from forerun.drafters.eagle.files import write_head
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.params import EngineConfig
-from forerun.train.check import HeadReport, _compare, check_head, convert_head, kind_of_head
+from forerun.train.check import HeadReport, _compare, check_head, kind_of_head
 from forerun.train.commands import main
 from forerun.train.run import train
-from tests.drafters.tiny_heads import eagle_config, eagle_weights, heads_config, heads_weights, save_head
+from tests.drafters.tiny_heads import eagle_config, eagle_weights
 from tests.models.tiny_checkpoints import VOCAB
 from tests.train.test_recipes import options_for
 
@@ -149,21 +147,3 @@ def test_check_measures_acceptance(tiny: Checkpoint, tmp_path: Path, monkeypatch
     assert 1.0 <= report.tokens_per_round < 1.3
     assert report.fits is (report.tokens_per_round >= 1.1)
     assert "EAGLE-3, 32 wide" in report.about
-
-
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "medusa", "hydra"])
-def test_a_head_is_recognised_and_converted(name: str, tmp_path: Path) -> None:
-    save_head(name, tmp_path / "a", VOCAB)
-    assert kind_of_head(tmp_path / "a") == name
-    layout: Any = "speculators" if name == "eagle3" else "eagle"
-    convert_head(tmp_path / "a", tmp_path / "b", layout, pickle=False)
-    assert kind_of_head(tmp_path / "b") == name
-
-
-def test_a_pickled_head_can_be_converted(tmp_path: Path) -> None:
-    config = heads_config("medusa", VOCAB)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "config.json").write_text(json.dumps(config.to_json()))
-    torch.save(heads_weights(config), tmp_path / "a" / "medusa_lm_head.pt")
-    convert_head(tmp_path / "a", tmp_path / "b", "eagle", pickle=True)
-    assert (tmp_path / "b" / "medusa_lm_head.safetensors").is_file()

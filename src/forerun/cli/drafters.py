@@ -1,4 +1,4 @@
-"""`forerun drafters`: lists the drafters; `check` checks a trained head with its target."""
+"""`forerun drafters`: lists the drafters, checks trained heads, and exchanges them with other engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from rich.table import Table
 from forerun import registry
 from forerun.cli.flags import DEFAULT_MODEL, AsJson
 from forerun.cli.show import table_console
-from forerun.errors import InvalidInput
 from forerun.heads import heads_in_the_box
 from forerun.registry import DrafterSpec
 
@@ -63,25 +62,12 @@ def needs_in_words(spec: DrafterSpec) -> str:
 def check(
     folder: Annotated[Path, typer.Argument(help="The folder of a trained head.", show_default=False)],
     target: Annotated[str, typer.Option(help="The model it is to draft for.")] = DEFAULT_MODEL,
-    convert: Annotated[
-        Path | None, typer.Option(help="Write the head here as safetensors, and check nothing.")
-    ] = None,
-    layout: Annotated[str, typer.Option(help="Of --convert: eagle (the authors') or speculators.")] = "eagle",
-    pickle: Annotated[
-        bool, typer.Option("--pickle", help="Read .pt and .bin files too (weights only).")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Validate a head before use: files, shapes, vocabulary, layers, and what it accepts on a few prompts."""
     with Console(stderr=True).status(f"checking {folder}"):
-        from forerun.train.check import check_head, convert_head
+        from forerun.train.check import check_head
 
-        if convert is not None:
-            if layout not in ("eagle", "speculators"):
-                raise InvalidInput(f"--layout {layout} is unknown; use eagle or speculators")
-            convert_head(folder, convert, "eagle" if layout == "eagle" else "speculators", pickle=pickle)
-            print(f"written to {convert}")
-            return
         report = check_head(folder, target)
     if as_json:
         print(json.dumps({**asdict(report), "verdict": report.verdict}))
@@ -89,6 +75,42 @@ def check(
         print(f"{folder}: {report.about}\n{report.verdict}")
     if not report.fits:
         raise typer.Exit(2)
+
+
+@drafters.command("export")
+def export_drafter(
+    folder: Annotated[Path, typer.Argument(help="The folder of a trained head.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
+    to: Annotated[str, typer.Option(help="Who will read it: vllm, sglang, speculators or eagle.")],
+    target: Annotated[str, typer.Option(help="The model that it drafts for.")] = DEFAULT_MODEL,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per draft in the printed flag.")] = 5,
+) -> None:
+    """Write a head as another engine reads it, check it by reading it back, and print how to use it there."""
+    with Console(stderr=True).status(f"writing {out}"):
+        from forerun.train.export import export_head, rows_of_target
+
+        flag = export_head(folder, out, to, rows_of_target(target), tokens=tokens)
+    print(f"{out} is written and reads back as it should. Use it with:\n{flag}")
+
+
+@drafters.command("import")
+def import_drafter(
+    folder: Annotated[
+        Path, typer.Argument(help="The folder of the other engine's head.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
+    source: Annotated[
+        str, typer.Option("--from", help="Who wrote it: vllm, sglang, speculators or eagle.")
+    ] = "eagle",
+    pickle: Annotated[
+        bool, typer.Option("--pickle", help="Read .pt and .bin files too (weights only).")
+    ] = False,
+) -> None:
+    """Take a head over from another engine, as safetensors that every command here reads."""
+    from forerun.train.export import import_head
+
+    import_head(folder, out, source, pickle=pickle)
+    print(f"written to {out}; try `forerun drafters check {out}`")
 
 
 def first_line(where: str) -> str:

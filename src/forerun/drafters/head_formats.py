@@ -59,7 +59,7 @@ def read_tensors(folder: Path, *, pickle: bool = False) -> dict[str, Tensor]:
     if pickles and not pickle:
         raise InvalidInput(
             f"{pickles[0]} is a pickle, which is not read by default; convert it with "
-            "`forerun drafters check DIR --pickle --convert OUT`"
+            "`forerun drafters import DIR OUT --pickle`"
         )
     for file in pickles:
         tensors |= torch.load(file, map_location="cpu", weights_only=True)

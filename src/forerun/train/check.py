@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from forerun.build import load_target, make_engine
 from forerun.drafters.eagle.config import NAMES
-from forerun.drafters.eagle.files import read_head, write_head
-from forerun.drafters.medusa import read_heads, write_heads
+from forerun.drafters.eagle.files import read_head
+from forerun.drafters.medusa import read_heads
 from forerun.engine.driver import Driver
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.heads import open_head
@@ -72,15 +71,6 @@ def check_head(
     about, trained_for = _compare(folder, kind, target)
     per_round, rates = _accepted(folder, kind, target, checkpoint.tokenizer(), tokens)
     return HeadReport(str(folder), kind, about, trained_for, per_round, rates, per_round >= TOO_LITTLE)
-
-
-def convert_head(folder: Path, out: Path, layout: Literal["eagle", "speculators"], *, pickle: bool) -> None:
-    """The same head as safetensors, in the layout asked for."""
-    kind = kind_of_head(folder, pickle=pickle)
-    if kind in ("medusa", "hydra"):
-        write_heads(out, *read_heads(folder, "medusa" if kind == "medusa" else "hydra", pickle=pickle))
-    else:
-        write_head(out, *read_head(folder, pickle=pickle), layout)
 
 
 def _compare(folder: Path, kind: str, target: Target) -> tuple[str, str]:

@@ -1,0 +1,196 @@
+"""Write a trained head for another engine (vLLM, SGLang, speculators), and take one over from it.
+
+Each engine reads a little less than the next. What one cannot read is refused by name, because a head that loads with
+a part left out drafts tokens that are never accepted, and nothing says so. What was written is read back and compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.eagle.files import Layout, read_head, write_head
+from forerun.drafters.head_formats import read_config, write_config
+from forerun.drafters.medusa import read_heads, write_heads
+from forerun.errors import DamagedFile, InvalidInput
+from forerun.models.load.checkpoint import open_checkpoint
+from forerun.train.check import kind_of_head
+
+HeadRows = Callable[[Tensor], Tensor]  # rows of the target's LM head, by token
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What an engine reads of a head, and how it is told to."""
+
+    layout: Layout
+    flag: str  # how the engine is started; {folder}, {method}, {tokens}, {nodes}
+    kinds: tuple[str, ...] = ("eagle", "eagle3")
+    own_head: bool = True  # it does not borrow LM head rows for a reduced vocabulary
+    layer_shift: int = 0  # its number for "the input of layer i" is i + layer_shift
+    layers: int | None = None  # hidden layers that it reads; None = as many as the config says
+    lacks: tuple[str, ...] = ()  # settings of EagleConfig that it ignores
+
+
+# As of vLLM 0.24, SGLang's llama_eagle3 and speculators 0.9.
+READERS = {
+    "vllm": Reader(
+        "eagle",
+        "vllm serve TARGET --speculative-config "
+        '\'{{"method": "{method}", "model": "{folder}", "num_speculative_tokens": {tokens}}}\'',
+    ),
+    "sglang": Reader(
+        "eagle",
+        "python -m sglang.launch_server --model-path TARGET --speculative-algorithm {algorithm} "
+        "--speculative-draft-model-path {folder} --speculative-num-steps {tokens} "
+        "--speculative-eagle-topk 1 --speculative-num-draft-tokens {nodes}",
+        layer_shift=-1,
+        layers=3,
+        lacks=("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
+    ),
+    "speculators": Reader(
+        "speculators", 'speculators.SpeculatorModel.from_pretrained("{folder}")', kinds=("eagle3",)
+    ),
+    "eagle": Reader(
+        "eagle",
+        "forerun generate --drafter {method} --draft-model {folder}",
+        kinds=("eagle", "eagle3", "medusa", "hydra"),
+        own_head=False,
+    ),
+}
+
+
+def export_head(folder: Path, out: Path, to: str, head_rows: HeadRows | None, *, tokens: int = 5) -> str:
+    """Write a head as an engine reads it, read it back, and return how to use it there.
+
+    `head_rows` gives the LM head rows that the head borrows from its target; None where no target is at hand.
+    """
+    reader, kind = _reader(to), kind_of_head(folder)
+    if kind not in reader.kinds:
+        raise InvalidInput(f"{to} reads no {kind} heads; it reads {', '.join(reader.kinds)}")
+    names = {"folder": out, "method": kind, "tokens": tokens, "nodes": tokens + 1}
+    flag = reader.flag.format(algorithm="EAGLE3" if kind == "eagle3" else "EAGLE", **names)
+    if kind in ("medusa", "hydra"):
+        _copy_heads(folder, out, kind, pickle=False)
+        return flag
+    config, weights = read_head(folder)
+    _must_be_readable(config, reader, to)
+    if reader.own_head and config.kind == "eagle3" and "lm_head.weight" not in weights:
+        if head_rows is None:
+            raise InvalidInput(
+                f"{to} needs the LM head rows that this head borrows from its target; name it with --target"
+            )
+        rows = head_rows(_draft_ids(config, weights))
+        weights["lm_head.weight"] = rows.to(weights["fc.weight"].dtype)
+    if reader.layout == "speculators" or to == "sglang":
+        weights = {name: weight for name, weight in weights.items() if name != "t2d"} | _mask(config, weights)
+    shifted = _shift_layers(config, reader.layer_shift)
+    write_head(out, shifted, weights, reader.layout)
+    if to in ("vllm", "sglang"):
+        write_config(out, _engine_keys(read_config(out), shifted))
+    _read_back(out, shifted, weights)
+    return flag
+
+
+def import_head(folder: Path, out: Path, source: str, *, pickle: bool = False) -> None:
+    """Take a head over from another engine: safetensors in the authors' layout, layers in our count."""
+    reader, kind = _reader(source), kind_of_head(folder, pickle=pickle)
+    if kind in ("medusa", "hydra"):
+        _copy_heads(folder, out, kind, pickle=pickle)
+        return
+    config, weights = read_head(folder, pickle=pickle)
+    config = _shift_layers(config, -reader.layer_shift)
+    write_head(out, config, weights)
+    _read_back(out, config, weights)
+
+
+def rows_of_target(model: str) -> HeadRows:
+    """The LM head rows of a model, read when asked for; a tied head's are those of the embedding."""
+
+    def rows(ids: Tensor) -> Tensor:
+        weights = open_checkpoint(model).weights
+        name = "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"
+        return weights[name][ids]
+
+    return rows
+
+
+def _reader(name: str) -> Reader:
+    if name not in READERS:
+        raise InvalidInput(f"no engine {name!r} is known here; use one of {', '.join(READERS)}")
+    return READERS[name]
+
+
+def _shift_layers(config: EagleConfig, by: int) -> EagleConfig:
+    """Number hidden layers as another engine does; EAGLE-1 names none."""
+    if config.kind != "eagle3":
+        return config
+    return replace(config, layers=tuple(layer + by for layer in config.layers))
+
+
+def _must_be_readable(config: EagleConfig, reader: Reader, name: str) -> None:
+    if config.kind != "eagle3":
+        return
+    ignored = [setting for setting in reader.lacks if getattr(config, setting)]
+    if ignored:
+        raise InvalidInput(
+            f"{name} ignores {', '.join(ignored)}, which this head was trained with, and would accept almost "
+            f"nothing of its drafts; train one without (forerun train eagle3), or export it to vllm"
+        )
+    if reader.layers is not None and len(config.layers) not in (0, reader.layers):
+        raise InvalidInput(
+            f"{name} reads {reader.layers} hidden layers and this head reads {len(config.layers)}; export it to vllm"
+        )
+    if reader.layer_shift and any(layer + reader.layer_shift < 0 for layer in config.layers):
+        raise InvalidInput(f"{name} cannot read the input of layer 0; train a head on later layers")
+
+
+def _draft_ids(config: EagleConfig, weights: dict[str, Tensor]) -> Tensor:
+    """The target's token of every draft token: `d2t` holds the differences."""
+    ids = torch.arange(config.draft_vocab_size)
+    return ids + weights["d2t"] if "d2t" in weights else ids
+
+
+def _mask(config: EagleConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`t2d`: which of the target's tokens are drafted; none where the vocabulary is whole."""
+    if "d2t" not in weights:
+        return {}
+    mask = torch.zeros(config.vocab_size, dtype=torch.bool)
+    mask[_draft_ids(config, weights)] = True
+    return {"t2d": mask}
+
+
+def _engine_keys(values: dict[str, Any], config: EagleConfig) -> dict[str, Any]:
+    """What vLLM and SGLang look for beside the authors' keys; what only we read is left out."""
+    values = {name: value for name, value in values.items() if name != "forerun"}
+    values |= {"dtype": "bfloat16", "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}
+    if config.kind == "eagle3" and config.layers:
+        ids = list(config.layers)
+        nested = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+        values |= {"num_aux_hidden_states": len(ids), "eagle_config": nested}
+    return values
+
+
+def _read_back(out: Path, config: EagleConfig, weights: dict[str, Tensor]) -> None:
+    found, tensors = read_head(out)
+    same = {
+        name
+        for name, weight in weights.items()
+        if name in tensors and torch.equal(weight.cpu(), tensors[name])
+    }
+    wrong = sorted((weights.keys() | tensors.keys()) - same)
+    left_out = {"calibration": config.calibration, "rates": config.rates, "target": config.target}
+    if wrong or replace(found, **left_out) != config:  # type: ignore[arg-type]
+        what = ", ".join(wrong) or json.dumps([str(found), str(config)])
+        raise DamagedFile(f"{out} was written, but reads back otherwise ({what}); is the disk full?")
+
+
+def _copy_heads(folder: Path, out: Path, kind: str, *, pickle: bool) -> None:
+    write_heads(out, *read_heads(folder, "medusa" if kind == "medusa" else "hydra", pickle=pickle))

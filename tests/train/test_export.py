@@ -1,0 +1,158 @@
+"""Heads for other engines: what is written is what they read, and what they cannot read is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from forerun.cli.app import app
+from forerun.drafters.eagle.files import read_head, write_head
+from forerun.drafters.head_formats import write_config
+from forerun.errors import DamagedFile, InvalidInput
+from forerun.heads import heads_in_the_box
+from forerun.train import export
+from forerun.train.check import kind_of_head
+from forerun.train.export import READERS, export_head, import_head
+from tests.drafters.tiny_heads import eagle_config, eagle_weights, heads_config, heads_weights, save_head
+from tests.models.tiny_checkpoints import VOCAB
+
+
+def borrowing_head(folder: Path, **settings: Any) -> Path:
+    """An EAGLE-3 head of three layers without LM head rows of its own, over half of the vocabulary."""
+    config = replace(eagle_config("eagle3", VOCAB), draft_vocab_size=VOCAB // 2, layers=(1, 2, 3), **settings)
+    weights = eagle_weights(config, borrows=True)
+    weights.pop("lm_head.weight", None)
+    weights["d2t"] = torch.arange(VOCAB // 2)  # draft token i is the target's token 2i
+    write_head(folder, config, weights)
+    return folder
+
+
+def rows(ids: torch.Tensor) -> torch.Tensor:
+    """An LM head whose row i holds the number i."""
+    return ids[:, None].expand(-1, eagle_config("eagle3", VOCAB).width).float()
+
+
+def test_vllm_gets_rows_and_keys(tmp_path: Path) -> None:
+    flag = export_head(borrowing_head(tmp_path / "a"), tmp_path / "b", "vllm", rows, tokens=3)
+    weights = load_file(tmp_path / "b" / "model.safetensors")
+    assert weights["lm_head.weight"][:, 0].tolist() == list(range(0, VOCAB, 2)[: VOCAB // 2])
+    values = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert values["num_aux_hidden_states"] == 3
+    assert values["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert values["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert "forerun" not in values
+    config = flag.partition("--speculative-config ")[2].strip("'")
+    assert json.loads(config) == {
+        "method": "eagle3", "model": str(tmp_path / "b"), "num_speculative_tokens": 3
+    }  # fmt: skip
+
+
+def test_sglang_counts_layers_by_their_outputs(tmp_path: Path) -> None:
+    head = borrowing_head(tmp_path / "a")
+    flag = export_head(head, tmp_path / "b", "sglang", rows)
+    values = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert values["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    assert "--speculative-algorithm EAGLE3" in flag
+    assert "--speculative-num-draft-tokens 6" in flag
+    import_head(tmp_path / "b", tmp_path / "c", "sglang")
+    assert read_head(tmp_path / "c")[0].layers == read_head(head)[0].layers == (1, 2, 3)
+    import_head(tmp_path / "b", tmp_path / "d", "vllm")  # the wrong engine: other layers
+    assert read_head(tmp_path / "d")[0].layers == (0, 1, 2)
+
+
+@pytest.mark.parametrize("setting", ["norm_output", "norm_before_residual"])
+def test_what_an_engine_ignores_is_refused(setting: str, tmp_path: Path) -> None:
+    head = borrowing_head(tmp_path / "a", **{setting: True})
+    with pytest.raises(InvalidInput, match=setting):
+        export_head(head, tmp_path / "b", "sglang", rows)
+    export_head(head, tmp_path / "c", "vllm", rows)
+
+
+def test_the_head_in_the_box_goes_to_vllm_and_speculators_but_not_to_sglang(tmp_path: Path) -> None:
+    box = next(head.path for head in heads_in_the_box() if head.kind == "eagle3")
+    config = read_head(box)[0]
+
+    def blank(ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(ids), config.width)
+
+    for name in ("vllm", "speculators"):
+        export_head(box, tmp_path / name, name, blank)
+        assert read_head(tmp_path / name)[0].layers == config.layers
+    with pytest.raises(InvalidInput, match="fc_norm"):
+        export_head(box, tmp_path / "sglang", "sglang", blank)
+
+
+def test_a_head_without_rows_needs_its_target(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="--target"):
+        export_head(borrowing_head(tmp_path / "a"), tmp_path / "b", "vllm", None)
+
+
+def test_a_head_that_reads_back_otherwise_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        export,
+        "_engine_keys",
+        lambda values, config: {**values, "eagle_aux_hidden_state_layer_ids": [0, 1, 1]},
+    )
+    with pytest.raises(DamagedFile, match="reads back otherwise"):
+        export_head(borrowing_head(tmp_path / "a"), tmp_path / "b", "vllm", rows)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "medusa", "hydra"])
+@pytest.mark.parametrize("engine", READERS)
+def test_every_kind_and_engine_either_fits_or_is_refused(name: str, engine: str, tmp_path: Path) -> None:
+    save_head(name, tmp_path / "a", VOCAB)
+    if name not in READERS[engine].kinds:
+        with pytest.raises(InvalidInput, match=f"reads no {name}"):
+            export_head(tmp_path / "a", tmp_path / "b", engine, rows)
+        return
+    export_head(tmp_path / "a", tmp_path / "b", engine, rows)
+    assert kind_of_head(tmp_path / "b") == name
+    import_head(tmp_path / "b", tmp_path / "c", engine)
+    assert kind_of_head(tmp_path / "c") == name
+
+
+def test_a_pickled_head_is_imported_when_asked(tmp_path: Path) -> None:
+    config = heads_config("medusa", VOCAB)
+    write_config(tmp_path / "a", config.to_json())
+    torch.save(heads_weights(config), tmp_path / "a" / "medusa_lm_head.pt")
+    with pytest.raises(InvalidInput, match="forerun drafters import"):
+        import_head(tmp_path / "a", tmp_path / "b", "eagle")
+    import_head(tmp_path / "a", tmp_path / "b", "eagle", pickle=True)
+    assert (tmp_path / "b" / "medusa_lm_head.safetensors").is_file()
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    save_head("eagle3", tmp_path / "a", VOCAB)
+    run = CliRunner().invoke(
+        app, ["drafters", "export", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "eagle"]
+    )
+    assert run.exit_code == 0, run.output
+    assert "--draft-model" in run.output
+    run = CliRunner().invoke(app, ["drafters", "import", str(tmp_path / "b"), str(tmp_path / "c")])
+    assert run.exit_code == 0, run.output
+    assert kind_of_head(tmp_path / "c") == "eagle3"
+    run = CliRunner().invoke(
+        app, ["drafters", "export", str(tmp_path / "a"), str(tmp_path / "d"), "--to", "tgi"]
+    )
+    assert run.exit_code == 2
+    assert "vllm, sglang, speculators, eagle" in run.output
+
+
+def test_the_published_classes_of_speculators_read_it(tmp_path: Path) -> None:
+    speculators = pytest.importorskip("speculators")
+    box = next(head.path for head in heads_in_the_box() if head.kind == "eagle3")
+    width = read_head(box)[0].width
+    export_head(box, tmp_path, "speculators", lambda ids: ids[:, None].expand(-1, width).float())
+    config = speculators.SpeculatorModelConfig.from_pretrained(str(tmp_path))
+    assert type(config).__name__ == "Eagle3SpeculatorConfig"
+    assert config.eagle_aux_hidden_state_layer_ids == list(read_head(box)[0].layers)
+    assert (config.fc_norm, config.norm_output, config.draft_vocab_size) == (True, True, 16384)
