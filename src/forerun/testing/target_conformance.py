@@ -58,12 +58,7 @@ def check_target(
         verdict = random_verdict(rng, trees, vocab_size)
         target.commit(seqs, trees, verdict)
         extend(seqs, trees, verdict)
-        if joins:  # the rest of their prompts, in a chunk of its own
-            _prefill(target, joins, needs, [target.cached_tokens(seq) for seq in joins])
-            roots = TreeBatch.chains([seq.tokens[-1:] for seq in joins], target.device)
-            _compare(plain, joins, roots, target.score(joins, roots, needs), needs, ids, atol)
-            for seq in joins:
-                target.release(seq)
+        _join(target, plain, joins, needs, ids, atol)
         held = [target.cached_tokens(seq) for seq in live]
         assert held == [len(seq.tokens) - 1 for seq in live], (
             f"cached_tokens says {held}, not all but the last"
@@ -106,6 +101,18 @@ def _score_beside(
     assert held == [rows, 0], f"cached_tokens says {held} after {rows} rows of a prompt"
     _check_rows(read, needs, rows)
     return scores
+
+
+def _join(
+    target: Target, plain: Target, joins: Sequence[Seq], needs: Needs, ids: count[int], atol: float
+) -> None:
+    """Cache the rest of their prompts, in a chunk of its own: they score as if it had been one."""
+    if joins:
+        _prefill(target, joins, needs, [target.cached_tokens(seq) for seq in joins])
+        roots = TreeBatch.chains([seq.tokens[-1:] for seq in joins], target.device)
+        _compare(plain, joins, roots, target.score(joins, roots, needs), needs, ids, atol)
+    for seq in joins:
+        target.release(seq)
 
 
 def _new_seq(rng: random.Random, id: int, vocab_size: int, length: int = 0) -> FakeSeq:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -23,7 +24,7 @@ from forerun.models.cuda.grown import GrownBuffers, plan_grown
 from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.plain import PlainSteps
-from forerun.models.cuda.plan import MAX_ROWS, Span, plan_pass
+from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Span, plan_pass
 from forerun.models.kv import TREE_MARGIN
 from forerun.models.layers import Rotations
 from forerun.models.shared import SharedWeights
@@ -40,6 +41,7 @@ from forerun.types import (
     TreeBatch,
     TreeForm,
     Verdict,
+    first_rows,
 )
 
 log = logging.getLogger(__name__)
@@ -134,6 +136,8 @@ class CudaDecoder(SlotTarget):
         if prompts is None:
             return self._score(seqs, trees, layers, ())
         fresh = self._admit(prompts.seqs, prompts.rows)
+        if sum(map(len, fresh)) == prompts.rows:  # there may be more: fill a size that passes have, pad none
+            fresh = first_rows(fresh, _fitting(trees.nodes, prompts.rows))
         pieces, chains = self._pieces(prompts.seqs, fresh), TreeBatch.chains(fresh)
         scores = self._score(seqs, trees, layers, _chunks(pieces))
         self._keep_pieces(pieces)
@@ -232,6 +236,12 @@ def _chunks(pieces: Sequence[Piece]) -> list[Span]:
         Span(piece.tokens, chain_of(len(piece.tokens)), piece.extent.base, piece.extent.length)
         for piece in pieces
     ]
+
+
+def _fitting(nodes: int, rows: int) -> int:
+    """So many rows of prompts beside these nodes that the pass has a size without padding, if that is most of them."""
+    size = ROW_SIZES[bisect_right(ROW_SIZES, nodes + rows) - 1]
+    return size - nodes if size > 64 and 2 * (size - nodes) >= rows else rows
 
 
 def _rows(spans: Sequence[Span]) -> int:
