@@ -139,9 +139,9 @@ def test_drafting_saves_passes(model: Any, wrapped: Wrapped, monkeypatch: pytest
     sizes: list[int] = []
     score = wrapped._target.score
 
-    def counted(seqs: Any, trees: Any, needs: Any) -> Any:
+    def counted(seqs: Any, trees: Any, *rest: Any) -> Any:
         sizes.append(len(trees.tokens))
-        return score(seqs, trees, needs)
+        return score(seqs, trees, *rest)
 
     one = ragged((9,))
     settings: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": None}

@@ -77,6 +77,23 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prompts of which the next tokens share a pass with the trees of other sequences: the first come first."""
+
+    seqs: Sequence[Seq]  # not wholly cached, but for those of one token
+    rows: int  # tokens of all of them together that the pass takes at most
+
+
+def first_rows(prompts: Sequence[list[int]], rows: int) -> list[list[int]]:
+    """The first `rows` tokens of several prompts, in order."""
+    taken: list[list[int]] = []
+    for tokens in prompts:
+        taken.append(tokens[:rows])
+        rows -= len(taken[-1])
+    return taken
+
+
+@dataclass(frozen=True, slots=True)
 class Greedy:
     """What a pass already knows about greedy sequences whose laws are the unchanged logits: one of the two."""
 
@@ -108,6 +125,9 @@ class Scores:
     logits: Tensor | None  # [M, V] fp32, raw; None when a prompt is prefilled
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [M, D]; -1 = after the last norm
     greedy: Greedy | None = None
+    read: tuple[TreeBatch, Scores] | None = (
+        None  # of the prompts in the same pass: as `Target.prefill` returns them
+    )
 
     @property
     def required_logits(self) -> Tensor:
@@ -237,3 +257,4 @@ class Round:
     depths: tuple[int, ...]  # [B] depth of the deepest node
     accepted: tuple[int, ...]  # [B]
     seconds: Mapping[str, float]  # draft, target, verify, rest
+    prompt_rows: int = 0  # rows of prompts that were in the same pass

@@ -36,12 +36,12 @@ class SlowRounds(TableLM):
 class SlowPrompt(TableLM):
     """A prompt that is read in two passes, each of which takes a while."""
 
-    def prefill(self, seqs: Sequence[Seq], needs: Needs) -> Any:
+    def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> Any:
         time.sleep(0.8)
         for seq in seqs:
             self._cached[seq.id] = seq.tokens[:20]
         time.sleep(0.8)
-        return super().prefill(seqs, needs)
+        return super().prefill(seqs, needs, rows)
 
 
 def slow_rounds(settings: Settings) -> LLM:

@@ -1,23 +1,23 @@
-"""Several waiting prompts are prefilled together, and nobody's text can tell."""
+"""Who is read next: several prompts at once, as far as rows, batch and slots go; chunks are in test_chunks.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from forerun.build import make_engine
-from forerun.engine import engine as loop
 from forerun.engine.engine import Engine
+from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.sequence import SequenceState
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
 from forerun.types import Request
-from tests.exactness.harness import engine_for, run
+from tests.exactness.harness import run
 from tests.models.tiny_checkpoints import make_decoder, make_reference, save
 
 ENDLESS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -30,80 +30,29 @@ def make(target: Target, drafter: str = "ngram", **config: int) -> Engine:
 
 
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The ids of every group that is prefilled from now on."""
+    """The ids of every group that is read from now on."""
     groups: list[list[int]] = []
-    prefill: Callable[..., Any] = engine.target.prefill
+    begin = engine.scheduler.begin
 
-    def note(seqs: Sequence[Any], needs: Any) -> Any:
-        groups.append([seq.id for seq in seqs])
-        return prefill(seqs, needs)
+    def note(readers: Sequence[SequenceState]) -> None:
+        if readers:
+            groups.append([seq.id for seq in readers])
+        begin(readers)
 
-    monkeypatch.setattr(type(engine.target), "prefill", lambda _, seqs, needs: note(seqs, needs))
+    monkeypatch.setattr(engine.scheduler, "begin", note)
     return groups
 
 
-def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "PROMPT_ROWS", 0)
-
-
-@pytest.fixture(params=["torch", "cuda"])
-def target(request: pytest.FixtureRequest, tmp_path: Path) -> Target:
-    """Our decoders in fp32; the GPU's with plain steps."""
-    if request.param == "torch":
-        return make_decoder(*save(make_reference("smollm2"), tmp_path))
-    from tests.gpu.tiny import make_target
-
-    return make_target("llama", "cpu")
-
-
-@pytest.mark.parametrize("params", [ENDLESS, replace(ENDLESS, temperature=0.9, seed=7)])
-def test_texts_are_those_of_admission_one_by_one(
-    params: SamplingParams, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requests = [
-        Request(prompt, params, drafter=name)
-        for prompt, name in zip(PROMPTS, ["ngram", "none"] * 4, strict=False)
-    ]
-    engine = make(target)
-    with monkeypatch.context() as patch:
-        groups = watch(engine, patch)
-        together = run(engine, requests)
-        assert [len(group) for group in groups] == [len(PROMPTS)]
-    with monkeypatch.context() as patch:
-        one_by_one(patch)
-        groups = watch(engine, patch)
-        assert run(engine, requests) == together
-        assert [len(group) for group in groups] == [1] * len(PROMPTS)
-    assert target.used_slots == 0  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("drafter", ["draft_model", "eagle", "eagle3", "medusa", "hydra"])
-def test_drafters_learn_the_same(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only the text, which no drafter can change: what was drafted and what stood."""
-
-    def stats() -> list[tuple[object, ...]]:
-        engine = engine_for(drafter, "exact", "tree", 16, frozenset())
-        ids = [engine.submit(Request(prompt, ENDLESS)) for prompt in PROMPTS]
-        seqs = [engine.find(seq_id) for seq_id in ids]
-        while engine.busy:
-            engine.step()
-        return [(s.tokens, s.stats.rounds, s.stats.drafted, s.stats.accepted) for s in seqs if s is not None]
-
-    together = stats()
-    one_by_one(monkeypatch)
-    assert stats() == together
-    assert any(drafted for *_, drafted, _ in together)
-
-
 def test_a_group_ends_with_the_batch_and_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "PROMPT_ROWS", 10)
-    engine = make(TableLM(vocab_size=16), max_batch=3)
+    engine = make(TableLM(vocab_size=16, pass_rows=8), max_batch=3)
+    engine.prompt_rows = PromptRows("cpu", 8, fixed=8)
     groups = watch(engine, monkeypatch)
-    for length in [4, 6, 1, 30, 2, 2, 2, 2]:  # 10 rows fill a group; 30 go alone; three are a batch
+    # 8 rows fill a group, 17 take two passes, three are a batch
+    for length in [4, 6, 1, 18, 2, 2, 2, 2]:
         engine.submit(Request((1,) * length, replace(ENDLESS, max_tokens=1)))
     while engine.busy:
         engine.step()
-    assert groups == [[0, 1], [2], [3], [4, 5, 6], [7]]
+    assert groups == [[0, 1], [2], [3], [3], [3, 4, 5], [6, 7]]
 
 
 def test_a_group_is_what_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,10 +198,10 @@ def test_drafters_cannot_change_a_sequence(meddle: Callable[[Any], None]) -> Non
 class Poison(TableLM):
     """Fails in every pass over a certain prompt."""
 
-    def score(self, seqs: Any, trees: Any, needs: Any) -> Any:
+    def score(self, seqs: Any, *rest: Any) -> Any:
         if any(seq.tokens[:1] == [9] for seq in seqs):
             raise torch.OutOfMemoryError("no room for 9")
-        return super().score(seqs, trees, needs)
+        return super().score(seqs, *rest)
 
 
 def test_a_request_that_fails_again_and_again_is_found_among_its_neighbours() -> None:

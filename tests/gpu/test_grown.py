@@ -1,5 +1,6 @@
 """Trees that only the device knows: their pass, their verdict and their commit are those of trees the host knows."""
 
+import functools
 import random
 
 import numpy as np
@@ -12,7 +13,7 @@ from forerun.models.cuda.plan import MAX_ROWS
 from forerun.noise import Noise
 from forerun.testing import FakeSeq, path_to
 from forerun.topology import trace
-from forerun.types import Needs, TreeBatch, TreeForm
+from forerun.types import Needs, Prompts, TreeBatch, TreeForm
 from forerun.verify.exact import ExactVerifier
 from forerun.verify.greedy import device_walk, walk_by_torch
 from forerun.verify.warp import warp
@@ -140,6 +141,51 @@ def test_a_round_on_the_device_is_a_round(device: str, chain: bool) -> None:
             seq.tokens += [*(trees[b][0][node] for node in paths[b]), bonus[b]]
             accepted += len(paths[b])
     assert accepted > 6, "paths must be long enough to be moved"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_prompt_is_read_in_the_pass_over_grown_trees(device: str, chain: bool) -> None:
+    """Chunks behind the trees: what they cache, the trees' logits and verdict are those of separate passes."""
+    need_cuda(device)
+    rng = random.Random(8)
+    dtype, atol = (torch.float32, 1e-4) if device == "cpu" else (torch.bfloat16, 0.0)
+    ours, theirs = [make_target("llama", device, dtype) for _ in range(2)]
+    seqs = [
+        FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=400) for b, n in enumerate((3, 130))
+    ]
+    joins = [FakeSeq(7, [rng.randrange(VOCAB) for _ in range(150)], max_length=400), FakeSeq(8, [5, 6, 7, 8])]
+    needs = Needs((-1, 1))
+    for target in (ours, theirs):
+        target.prefill(seqs, needs)
+    while theirs.cached_tokens(joins[1]) < 3:
+        form = TreeForm(2, 6, 5, chain=True) if chain else TreeForm(2, 9, 4)
+        trees = _random_trees(rng, form)
+        for b, (tokens, _) in enumerate(trees):
+            tokens[0] = seqs[b].tokens[-1]
+        grown, plain = _grown(trees, form, device), TreeBatch.trees(trees)
+        got = ours.score(seqs, grown, needs, Prompts(joins, 70))
+        chains, read = theirs.prefill(joins, needs, 70)
+        wanted = theirs.score(seqs, plain, needs)
+        assert got.read is not None
+        assert got.read[0].to_host() == chains.to_host()
+        close = functools.partial(torch.testing.assert_close, atol=atol, rtol=0.0)
+        close(got.required_logits, wanted.required_logits)
+        for layer in needs.hidden_layers:
+            close(got.hidden[layer], wanted.hidden[layer])
+            close(got.read[1].hidden[layer], read.hidden[layer])
+        verdict = settled(got)
+        known = ExactVerifier().verify(
+            plain, warp(wanted.required_logits, seqs, plain), Noise([0, 0], [1, 1])
+        )
+        assert verdict.to_host() == known.to_host()
+        ours.commit(seqs, grown, verdict)
+        theirs.commit(seqs, plain, known)
+        for b, (path, token) in enumerate(zip(*known.to_host(), strict=True)):
+            seqs[b].tokens += [*(trees[b][0][node] for node in path), token]
+    every = [*seqs, *joins]
+    roots = TreeBatch.chains([seq.tokens[-1:] for seq in every])
+    close(ours.score(every, roots, needs).required_logits, theirs.score(every, roots, needs).required_logits)
 
 
 def _plant(target: object, seq: FakeSeq, tokens: list[int], parents: list[int], rng: random.Random) -> None:

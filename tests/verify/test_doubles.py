@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from forerun.testing import FakeSeq, LawDrafter, ScriptedDrafter, TableLM, check_drafter, check_target
-from forerun.types import Budget, Draws, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.types import Budget, Draws, Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 
 V = 11
 NEEDS = Needs((-1, 2))
@@ -23,8 +24,10 @@ class Leaky(TableLM):
 class ByIndex(TableLM):
     """Takes a tree for a chain: each node sees the nodes before it, not its ancestors."""
 
-    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
-        scores = super().score(seqs, trees, needs)
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        scores = super().score(seqs, trees, needs, prompts)
         assert scores.logits is not None
         for b, seq in enumerate(seqs):
             tokens = trees.tokens[trees.starts[b] : trees.starts[b + 1]].tolist()
@@ -36,10 +39,28 @@ class ByIndex(TableLM):
 class Mixing(TableLM):
     """Its scores depend on who is in the batch."""
 
-    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
-        scores = super().score(seqs, trees, needs)
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        scores = super().score(seqs, trees, needs, prompts)
         assert scores.logits is not None
-        return Scores(scores.logits + 0.01 * (len(seqs) > 1), scores.hidden)
+        return replace(scores, logits=scores.logits + 0.01 * (len(seqs) > 1))
+
+
+class Hasty(TableLM):
+    """Reads prompts whole, whatever it was asked."""
+
+    def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
+        return super().prefill(seqs, needs)
+
+
+class Inattentive(TableLM):
+    """Leaves prompts for later."""
+
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        return super().score(seqs, trees, needs)
 
 
 class Rootless(TableLM):
@@ -54,8 +75,8 @@ class Rootless(TableLM):
 class Unseeing(TableLM):
     """Hidden rows of the wrong number."""
 
-    def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
-        trees, scores = super().prefill(seqs, needs)
+    def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
+        trees, scores = super().prefill(seqs, needs, rows)
         return trees, Scores(None, {layer: rows[1:] for layer, rows in scores.hidden.items()})
 
 
@@ -64,7 +85,7 @@ def test_the_table_keeps_the_contract(seed: int) -> None:
     check_target(lambda: TableLM(V), vocab_size=V, needs=NEEDS, seed=seed)
 
 
-@pytest.mark.parametrize("broken", [Leaky, ByIndex, Mixing, Rootless, Unseeing])
+@pytest.mark.parametrize("broken", [Leaky, ByIndex, Mixing, Rootless, Unseeing, Hasty, Inattentive])
 def test_broken_targets_are_caught(broken: type[TableLM]) -> None:
     with pytest.raises(AssertionError):
         check_target(lambda: broken(V), vocab_size=V, needs=NEEDS)

@@ -109,7 +109,7 @@ class AdaptiveController:
 
     def observe(self, outcome: Round) -> None:
         batch, nodes = len(outcome.seqs), sum(outcome.drafted)
-        if batch == 1:
+        if batch == 1 and not outcome.prompt_rows:
             # with the verdict, because the host waits for a device only there
             self.cost.observe(nodes + 1, outcome.seconds["target"] + outcome.seconds.get("verify", 0.0))
         plain, taken = self.cost.pass_seconds(batch), self.cost.pass_seconds(batch + nodes)

@@ -5,6 +5,9 @@
 A round happens whole or not at all. Its result is computed first (`Advance`) and then written, which can be
 repeated where it was interrupted. A round that fails before that is rolled back by recomputation: its sequences give
 their caches back and queue again with the tokens that they have. One thread at a time: see forerun.engine.driver.
+
+A request waits, is read, and runs. Prompts are read in chunks: by themselves while nobody runs, else in the pass that
+scores the trees of those that do, few enough rows at a time that these hardly notice (`PromptRows`).
 """
 
 from __future__ import annotations
@@ -13,24 +16,24 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from time import perf_counter
 
 from forerun.control.base import Controller
 from forerun.engine.detokenize import Decodes, Detokenizer
 from forerun.engine.metrics import EngineStats, Stopwatch
 from forerun.engine.outcome import outcome_of
+from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.requests import check_request
 from forerun.engine.routing import DrafterPool, VerifierPool
+from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Advance, SequenceState, Tokens
-from forerun.errors import InvalidInput, PromptTooLong
+from forerun.errors import InvalidInput
 from forerun.models.base import Target
 from forerun.noise import Noise, fresh_seed
-from forerun.types import Budget, Event, Request, Verdict
+from forerun.types import Budget, Event, Prompts, Request, Scores, TreeBatch, Verdict
 from forerun.verify.warp import warp
 
 log = logging.getLogger(__name__)
-
-PROMPT_ROWS = 4096  # tokens of several prompts that one step prefills: running sequences wait for them
 
 
 class Pending:
@@ -58,25 +61,48 @@ class Engine:
         tokenizer: Decodes | None = None,
         max_batch: int = 8,
         max_length: int | None = None,
+        prompt_rows: int | None = None,
     ) -> None:
         self.target, self.drafters, self.verifiers, self.controller = target, drafters, verifiers, controller
         self.default_drafter, self.default_verifier = default_drafter, default_verifier
-        self.stop_ids, self.tokenizer, self.max_batch = stop_ids, tokenizer, max_batch
+        self.stop_ids, self.tokenizer = stop_ids, tokenizer
         self.max_length = min(target.max_length, max_length or target.max_length)
-        self.waiting: deque[SequenceState] = deque()
-        self.running: list[SequenceState] = []
+        self.scheduler = Scheduler(target, max_batch)
+        self.prompt_rows = PromptRows(target.device.type, target.pass_rows, prompt_rows)
         self.stats = EngineStats()
         self._next_id = 0
         self._pending: Pending | None = None
         self._unread: list[Event] = []  # of what was completed and not returned yet
-        self._limit: int | None = None  # sequences at once, since a round failed; None = max_batch
+
+    @property
+    def max_batch(self) -> int:
+        return self.scheduler.max_batch
+
+    @max_batch.setter
+    def max_batch(self, most: int) -> None:
+        self.scheduler.max_batch = most
+
+    @property
+    def waiting(self) -> deque[SequenceState]:
+        return self.scheduler.waiting
+
+    @property
+    def reading(self) -> list[SequenceState]:
+        """Those whose prompts are partly cached."""
+        return self.scheduler.reading
+
+    @property
+    def running(self) -> list[SequenceState]:
+        return self.scheduler.running
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running or self._unread)
+        return bool(self.scheduler.has_prompts or self.running or self._unread)
 
     def step(self) -> list[Event]:
-        """One round for all sequences: admit, plan, propose, score, warp, verify, commit, observe, emit.
+        """One round for all sequences: plan, propose, score, warp, verify, commit, observe, emit.
+
+        Prompts are read in the same pass; where nobody runs, a chunk of them is read first.
 
         A request that cannot go on ends with an event of its own, whose `error` says why; an interrupt is raised.
         Either way other sequences are not affected: what was written stays, and the failed round is repeated.
@@ -84,11 +110,12 @@ class Engine:
         try:
             if self._pending is not None:
                 self._recover()
-            started = perf_counter()
-            if self.waiting:
-                self._admit()
+            self.scheduler.start_those_read()
+            if self.scheduler.has_prompts and not self.running:
+                self._read()
+                self.scheduler.start_those_read()
             if self.running:
-                self._round(self.running, started)
+                self._round(self.running)
         except Exception as error:
             self._after_failure(error)
         except BaseException:
@@ -97,13 +124,17 @@ class Engine:
         events, self._unread = self._unread, []
         return events
 
-    def _round(self, seqs: list[SequenceState], started: float) -> None:
-        clock = Stopwatch()
-        pending = self._pending = Pending(seqs)
+    def _round(self, seqs: list[SequenceState]) -> None:
+        clock, started = Stopwatch(), perf_counter()
+        rows = self.prompt_rows.rows
+        readers = self.scheduler.next_readers(rows) if self.scheduler.has_prompts else []
+        pending = self._pending = Pending([*seqs, *readers])
+        self.scheduler.begin(readers)
         budgets = self._plan(seqs)
         trees = self.drafters.propose(seqs, budgets)
         clock.lap("draft")
-        scores = self.target.score(seqs, trees, self.drafters.needs(seqs))
+        prompts = Prompts(readers, rows) if readers else None
+        scores = self.target.score(seqs, trees, self.drafters.needs(pending.seqs), prompts)
         clock.lap("target")
         laws = warp(scores.required_logits, seqs, trees)
         noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
@@ -112,14 +143,16 @@ class Engine:
         clock.move(trees.device_seconds, "verify", "draft")  # drafted while the host did other work
         self.target.commit(seqs, trees, verdict)
         self.drafters.observe(seqs, trees, scores, verdict)
+        rows = self._observe_prompts(readers, *scores.read, started) if scores.read is not None else 0
         spent = perf_counter() - started
-        advances, outcome = outcome_of(seqs, trees, laws, verdict, clock.seconds, spent)
+        advances, outcome = outcome_of(seqs, trees, laws, verdict, clock.seconds, spent, rows)
         pending.advances = advances  # from here on the round has happened
         for advance in advances:
             advance.seq.take(advance)
         clock.lap("rest")
         self.controller.observe(outcome)
         self._complete(advances)
+        self.prompt_rows.observe(spent, rows)
         self.stats.count(sum(len(advance.tokens) for advance in advances), clock.seconds)
 
     def submit(self, request: Request) -> int:
@@ -130,7 +163,7 @@ class Engine:
 
     def prepare(self, request: Request) -> SequenceState:
         """The sequence of a request, if it can be served; nothing else is changed."""
-        self._check(request)
+        check_request(request, self.target.vocab_size, self.max_length, self.tokenizer is not None)
         params = request.params
         drafter = request.drafter or self.default_drafter
         self.drafters.get(drafter)  # an unknown or unloadable one is the caller's error, now
@@ -167,57 +200,34 @@ class Engine:
             self._end(seq.ended("aborted"))
 
     def find(self, seq_id: int) -> SequenceState | None:
-        """The sequence behind an id while it is queued or running."""
-        return next((seq for seq in (*self.running, *self.waiting) if seq.id == seq_id), None)
+        """The sequence behind an id while it is queued, read or running."""
+        return self.scheduler.find(seq_id)
 
-    def _check(self, request: Request) -> None:
-        length, vocab = len(request.prompt), self.target.vocab_size
-        if not length:
-            raise InvalidInput("the prompt is empty; give at least one token")
-        if length >= self.max_length:
-            limit = f"the context of {self.max_length} leaves no room to answer; shorten it"
-            raise PromptTooLong(f"the prompt has {length} tokens; {limit}")
-        if not all(0 <= token < vocab for token in request.prompt):
-            raise InvalidInput(f"a prompt token lies outside the vocabulary of {vocab}; check the tokenizer")
-        params = request.params
-        named = [*params.logit_bias, *(token for word in params.bad_words for token in word)]
-        if not all(0 <= token < vocab for token in named):
-            raise InvalidInput(f"logit_bias or bad_words name a token outside the vocabulary of {vocab}")
-        if params.stop and self.tokenizer is None:
-            raise InvalidInput("stop strings need a tokenizer; pass one or use stop_token_ids")
-
-    def _admit(self) -> None:
-        """Prefill queued requests in order, as many at once as there is room for."""
-        group = self._next_group()
-        if not group:
-            if self.waiting and not self.running:
-                seq = self.waiting[0]
-                limit = f"a request of {seq.max_length} tokens does not fit the KV cache"
-                self._end(seq.ended("error", InvalidInput(f"{limit}; raise kv_slots or lower max_tokens")))
+    def _read(self) -> None:
+        """Nobody runs: read as many rows of prompts as a pass takes at best."""
+        rows = self.target.pass_rows
+        seqs = self.scheduler.next_readers(rows)
+        if not seqs:
+            seq = self.waiting[0]
+            limit = f"a request of {seq.max_length} tokens does not fit the KV cache"
+            self._end(seq.ended("error", InvalidInput(f"{limit}; raise kv_slots or lower max_tokens")))
             return
         started = perf_counter()
-        self._pending = Pending(group)
-        for _ in group:
-            self.waiting.popleft()
-        self.running = [*self.running, *group]
-        trees, scores = self.target.prefill(group, self.drafters.needs(group))
-        verdict = Verdict.whole_chain(trees, [seq.tokens[-1] for seq in group])
-        self.drafters.observe(group, trees, scores, verdict)
-        for seq in group:
-            seq.note_prompt(perf_counter() - started)
+        self._pending = Pending(seqs)
+        self.scheduler.begin(seqs)
+        chains, scores = self.target.prefill(seqs, self.drafters.needs(seqs), rows)
+        self._observe_prompts(seqs, chains, scores, started)
         self._pending = None
 
-    def _next_group(self) -> list[SequenceState]:
-        """The head of the queue: what fits the batch, the slots and, but for one long prompt, PROMPT_ROWS."""
-        group: list[SequenceState] = []
-        rows, most = 0, min(self.max_batch, self._limit or self.max_batch)
-        for seq in islice(self.waiting, max(0, most - len(self.running))):
-            rows += len(seq.tokens)
-            lengths = [each.max_length for each in (*group, seq)]
-            if (group and rows > PROMPT_ROWS) or not self.target.has_room(*lengths):
-                break
-            group.append(seq)
-        return group
+    def _observe_prompts(
+        self, seqs: Sequence[SequenceState], chains: TreeBatch, scores: Scores, started: float
+    ) -> int:
+        """A chunk of a prompt is a chain that was accepted whole, and the prompt's next token follows it."""
+        following = [seq.tokens[self.target.cached_tokens(seq)] for seq in seqs]
+        self.drafters.observe(seqs, chains, scores, Verdict.whole_chain(chains, following))
+        for seq in seqs:
+            seq.note_prompt(perf_counter() - started)
+        return chains.nodes
 
     def _plan(self, seqs: Sequence[SequenceState]) -> list[Budget]:
         """The controller's budgets, or a request's own, cut to what the sequence can still take."""
@@ -254,10 +264,7 @@ class Engine:
         for seq in ended:
             self._forget(seq)
         if ended:
-            self.running = [seq for seq in self.running if not seq.finished]
-            self.waiting = deque(seq for seq in self.waiting if not seq.finished)
-            if self._limit is not None:  # a sequence has ended: try one more at once
-                self._limit = self._limit + 1 if self._limit < self.max_batch else None
+            self.scheduler.drop_finished()
         fresh = [advance.event for advance in advances if advance.event is not None]
         self._unread, self._pending = [*self._unread, *fresh], None
 
@@ -265,10 +272,7 @@ class Engine:
         """Free what these sequences hold and queue them again, in front: their prompts now include what they wrote."""
         for seq in seqs:
             self._forget(seq)
-        hit = {seq.id for seq in seqs}
-        again = sorted(seqs, key=lambda seq: -seq.failures)  # those that failed most come first
-        self.running = [seq for seq in self.running if seq.id not in hit]
-        self.waiting = deque([*again, *(seq for seq in self.waiting if seq.id not in hit)])
+        self.scheduler.queue_again(seqs)
         self._pending = None
 
     def _after_failure(self, error: Exception) -> None:
@@ -284,7 +288,7 @@ class Engine:
         for seq in seqs:
             seq.note_failure()
         self._recover()
-        self._limit = max(1, len(seqs) // 2)
+        self.scheduler.limit = max(1, len(seqs) // 2)
         if len(seqs) == 1 and seqs[0].failures > 1:
             self._end(seqs[0].ended("error", error))
         else:

@@ -15,7 +15,7 @@ class RoundCounts(NamedTuple):
     drafted: int  # nodes below the root
     depth: int  # of the deepest
     accepted: int
-    seconds: float  # of the whole step
+    seconds: float  # of the whole round
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class SequenceStats:
     accepted: int = 0
     reached: list[int] = field(default_factory=list)  # [depth-1] rounds whose tree reached that depth
     kept: list[int] = field(default_factory=list)  # [depth-1] rounds whose path reached that depth
-    seconds: float = 0.0  # of the engine's steps that it took part in, the one that read its prompt included
+    seconds: float = 0.0  # of the engine's steps that it took part in, those that read its prompt included
     prompt_seconds: float = 0.0  # of these, reading its prompt, beside those that were read with it
 
     @classmethod
@@ -42,7 +42,7 @@ class SequenceStats:
             sum(one.accepted for one in rounds),
             [sum(one.depth >= depth for one in rounds) for depth in depths],
             [sum(one.accepted >= depth for one in rounds) for depth in depths],
-            sum(one.seconds for one in rounds),
+            prompt_seconds + sum(one.seconds for one in rounds),
             prompt_seconds,
         )
 

@@ -19,6 +19,7 @@ def outcome_of(
     verdict: Verdict,
     clock: dict[str, float],
     seconds: float,
+    prompt_rows: int = 0,
 ) -> tuple[list[Advance], Round]:
     """What each sequence gets, and what controllers observe: `clock` has the seconds of the round by part."""
     paths, bonus = verdict.to_host()
@@ -53,7 +54,7 @@ def outcome_of(
             event = replace(event, rejected=branches)
         places = len(seq.rounds), counts, len(seq.events)
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
-    return advances, Round(tuple(seqs), tuple(drafted), tuple(deepest), tuple(accepted), clock)
+    return advances, Round(tuple(seqs), tuple(drafted), tuple(deepest), tuple(accepted), clock, prompt_rows)
 
 
 def _up_to_impossible(

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from forerun.models.shared import SharedWeights
-from forerun.types import Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 
 
 class Target(Protocol):
@@ -18,7 +18,8 @@ class Target(Protocol):
     leaves the cache of committed tokens as it was; `commit` keeps the keys and values of root and path and makes
     the rest unreachable. What must hold (forerun.testing.check_target): scoring a tree gives each node the
     logits of a plain pass over its own path; score-then-commit equals prefilling the committed tokens; after
-    `release` every slot is free again; a sequence's scores do not depend on its neighbours in the batch.
+    `release` every slot is free again; a sequence's scores do not depend on its neighbours in the batch, nor on the
+    chunks in which its prompt was cached, nor on what they shared a pass with.
     """
 
     @property
@@ -40,16 +41,27 @@ class Target(Protocol):
         """Weights that drafters may read; None where there are none to read. Made anew at every call."""
         ...
 
-    def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
-        """Cache all committed tokens that are not cached yet, but the last.
+    @property
+    def pass_rows(self) -> int:
+        """Rows of prompts that one pass takes at best: more would be read in several."""
+        ...
 
-        Returns them as chains (the prompt as a round in which everything was accepted) with hidden rows as
-        needed and no logits. Where there is nothing to cache (a prompt of one token) the chain is empty.
+    def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
+        """Cache committed tokens that are not cached yet, but the last: at most `rows` of all sequences together.
+
+        The first sequence comes first; None = all tokens of all. Returns those that were cached now as chains (a round
+        in which everything was accepted) with hidden rows as needed and no logits. Where there was nothing to cache
+        (a prompt of one token) the chain is empty.
         """
         ...
 
-    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
-        """One pass over every node of every tree; positions by depth, each node sees its own ancestors only."""
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        """One pass over every node of every tree; positions by depth, each node sees its own ancestors only.
+
+        `prompts` are prefilled by the same pass where that can be, and `Scores.read` has what prefill would return.
+        """
         ...
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:

@@ -21,9 +21,9 @@ from forerun.models.finite import check_numbers
 from forerun.models.layers import Rotations, add_linear_, gate, linear, rms_norm, rotate_, softcap_
 from forerun.models.moe import Experts, mix
 from forerun.models.shared import SharedWeights
-from forerun.models.slots import SlotTarget
+from forerun.models.slots import Piece, SlotTarget
 from forerun.topology import chain_of
-from forerun.types import Greedy, Needs, Scores, Seq, TreeBatch, Verdict, offsets
+from forerun.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, Verdict, offsets
 
 CHUNK = 512  # rows of prompts per pass
 
@@ -62,40 +62,55 @@ class Decoder(SlotTarget):
             config=self.config,
         )
 
+    @property
+    def pass_rows(self) -> int:
+        return CHUNK
+
     @torch.no_grad()
-    def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
-        """Cache all tokens that are not cached yet but the last, in passes of at most CHUNK rows."""
-        fresh = self._admit(seqs)
+    def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
+        """Cache tokens that are not cached yet, in passes of at most CHUNK rows."""
+        fresh = self._admit(seqs, rows)
         chains = TreeBatch.chains(fresh, self._device)
         hidden = self._hidden_rows(needs, chains.nodes)
         for first, pieces in self._passes(seqs, fresh, CHUNK):
-            starts = offsets([len(piece.tokens) for piece in pieces])
-            spans = [
-                Span(low, high, piece.extent.base, piece.extent.length, chain_of(high - low))
-                for piece, (low, high) in zip(pieces, pairwise(starts), strict=True)
-            ]
-            rows = slice(first, first + starts[-1])
-            into = {layer: out[rows] for layer, out in hidden.items()}
+            spans = _chain_spans(0, pieces)
+            rows_here = slice(first, first + spans[-1].end)
+            into = {layer: out[rows_here] for layer, out in hidden.items()}
             tokens = [token for piece in pieces for token in piece.tokens]
             self._run(tokens, spans, [piece.seq for piece in pieces], into)
         return chains, Scores(None, hidden)
 
-    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
-        """One pass over every node; keys and values are written behind the committed ones."""
-        tokens, shapes = trees.to_host()[0], trees.topology()
-        spans = []
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        """One pass over every node, and over prompts behind them; keys and values go behind the committed ones."""
+        tokens, shapes, nodes = trees.to_host()[0], trees.topology(), trees.nodes
+        spans, owners = list[Span](), list(seqs)
         for b, seq in enumerate(seqs):
             first, end = trees.starts[b : b + 2]
             extent = self._extent_for(seq, end - first)
             spans.append(Span(first, end, extent.base, extent.length, shapes[b]))
-        hidden = self._hidden_rows(needs, trees.nodes)
-        logits = torch.empty(trees.nodes, self.vocab_size, dtype=self._dtype, device=self._device)
-        argmax = self._run(tokens, spans, seqs, hidden, logits)
+        fresh, pieces = list[list[int]](), list[Piece]()
+        if prompts is not None:
+            fresh = self._admit(prompts.seqs, prompts.rows)
+            pieces = self._pieces(prompts.seqs, fresh)
+            spans += _chain_spans(nodes, pieces)
+            owners += [piece.seq for piece in pieces]
+            tokens = [*tokens, *(token for piece in pieces for token in piece.tokens)]
+        hidden = self._hidden_rows(needs, len(tokens))
+        logits = torch.empty(nodes, self.vocab_size, dtype=self._dtype, device=self._device)
+        argmax = self._run(tokens, spans, owners, hidden, logits)
+        self._keep_pieces(pieces)
         if self._dtype != torch.float32:
             logits = logits.float()
         check_numbers(logits)
         cap, known = self.config.logit_softcap, None if argmax is None else Greedy(argmax)
-        return Scores(logits if cap is None else softcap_(logits, cap), hidden, known)
+        logits = logits if cap is None else softcap_(logits, cap)
+        if prompts is None:
+            return Scores(logits, hidden, known)
+        behind = {layer: rows[nodes:] for layer, rows in hidden.items()}
+        read = TreeBatch.chains(fresh, self._device), Scores(None, behind)
+        return Scores(logits, {layer: rows[:nodes] for layer, rows in hidden.items()}, known, read)
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
         self.kv.move(self._accept(seqs, verdict))
@@ -112,7 +127,10 @@ class Decoder(SlotTarget):
         hidden: Mapping[int, Tensor],
         logits: Tensor | None = None,
     ) -> list[int] | None:
-        """One pass over M rows; fills the hidden rows and logits given. Kernels may say where logits are largest."""
+        """One pass over M rows; fills the hidden rows, and the logits of the first rows, as many as are given.
+
+        Kernels may say where logits are largest.
+        """
         config, data = self.config, self.kv.data
         heads, head_dim = config.heads, config.head_dim
         qkv = data.new_empty(len(tokens), (heads + 2 * config.kv_heads) * head_dim)
@@ -147,7 +165,7 @@ class Decoder(SlotTarget):
         if -1 in hidden:
             hidden[-1].copy_(x)
         if logits is not None:
-            linear(x, self._head, out=logits)
+            linear(x[: len(logits)], self._head, out=logits)
         return None
 
     def _leave(self, x: Tensor, block: Block, found: Tensor) -> None:
@@ -179,3 +197,12 @@ class Decoder(SlotTarget):
             return rotations.at(torch.tensor(flat, device=self._device), regimes[0])
         rows = zip(positions, regimes, strict=True)
         return torch.cat([rotations.at(torch.tensor(row, device=self._device), r) for row, r in rows])
+
+
+def _chain_spans(first: int, pieces: Sequence[Piece]) -> list[Span]:
+    """Pieces of prompts, laid end to end from a row on."""
+    starts = offsets([len(piece.tokens) for piece in pieces])
+    return [
+        Span(first + low, first + high, piece.extent.base, piece.extent.length, chain_of(high - low))
+        for piece, (low, high) in zip(pieces, pairwise(starts), strict=True)
+    ]

@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.errors import InvalidInput
 from forerun.models.config import DecoderConfig
 from forerun.models.kv import TREE_MARGIN, Extent, KVStore
-from forerun.types import Needs, Seq, Verdict, offsets
+from forerun.types import Needs, Seq, Verdict, first_rows, offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,11 @@ class SlotTarget:
         self.kv.release(seq.id)
         self._lengths.pop(seq.id, None)
 
-    def _admit(self, seqs: Sequence[Seq]) -> list[list[int]]:
-        """Slots for all that have none yet, or for none of them; which tokens of each are still to be cached."""
+    def _admit(self, seqs: Sequence[Seq], rows: int | None = None) -> list[list[int]]:
+        """Slots for all that have none yet, or for none of them; which tokens of each are to be cached now.
+
+        These are all that are not, but the last, or the first `rows` of them.
+        """
         new = [seq for seq in seqs if not self.kv.holds(seq.id)]
         try:
             for seq in new:
@@ -93,7 +96,8 @@ class SlotTarget:
                 raise InvalidInput(
                     f"sequence {seq.id} has {len(seq.tokens)} tokens but {extent.size} slots: release it first"
                 )
-        return [seq.tokens[extent.length : -1] for seq, extent in zip(seqs, extents, strict=True)]
+        fresh = [seq.tokens[extent.length : -1] for seq, extent in zip(seqs, extents, strict=True)]
+        return fresh if rows is None else first_rows(fresh, rows)
 
     def _passes(
         self, seqs: Sequence[Seq], fresh: Sequence[list[int]], size: int
@@ -106,8 +110,17 @@ class SlotTarget:
                 if some := tokens[max(0, first - start) : max(0, first + size - start)]:
                     pieces.append(Piece(seq, self.kv.extent(seq.id), some))
             yield first, pieces
-            for piece in pieces:
-                piece.extent.length += len(piece.tokens)
+            self._keep_pieces(pieces)
+
+    def _pieces(self, seqs: Sequence[Seq], fresh: Sequence[list[int]]) -> list[Piece]:
+        """Prompts as pieces of one pass; `_keep_pieces` counts them as cached once it was run."""
+        return [
+            Piece(seq, self.kv.extent(seq.id), some) for seq, some in zip(seqs, fresh, strict=True) if some
+        ]
+
+    def _keep_pieces(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            piece.extent.length += len(piece.tokens)
 
     def _extent_for(self, seq: Seq, nodes: int) -> Extent:
         """A sequence's slots, if they take a tree of so many nodes."""

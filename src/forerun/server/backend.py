@@ -66,8 +66,8 @@ class Backend:
         engine = self._engine
         stats = engine.stats
         return Load(
-            len(engine.running), len(engine.waiting), engine.target.used_slots, stats.rounds, stats.tokens,
-            dict(stats.seconds),
+            len(engine.running) + len(engine.reading), len(engine.waiting), engine.target.used_slots,
+            stats.rounds, stats.tokens, dict(stats.seconds),
         )  # fmt: skip
 
     def problem(self, patience: float) -> str | None:
@@ -86,7 +86,7 @@ class Backend:
         if self._llm.failure is None:
             return False
         await self._llm.close()
-        for seq in [*self._engine.running, *self._engine.waiting]:
+        for seq in [*self._engine.running, *self._engine.reading, *self._engine.waiting]:
             self._engine.abort(seq.id)
         self._llm = AsyncLLM(self._llm.llm, max_requests=self._llm.max_requests)
         return True

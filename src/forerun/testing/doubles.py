@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.models.shared import SharedWeights
 from forerun.noise import DRAFT, draw, uniform
 from forerun.offers import Offer
-from forerun.types import Budget, Draws, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
+from forerun.types import Budget, Draws, Needs, PlainSeq, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
 
 Law = Callable[[Sequence[int]], Tensor]  # tokens so far -> [V], sums to 1
 Script = Callable[[Seq, Budget], tuple[Sequence[int], Sequence[int]]]  # -> tokens and parents, root included
@@ -40,6 +40,7 @@ class TableLM:
     slots: int | None = None  # tokens it can cache in all; None = no limit
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     lends: SharedWeights | None = None  # what `shared` answers: a table has no weights of its own
+    pass_rows: int = 512
     _cached: dict[int, list[int]] = field(default_factory=dict)
     _scored: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     _rows: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
@@ -59,28 +60,28 @@ class TableLM:
         """[V] its law at temperature 1 after these tokens."""
         return self.logits(tokens).softmax(-1)
 
-    def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
-        chains, contexts = [], []
+    def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
+        known = [len(self._cached.setdefault(seq.id, [])) for seq in seqs]
         for seq in seqs:
-            known = self._cached.get(seq.id, [])
-            assert known == seq.tokens[: len(known)], (
-                f"the cache of sequence {seq.id} does not hold its tokens"
-            )
-            chains.append(seq.tokens[len(known) : -1])
-            contexts += [seq.tokens[: i + 1] for i in range(len(known), len(seq.tokens) - 1)]
-            self._cached[seq.id] = seq.tokens[:-1]
+            self._check_cache(seq, seq.tokens[: len(self._cached[seq.id])])
+        chains = [seq.tokens[have:-1] for seq, have in zip(seqs, known, strict=True)]
+        chains = chains if rows is None else first_rows(chains, rows)
+        contexts: list[list[int]] = []
+        for seq, have, chain in zip(seqs, known, chains, strict=True):
+            contexts += [seq.tokens[: have + i + 1] for i in range(len(chain))]
+            self._cached[seq.id] = seq.tokens[: have + len(chain)]
         self._check_use([token for chain in chains for token in chain])
-        trees = TreeBatch.chains(chains, self.device)
-        return trees, Scores(None, self._hidden(contexts, needs))
+        return TreeBatch.chains(chains, self.device), Scores(None, self._hidden(contexts, needs))
 
-    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
         assert len(seqs) == len(trees), f"{len(seqs)} sequences and {len(trees)} trees"
+        read = None if prompts is None else self.prefill(prompts.seqs, needs, prompts.rows)
         contexts: list[list[int]] = []
         for b, seq in enumerate(seqs):
             assert seq.id in self._cached, f"sequence {seq.id} is scored without prefill"
-            assert self._cached[seq.id] == seq.tokens[:-1], (
-                f"the cache of sequence {seq.id} does not hold its tokens"
-            )
+            self._check_cache(seq, seq.tokens[:-1])
             tokens, parents = tree_of(trees, b)
             assert tokens[:1] == seq.tokens[-1:], f"sequence {seq.id}: the root is not the last token"
             for i in range(len(tokens)):
@@ -90,7 +91,7 @@ class TableLM:
             self._scored[seq.id] = (tokens, parents)
         self._check_use(trees.tokens.tolist())
         logits = torch.stack([self.logits(context) for context in contexts])  # [M, V]
-        return Scores(logits.to(self.device), self._hidden(contexts, needs))
+        return Scores(logits.to(self.device), self._hidden(contexts, needs), read=read)
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
         for b, seq in enumerate(seqs):
@@ -116,6 +117,9 @@ class TableLM:
     def release(self, seq: Seq) -> None:
         self._cached.pop(seq.id, None)
         self._scored.pop(seq.id, None)
+
+    def _check_cache(self, seq: Seq, tokens: list[int]) -> None:
+        assert self._cached[seq.id] == tokens, f"the cache of sequence {seq.id} does not hold its tokens"
 
     def _check_use(self, tokens: Iterable[int]) -> None:
         """A network would read past its embedding, or write past its cache."""

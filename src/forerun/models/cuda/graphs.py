@@ -1,8 +1,9 @@
-"""CUDA graphs of passes, one per size, captured when a size first occurs.
+"""CUDA graphs of passes, one per size, captured when a size first occurs; with prompts beside trees, when it recurs.
 
 The host launches a whole pass by one call, which makes a pass over one node cheap: a layer is five
 kernels of a few microseconds each. Capturing costs one eager pass (Triton compiles then, and keeps what it
-compiled on disk) and no memory beyond the buffers, which all graphs share.
+compiled on disk) and no memory beyond the buffers, which all graphs share. Passes over trees and prompts are wide
+and come in many sizes, and somebody waits for their tokens: these are captured when a size occurs again.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch
 
 from forerun.models.cuda.grown import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, run_pass
-from forerun.models.cuda.plan import Plan, Size
+from forerun.models.cuda.plan import ROW_SIZES, Plan, Size, round_up
 from forerun.types import TreeForm
 
 log = logging.getLogger(__name__)
 
-_Key = tuple[Size, tuple[int, ...], bool, TreeForm | None]
+_Key = tuple[Size, tuple[int, ...], int, TreeForm | None]  # size, hidden layers, rows with logits, form
 
 
 class Passes:
@@ -33,7 +34,8 @@ class Passes:
         self.model, self.buffers, self.grown, self.steps, self.capture = model, buffers, grown, steps, capture
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
-        self._last: _Key = Size(0, 0, 0), (), False, None
+        self._last: _Key = Size(0, 0, 0), (), 0, None
+        self._met: set[_Key] = set()  # sizes of trees and prompts that have occurred
 
     @property
     def captured(self) -> int:
@@ -41,13 +43,19 @@ class Passes:
         return len(self._graphs)
 
     @torch.inference_mode()
-    def run(
-        self, plan: Plan, hidden: tuple[int, ...], with_logits: bool, grown: TreeForm | None = None
-    ) -> None:
-        """Results lie in the buffers until the next pass; with trees grown on the device, their verdict too."""
+    def run(self, plan: Plan, hidden: tuple[int, ...], scored: int, grown: TreeForm | None = None) -> None:
+        """A pass with logits of the first `scored` rows. Results lie in the buffers until the next pass.
+
+        With trees grown on the device, their verdict too.
+        """
         self.buffers.send(plan)
-        self._last = plan.size, hidden, with_logits, grown
-        self.replay_last()
+        whole = scored in (0, plan.rows)
+        self._last = plan.size, hidden, _rounded(scored, plan), grown
+        if self.capture and not whole and self._last not in self._met:
+            self._met.add(self._last)
+            self._launch(self._last)
+        else:
+            self.replay_last()
 
     @torch.inference_mode()
     def replay_last(self) -> None:
@@ -60,13 +68,13 @@ class Passes:
         self._graphs[self._last].replay()
 
     def _launch(self, key: _Key) -> None:
-        size, hidden, with_logits, form = key
+        size, hidden, scored, form = key
         run, buffers = Run.of(size, self.buffers.ints), self.buffers
         if form is None:
-            run_pass(self.steps, self.model, buffers, run, hidden, with_logits)
+            run_pass(self.steps, self.model, buffers, run, hidden, scored)
             return
         self.grown.fill(run.ints, size, form)
-        run_pass(self.steps, self.model, buffers, run, hidden, with_logits)
+        run_pass(self.steps, self.model, buffers, run, hidden, scored)
         self.grown.decide(run.ints, size, form, buffers.logits[: form.rows])
 
     def _capture(self, key: _Key) -> torch.cuda.CUDAGraph:
@@ -74,6 +82,11 @@ class Passes:
         graph = capture(lambda: self._launch(key), self.model.device, self._pool)
         log.info("captured a pass of %s in %.1f s", key[0], perf_counter() - started)
         return graph
+
+
+def _rounded(scored: int, plan: Plan) -> int:
+    """Rows with logits, rounded up as all rows are."""
+    return min(plan.size.rows, round_up(scored, ROW_SIZES)) if scored else 0
 
 
 class Replays:

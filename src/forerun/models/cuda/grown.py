@@ -21,7 +21,9 @@ from forerun.models.cuda.plan import (
     ROW_SIZES,
     SPLIT_SIZES,
     Plan,
+    Rows,
     Size,
+    Span,
     Template,
     round_up,
     split_of,
@@ -30,29 +32,39 @@ from forerun.topology import trace
 from forerun.types import GreedyWalk, TreeBatch, TreeForm, Verdict
 
 
-def plan_grown(places: Sequence[tuple[int, int]], form: TreeForm, group_nodes: int) -> Plan:
-    """A pass over trees whose content is on the device; `places` has every tree's base slot and length."""
-    rows, groups, template = _layout(form, group_nodes)
-    farthest = max(length for _, length in places) + form.depth
-    size = Size(rows, groups, round_up(1 + split_of(farthest), SPLIT_SIZES))
-    return Plan(size, form.rows, template.fill(places, form.depth))
+def plan_grown(
+    places: Sequence[tuple[int, int]], form: TreeForm, group_nodes: int, prompts: Sequence[Span] = ()
+) -> Plan:
+    """A pass over trees whose content is on the device; `places` has every tree's base slot and length.
+
+    Chunks of prompts follow behind the trees' rows: the host knows all about them.
+    """
+    chunks = Rows(form.rows)
+    for span in prompts:
+        chunks.add(span, group_nodes)
+    own = form.trees * (-(-form.nodes // group_nodes) + (0 if form.chain else form.nodes))
+    rows, groups = form.rows + len(chunks.tokens), own + len(chunks.groups)
+    farthest = max(max(length for _, length in places) + form.depth, *chunks.positions, 0)
+    splits = round_up(1 + split_of(farthest), SPLIT_SIZES)
+    size = Size(round_up(rows, ROW_SIZES), 1 << (groups - 1).bit_length(), splits)
+    ints = _layout(form, group_nodes, size.rows, size.groups).fill(places, form.depth)
+    if prompts:
+        chunks.write_chains(ints, size, own)
+    return Plan(size, rows, ints)
 
 
 @lru_cache(maxsize=256)
-def _layout(form: TreeForm, group_nodes: int) -> tuple[int, int, Template]:
-    """Rows, groups, and [tokens | positions | slots | groups | ancestors [M, depth + 1] | lengths [B]].
+def _layout(form: TreeForm, group_nodes: int, rows: int, groups: int) -> Template:
+    """[tokens | positions | slots | groups | ancestors [M, depth + 1] | lengths [B]].
 
     Tokens, positions and ancestors are for `fill`, which also reads the lengths.
     """
-    template, rows = Template(), round_up(form.rows, ROW_SIZES)
+    template = Template()
     template.pad_to(2 * rows)
     for tree in range(form.trees):
         for node in range(form.nodes):
             template.add(tree, node, 1, 1)
     template.pad_to(3 * rows, -1)
-    alone = 0 if form.chain else form.nodes
-    groups = form.trees * (-(-form.nodes // group_nodes) + alone)
-    groups = 1 << (groups - 1).bit_length()
     ancestors = None if form.chain else MAX_ROWS + 3 * rows + FIELDS * groups
     for tree in range(form.trees):
         nodes = range(tree * form.nodes, (tree + 1) * form.nodes)
@@ -60,7 +72,7 @@ def _layout(form: TreeForm, group_nodes: int) -> tuple[int, int, Template]:
     template.pad_to(3 * rows + FIELDS * groups + form.rows * (form.depth + 1))
     for tree in range(form.trees):
         template.add(tree, 0, 0, 1)
-    return rows, groups, template
+    return template
 
 
 class GrownBuffers:

@@ -7,7 +7,7 @@ The steps themselves come in two kinds with one set of tests: Triton kernels (fu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -176,6 +176,10 @@ class Run:
         groups = ints[first : first + FIELDS * size.groups].view(size.groups, FIELDS)
         return cls(size, ints, tokens, positions, slots, groups)
 
+    def first(self, rows: int) -> Run:
+        """The same for the first rows only: for steps that work row by row."""
+        return self if rows == self.size.rows else replace(self, size=replace(self.size, rows=rows))
+
 
 class Steps(Protocol):
     """The steps of a pass. Each reads and writes the buffers; bits of a row depend on that row alone."""
@@ -191,9 +195,9 @@ class Steps(Protocol):
 
 
 def run_pass(
-    steps: Steps, model: Model, buffers: Buffers, run: Run, hidden: tuple[int, ...], with_logits: bool
+    steps: Steps, model: Model, buffers: Buffers, run: Run, hidden: tuple[int, ...], scored: int
 ) -> None:
-    """All layers over all rows, from tokens to logits."""
+    """All layers over all rows, from tokens to the logits of the first `scored` rows."""
     rows, layers = run.size.rows, len(model.layers)
     steps.embed(run)
     for i in range(layers):
@@ -208,5 +212,5 @@ def run_pass(
         buffers.hidden(layers)[:rows].copy_(buffers.x[:rows])
     if -1 in hidden:
         steps.normalise(run, buffers.hidden(-1))
-    if with_logits:
-        steps.head(run)
+    if scored:
+        steps.head(run.first(scored))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -65,29 +65,49 @@ class Plan:
     ints: Ints
 
 
+@dataclass(slots=True)
+class Rows:
+    """The rows of a pass while they are laid out."""
+
+    first: int = 0  # rows that come before them
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    groups: list[tuple[int, ...]] = field(default_factory=list)
+    ancestors: list[int] = field(default_factory=list)
+
+    def add(self, span: Span, group_nodes: int) -> None:
+        first, count = self.first + len(self.tokens), len(span.tokens)
+        self.tokens += span.tokens
+        self.slots += range(span.base + span.length, span.base + span.length + count)
+        if span.shape.is_chain:
+            self.positions += range(span.length, span.length + count)
+            self.groups += _chain_groups(span, first, count, group_nodes)
+        else:
+            self.positions += [span.length + depth for depth in span.shape.depths]
+            self.groups += _tree_groups(span, first, group_nodes, self.ancestors)
+
+    def write_chains(self, ints: Ints, size: Size, groups: int) -> None:
+        """Write chains behind the rows and the groups that come before them."""
+        end = self.first + len(self.tokens)
+        for part, values in enumerate((self.tokens, self.positions, self.slots)):
+            ints[part * size.rows + self.first : part * size.rows + end] = values
+        table = ints[3 * size.rows : 3 * size.rows + FIELDS * size.groups].reshape(size.groups, FIELDS)
+        table[groups : groups + len(self.groups)] = self.groups
+
+
 def plan_pass(spans: Sequence[Span], group_nodes: int) -> Plan:
     """Lay out a pass; `group_nodes` is how many nodes one program of attention can take."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    groups: list[tuple[int, ...]] = []
-    ancestors: list[int] = []
+    rows = Rows()
     for span in spans:
-        first, count = len(tokens), len(span.tokens)
-        tokens += span.tokens
-        slots += range(span.base + span.length, span.base + span.length + count)
-        if span.shape.is_chain:
-            positions += range(span.length, span.length + count)
-            groups += _chain_groups(span, first, count, group_nodes)
-        else:
-            positions += [span.length + depth for depth in span.shape.depths]
-            groups += _tree_groups(span, first, group_nodes, ancestors)
+        rows.add(span, group_nodes)
     size = Size(
-        round_up(len(tokens), ROW_SIZES),
-        1 << max(0, len(groups) - 1).bit_length(),
-        round_up(1 + split_of(max(positions)), SPLIT_SIZES),
+        round_up(len(rows.tokens), ROW_SIZES),
+        1 << max(0, len(rows.groups) - 1).bit_length(),
+        round_up(1 + split_of(max(rows.positions)), SPLIT_SIZES),
     )
-    return Plan(size, len(tokens), _pack(size, tokens, positions, slots, groups, ancestors))
+    ints = _pack(size, rows.tokens, rows.positions, rows.slots, rows.groups, rows.ancestors)
+    return Plan(size, len(rows.tokens), ints)
 
 
 def _chain_groups(span: Span, first: int, count: int, group_nodes: int) -> list[tuple[int, ...]]:

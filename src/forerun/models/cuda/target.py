@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -22,22 +24,24 @@ from forerun.models.cuda.grown import GrownBuffers, plan_grown
 from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.plain import PlainSteps
-from forerun.models.cuda.plan import MAX_ROWS, Span, plan_pass
+from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Span, plan_pass
 from forerun.models.kv import TREE_MARGIN
 from forerun.models.layers import Rotations
 from forerun.models.shared import SharedWeights
-from forerun.models.slots import SlotTarget
+from forerun.models.slots import Piece, SlotTarget
 from forerun.topology import chain_of
 from forerun.types import (
     DeviceOutcome,
     Greedy,
     GreedyWalk,
     Needs,
+    Prompts,
     Scores,
     Seq,
     TreeBatch,
     TreeForm,
     Verdict,
+    first_rows,
 )
 
 log = logging.getLogger(__name__)
@@ -48,6 +52,14 @@ POOL_SEQUENCES = 16  # sequences of full length that the pool need not exceed
 _QUERIES = 64  # rows that one program of attention has: nodes times heads per key-value head
 
 Kind = Literal["auto", "triton", "torch"]
+
+
+class Found:
+    """What several passes have computed, in order."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.logits: list[Tensor] = []
+        self.hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
 
 
 class CudaDecoder(SlotTarget):
@@ -103,57 +115,82 @@ class CudaDecoder(SlotTarget):
             config=self.config,
         )
 
-    @torch.no_grad()
-    def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
-        """Cache all tokens that are not cached yet but the last, in passes of at most CHUNK rows."""
-        fresh, layers = self._admit(seqs), self._layers(needs)
-        hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-        for _, pieces in self._passes(seqs, fresh, CHUNK):
-            spans = [
-                Span(piece.tokens, chain_of(len(piece.tokens)), piece.extent.base, piece.extent.length)
-                for piece in pieces
-            ]
-            self._run(spans, layers, hidden, None)
-        chains = TreeBatch.chains(fresh)
-        return chains, Scores(None, {layer: self._joined(rows) for layer, rows in hidden.items()})
+    @property
+    def pass_rows(self) -> int:
+        return CHUNK
 
     @torch.no_grad()
-    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
-        """One pass over every node, or several where they are more than MAX_ROWS."""
+    def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
+        """Cache tokens that are not cached yet, in passes of at most CHUNK rows."""
+        fresh, found = self._admit(seqs, rows), Found(self._layers(needs))
+        for _, pieces in self._passes(seqs, fresh, CHUNK):
+            self._run(_chunks(pieces), 0, found)
+        return TreeBatch.chains(fresh), Scores(None, self._hidden(found))
+
+    @torch.no_grad()
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        """One pass over every node, and over prompts behind them; or several where they are more than MAX_ROWS."""
         layers = self._layers(needs)
+        if prompts is None:
+            return self._score(seqs, trees, layers, ())
+        fresh = self._admit(prompts.seqs, prompts.rows)
+        if sum(map(len, fresh)) == prompts.rows:  # there may be more: fill a size that passes have, pad none
+            fresh = first_rows(fresh, _fitting(trees.nodes, prompts.rows))
+        pieces, chains = self._pieces(prompts.seqs, fresh), TreeBatch.chains(fresh)
+        scores = self._score(seqs, trees, layers, _chunks(pieces))
+        self._keep_pieces(pieces)
+        behind = {layer: rows[trees.nodes :] for layer, rows in scores.hidden.items()}
+        if trees.form is not None:  # they lie in the buffers until the next pass
+            behind = {layer: rows.clone() for layer, rows in behind.items()}
+        hidden = {layer: rows[: trees.nodes] for layer, rows in scores.hidden.items()}
+        return replace(scores, hidden=hidden, read=(chains, Scores(None, behind)))
+
+    def _score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, layers: tuple[int, ...], chunks: Sequence[Span]
+    ) -> Scores:
+        """Logits of the trees, and hidden rows of trees and then chunks of prompts."""
         form = trees.form
-        if form is not None and form.rows <= MAX_ROWS and self._takes_grown:
+        if form is not None and form.rows + _rows(chunks) <= MAX_ROWS and self._takes_grown:
             try:
-                return self._score_grown(seqs, trees, form, layers)
+                return self._score_grown(seqs, trees, form, layers, chunks)
             except ForerunError:
                 raise
             except Exception as error:  # compiling or capturing: the same trees can be scored like all others
                 self._takes_grown = False
                 log.warning("trees on the device are read by the host, as their own pass failed: %r", error)
+        found, spans = Found(layers), list[Span]()
         tokens, shapes = trees.to_host()[0], trees.topology()
-        hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-        logits: list[Tensor] = []
-        spans: list[Span] = []
         for b, seq in enumerate(seqs):
             first, end = trees.starts[b : b + 2]
             extent = self._extent_for(seq, end - first)
-            if sum(len(span.tokens) for span in spans) + end - first > MAX_ROWS:
-                self._run(spans, layers, hidden, logits)
+            if _rows(spans) + end - first > MAX_ROWS:
+                self._run(spans, _rows(spans), found)
                 spans = []
             spans.append(Span(tokens[first:end], shapes[b], extent.base, extent.length))
-        self._run(spans, layers, hidden, logits)
-        rows = logits[0] if len(logits) == 1 else torch.cat(logits)
-        return Scores(rows, {layer: self._joined(parts) for layer, parts in hidden.items()})
+        scored = _rows(spans)
+        if scored + _rows(chunks) <= MAX_ROWS:
+            spans, chunks = [*spans, *chunks], ()
+        self._run(spans, scored, found)
+        self._run(chunks, 0, found)
+        return Scores(_joined(found.logits), self._hidden(found))
 
     def _score_grown(
-        self, seqs: Sequence[Seq], trees: TreeBatch, form: TreeForm, layers: tuple[int, ...]
+        self,
+        seqs: Sequence[Seq],
+        trees: TreeBatch,
+        form: TreeForm,
+        layers: tuple[int, ...],
+        chunks: Sequence[Span],
     ) -> Scores:
         """Trees grown on the device: nothing is read, and all results stay in the buffers until the next pass."""
         extents = [self._extent_for(seq, form.nodes) for seq in seqs]
-        plan = plan_grown([(extent.base, extent.length) for extent in extents], form, self._group_nodes)
+        places = [(extent.base, extent.length) for extent in extents]
+        plan = plan_grown(places, form, self._group_nodes, chunks)
         self.grown.take(trees, form)
-        self.passes.run(plan, layers, True, form)
-        hidden = {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers}
+        self.passes.run(plan, layers, form.rows, form)
+        hidden = {layer: self.buffers.hidden(layer)[: plan.rows] for layer in layers}
         logits = self.buffers.logits[: form.rows]
         return Scores(logits, hidden, Greedy(verdict=lambda: self.grown.read(trees, form)))
 
@@ -171,27 +208,19 @@ class CudaDecoder(SlotTarget):
         sources, places = outcome.moves()
         self.kv.data.index_copy_(3, places, self.kv.data.index_select(3, sources))
 
-    def _run(
-        self,
-        spans: Sequence[Span],
-        layers: tuple[int, ...],
-        hidden: Mapping[int, list[Tensor]],
-        logits: list[Tensor] | None,
-    ) -> None:
+    def _run(self, spans: Sequence[Span], scored: int, found: Found) -> None:
         """One pass; its results are copied out of the buffers, which the next pass overwrites."""
         if not spans:
             return
         plan = plan_pass(spans, self._group_nodes)
-        self.passes.run(plan, layers, logits is not None)
-        for layer in layers:
-            hidden[layer].append(self.buffers.hidden(layer)[: plan.rows].clone())
-        if logits is not None:
-            logits.append(self.buffers.logits[: plan.rows].clone())
+        self.passes.run(plan, tuple(found.hidden), scored)
+        for layer, rows in found.hidden.items():
+            rows.append(self.buffers.hidden(layer)[: plan.rows].clone())
+        if scored:
+            found.logits.append(self.buffers.logits[:scored].clone())
 
-    def _joined(self, rows: list[Tensor]) -> Tensor:
-        if not rows:
-            return self._empty_rows(0)
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+    def _hidden(self, found: Found) -> dict[int, Tensor]:
+        return {layer: _joined(rows) if rows else self._empty_rows(0) for layer, rows in found.hidden.items()}
 
     def _steps(self) -> Steps:
         if self.kernels == "torch":
@@ -199,6 +228,28 @@ class CudaDecoder(SlotTarget):
         from forerun.models.cuda.fused import FusedSteps
 
         return FusedSteps(self.model, self.buffers, self.kv.data)
+
+
+def _chunks(pieces: Sequence[Piece]) -> list[Span]:
+    """Pieces of prompts as rows of a pass."""
+    return [
+        Span(piece.tokens, chain_of(len(piece.tokens)), piece.extent.base, piece.extent.length)
+        for piece in pieces
+    ]
+
+
+def _fitting(nodes: int, rows: int) -> int:
+    """So many rows of prompts beside these nodes that the pass has a size without padding, if that is most of them."""
+    size = ROW_SIZES[bisect_right(ROW_SIZES, nodes + rows) - 1]
+    return size - nodes if size > 64 and 2 * (size - nodes) >= rows else rows
+
+
+def _rows(spans: Sequence[Span]) -> int:
+    return sum(len(span.tokens) for span in spans)
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _pool_slots(model: Model) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from forerun.models.finite import check_numbers
 from forerun.models.hf.cache import Placement, TreeCache
 from forerun.models.hf.check import arguments, check_trees, refuse_by_shape
 from forerun.models.shared import SharedWeights
-from forerun.types import Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
 
 CHUNK = 512  # tokens of a prompt per pass: bounds the mask, and the logits that some families always compute
 SHORT = 15  # tokens; prompts up to about this length share a pass
@@ -106,14 +107,24 @@ class HFTarget:
             layers=_layers_of(model, self.config.num_hidden_layers),
         )
 
-    def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
-        rows = [seq.tokens[self._cache.length(seq.id) : -1] for seq in seqs]
-        self._reserved |= {seq.id: seq.max_length for seq in seqs}
-        hidden = self._cache_chains([seq.id for seq in seqs], rows, needs)
-        return TreeBatch.chains(rows, self.device), Scores(None, hidden)
+    @property
+    def pass_rows(self) -> int:
+        return CHUNK
 
-    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
-        return self._pass([seq.id for seq in seqs], trees, needs)
+    def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
+        fresh = [seq.tokens[self._cache.length(seq.id) : -1] for seq in seqs]
+        if rows is not None:
+            fresh = first_rows(fresh, rows)
+        self._reserved |= {seq.id: seq.max_length for seq in seqs}
+        hidden = self._cache_chains([seq.id for seq in seqs], fresh, needs)
+        return TreeBatch.chains(fresh, self.device), Scores(None, hidden)
+
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        """Prompts get a pass of their own: in one pass all rows would be padded to the longest chunk."""
+        read = None if prompts is None else self.prefill(prompts.seqs, needs, prompts.rows)
+        return replace(self._pass([seq.id for seq in seqs], trees, needs), read=read)
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
         self._cache.keep([seq.id for seq in seqs], verdict.to_host()[0])

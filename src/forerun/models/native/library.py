@@ -91,6 +91,7 @@ class Pass(Structure):
 
     _fields_: ClassVar[Fields] = [
         ("nodes", c_int64),
+        ("scored", c_int64),
         *[(name, c_void_p) for name in ("tokens", "x", "cosines", "sines", "position", "write")],
         ("reach", Reach),
         ("keys", c_void_p),

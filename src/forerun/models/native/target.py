@@ -111,8 +111,9 @@ class NativeDecoder(Decoder):
         logits: Tensor | None = None,
     ) -> list[int] | None:
         """One pass over M rows; fills the hidden rows and logits given, and says where each row of these is largest."""
+        scored = 0 if logits is None else len(logits)
         rows, x = rows_of(spans), hidden.get(self.config.layers)  # [M, D] what leaves the last layer
-        ids, tops = None, None if logits is None else (ctypes.c_int32 * len(tokens))()
+        ids, tops = None, None if logits is None else (ctypes.c_int32 * scored)()
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # C would read what is not there
             raise IndexError(f"tokens {tokens} in a vocabulary of {self.vocab_size}")
         if self._looks_up:
@@ -125,6 +126,7 @@ class NativeDecoder(Decoder):
         inner = [layer for layer in hidden if 0 <= layer < self.config.layers]
         one = native.Pass(
             nodes=len(tokens),
+            scored=scored,
             tokens=None if ids is None else ctypes.addressof(ids),
             x=None if x is None else x.data_ptr(),
             cosines=table.data_ptr(),

@@ -134,6 +134,7 @@ typedef struct {
 
 typedef struct {
     int64_t nodes;
+    int64_t scored;               /* of them, the first: those that have logits */
     const int64_t *tokens;        /* [nodes], or NULL: x has them embedded already */
     float *x;                     /* [nodes, width] residual stream, for the caller to read; may be NULL with tokens */
     const float *cosines, *sines; /* [positions, rotary / 2] */
@@ -147,8 +148,8 @@ typedef struct {
     float *const *hidden;         /* [hidden_count] -> [nodes, width] */
     int64_t hidden_count;
     float *normed; /* [nodes, width] after the last norm, or NULL */
-    float *logits; /* [nodes, vocab] or NULL */
-    int32_t *tops; /* [nodes] where each row of logits is largest, the first on a tie; or NULL */
+    float *logits; /* [scored, vocab] or NULL */
+    int32_t *tops; /* [scored] where each row of logits is largest, the first on a tie; or NULL */
 } fr_pass;
 
 FR_API int64_t fr_layout(void);

@@ -1,0 +1,41 @@
+"""PromptRows: how many tokens of prompts share a round with the trees of running sequences.
+
+A round with prompts in it may take about twice as long as one without: whoever is writing notices little, and weights
+that are read for the trees serve the prompts too. What rows cost is learnt from the rounds themselves.
+"""
+
+from __future__ import annotations
+
+LEAST = 16  # rows: the device does as many in nearly the time of one
+START_CPU, START_GPU = 32, 256  # rows, before any round with prompts was timed
+SLOWER = 1.0  # plain rounds that the prompts of a round may add
+PACE = 0.2  # weight of the last round in the mean
+
+
+class PromptRows:
+    """The largest chunk whose round stays within its time; `fixed` = always so many rows."""
+
+    def __init__(self, device: str, most: int, fixed: int | None = None) -> None:
+        self._most, self._fixed = most, fixed
+        self._rows = min(most, START_CPU if device == "cpu" else START_GPU)
+        self._plain = 0.0  # seconds of a round without prompts, a running mean
+
+    @property
+    def rows(self) -> int:
+        return self._fixed or self._rows
+
+    def observe(self, seconds: float, rows: int) -> None:
+        """A round with so many rows of prompts took so long. One pause of the machine changes little."""
+        if not rows:
+            known = self._plain or seconds
+            self._plain = known + PACE * (min(seconds, 2.0 * known) - known)
+        elif self._plain and 2 * rows >= self._rows:  # a short rest of a prompt says little
+            added = max(seconds - self._plain, 1e-9)
+            scale = min(max(SLOWER * self._plain / added, 0.5), 2.0)
+            self._rows = _rounded(min(self._most, max(LEAST, rows * scale)))
+
+
+def _rounded(rows: float) -> int:
+    """Down to a multiple of 16, or of 64 from 128 on: passes of few different sizes."""
+    step = 64 if rows >= 128 else 16
+    return int(rows) // step * step

@@ -1,0 +1,73 @@
+"""Scheduler: which sequences wait, are read and run, and who is read next.
+
+Every change of these lists can be repeated where it was interrupted: the engine then calls it again, or puts the
+sequences of the round back into the queue.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+
+from forerun.engine.sequence import SequenceState
+from forerun.models.base import Target
+
+
+class Scheduler:
+    """First come, first served: what fits the batch and the KV cache."""
+
+    def __init__(self, target: Target, max_batch: int) -> None:
+        self.target, self.max_batch = target, max_batch
+        self.waiting: deque[SequenceState] = deque()
+        self.reading: list[SequenceState] = []  # whose prompts are partly cached
+        self.running: list[SequenceState] = []
+        self.limit: int | None = None  # sequences at once, since a round failed; None = max_batch
+
+    @property
+    def has_prompts(self) -> bool:
+        return bool(self.waiting or self.reading)
+
+    def find(self, seq_id: int) -> SequenceState | None:
+        every = (*self.running, *self.reading, *self.waiting)
+        return next((seq for seq in every if seq.id == seq_id), None)
+
+    def next_readers(self, rows: int) -> list[SequenceState]:
+        """Whose prompts are read next: those half read, then of the queue what fits rows, batch and slots."""
+        old, new = self.reading, list[SequenceState]()
+        most = min(self.max_batch, self.limit or self.max_batch) - len(self.running) - len(old)
+        rows -= sum(len(seq.tokens) - 1 - self.target.cached_tokens(seq) for seq in old)
+        for seq in islice(self.waiting, max(0, most)):
+            if rows <= 0 or not self.target.has_room(*(each.max_length for each in (*new, seq))):
+                break
+            new.append(seq)
+            rows -= len(seq.tokens) - 1
+        return [*old, *new]
+
+    def begin(self, readers: Sequence[SequenceState]) -> None:
+        """Those of `next_readers` that waited are read from now on."""
+        for _ in readers[len(self.reading) :]:
+            self.waiting.popleft()
+        self.reading = list(readers)
+
+    def start_those_read(self) -> None:
+        """Sequences whose prompts are cached run from now on."""
+        done = [seq for seq in self.reading if self.target.cached_tokens(seq) == len(seq.tokens) - 1]
+        if done:
+            self.running = [*self.running, *(seq for seq in done if seq not in self.running)]
+            self.reading = [seq for seq in self.reading if seq not in done]
+
+    def drop_finished(self) -> None:
+        self.running = [seq for seq in self.running if not seq.finished]
+        self.reading = [seq for seq in self.reading if not seq.finished]
+        self.waiting = deque(seq for seq in self.waiting if not seq.finished)
+        if self.limit is not None:  # a sequence has ended: try one more at once
+            self.limit = self.limit + 1 if self.limit < self.max_batch else None
+
+    def queue_again(self, seqs: Sequence[SequenceState]) -> None:
+        """Back to the front of the queue; those that failed most come first."""
+        hit = {seq.id for seq in seqs}
+        again = sorted(seqs, key=lambda seq: -seq.failures)
+        self.running = [seq for seq in self.running if seq.id not in hit]
+        self.reading = [seq for seq in self.reading if seq.id not in hit]
+        self.waiting = deque([*again, *(seq for seq in self.waiting if seq.id not in hit)])
