@@ -37,7 +37,7 @@ def _random_trees(rng: random.Random, form: TreeForm) -> list[tuple[list[int], l
 def _grown(trees: list[tuple[list[int], list[int]]], form: TreeForm, device: str) -> TreeBatch:
     both = [[x for tree in trees for x in tree[i]] for i in (0, 1)]
     tokens, parents = torch.tensor(both, device=device)
-    return TreeBatch(tokens, parents, form.starts, form=form)
+    return TreeBatch(tokens, parents, form.starts(len(trees)), form=form)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -20,7 +20,13 @@ class Eagle3Drafter(EagleDrafter):
             from forerun.drafters.eagle.cuda.drafter import on_device
 
             folder = parts.head_folder(cls.kind)
-            drafter = on_device(folder, parts.target, lambda: super(Eagle3Drafter, cls).build(parts))
+            drafter = on_device(
+                folder,
+                parts.target,
+                lambda: super(Eagle3Drafter, cls).build(parts),
+                max_batch=parts.max_batch,
+                max_length=parts.max_length,
+            )
             if drafter is not None:
                 return drafter
         return super().build(parts)

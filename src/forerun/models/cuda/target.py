@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.errors import ForerunError, InvalidInput, MissingDependency
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.graphs import Passes, Replays
-from forerun.models.cuda.grown import GrownBuffers, plan_grown
+from forerun.models.cuda.grown import GrownBuffers, Outcome, plan_grown
 from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.plain import PlainSteps
@@ -150,12 +150,27 @@ class CudaDecoder(SlotTarget):
     ) -> Scores:
         """Trees grown on the device: nothing is read, and all results stay in the buffers until the next pass."""
         extents = [self._extent_for(seq, form.nodes) for seq in seqs]
-        plan = plan_grown([(extent.base, extent.length) for extent in extents], form, self._group_nodes)
+        places = [(extent.base, extent.length) for extent in extents]
+        plan = plan_grown(places, form, self._group_nodes)
         self.grown.take(trees, form)
         self.passes.run(plan, layers, True, form)
-        hidden = {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers}
-        logits = self.buffers.logits[: form.rows]
+        hidden = {layer: self.buffers.hidden(layer)[: trees.nodes] for layer in layers}
+        logits = self.buffers.logits[: trees.nodes]
         return Scores(logits, hidden, Greedy(verdict=lambda: self.grown.read(trees, form)))
+
+    @torch.no_grad()
+    def rehearse(self, form: TreeForm, needs: Needs, farthest: int) -> Scores:
+        """Capture the pass over trees of a form, in contexts up to `farthest`, and their commit; writes to no slot.
+
+        Returns scores of padding, whose hidden rows lie where those of real trees of this form will lie.
+        """
+        layers = self._layers(needs)
+        plan = plan_grown([], form, self._group_nodes, farthest)
+        self.grown.take_padding(form)
+        self.passes.run(plan, layers, True, form)
+        outcome = Outcome(self.grown, form)
+        self._moves.do(form, lambda: self._move(outcome))
+        return Scores(None, {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers})
 
     @torch.no_grad()
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
