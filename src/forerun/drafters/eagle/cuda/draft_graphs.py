@@ -129,7 +129,7 @@ class DeviceDraft:
         if self.replays.capture:
             self.menu.note(bucket, form, self._time())
         self._captured.setdefault(form, set()).add(bucket)
-        self._last = None
+        self._last, self._ahead = None, None  # whose trees were overwritten
         return planned.trees
 
     def _state(self, seq: Seq) -> int | None:

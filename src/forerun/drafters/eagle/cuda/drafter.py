@@ -12,7 +12,7 @@ from forerun.drafters.eagle.config import default_layers
 from forerun.drafters.eagle.cuda.capture import capture_menu
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.feature_fusion import make_net, why_not
-from forerun.drafters.eagle.cuda.menu import UNKNOWN, DraftMenu, best_form
+from forerun.drafters.eagle.cuda.menu import FORMS, UNKNOWN, DraftMenu, best_form
 from forerun.drafters.eagle.files import read_head
 from forerun.errors import ForerunError
 from forerun.models.base import Target
@@ -72,10 +72,10 @@ class DeviceEagle:
         routes = [self._route(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
         drafting = routes.count("device")
         if "plain" not in routes and drafting >= max(1, SHARED * len(seqs)):
-            return self._grow(seqs, budgets)
+            return self._grow(seqs, budgets, self._shared_form(seqs, budgets))
         parts: list[TreeBatch] = []
         order: list[int] = []
-        makers = {"idle": _lone_roots, "device": self._grow, "plain": self._propose_plainly}
+        makers = {"idle": _lone_roots, "device": self._grow_apart, "plain": self._propose_plainly}
         for name, propose in makers.items():
             which = [b for b, route in enumerate(routes) if route == name]
             if which:
@@ -113,9 +113,8 @@ class DeviceEagle:
             return "plain"
         return "device" if budget.runs and self.draft.is_ready(seq) else "idle"
 
-    def _grow(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+    def _grow(self, seqs: Sequence[Seq], budgets: Sequence[Budget], form: Form | None) -> TreeBatch:
         """Trees of one form for all of these sequences, or none where no form fits."""
-        form = self._form(seqs, budgets)
         if form is None:
             return _lone_roots(seqs, budgets)
         try:
@@ -126,7 +125,23 @@ class DeviceEagle:
         self._latest = form
         return grown
 
-    def _form(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> Form | None:
+    def _grow_apart(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        """For a part of a batch, in a form that is captured and within all budgets."""
+        sizes = ((one.nodes, one.depth, one.width) for one in budgets)
+        most = Form(*map(min, zip(*sizes, strict=True)))
+        return self._grow(seqs, budgets, self._captured_form(len(seqs), most))
+
+    def _captured_form(self, sequences: int, most: Form) -> Form | None:
+        """The largest form within some sizes that needs no new graph."""
+        form = self.draft.fitting(sequences, *most)
+        if form is None or self.draft.knows(form, sequences):
+            return form
+        within = (
+            one for one in FORMS if all(map(int.__le__, one, form)) and self.draft.knows(one, sequences)
+        )
+        return max(within, default=None)
+
+    def _shared_form(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> Form | None:
         """What every budget allows; budgets that were cut because a sequence ends do not count.
 
         Where all were cut the last form is used again, if it has no more nodes: the sequence is cut behind it, and
@@ -135,11 +150,13 @@ class DeviceEagle:
         drafting = [(seq, budget) for seq, budget in zip(seqs, budgets, strict=True) if budget.runs]
         whole = [budget for seq, budget in drafting if budget.depth < seq.max_length - len(seq.tokens) - 1]
         sizes = [(one.nodes, one.depth, one.width) for one in whole or [budget for _, budget in drafting]]
-        nodes, depth, width = map(min, zip(*sizes, strict=True))
-        form = self.draft.fitting(len(seqs), nodes, depth, width)
+        most = Form(*map(min, zip(*sizes, strict=True)))
         latest, price = self._latest, drafting[0][1].price
-        if not whole and latest is not None and latest.nodes <= nodes and self.draft.knows(latest, len(seqs)):
-            return latest
+        if not whole:
+            if latest is not None and latest.nodes <= most.nodes and self.draft.knows(latest, len(seqs)):
+                return latest
+            return self._captured_form(len(seqs), most)
+        form = self.draft.fitting(len(seqs), *most)
         if form is not None and price is not None:
             form = best_form(self._rates, form, price, drafting[0][1].level)
         return form
