@@ -21,19 +21,19 @@ from forerun.offers import Form
 from forerun.types import Needs
 
 log = logging.getLogger(__name__)
+progress = logging.getLogger("forerun.progress")  # what the command line shows while a model is loaded
 
 
 def capture_menu(
     draft: DeviceDraft, target: CudaDecoder, needs: Needs, max_batch: int, max_length: int
 ) -> float:
-    """Seconds that it took; 0 where nothing is captured. Progress is logged, batch size by batch size."""
+    """Seconds that it took; 0 where nothing is captured. Progress is logged."""
     if not draft.replays.capture:
         return 0.0
     started, jobs = perf_counter(), jobs_of(max_batch, max_length)
     draft.rows.rehearse_reading()
     for i, (bucket, form, farthest) in enumerate(jobs):
-        if i == 0 or jobs[i - 1][0] != bucket:
-            log.info("capturing drafts for batches of %d: %d of %d graphs", bucket, i, len(jobs))
+        progress.info("capturing drafts for batches of %d: %d of %d", bucket, i + 1, len(jobs))
         trees = draft.rehearse(form, bucket, farthest)
         draft.rows.rehearse(target.rehearse(trees, needs, farthest), trees)
     spent = perf_counter() - started
