@@ -142,11 +142,12 @@ def _agree(
     monkeypatch.setattr(steps, "head", head)
 
 
-def test_texts_that_are_sampled_or_have_no_budget_are_drafted_for_as_everywhere() -> None:
+def test_texts_coupled_by_noise_or_without_a_budget_are_drafted_for_as_everywhere() -> None:
     target = make_target("llama", "cpu")
     device, _ = both_drafters(target)
     warm = SamplingParams(temperature=0.7)
     seqs = [FakeSeq(0, [3, 4, 5]), FakeSeq(1, [5, 6, 7, 8], params=warm), FakeSeq(2, [9, 9, 1])]
+    seqs[1].shares_noise = True
     trees, scores = target.prefill(seqs, device.needs)
     device.observe(seqs, trees, scores, Verdict.whole_chain(trees, [seq.tokens[-1] for seq in seqs]))
     budgets = [Budget(4, 4), Budget(3, 3), Budget(0, 0)]

@@ -298,3 +298,26 @@ def test_a_rehearsal_changes_nothing() -> None:
     assert torch.equal(mine, then)
     assert torch.equal(before[2][:-1], after[2][:-1]), "all but the row for what is dropped"
     batch.round(Budget(8, 3, 3))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sampled_texts_are_drafted_for_on_the_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside greedy ones; with one seed a text is the same whatever was drafted, because drafts are chosen tokens."""
+    need_cuda(device)
+    target = make_target("llama", device, torch.float32 if device == "cpu" else torch.bfloat16)
+    drafter = both_drafters(target, borrows=True)[0]
+    engine = _engine(device, drafter, target, 3)
+    warm = SamplingParams(max_tokens=25, temperature=0.6, seed=5, ignore_eos=True)
+    greedy = SamplingParams(max_tokens=20, ignore_eos=True)
+    texts = {}
+    for name, form in (("none", None), ("device", FORMS[2]), ("device", FORMS[6])):
+        engine.controller = RandomForms(1, [form])
+        forms = _forms_scored(target, monkeypatch)
+        requests = [
+            Request((3, 4, 5), warm, drafter=name, verifier="exact"),
+            Request((9, 8, 7, 6), greedy, drafter=name, verifier="exact"),
+        ]
+        texts[name, form] = _write(engine, requests, random.Random(3))
+        assert any(form is not None for form in forms) == (name == "device")
+    assert not drafter._failed
+    assert texts["device", FORMS[2]] == texts["device", FORMS[6]] == texts["none", None]

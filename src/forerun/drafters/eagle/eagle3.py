@@ -5,6 +5,7 @@ from __future__ import annotations
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.eagle.config import Kind
 from forerun.drafters.eagle.drafter import EagleDrafter
+from forerun.drafters.head_drafter import wants_sampling
 
 
 class Eagle3Drafter(EagleDrafter):
@@ -24,6 +25,7 @@ class Eagle3Drafter(EagleDrafter):
                 folder,
                 parts.target,
                 lambda: super(Eagle3Drafter, cls).build(parts),
+                sampled=wants_sampling(parts.speculative),
                 max_batch=parts.max_batch,
                 max_length=parts.max_length,
             )

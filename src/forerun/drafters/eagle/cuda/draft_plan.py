@@ -104,7 +104,7 @@ def plan_draft(
     `farthest` asks for as many splits as a context that long needs.
     """
     ends = [lane.first + len(lane.tokens) for lane in lanes]
-    farthest = max(farthest, *ends) + shape.depth
+    farthest = max(farthest, max(ends)) + shape.depth
     form = DraftForm(len(lanes), shape, splits_to(farthest))
     ints = _catch_up(lanes, ends, form)
     if shape.depth > 1:
@@ -115,28 +115,28 @@ def plan_draft(
 
 def _catch_up(lanes: Sequence[Lane], ends: Sequence[int], form: DraftForm) -> Ints:
     """[tokens | positions | slots | sources] of the unread rows, pads written nowhere, and what `last_at` says."""
-    count, behind = form.sequences, form.behind
+    count, behind, rows = form.sequences, form.behind, aligned(form.caught.rows)
+    ints = np.zeros(form.level_at(0, 1), dtype=np.int32)
     numbers = [(lane.first, len(lane.tokens), lane.base, lane.ring, lane.room) for lane in lanes]
-    first, rows, base, ring, room = np.array(numbers, dtype=np.int32).T[:, :, None]
+    first, fresh, base, ring, room = np.array(numbers, dtype=np.int32).T[:, :, None]
     steps = np.arange(behind, dtype=np.int32)
-    inside = steps < rows  # [B, behind]
-    at = first + steps
-    tokens = np.zeros((count, behind), dtype=np.int32)
-    tokens[inside] = [token for lane in lanes for token in lane.tokens]
-    caught = (
-        tokens,
-        np.where(inside, at, 0),
-        np.where(inside, base + at, -1),
-        np.where(inside, ring + at % room, ring),
-    )
-    groups = [
-        (0, split_of(end - 1) + 1, b, 1, lane.base, end, 0, 0)
-        for b, (lane, end) in enumerate(zip(lanes, ends, strict=True))
-    ]
-    roots = [lane.root for lane in lanes]
-    lasts = (np.arange(count) * behind + rows[:, 0] - 1, (first + rows)[:, 0] - 1)
-    parts = [np.asarray(part, dtype=np.int32).ravel() for part in (*caught, roots, *lasts, groups)]
-    return np.concatenate([np.pad(part, (0, -len(part) % 4)) for part in parts])
+    inside = steps < fresh  # [B, behind]
+    at = (first + steps) * inside
+    parts = ints[: 4 * rows].reshape(4, rows)[:, : count * behind]
+    parts[0, inside.ravel()] = [token for lane in lanes for token in lane.tokens]
+    parts[1] = at.ravel()
+    parts[2] = ((base + 1 + at) * inside - 1).ravel()
+    parts[3] = (ring + at % room).ravel()
+    roots, lasts, positions = ints[form.last_at :][: 3 * aligned(count)].reshape(3, -1)[:, :count]
+    places = np.arange(count, dtype=np.int32)
+    roots[:] = [lane.root for lane in lanes]
+    lasts[:] = places * behind + fresh[:, 0] - 1
+    positions[:] = ends
+    positions -= 1
+    groups = ints[form.last_at + 3 * aligned(count) :].reshape(count, FIELDS)
+    groups[:, 1] = [split_of(end - 1) + 1 for end in ends]
+    groups[:, 2], groups[:, 3], groups[:, 4], groups[:, 5] = places, 1, base[:, 0], ends
+    return ints
 
 
 @lru_cache(maxsize=512)

@@ -34,10 +34,11 @@ SHARED = (
 class DeviceEagle:
     """Implements forerun.drafters.base.Drafter over a draft on the device and, for other sequences, a plain one.
 
-    A sequence keeps its drafter: greedy ones the device, those that are sampled, or whose verifier couples by noise,
-    the plain drafter, which is loaded for the first of them. If the device fails (a kernel that does not compile, a
-    graph that cannot be captured), all sequences are drafted plainly from then on; those that it has read rows of
-    are written to their end without drafts.
+    A sequence keeps its drafter. The device drafts tokens that are chosen, which any verifier accepts by the target's
+    law; the plain drafter, loaded for the first that needs it, drafts for sequences whose verifier couples by noise,
+    and for those that are sampled where drafts are to be sampled too (`sampled`). If the device fails (a kernel that
+    does not compile, a graph that cannot be captured), all sequences are drafted plainly from then on; those that it
+    has read rows of are written to their end without drafts.
     """
 
     def __init__(
@@ -45,8 +46,11 @@ class DeviceEagle:
         draft: DeviceDraft,
         make_plain: Callable[[], Drafter],
         rates: Sequence[Sequence[float]] = UNKNOWN,
+        *,
+        sampled: bool = False,
     ) -> None:
         self.draft, self._make_plain, self._rates = draft, make_plain, rates or UNKNOWN
+        self._sampled = sampled
         self.needs = Needs(tuple(sorted(set(draft.feature_fusion.layers))))
         self._plain: Drafter | None = None
         self._failed = False
@@ -106,7 +110,7 @@ class DeviceEagle:
 
     def _grows(self, seq: Seq) -> bool:
         """Is this sequence drafted for on the device?"""
-        return seq.params.is_greedy
+        return seq.params.is_greedy or not (seq.shares_noise or self._sampled)
 
     def _route(self, seq: Seq, budget: Budget) -> str:
         if not self._grows(seq):
@@ -186,6 +190,7 @@ def on_device(
     target: Target,
     make_plain: Callable[[], Drafter],
     *,
+    sampled: bool = False,
     max_batch: int = 1,
     max_length: int | None = None,
 ) -> DeviceEagle | None:
@@ -201,7 +206,7 @@ def on_device(
     menu = DraftMenu(config.rates)
     try:
         draft = DeviceDraft(*make_net(config, weights, target), capture=target.kernels == "triton", menu=menu)
-        drafter = DeviceEagle(draft, make_plain, config.rates)
+        drafter = DeviceEagle(draft, make_plain, config.rates, sampled=sampled)
         capture_menu(draft, target, drafter.needs, max_batch, max_length or target.max_length)
     except ForerunError:
         raise
