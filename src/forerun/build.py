@@ -52,7 +52,7 @@ def make_engine(
     speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
     if speculative.drafter == "auto":
         speculative = replace(speculative, drafter="ngram" if draft_target is None else "draft_model")
-    parts = Parts(target, draft_target, speculative)
+    parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length)
 
     def make_drafter(name: str) -> Drafter:
         spec = registry.drafters.spec(name)  # an old name is the same drafter, not a second one

@@ -68,7 +68,10 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
     tokenizer = checkpoint.tokenizer()
     costs = cost_file(checkpoint, settings, cache_folder())
     target = load_target(checkpoint, settings)
-    return make_engine(target, tokenizer.eos_ids, speculative, settings, tokenizer, draft, costs), tokenizer
+    engine = make_engine(target, tokenizer.eos_ids, speculative, settings, tokenizer, draft, costs)
+    if target.device.type == "cuda":
+        engine.drafters.get(engine.default_drafter)  # captures its graphs, which no text should wait for
+    return engine, tokenizer
 
 
 def _engine_config(options: Mapping[str, Any]) -> EngineConfig:

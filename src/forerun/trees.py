@@ -35,7 +35,7 @@ class Draws:
 class TreeForm:
     """The sizes of trees that were grown on a device: all that the host knows about them."""
 
-    trees: int  # B
+    trees: int  # B, or more: the last ones are padding
     nodes: int  # N, the root included
     depth: int  # levels below the root
     chain: bool = False  # nodes follow each other
@@ -44,9 +44,9 @@ class TreeForm:
     def rows(self) -> int:
         return self.trees * self.nodes
 
-    @property
-    def starts(self) -> tuple[int, ...]:
-        return tuple(range(0, self.rows + 1, self.nodes))
+    def starts(self, trees: int) -> tuple[int, ...]:
+        """Where so many trees start, and the end of the last."""
+        return tuple(range(0, trees * self.nodes + 1, self.nodes))
 
 
 class TreeBatch:

@@ -10,17 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters.eagle.cuda.draft_plan import (
-    SHAPES,
-    CapturedShapes,
-    aligned,
-    best_draft_shape,
-    expected,
-    extent_of,
-    plan_draft,
-)
+from forerun.drafters.eagle.cuda.capture import contexts_of, jobs_of
+from forerun.drafters.eagle.cuda.draft_plan import BUCKETS, Lane, aligned, bucket_of, extent_of, plan_draft
+from forerun.drafters.eagle.cuda.menu import FORMS, ROWS, DraftMenu, best_form, expected, forms_for
 from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, cut_trees, grow_level
+from forerun.models.cuda.grown import splits_to
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS
+from forerun.offers import Form
 
 VOCAB, WIDTH, DEPTH = 11, 3, 3
 IDS = torch.arange(VOCAB) * 2 + 5  # the target's ids of a draft vocabulary
@@ -124,77 +120,124 @@ def test_ancestors_lead_from_the_first_level_to_the_node() -> None:
         assert own == WIDTH + node
 
 
-PLACES, FRESH, ROOTS = [(100, 7), (300, 2)], [[4, 5], [6]], [11, 12]
+GROUP = 16  # nodes of an attention group
+LANES = [Lane(11, [4, 5], 100, 7, 48, 24), Lane(12, [6], 300, 2, 72, 24)]
+OTHERS = [Lane(5, [1], 500, 20, 0, 24), Lane(6, [2, 3], 40, 23, 24, 24)]
 
 
-@pytest.mark.parametrize("shape", [(4, 4, 1), (8, 3, 3), (1, 1, 1)])
-def test_the_integers_of_a_draft(shape: tuple[int, int, int]) -> None:
-    form, ints = plan_draft(PLACES, FRESH, ROOTS, shape, group_nodes=16)
-    nodes, depth, width = shape
-    assert (form.sequences, form.nodes, form.depth, form.width) == (2, nodes, depth, width)
-    assert form.behind == max(depth + 1, 2)
+@pytest.mark.parametrize("shape", [Form(4, 4, 1), Form(8, 3, 3), Form(1, 1, 1)])
+def test_the_integers_of_a_draft(shape: Form) -> None:
+    form, ints = plan_draft(LANES, shape, GROUP)
+    assert (form.sequences, form.shape, form.behind) == (2, shape, shape.depth + 1)
     rows = aligned(2 * form.behind)
-    tokens, positions, slots = ints[: 3 * rows].reshape(3, rows)[:, : 2 * form.behind]
-    mine = slice(0, 2)
+    tokens, positions, slots, sources = ints[: 4 * rows].reshape(4, rows)[:, : 2 * form.behind]
+    mine, other = slice(0, 2), form.behind
     assert tokens[mine].tolist() == [4, 5]
     assert positions[mine].tolist() == [7, 8]
     assert slots[mine].tolist() == [107, 108]
-    other = form.behind
-    assert (tokens[other], positions[other], slots[other]) == (6, 2, 302)
-    pads = [slot for b, new in enumerate(FRESH) for slot in slots[b * other + len(new) : (b + 1) * other]]
+    assert sources[mine].tolist() == [48 + 7, 48 + 8]
+    assert (tokens[other], positions[other], slots[other], sources[other]) == (6, 2, 302, 74)
+    pads = [slots[b * other + i] for b, lane in enumerate(LANES) for i in range(len(lane.tokens), other)]
     assert set(pads) <= {-1}  # nothing is written there
-    roots, ends = ints[form.roots_at : form.roots_at + 2 * aligned(2)].reshape(2, -1)[:, :2].tolist()
-    assert roots == ROOTS
-    assert ends == [1, form.behind]
-    for level in range(depth - 1):
-        first = form.level_at(level)
-        drafted = ints[first : first + extent_of(form.level)]
-        rows = aligned(form.level.rows)
-        at, into = drafted[rows : rows + 2 * width], drafted[2 * rows : 2 * rows + 2 * width]
-        assert at.tolist() == [9 + level] * width + [3 + level] * width
-        behind = [109 + level * width + i for i in range(width)] + [
-            303 + level * width + i for i in range(width)
-        ]
-        assert into.tolist() == behind
+    at, count = form.last_at, aligned(2)
+    roots, ends, last = ints[at : at + 3 * count].reshape(3, count)[:, :2].tolist()
+    assert (roots, ends, last) == ([11, 12], [1, form.behind], [8, 2])
+    groups = ints[at + 3 * count :][: 2 * FIELDS].reshape(2, FIELDS).tolist()
+    assert groups == [[0, 1, 0, 1, 100, 9, 0, 0], [0, 1, 1, 1, 300, 3, 0, 0]]
+    for level in range(shape.depth - 1):
+        size, first, width = form.level(GROUP), form.level_at(level, GROUP), shape.width
+        drafted = ints[first : first + extent_of(size)]
+        rows = aligned(size.rows)
+        assert drafted[rows : rows + 2 * width].tolist() == [9 + level] * width + [3 + level] * width
+        behind = [base + level * width + i for base in (109, 303) for i in range(width)]
+        assert drafted[2 * rows : 2 * rows + 2 * width].tolist() == behind
+
+
+def test_feature_rows_are_used_again() -> None:
+    form, ints = plan_draft(OTHERS, Form(2, 2, 1), GROUP)
+    first = form.sources_at + form.behind
+    assert ints[first : first + 2].tolist() == [24 + 23, 24 + 0]
 
 
 def test_drafts_that_agree_in_form_are_replays_of_one_graph() -> None:
-    one, ints = plan_draft(PLACES, FRESH, ROOTS, (8, 3, 3), 16)
-    other, others = plan_draft([(500, 20), (40, 9)], [[1], [2, 3]], [5, 6], (8, 3, 3), 16)
+    one, ints = plan_draft(LANES, Form(8, 3, 3), GROUP)
+    other, others = plan_draft(OTHERS, Form(8, 3, 3), GROUP)
     assert one == other
     assert ints.shape == others.shape
     assert not np.array_equal(ints, others)
-    assert plan_draft(PLACES, FRESH, ROOTS, (8, 4, 3), 16)[0] != one
+    assert plan_draft(LANES, Form(8, 4, 3), GROUP)[0] != one
+    assert plan_draft(LANES, Form(8, 3, 3), GROUP, farthest=5000)[0] != one, (
+        "longer contexts take more splits"
+    )
 
 
 def test_levels_do_not_overlap() -> None:
-    form, ints = plan_draft(PLACES, FRESH, ROOTS, (24, 5, 6), 16)
-    starts = [form.level_at(level) for level in range(form.depth - 1)]
+    form, ints = plan_draft(LANES, Form(24, 5, 6), GROUP)
+    size, depth = form.level(GROUP), form.shape.depth
+    starts = [form.level_at(level, GROUP) for level in range(depth - 1)]
     sizes = {later - earlier for earlier, later in itertools.pairwise(starts)}
-    assert sizes == {3 * aligned(form.level.rows) + FIELDS * form.level.groups}
-    ancestors = [form.ancestors_at(level) for level in range(form.depth - 1)]
-    assert ancestors[0] == starts[-1] + extent_of(form.level)
+    assert sizes == {3 * aligned(size.rows) + FIELDS * size.groups}
+    ancestors = [form.ancestors_at(level, GROUP) for level in range(depth - 1)]
+    assert ancestors[0] == starts[-1] + extent_of(size)
     room = [later - earlier for earlier, later in itertools.pairwise(ancestors)]
-    assert room == [aligned(form.level.rows) * (level + 1) for level in range(form.depth - 2)]
-    assert all(value % 4 == 0 for value in (*starts, *ancestors))
-    assert len(ints) <= form.ancestors_at(form.depth - 1)
-    assert len(ints) + MAX_ROWS < 1 << 17
+    assert room == [aligned(size.rows) * (level + 1) for level in range(depth - 2)]
+    assert all(value % 4 == 0 for value in (*starts, *ancestors, form.last_at, form.sources_at))
+    assert len(ints) <= form.ancestors_at(depth - 1, GROUP)
+
+
+def test_the_largest_drafts_fit_the_integers() -> None:
+    for bucket in BUCKETS:
+        for shape in forms_for(bucket):
+            form, _ = plan_draft([LANES[0]] * bucket, shape, 4)
+            assert MAX_ROWS + form.ancestors_at(shape.depth, 4) < 1 << 17
+            assert form.caught.rows <= MAX_ROWS
+            assert form.level(4).rows <= MAX_ROWS
 
 
 @pytest.mark.parametrize("level", [0.0, 0.1, 0.5])
 def test_the_menu_gives_what_gains_most(level: float) -> None:
     rates, price = ((0.7, 0.1, 0.05), (0.6, 0.1, 0.05)), [1.0 + 0.02 * n for n in range(61)]
 
-    def gain(shape: tuple[int, int, int]) -> float:
-        return expected(rates, shape) - price[shape[0]] - level * shape[1]
+    def gain(shape: Form) -> float:
+        return expected(rates, shape) - price[shape.nodes] - level * shape.depth
 
-    assert best_draft_shape(rates, (60, 16, 16), price, level) == max(SHAPES, key=gain)
+    assert best_form(rates, Form(60, 16, 16), price, level) == max(FORMS, key=gain)
 
 
-def test_batches_of_other_sizes_share_no_graphs() -> None:
-    menu = CapturedShapes()
-    assert menu.choose(1, (4, 4, 1)) == (4, 4, 1)
-    assert menu.choose(2, (8, 3, 3)) == (8, 3, 3)
-    assert menu.choose(1, (8, 3, 3)) is None  # not worth a graph yet
-    assert menu.choose(2, (2, 2, 1), ends=True) == (8, 3, 3)
-    assert menu.known == {1: {(4, 4, 1)}, 2: {(8, 3, 3)}}
+def test_every_batch_has_a_bucket_and_a_menu() -> None:
+    assert [bucket_of(batch) for batch in (1, 3, 8, 9, 33, 128)] == [1, 4, 8, 12, 40, 128]
+    for bucket in BUCKETS:
+        forms = forms_for(bucket)
+        assert FORMS[0] in forms, "one more token is always to be had"
+        assert all(bucket * (form.nodes + 1) <= ROWS for form in forms)
+    assert set(forms_for(1)) == set(FORMS)
+
+
+def test_a_menu_says_what_was_timed() -> None:
+    menu, form = DraftMenu(((0.6, 0.2), (0.5, 0.1))), Form(3, 3, 1)
+    assert menu.forms == FORMS
+    assert 0.0 < menu.seconds(form, 8) < math.inf, "a guess before the first measurement"
+    menu.note(8, form, 0.5)
+    menu.note(16, form, 0.7)
+    assert menu.seconds(form, 5) == menu.seconds(form, 8) == 0.5
+    assert menu.seconds(form, 9) == menu.seconds(form, 16) == 0.7
+    assert menu.seconds(Form(59, 6, 10), 64) == math.inf, "not on the menu of so many"
+    assert menu.seconds(form, 1000) == math.inf
+    assert menu.expected(Form(2, 2, 1)) == pytest.approx(0.6 + 0.3)
+
+
+@pytest.mark.parametrize("max_length", [300, 1000, 1020, 1024, 8192, 100_000])
+def test_what_is_captured_covers_every_context(max_length: int) -> None:
+    """No text that is written up to its end, with any form behind it, needs a graph that is not there."""
+    captured = {(form, splits_to(reach + form.depth)) for _, form, reach in jobs_of(1, max_length)}
+    for form in FORMS:
+        for length in {0, 500, 1000, 1017, 1018, 1023, max_length // 2, max_length - 1}:
+            if length < max_length:
+                assert (form, splits_to(length + form.depth)) in captured, length
+    assert len(contexts_of(max_length)) <= 3
+
+
+def test_batches_larger_than_asked_for_are_not_captured() -> None:
+    assert {bucket for bucket, _, _ in jobs_of(8, 500)} == {1, 2, 4, 8}
+    assert {bucket for bucket, _, _ in jobs_of(9, 500)} == {1, 2, 4, 8, 12}
+    assert max(bucket for bucket, _, _ in jobs_of(1000, 500)) == 128

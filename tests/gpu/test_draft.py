@@ -9,16 +9,10 @@ import torch
 
 from forerun.build import make_engine
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
-from forerun.drafters.eagle.cuda.draft_plan import (
-    SHAPES,
-    CapturedShapes,
-    DraftShape,
-    aligned,
-    best_draft_shape,
-    expected,
-)
+from forerun.drafters.eagle.cuda.draft_plan import aligned, bucket_of
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle, on_device
 from forerun.drafters.eagle.cuda.feature_fusion import why_not
+from forerun.drafters.eagle.cuda.menu import FORMS, best_form, expected
 from forerun.drafters.eagle.cuda.tree_growth import (
     Frontier,
     HeadOutput,
@@ -31,10 +25,12 @@ from forerun.drafters.eagle.files import write_head
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
+from forerun.models.kv import TREE_MARGIN
+from forerun.offers import Form
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, path_to
 from forerun.testing.conformance import check_trees
-from forerun.types import Budget, Request, TreeBatch, Verdict
+from forerun.types import Budget, Request, TreeBatch, TreeForm, Verdict
 from tests.drafters.rounds import as_lists
 from tests.gpu.heads import VARIANTS, both_drafters, make_head, settled
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
@@ -82,7 +78,8 @@ def test_trees_are_those_of_the_head_as_everywhere(
     assert longest > 2, "paths must be long enough to matter"
     for seq in seqs:
         device.forget(seq)
-    assert device.draft.net.kv.used == 0
+    assert device.draft.rows.held == 0
+    assert device.draft.net.kv.used == TREE_MARGIN, "padding's"
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -92,12 +89,12 @@ def test_the_next_draft_starts_before_it_is_asked_for(
     """One draft a round as long as the form stays; another form, or a text that ended, is drafted for anew."""
     target = make_target("llama", "cpu", seed=seed)
     device, plain = both_drafters(target)
-    launched: list[DraftShape] = []
+    launched: list[Form] = []
     launch = DeviceDraft._launch
     monkeypatch.setattr(
         DeviceDraft,
         "_launch",
-        lambda self, roots, shape: (launched.append(shape), launch(self, roots, shape))[1],
+        lambda self, owners, wanted, form: (launched.append(form), launch(self, owners, wanted, form))[1],
     )
     seq = FakeSeq(0, [3, 4, 5, 6], max_length=40)
     trees, scores = target.prefill([seq], device.needs)
@@ -145,11 +142,12 @@ def _agree(
     monkeypatch.setattr(steps, "head", head)
 
 
-def test_texts_that_are_sampled_or_have_no_budget_are_drafted_for_as_everywhere() -> None:
+def test_texts_coupled_by_noise_or_without_a_budget_are_drafted_for_as_everywhere() -> None:
     target = make_target("llama", "cpu")
     device, _ = both_drafters(target)
     warm = SamplingParams(temperature=0.7)
     seqs = [FakeSeq(0, [3, 4, 5]), FakeSeq(1, [5, 6, 7, 8], params=warm), FakeSeq(2, [9, 9, 1])]
+    seqs[1].shares_noise = True
     trees, scores = target.prefill(seqs, device.needs)
     device.observe(seqs, trees, scores, Verdict.whole_chain(trees, [seq.tokens[-1] for seq in seqs]))
     budgets = [Budget(4, 4), Budget(3, 3), Budget(0, 0)]
@@ -168,7 +166,7 @@ def test_trees_of_a_large_batch_fit_into_one_pass() -> None:
     trees, scores = target.prefill(seqs, device.needs)
     device.observe(seqs, trees, scores, Verdict.whole_chain(trees, [seq.tokens[-1] for seq in seqs]))
     sizes = device.propose(seqs, [Budget(60, 5, 8)] * 20).sizes()
-    assert set(sizes) == {MAX_ROWS // 20}
+    assert set(sizes) == {MAX_ROWS // bucket_of(20)}
 
 
 def test_a_text_longer_than_the_head_knows_is_not_drafted_for() -> None:
@@ -293,7 +291,7 @@ def test_a_text_is_the_same_with_and_without_drafts(device: str, budget: Budget)
             texts[name, batch] = list(found.values())
     assert texts["device", 1] == texts["none", 1]
     assert texts["device", 3] == texts["none", 1]
-    assert target.used_slots == drafter.draft.net.kv.used == 0
+    assert target.used_slots == drafter.draft.rows.held == 0
 
 
 def test_a_text_that_joins_leaves_the_others_their_drafts() -> None:
@@ -317,15 +315,12 @@ def test_a_text_that_joins_leaves_the_others_their_drafts() -> None:
     assert not drafter._failed
     assert drafted > 0
     assert plain["device"] == plain["none"]
-    assert drafter.draft.net.kv.used == 0
+    assert drafter.draft.rows.held == 0
 
 
 def test_a_full_store_is_no_failure() -> None:
     target = make_target("llama", "cpu")
     drafter, _ = both_drafters(target)
-    seq = FakeSeq(0, [3, 4, 5, 6], max_length=900)
-    trees, scores = target.prefill([seq], drafter.needs)
-    drafter.observe([seq], trees, scores, Verdict.whole_chain(trees, [6]))
     kv = drafter.draft.net.kv
     size = kv.capacity
     while size and not kv.has_room(size):
@@ -333,9 +328,12 @@ def test_a_full_store_is_no_failure() -> None:
     kv.reserve(99, size)
     while kv.has_room(256):
         kv.reserve(100 + kv.used, 256)
+    seq = FakeSeq(0, [3, 4, 5, 6], max_length=900)
+    trees, scores = target.prefill([seq], drafter.needs)
+    drafter.observe([seq], trees, scores, Verdict.whole_chain(trees, [6]))
     assert drafter.propose([seq], [Budget(3, 3)]).is_plain()
     assert not drafter._failed
-    assert not drafter.draft._held
+    assert not drafter.draft.rows.held
 
 
 def test_a_head_is_found_fit_for_the_device_or_not(tmp_path: Path) -> None:
@@ -348,19 +346,6 @@ def test_a_head_is_found_fit_for_the_device_or_not(tmp_path: Path) -> None:
     assert why_not(config, object())
 
 
-def test_a_new_budget_is_met_with_what_is_there_until_it_comes_often() -> None:
-    forms = CapturedShapes()
-    assert forms.choose(1, (60, 6, 10)) == (60, 6, 10), "nothing is there yet"
-    assert forms.choose(1, (5, 5, 1)) is None, "nothing that is there fits"
-    assert forms.choose(1, (5, 5, 1)) is None
-    assert forms.choose(1, (5, 5, 1)) == (5, 5, 1)
-    assert forms.choose(1, (60, 5, 10)) == (5, 5, 1)
-    assert forms.choose(1, (60, 5, 10)) == (5, 5, 1)
-    assert forms.choose(1, (60, 5, 10)) == (60, 5, 10), "asked for often enough"
-    assert forms.choose(1, (60, 5, 10)) == (60, 5, 10)
-    assert forms.choose(2, (3, 3, 1)) == (3, 3, 1), "other batches have graphs of their own"
-
-
 def test_where_no_graph_fits_nothing_is_drafted_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target("llama", "cpu")
     drafter, plain = both_drafters(target)
@@ -371,7 +356,7 @@ def test_where_no_graph_fits_nothing_is_drafted_and_nothing_is_lost(monkeypatch:
     for refused in (True, False, True, False):
         with monkeypatch.context() as patch:
             if refused:
-                patch.setattr(drafter.draft, "propose", lambda *_, **__: None)
+                patch.setattr(drafter.draft, "fitting", lambda *_: None)
             grown = drafter.propose([seq], [Budget(3, 3)])
         assert grown.is_plain() == refused
         wanted = plain.propose([seq], [Budget(3, 3)])
@@ -394,35 +379,43 @@ def test_a_wide_and_deep_draft_stays_in_the_slots_of_its_text() -> None:
     grown = drafter.propose(seqs, budgets)
     check_trees(grown, seqs, budgets, VOCAB)
     kv = drafter.draft.net.kv
-    run = drafter.draft.ints[MAX_ROWS:]
+    run = drafter.draft.ints.all[MAX_ROWS:]
     assert kv.extent(0).base + kv.extent(0).size == kv.extent(1).base
     form = drafter.draft._last
     assert form is not None
-    level = form.level_at(form.depth - 2) + 2 * aligned(form.level.rows)
-    slots = run[level : level + form.level.rows].tolist()
+    rows, width = form.level(drafter.draft._group_nodes).rows, form.shape.width
+    level = form.level_at(form.shape.depth - 2, drafter.draft._group_nodes) + 2 * aligned(rows)
+    slots = run[level : level + rows].tolist()
     for b in range(2):
-        mine = slots[b * form.width : (b + 1) * form.width]
+        mine = slots[b * width : (b + 1) * width]
         assert kv.extent(b).base <= min(mine) <= max(mine) < kv.extent(b).base + kv.extent(b).size
 
 
 def test_the_last_tokens_of_a_text_are_drafted_with_the_last_form() -> None:
-    forms = CapturedShapes()
-    assert forms.choose(1, (3, 3, 1), ends=True) is None, "nothing is there yet"
-    assert forms.choose(1, (60, 6, 10)) == (60, 6, 10)
-    assert [forms.choose(1, (depth, depth, 1), ends=True) for depth in (5, 4, 3)] == [(60, 6, 10)] * 3
-    assert forms.known[1] == {(60, 6, 10)}
+    """A smaller form would have to be captured; the text is cut behind the draft."""
+    target = make_target("llama", "cpu")
+    drafter, _ = both_drafters(target)
+    seq = FakeSeq(0, [3, 4, 5, 6], max_length=30)
+    trees, scores = target.prefill([seq], drafter.needs)
+    drafter.observe([seq], trees, scores, Verdict.whole_chain(trees, [6]))
+    assert drafter.propose([seq], [Budget(8, 3, 3)]).sizes() == [9]
+    seq.max_length = 7
+    assert drafter.propose([seq], [Budget(8, 2, 3)]).form == TreeForm(1, 9, 3)
+    assert drafter.propose([seq], [Budget(7, 2, 3)]).form == TreeForm(1, 8, 2), (
+        "never more nodes than allowed"
+    )
 
 
 def test_what_a_form_brings_and_which_one_pays() -> None:
     rates = ((0.6, 0.2), (0.5, 0.1))
-    assert expected(rates, (1, 1, 1)) == pytest.approx(0.6)
-    assert expected(rates, (2, 2, 1)) == pytest.approx(0.6 + 0.3)
-    assert expected(rates, (3, 2, 2)) == pytest.approx(0.6 + 0.3 + 0.2)
-    assert expected(rates, (4, 4, 1)) == pytest.approx(0.6 + 0.3 + 0.15 + 0.075), (
+    assert expected(rates, Form(1, 1, 1)) == pytest.approx(0.6)
+    assert expected(rates, Form(2, 2, 1)) == pytest.approx(0.6 + 0.3)
+    assert expected(rates, Form(3, 2, 2)) == pytest.approx(0.6 + 0.3 + 0.2)
+    assert expected(rates, Form(4, 4, 1)) == pytest.approx(0.6 + 0.3 + 0.15 + 0.075), (
         "the last level's rates hold on"
     )
-    most, flat, steep = (60, 16, 16), [0.0] * 61, [0.4 * n for n in range(61)]
-    assert best_draft_shape(rates, most, flat, 0.0) == SHAPES[-1]
-    assert best_draft_shape(rates, most, steep, 0.05) == (1, 1, 1)
-    assert best_draft_shape(rates, (20, 4, 1), flat, 0.0) == (4, 4, 1), "never more than was allowed"
-    assert best_draft_shape(rates, (1, 1, 1), flat[:1], 0.0) == (1, 1, 1)
+    most, flat, steep = Form(60, 16, 16), [0.0] * 61, [0.4 * n for n in range(61)]
+    assert best_form(rates, most, flat, 0.0) == FORMS[-1]
+    assert best_form(rates, most, steep, 0.05) == (1, 1, 1)
+    assert best_form(rates, Form(20, 4, 1), flat, 0.0) == (4, 4, 1), "never more than was allowed"
+    assert best_form(rates, Form(1, 1, 1), flat[:1], 0.0) == (1, 1, 1)

@@ -22,9 +22,12 @@ from tests.gpu.test_plan import slots_seen
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 
 
-def _random_trees(rng: random.Random, form: TreeForm) -> list[tuple[list[int], list[int]]]:
+def _random_trees(
+    rng: random.Random, form: TreeForm, real: int | None = None
+) -> list[tuple[list[int], list[int]]]:
+    """As many as the form has, or fewer: the others are padding."""
     trees = []
-    for _ in range(form.trees):
+    for _ in range(real or form.trees):
         parents, depths = [-1], [0]
         while len(parents) < form.nodes:
             parent = len(parents) - 1 if form.chain else rng.randrange(len(parents))
@@ -38,15 +41,18 @@ def _random_trees(rng: random.Random, form: TreeForm) -> list[tuple[list[int], l
 def _grown(trees: list[tuple[list[int], list[int]]], form: TreeForm, device: str) -> TreeBatch:
     both = [[x for tree in trees for x in tree[i]] for i in (0, 1)]
     tokens, parents = torch.tensor(both, device=device)
-    return TreeBatch(tokens, parents, form.starts, form=form)
+    return TreeBatch(tokens, parents, form.starts(len(trees)), form=form)
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("group_nodes", [1, 16, 64])
-def test_the_device_completes_what_the_host_lays_out(seed: int, group_nodes: int) -> None:
-    rng = random.Random(seed)
-    form = TreeForm(3, rng.randint(2, 30), rng.randint(5, 8)) if seed else TreeForm(3, 7, 6, chain=True)
-    trees = _random_trees(rng, form)
+@pytest.mark.parametrize("pads", [0, 1, 5])
+def test_the_device_completes_what_the_host_lays_out(seed: int, group_nodes: int, pads: int) -> None:
+    rng, count = random.Random(seed), 3 + pads
+    form = (
+        TreeForm(count, rng.randint(2, 30), rng.randint(5, 8)) if seed else TreeForm(count, 7, 6, chain=True)
+    )
+    trees = _random_trees(rng, form, 3)
     places = [(10_000 * b, rng.choice([0, 5, 127, 128, 1020, 4090])) for b in range(3)]
     plan = plan_grown(places, form, group_nodes)
     ints = torch.from_numpy(np.concatenate((np.arange(MAX_ROWS, dtype=np.int32), plan.ints)))
@@ -59,12 +65,14 @@ def test_the_device_completes_what_the_host_lays_out(seed: int, group_nodes: int
         for node in range(form.nodes):
             path = [0, *path_to(parents, node)]
             wanted.append([*range(base, base + length), *(base + length + i for i in path)])
-    filled = ints[MAX_ROWS:].numpy()
-    assert slots_seen(filled, plan.size.rows, plan.size.groups)[: form.rows] == wanted
-    assert filled[: form.rows].tolist() == [token for tokens, _ in trees for token in tokens]
+    filled, real = ints[MAX_ROWS:].numpy(), 3 * form.nodes
+    seen = slots_seen(filled, plan.size.rows, plan.size.groups)
+    assert seen[:real] == wanted
+    assert not any(seen[real:]), "padding attends to nothing"
+    assert filled[:real].tolist() == [token for tokens, _ in trees for token in tokens]
     slots = filled[2 * plan.size.rows : 3 * plan.size.rows].tolist()
-    assert slots[: form.rows] == [way[-1] for way in wanted], "a node is written where it sees itself"
-    assert all(slot == -1 for slot in slots[form.rows :])
+    assert slots[:real] == [way[-1] for way in wanted], "a node is written where it sees itself"
+    assert all(slot == -1 for slot in slots[real:])
 
 
 def test_ways_lead_from_the_root() -> None:
@@ -79,11 +87,12 @@ def test_ways_lead_from_the_root() -> None:
 def test_kernels_do_what_torch_does(seed: int) -> None:
     need_cuda()
     rng, device = random.Random(seed), torch.device("cuda")
-    form = TreeForm(3, rng.randint(2, 60), rng.randint(3, 9)) if seed else TreeForm(2, 6, 5, chain=True)
-    trees = _grown(_random_trees(rng, form), form, "cuda")
-    plan = plan_grown([(1000 * b, 100 * b + 7) for b in range(form.trees)], form, 16)
+    form = TreeForm(4, rng.randint(2, 60), rng.randint(3, 9)) if seed else TreeForm(4, 6, 5, chain=True)
+    real = rng.randint(1, 4)
+    trees = _grown(_random_trees(rng, form, real), form, "cuda")
+    plan = plan_grown([(1000 * b, 100 * b + 7) for b in range(real)], form, 16)
     logits = torch.randn(form.rows, VOCAB, device=device)
-    for b in range(form.trees):  # some of what the target says is there
+    for b in range(real):  # some of what the target says is there
         for node in range(1, form.nodes):
             row = b * form.nodes + node
             if rng.random() < 0.6:
@@ -102,8 +111,12 @@ def test_kernels_do_what_torch_does(seed: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chain", [False, True])
-def test_a_round_on_the_device_is_a_round(device: str, chain: bool) -> None:
-    """Same logits, same verdict, and the same logits once more after the commit, several rounds long."""
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_round_on_the_device_is_a_round(device: str, chain: bool, count: int) -> None:
+    """Same logits, same verdict, and the same logits once more after the commit, several rounds long.
+
+    Two trees are put to passes of as many, and of four: padding takes part in none of it.
+    """
     need_cuda(device)
     rng = random.Random(3)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -115,8 +128,8 @@ def test_a_round_on_the_device_is_a_round(device: str, chain: bool) -> None:
         target.prefill(seqs, Needs())
     needs, accepted = Needs((-1, 1)), 0
     for turn in range(6):
-        form = TreeForm(2, 6, 5, chain=True) if chain else TreeForm(2, 9, 4)
-        trees = _random_trees(rng, form)
+        form = TreeForm(count, 6, 5, chain=True) if chain else TreeForm(count, 9, 4)
+        trees = _random_trees(rng, form, 2)
         for b, (tokens, parents) in enumerate(trees):
             tokens[0] = seqs[b].tokens[-1]
             if turn % 3:
@@ -213,3 +226,25 @@ def test_a_draft_that_nobody_waited_for_is_booked_as_a_draft() -> None:
     assert clock.seconds == {"draft": 1.5, "verify": 3.5}
     clock.move(9.0, "verify", "draft")
     assert clock.seconds == {"draft": 5.0, "verify": 0.0}, "no more than there is"
+
+
+def test_padding_moves_no_slot_of_others() -> None:
+    """What is decided about padding is nobody's path: its moves repeat those of the first tree, or change nothing."""
+    form, buffers = TreeForm(3, 4, 3), GrownBuffers(torch.device("cpu"), walk_by_torch)
+    tokens, parents = [9, 5, 6, 7], [-1, 0, 0, 2]
+    for places in ([(40, 3)], []):
+        plan = plan_grown(places, form, 16)
+        ints = torch.cat((torch.arange(MAX_ROWS, dtype=torch.int32), torch.from_numpy(plan.ints)))
+        if places:
+            buffers.take(_grown([(tokens, parents)], form, "cpu"), form)
+        else:
+            buffers.take_padding(form)
+        buffers.fill(ints, plan.size, form)
+        logits = torch.zeros(form.rows, 10)
+        logits[:: form.nodes, 6] = logits[2 :: form.nodes, 7] = 1.0  # along the second child, in padding too
+        buffers.decide(ints, plan.size, form, logits)
+        moves = buffers.moves[:, :9].view(2, 3, 3).tolist()
+        if places:
+            assert moves == [[[45, 46, 46]] * 3, [[44, 45, 46]] * 3]
+        else:
+            assert moves[0] == moves[1] == [[0, 0, 0]] * 3

@@ -6,7 +6,8 @@ An unknown name is reported before torch is imported, which takes a second or tw
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,11 +50,43 @@ def load_llm(settings: Settings) -> LLM:
     """The model that the flags ask for; a terminal shows a progress line."""
     from rich.console import Console
 
-    with Console(stderr=True).status(f"loading {settings.model}"), _without_collector():
+    status = Console(stderr=True).status(f"loading {settings.model}")
+    with (
+        status,
+        _progress(lambda what: status.update(f"loading {settings.model}: {what}")),
+        _without_collector(),
+    ):
         check_model(settings.model)
         from forerun.llm import LLM
 
         return LLM.load(settings.model, speculative_config=settings.speculative, config=settings.engine)
+
+
+class _Progress(logging.Handler):
+    """Hands on what the library says of its progress."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(record.getMessage())
+
+
+@contextmanager
+def _progress(show: Callable[[str], None]) -> Iterator[None]:
+    """Show the library's progress messages, and only here."""
+    logger, handler = logging.getLogger("forerun.progress"), _Progress(show)
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
 
 
 @contextmanager

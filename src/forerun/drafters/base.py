@@ -30,6 +30,8 @@ class Parts:
     target: Target
     draft: Target | None  # the second checkpoint, if one was given
     speculative: SpeculativeConfig
+    max_batch: int = 1  # sequences that are decoded at once: what is captured before texts are written
+    max_length: int | None = None  # tokens of a sequence; None = the target's
 
     def head_folder(self, drafter: str) -> Path:
         """The folder of the trained head that this drafter runs."""

@@ -27,12 +27,14 @@ def check_trees(trees: TreeBatch, seqs: Sequence[Seq], budgets: Sequence[Budget]
             raise InvalidInput("tokens and parents of a tree are integers")
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             raise InvalidInput(f"a tree holds a token outside the vocabulary of {vocab_size}")
+    shared = max(
+        (budget.nodes for budget in budgets), default=0
+    )  # trees of one form are as large as any may be
     for b, seq in enumerate(seqs):
         first, end = starts[b], starts[b + 1]
-        if not 0 < end - first <= budgets[b].nodes + 1:
-            raise InvalidInput(
-                f"a tree of {end - first} nodes, but 1 to {budgets[b].nodes + 1} were asked for"
-            )
+        most = budgets[b].nodes if trees.form is None else shared
+        if not 0 < end - first <= most + 1:
+            raise InvalidInput(f"a tree of {end - first} nodes, but 1 to {most + 1} were asked for")
         if trees.form is not None:
             continue
         if tokens[first] != seq.tokens[-1] or parents[first] != -1:

@@ -18,6 +18,7 @@ from forerun.drafters.eagle.config import EagleConfig, default_layers
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle
 from forerun.drafters.eagle.cuda.feature_fusion import make_net
+from forerun.drafters.eagle.cuda.menu import DraftMenu
 from forerun.drafters.eagle.files import expected_shapes
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.models.cuda.packed import WeightKind
@@ -66,11 +67,10 @@ def random_head(target: CudaDecoder, draft_vocabulary: int = DRAFT_VOCABULARY) -
 
 
 def make_drafter(target: CudaDecoder, head: Head, kind: WeightKind | None) -> DeviceEagle:
-    return DeviceEagle(
-        DeviceDraft(*make_net(*head, target, kind), capture=target.kernels == "triton"),
-        _no_other,
-        head[0].rates,
-    )
+    """A drafter whose graphs are captured when they are first used."""
+    capture, menu = target.kernels == "triton", DraftMenu(head[0].rates)
+    draft = DeviceDraft(*make_net(*head, target, kind), capture=capture, menu=menu)
+    return DeviceEagle(draft, _no_other, head[0].rates)
 
 
 def _no_other() -> NoReturn:

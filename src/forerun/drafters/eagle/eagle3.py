@@ -5,6 +5,7 @@ from __future__ import annotations
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.eagle.config import Kind
 from forerun.drafters.eagle.drafter import EagleDrafter
+from forerun.drafters.head_drafter import wants_sampling
 
 
 class Eagle3Drafter(EagleDrafter):
@@ -20,7 +21,14 @@ class Eagle3Drafter(EagleDrafter):
             from forerun.drafters.eagle.cuda.drafter import on_device
 
             folder = parts.head_folder(cls.kind)
-            drafter = on_device(folder, parts.target, lambda: super(Eagle3Drafter, cls).build(parts))
+            drafter = on_device(
+                folder,
+                parts.target,
+                lambda: super(Eagle3Drafter, cls).build(parts),
+                sampled=wants_sampling(parts.speculative),
+                max_batch=parts.max_batch,
+                max_length=parts.max_length,
+            )
             if drafter is not None:
                 return drafter
         return super().build(parts)

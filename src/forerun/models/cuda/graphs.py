@@ -42,6 +42,11 @@ class Passes:
         """How many sizes have a graph."""
         return len(self._graphs)
 
+    @property
+    def captured_grown(self) -> int:
+        """How many of these are passes over trees that were grown on the device."""
+        return sum(form is not None for *_, form in self._graphs)
+
     @torch.inference_mode()
     def run(self, plan: Plan, hidden: tuple[int, ...], scored: int, grown: TreeForm | None = None) -> None:
         """A pass with logits of the first `scored` rows. Results lie in the buffers until the next pass.
@@ -97,8 +102,9 @@ class Replays:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
 
-    def knows(self, name: Hashable) -> bool:
-        return name in self._graphs
+    @property
+    def captured(self) -> int:
+        return len(self._graphs)
 
     @torch.inference_mode()
     def do(self, name: Hashable, work: Callable[[], None]) -> None:

@@ -4,6 +4,9 @@ The host knows the sizes and slots of such trees, but not their tokens and paren
 tree of that size, with room for as many ancestors as the tree may be deep, and the device fills in the rest: tokens,
 positions and ancestors before the pass, the path of the argmax after it. The host reads all of it at once, at the end
 of the round. Everything here is a few torch operations on small integers, made to be captured in a graph.
+
+A form may have more trees than there are sequences: the last ones are padding, so that few forms serve all batches.
+Padding is written to no slot and attends to nothing; what is decided about it is dropped.
 """
 
 from __future__ import annotations
@@ -31,26 +34,47 @@ from forerun.models.cuda.plan import (
 from forerun.topology import trace
 from forerun.types import GreedyWalk, TreeBatch, TreeForm, Verdict
 
+GROWN_SPLITS = (8, 32, SPLIT_SIZES[-1])  # few: every form is captured with each, before texts are written
+
+
+def splits_to(farthest: int) -> int:
+    """Splits of a pass that reaches so far."""
+    return round_up(1 + split_of(farthest), GROWN_SPLITS)
+
 
 def plan_grown(
-    places: Sequence[tuple[int, int]], form: TreeForm, group_nodes: int, prompts: Sequence[Span] = ()
+    places: Sequence[tuple[int, int]],
+    form: TreeForm,
+    group_nodes: int,
+    prompts: Sequence[Span] = (),
+    farthest: int = 0,
 ) -> Plan:
-    """A pass over trees whose content is on the device; `places` has every tree's base slot and length.
+    """A pass over trees whose content is on the device; `places` has every real tree's base slot and length.
 
-    Chunks of prompts follow behind the trees' rows: the host knows all about them.
+    Chunks of prompts follow behind the trees' rows: the host knows all about them. `farthest` asks for as many splits
+    as a context that long needs.
     """
-    chunks = Rows(form.rows)
+    chunks, real = Rows(form.rows), len(places)
     for span in prompts:
         chunks.add(span, group_nodes)
-    own = form.trees * (-(-form.nodes // group_nodes) + (0 if form.chain else form.nodes))
+    own = form.trees * _groups_per_tree(form, group_nodes)
     rows, groups = form.rows + len(chunks.tokens), own + len(chunks.groups)
-    farthest = max(max(length for _, length in places) + form.depth, *chunks.positions, 0)
-    splits = round_up(1 + split_of(farthest), SPLIT_SIZES)
+    farthest = max(farthest, 0, *(length for _, length in places)) + form.depth
+    splits = splits_to(max(farthest, 0, *chunks.positions))
     size = Size(round_up(rows, ROW_SIZES), 1 << (groups - 1).bit_length(), splits)
-    ints = _layout(form, group_nodes, size.rows, size.groups).fill(places, form.depth)
+    template = _layout(form, group_nodes, size.rows, size.groups)
+    ints = template.fill([*places, *[(0, 0)] * (form.trees - real)], form.depth)
+    if real < form.trees:  # padding is written nowhere and attends to nothing
+        ints[2 * size.rows + real * form.nodes : 3 * size.rows] = -1
+        first = 3 * size.rows + FIELDS * real * _groups_per_tree(form, group_nodes)
+        ints[first : 3 * size.rows + FIELDS * size.groups] = 0
     if prompts:
         chunks.write_chains(ints, size, own)
     return Plan(size, rows, ints)
+
+
+def _groups_per_tree(form: TreeForm, group_nodes: int) -> int:
+    return -(-form.nodes // group_nodes) + (0 if form.chain else form.nodes)
 
 
 @lru_cache(maxsize=256)
@@ -88,7 +112,17 @@ class GrownBuffers:
             self._host = torch.zeros(8 * MAX_ROWS, dtype=torch.long, pin_memory=device.type == "cuda")
 
     def take(self, trees: TreeBatch, form: TreeForm) -> None:
-        torch.stack((trees.tokens, trees.parents), out=self.tree_ints[:, : form.rows])
+        """Copy the trees in; padding gets the first tree once more, which is a tree like any other."""
+        torch.stack((trees.tokens, trees.parents), out=self.tree_ints[:, : trees.nodes])
+        if trees.nodes < form.rows:
+            pads = self.tree_ints[:, trees.nodes : form.rows].view(2, -1, form.nodes)
+            pads.copy_(self.tree_ints[:, None, : form.nodes])
+
+    def take_padding(self, form: TreeForm) -> None:
+        """Trees of a form for a pass over nothing but padding: roots with children."""
+        trees = self.tree_ints[:, : form.rows].view(2, form.trees, form.nodes)
+        trees.zero_()
+        trees[1, :, 0] = -1
 
     def fill(self, ints: Tensor, size: Size, form: TreeForm) -> None:
         """Complete the integers of a pass."""
@@ -121,8 +155,8 @@ class GrownBuffers:
 
             kernels_grown.record[(form.trees,)](
                 self.tree_ints, ints, self.outcome, self.moves, places.slots, self.tree_ints.stride(0),
-                self.moves.stride(0),
-                TREES=form.trees, N=form.nodes, N_UP=1 << max(2, (form.nodes - 1).bit_length()), DEPTH=form.depth,
+                self.moves.stride(0), form.rows,
+                N=form.nodes, N_UP=1 << max(2, (form.nodes - 1).bit_length()), DEPTH=form.depth,
                 STEPS_UP=1 << max(2, form.depth.bit_length()), num_warps=4,
             )  # fmt: skip
             return
@@ -130,8 +164,10 @@ class GrownBuffers:
         roots = ints[places.slots :][: form.rows].view(form.trees, form.nodes)[:, :1].long()
         steps = torch.arange(1, form.depth + 1, device=roots.device)
         sources = torch.where(paths < 0, steps, paths)
-        moves = torch.stack(((roots + sources).flatten(), (roots + steps).flatten()))
-        self.moves[:, : form.trees * form.depth].copy_(moves)
+        moves = torch.stack((roots + sources, roots + steps))  # [2, B, depth]
+        moves = torch.where(roots < 0, moves[:, :1], moves)  # padding does what the first tree does
+        moves = torch.where(roots[:1] < 0, 0, moves)  # and if that is padding too, nothing
+        self.moves[:, : form.trees * form.depth].copy_(moves.flatten(1))
 
     def read(self, trees: TreeBatch, form: TreeForm) -> Verdict:
         """The verdict, and the trees with it: the one time in a round that the host waits."""
@@ -140,9 +176,10 @@ class GrownBuffers:
         if self.outcome.device.type == "cuda":
             torch.cuda.current_stream(self.outcome.device).synchronize()
         values = self._host[:size].clone()  # the buffer is written again in the next round
-        tokens, parents = values[: 2 * form.rows].view(2, -1).tolist()
+        tokens, parents = values[: 2 * form.rows].view(2, -1)[:, : trees.nodes].tolist()
         trees.note_host(tokens, parents)
-        return Verdict(*_split(values, form), Outcome(self, form))
+        paths, accepted, bonus = (part[: len(trees)] for part in _split(values, form))
+        return Verdict(paths, accepted, bonus, Outcome(self, form))
 
     def _decided(self, form: TreeForm) -> tuple[Tensor, Tensor, Tensor]:
         """Where paths [B, depth], accepted [B] and bonus [B] go."""

@@ -42,22 +42,26 @@ def place(
         node = tl.maximum(tl.load(parents + node).to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["slots_at"])
-def record(tree_ints, ints, outcome, moves, slots_at, stride, move_stride, TREES: tl.constexpr, N: tl.constexpr,
+@triton.jit(do_not_specialize=["slots_at", "rows"])
+def record(tree_ints, ints, outcome, moves, slots_at, stride, move_stride, rows, N: tl.constexpr,
            N_UP: tl.constexpr, DEPTH: tl.constexpr, STEPS_UP: tl.constexpr):  # fmt: skip
-    """One tree whose path is decided: the tree beside its path, for the host, and where the path's slots go."""
+    """One tree whose path is decided: the tree beside its path, for the host, and where the path's slots go.
+
+    Padding, whose root has no slot, does what the first tree does: writing the same twice changes nothing.
+    """
     b = tl.program_id(0)
     n, s = tl.arange(0, N_UP), tl.arange(0, STEPS_UP)
     here, below = n < N, (s > 0) & (s <= DEPTH)
-    rows = TREES * N
     tl.store(outcome + b * N + n, tl.load(tree_ints + b * N + n, mask=here, other=0), mask=here)
     tl.store(
         outcome + rows + b * N + n,
         tl.load(tree_ints + stride + b * N + n, mask=here, other=0),
         mask=here,
     )
-    path = tl.load(outcome + 2 * rows + b * DEPTH + s - 1, mask=below, other=-1)
-    root = tl.load(ints + slots_at + b * N).to(tl.int64)
+    moved = tl.where(tl.load(ints + slots_at + b * N) < 0, 0, b)
+    path = tl.load(outcome + 2 * rows + moved * DEPTH + s - 1, mask=below, other=-1)
+    root = tl.load(ints + slots_at + moved * N).to(tl.int64)
     move = moves + b * DEPTH + s - 1
-    tl.store(move, root + tl.where(path < 0, s, path), mask=below)
-    tl.store(move + move_stride, root + s, mask=below)
+    real = root >= 0  # not even the first tree, where a form is captured
+    tl.store(move, tl.where(real, root + tl.where(path < 0, s, path), 0), mask=below)
+    tl.store(move + move_stride, tl.where(real, root + s, 0), mask=below)

@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.errors import ForerunError, InvalidInput, MissingDependency
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.graphs import Passes, Replays
-from forerun.models.cuda.grown import GrownBuffers, plan_grown
+from forerun.models.cuda.grown import GrownBuffers, Outcome, plan_grown
 from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.plain import PlainSteps
@@ -134,23 +134,21 @@ class CudaDecoder(SlotTarget):
         """One pass over every node, and over prompts behind them; or several where they are more than MAX_ROWS."""
         layers = self._layers(needs)
         if prompts is None:
-            return self._score(seqs, trees, layers, ())
+            return self._score(seqs, trees, layers, ())[0]
         fresh = self._admit(prompts.seqs, prompts.rows)
         if sum(map(len, fresh)) == prompts.rows:  # there may be more: fill a size that passes have, pad none
-            fresh = first_rows(fresh, _fitting(trees.nodes, prompts.rows))
+            fresh = first_rows(
+                fresh, _fitting(trees.nodes if trees.form is None else trees.form.rows, prompts.rows)
+            )
         pieces, chains = self._pieces(prompts.seqs, fresh), TreeBatch.chains(fresh)
-        scores = self._score(seqs, trees, layers, _chunks(pieces))
+        scores, behind = self._score(seqs, trees, layers, _chunks(pieces))
         self._keep_pieces(pieces)
-        behind = {layer: rows[trees.nodes :] for layer, rows in scores.hidden.items()}
-        if trees.form is not None:  # they lie in the buffers until the next pass
-            behind = {layer: rows.clone() for layer, rows in behind.items()}
-        hidden = {layer: rows[: trees.nodes] for layer, rows in scores.hidden.items()}
-        return replace(scores, hidden=hidden, read=(chains, Scores(None, behind)))
+        return replace(scores, read=(chains, Scores(None, behind)))
 
     def _score(
         self, seqs: Sequence[Seq], trees: TreeBatch, layers: tuple[int, ...], chunks: Sequence[Span]
-    ) -> Scores:
-        """Logits of the trees, and hidden rows of trees and then chunks of prompts."""
+    ) -> tuple[Scores, dict[int, Tensor]]:
+        """Scores of the trees, and hidden rows of chunks of prompts."""
         form = trees.form
         if form is not None and form.rows + _rows(chunks) <= MAX_ROWS and self._takes_grown:
             try:
@@ -174,7 +172,11 @@ class CudaDecoder(SlotTarget):
             spans, chunks = [*spans, *chunks], ()
         self._run(spans, scored, found)
         self._run(chunks, 0, found)
-        return Scores(_joined(found.logits), self._hidden(found))
+        rows = self._hidden(found)
+        hidden = {layer: some[: trees.nodes] for layer, some in rows.items()}
+        return Scores(_joined(found.logits), hidden), {
+            layer: some[trees.nodes :] for layer, some in rows.items()
+        }
 
     def _score_grown(
         self,
@@ -183,16 +185,34 @@ class CudaDecoder(SlotTarget):
         form: TreeForm,
         layers: tuple[int, ...],
         chunks: Sequence[Span],
-    ) -> Scores:
+    ) -> tuple[Scores, dict[int, Tensor]]:
         """Trees grown on the device: nothing is read, and all results stay in the buffers until the next pass."""
         extents = [self._extent_for(seq, form.nodes) for seq in seqs]
         places = [(extent.base, extent.length) for extent in extents]
         plan = plan_grown(places, form, self._group_nodes, chunks)
         self.grown.take(trees, form)
         self.passes.run(plan, layers, form.rows, form)
-        hidden = {layer: self.buffers.hidden(layer)[: plan.rows] for layer in layers}
-        logits = self.buffers.logits[: form.rows]
-        return Scores(logits, hidden, Greedy(verdict=lambda: self.grown.read(trees, form)))
+        rows = {layer: self.buffers.hidden(layer) for layer in layers}
+        hidden = {layer: found[: trees.nodes] for layer, found in rows.items()}
+        behind = (
+            {layer: found[form.rows : plan.rows].clone() for layer, found in rows.items()} if chunks else {}
+        )
+        logits = self.buffers.logits[: trees.nodes]
+        return Scores(logits, hidden, Greedy(verdict=lambda: self.grown.read(trees, form))), behind
+
+    @torch.no_grad()
+    def rehearse(self, form: TreeForm, needs: Needs, farthest: int) -> Scores:
+        """Capture the pass over trees of a form, in contexts up to `farthest`, and their commit; writes to no slot.
+
+        Returns scores of padding, whose hidden rows lie where those of real trees of this form will lie.
+        """
+        layers = self._layers(needs)
+        plan = plan_grown([], form, self._group_nodes, farthest=farthest)
+        self.grown.take_padding(form)
+        self.passes.run(plan, layers, form.rows, form)
+        outcome = Outcome(self.grown, form)
+        self._moves.do(form, lambda: self._move(outcome))
+        return Scores(None, {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers})
 
     @torch.no_grad()
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:

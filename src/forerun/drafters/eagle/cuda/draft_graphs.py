@@ -1,298 +1,254 @@
 """DeviceDraft: EAGLE-3 drafting on the GPU; a whole draft is one CUDA graph, and its trees stay on the device.
 
-`DeviceDraft` keeps a head's keys and values in slots of its own and replays, per form (sequences, width, depth, nodes),
-a graph that reads the rows of the last round with the target's true features, runs the head level by level and leaves
-the trees in the buffers that the target's pass reads. The host sends one array of integers and reads nothing; the
-verdict says what was accepted. Then the next draft starts at once, in the form of the last: the device drafts while
-the host ends the round, and drafts again if the next round needs another form. The same code runs step by step where
-nothing is captured.
+`DeviceDraft` keeps a head's keys and values in slots of its own and replays, per form (nodes, depth, width) and batch
+bucket, a graph that reads the rows of the last round with the target's true features, runs the head level by level and
+leaves the trees in the buffers that the target's pass reads. The host sends one array of integers and reads nothing:
+the verdict says what was accepted. Then the next draft starts at once, in the form of the last: the device drafts while
+the host ends the round. If a sequence then leaves, its tree is dropped; if one joins, it alone is drafted for; another
+form is drafted anew. The same code runs step by step where nothing is captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.drafters.eagle.cuda.draft_plan import CapturedShapes, DraftForm, DraftShape, aligned, plan_draft
+from forerun.drafters.eagle.cuda.draft_plan import MOST, DraftForm, aligned, bucket_of, plan_draft
 from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
+from forerun.drafters.eagle.cuda.feature_rows import DEEPEST, FeatureRows
 from forerun.drafters.eagle.cuda.head import HeadNet
+from forerun.drafters.eagle.cuda.integers import SentInts
+from forerun.drafters.eagle.cuda.menu import DraftMenu
 from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, cut_trees, grow_level
-from forerun.drafters.head_drafter import ObservedRows, observe_rows
-from forerun.errors import InvalidInput
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.network import Run
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Ints, Size
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Size
 from forerun.models.kv import TREE_MARGIN
-from forerun.types import DeviceOutcome, Scores, Seq, TreeBatch, TreeForm, Verdict
+from forerun.offers import Form
+from forerun.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 
-DEEPEST = 16  # levels of a draft
-MOST = 64  # sequences in one draft
-CHUNK = 256  # rows per pass while a prompt is read
+INTEGERS = 1 << 17  # room for the largest draft
+
+Wanted = tuple[int, int]  # a sequence, and the root of its tree
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """A draft that was started before it was asked for."""
 
-    ids: tuple[int, ...]
-    roots: list[int]
-    shape: DraftShape
-    trees: TreeBatch
+    trees: dict[Wanted, int]  # which tree is whose
+    form: Form
 
 
 class DeviceDraft:
     """Drafts of chosen tokens for sequences of one CUDA target; captured as graphs, or run step by step."""
 
     def __init__(
-        self, net: HeadNet, feature_fusion: FeatureFusion, head_output: HeadOutput, *, capture: bool
+        self,
+        net: HeadNet,
+        feature_fusion: FeatureFusion,
+        head_output: HeadOutput,
+        *,
+        capture: bool,
+        menu: DraftMenu | None = None,
     ) -> None:
         self.net, self.feature_fusion, self.head_output = net, feature_fusion, head_output
-        self.seconds = 0.0  # per level, measured when a form is first captured
-        device, width = net.model.device, feature_fusion.feature_width
-        self._sequences: dict[int, ObservedRows] = {}
-        self._captured = CapturedShapes()
-        self._held: set[int] = set()  # sequences that have slots
-        self._replays = Replays(device, capture=capture)
-        config = net.model.config
+        self.menu = menu or DraftMenu()
+        device, config = net.model.device, net.model.config
+        self.replays = Replays(device, capture=capture)
+        self.ints = SentInts(device, INTEGERS, torch.int32, first=MAX_ROWS)
+        self.rows = FeatureRows(net, feature_fusion, self.replays, self.ints)
         self._group_nodes = 64 // (1 << (config.heads // config.kv_heads - 1).bit_length())
         with torch.inference_mode(False):
-            self.ints = torch.zeros(1 << 17, dtype=torch.int32)
-            self.ints[:MAX_ROWS] = torch.arange(MAX_ROWS)
-            self.ints = self.ints.to(device)
-            shape = MOST, DEEPEST + 1, width
-            self._features = torch.zeros(shape, dtype=net.model.dtype, device=device)
             self._tree_ints = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)
-            self._host = torch.zeros(1 << 17, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._host_array = self._host.numpy()
-        self._slices: dict[int, tuple[Tensor, Tensor]] = {}
-        on_gpu = device.type == "cuda"
-        self._sent = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        self._staged: tuple[int, ...] = ()  # sequences whose new rows lie in `_features`, in this order
-        self._tokens: list[list[int]] = []  # the token after each of those rows
-        self._drafted = False  # a draft has read them
+        self._captured: dict[Form, set[int]] = {}  # buckets that have a graph
         self._last: DraftForm | None = None
-        self._shape: DraftShape = 0, 0, 0  # of the last draft
         self._ahead: Ahead | None = None
 
-    def is_ready(self, seq: Seq, depth: int) -> bool:
+    def is_ready(self, seq: Seq) -> bool:
         """Are there rows for all tokens of this sequence, and room for a draft behind them?"""
-        observed, longest = self._sequences.get(seq.id), self.net.model.max_length - depth
-        return observed is not None and 0 < observed.seen == len(seq.tokens) - 1 <= longest
+        state, longest = self.rows.get(seq.id), self.net.model.max_length - DEEPEST
+        return state is not None and 0 < state.seen == len(seq.tokens) - 1 <= longest
 
-    def propose(
-        self, seqs: Sequence[Seq], nodes: int, depth: int, width: int, *, ends: bool = False
-    ) -> TreeBatch | None:
-        """One tree of at most so many nodes for each sequence; None where no graph fits and capturing one does not pay.
-
-        Where a sequence ends within such a draft, it may be deeper than asked for: a captured graph is cheaper.
-        """
-        wanted = self._fitting(len(seqs), nodes, depth, width)
-        shape = self._captured.choose(len(seqs), wanted, ends) if self._replays.capture else wanted
-        if shape is None:
+    def fitting(self, sequences: int, nodes: int, depth: int, width: int) -> Form | None:
+        """A form as large as asked for, cut to the rows of a pass and the slots behind each sequence; None = none."""
+        if sequences > MOST:
             return None
-        ids, roots = tuple(seq.id for seq in seqs), [seq.tokens[-1] for seq in seqs]
+        room, slots = MAX_ROWS // bucket_of(sequences), TREE_MARGIN - 1
+        nodes = min(nodes, room - 1)
+        if nodes < 1 or depth < 1:
+            return None
+        depth = min(depth, nodes, DEEPEST)
+        width = min(width, nodes, len(self.head_output.ids), slots // max(1, depth - 1))
+        return Form(min(nodes, width + (depth - 1) * width * width, slots), depth, width)
+
+    def knows(self, form: Form, sequences: int) -> bool:
+        """Is there a graph of this form for so many sequences, or none needed?"""
+        return not self.replays.capture or self._bucket(form, sequences) in self._captured.get(form, ())
+
+    def propose(self, seqs: Sequence[Seq], form: Form) -> TreeBatch:
+        """One tree of this form for each sequence; those that are not ready get any tree behind their root."""
+        wanted = [(seq.id, seq.tokens[-1]) for seq in seqs]
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and (ahead.ids, ahead.roots, ahead.shape) == (ids, roots, shape):
-            return ahead.trees
-        if not self._hold(seqs):
-            return None
-        self._stage(ids, shape[1] + 1)
-        return self._launch(roots, shape)
-
-    def _fitting(self, sequences: int, nodes: int, depth: int, width: int) -> DraftShape:
-        """The shape, cut to the rows of a pass and the slots behind each sequence."""
-        room, slots = MAX_ROWS // sequences, TREE_MARGIN - 1
-        depth = min(depth, nodes, DEEPEST, room - 1)
-        width = min(width, nodes, len(self.head_output.ids), room, slots // max(1, depth - 1))
-        return min(nodes, width + (depth - 1) * width * width, slots), depth, width
-
-    def _launch(self, roots: Sequence[int], shape: DraftShape) -> TreeBatch:
-        """Draft for the sequences whose rows are staged; nothing is counted as read until the round is observed."""
-        extents = [self.net.kv.extent(seq_id) for seq_id in self._staged]
-        places = [(extent.base, extent.length) for extent in extents]
-        form, ints = plan_draft(places, self._tokens, roots, shape, self._group_nodes)
-        self._send(ints)
-        known = self._replays.knows(form) or not self._replays.capture
-        self._last, self._shape, self._drafted = form, shape, True
-        self.replay_last()
-        if not known or self.seconds == 0.0:
-            self._time()
-        tokens, parents = self._tree_ints[:, : form.trees.rows]
-        seconds = self.seconds * form.depth
-        return TreeBatch(tokens, parents, form.trees.starts, form=form.trees, device_seconds=seconds)
+        known = ahead.trees if ahead is not None and ahead.form == form else {}
+        missing = [one for one in wanted if one not in known]
+        if not self.knows(form, len(seqs)):  # not on the menu: somebody insists on it
+            self.rehearse(form, bucket_of(len(seqs)), max(len(seq.tokens) for seq in seqs))
+        trees = TreeForm(self._bucket(form, len(seqs)), form.nodes + 1, form.depth, chain=form.width == 1)
+        if len(missing) == len(wanted):
+            self._launch([self._state(seq) for seq in seqs], wanted, form)
+        elif missing or list(known) != wanted:
+            self._rearrange(seqs, known, missing, form)
+        tokens, parents = self._tree_ints[:, : len(wanted) * trees.nodes]
+        seconds = self.menu.drafting(form, len(seqs))
+        return TreeBatch(tokens, parents, trees.starts(len(wanted)), form=trees, device_seconds=seconds)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        """After a round on the device its rows are still in the target's buffers: one replay copies them."""
-        if self._staged and {seq.id for seq in seqs}.isdisjoint(self._staged):
-            # sequences that join: what is staged waits for its own round
-            observe_rows(self._sequences, self.feature_fusion.layers, seqs, trees, scores, verdict)
-            return
-        if self._drafted:  # the draft has written the keys and values of the staged rows
-            for seq_id, tokens in zip(self._staged, self._tokens, strict=True):
-                self.net.kv.extent(seq_id).length += len(tokens)
-            self._staged, self._tokens, self._drafted, self._ahead = (), [], False, None
-        form, outcome = trees.form, verdict.outcome
-        if form is None or outcome is None or self._staged or len(seqs) > MOST or form.depth > DEEPEST:
-            self._unstage()
-            observe_rows(self._sequences, self.feature_fusion.layers, seqs, trees, scores, verdict)
-            return
-        self._replays.do(("observe", form), lambda: self._gather(scores, outcome, form))
-        (paths, bonus), (tokens, _) = verdict.to_host(), trees.to_host()
-        self._tokens = [
-            [*(tokens[b * form.nodes + node] for node in path), token]
-            for b, (path, token) in enumerate(zip(paths, bonus, strict=True))
-        ]
-        self._staged = tuple(seq.id for seq in seqs)
-        for seq, fresh in zip(seqs, self._tokens, strict=True):
-            self._sequences[seq.id].seen += len(fresh)
-        self._go_ahead(seqs, bonus)
-
-    def _gather(self, scores: Scores, outcome: DeviceOutcome, form: TreeForm) -> None:
-        """The hidden rows of root and path of every tree, side by side, to where a draft reads them."""
-        rows = outcome.path_rows()
-        parts = [scores.hidden[layer].index_select(0, rows) for layer in self.feature_fusion.layers]
-        into = self._features[: form.trees, : form.depth + 1]
-        into.copy_(torch.cat(parts, -1).view(into.shape))
-
-    def _go_ahead(self, seqs: Sequence[Seq], roots: list[int]) -> None:
-        """Start the next draft now, unless a sequence has come to its end."""
-        longest = self.net.model.max_length - self._shape[1]
-        for seq, fresh in zip(seqs, self._tokens, strict=True):
-            if len(seq.tokens) + len(fresh) >= seq.max_length or self._sequences[seq.id].seen > longest:
-                return
-        self._ahead = Ahead(self._staged, roots, self._shape, self._launch(roots, self._shape))
+        """Keep the rows of root and path, and start the next draft in the form of the last."""
+        ids = {seq.id for seq in seqs}
+        if self._ahead is not None and any(seq_id in ids for seq_id, _ in self._ahead.trees):
+            self._ahead = None  # nobody asked for it
+        self.rows.observe(seqs, trees, scores, verdict)
+        if trees.form is not None and self._last is not None:
+            self._go_ahead(seqs, verdict, self._last.shape)
 
     def forget(self, seq: Seq) -> None:
-        if seq.id in self._staged:
-            self._unstage()
-        self._sequences.pop(seq.id, None)
-        self.net.kv.release(seq.id)
-        self._held.discard(seq.id)
+        self.rows.forget(seq.id)
 
-    def unread(self, seq: Seq) -> Tensor | None:
-        """Features [T, F] of all rows of a sequence, while the head has read none of them; None = it has."""
-        rows = self._sequences.get(seq.id)
-        return torch.cat(rows.features) if rows is not None and 0 < rows.seen == len(rows.tokens) else None
+    def rehearse(self, form: Form, bucket: int, farthest: int) -> TreeForm:
+        """Capture the draft of a form for so many sequences, in contexts up to `farthest`, and time it."""
+        lanes = [self.rows.lane(None, 0)] * bucket
+        planned, ints = plan_draft(lanes, form, self._group_nodes, farthest)
+        self.ints.send(ints)
+        self._last = planned
+        self.replay_last()
+        if self.replays.capture:
+            self.menu.note(bucket, form, self._time())
+        self._captured.setdefault(form, set()).add(bucket)
+        self._last, self._ahead = None, None  # whose trees were overwritten
+        return planned.trees
 
-    def _unstage(self) -> None:
-        """Give the rows that wait in the buffer back to their sequences."""
-        for b, (seq_id, tokens) in enumerate(zip(self._staged, self._tokens, strict=True)):
-            observed = self._sequences[seq_id]
-            observed.features.append(self._features[b, : len(tokens)].clone())
-            observed.tokens += tokens
-        self._staged, self._tokens, self._drafted, self._ahead = (), [], False, None
+    def _state(self, seq: Seq) -> int | None:
+        """Whose rows to draft from; None = padding."""
+        return seq.id if self.is_ready(seq) else None
 
-    def _hold(self, seqs: Sequence[Seq]) -> bool:
-        """Slots for all sequences that have none yet, or for none of them."""
-        new = [seq for seq in seqs if seq.id not in self._held]
-        sizes = [
-            max(min(seq.max_length, self.net.model.max_length), self._sequences[seq.id].seen) + TREE_MARGIN
-            for seq in new
+    def _bucket(self, form: Form, sequences: int) -> int:
+        """The smallest batch size with a graph of this form, or the one that it would be captured for."""
+        captured = [bucket for bucket in self._captured.get(form, ()) if bucket >= sequences]
+        return min(captured) if captured and self.replays.capture else bucket_of(sequences)
+
+    def _go_ahead(self, seqs: Sequence[Seq], verdict: Verdict, form: Form) -> None:
+        """Start the next draft now, for all sequences that do not end here."""
+        paths, bonus = verdict.to_host()
+        going = [
+            (seq, root)
+            for seq, path, root in zip(seqs, paths, bonus, strict=True)
+            if len(seq.tokens) + len(path) + 1 < seq.max_length
         ]
-        if not self.net.kv.has_room(*sizes):
-            return False
-        for seq, size in zip(new, sizes, strict=True):
-            self.net.kv.reserve(seq.id, size)
-            self._held.add(seq.id)
-        return True
-
-    def _stage(self, ids: Sequence[int], behind: int) -> None:
-        """Copy unread rows into the buffer, in this order; a long prompt is read first."""
-        if self._staged == tuple(ids) and not any(self._sequences[seq_id].tokens for seq_id in ids):
+        if not going or not self.knows(form, len(going)):
             return
-        self._unstage()
-        for b, seq_id in enumerate(ids):
-            observed = self._sequences[seq_id]
-            features = torch.cat(observed.features)
-            fresh = max(0, len(observed.tokens) - behind)
-            if fresh:
-                self._keep(seq_id, observed.tokens[:fresh], features[:fresh])
-            self._features[b, : len(features) - fresh].copy_(features[fresh:])
-            self._tokens.append(observed.tokens[fresh:])
-            observed.features, observed.tokens = [], []
-        self._staged = tuple(ids)
+        longest = self.net.model.max_length - DEEPEST
+        wanted, states = [(seq.id, root) for seq, root in going], list[int | None]()
+        for seq, _ in going:
+            state = self.rows.get(seq.id)
+            states.append(seq.id if state is not None and 0 < state.seen <= longest else None)
+        if any(state is not None for state in states):
+            self._launch(states, wanted, form)
+            self._ahead = Ahead({one: i for i, one in enumerate(wanted)}, form)
 
-    def _keep(self, seq_id: int, tokens: Sequence[int], features: Tensor) -> None:
-        """Write keys and values of rows that no draft starts from."""
-        extent = self.net.kv.extent(seq_id)
-        for low in range(0, len(tokens), CHUNK):
-            some = tokens[low : low + CHUNK]
-            at = np.arange(extent.length, extent.length + len(some))
-            ints = np.zeros((3, aligned(len(some))), dtype=np.int32)
-            ints[:, : len(some)] = some, at, extent.base + at
-            self._send(ints.ravel())
-            size = Size(len(some), 0, 0)
-            self.net.keep(self._run(size, 0), self.feature_fusion.fuse(features[low : low + len(some)]))
-            extent.length += len(some)
+    def _launch(self, owners: Sequence[int | None], wanted: Sequence[Wanted], form: Form) -> None:
+        """Draft for some sequences; their rows count as read, since whatever follows runs behind this."""
+        states = [None if owner is None else self.rows.get(owner) for owner in owners]
+        real = [state for state in states if state is not None]
+        self.rows.read_ahead(real, form.depth + 1)
+        lanes = [self.rows.lane(state, root) for state, (_, root) in zip(states, wanted, strict=True)]
+        lanes += [self.rows.lane(None, 0)] * (self._bucket(form, len(lanes)) - len(lanes))
+        self._last, ints = plan_draft(lanes, form, self._group_nodes)
+        self.ints.send(ints)
+        self.replay_last()
+        for state in real:
+            state.read = state.seen
 
-    def _send(self, ints: Ints) -> None:
-        """One copy from pinned memory; waits until the device has read the last one."""
-        if len(ints) + MAX_ROWS > len(self.ints):
-            raise InvalidInput(f"a draft of {len(ints)} integers is too large; lower the budget or the batch")
-        if self._sent is not None:
-            self._sent.synchronize()
-        self._host_array[: len(ints)] = ints
-        into, source = self._spans(len(ints))
-        into.copy_(source, non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
-
-    def _spans(self, size: int) -> tuple[Tensor, Tensor]:
-        """So many integers on the device and on the host; cached, since a slice takes as long as a copy."""
-        if size not in self._slices:
-            self._slices[size] = self.ints[MAX_ROWS : MAX_ROWS + size], self._host[:size]
-        return self._slices[size]
-
-    def _run(self, size: Size, first: int) -> Run:
-        """The integers of one pass, which start behind the identity at `first`."""
-        at, rows = MAX_ROWS + first, aligned(size.rows)
-        tokens, positions, slots = self.ints[at : at + 3 * rows].view(3, rows)[:, : size.rows].unbind(0)
-        at += 3 * rows
-        groups = self.ints[at : at + FIELDS * size.groups].view(size.groups, FIELDS)
-        return Run(size, self.ints, tokens, positions, slots, groups)
+    def _rearrange(
+        self, seqs: Sequence[Seq], known: dict[Wanted, int], missing: Sequence[Wanted], form: Form
+    ) -> None:
+        """The trees that are there, without those of sequences that left, and new ones for those that joined."""
+        nodes = form.nodes + 1
+        trees = self._tree_ints[:, : len(known) * nodes].view(2, -1, nodes)
+        if missing:
+            trees = trees.clone()
+            by_id = {seq.id: seq for seq in seqs}
+            self._launch([self._state(by_id[seq_id]) for seq_id, _ in missing], missing, form)
+            fresh = self._tree_ints[:, : len(missing) * nodes].view(2, -1, nodes)
+            trees = torch.cat((trees, fresh), 1)
+        places = known | {one: len(known) + i for i, one in enumerate(missing)}
+        order = torch.tensor([places[seq.id, seq.tokens[-1]] for seq in seqs], device=trees.device)
+        self._tree_ints[:, : len(seqs) * nodes].view(2, -1, nodes).copy_(trees.index_select(1, order))
 
     def _draft(self, form: DraftForm) -> None:
         """From the rows of the last round to trees."""
-        net, sequences, width, trees = self.net, form.sequences, form.width, form.trees
-        features = self._features[:sequences, : form.behind].reshape(sequences * form.behind, -1)
-        net.run(self._run(form.caught, 0), self.feature_fusion.fuse(features))
-        at = MAX_ROWS + form.roots_at
-        roots, ends = self.ints[at : at + 2 * aligned(sequences)].view(2, -1)[:, :sequences].long()
-        out, logits = net.out.index_select(0, ends), net.logits.index_select(0, ends)
-        pool = Pool(sequences, width, width, form.depth, out.device)
-        frontier = Frontier.of_roots(sequences, out.device)
-        for i in range(form.depth - 1):
-            run, ancestors = self._run(form.level, form.level_at(i)), MAX_ROWS + form.ancestors_at(i)
-            into = run.tokens, self.ints[ancestors : ancestors + form.level.rows * (i + 1)]
+        net, shape, count, trees = self.net, form.shape, form.sequences, form.trees
+        ints, sources = self.ints.all, MAX_ROWS + form.sources_at
+        features = self.rows.rows.index_select(0, ints[sources : sources + form.caught.rows])
+        last, roots, ends = self._last_run(form)
+        net.run_some(self._run(form.caught, 0), self.feature_fusion.fuse(features), last, ends)
+        out, logits = net.out[:count], net.logits[:count]
+        pool = Pool(count, shape.width, shape.width, shape.depth, out.device)
+        frontier = Frontier.of_roots(count, out.device)
+        for i in range(shape.depth - 1):
+            size, first = form.level(self._group_nodes), MAX_ROWS + form.ancestors_at(i, self._group_nodes)
+            run = self._run(size, form.level_at(i, self._group_nodes))
+            into = run.tokens, ints[first : first + size.rows * (i + 1)]
             frontier = grow_level(pool, frontier, logits, self.head_output, into)
-            if width > 1:  # the nodes of a chain lie where their parents lie
+            if shape.width > 1:  # the nodes of a chain lie where their parents lie
                 out = out.index_select(0, frontier.parents)
             net.run(run, self.feature_fusion.carry(out))
-            out, logits = net.out[: sequences * width], net.logits[: sequences * width]
+            out, logits = net.out[: size.rows], net.logits[: size.rows]
         grow_level(pool, frontier, logits, self.head_output)
-        self._tree_ints[:, : trees.rows].copy_(cut_trees(pool, roots, form.nodes).view(2, -1))
+        self._tree_ints[:, : trees.rows].copy_(cut_trees(pool, roots, shape.nodes).view(2, -1))
+
+    def _run(self, size: Size, first: int) -> Run:
+        """The integers of one pass, which start behind the identity at `first`."""
+        ints, at, rows = self.ints.all, MAX_ROWS + first, aligned(size.rows)
+        tokens, positions, slots = ints[at : at + 3 * rows].view(3, rows)[:, : size.rows].unbind(0)
+        at += 3 * rows
+        groups = ints[at : at + FIELDS * size.groups].view(size.groups, FIELDS)
+        return Run(size, ints, tokens, positions, slots, groups)
+
+    def _last_run(self, form: DraftForm) -> tuple[Run, Tensor, Tensor]:
+        """The pass over the last row of each sequence, the roots, and which of the unread rows those are."""
+        ints, at, rows = self.ints.all, MAX_ROWS + form.last_at, aligned(form.sequences)
+        roots, ends, positions = ints[at : at + 3 * rows].view(3, rows)[:, : form.sequences].unbind(0)
+        at += 3 * rows
+        groups = ints[at : at + FIELDS * form.sequences].view(form.sequences, FIELDS)
+        return Run(form.last, ints, positions, positions, positions, groups), roots.long(), ends
 
     def replay_last(self) -> None:
         """Run the last draft again, from the same integers: it reads and writes the same."""
         form = self._last
-        assert form is not None
-        self._replays.do(form, lambda: self._draft(form))
+        assert form is not None, "something was drafted"
+        self.replays.do(form, lambda: self._draft(form))
 
-    def _time(self) -> None:
-        """What a level costs."""
-        assert self._last is not None
-        self._wait()
+    def _time(self, repeats: int = 3) -> float:
+        """Seconds of the last draft."""
+        return timed(self.replay_last, self.ints.all.device, repeats)
+
+
+def timed(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of some work, the mean of several; on a GPU between two events of the device."""
+    if device.type != "cuda":
         started = perf_counter()
-        for _ in range(3):
-            self.replay_last()
-        self._wait()
-        self.seconds = (perf_counter() - started) / 3 / self._last.depth
-
-    def _wait(self) -> None:
-        if self._sent is not None:
-            torch.cuda.synchronize(self.ints.device)
+        for _ in range(repeats):
+            work()
+        return (perf_counter() - started) / repeats
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+    events[0].record()
+    for _ in range(repeats):
+        work()
+    events[1].record()
+    events[1].synchronize()
+    return float(events[0].elapsed_time(events[1])) / 1e3 / repeats

@@ -1,25 +1,23 @@
-"""DeviceEagle: the EAGLE-3 drafter on a GPU; greedy sequences are drafted on the device, others by EagleDrafter."""
+"""DeviceEagle: the EAGLE-3 drafter on a GPU; trees of chosen tokens are grown on the device, others by EagleDrafter."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from forerun.drafters.eagle.config import default_layers
-from forerun.drafters.eagle.cuda.draft_graphs import MOST, DeviceDraft
-from forerun.drafters.eagle.cuda.draft_plan import UNKNOWN, DraftShape, best_draft_shape
+from forerun.drafters.eagle.cuda.capture import capture_menu
+from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.feature_fusion import make_net, why_not
+from forerun.drafters.eagle.cuda.menu import FORMS, UNKNOWN, DraftMenu, best_form
 from forerun.drafters.eagle.files import read_head
 from forerun.errors import ForerunError
 from forerun.models.base import Target
-from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
-from forerun.offers import Offer
+from forerun.offers import Form, Offer
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 if TYPE_CHECKING:
@@ -27,15 +25,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-UNMEASURED = 2e-4  # seconds per level
+LEVELS = Form(5, 5, 1)  # the form whose time per level is offered to controllers that do not read menus
+SHARED = (
+    0.75  # of a batch that must draft for all of it to share a form: trees nobody asked for widen the pass
+)
 
 
 class DeviceEagle:
     """Implements forerun.drafters.base.Drafter over a draft on the device and, for other sequences, a plain one.
 
-    A sequence keeps its drafter: greedy ones the device, those that are sampled, or whose verifier couples by noise,
-    the plain drafter, which is loaded for the first of them. If the device fails (a kernel that does not compile, a
-    graph that cannot be captured), all sequences are drafted plainly from then on.
+    A sequence keeps its drafter. The device drafts tokens that are chosen, which any verifier accepts by the target's
+    law; the plain drafter, loaded for the first that needs it, drafts for sequences whose verifier couples by noise,
+    and for those that are sampled where drafts are to be sampled too (`sampled`). If the device fails (a kernel that
+    does not compile, a graph that cannot be captured), all sequences are drafted plainly from then on; those that it
+    has read rows of are written to their end without drafts.
     """
 
     def __init__(
@@ -43,19 +46,22 @@ class DeviceEagle:
         draft: DeviceDraft,
         make_plain: Callable[[], Drafter],
         rates: Sequence[Sequence[float]] = UNKNOWN,
+        *,
+        sampled: bool = False,
     ) -> None:
         self.draft, self._make_plain, self._rates = draft, make_plain, rates or UNKNOWN
+        self._sampled = sampled
         self.needs = Needs(tuple(sorted(set(draft.feature_fusion.layers))))
         self._plain: Drafter | None = None
-        self._proven = False  # the device has drafted before
         self._failed = False
-        self._choices: dict[Hashable, DraftShape] = {}
+        self._latest: Form | None = None  # of the last draft
 
     def offer(self, seq: Seq) -> Offer:
-        """A level; before the first capture, about the time to read the head's weights."""
-        if self._failed or not seq.params.is_greedy:
+        """The menu of forms; and a level, for controllers that plan each sequence alone."""
+        if self._failed or not self._grows(seq):
             return self.plain.offer(seq)
-        return Offer((self.draft.seconds or UNMEASURED,))
+        menu = self.draft.menu
+        return Offer((menu.drafting(LEVELS, 1) / LEVELS.depth,), menu=menu)
 
     @property
     def plain(self) -> Drafter:
@@ -64,12 +70,16 @@ class DeviceEagle:
         return self._plain
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        """Where most of a batch drafts, all of it shares a form; others are drafted for apart."""
         if self._failed:
             return self.plain.propose(seqs, budgets)
+        routes = [self._route(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+        drafting = routes.count("device")
+        if "plain" not in routes and drafting >= max(1, SHARED * len(seqs)):
+            return self._grow(seqs, budgets, self._shared_form(seqs, budgets))
         parts: list[TreeBatch] = []
         order: list[int] = []
-        routes = [self._route(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
-        makers = {"idle": _lone_roots, "device": self._grow, "plain": self._propose_plainly}
+        makers = {"idle": _lone_roots, "device": self._grow_apart, "plain": self._propose_plainly}
         for name, propose in makers.items():
             which = [b for b, route in enumerate(routes) if route == name]
             if which:
@@ -81,7 +91,7 @@ class DeviceEagle:
         if self._failed:
             self.plain.observe(seqs, trees, scores, verdict)
             return
-        ours = [b for b, seq in enumerate(seqs) if seq.params.is_greedy]
+        ours = [b for b, seq in enumerate(seqs) if self._grows(seq)]
         if len(ours) == len(seqs):
             self._observe(seqs, trees, scores, verdict)
             return
@@ -98,57 +108,72 @@ class DeviceEagle:
         if self._plain is not None:
             self._plain.forget(seq)
 
-    def _route(self, seq: Seq, budget: Budget) -> str:
-        if not seq.params.is_greedy:
-            return "plain"
-        return "device" if budget.runs and self.draft.is_ready(seq, budget.depth) else "idle"
+    def _grows(self, seq: Seq) -> bool:
+        """Is this sequence drafted for on the device?"""
+        return seq.params.is_greedy or not (seq.shares_noise or self._sampled)
 
-    def _grow(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        """Trees of one form: what every budget allows, and what one pass over all of them takes."""
-        nodes, depth, width = map(
-            min, zip(*((one.nodes, one.depth, one.width) for one in budgets), strict=True)
-        )
-        nodes = min(nodes, MAX_ROWS // len(seqs) - 1)
-        if len(seqs) > MOST or nodes < 1:
+    def _route(self, seq: Seq, budget: Budget) -> str:
+        if not self._grows(seq):
+            return "plain"
+        return "device" if budget.runs and self.draft.is_ready(seq) else "idle"
+
+    def _grow(self, seqs: Sequence[Seq], budgets: Sequence[Budget], form: Form | None) -> TreeBatch:
+        """Trees of one form for all of these sequences, or none where no form fits."""
+        if form is None:
             return _lone_roots(seqs, budgets)
-        ends = depth >= min(seq.max_length - len(seq.tokens) for seq in seqs) - 1
-        if (price := budgets[0].price) is not None and not ends:
-            nodes, depth, width = self._best_shape(nodes, depth, width, price, budgets[0].level)
-        unread = [] if self._proven else [self.draft.unread(seq) for seq in seqs]
         try:
-            grown = self.draft.propose(seqs, nodes, depth, width, ends=ends)
+            grown = self.draft.propose(seqs, form)
         except Exception as error:  # Triton, its assembler and the driver may raise anything
             self._fail(error)
-            for seq, rows in zip(seqs, unread, strict=False):
-                if rows is not None:
-                    self._hand_over(seq, rows)
             return self.plain.propose(seqs, budgets)
-        self._proven = self._proven or grown is not None
-        return _lone_roots(seqs, budgets) if grown is None else grown
+        self._latest = form
+        return grown
 
-    def _best_shape(
-        self, nodes: int, depth: int, width: int, price: tuple[float, ...], level: float
-    ) -> DraftShape:
-        """The shape that pays best at the controller's prices; computed again only when these have changed."""
-        key = (
-            nodes,
-            depth,
-            width,
-            round(level, 2),
-            tuple(round(price[min(n, len(price) - 1)], 1) for n in (8, 24, 59)),
+    def _grow_apart(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        """For a part of a batch, in a form that is captured and within all budgets."""
+        sizes = ((one.nodes, one.depth, one.width) for one in budgets)
+        most = Form(*map(min, zip(*sizes, strict=True)))
+        return self._grow(seqs, budgets, self._captured_form(len(seqs), most))
+
+    def _captured_form(self, sequences: int, most: Form) -> Form | None:
+        """The largest form within some sizes that needs no new graph."""
+        form = self.draft.fitting(sequences, *most)
+        if form is None or self.draft.knows(form, sequences):
+            return form
+        within = (
+            one for one in FORMS if all(map(int.__le__, one, form)) and self.draft.knows(one, sequences)
         )
-        if key not in self._choices:
-            self._choices[key] = best_draft_shape(self._rates, (nodes, depth, width), price, level)
-        return self._choices[key]
+        return max(within, default=None)
+
+    def _shared_form(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> Form | None:
+        """What every budget allows; budgets that were cut because a sequence ends do not count.
+
+        Where all were cut the last form is used again, if it has no more nodes: the sequence is cut behind it, and
+        a smaller form would have to be captured.
+        """
+        drafting = [(seq, budget) for seq, budget in zip(seqs, budgets, strict=True) if budget.runs]
+        whole = [budget for seq, budget in drafting if budget.depth < seq.max_length - len(seq.tokens) - 1]
+        sizes = [(one.nodes, one.depth, one.width) for one in whole or [budget for _, budget in drafting]]
+        most = Form(*map(min, zip(*sizes, strict=True)))
+        latest, price = self._latest, drafting[0][1].price
+        if not whole:
+            if latest is not None and latest.nodes <= most.nodes and self.draft.knows(latest, len(seqs)):
+                return latest
+            return self._captured_form(len(seqs), most)
+        form = self.draft.fitting(len(seqs), *most)
+        if form is not None and price is not None:
+            form = best_form(self._rates, form, price, drafting[0][1].level)
+        return form
 
     def _observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         try:
             self.draft.observe(seqs, trees, scores, verdict)
         except Exception as error:  # as above
             self._fail(error)
+            self.plain.observe(seqs, trees, scores, verdict)
 
     def _fail(self, error: Exception) -> None:
-        """From now on draft plainly; running sequences whose rows the device has read get no more drafts."""
+        """From now on draft plainly."""
         self._failed = True
         reason = (str(error).splitlines() or [""])[0]
         log.warning(
@@ -156,20 +181,20 @@ class DeviceEagle:
         )
         log.debug("where it failed", exc_info=error)
 
-    def _hand_over(self, seq: Seq, rows: Tensor) -> None:
-        """Let the plain drafter observe all rows of a sequence [T, F], as one prompt."""
-        chain = TreeBatch.chains([seq.tokens[: len(rows)]])
-        layers = self.draft.feature_fusion.layers
-        hidden = dict(zip(layers, rows.chunk(len(layers), -1), strict=True))
-        verdict = Verdict.whole_chain(chain, [seq.tokens[len(rows)]])
-        self.plain.observe([seq], chain, Scores(None, hidden), verdict)
-
     def _propose_plainly(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         return self.plain.propose(seqs, budgets)
 
 
-def on_device(folder: Path, target: Target, make_plain: Callable[[], Drafter]) -> DeviceEagle | None:
-    """A drafter that drafts on the target's device, where head and target allow it."""
+def on_device(
+    folder: Path,
+    target: Target,
+    make_plain: Callable[[], Drafter],
+    *,
+    sampled: bool = False,
+    max_batch: int = 1,
+    max_length: int | None = None,
+) -> DeviceEagle | None:
+    """A drafter that drafts on the target's device, where head and target allow it; its graphs are captured here."""
     if not isinstance(target, CudaDecoder):
         return None
     config, weights = read_head(folder)
@@ -178,14 +203,17 @@ def on_device(folder: Path, target: Target, make_plain: Callable[[], Drafter]) -
     if not config.layers:
         config = replace(config, layers=default_layers(target.config.layers))
     target.shared().must_fit(config.target_width, config.vocab_size, config.target)
+    menu = DraftMenu(config.rates)
     try:
-        draft = DeviceDraft(*make_net(config, weights, target), capture=target.kernels == "triton")
+        draft = DeviceDraft(*make_net(config, weights, target), capture=target.kernels == "triton", menu=menu)
+        drafter = DeviceEagle(draft, make_plain, config.rates, sampled=sampled)
+        capture_menu(draft, target, drafter.needs, max_batch, max_length or target.max_length)
     except ForerunError:
         raise
     except Exception as error:  # no memory for its buffers, no working Triton: neither stops generation
         log.warning("no drafts on the device, so the head runs plainly: %s: %s", type(error).__name__, error)
         return None
-    return DeviceEagle(draft, make_plain, config.rates)
+    return drafter
 
 
 def _lone_roots(seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:

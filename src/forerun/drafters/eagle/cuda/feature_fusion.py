@@ -17,6 +17,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import HEAD_DIMS, interleaved
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder
+from forerun.models.kv import TREE_MARGIN
 from forerun.models.layers import pair_up
 
 WIDE = 1024  # from this width on reading a head's weights is what a level costs, and one byte each is enough
@@ -83,7 +84,7 @@ def make_net(
         _decoder_config(config, target.max_length, rows), parts, target.model.dtype, target.device, kind,
         config.norm_before_residual,
     )  # fmt: skip
-    net = HeadNet(model, target.kv.capacity, target.kernels)
+    net = HeadNet(model, target.kv.capacity + TREE_MARGIN, target.kernels)  # as many slots, and padding's
     worth = config.calibration
     head_output = HeadOutput(vocabulary.ids, math.log(worth.scale), worth.power)
     return net, FeatureFusion(config, weights, model), head_output

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.eagle.cuda import kernels_head
-from forerun.drafters.eagle.cuda.head import HeadModel
+from forerun.drafters.eagle.cuda.head import HeadModel, pick_rows
 from forerun.models.cuda.fused import QKV, FusedSteps, power_of_two
 from forerun.models.cuda.network import Buffers, Run
 from forerun.models.cuda.plan import MAX_ROWS
@@ -33,6 +33,9 @@ class FusedHeadSteps(FusedSteps):
             WIDTH=self.width, UP=power_of_two(self.width), NORMED_RESIDUAL=model.normed_residual, ROOM=self.room,
             PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
         )  # fmt: skip
+
+    def pick(self, rows: Tensor) -> None:
+        pick_rows((self.buffers.x, self.buffers.queries, self.lifts), rows)
 
     def qkv(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]

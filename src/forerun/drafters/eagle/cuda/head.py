@@ -15,6 +15,7 @@ input features are, and by how large what the layer adds to them should be.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
@@ -145,10 +146,17 @@ def _lengths(weight: Tensor) -> Tensor:
     return lengths
 
 
+def pick_rows(buffers: Iterable[Tensor], rows: Tensor) -> None:
+    """Bring some rows of each buffer to its start."""
+    for buffer in buffers:
+        buffer[: len(rows)] = buffer.index_select(0, rows)
+
+
 class HeadSteps(Protocol):
     """The decoder's steps and the head's input step."""
 
     def enter(self, run: Run, carried: Tensor) -> None: ...
+    def pick(self, rows: Tensor) -> None: ...
     def qkv(self, run: Run, layer: int) -> None: ...
     def attend(self, run: Run, layer: int) -> None: ...
     def leave_attention(self, run: Run, layer: int) -> None: ...
@@ -178,6 +186,10 @@ class PlainHeadSteps(PlainSteps):
         if model.whole:
             squares = 0.0 if model.normed_residual else carried.float().square().mean(-1, keepdim=True)
             self.lifts[:rows] = torch.as_tensor(squares + model.added, device=model.device).rsqrt()
+
+    def pick(self, rows: Tensor) -> None:
+        """Go on with these rows only, in this order."""
+        pick_rows((self.buffers.x, self.buffers.queries, self.lifts), rows)
 
     def attend(self, run: Run, layer: int) -> None:
         super().attend(run, layer)
@@ -242,6 +254,15 @@ class HeadNet:
     def run(self, run: Run, carried: Tensor) -> None:
         """All of the layer, and the logits."""
         self.keep(run, carried)
+        self._finish(run)
+
+    def run_some(self, run: Run, carried: Tensor, some: Run, rows: Tensor) -> None:
+        """Keys and values of all rows, the rest of the layer and the logits for some of them only."""
+        self.keep(run, carried)
+        self.steps.pick(rows)
+        self._finish(some)
+
+    def _finish(self, run: Run) -> None:
         self.steps.attend(run, 0)
         self.steps.leave_attention(run, 0)
         self.steps.gate(run, 0)

@@ -1,0 +1,220 @@
+"""FeatureRows: the target's hidden rows that a head has not read yet, on the device, a few places per sequence.
+
+Every sequence owns ROOM rows of one buffer, used again and again: row t of a sequence lies at its place t % ROOM. After
+a round one indexed copy appends the rows of root and path of all sequences, whichever of them drafted, joined or left.
+A draft reads rows by their places. Keys and values of a head depend on a row alone, so rows that no draft starts from
+are read in passes of their own, many sequences at once: prompts when they are prefilled, and the rows of sequences that
+do not draft when their places are used up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.drafters.eagle.cuda.draft_plan import MOST, Lane
+from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
+from forerun.drafters.eagle.cuda.head import HeadNet
+from forerun.drafters.eagle.cuda.integers import SentInts
+from forerun.models.cuda.graphs import Replays
+from forerun.models.cuda.network import Run
+from forerun.models.cuda.plan import MAX_ROWS, Size, round_up
+from forerun.models.kv import TREE_MARGIN
+from forerun.types import Scores, Seq, TreeBatch, TreeForm, Verdict
+
+DEEPEST = 16  # levels of a draft
+ROOM = 24  # feature rows of a sequence; a round adds at most DEEPEST + 1
+PASSES = (64, 256, MAX_ROWS)  # rows of a pass that reads for keys and values alone
+PADDING = -1  # whose slots padding has
+
+
+@dataclass(slots=True)
+class RowState:
+    """What is known of one sequence's rows. Row t belongs to token t, and comes with the token after it."""
+
+    seq_id: int
+    place: int  # which ROOM rows it owns
+    after: list[int] = field(default_factory=list)  # the token after each row that was observed
+    read: int = 0  # rows whose keys and values are in the head's slots, or were sent there
+
+    @property
+    def seen(self) -> int:
+        """Rows that were observed."""
+        return len(self.after)
+
+    @property
+    def first(self) -> int:
+        """The first row that a draft reads: the first unread one, and the last row in any case."""
+        return min(self.read, self.seen - 1)
+
+
+Fresh = tuple[RowState, Sequence[int], list[int]]  # rows of a pass, and the token after each
+
+
+class FeatureRows:
+    """The rows of all sequences of one head, and its slots."""
+
+    def __init__(self, net: HeadNet, fusion: FeatureFusion, replays: Replays, ints: SentInts) -> None:
+        self.net, self.fusion, self._replays, self._ints = net, fusion, replays, ints
+        device, width = net.model.device, fusion.feature_width
+        self._states: dict[int, RowState] = {}
+        self._left_out: set[int] = set()  # sequences for which there was no room
+        self._free = list(range(MOST))[::-1]
+        self._zeros, self._dropped = MOST * ROOM, MOST * ROOM + 1  # rows: always zero, and never read
+        self._places = SentInts(device, 2 * MOST * (DEEPEST + 1), torch.long)
+        with torch.inference_mode(False):
+            self.rows = torch.zeros(MOST * ROOM + 2, width, dtype=net.model.dtype, device=device)
+            self._passing = torch.zeros(MAX_ROWS, width, dtype=net.model.dtype, device=device)
+        self._padding = net.kv.reserve(PADDING, TREE_MARGIN)
+
+    @property
+    def held(self) -> int:
+        """Sequences that have places."""
+        return len(self._states)
+
+    def get(self, seq_id: int) -> RowState | None:
+        return self._states.get(seq_id)
+
+    def lane(self, state: RowState | None, root: int) -> Lane:
+        """What a draft must know of a sequence; None = padding."""
+        if state is None or not state.seen:
+            return Lane(root, (0,), self._padding.base, 0, self._zeros, ROOM)
+        base, first = self.net.kv.extent(state.seq_id).base, state.first
+        return Lane(root, state.after[first:], base, first, state.place * ROOM, ROOM)
+
+    def forget(self, seq_id: int) -> None:
+        self._left_out.discard(seq_id)
+        state = self._states.pop(seq_id, None)
+        if state is not None:
+            self._free.append(state.place)
+            self.net.kv.release(seq_id)
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        """Add the rows of root and path of every tree; long ones, which are prompts, are read at once."""
+        tokens, (paths, bonus) = trees.to_host()[0], verdict.to_host()
+        fresh = list[Fresh]()
+        for b, seq in enumerate(seqs):
+            first, end = trees.starts[b], trees.starts[b + 1]
+            state = self._states.get(seq.id) or self._admit(seq)
+            if state is None or first == end:
+                continue  # no room for it, or a prompt of one token: nothing went through the target
+            rows = [first, *(first + node for node in paths[b])]
+            fresh.append((state, rows, [*(tokens[row] for row in rows[1:]), bonus[b]]))
+        hidden = [scores.hidden[layer] for layer in self.fusion.layers]
+        long = [one for one in fresh if len(one[1]) > DEEPEST + 1]
+        self._make_places([(state, len(rows)) for state, rows, _ in fresh])
+        if long:
+            self._read_passed(long, hidden)
+        sources, places = list[int](), list[int]()
+        for state, passed, after in fresh:
+            kept = 1 if len(passed) > DEEPEST + 1 else len(passed)
+            state.after += after
+            if kept < len(passed):
+                state.read = state.seen
+            sources += passed[-kept:]
+            places += [state.place * ROOM + t % ROOM for t in range(state.seen - kept, state.seen)]
+        if sources:
+            self._append(hidden, sources, places, trees.form if verdict.outcome is not None else None)
+
+    def read_ahead(self, states: Sequence[RowState], behind: int) -> None:
+        """Read what is more than a draft takes, so that at most `behind` rows are left of each sequence."""
+        spans = [
+            (state, state.read, state.seen - behind) for state in states if state.seen - state.read > behind
+        ]
+        self._read_places(spans)
+
+    def rehearse(self, scores: Scores, form: TreeForm) -> None:
+        """Capture the copy behind rounds of a form; what is copied is dropped."""
+        self._append([scores.hidden[layer] for layer in self.fusion.layers], [], [], form)
+
+    def rehearse_reading(self) -> None:
+        """Capture the passes that read for keys and values; they write to no slot."""
+        for rows in PASSES:
+            self._keep([], [], [], rows)
+
+    def _admit(self, seq: Seq) -> RowState | None:
+        """Places and slots for a new sequence; None where there are none, until it is forgotten."""
+        model, kv = self.net.model, self.net.kv
+        size = max(min(seq.max_length, model.max_length), len(seq.tokens)) + TREE_MARGIN
+        if seq.id in self._left_out or not self._free or not kv.has_room(size):
+            self._left_out.add(seq.id)
+            return None
+        kv.reserve(seq.id, size)
+        state = self._states[seq.id] = RowState(seq.id, self._free.pop())
+        return state
+
+    def _make_places(self, coming: Sequence[tuple[RowState, int]]) -> None:
+        """Where new rows would overwrite unread ones, read these first; of all sequences that have many."""
+        if any(state.seen - state.read + rows > ROOM for state, rows in coming):
+            half = [state for state, rows in coming if state.seen - state.read + min(rows, ROOM) > ROOM // 2]
+            self._read_places([(state, state.read, state.seen) for state in half])
+
+    def _append(
+        self, hidden: list[Tensor], sources: list[int], places: list[int], form: TreeForm | None
+    ) -> None:
+        """One indexed copy; behind trees of a form the rows lie in the target's buffers, and the copy is captured."""
+        if form is None:
+            self._places.send(np.array((sources, places), dtype=np.int64))
+            self._copy(hidden, len(sources))
+            return
+        count = form.trees * (form.depth + 1)
+        both = np.zeros((2, count), dtype=np.int64)
+        both[1] = self._dropped
+        both[:, : len(sources)] = sources, places
+        self._places.send(both)
+        self._replays.do(("append", form), lambda: self._copy(hidden, count))
+
+    def _copy(self, hidden: list[Tensor], count: int) -> None:
+        sources, places = self._places.all[: 2 * count].view(2, count)
+        parts = [rows.index_select(0, sources) for rows in hidden]
+        self.rows.index_copy_(0, places, torch.cat(parts, -1))
+
+    def _read_places(self, spans: Sequence[tuple[RowState, int, int]]) -> None:
+        """Read rows of the buffer for keys and values: of each sequence those from one to before another."""
+        flat = [(state, t) for state, low, high in spans for t in range(low, high)]
+        for low in range(0, len(flat), MAX_ROWS):
+            some = flat[low : low + MAX_ROWS]
+            self._places.send(np.array([state.place * ROOM + t % ROOM for state, t in some], dtype=np.int64))
+            torch.index_select(self.rows, 0, self._places.all[: len(some)], out=self._passing[: len(some)])
+            slots = [self.net.kv.extent(state.seq_id).base + t for state, t in some]
+            self._keep([state.after[t] for state, t in some], [t for _, t in some], slots)
+        for state, _, high in spans:
+            state.read = max(state.read, high)
+
+    def _read_passed(self, fresh: Sequence[Fresh], hidden: list[Tensor]) -> None:
+        """Read rows of a pass for keys and values, before they are counted as seen."""
+        rows = [row for _, mine, _ in fresh for row in mine]
+        tokens = [token for _, _, after in fresh for token in after]
+        at = [state.seen + i for state, mine, _ in fresh for i in range(len(mine))]
+        slots = [
+            self.net.kv.extent(state.seq_id).base + state.seen + i
+            for state, mine, _ in fresh
+            for i in range(len(mine))
+        ]
+        for low in range(0, len(rows), MAX_ROWS):
+            some = slice(low, low + MAX_ROWS)
+            now = rows[some]
+            if now[-1] - now[0] == len(now) - 1:  # rows follow each other: no gather
+                parts = [layer[now[0] : now[-1] + 1] for layer in hidden]
+            else:
+                index = torch.tensor(now, device=self.rows.device)
+                parts = [layer.index_select(0, index) for layer in hidden]
+            torch.cat(parts, -1, out=self._passing[: len(now)])
+            self._keep(tokens[some], at[some], slots[some])
+
+    def _keep(self, tokens: Sequence[int], at: Sequence[int], slots: Sequence[int], rows: int = 0) -> None:
+        """Write keys and values of the first rows of `_passing`."""
+        rows = rows or round_up(len(tokens), PASSES)
+        ints = np.zeros((3, rows), dtype=np.int32)
+        ints[2] = -1
+        ints[:, : len(tokens)] = tokens, at, slots
+        self._ints.send(ints)
+        self._replays.do(("keep", rows), lambda: self._pass(rows))
+
+    def _pass(self, rows: int) -> None:
+        run = Run.of(Size(rows, 0, 0), self._ints.all)
+        self.net.keep(run, self.fusion.fuse(self._passing[:rows]))

@@ -1,0 +1,80 @@
+"""DraftMenu: the forms of drafts that are captured for each batch size, what each takes, and what it should bring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from forerun.drafters.eagle.cuda.draft_plan import BUCKETS, MOST, bucket_of
+from forerun.offers import Form
+
+FORMS = tuple(
+    Form(*sizes)
+    for sizes in (
+        (1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 4, 1), (5, 5, 1),
+        (8, 3, 3), (16, 4, 4), (24, 5, 6), (40, 6, 8), (59, 6, 10),
+    )
+)  # fmt: skip
+ROWS = 384  # of a target's pass over all trees: a larger pass costs more than any draft brings
+UNMEASURED = 2e-4  # seconds per level: about the time to read a head's weights
+UNKNOWN = (
+    (0.6, 0.1, 0.05, 0.03, 0.02),
+)  # how often a head's likeliest tokens are accepted, where its config does not say
+
+
+def forms_for(bucket: int) -> tuple[Form, ...]:
+    """The forms whose trees fit a pass that can pay for itself, for so many sequences."""
+    return tuple(form for form in FORMS if bucket * (form.nodes + 1) <= ROWS)
+
+
+class DraftMenu:
+    """Implements forerun.offers.Menu."""
+
+    def __init__(self, rates: Sequence[Sequence[float]] = ()) -> None:
+        self._rates = rates or UNKNOWN
+        self._seconds: dict[tuple[int, Form], float] = {}
+        self._expected = {form: expected(self._rates, form) for form in FORMS}
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        return FORMS
+
+    def seconds(self, form: Form, batch: int) -> float:
+        """Infinite where this form is not captured for so many sequences."""
+        listed = batch <= MOST and form in forms_for(bucket_of(batch))
+        return self.drafting(form, batch) if listed else math.inf
+
+    def drafting(self, form: Form, batch: int) -> float:
+        """The same of any form; a guess where none was timed for so many sequences or a few more."""
+        larger = [bucket for bucket in BUCKETS if bucket >= batch]
+        known = (self._seconds.get((bucket, form)) for bucket in larger)
+        return next((seconds for seconds in known if seconds is not None), UNMEASURED * form.depth)
+
+    def note(self, bucket: int, form: Form, seconds: float) -> None:
+        """A draft of this form for so many sequences was timed."""
+        self._seconds[bucket, form] = seconds
+
+    def measured(self) -> dict[tuple[int, Form], float]:
+        return dict(self._seconds)
+
+    def expected(self, form: Form) -> float:
+        return self._expected[form] if form in self._expected else expected(self._rates, form)
+
+
+def expected(rates: Sequence[Sequence[float]], form: Form) -> float:
+    """Expected accepted tokens of a tree of this form, given the acceptance rates of each level and rank."""
+    level, found = [1.0], list[float]()
+    for i in range(form.depth):
+        ranks = rates[min(i, len(rates) - 1)][: form.width]
+        level = sorted((above * rate for above in level[: form.width] for rate in ranks), reverse=True)
+        found += level
+    return sum(sorted(found, reverse=True)[: form.nodes])
+
+
+def best_form(rates: Sequence[Sequence[float]], most: Form, price: Sequence[float], level: float) -> Form:
+    """The form that gains most beyond its price, all in tokens."""
+    fitting = [form for form in FORMS if all(map(int.__le__, form, most)) and form.nodes < len(price)]
+    return max(
+        fitting or FORMS[:1],
+        key=lambda form: expected(rates, form) - price[min(form.nodes, len(price) - 1)] - level * form.depth,
+    )

@@ -1,0 +1,323 @@
+"""Drafts for batches whose sequences join, leave, idle and end: texts, trees and how often the head must run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from forerun.build import make_engine
+from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
+from forerun.drafters.eagle.cuda.drafter import DeviceEagle
+from forerun.drafters.eagle.cuda.feature_rows import ROOM
+from forerun.drafters.eagle.cuda.menu import FORMS
+from forerun.drafters.eagle.eagle3 import Eagle3Drafter
+from forerun.engine.engine import Engine
+from forerun.models.cuda.target import CudaDecoder
+from forerun.offers import Form
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.testing import FakeSeq
+from forerun.types import Budget, Request, Round, Seq, TreeBatch, Verdict
+from tests.drafters.rounds import as_lists
+from tests.gpu.heads import both_drafters, settled
+from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
+
+NOTHING = Budget(0, 0)
+
+
+class RandomForms:
+    """A controller that draws a form for the whole batch every few rounds; now and then one sequence sits out."""
+
+    def __init__(self, seed: int, forms: Sequence[Form | None]) -> None:
+        self.rng, self.forms, self.form = random.Random(seed), forms, forms[0]
+
+    def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
+        if self.rng.random() < 0.3:
+            self.form = self.rng.choice(self.forms)
+        budget = NOTHING if self.form is None else Budget(*self.form)
+        idle = self.rng.randrange(len(seqs)) if self.rng.random() < 0.3 else -1
+        return [NOTHING if b == idle else budget for b in range(len(seqs))]
+
+    def observe(self, outcome: Round) -> None:
+        pass
+
+    def forget(self, seq: Seq) -> None:
+        pass
+
+
+def _engine(device: str, drafter: DeviceEagle, target: CudaDecoder, batch: int) -> Engine:
+    speculative = SpeculativeConfig(drafter="none", controller="fixed")
+    engine = make_engine(target, frozenset({1}), speculative, EngineConfig(max_batch=batch))
+    engine.drafters.add("device", drafter)
+    return engine
+
+
+def _write(engine: Engine, requests: Sequence[Request], rng: random.Random) -> list[list[int]]:
+    """Requests come at any time, several at once or none."""
+    waiting, texts = list(requests), dict[int, list[int]]()
+    while waiting or engine.busy:
+        for _ in range(rng.choice((0, 0, 1, 2)) if engine.busy else 1):
+            if waiting:
+                texts[engine.submit(waiting.pop(0))] = []
+        for event in engine.step():
+            assert event.error is None
+            texts[event.seq_id] += event.tokens
+    return [texts[key] for key in sorted(texts)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_texts_do_not_depend_on_who_joins_leaves_or_idles(
+    device: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_cuda(device)
+    target = make_target("llama", device, torch.float32 if device == "cpu" else torch.bfloat16)
+    drafter = both_drafters(target, borrows=True)[0]
+    engine = _engine(device, drafter, target, 5)
+    rng = random.Random(seed)
+    lengths = [1, 2, 9, 3, 40, 17, 1, 30, 5]
+    prompts = [tuple(rng.randrange(2, VOCAB) for _ in range(n)) for n in (3, 1, 40, 7, 2, 130, 5, 11, 4)]
+    wanted = [SamplingParams(max_tokens=length) for length in lengths]
+
+    def requests(name: str) -> list[Request]:
+        return [Request(prompt, params, drafter=name) for prompt, params in zip(prompts, wanted, strict=True)]
+
+    engine.max_batch = 1
+    plain = _write(engine, requests("none"), rng)
+    engine.max_batch, engine.controller = 5, RandomForms(seed, [*FORMS[:7], None])
+    forms = _forms_scored(target, monkeypatch)
+    assert _write(engine, requests("device"), rng) == plain
+    assert not drafter._failed
+    assert sum(form is not None for form in forms) > len(forms) // 3, "most batches stay on the device"
+    assert {form.trees for form in forms if form is not None} > {1, 4}
+    assert drafter.draft.rows.held == target.used_slots == 0
+
+
+def _forms_scored(target: CudaDecoder, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The form, or None, of every pass over trees that follows."""
+    forms, score = list[object](), target.score
+    monkeypatch.setattr(
+        target, "score", lambda seqs, trees, needs: (forms.append(trees.form), score(seqs, trees, needs))[1]
+    )
+    return forms
+
+
+class Batch:
+    """Rounds without an engine: a target, a head on the device, the same head as everywhere, and some sequences."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.target = make_target("llama", device, torch.float32 if device == "cpu" else torch.bfloat16)
+        self.ours, self.plain = both_drafters(self.target)
+        self.seqs: list[FakeSeq] = []
+        self.joined = 0
+
+    @property
+    def drafters(self) -> tuple[DeviceEagle, Eagle3Drafter]:
+        return self.ours, self.plain
+
+    def join(self, *lengths: int) -> None:
+        count, self.joined = self.joined, self.joined + len(lengths)
+        new = [
+            FakeSeq(count + i, [(5 * j + 3 * count + i) % VOCAB for j in range(n)], max_length=400)
+            for i, n in enumerate(lengths)
+        ]
+        trees, scores = self.target.prefill(new, self.ours.needs)
+        for drafter in self.drafters:
+            drafter.observe(new, trees, scores, Verdict.whole_chain(trees, [seq.tokens[-1] for seq in new]))
+        self.seqs += new
+
+    def leave(self, seq: FakeSeq) -> None:
+        for drafter in self.drafters:
+            drafter.forget(seq)
+        self.target.release(seq)
+        self.seqs.remove(seq)
+
+    def draft(self, budget: Budget) -> tuple[TreeBatch, TreeBatch]:
+        budgets = [budget] * len(self.seqs)
+        return self.ours.propose(self.seqs, budgets), self.plain.propose(self.seqs, budgets)
+
+    def end_round(self, trees: TreeBatch) -> None:
+        scores = self.target.score(self.seqs, trees, self.ours.needs)
+        if scores.greedy is not None:
+            verdict = settled(scores)
+        else:
+            assert scores.logits is not None
+            said = scores.logits.argmax(-1).tolist()
+            verdict = Verdict.of([[] for _ in self.seqs], [said[first] for first in trees.starts[:-1]], "cpu")
+        self.target.commit(self.seqs, trees, verdict)
+        for drafter in self.drafters:
+            drafter.observe(self.seqs, trees, scores, verdict)
+        tokens, (paths, bonus) = trees.to_host()[0], verdict.to_host()
+        for seq, first, path, root in zip(self.seqs, trees.starts, paths, bonus, strict=False):
+            seq.tokens += [*(tokens[first + node] for node in path), root]
+
+    def round(self, budget: Budget) -> None:
+        """One whole round; what is drafted is what the head drafts everywhere."""
+        ours, plain = self.draft(budget)
+        assert as_lists(ours) == as_lists(plain)
+        self.end_round(ours)
+
+
+@pytest.mark.parametrize("budget", [Budget(5, 5), Budget(8, 3, 3)])
+def test_padding_changes_no_tree(budget: Budget) -> None:
+    """Three sequences in a bucket of four, and each of them alone."""
+    batch = Batch()
+    batch.join(4, 30, 9)
+    together = as_lists(batch.ours.draft.propose(batch.seqs, Form(budget.nodes, budget.depth, budget.width)))
+    assert batch.ours.draft._last is not None
+    assert batch.ours.draft._last.sequences == 4
+    for seq, tree in zip(batch.seqs, together, strict=True):
+        alone = batch.ours.draft.propose([seq], Form(budget.nodes, budget.depth, budget.width))
+        assert as_lists(alone) == [tree]
+    assert as_lists(batch.draft(budget)[0]) == together
+    rows = batch.ours.draft.rows
+    rows.rows[: 4 * ROOM] = rows.rows[: 4 * ROOM].roll(ROOM, 0)  # a negative control: rows of others
+    assert as_lists(batch.draft(budget)[0]) != together
+
+
+def test_rows_of_sequences_that_idle_are_read_together_and_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch()
+    batch.join(4, 30, 9)
+    passes, keep = list[int](), batch.ours.draft.rows._keep
+    monkeypatch.setattr(
+        batch.ours.draft.rows, "_keep", lambda *rows: (passes.append(len(rows[0])), keep(*rows))[1]
+    )
+    for _ in range(ROOM + 5):
+        batch.end_round(batch.ours.propose(batch.seqs, [NOTHING] * 3))
+    assert len(passes) == 1, "one pass for all of them, when the first has no places left"
+    assert passes[0] > 2 * ROOM
+    for _ in range(3):
+        batch.round(Budget(5, 5))
+
+
+def test_a_prompt_is_read_when_it_is_prefilled(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch()
+    rows = batch.ours.draft.rows
+    passes, keep = list[int](), rows._keep
+    monkeypatch.setattr(rows, "_keep", lambda *given: (passes.append(len(given[0])), keep(*given))[1])
+    batch.join(300, 5, 180)
+    assert passes == [299 + 179], "short prompts wait for the draft, which reads as many rows anyway"
+    assert [state.seen - state.read for state in map(rows.get, range(3)) if state] == [0, 4, 0]
+    batch.round(Budget(3, 3))
+    assert len(passes) == 1, "nothing is read again"
+    batch.join(2)
+    batch.round(Budget(3, 3))
+
+
+def test_a_draft_that_was_started_survives_a_leave_and_a_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, launch = list[list[int]](), DeviceDraft._launch
+    monkeypatch.setattr(
+        DeviceDraft,
+        "_launch",
+        lambda self, owners, wanted, form: (
+            launched.append([seq_id for seq_id, _ in wanted]),
+            launch(self, owners, wanted, form),
+        )[1],
+    )
+    batch, budget = Batch(), Budget(8, 3, 3)
+    batch.join(4, 30, 9)
+    batch.round(budget)
+    assert launched == [[0, 1, 2]] * 2, "asked for, and then ahead"
+    batch.leave(batch.seqs[1])
+    batch.round(budget)
+    assert launched[2:] == [[0, 2]], "ahead of the next round only"
+    batch.join(12)
+    batch.round(budget)
+    assert launched[3:] == [[3], [0, 2, 3]], "the one that joined alone"
+    batch.seqs.reverse()
+    batch.round(budget)
+    assert len(launched) == 6, "another order is no other draft"
+    batch.round(Budget(3, 3))
+    assert len(launched) == 8, "another form is"
+
+
+def test_a_sequence_at_its_last_token_keeps_the_batch_on_the_device() -> None:
+    batch = Batch()
+    batch.join(4, 30, 9, 6, 7)
+    batch.round(Budget(4, 4))
+    batch.seqs[2].max_length = len(batch.seqs[2].tokens) + 1
+    batch.seqs[1].max_length = len(batch.seqs[1].tokens) + 3
+    budgets = [Budget(4, 4), Budget(4, 2), NOTHING, Budget(4, 4), Budget(4, 4)]
+    trees = batch.ours.propose(batch.seqs, budgets)
+    assert trees.form is not None
+    assert (trees.form.nodes, trees.form.depth) == (5, 4)
+    assert [tokens[0] for tokens, _ in as_lists(trees)] == [seq.tokens[-1] for seq in batch.seqs]
+    batch.end_round(trees)
+    few = [NOTHING, NOTHING, Budget(4, 4), NOTHING, NOTHING]
+    assert batch.ours.propose(batch.seqs, few).sizes() == [1, 1, 5, 1, 1], (
+        "four wide trees for nobody do not pay"
+    )
+
+
+def test_a_prompt_of_one_token_and_one_that_is_too_long_ride_along() -> None:
+    batch = Batch()
+    batch.join(1, 30, 9, 20, 25)
+    batch.ours.draft.net.model.max_length = 44  # less DEEPEST: the prompt of 30 is too long
+    trees = batch.ours.propose(batch.seqs, [Budget(8, 3, 3)] * 5)
+    assert trees.sizes() == [1, 1, 9, 9, 9], "three of five are too few to share"
+    batch.join(8, 8, 8)
+    trees = batch.ours.propose(batch.seqs, [Budget(8, 3, 3)] * 8)
+    assert trees.form is not None
+    assert [tokens[0] for tokens, _ in as_lists(trees)] == [seq.tokens[-1] for seq in batch.seqs]
+    batch.end_round(trees)
+    assert as_lists(batch.draft(Budget(8, 3, 3))[0])[2:] == as_lists(batch.draft(Budget(8, 3, 3))[1])[2:]
+
+
+def test_more_sequences_than_there_are_places_are_written_without_drafts() -> None:
+    batch = Batch()
+    batch.ours.draft.rows._free = batch.ours.draft.rows._free[-2:]
+    batch.join(4, 5, 6)
+    assert batch.ours.draft.rows.held == 2
+    ours = batch.ours.propose(batch.seqs, [Budget(3, 3)] * 3)
+    assert ours.sizes() == [4, 4, 1]
+    batch.end_round(ours)
+    batch.leave(batch.seqs[0])
+    batch.leave(batch.seqs[1])
+    batch.join(7)
+    assert batch.ours.draft.rows.held == 2
+
+
+def test_a_rehearsal_changes_nothing() -> None:
+    """Capturing a form while sequences are there writes to none of their slots and rows."""
+    batch, form = Batch(), Form(8, 3, 3)
+    batch.join(4, 30, 9)
+    batch.round(Budget(8, 3, 3))
+    draft, target = batch.ours.draft, batch.target
+    padding = draft.rows._padding
+    assert padding.base == 0, "its slots come first"
+    before = target.kv.data.clone(), draft.net.kv.data.clone(), draft.rows.rows.clone()
+    for bucket, reach in ((1, 100), (4, 3000), (12, 100)):
+        trees = draft.rehearse(form, bucket, reach)
+        draft.rows.rehearse(target.rehearse(trees, batch.ours.needs, reach), trees)
+    draft.rows.rehearse_reading()
+    after = target.kv.data.clone(), draft.net.kv.data.clone(), draft.rows.rows.clone()
+    assert torch.equal(before[0].nan_to_num(), after[0].nan_to_num())
+    mine, then = (data[:, :, :, padding.size :].nan_to_num() for data in (before[1], after[1]))
+    assert torch.equal(mine, then)
+    assert torch.equal(before[2][:-1], after[2][:-1]), "all but the row for what is dropped"
+    batch.round(Budget(8, 3, 3))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sampled_texts_are_drafted_for_on_the_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside greedy ones; with one seed a text is the same whatever was drafted, because drafts are chosen tokens."""
+    need_cuda(device)
+    target = make_target("llama", device, torch.float32 if device == "cpu" else torch.bfloat16)
+    drafter = both_drafters(target, borrows=True)[0]
+    engine = _engine(device, drafter, target, 3)
+    warm = SamplingParams(max_tokens=25, temperature=0.6, seed=5, ignore_eos=True)
+    greedy = SamplingParams(max_tokens=20, ignore_eos=True)
+    texts = {}
+    for name, form in (("none", None), ("device", FORMS[2]), ("device", FORMS[6])):
+        engine.controller = RandomForms(1, [form])
+        forms = _forms_scored(target, monkeypatch)
+        requests = [
+            Request((3, 4, 5), warm, drafter=name, verifier="exact"),
+            Request((9, 8, 7, 6), greedy, drafter=name, verifier="exact"),
+        ]
+        texts[name, form] = _write(engine, requests, random.Random(3))
+        assert any(form is not None for form in forms) == (name == "device")
+    assert not drafter._failed
+    assert texts["device", FORMS[2]] == texts["device", FORMS[6]] == texts["none", None]
