@@ -99,7 +99,7 @@ def _forms_scored(target: CudaDecoder, monkeypatch: pytest.MonkeyPatch) -> list[
     """The form, or None, of every pass over trees that follows."""
     forms, score = list[object](), target.score
     monkeypatch.setattr(
-        target, "score", lambda seqs, trees, needs: (forms.append(trees.form), score(seqs, trees, needs))[1]
+        target, "score", lambda seqs, trees, *more: (forms.append(trees.form), score(seqs, trees, *more))[1]
     )
     return forms
 

@@ -74,4 +74,4 @@ def test_texts_drafted_on_the_device_do_not_depend_on_who_joins(
     assert not drafter._failed
     assert texts["device"] == texts["none"]
     assert shared.count(60) >= 2
-    assert target.used_slots == drafter.draft.net.kv.used == 0
+    assert target.used_slots == drafter.draft.rows.held == 0
