@@ -55,7 +55,7 @@ class Offer:
     @property
     def costs(self) -> bool:
         """Must the drafter run, and take time, to draft?"""
-        return any(self.seconds)
+        return self.menu is not None or any(self.seconds)
 
     @property
     def level(self) -> float:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from forerun.control import adaptive
+from forerun.control import per_sequence
 from tests.control.decisions import COSTS, FILE, MAKES, decide_all, decided, digest
 
 
@@ -18,5 +18,5 @@ def test_decisions_are_the_recorded_ones() -> None:
 
 def test_the_records_tell_a_controller_that_decides_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = json.loads(FILE.read_text(encoding="utf-8"))
-    monkeypatch.setattr(adaptive, "WORTH_IT", adaptive.WORTH_IT + 0.1)
+    monkeypatch.setattr(per_sequence, "WORTH_IT", per_sequence.WORTH_IT + 0.1)
     assert digest(decided(COSTS["cpu"], MAKES["head"], 1)) != recorded["head, cpu, batch 1"]

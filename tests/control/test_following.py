@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from forerun.control.adaptive import MOST_SAVED, AdaptiveController
+from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.drafters.none import NoDrafter
 from forerun.drafters.tree_builder import best_count
@@ -115,7 +115,7 @@ def test_a_head_that_boasts_is_scaled(kind: TextKind) -> None:
     for simulation in (honest, overclaiming):
         simulation.speed(kind, 100)
     assert overclaiming.speed(kind, 400) >= 0.9 * honest.speed(kind, 400)
-    assert overclaiming.controller._latest.trust < 0.85 < honest.controller._latest.trust
+    assert overclaiming.controller.planner._latest.trust < 0.85 < honest.controller.planner._latest.trust
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -188,24 +188,26 @@ def test_forgets_and_never_runs_what_cannot_pay() -> None:
     simulation = Simulation(STEEP, Make(2.0, chosen=False, stops=False), nodes=8)
     assert simulation.speed(TextKind(1.0), 50) == 1.0
     simulation.controller.forget(simulation.texts[0])
-    assert not simulation.controller._records
+    assert not simulation.controller.planner._records
 
 
 def test_a_batch_spends_its_allowance_once() -> None:
     cost = CostModel({1: 1.0, 8: 1.7, 64: 8.0})
-    controller = AdaptiveController(cost, 4, 1, lambda seq: Offer((0.3,), chosen=False))
+    controller = AdaptiveController(CostModel(cost.seconds), 4, 1, lambda seq: Offer((0.3,), chosen=False))
     seqs = [FakeSeq(i, [1]) for i in range(8)]
     for _ in range(200):
         depths = [budget.depth for budget in controller.plan(seqs)]
         nodes = cost.pass_seconds(len(seqs) + sum(depths))
         outcome = Round(tuple(seqs), tuple(depths), tuple(depths), (0,) * 8, {"target": nodes, "draft": 0.3})
         controller.observe(outcome)
-    controller.allowance = 1e9
+    planner = controller.planner
+    planner.allowance.level = 1e9
     assert all(
         budget.depth == 1 for budget in controller.plan(seqs)
     )  # trials for everybody, if that were free
-    worst = controller._trial(controller._option(seqs[0], 8, 8), 8, 8)[1]
-    controller.allowance = 1.5 * worst
+    listed = planner._price(8, planner.rate, 0)
+    worst = planner._trial(planner._option(seqs[0], planner.offer(seqs[0]), 8, 8, listed), 8, 8)[1]
+    planner.allowance.level = 1.5 * worst
     assert sum(budget.depth for budget in controller.plan(seqs)) == 1
 
 
@@ -214,12 +216,13 @@ def test_lookups_of_a_batch_share_the_pass_nearly_as_well_as_can_be(strong: int)
     cost = CostModel({1: 1.0, 8: 1.6, 16: 2.4, 32: 4.4, 64: 8.4})
     sure, unsure = tuple(0.95**i for i in range(1, 17)), tuple(0.35**i for i in range(1, 17))
     offers = [Offer(free=sure if i < strong else unsure) for i in range(8)]
-    controller = AdaptiveController(cost, 16, 1, lambda seq: offers[seq.id])
+    controller = AdaptiveController(CostModel(cost.seconds), 16, 1, lambda seq: offers[seq.id])
     seqs = [FakeSeq(i, [1]) for i in range(8)]
     for _ in range(60):  # the rate settles
         counts = _cut(controller.plan(seqs), offers)
         tokens = tuple(round(sum(offers[i].free[:n])) for i, n in enumerate(counts))
-        controller.observe(Round(tuple(seqs), tuple(counts), tuple(counts), tokens, {"target": 1.0}))
+        spent = {"target": cost.pass_seconds(8 + sum(counts))}
+        controller.observe(Round(tuple(seqs), tuple(counts), tuple(counts), tokens, spent))
 
     def rate(counts: list[int]) -> float:
         tokens = 8 + sum(sum(offers[i].free[:n]) for i, n in enumerate(counts))
@@ -235,12 +238,12 @@ def _cut(budgets: list[Budget], offers: list[Offer]) -> list[int]:
 
 def test_texts_that_are_not_drafted_for_leave_the_rate_alone() -> None:
     offers = [Offer(free=(0.9, 0.8)), NoDrafter().offer(FakeSeq(1, [1]))]
-    controller = AdaptiveController(FLAT, 8, 1, lambda seq: offers[seq.id])
+    controller = AdaptiveController(CostModel(FLAT.seconds), 8, 1, lambda seq: offers[seq.id])
     for seq, accepted in ((FakeSeq(0, [1]), 2), (FakeSeq(1, [1]), 0)):
         for _ in range(100):
             controller.plan([seq])
             controller.observe(Round((seq,), (accepted,), (accepted,), (accepted,), {"target": 1.0}))
-        assert controller.rate > 2.0
+        assert controller.planner.rate > 2.0
 
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.4, 0.7, 0.9])
@@ -272,16 +275,17 @@ def test_a_drafter_of_one_pass_goes_deeper_than_one_that_pays_by_level() -> None
 
 def test_an_overdrawn_allowance_stops_even_a_drafter_that_paid() -> None:
     """Whatever the record says: once so much was lost, nothing is drafted until tokens have earned it back."""
-    controller = AdaptiveController(FLAT, 8, 1, lambda seq: Offer((0.05,), chosen=False))
+    controller = AdaptiveController(CostModel(FLAT.seconds), 8, 1, lambda seq: Offer((0.05,), chosen=False))
     seq = FakeSeq(0, [1], max_length=10_000)
     for _ in range(60):
         (budget,) = controller.plan([seq])
         depth = budget.depth
         seconds = {"target": FLAT.pass_seconds(1 + depth), "draft": 0.05 * depth}
         controller.observe(Round((seq,), (depth,), (depth,), (depth,), seconds))
-    controller.allowance = -MOST_SAVED + 0.01
+    allowance = controller.planner.allowance
+    allowance.level = -allowance.floor + 0.01
     assert controller.plan([seq])[0].depth > 1
-    controller.allowance = -MOST_SAVED
+    allowance.level = -allowance.floor
     assert controller.plan([seq])[0].nodes == 0
 
 

@@ -1,15 +1,16 @@
-"""CostModel: what a pass costs on this machine, t(n), the seconds of one target pass over n nodes.
+"""CostModel: what a pass costs on this machine, t(rows): the seconds of one target pass over so many nodes.
 
 Whether drafting pays follows from this curve and from how often drafts are accepted. It is measured in a
-second or two on the real target, stored in a file, and corrected by every round that follows.
+second or two on the real target, stored in a file, and corrected by every round at every batch size that follows.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -19,41 +20,99 @@ from forerun.types import Needs, PlainSeq, TreeBatch
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # for a benchmark
 QUICK = (1, 2, 4, 8, 16)  # at load: what a controller needs, in about a second
-WIDE = (*QUICK, 32, 64)  # where passes are nearly flat, trees are large
-ALIKE = 0.9  # of what one size is slower by: what the others are expected to be
+WIDE = (*QUICK, 32, 64, 96, 128, 192, 256, 384, 512, 1024)  # a GPU: the trees of a whole batch in one pass
+TOGETHER = 32  # nodes of one sequence while measuring: wider passes are over several sequences
 CONTEXT = 128  # tokens cached while measuring
 STRIDE = 7919  # a prime, so that tokens of a chain differ
+FEW, MANY = 3.0, 30.0  # rounds that a less specific ratio counts for, and that a ratio remembers
+
+
+@dataclass(slots=True)
+class Ratio:
+    """A moving average of how many times longer rounds took than was measured."""
+
+    mean: float = 1.0
+    seen: float = 0.0
+
+    def add(self, value: float, weight: float = 1.0) -> None:
+        self.seen = min(self.seen + weight, MANY)
+        self.mean += weight * (value - self.mean) / self.seen
+
+    def after(self, prior: float) -> float:
+        """The average, with a prior that counts for a few rounds."""
+        return (prior * FEW + self.mean * self.seen) / (FEW + self.seen)
+
+
+@dataclass(slots=True)
+class Corrections:
+    """Rounds against the measured curve: over all, by batch size, and by batch size and rows.
+
+    A machine that has become slower is slower for every size; a large batch has more to attend to; a size may have
+    kernels of its own. So each ratio starts from the less specific one, and rounds of its own soon outweigh that.
+    """
+
+    overall: Ratio = field(default_factory=Ratio)
+    by_batch: dict[int, Ratio] = field(default_factory=dict)
+    by_size: dict[tuple[int, int], Ratio] = field(default_factory=dict)
+
+    def ratio(self, batch: int, size: int) -> float:
+        found = self.overall.after(1.0)
+        if (of_batch := self.by_batch.get(batch)) is not None:
+            found = of_batch.after(found)
+            if (of_size := self.by_size.get((batch, size))) is not None:
+                found = of_size.after(found)
+        return found
+
+    def add(self, batch: int, weights: Mapping[int, float], ratio: float) -> None:
+        """A round took so many times what was measured; it lies between sizes of these weights."""
+        self.overall.add(ratio)
+        self.by_batch.setdefault(batch, Ratio()).add(ratio)
+        for size, weight in weights.items():
+            self.by_size.setdefault((batch, size), Ratio()).add(ratio, weight)
 
 
 class CostModel:
-    """t(n) by straight lines between measured sizes."""
+    """t(rows) by straight lines between measured sizes, corrected by what rounds took."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self.seconds = dict(sorted(seconds.items()))
         self._sizes = tuple(self.seconds)
+        self._corrections = Corrections()
 
-    def pass_seconds(self, nodes: int) -> float:
-        """Seconds of a pass over so many nodes."""
+    def pass_seconds(self, rows: int, batch: int = 1) -> float:
+        """Seconds of a pass over so many nodes of so many sequences."""
+        group, ratio = (batch - 1).bit_length(), self._corrections.ratio
+        low, high, share = self._between(rows)
+        below = self.seconds[low] * ratio(group, low)
+        if share == 0.0:
+            return below
+        above = self.seconds[high] * ratio(group, high)
+        return max(below * (1 - share) + above * share, 1e-3 * above)
+
+    def observe(self, rows: int, seconds: float, batch: int = 1) -> None:
+        """Learn from what a round took; outliers (a pause of the machine) count little."""
+        known, measured = self.pass_seconds(rows, batch), self._measured(rows)
+        seconds = min(max(seconds, 0.5 * known), 2.0 * known)
+        low, high, share = self._between(rows)
+        weights = (
+            {low: 1.0} if share == 0.0 else {high: 1.0} if share > 1.0 else {low: 1 - share, high: share}
+        )
+        self._corrections.add((batch - 1).bit_length(), weights, seconds / measured)
+
+    def _between(self, rows: int) -> tuple[int, int, float]:
+        """The measured sizes beside so many rows, and how far between them; beyond the last, more than all the way."""
         sizes = self._sizes
-        place = bisect_left(sizes, nodes)
-        if place == len(sizes):
-            return self.seconds[sizes[-1]] * nodes / sizes[-1]
-        above = sizes[place]
-        if above == nodes or place == 0:
-            return self.seconds[above]
-        below = sizes[place - 1]
-        share = (nodes - below) / (above - below)
-        return self.seconds[below] * (1 - share) + self.seconds[above] * share
+        place = bisect_left(sizes, rows)
+        if place == 0 or len(sizes) == 1 or (place < len(sizes) and sizes[place] == rows):
+            place = min(place, len(sizes) - 1)
+            return sizes[place], sizes[place], 0.0
+        place = min(place, len(sizes) - 1)
+        low, high = sizes[place - 1], sizes[place]
+        return low, high, (rows - low) / (high - low)
 
-    def observe(self, nodes: int, seconds: float) -> None:
-        """Move the curve towards what a round took; outliers (a pause of the machine) count little.
-
-        A machine that has become slower is slower for every size: the whole curve moves, this size a bit more.
-        """
-        known = self.pass_seconds(nodes)
-        step = 0.05 * (min(max(seconds / known, 0.5), 2.0) - 1.0)
-        for size in self._sizes:
-            self.seconds[size] *= 1.0 + (step if size == nodes else ALIKE * step)
+    def _measured(self, rows: int) -> float:
+        low, high, share = self._between(rows)
+        return max(self.seconds[low] * (1 - share) + self.seconds[high] * share, 1e-3 * self.seconds[high])
 
     def price(self, nodes: int, neighbours: int = 0, rate: float = 1.0, others: int = 0) -> tuple[float, ...]:
         """What a pass with 0..nodes more nodes of one sequence costs it, in tokens written in the same time.
@@ -62,34 +121,27 @@ class CostModel:
         neighbours too: it is charged for all of them, on top of the nodes that the others draft.
         """
         batch = neighbours + 1
-        plain, before = self.pass_seconds(batch), self.pass_seconds(batch + others)
+        plain, before = self.pass_seconds(batch, batch), self.pass_seconds(batch + others, batch)
         share = rate * batch / plain
         more = range(batch + others, batch + others + nodes + 1)
-        return tuple(rate + share * max(0.0, self.pass_seconds(size) - before) for size in more)
+        return tuple(rate + share * max(0.0, self.pass_seconds(size, batch) - before) for size in more)
 
     @classmethod
     def measure(cls, target: Target, sizes: Sequence[int] = SIZES, repeats: int = 3) -> CostModel:
-        """Time passes over chains of several sizes on a scratch sequence; the best of a few, as noise only adds."""
-        context = max(2, min(CONTEXT, target.max_length - max(sizes) - 1))
-        while context > 2 and not target.has_room(context + 1):
-            context //= 2  # a small KV cache: measure on a shorter sequence
-        probe = PlainSeq(-1, [1] * context, max_length=context + 1)  # no engine gives that id
+        """Time passes over chains of several sizes on scratch sequences; the best of a few, as noise only adds."""
+        probes = scratch_sequences(target, max(sizes))
+        sizes = [size for size in sizes if size <= TOGETHER * len(probes) or size <= 64]
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
-        target.prefill([probe], Needs())
         try:
+            target.prefill(probes, Needs())
             for repeat in range(repeats + 1):
                 for size in sizes:
-                    # tokens that differ: in a mixture of experts every node then uses its own experts, as in real text
-                    tokens = [(1 + STRIDE * i) % target.vocab_size for i in range(size)]
-                    chain = TreeBatch.chains([tokens], target.device)
-                    started = perf_counter()
-                    scores = target.score([probe], chain, Needs())
-                    assert scores.logits is not None
-                    float(scores.logits[-1, -1])  # wait for the device
+                    spent = _time_pass(target, probes[: max(1, size // TOGETHER if size > 64 else 1)], size)
                     if repeat:  # the first round warms up
-                        seconds[size].append(perf_counter() - started)
+                        seconds[size].append(spent)
         finally:
-            target.release(probe)
+            for probe in probes:
+                target.release(probe)
         return cls({size: min(times) for size, times in seconds.items()})
 
     @classmethod
@@ -110,3 +162,33 @@ class CostModel:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps({"seconds": model.seconds}))
         return model
+
+
+def pass_of(seconds: Mapping[str, float]) -> float:
+    """Seconds of a round's pass: with the verdict, because the host waits for a device only there."""
+    return seconds["target"] + seconds.get("verify", 0.0)
+
+
+def scratch_sequences(target: Target, rows: int) -> list[PlainSeq]:
+    """Sequences to measure passes of up to so many rows on, with ids that no engine gives; as many as there is room."""
+    context = max(2, min(CONTEXT, target.max_length - min(rows, 64) - 1))
+    while context > 2 and not target.has_room(context + 1):
+        context //= 2  # a small KV cache: measure on a shorter sequence
+    wanted = rows // TOGETHER if rows > 64 else 1
+    while wanted > 1 and not target.has_room(*[context + 1] * wanted):
+        wanted //= 2
+    return [PlainSeq(-1 - i, [1] * context, max_length=context + 1) for i in range(wanted)]
+
+
+def _time_pass(target: Target, probes: Sequence[PlainSeq], rows: int) -> float:
+    """Seconds of one pass over so many rows, of these sequences together."""
+    # tokens that differ: in a mixture of experts every node then uses its own experts, as in real text
+    each = rows // len(probes)
+    tokens = [(1 + STRIDE * i) % target.vocab_size for i in range(each * len(probes))]
+    chains = [tokens[i * each : (i + 1) * each] for i in range(len(probes))]
+    trees = TreeBatch.chains(chains, target.device)
+    started = perf_counter()
+    scores = target.score(probes, trees, Needs())
+    assert scores.logits is not None
+    float(scores.logits[-1, -1])  # wait for the device
+    return perf_counter() - started

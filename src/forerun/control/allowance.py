@@ -1,0 +1,37 @@
+"""Allowance: how much may still be lost on drafts, so that decoding never falls far below plain decoding.
+
+It is counted in plain rounds. Every round adds a little, drafts take what they lost, gains fill it up again, and it
+never exceeds `most`. A draft runs only if its worst case, nothing accepted, leaves the allowance above -`floor`; a
+trial only if the allowance covers it whole. So over any stretch of n rounds the loss is at most
+
+    most + n * earned + floor                        for a batch's forms and n = 200: 3 rounds, 1.5%
+
+whatever is accepted; and since the allowance is never below -`floor`, drafting returns after a
+bounded number of rounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Allowance:
+    """What may still be lost, in plain rounds."""
+
+    most: float = 0.5
+    earned: float = 0.006  # by a round
+    floor: float = 1.3
+    level: float = 0.5
+
+    def book(self, loss: float) -> None:
+        """A round has lost so much against plain decoding; a negative loss is a gain."""
+        self.level = max(min(self.level + self.earned - loss, self.most), -self.floor)
+
+    def covers(self, worst: float) -> bool:
+        """May a draft be made that has been paying?"""
+        return self.level - worst > -self.floor
+
+    def covers_trial(self, worst: float) -> bool:
+        """May a draft be made that may well lose all of it?"""
+        return self.level >= min(worst, self.most) and self.covers(worst)

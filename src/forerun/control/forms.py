@@ -1,0 +1,198 @@
+"""FormChooser: one decision per round for all sequences that draft together from one menu.
+
+The form that promises most tokens per second is taken, plain decoding being a form of 0 nodes:
+
+    (B + sum of E over the sequences) / (T_pass(rows) + T_around(form))
+
+E is what is accepted of that form (acceptance.py), T_pass the time of a pass (cost.py), T_around all else that a round
+of this form takes, drafting first of all: what the menu says, then what rounds took. The last form stays unless
+another is better by 3%. Rarely, a form is tried that might do better than is believed: one that pays even if its worst
+case is all that comes of it is covered by the allowance (allowance.py), so that trials cannot cost more than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from forerun.control.acceptance import Acceptance
+from forerun.control.allowance import Allowance
+from forerun.control.cost import CostModel, pass_of
+from forerun.offers import Form, Menu
+
+PLAIN = Form(0, 0, 1)
+BETTER = 1.03  # what another form must promise beyond the last one
+RARELY = 64  # rounds from one trial to the next
+BEST_ACCEPTANCE = 0.95  # per level, of a trial of which all goes well
+HOPE = 1.2  # times the tokens that are expected of a form, if all goes well
+FAMILIAR, UNFAMILIAR = 0.92, 0.75  # times the seconds, where rounds have shown them and where not
+REFRESH = 8  # rounds for which seconds are kept
+SMOOTH = 0.1  # weight of the newest round in a moving average of seconds
+
+
+class Promise(NamedTuple):
+    """What a form would give in the coming round."""
+
+    form: Form
+    tokens: float  # of the whole batch
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Around:
+    """Seconds of a round beside the pass, by form and size of batch: drafting, verdict and the host's work."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[Form, int], float] = {}
+        self._rounds: dict[tuple[Form, int], int] = {}
+
+    def seconds(self, form: Form, batch: int, drafting: float) -> float:
+        """What rounds took, else what drafting is said to take on top of a plain round."""
+        group = batch.bit_length()
+        known = self._seconds.get((form, group))
+        return self._seconds.get((PLAIN, group), 0.0) + drafting if known is None else known
+
+    def is_known(self, form: Form, batch: int) -> bool:
+        return (form, batch.bit_length()) in self._seconds
+
+    def observe(self, form: Form, batch: int, seconds: float, expected: float) -> None:
+        """Learn from a round. A pause of the machine counts little: at most for three times what was expected."""
+        key = form, batch.bit_length()
+        rounds = self._rounds[key] = self._rounds.get(key, 0) + 1
+        known = self._seconds.get(key, expected)
+        if known:
+            seconds = known + (min(seconds, 3.0 * known) - known) * max(SMOOTH, 1.0 / rounds)
+        self._seconds[key] = seconds
+
+
+class FormChooser:
+    """Chooses the form of a whole batch, and learns from its rounds."""
+
+    def __init__(self, menu: Menu, cost: CostModel, allowance: Allowance) -> None:
+        self.menu, self.cost, self.allowance = menu, cost, allowance
+        self.acceptance, self.around = Acceptance(), Around()
+        self.last = PLAIN
+        self._priors = {PLAIN: 0.0} | {form: menu.expected(form) for form in menu.forms}
+        self._since = 0  # rounds since the last trial
+        self._trial = False  # is this round one?
+        self.insists = False  # the form was chosen to learn, not to gain
+        self._paid = (
+            False  # did the last round, a trial from plain decoding, gain? Then see whether that was chance
+        )
+        self._tried: dict[Form, int] = {}  # the round in which a form last ran
+        self._times: dict[tuple[int, int], list[float]] = {}  # (drafting, batch) -> seconds by form
+        self._round = 0
+
+    def choose(self, ids: Sequence[int], batch: int) -> Promise:
+        """The form for these sequences of a batch, the others of which do not draft."""
+        self._trial, self.insists = False, True
+        if not self.around.is_known(PLAIN, batch):  # what all else is compared with; one round shows it
+            return self.promise_of(PLAIN, batch, batch, batch)
+        weight = self.acceptance.weight(ids)
+        expected = self.acceptance.expected
+        promises = [
+            Promise(form, batch + weight * expected(form, prior), seconds)
+            for (form, prior), seconds in zip(
+                self._priors.items(), self._seconds(len(ids), batch), strict=True
+            )
+        ]
+        best = self._settle(promises)
+        paid, self._paid = self._paid, False
+        self._since += 1
+        if (self._since >= RARELY or (paid and best.form == PLAIN)) and (
+            trial := self._find_trial(promises, batch)
+        ) is not None:
+            self._trial, self._since = True, 0
+            return trial
+        self.insists = False
+        return best
+
+    def _settle(self, promises: Sequence[Promise]) -> Promise:
+        """The best form whose worst case is covered; the last one, where that is nearly as good."""
+        plain = promises[0]
+        covered = [one for one in promises if self.allowance.covers(one.seconds / plain.seconds - 1.0)]
+        best = max(covered, key=lambda one: one.rate, default=plain)
+        last = next((one for one in covered if one.form == self.last), plain)
+        if best.rate < BETTER * last.rate and last.rate >= plain.rate:
+            best = last
+        self.last = best.form
+        return best
+
+    def observe(
+        self,
+        promise: Promise,
+        ids: Sequence[int],
+        accepted: Sequence[int],
+        batch: int,
+        seconds: Mapping[str, float],
+    ) -> None:
+        """A round of this form: what was accepted of each sequence that drafted, and seconds by part."""
+        form = promise.form
+        self._round += 1
+        self._tried[form] = self._round
+        if self._round < RARELY or self._round % REFRESH == 0:
+            self._times.clear()
+        if not seconds.get("prompt"):  # else the round did more than its own work
+            known = self.around.seconds(form, batch, self._said(form, len(ids)))
+            self.around.observe(form, batch, sum(seconds.values()) - pass_of(seconds), known)
+        if form.nodes:
+            self.acceptance.observe(form, self._priors[form], ids, accepted)
+        gained = sum(accepted) / batch + 1.0 - promise.seconds / self.plain_seconds(batch)
+        self._paid = self._trial and self.last == PLAIN and gained > 0.0
+
+    def plain_seconds(self, batch: int) -> float:
+        """Seconds of a plain round."""
+        return self.cost.pass_seconds(batch, batch) + self.around.seconds(PLAIN, batch, 0.0)
+
+    def promise_of(self, form: Form, rows: int, batch: int, tokens: float, drafting: int = 0) -> Promise:
+        """What a round of this form takes that has so many rows; `drafting` sequences get a draft of the menu's."""
+        around = self.around.seconds(form, batch, self._said(form, drafting))
+        return Promise(form, tokens, self.cost.pass_seconds(rows, batch) + around)
+
+    def _seconds(self, drafting: int, batch: int) -> list[float]:
+        """Of a round of every form; computed anew every few rounds, or every round while much is new."""
+        key = drafting, batch
+        if key not in self._times:
+            self._times[key] = [
+                self.promise_of(form, batch + drafting * form.nodes, batch, 0.0, drafting).seconds
+                for form in self._priors
+            ]
+        return self._times[key]
+
+    def _said(self, form: Form, drafting: int) -> float:
+        """Seconds of drafting, as the menu says."""
+        return self.menu.seconds(form, drafting) if form.nodes else 0.0
+
+    def _find_trial(self, promises: Sequence[Promise], batch: int) -> Promise | None:
+        """A form other than the last one that could do better, within the allowance: the one not tried for longest.
+
+        While nothing is drafted, the form whose worst case is cheapest: acceptance shows in any of them.
+        """
+        plain = promises[0]
+        last = next(each for each in promises if each.form == self.last)
+        drafting = [
+            each
+            for each in promises
+            if each.form != last.form
+            and self.allowance.covers_trial(each.seconds / plain.seconds - 1.0)
+            and self._hoped_rate(each, batch, idle=last is plain) > BETTER * last.rate
+        ]
+        if last is plain:
+            return min(drafting, key=lambda each: each.seconds, default=None)
+        return min(drafting, key=lambda each: self._tried.get(each.form, 0), default=None)
+
+    def _hoped_rate(self, promise: Promise, batch: int, *, idle: bool) -> float:
+        """Tokens per second if all goes well."""
+        form = promise.form
+        hoped = batch + HOPE * (promise.tokens - batch)
+        if idle:  # acceptance may have risen to anything since
+            best = sum(BEST_ACCEPTANCE**depth for depth in range(1, form.depth + 1))
+            hoped = max(hoped, batch * (1.0 + best))
+        known = self.around.is_known(form, batch)
+        return hoped / (promise.seconds * (FAMILIAR if known else UNFAMILIAR))
+
+    def forget(self, seq_id: int) -> None:
+        self.acceptance.forget(seq_id)

@@ -1,0 +1,260 @@
+"""SequencePlanner: budgets of single sequences, for drafters without a menu (n-gram, heads and models on a CPU).
+
+Per sequence and round there are up to three options: a drafter that costs nothing (n-gram), one that must run (a head,
+a model), or no draft. The one with the highest expected gain is taken, in tokens beyond those that would have been
+written in the same time. A drafter that knows its confidence gets the price list and cuts its own tree; for one that
+cannot stop by itself, depth is fixed beforehand from the acceptance at each depth. Flat costs thus give wide and deep
+trees, steep ones short chains or nothing, by one rule.
+
+Where nothing pays, only a trial can show that acceptance has risen, and trials cost: they are made within the allowance
+(allowance.py), and are as short as can pay, so that they come often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from forerun.control.allocate import Levels, allocate, best_depth, deepest, shortest_that_pays, widest
+from forerun.control.allowance import Allowance
+from forerun.control.cost import CostModel
+from forerun.control.history import History
+from forerun.offers import FREE, Offer, total
+from forerun.types import Budget, Round, Seq
+
+PACE = 0.97  # memory of the rate, per round
+WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
+CLOSE = 0.05  # smaller errors of a drafter's expectations are not corrected
+REFRESH = 16  # rounds for which a price list holds
+NOTHING = Budget(0, 0, source="free")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a sequence may draft in the coming round."""
+
+    offer: Offer
+    levels: Levels
+    asks: bool = False  # the drafter that costs
+    idle: bool = False  # nothing pays
+    depth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PriceList:
+    """What nodes cost, and the longest chain and widest tree that can pay."""
+
+    price: tuple[float, ...]
+    deepest: int
+    widest: int
+
+
+class SequencePlanner:
+    """Budgets from measured costs and observed acceptance."""
+
+    def __init__(self, cost: CostModel, nodes: int, width: int, offer: Callable[[Seq], Offer]) -> None:
+        self.cost, self.nodes, self.width = cost, nodes, width
+        self.offer = offer  # of the sequence's own drafter
+        self.allowance = Allowance(most=4.0, earned=0.015, floor=4.0, level=2.0)
+        self._records: dict[int, History] = {}
+        self._latest = History()  # what a new sequence starts from
+        self._offers: dict[int, Offer] = {}  # of this round's sequences
+        self._next: dict[int, tuple[int, Offer]] = {}  # asked for already: at how many tokens, and the offer
+        self._asked: dict[int, int] = {}  # sequences whose costly drafter may draft, and how deep
+        self._usual: dict[int, float] = {}  # nodes that a sequence drafts on average
+        self._written, self._passes = 1.0, 1.0
+        self._prices: dict[tuple[int, float, int], PriceList] = {}
+        self._rounds = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens that a sequence writes in the time of a plain pass, of late."""
+        return max(1.0, self._written / self._passes)
+
+    def offers_of(self, seqs: Sequence[Seq]) -> list[Offer]:
+        """The drafters' offers; one that was asked for when the last round was booked still holds."""
+        kept, self._next = self._next, {}
+        if not kept:
+            return [self.offer(seq) for seq in seqs]
+        asked = [kept.get(seq.id, (-1, FREE)) for seq in seqs]
+        return [
+            offer if length == len(seq.tokens) else self.offer(seq)
+            for seq, (length, offer) in zip(seqs, asked, strict=True)
+        ]
+
+    def plan(self, seqs: Sequence[Seq], offers: Sequence[Offer], batch: int, beside: int = 0) -> list[Budget]:
+        """Budgets of these sequences of a batch, whose other ones draft `beside` nodes together."""
+        self._offers = {seq.id: offer for seq, offer in zip(seqs, offers, strict=True)}
+        self._asked = {}
+        if not seqs:
+            return []
+        costly = sum(offer.costs for offer in offers)
+        listed = self._price(batch, self.rate, self._usual_beside(batch) + beside)
+        options = [self._option(*pair, batch, costly, listed) for pair in zip(seqs, offers, strict=True)]
+        others = [beside] * len(seqs)
+        if batch > 1:
+            options, others = self._share(options, batch, beside)
+        spare, budgets = self.allowance.level, []
+        for seq, option, nodes in zip(seqs, options, others, strict=True):
+            length, worst = self._trial(option, batch, costly) if option.idle else (0, 0.0)
+            if length and spare >= worst:
+                spare -= worst
+                depth = 2 * length if option.offer.stops else length  # it goes on only where it is confident
+                option = Option(option.offer, option.levels, asks=True, depth=depth)
+            if option.asks:
+                self._asked[seq.id] = option.depth
+            budgets.append(NOTHING if option.idle else self._budget(seq, option, batch, costly, nodes))
+        return budgets
+
+    def free_chains(self, offers: Sequence[Offer], batch: int) -> tuple[int, float]:
+        """Nodes that drafters which cost nothing would draft for a batch, and how many would be accepted."""
+        depths = self._shared_depths([Levels(offer.free) for offer in offers], batch, 0)
+        pairs = zip(offers, depths, strict=True)
+        return sum(depths), sum(sum(offer.free[:depth]) for offer, depth in pairs)
+
+    def observe(self, outcome: Round) -> None:
+        """Learn from the sequences of a round that were planned here."""
+        batch, nodes, offers = len(outcome.seqs), sum(outcome.drafted), self._offers
+        columns = zip(outcome.seqs, outcome.drafted, outcome.depths, outcome.accepted, strict=True)
+        rows = [row for row in columns if row[0].id in offers]
+        if not rows:
+            return
+        plain, taken = self.cost.pass_seconds(batch, batch), self.cost.pass_seconds(batch + nodes, batch)
+        drafting = self._drafting_seconds(outcome) / plain
+        if any(offer.chosen or offer.costs for offer in offers.values()):  # plain decoding shows nothing
+            self._written = self._written * PACE + 1.0 + sum([row[3] for row in rows]) / len(rows)
+            self._passes = self._passes * PACE + taken / plain + drafting
+        self._rounds += 1
+        if self._rounds % REFRESH == 0:
+            self._prices.clear()
+        lost, each = 0.0, max(0.0, taken - plain) / plain / max(1, nodes)  # passes, and those of a node
+        for seq, drafted, depth, accepted in rows:
+            usual = self._usual.get(seq.id, 0.0)
+            self._usual[seq.id] = usual + 0.2 * (drafted - usual)
+            if seq.id in self._asked:
+                spent = batch * (each * drafted + drafting / len(self._asked))
+                once = min(spent, batch * self._offers[seq.id].start / plain / len(self._asked))
+                lost += spent - accepted
+                self._book(seq, drafted, depth, accepted, spent, once)
+        if any(offer.costs for offer in offers.values()):
+            self.allowance.book(lost / batch)
+
+    def forget(self, seq: Seq) -> None:
+        for kept in (self._records, self._offers, self._usual, self._next):
+            kept.pop(seq.id, None)
+
+    def _book(self, seq: Seq, drafted: int, depth: int, accepted: int, spent: float, once: float) -> None:
+        """Record what a drafter that costs gained, against the passes that it took.
+
+        `once` are those that went into reading the sequence so far: later rounds do not need them again.
+        """
+        following = self.offer(seq)  # it also says what was expected of the round that is being booked
+        self._next[seq.id] = len(seq.tokens), following
+        expected = following.expected
+        for record in (self._record(seq), self._latest):
+            if depth:
+                record.count(depth, accepted, drafted)
+            if expected is not None:
+                record.count_expected(expected, accepted)
+            # what a drafter expects, corrected by its bias, varies less than what was accepted
+            likely = accepted if expected is None else record.trust * expected
+            record.count_gain(likely - self.rate * (spent - once))
+
+    def _drafting_seconds(self, outcome: Round) -> float:
+        """What drafting took; a pause of the machine is not charged to the drafter."""
+        most = 0.0
+        for seq, depth in zip(outcome.seqs, outcome.depths, strict=True):
+            if seq.id in self._asked:
+                offer = self._offers[seq.id]
+                levels = max(1, depth) if offer.stops else self._asked[seq.id]  # drafted, accepted or not
+                most = max(most, offer.start + 2 * offer.until(levels + 1))
+        return min(outcome.seconds.get("draft", most / 2), most)
+
+    def _usual_beside(self, batch: int) -> int:
+        """Nodes that the others of a batch usually draft, in steps, so that few price lists are made."""
+        usual = sum(self._usual.get(seq_id, 0.0) for seq_id in self._offers)
+        step = max(1, batch // 2)
+        return step * round(usual * (batch - 1) / batch / step)
+
+    def _option(self, seq: Seq, offer: Offer, batch: int, costly: int, listed: PriceList) -> Option:
+        """What costs nothing, or what the drafter that costs would gain: whichever gains more."""
+        free = Option(offer, Levels(offer.free))
+        if not offer.costs:
+            return free
+        free_gain = best_depth(free.levels, listed.price)[1]
+        record = self._record(seq)
+        costs = [self._in_tokens(seconds, batch, costly) for seconds in offer.seconds]
+        survivals = record.survivals(self.nodes, least=costs[-1])
+        levels = Levels(survivals, costs, max(1.0, record.nodes) if offer.chosen else 1.0)
+        depth, gain = best_depth(levels, listed.price)
+        if offer.stops:  # what it gains by stopping in time shows only in its rounds
+            least = 2 * shortest_that_pays(listed.price, costs)  # less could not pay at any confidence
+            depth, gain = min(listed.deepest, max(depth + 1, least)), record.mean_gain
+        elif offer.chosen:  # the nodes it left out were not tested, so its rates are too high
+            gain = min(gain, record.mean_gain)
+        left = (seq.max_length - len(seq.tokens)) / (1.0 + sum(levels.survivals[:depth]))  # rounds
+        pays = gain > max(free_gain, WORTH_IT) and gain * left > self._in_tokens(offer.start, batch, 1)
+        if pays and depth and self.allowance.covers(0.0):
+            return Option(offer, levels, asks=True, depth=depth)
+        return Option(offer, free.levels, idle=not free_gain)
+
+    def _share(self, options: list[Option], batch: int, beside: int) -> tuple[list[Option], list[int]]:
+        """The same with one pass for all sequences: how deep each goes, and how many nodes the others have."""
+        depths = self._shared_depths([option.levels for option in options], batch, beside)
+        nodes = [round(depth * option.levels.nodes) for depth, option in zip(depths, options, strict=True)]
+        shared = [
+            Option(one.offer, one.levels, one.asks and depth > 0, one.idle or (one.asks and not depth), depth)
+            for one, depth in zip(options, depths, strict=True)
+        ]
+        step, drafted = max(1, batch // 8), beside + sum(nodes)
+        return shared, [(drafted - own) // step * step for own in nodes]
+
+    def _shared_depths(self, levels: Sequence[Levels], batch: int, beside: int) -> list[int]:
+        """How deep each of several sequences should draft beside so many nodes of others."""
+        before, rate = self.cost.pass_seconds(batch + beside, batch), self.rate
+        plain = self.cost.pass_seconds(batch, batch)
+
+        def price(nodes: int) -> float:
+            more = self.cost.pass_seconds(batch + beside + nodes, batch) - before
+            return rate * batch * more / plain
+
+        return allocate(levels, price)
+
+    def _trial(self, option: Option, batch: int, costly: int) -> tuple[int, float]:
+        """The shortest draft that could pay, and what it costs in plain rounds if all of it is rejected."""
+        offer, plain = option.offer, self.cost.pass_seconds(batch, batch)
+        price = self._price(batch, 1.0, 0).price
+        costs = [seconds * batch / costly / plain for seconds in offer.seconds]
+        length = shortest_that_pays(price, costs)
+        worst = price[length] - 1.0 + total(costs, length) + offer.start * batch / plain
+        return length, worst / batch
+
+    def _budget(self, seq: Seq, option: Option, batch: int, costly: int, others: int) -> Budget:
+        offer, listed = option.offer, self._price(batch, self.rate, others)
+        if not option.asks:
+            nodes = listed.deepest if listed.widest == 1 else self.nodes if listed.deepest else 0
+            return Budget(nodes, listed.deepest, listed.widest, listed.price[: nodes + 1], source="free")
+        level = self._in_tokens(offer.level, batch, costly)
+        if not offer.chosen:
+            return Budget(option.depth, option.depth, level=level, source="costly")
+        nodes = option.depth if listed.widest == 1 else self.nodes
+        price, trust = listed.price[: nodes + 1], self._record(seq).trust
+        if abs(trust - 1.0) > CLOSE:
+            price, level = tuple(cost / trust for cost in price), level / trust
+        return Budget(nodes, option.depth, listed.widest, price, level, "costly")
+
+    def _price(self, batch: int, rate: float, others: int) -> PriceList:
+        key = batch, round(rate * 20) / 20, others
+        if key not in self._prices:
+            price = self.cost.price(self.nodes, batch - 1, key[1], others)
+            self._prices[key] = PriceList(price, deepest(price), widest(price, self.width))
+        return self._prices[key]
+
+    def _in_tokens(self, seconds: float, batch: int, sharing: int) -> float:
+        """Tokens that would have been written in that time, per sequence of those that share it."""
+        return self.rate * batch * seconds / self.cost.pass_seconds(batch, batch) / sharing
+
+    def _record(self, seq: Seq) -> History:
+        if seq.id not in self._records:
+            self._records[seq.id] = History.after(self._latest)
+        return self._records[seq.id]

@@ -1,0 +1,189 @@
+"""One form for a whole batch, in a simulator where time is counted: never far below plain, and near the best form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from forerun.control.adaptive import AdaptiveController
+from forerun.control.cost import CostModel
+from forerun.offers import Form, Offer
+from forerun.testing import FakeSeq
+from forerun.testing.menu_simulator import MenuSimulation, SimulatedMenu, Trace, accepted_of
+from forerun.types import Round
+
+FLAT = CostModel({1: 4.4, 32: 4.8, 64: 5.0, 128: 5.4, 192: 6.0, 256: 7.0, 384: 9.5, 512: 12.0, 1024: 24.0})
+LEAPS = CostModel(
+    {1: 4.4, 32: 4.9, 64: 5.6, 128: 7.2, 192: 12.5, 256: 13.1, 384: 18.4, 512: 24.0, 1024: 48.0}
+)
+STEEP = CostModel({1: 5.0, 2: 6.5, 4: 9.5, 8: 17.0, 16: 30.0})
+FORMS = tuple(
+    Form(*form)
+    for form in ((1, 1, 1), (2, 2, 1), (3, 3, 1), (5, 5, 1), (8, 3, 3), (16, 4, 4), (24, 5, 6), (59, 6, 10))
+)
+MENU = SimulatedMenu(FORMS, level=0.11)
+HOST = 0.02  # of one sequence, in the same milliseconds
+LEAST = 0.985  # of plain decoding, over any 200 rounds
+
+TRACES: dict[str, Trace] = {
+    "low": lambda now: 0.05,
+    "nothing": lambda now: 0.0,
+    "middle": lambda now: 0.4,
+    "high": lambda now: 0.8,
+    "every 10": lambda now: 0.0 if now // 10 % 2 else 0.8,
+    "every 60": lambda now: 0.0 if now // 60 % 2 else 0.85,
+    "falls": lambda now: 0.9 if now < 250 else 0.0,
+    "rises": lambda now: 0.9 if now > 250 else 0.0,
+}
+
+
+def seconds_of(cost: CostModel, form: Form, batch: int) -> float:
+    drafting = MENU.seconds(form, batch) if form.nodes else 0.0
+    return cost.pass_seconds(batch * (1 + form.nodes)) + drafting + HOST * batch
+
+
+def best_speed(cost: CostModel, batch: int, rate: float) -> float:
+    """What the best single form gives over plain decoding."""
+    plain = seconds_of(cost, Form(0, 0, 1), batch)
+    each = [(1 + accepted_of(form, rate)) * plain / seconds_of(cost, form, batch) for form in FORMS]
+    return max(1.0, *each)
+
+
+@pytest.mark.parametrize("trace", TRACES)
+@pytest.mark.parametrize("batch", [1, 8, 64, 128])
+@pytest.mark.parametrize("cost", [FLAT, LEAPS, STEEP], ids=["flat", "leaps", "steep"])
+def test_never_far_below_plain_over_any_200_rounds(cost: CostModel, batch: int, trace: str) -> None:
+    history = MenuSimulation(cost, MENU, [TRACES[trace]] * batch, host=HOST).run(420)
+    assert history.worst_window() >= LEAST
+
+
+class Adversary:
+    """Drafts are good until they are made for a few rounds in a row, and then worthless until they stop."""
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+        self.simulation: MenuSimulation | None = None
+
+    def __call__(self, now: int) -> float:
+        assert self.simulation is not None
+        recent = self.simulation.history.rounds[-self.patience :]
+        return 0.0 if recent and all(one.nodes for one in recent) else 0.9
+
+
+def against_adversary(cost: CostModel, batch: int, patience: int) -> MenuSimulation:
+    adversary = Adversary(patience)
+    adversary.simulation = MenuSimulation(cost, MENU, [adversary] * batch, host=HOST)
+    return adversary.simulation
+
+
+@pytest.mark.parametrize("patience", [1, 4, 20])
+@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("cost", [FLAT, LEAPS, STEEP], ids=["flat", "leaps", "steep"])
+def test_not_even_against_an_adversary(cost: CostModel, batch: int, patience: int) -> None:
+    assert against_adversary(cost, batch, patience).run(600).worst_window() >= LEAST
+
+
+def test_it_is_the_allowance_that_holds_against_the_adversary() -> None:
+    simulation = against_adversary(LEAPS, 1, 1)
+    assert isinstance(simulation.controller, AdaptiveController)
+    simulation.controller.allowance.most = simulation.controller.allowance.level = 1e9
+    assert simulation.run(600).worst_window() < LEAST
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("cost", [FLAT, LEAPS], ids=["flat", "leaps"])
+def test_sequences_that_differ_join_and_leave(cost: CostModel, seed: int) -> None:
+    traces: list[Trace] = [TRACES[name] for name in TRACES] * 8
+    simulation = MenuSimulation(cost, MENU, traces, lifetime=90, host=HOST, noise=0.05, seed=seed)
+    sizes: Callable[[int], int] = lambda now: 1 + (now // 3 * 7) % 64  # noqa: E731
+    assert simulation.run(600, sizes).worst_window() >= LEAST
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.6])
+@pytest.mark.parametrize("batch", [1, 32])
+def test_a_curve_that_was_measured_badly_is_put_right(batch: int, factor: float) -> None:
+    wrong = CostModel({size: spent * (factor if size > 48 else 1.0) for size, spent in LEAPS.seconds.items()})
+    simulation = MenuSimulation(LEAPS, MENU, [TRACES["high"]] * batch, believed=wrong, host=HOST)
+    history = simulation.run(700)
+    assert history.speed(400) >= 0.88 * best_speed(LEAPS, batch, 0.8)
+    assert history.worst_window() >= LEAST
+
+
+@pytest.mark.parametrize("rate", [0.4, 0.6, 0.8])
+@pytest.mark.parametrize("batch", [1, 8, 32, 64])
+@pytest.mark.parametrize("cost", [FLAT, LEAPS], ids=["flat", "leaps"])
+def test_finds_most_of_what_the_best_form_gives(cost: CostModel, batch: int, rate: float) -> None:
+    history = MenuSimulation(cost, MENU, [lambda now: rate] * batch, host=HOST, noise=0.03).run(500)
+    assert history.speed(200) >= 0.87 * best_speed(cost, batch, rate)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_drafting_returns_after_acceptance_has_risen(batch: int) -> None:
+    """Nothing is accepted for long, twice: neither debt nor a bad record keeps drafts away for more than 300 rounds."""
+    trace: Trace = lambda now: 0.85 if now // 500 % 2 else 0.0  # noqa: E731
+    history = MenuSimulation(FLAT, MENU, [trace] * batch, host=HOST).run(2000)
+    for end in (1000, 2000):
+        assert history.speed(end - 200, end) >= 0.87 * best_speed(FLAT, batch, 0.85)
+
+
+def test_one_form_for_all_and_it_stays() -> None:
+    simulation = MenuSimulation(FLAT, MENU, [TRACES["middle"]] * 16, host=HOST)
+    simulation.run(100)
+    budgets = simulation.controller.plan(simulation.seqs)
+    assert len(set(budgets)) == 1
+    assert Form(budgets[0].nodes, budgets[0].depth, budgets[0].width) in FORMS
+    assert budgets[0].source == "costly"
+    assert budgets[0].price is None
+    rounds = simulation.run(300).rounds[100:]
+    changes = sum(before.nodes != after.nodes for before, after in pairwise(rounds))
+    assert changes < 60
+
+
+def test_few_rounds_are_trials_where_nothing_pays() -> None:
+    history = MenuSimulation(FLAT, MENU, [TRACES["nothing"]] * 32, host=HOST).run(1000)
+    assert 3 <= sum(one.nodes > 0 for one in history.rounds[200:]) <= 800 // 50
+
+
+def test_forms_that_are_too_dear_are_never_tried() -> None:
+    dear = CostModel({1: 1.0, 4: 1.2, 8: 4.0, 1024: 3000.0})
+    history = MenuSimulation(dear, MENU, [TRACES["high"]] * 4).run(300)
+    assert not any(one.nodes for one in history.rounds)
+
+
+@pytest.mark.parametrize("survival", [0.95, 0.2])
+def test_free_chains_or_the_menu_never_both_in_one_round(survival: float) -> None:
+    """Where n-gram matches promise more for the batch, all draft from them; else all take the menu's form."""
+    free = tuple(survival**depth for depth in range(1, 9))
+    controller = AdaptiveController(CostModel(FLAT.seconds), 60, 10, lambda seq: Offer(free=free, menu=MENU))
+    seqs = [FakeSeq(i, [1]) for i in range(8)]
+    sources = []
+    for _ in range(80):
+        budgets = controller.plan(seqs)
+        nodes = tuple(min(8, budget.nodes) if budget.source == "free" else budget.nodes for budget in budgets)
+        depths = tuple(budget.depth for budget in budgets)
+        accepted = tuple(min(1, count) for count in nodes)
+        drafting = 0.4 if budgets[0].source == "costly" else 0.0
+        seconds = {"draft": drafting, "target": FLAT.pass_seconds(8 + sum(nodes)), "rest": 0.1}
+        controller.observe(Round(tuple(seqs), nodes, depths, accepted, seconds))
+        assert len({budget.source for budget in budgets}) == 1
+        sources.append(budgets[0].source)
+    assert sources[-20:].count("free" if survival > 0.5 else "costly") >= 18
+
+
+def test_a_batch_of_several_kinds_has_a_form_for_some_and_budgets_for_the_rest() -> None:
+    offers = {0: Offer(menu=MENU), 1: Offer(free=(0.9, 0.8)), 2: Offer(menu=MENU), 3: Offer()}
+    controller = AdaptiveController(CostModel(FLAT.seconds), 60, 10, lambda seq: offers[seq.id])
+    seqs = [FakeSeq(i, [1]) for i in range(4)]
+    for _ in range(20):
+        first, second, third, fourth = budgets = controller.plan(seqs)
+        assert first is third
+        assert second.source == fourth.source == "free"
+        nodes = (first.nodes, 2, third.nodes, 0)
+        seconds = {"draft": 0.3, "target": FLAT.pass_seconds(4 + sum(nodes)), "rest": 0.1}
+        depths = tuple(budget.depth for budget in budgets)
+        controller.observe(Round(tuple(seqs), nodes, depths, tuple(min(1, n) for n in nodes), seconds))
+    assert first.nodes > 0
+    for seq in seqs:
+        controller.forget(seq)
