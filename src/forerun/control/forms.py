@@ -13,6 +13,7 @@ case is all that comes of it is covered by the allowance (allowance.py), so that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import NamedTuple
 
 from forerun.control.acceptance import Acceptance
@@ -63,7 +64,7 @@ class Around:
         key = form, batch.bit_length()
         rounds = self._rounds[key] = self._rounds.get(key, 0) + 1
         known = self._seconds.get(key, expected)
-        if known:
+        if known and isfinite(known):  # a menu may say that a form is not ready
             seconds = known + (min(seconds, 3.0 * known) - known) * max(SMOOTH, 1.0 / rounds)
         self._seconds[key] = seconds
 
