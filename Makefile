@@ -33,11 +33,14 @@ docs: $(READY)  ## the generated pages, and the site into site/
 	$(BIN)/python -m tools.docs_pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench-cpu: $(READY) model llama  ## ratios over transformers, llama.cpp and our own plain loop, in one run
-	$(BIN)/python -m forerun.bench.cpu --json bench-out/cpu.json --plot bench-out/cpu.png $(ARGS)
+bench-cpu: $(READY) model llama  ## ratios over transformers, llama.cpp and our own plain loop; batches of 1 to 128
+	$(BIN)/python -m forerun.bench.cpu --json bench-out/cpu.json --plot bench-out/cpu.png \
+	--batch-plot bench-out/cpu-batches.png $(ARGS)
 
-bench-gpu: $(READY) model  ## t(n), plain and speculative text on a GPU, bits included
-	$(BIN)/python -m forerun.bench.gpu
+bench-gpu: $(READY) model  ## t(n), plain and speculative texts in batches of 1 to 128 on a GPU, texts compared
+	@mkdir -p bench-out
+	$(BIN)/python -m forerun.bench.gpu --json bench-out/gpu.json --plot bench-out/gpu-passes.png \
+	--batch-plot bench-out/gpu-batches.png $(ARGS)
 
 bench-serve: $(READY) model  ## a server under load: speculation off, fixed and adaptive, texts compared
 	$(BIN)/python -m forerun.bench.serve --json bench-out/serve.json --plot bench-out/serve.png $(ARGS)

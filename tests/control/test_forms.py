@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from math import inf
 
 import pytest
 
@@ -150,6 +151,19 @@ def test_forms_that_are_too_dear_are_never_tried() -> None:
     dear = CostModel({1: 1.0, 4: 1.2, 8: 4.0, 1024: 3000.0})
     history = MenuSimulation(dear, MENU, [TRACES["high"]] * 4).run(300)
     assert not any(one.nodes for one in history.rounds)
+
+
+class PartlyReady(SimulatedMenu):
+    """Forms of more than three nodes are not captured."""
+
+    def seconds(self, form: Form, batch: int) -> float:
+        return super().seconds(form, batch) if form.nodes <= 3 else inf
+
+
+def test_forms_that_are_not_ready_are_never_asked_for() -> None:
+    history = MenuSimulation(FLAT, PartlyReady(FORMS, 0.11), [TRACES["high"]] * 4, host=HOST).run(300)
+    assert {one.nodes // one.batch for one in history.rounds} <= {0, 1, 2, 3}
+    assert history.speed(100) > 1.8
 
 
 @pytest.mark.parametrize("survival", [0.95, 0.2])

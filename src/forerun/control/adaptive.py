@@ -8,7 +8,7 @@ per second for the batch: trees from the host and from the device in one pass wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from forerun.control.allowance import Allowance
@@ -81,11 +81,11 @@ class AdaptiveController:
         return [planned[b] for b in range(len(seqs))]
 
     def observe(self, outcome: Round) -> None:
-        batch, nodes, seconds = len(outcome.seqs), sum(outcome.drafted), outcome.seconds
+        batch, nodes = len(outcome.seqs), sum(outcome.drafted)
         if not outcome.prompt_rows:  # a pass that read prompts too says nothing about a round
-            self.cost.observe(batch + nodes, pass_of(seconds), batch)
+            self.cost.observe(batch + nodes, pass_of(outcome.seconds), batch)
         for decision in self._decisions:
-            self._observe_menu(decision, outcome, seconds)
+            self._observe_menu(decision, outcome)
         self.planner.observe(outcome)
 
     def forget(self, seq: Seq) -> None:
@@ -106,7 +106,7 @@ class AdaptiveController:
                 promise = free
         return Decision(chooser, ids, promise)
 
-    def _observe_menu(self, decision: Decision, outcome: Round, seconds: Mapping[str, float]) -> None:
+    def _observe_menu(self, decision: Decision, outcome: Round) -> None:
         """Book what the round gained or lost against plain decoding, and learn what its form brings and takes."""
         batch, wanted = len(outcome.seqs), set(decision.ids)
         which = [b for b, seq in enumerate(outcome.seqs) if seq.id in wanted]
@@ -115,7 +115,9 @@ class AdaptiveController:
         promise = decision.promise
         if not nodes and promise.form.nodes:
             promise = promise._replace(form=PLAIN)  # the drafter was not ready
-        decision.chooser.observe(promise, decision.ids, accepted, batch, seconds)
+        decision.chooser.observe(
+            promise, decision.ids, accepted, batch, outcome.seconds, is_alone=not outcome.prompt_rows
+        )
         plain = decision.chooser.plain_seconds(batch)
         taken = decision.chooser.promise_of(promise.form, batch + nodes, batch, 0.0).seconds
         self.allowance.book(taken / plain - 1.0 - sum(accepted) / batch if nodes else 0.0)

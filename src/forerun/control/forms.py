@@ -13,6 +13,7 @@ case is all that comes of it is covered by the allowance (allowance.py), so that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import NamedTuple
 
 from forerun.control.acceptance import Acceptance
@@ -63,7 +64,7 @@ class Around:
         key = form, batch.bit_length()
         rounds = self._rounds[key] = self._rounds.get(key, 0) + 1
         known = self._seconds.get(key, expected)
-        if known:
+        if known and isfinite(known):  # a menu may say that a form is not ready
             seconds = known + (min(seconds, 3.0 * known) - known) * max(SMOOTH, 1.0 / rounds)
         self._seconds[key] = seconds
 
@@ -128,14 +129,15 @@ class FormChooser:
         accepted: Sequence[int],
         batch: int,
         seconds: Mapping[str, float],
+        is_alone: bool = True,
     ) -> None:
-        """A round of this form: what was accepted of each sequence that drafted, and seconds by part."""
+        """A round of this form: tokens accepted of each sequence, seconds by part; did it read no prompts beside?"""
         form = promise.form
         self._round += 1
         self._tried[form] = self._round
         if self._round < RARELY or self._round % REFRESH == 0:
             self._times.clear()
-        if not seconds.get("prompt"):  # else the round did more than its own work
+        if is_alone:  # else the round did more than its own work
             known = self.around.seconds(form, batch, self._said(form, len(ids)))
             self.around.observe(form, batch, sum(seconds.values()) - pass_of(seconds), known)
         if form.nodes:

@@ -35,7 +35,7 @@ def same_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any], str]:
-    code = cpu.main([*words, "--threads", "1"])
+    code = cpu.main([*words, "--threads", "1", *(() if "--batches" in words else ("--batches", ""))])
     printed = capsys.readouterr().out
     return code, json.loads(printed.splitlines()[-1]), printed
 
@@ -100,9 +100,13 @@ def test_formats_are_measured_and_what_is_absent_is_null(
     capsys: pytest.CaptureFixture[str], suite: str
 ) -> None:
     words = ["--suite", suite, "--max-tokens", "4", "--repeats", "1", "--skip-transformers", "--threads", "1"]
-    assert cpu.main(words) == 0
+    assert cpu.main([*words, "--batches", "1,3"]) == 0
     printed = capsys.readouterr()
     result = json.loads(printed.out.splitlines()[-1])
+    rows = result["batches"]["rows"]
+    assert [(row["batch"], row["texts"]) for row in rows if row["setup"] == "plain"] == [(1, 8), (3, 8)]
+    assert {row["setup"] for row in rows} == {"plain", "auto", "ngram"}
+    assert not any(row["differing"] for row in rows)
     assert "left out: llama.cpp reads .gguf files only" in printed.err
     for name in ("plain_vs_transformers", "plain_vs_llama_cpp", "best_vs_llama_cpp"):
         assert result["ratios"][name] is None

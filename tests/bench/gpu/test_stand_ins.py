@@ -5,16 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from forerun.bench.batches.sweep import parse_batches
 from forerun.bench.gpu import rounds as gpu_rounds
 from forerun.bench.gpu.plot import draw_passes
 from forerun.bench.gpu.stand_ins import AnswerTrees, RandomWeights
-from forerun.bench.gpu.texts import Texts, parse_form
-from forerun.build import make_engine
+from forerun.bench.gpu.texts import parse_form
 from forerun.errors import InvalidInput
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.inflate import Shape
-from forerun.params import EngineConfig, SpeculativeConfig
 from forerun.testing import FakeSeq
 from forerun.testing.conformance import check_trees
 from forerun.types import Budget, Needs, TreeBatch
@@ -77,23 +76,16 @@ def test_the_curve_is_drawn(tmp_path: Path) -> None:
     draw_passes({"shapes": [], "machine": {}, "context": 512}, tmp_path / "nothing.png")
 
 
-def test_texts_are_written_in_every_way_and_compared() -> None:
-    target = make_target("llama", "cpu")
-    engine = make_engine(target, frozenset(), SpeculativeConfig(drafter="ngram"), EngineConfig())
-    texts = Texts(engine, [(5, 6, 7), (8, 9, 8, 9, 8)], ["qa", "math"], tokens=6)
-    runs = texts.write_all({"none": ("none", None), "copies": ("ngram", Budget(3, 3))}, [1, 2])
-    assert [(run["drafter"], run["batch"]) for run in runs] == [
-        ("none", 1), ("copies", 1), ("none", 2), ("copies", 2),
-    ]  # fmt: skip
-    assert all(run["tokens"] == 12 and not run["differing"] for run in runs)
-    assert set(runs[0]["by_task"]) == {"qa", "math"}
-    texts.plain[0] = [0] * 6
-    assert texts.write(("none", None), 1)[0][0] != texts.plain[0], "a text that differs would be seen"
-
-
 def test_forms_of_drafts() -> None:
     assert parse_form("adaptive") is None
     assert parse_form("5:5") == Budget(5, 5, 1)
     assert parse_form("32:6:8") == Budget(32, 6, 8)
     with pytest.raises(InvalidInput, match="nodes:depth:width"):
         parse_form("many")
+
+
+def test_batch_sizes() -> None:
+    assert parse_batches("1,8,64") == [1, 8, 64]
+    for wrong in ("", "1,,2", "0", "many"):
+        with pytest.raises(InvalidInput, match="--batches"):
+            parse_batches(wrong)

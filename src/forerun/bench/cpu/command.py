@@ -23,6 +23,10 @@ from rich.console import Console
 
 from forerun import registry
 from forerun.bench.bandwidth import METHODS, bandwidth
+from forerun.bench.batches.report import draw, table
+from forerun.bench.batches.rival import read_rival
+from forerun.bench.batches.sweep import SIZES
+from forerun.bench.cpu.batches import measure_batches
 from forerun.bench.cpu.memory import resident
 from forerun.bench.cpu.modes import measure_modes
 from forerun.bench.machine import cores, is_busy, load_average
@@ -51,6 +55,7 @@ _LLAMA_CPP = "forerun.bench.peers.llama_cpp"
 SPEC_BENCH = TASKS[:6]  # the tasks that others report
 FULL = {"limit": 2, "repeats": 3, "max_tokens": 64}
 QUICK = {"limit": 1, "repeats": 2, "max_tokens": 40}
+QUICK_BATCHES = "1,8"
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -77,6 +82,22 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--skip-transformers", action="store_true", help="leave transformers out")
     add("--skip-llama-cpp", action="store_true", help="leave llama.cpp out")
     add("--skip-modes", action="store_true", help="no t(n) by number format, no memory of a fresh process")
+    add(
+        "--batches",
+        help="sequences at once, by comma; default: 1 to 128, with --quick 1,8; empty = no batch sweep",
+    )
+    add(
+        "--vllm",
+        type=Path,
+        metavar="FILE",
+        help="another engine's figures by batch size, to show beside ours",
+    )
+    add(
+        "--batch-plot",
+        type=Path,
+        metavar="PATH",
+        help="draw tokens/s and time per token by batch size as a PNG",
+    )
     add("--threads", type=int, help="CPU threads; default: one per core")
     add("--require-idle", action="store_true", help="refuse to measure on a busy machine")
     add("--json", type=Path, metavar="PATH", help="write the JSON document there too")
@@ -85,6 +106,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in (QUICK if flags.quick else FULL).items():
         if getattr(flags, name) is None:
             setattr(flags, name, value)
+    if flags.batches is None:
+        flags.batches = QUICK_BATCHES if flags.quick else ",".join(map(str, SIZES))
     if flags.tasks is None:
         flags.tasks = () if flags.suite else SPEC_BENCH
     elif flags.tasks == ("all",):
@@ -102,7 +125,7 @@ def settings_of(flags: argparse.Namespace) -> Settings:
     model, draft = flags.pair or (flags.model, flags.draft_model)
     setups = (*parse_setups(drafters_of(flags.drafters, model, draft)), fixed_setup(flags))
     given = {name: getattr(flags, name) for name in Settings.__dataclass_fields__ if hasattr(flags, name)}
-    given |= {"model": model, "draft_model": draft, "setups": setups, "device": "cpu"}
+    given |= {"model": model, "draft_model": draft, "setups": setups, "device": "cpu", "batches": (1,)}
     return Settings(**given, peers=peers_of(flags))
 
 
@@ -229,6 +252,9 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     result = run(settings, name="cpu", fixed=fixed_setup(flags).name)
     result["conditions"]["left_out"] |= left_out
     add_headline(result)
+    if flags.batches:
+        result["batches"] = measure_batches(settings, flags)
+        result["equal"] = result["equal"] and not any(row["differing"] for row in result["batches"]["rows"])
     return result | formats
 
 
@@ -236,7 +262,13 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run, print tables and the JSON line; 1 when a text differs, 2 for a user's error."""
     flags = parse(words)
     try:
+        rival = [] if flags.vllm is None else read_rival(flags.vllm)
         result = measure(flags)
+        if flags.batch_plot and "batches" in result:
+            flags.batch_plot.parent.mkdir(parents=True, exist_ok=True)
+            facts = result["conditions"]
+            title = f"{facts['model']}, {facts['cpu']}, {facts['date'][:10]}, commit {facts['commit']}"
+            draw(result["batches"]["rows"], flags.batch_plot, title, rival)
         if flags.plot:
             from forerun.bench.report.plots import plot
 
@@ -247,6 +279,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     show(result)
     show_modes(result)
+    if "batches" in result:
+        print(table(result["batches"]["rows"], rival))
     document = json.dumps(result)
     if flags.json:
         flags.json.parent.mkdir(parents=True, exist_ok=True)

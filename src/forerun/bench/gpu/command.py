@@ -3,7 +3,7 @@
 First t(n), the time of one pass over n nodes per sequence, for three shapes with random weights and several batch
 sizes, beside the time that reading the weights takes at the measured copy rate; whole rounds with a head of one
 layer; and passes behind a long context. Then texts of an inflated model (`gpu/texts.py`), with transformers' `generate`
-beside them. The last line of stdout is one JSON document.
+beside them. The last line of stdout is one JSON document, or, where that goes to a file, a table by batch size.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from forerun.bench.batches.report import draw, table
+from forerun.bench.batches.rival import RivalRow, read_rival
+from forerun.bench.batches.sweep import SIZES, parse_batches
 from forerun.bench.gpu.plot import draw_passes
 from forerun.bench.gpu.rounds import measure_long_context, measure_rounds, seconds_of
 from forerun.bench.gpu.stand_ins import RandomWeights
@@ -159,16 +164,27 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--head", type=Path, help="folder of its EAGLE-3 head; default: the one in the package"
     )
-    group.add_argument("--head-kinds", default="plain,int8", help="kinds of the head's weights")
+    group.add_argument("--head-kinds", default="int8", help="kinds of the head's weights: plain, int8")
     group.add_argument(
-        "--forms",
-        default="5:5,16:5:4,32:6:8,59:6:10,adaptive",
-        help="drafts of the head, nodes:depth:width, or adaptive",
+        "--forms", default="adaptive", help="drafts of the head: adaptive, or nodes:depth:width, by comma"
     )
     group.add_argument("--suite", default="builtin", help="prompts: builtin, or a JSONL file")
-    group.add_argument("--limit", type=int, default=2, help="prompts per task")
-    group.add_argument("--max-tokens", type=int, default=96)
-    group.add_argument("--batches", default="1,8", help="sequences at once")
+    group.add_argument("--limit", type=int, default=8, help="prompts per task")
+    group.add_argument("--max-tokens", type=int, help="new tokens per text; default: 96, with --quick 64")
+    group.add_argument("--batches", default=",".join(map(str, SIZES)), help="sequences at once")
+    group.add_argument("--texts-per-place", type=int, default=8, help="texts per place in the batch")
+    group.add_argument(
+        "--vllm", type=Path, metavar="FILE", help="another engine's figures, to show beside ours"
+    )
+    group.add_argument(
+        "--write-prompts", type=Path, metavar="FILE", help="write the prompts' token ids there, as JSONL"
+    )
+    group.add_argument(
+        "--batch-plot",
+        type=Path,
+        metavar="FILE",
+        help="draw tokens/s and time per token by batch size, as PNG",
+    )
     group.add_argument("--skip-random-trees", action="store_true", help="no trees that branch at random")
     group.add_argument("--skip-transformers", action="store_true")
 
@@ -179,7 +195,11 @@ def main() -> None:
     )
     parser.add_argument("--shapes", default="135m,1b,8b", help="shapes to time passes of; empty = none")
     parser.add_argument("--weights", default="plain", help="kinds of weights: plain, int8, fp8")
-    parser.add_argument("--quick", action="store_true", help="few sizes, batch 1")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="few sizes of passes; texts shorter, without random trees and transformers",
+    )
     parser.add_argument("--long", action="store_true", help="passes behind 32k tokens too")
     parser.add_argument("--products", action="store_true", help="every product by number of rows")
     parser.add_argument("--sweep", action="store_true", help="with --products: try other tiles")
@@ -188,6 +208,13 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="where to draw t(n), as PNG")
     _add_text_flags(parser.add_argument_group("texts"))
     given = parser.parse_args()
+    given.max_tokens = given.max_tokens or (64 if given.quick else 96)
+    given.skip_transformers = given.skip_transformers or given.quick
+    given.skip_random_trees = given.skip_random_trees or given.quick
+    rival = (
+        [] if given.vllm is None else read_rival(given.vllm)
+    )  # a mistake there shows before minutes are spent
+    parse_batches(given.batches)
     if not torch.cuda.is_available():
         raise InvalidInput("this benchmark needs a CUDA device and torch sees none; use forerun.bench.cpu")
     facts = {**machine_facts(), "gpu": torch.cuda.get_device_name()}
@@ -202,8 +229,23 @@ def main() -> None:
     ]
     if given.model:
         document["texts"] = measure_texts(given)
-    if given.json is not None:
-        given.json.write_text(json.dumps(document), encoding="utf-8")
+        if rival:
+            document["texts"]["rival"] = [asdict(row) for row in rival]
+    finish(document, given, rival)
+
+
+def finish(document: dict[str, Any], given: argparse.Namespace, rival: Sequence[RivalRow]) -> None:
+    """Write and draw what was asked for. The last lines are the table, or, where no file was named, the document."""
     if given.plot is not None:
         draw_passes(document, given.plot)
-    print(json.dumps(document))
+    rows = document.get("texts", {}).get("rows", [])
+    if given.batch_plot is not None and rows:
+        facts = document["machine"]
+        title = f"{given.preset} shape on {facts['gpu']}, {facts['date'][:10]}, commit {facts['commit']}"
+        draw(rows, given.batch_plot, title, rival)
+    if given.json is not None:
+        given.json.write_text(json.dumps(document), encoding="utf-8")
+    else:
+        print(json.dumps(document))
+    if rows and given.json is not None:
+        print(table(rows, rival))
