@@ -86,7 +86,8 @@ def test_texts_do_not_depend_on_who_joins_leaves_or_idles(
 
     engine.max_batch = 1
     plain = _write(engine, requests("none"), rng)
-    engine.max_batch, engine.controller = 5, RandomForms(seed, [*FORMS[:7], None])
+    forms_used = FORMS[:7] if device == "cpu" else (FORMS[2], FORMS[5])  # a GPU compiles and captures each
+    engine.max_batch, engine.controller = 5, RandomForms(seed, [*forms_used, None])
     forms = _forms_scored(target, monkeypatch)
     assert _write(engine, requests("device"), rng) == plain
     assert not drafter._failed
