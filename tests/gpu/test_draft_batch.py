@@ -322,3 +322,32 @@ def test_sampled_texts_are_drafted_for_on_the_device(device: str, monkeypatch: p
         assert any(form is not None for form in forms) == (name == "device")
     assert not drafter._failed
     assert texts["device", FORMS[2]] == texts["device", FORMS[6]] == texts["none", None]
+
+
+def test_a_form_that_a_batch_has_no_graph_of_is_replaced_and_not_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A controller may ask for a form of the menu that is too large for so many sequences; others are insisted on."""
+    batch = Batch()
+    batch.join(*[3] * 9)
+    draft = batch.ours.draft
+    monkeypatch.setattr(draft.replays, "capture", True)  # as on a GPU, but for the graphs themselves
+    monkeypatch.setattr(draft.replays, "do", lambda name, work: work())
+    rehearsed, rehearse = list[tuple[Form, int]](), draft.rehearse
+    monkeypatch.setattr(
+        draft,
+        "rehearse",
+        lambda form, bucket, reach: (rehearsed.append((form, bucket)), rehearse(form, bucket, reach)),
+    )
+    for form in (Form(3, 3, 1), Form(16, 4, 4)):
+        rehearse(form, 12, 100)
+    draft.is_complete = True
+    assert batch.ours.propose(batch.seqs, [Budget(16, 4, 4)] * 9).form is not None
+    assert batch.ours.propose(batch.seqs, [Budget(59, 6, 10)] * 9).sizes() == [17] * 9
+    few = batch.seqs[:3]
+    grown = batch.ours.propose(few, [Budget(3, 3)] * 3)
+    assert grown.form is not None
+    assert grown.form.trees == 12, "a larger graph serves"
+    assert not rehearsed
+    assert batch.ours.propose(few, [Budget(7, 7)] * 3).sizes() == [8] * 3
+    assert rehearsed == [(Form(7, 7, 1), 4)], "not on the menu"

@@ -96,7 +96,8 @@ def _add_heads(
         head = inflate_head(*head, PRESETS[given.preset], device="cuda")
     setups: dict[str, Setup] = {}
     for kind in given.head_kinds.split(","):
-        engine.drafters.add(f"head {kind}", make_drafter(target, head, kind))
+        most = max(int(size) for size in given.batches.split(","))
+        engine.drafters.add(f"head {kind}", make_drafter(target, head, kind, most, engine.max_length))
         for form in given.forms.split(","):
             setups[f"{kind} head, {form}"] = f"head {kind}", parse_form(form)
     return setups

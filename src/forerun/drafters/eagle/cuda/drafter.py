@@ -163,6 +163,8 @@ class DeviceEagle:
         form = self.draft.fitting(len(seqs), *most)
         if form is not None and price is not None:
             form = best_form(self._rates, form, price, drafting[0][1].level)
+        if form is not None and self.draft.is_complete and form in FORMS:
+            return self._captured_form(len(seqs), form)  # which may not be on the menu of so many
         return form
 
     def _observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
