@@ -13,7 +13,7 @@ from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle
 from forerun.drafters.eagle.cuda.feature_rows import ROOM
 from forerun.drafters.eagle.cuda.menu import FORMS
-from forerun.drafters.eagle.eagle3 import Eagle3Drafter
+from forerun.drafters.eagle.drafter import EagleDrafter
 from forerun.engine.engine import Engine
 from forerun.models.cuda.target import CudaDecoder
 from forerun.offers import Form
@@ -115,7 +115,7 @@ class Batch:
         self.joined = 0
 
     @property
-    def drafters(self) -> tuple[DeviceEagle, Eagle3Drafter]:
+    def drafters(self) -> tuple[DeviceEagle, EagleDrafter]:
         return self.ours, self.plain
 
     def join(self, *lengths: int) -> None:
