@@ -1,14 +1,16 @@
-"""Random EAGLE-3 heads for the small targets of these tests."""
+"""Random EAGLE heads for the small targets of these tests."""
 
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.eagle.config import EagleConfig, Kind
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle
 from forerun.drafters.eagle.cuda.feature_fusion import make_net
+from forerun.drafters.eagle.drafter import EagleDrafter
+from forerun.drafters.eagle.eagle2 import Eagle2Drafter
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.head import EagleHead
 from forerun.models.cuda.packed import WeightKind
@@ -21,28 +23,34 @@ VARIANTS: list[dict[str, Any]] = [
     {"draft_vocab": 130},
     {"fc_norm": True, "norm_output": True},
     {"norm_before_fc": True, "norm_before_residual": True},
+    {"eagle": "eagle"},
 ]
 
 
 def make_head(
-    target: CudaDecoder, *, draft_vocab: int | None = None, borrows: bool = False, **more: bool
+    target: CudaDecoder,
+    *,
+    eagle: Kind = "eagle3",
+    draft_vocab: int | None = None,
+    borrows: bool = False,
+    **more: bool,
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
-    config = eagle_config("eagle3", target.vocab_size, target.config.width, draft_vocab, **more)
+    config = eagle_config(eagle, target.vocab_size, target.config.width, draft_vocab, **more)
     shape = target.config
     config = replace(
         config, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, inner=shape.inner,
-        max_length=2048, layers=(0, 1, 2),
+        max_length=2048, layers=(0, 1, 2) if eagle == "eagle3" else (-1,),
     )  # fmt: skip
     return config, eagle_weights(config, seed=5, borrows=borrows)
 
 
 def both_drafters(
     target: CudaDecoder, kind: WeightKind | None = None, **more: Any
-) -> tuple[DeviceEagle, Eagle3Drafter]:
+) -> tuple[DeviceEagle, EagleDrafter]:
     """A head drafting on the device, and the same head as everywhere."""
     config, weights = make_head(target, **more)
     head = EagleHead(config, weights, target.shared(), dtype=target.model.dtype, device=target.device)
-    plain = Eagle3Drafter(head)
+    plain = (Eagle3Drafter if config.kind == "eagle3" else Eagle2Drafter)(head)
     draft = DeviceDraft(*make_net(config, weights, target, kind), capture=target.kernels == "triton")
     return DeviceEagle(draft, lambda: plain), plain
 

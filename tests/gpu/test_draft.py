@@ -207,12 +207,15 @@ def test_kernels_grow_what_torch_grows(width: int, vocab: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "kind"), [("smollm2", "plain"), ("large", "int8")])
-def test_a_captured_draft_agrees_with_the_head_in_torch(name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "eagle"),
+    [("smollm2", "plain", "eagle3"), ("smollm2", "plain", "eagle"), ("large", "int8", "eagle3")],
+)
+def test_a_captured_draft_agrees_with_the_head_in_torch(name: str, kind: str, eagle: str) -> None:
     """In 16 bits near-ties may fall either way: most chains agree in their first tokens, none is malformed."""
     need_cuda()
     target = make_target(name, "cuda", torch.bfloat16)
-    device, plain = both_drafters(target, kind)  # type: ignore[arg-type]
+    device, plain = both_drafters(target, kind, eagle=eagle)  # type: ignore[arg-type]
     rng = random.Random(4)
     agreed = []
     for text in range(12):

@@ -13,7 +13,7 @@ from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle
 from forerun.drafters.eagle.cuda.feature_rows import ROOM
 from forerun.drafters.eagle.cuda.menu import FORMS
-from forerun.drafters.eagle.eagle3 import Eagle3Drafter
+from forerun.drafters.eagle.drafter import EagleDrafter
 from forerun.engine.engine import Engine
 from forerun.models.cuda.target import CudaDecoder
 from forerun.offers import Form
@@ -86,7 +86,8 @@ def test_texts_do_not_depend_on_who_joins_leaves_or_idles(
 
     engine.max_batch = 1
     plain = _write(engine, requests("none"), rng)
-    engine.max_batch, engine.controller = 5, RandomForms(seed, [*FORMS[:7], None])
+    forms_used = FORMS[:7] if device == "cpu" else (FORMS[2], FORMS[5])  # a GPU compiles and captures each
+    engine.max_batch, engine.controller = 5, RandomForms(seed, [*forms_used, None])
     forms = _forms_scored(target, monkeypatch)
     assert _write(engine, requests("device"), rng) == plain
     assert not drafter._failed
@@ -114,7 +115,7 @@ class Batch:
         self.joined = 0
 
     @property
-    def drafters(self) -> tuple[DeviceEagle, Eagle3Drafter]:
+    def drafters(self) -> tuple[DeviceEagle, EagleDrafter]:
         return self.ours, self.plain
 
     def join(self, *lengths: int) -> None:
@@ -321,3 +322,32 @@ def test_sampled_texts_are_drafted_for_on_the_device(device: str, monkeypatch: p
         assert any(form is not None for form in forms) == (name == "device")
     assert not drafter._failed
     assert texts["device", FORMS[2]] == texts["device", FORMS[6]] == texts["none", None]
+
+
+def test_a_form_that_a_batch_has_no_graph_of_is_replaced_and_not_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A controller may ask for a form of the menu that is too large for so many sequences; others are insisted on."""
+    batch = Batch()
+    batch.join(*[3] * 9)
+    draft = batch.ours.draft
+    monkeypatch.setattr(draft.replays, "capture", True)  # as on a GPU, but for the graphs themselves
+    monkeypatch.setattr(draft.replays, "do", lambda name, work: work())
+    rehearsed, rehearse = list[tuple[Form, int]](), draft.rehearse
+    monkeypatch.setattr(
+        draft,
+        "rehearse",
+        lambda form, bucket, reach: (rehearsed.append((form, bucket)), rehearse(form, bucket, reach)),
+    )
+    for form in (Form(3, 3, 1), Form(16, 4, 4)):
+        rehearse(form, 12, 100)
+    draft.is_complete = True
+    assert batch.ours.propose(batch.seqs, [Budget(16, 4, 4)] * 9).form is not None
+    assert batch.ours.propose(batch.seqs, [Budget(59, 6, 10)] * 9).sizes() == [17] * 9
+    few = batch.seqs[:3]
+    grown = batch.ours.propose(few, [Budget(3, 3)] * 3)
+    assert grown.form is not None
+    assert grown.form.trees == 12, "a larger graph serves"
+    assert not rehearsed
+    assert batch.ours.propose(few, [Budget(7, 7)] * 3).sizes() == [8] * 3
+    assert rehearsed == [(Form(7, 7, 1), 4)], "not on the menu"

@@ -12,14 +12,14 @@ def walk_by_kernel(trees, ancestors, argmax, paths, accepted, bonus) -> None:
     _, count, nodes = trees.shape
     depth = paths.shape[1]
     follow[(count,)](
-        trees[0], trees[1], ancestors, argmax, paths, accepted, bonus, N=nodes,
-        N_UP=1 << max(2, (nodes - 1).bit_length()), DEPTH=depth, STEPS_UP=1 << max(2, depth.bit_length()), num_warps=4,
+        trees[0], trees[1], ancestors, argmax, paths, accepted, bonus, nodes, depth,
+        N_UP=1 << max(2, (nodes - 1).bit_length()), STEPS_UP=1 << max(2, depth.bit_length()), num_warps=4,
     )  # fmt: skip
 
 
-@triton.jit
-def follow(tokens, parents, ancestors, argmax, paths, accepted, bonus,
-           N: tl.constexpr, N_UP: tl.constexpr, DEPTH: tl.constexpr, STEPS_UP: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["N", "DEPTH"])
+def follow(tokens, parents, ancestors, argmax, paths, accepted, bonus, N, DEPTH,
+           N_UP: tl.constexpr, STEPS_UP: tl.constexpr):  # fmt: skip
     """One tree: the deepest node that is accepted with all its ancestors, and the path to it."""
     b = tl.program_id(0)
     n, s = tl.arange(0, N_UP), tl.arange(0, STEPS_UP)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.eagle.config import EagleConfig, default_layers
+from forerun.drafters.eagle.cuda.capture import capture_menu
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle
 from forerun.drafters.eagle.cuda.feature_fusion import make_net
@@ -66,11 +67,16 @@ def random_head(target: CudaDecoder, draft_vocabulary: int = DRAFT_VOCABULARY) -
     return config, weights | DraftVocabulary.most_frequent(counts, rows).tensors()
 
 
-def make_drafter(target: CudaDecoder, head: Head, kind: WeightKind | None) -> DeviceEagle:
-    """A drafter whose graphs are captured when they are first used."""
+def make_drafter(
+    target: CudaDecoder, head: Head, kind: WeightKind | None, max_batch: int = 0, max_length: int = 0
+) -> DeviceEagle:
+    """A drafter whose graphs are captured now, for batches up to `max_batch`; 0 = when they are first used."""
     capture, menu = target.kernels == "triton", DraftMenu(head[0].rates)
     draft = DeviceDraft(*make_net(*head, target, kind), capture=capture, menu=menu)
-    return DeviceEagle(draft, _no_other, head[0].rates)
+    drafter = DeviceEagle(draft, _no_other, head[0].rates)
+    if max_batch:
+        capture_menu(draft, target, drafter.needs, max_batch, max_length or target.max_length)
+    return drafter
 
 
 def _no_other() -> NoReturn:

@@ -94,7 +94,7 @@ def make_setups(
     if given.preset != OWN:
         head = inflate_head(*head, PRESETS[given.preset], device="cuda")
     for kind in given.head_kinds.split(","):
-        drafter = make_drafter(target, head, kind)
+        drafter = make_drafter(target, head, kind, max(parse_batches(given.batches)), engine.max_length)
         engine.drafters.add(f"head {kind}", drafter)
         for form in given.forms.split(","):
             setups[f"{kind} head, {form}"] = Setup(f"head {kind}", parse_form(form))

@@ -89,8 +89,20 @@ class EagleDrafter:
 
     @classmethod
     def build(cls, parts: Parts) -> Drafter:
-        head = load_head(parts.head_folder(cls.kind), parts.target, cls.kind)
-        return cls(head, sampled=wants_sampling(parts.speculative))
+        """On a GPU drafting stays on the device, in trees that follow the head's confidence, where that can be."""
+        folder, sampled = parts.head_folder(cls.kind), wants_sampling(parts.speculative)
+
+        def plain() -> Drafter:
+            return cls(load_head(folder, parts.target, cls.kind), sampled=sampled)
+
+        if parts.target.device.type != "cuda":
+            return plain()
+        from forerun.drafters.eagle.cuda.drafter import on_device
+
+        return on_device(
+            folder, parts.target, plain, kind=cls.kind, sampled=sampled,
+            max_batch=parts.max_batch, max_length=parts.max_length,
+        ) or plain()  # fmt: skip
 
     def offer(self, seq: Seq) -> Offer:
         """A level, and the rows of a prompt that it has not read; a dynamic tree stops where confidence is low."""

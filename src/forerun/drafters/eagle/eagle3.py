@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.eagle.config import Kind
 from forerun.drafters.eagle.drafter import EagleDrafter
-from forerun.drafters.head_drafter import wants_sampling
 
 
 class Eagle3Drafter(EagleDrafter):
@@ -13,22 +11,3 @@ class Eagle3Drafter(EagleDrafter):
 
     kind: Kind = "eagle3"
     dynamic = True
-
-    @classmethod
-    def build(cls, parts: Parts) -> Drafter:
-        """On a GPU drafting stays on the device, as far as head and target allow it."""
-        if parts.target.device.type == "cuda":
-            from forerun.drafters.eagle.cuda.drafter import on_device
-
-            folder = parts.head_folder(cls.kind)
-            drafter = on_device(
-                folder,
-                parts.target,
-                lambda: super(Eagle3Drafter, cls).build(parts),
-                sampled=wants_sampling(parts.speculative),
-                max_batch=parts.max_batch,
-                max_length=parts.max_length,
-            )
-            if drafter is not None:
-                return drafter
-        return super().build(parts)

@@ -132,8 +132,7 @@ class GrownBuffers:
 
             kernels_grown.place[(form.trees, form.nodes)](
                 self.tree_ints, ints, MAX_ROWS, places.positions, places.ancestors, places.lengths,
-                self.tree_ints.stride(0),
-                N=form.nodes, DEPTH=form.depth, num_warps=1,
+                self.tree_ints.stride(0), form.nodes, form.depth, num_warps=1,
             )  # fmt: skip
             return
         tokens, parents = self._trees(form)
@@ -155,9 +154,9 @@ class GrownBuffers:
 
             kernels_grown.record[(form.trees,)](
                 self.tree_ints, ints, self.outcome, self.moves, places.slots, self.tree_ints.stride(0),
-                self.moves.stride(0), form.rows,
-                N=form.nodes, N_UP=1 << max(2, (form.nodes - 1).bit_length()), DEPTH=form.depth,
-                STEPS_UP=1 << max(2, form.depth.bit_length()), num_warps=4,
+                self.moves.stride(0), form.rows, form.nodes, form.depth,
+                N_UP=1 << max(2, (form.nodes - 1).bit_length()), STEPS_UP=1 << max(2, form.depth.bit_length()),
+                num_warps=4,
             )  # fmt: skip
             return
         self.outcome[: 2 * form.rows].copy_(trees.flatten())

@@ -1,7 +1,8 @@
 """Triton: trees that were grown on the device: one kernel before their pass and one after it.
 
 In torch these are forty small operations (grown.py has them, and the tests compare both), which would take 2% of a
-round of a large model.
+round of a large model. Sizes of forms are no constants of the kernels: there are many forms, and one would be compiled
+for each.
 """
 
 # mypy: ignore-errors
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["positions_at", "ancestors_at", "lengths_at"])
+@triton.jit(do_not_specialize=["positions_at", "ancestors_at", "lengths_at", "N", "DEPTH"])
 def place(
     tree_ints,
     ints,
@@ -20,8 +21,8 @@ def place(
     ancestors_at,
     lengths_at,
     stride,
-    N: tl.constexpr,
-    DEPTH: tl.constexpr,
+    N,
+    DEPTH,
 ):
     """One node: its token, its position, and the nodes from the root down to itself, by depth."""
     b, i = tl.program_id(0), tl.program_id(1)
@@ -42,9 +43,9 @@ def place(
         node = tl.maximum(tl.load(parents + node).to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["slots_at", "rows"])
-def record(tree_ints, ints, outcome, moves, slots_at, stride, move_stride, rows, N: tl.constexpr,
-           N_UP: tl.constexpr, DEPTH: tl.constexpr, STEPS_UP: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["slots_at", "rows", "N", "DEPTH"])
+def record(tree_ints, ints, outcome, moves, slots_at, stride, move_stride, rows, N, DEPTH,
+           N_UP: tl.constexpr, STEPS_UP: tl.constexpr):  # fmt: skip
     """One tree whose path is decided: the tree beside its path, for the host, and where the path's slots go.
 
     Padding, whose root has no slot, does what the first tree does: writing the same twice changes nothing.

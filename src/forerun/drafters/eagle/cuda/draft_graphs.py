@@ -65,6 +65,7 @@ class DeviceDraft:
         self._group_nodes = 64 // (1 << (config.heads // config.kv_heads - 1).bit_length())
         with torch.inference_mode(False):
             self._tree_ints = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)
+        self.is_complete = False  # all forms of the menu were captured that will be
         self._captured: dict[Form, set[int]] = {}  # buckets that have a graph
         self._last: DraftForm | None = None
         self._ahead: Ahead | None = None
@@ -234,7 +235,8 @@ class DeviceDraft:
         self.replays.do(form, lambda: self._draft(form))
 
     def _time(self, repeats: int = 3) -> float:
-        """Seconds of the last draft."""
+        """Seconds of the last draft; the first replay of a graph takes longer."""
+        self.replay_last()
         return timed(self.replay_last, self.ints.all.device, repeats)
 
 

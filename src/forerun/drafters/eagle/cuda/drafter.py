@@ -1,4 +1,4 @@
-"""DeviceEagle: the EAGLE-3 drafter on a GPU; trees of chosen tokens are grown on the device, others by EagleDrafter."""
+"""DeviceEagle: EAGLE drafters on a GPU; trees of chosen tokens are grown on the device, others by EagleDrafter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forerun.drafters.eagle.config import default_layers
+from forerun.drafters.eagle.config import Kind, default_layers
 from forerun.drafters.eagle.cuda.capture import capture_menu
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.feature_fusion import make_net, why_not
@@ -163,6 +163,8 @@ class DeviceEagle:
         form = self.draft.fitting(len(seqs), *most)
         if form is not None and price is not None:
             form = best_form(self._rates, form, price, drafting[0][1].level)
+        if form is not None and self.draft.is_complete and form in FORMS:
+            return self._captured_form(len(seqs), form)  # which may not be on the menu of so many
         return form
 
     def _observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
@@ -190,6 +192,7 @@ def on_device(
     target: Target,
     make_plain: Callable[[], Drafter],
     *,
+    kind: Kind | None = None,
     sampled: bool = False,
     max_batch: int = 1,
     max_length: int | None = None,
@@ -197,7 +200,7 @@ def on_device(
     """A drafter that drafts on the target's device, where head and target allow it; its graphs are captured here."""
     if not isinstance(target, CudaDecoder):
         return None
-    config, weights = read_head(folder)
+    config, weights = read_head(folder, kind=kind)
     if why_not(config, target):
         return None
     if not config.layers:

@@ -1,4 +1,4 @@
-"""Loads an EAGLE-3 head for the GPU: its layer as a network, and the fusion of the target's features."""
+"""Loads an EAGLE head for the GPU: its layer as a network, and the fusion of the target's features."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ class FeatureFusion:
             return weights[name].detach().to(model.device, model.dtype)
 
         self.layers, self.feature_width, self._eps = config.layers, config.feature_width, config.norm_eps
-        self._fc = get("fc.weight")
-        self._bias = get("fc.bias") if "fc.bias" in weights else None
+        self._fc = get("fc.weight") if config.kind == "eagle3" else None
+        self._bias = get("fc.bias") if config.kind == "eagle3" and "fc.bias" in weights else None
         count = len(config.layers) if config.fc_norm else 0
         self._norms = [get(f"fc_norm.{i}.weight") for i in range(count)]
         self._input_norm = get("input_norm.weight") if config.norm_before_fc else None
         self._output_norm = model.final_norm if config.norm_output else None
 
     def fuse(self, features: Tensor) -> Tensor:
-        """[N, F] of the target -> [N, D]"""
+        """[N, F] of the target -> [N, D]; EAGLE-1 carries the target's own row."""
+        if self._fc is None:
+            return features.float()
         if self._input_norm is not None:
             features = F.rms_norm(features, features.shape[-1:], self._input_norm, self._eps)
         if self._norms:
@@ -59,8 +61,6 @@ def why_not(config: EagleConfig, target: object) -> str:
     """Why a head cannot draft on the device; empty where it can."""
     if not isinstance(target, CudaDecoder):
         return "the target is not our decoder on a GPU"
-    if config.kind != "eagle3":
-        return "only EAGLE-3 heads are"
     if config.head_dim not in HEAD_DIMS or config.width % 16 or config.inner % 16:
         return (
             f"head_dim={config.head_dim}, width={config.width} or inner={config.inner} do not fit the kernels"
@@ -76,7 +76,8 @@ def make_net(
 ) -> tuple[HeadNet, FeatureFusion, HeadOutput]:
     """A head for a target; weights of one byte by default where the head is wide and kernels can read them."""
     if kind is None:
-        kind = "int8" if config.width >= WIDE and target.kernels == "triton" else "plain"
+        bytes_pay = config.kind == "eagle3" and config.width >= WIDE and target.kernels == "triton"
+        kind = "int8" if bytes_pay else "plain"
     rows = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else config.draft_vocab_size
     vocabulary = DraftVocabulary.from_file(weights, rows, config.vocab_size).to(target.device)
     parts = _head_weights(config, weights, target, vocabulary)
@@ -98,17 +99,20 @@ def _head_weights(
     gates = [weights[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up")]
     own = weights.get("embed_tokens.weight")
     head = weights.get("lm_head.weight")
+    mixes, unused = config.kind == "eagle", torch.ones(config.width)
     return HeadWeights(
         embedding=target.model.embedding if own is None else own,
-        token_norm=weights["midlayer.input_layernorm.weight"],
-        feature_norm=weights["midlayer.hidden_norm.weight"],
+        token_norm=weights.get("midlayer.input_layernorm.weight", unused),
+        feature_norm=weights.get("midlayer.hidden_norm.weight", unused),
         qkv=torch.cat((pair_up(q, dims, dims), pair_up(k, dims, dims), v)),
         o=weights[at + "o_proj.weight"],
         mlp_norm=weights["midlayer.post_attention_layernorm.weight"],
         gate_up=interleaved(torch.cat(gates)),
         down=weights["midlayer.mlp.down_proj.weight"],
-        norm=weights["norm.weight"],
+        norm=weights.get("norm.weight"),
         head=target.shared().head_rows(vocabulary.ids) if head is None else head,
+        mix=weights["fc.weight"] if mixes else None,
+        mix_bias=weights.get("fc.bias") if mixes else None,
     )
 
 

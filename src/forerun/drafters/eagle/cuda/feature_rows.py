@@ -97,26 +97,27 @@ class FeatureRows:
         """Add the rows of root and path of every tree; long ones, which are prompts, are read at once."""
         tokens, (paths, bonus) = trees.to_host()[0], verdict.to_host()
         fresh = list[Fresh]()
-        for b, seq in enumerate(seqs):
-            first, end = trees.starts[b], trees.starts[b + 1]
+        for seq, first, end, path, last in zip(
+            seqs, trees.starts, trees.starts[1:], paths, bonus, strict=False
+        ):
             state = self._states.get(seq.id) or self._admit(seq)
-            if state is None or first == end:
-                continue  # no room for it, or a prompt of one token: nothing went through the target
-            rows = [first, *(first + node for node in paths[b])]
-            fresh.append((state, rows, [*(tokens[row] for row in rows[1:]), bonus[b]]))
+            if (
+                state is not None and first < end
+            ):  # else no room for it, or a prompt of one token: nothing passed
+                rows = [first, *[first + node for node in path]]
+                fresh.append((state, rows, [*[tokens[row] for row in rows[1:]], last]))
         hidden = [scores.hidden[layer] for layer in self.fusion.layers]
-        long = [one for one in fresh if len(one[1]) > DEEPEST + 1]
-        self._make_places([(state, len(rows)) for state, rows, _ in fresh])
-        if long:
-            self._read_passed(long, hidden)
+        self._make_places(fresh)
+        self._read_passed([one for one in fresh if len(one[1]) > DEEPEST + 1], hidden)
         sources, places = list[int](), list[int]()
         for state, passed, after in fresh:
-            kept = 1 if len(passed) > DEEPEST + 1 else len(passed)
             state.after += after
-            if kept < len(passed):
-                state.read = state.seen
+            seen, kept = state.seen, len(passed)
+            if kept > DEEPEST + 1:
+                state.read, kept = seen, 1
             sources += passed[-kept:]
-            places += [state.place * ROOM + t % ROOM for t in range(state.seen - kept, state.seen)]
+            first = state.place * ROOM
+            places += [first + t % ROOM for t in range(seen - kept, seen)]
         if sources:
             self._append(hidden, sources, places, trees.form if verdict.outcome is not None else None)
 
@@ -147,11 +148,12 @@ class FeatureRows:
         state = self._states[seq.id] = RowState(seq.id, self._free.pop())
         return state
 
-    def _make_places(self, coming: Sequence[tuple[RowState, int]]) -> None:
+    def _make_places(self, coming: Sequence[Fresh]) -> None:
         """Where new rows would overwrite unread ones, read these first; of all sequences that have many."""
-        if any(state.seen - state.read + rows > ROOM for state, rows in coming):
-            half = [state for state, rows in coming if state.seen - state.read + min(rows, ROOM) > ROOM // 2]
-            self._read_places([(state, state.read, state.seen) for state in half])
+        counts = [(state, state.seen - state.read, len(rows)) for state, rows, _ in coming]
+        if any(unread + rows > ROOM for _, unread, rows in counts):
+            full = [state for state, unread, rows in counts if unread + rows > ROOM // 2]
+            self._read_places([(state, state.read, state.seen) for state in full])
 
     def _append(
         self, hidden: list[Tensor], sources: list[int], places: list[int], form: TreeForm | None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from forerun.drafters.eagle.cuda import kernels_head
 from forerun.drafters.eagle.cuda.head import HeadModel, pick_rows
-from forerun.models.cuda.fused import QKV, FusedSteps, power_of_two
+from forerun.models.cuda.fused import LOGITS, QKV, FusedSteps, power_of_two
 from forerun.models.cuda.network import Buffers, Run
 from forerun.models.cuda.plan import MAX_ROWS
 
@@ -18,7 +18,9 @@ class FusedHeadSteps(FusedSteps):
     def __init__(self, model: HeadModel, buffers: Buffers, kv: Tensor) -> None:
         super().__init__(model, buffers, kv)
         self._head_model = model
-        self.entered = torch.empty(MAX_ROWS, 2 * self.width, dtype=model.dtype, device=model.device)
+        self.entered = torch.empty(MAX_ROWS, model.entering, dtype=model.dtype, device=model.device)
+        if not model.norms_output:
+            self.wide = None  # whose logits are always of normed rows
         if model.whole:
             self.entered, buffers.rows, buffers.found, buffers.inner = (
                 torch.empty(2, *rows.shape, dtype=torch.int8, device=model.device)
@@ -26,8 +28,12 @@ class FusedHeadSteps(FusedSteps):
             )
 
     def enter(self, run: Run, carried: Tensor) -> None:
-        model = self._head_model
-        kernels_head.enter[(run.size.rows,)](
+        model, rows = self._head_model, run.size.rows
+        if model.mix is not None:
+            self.entered[:rows] = model.mixed(run.tokens, carried)
+            self.buffers.x[:rows] = self.entered[:rows].float()
+            return
+        kernels_head.enter[(rows,)](
             run.tokens, model.embedding, carried, model.token_norm, model.feature_norm, self.entered,
             self.buffers.x, self.lifts, model.lift, model.added, model.config.norm_eps,
             WIDTH=self.width, UP=power_of_two(self.width), NORMED_RESIDUAL=model.normed_residual, ROOM=self.room,
@@ -40,3 +46,8 @@ class FusedHeadSteps(FusedSteps):
     def qkv(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
         self._linear(run, "qkv", QKV, self.entered, weights.qkv, self.buffers.queries, normed=True)
+
+    def head(self, run: Run) -> None:
+        plain = not self._head_model.norms_output
+        rows, logits = self.buffers.rows, self.buffers.logits
+        self._linear(run, "head", LOGITS, rows, self.model.head, logits, normed=plain)

@@ -3,7 +3,8 @@
 An EAGLE-3 head's layer is a decoder layer with a wider input: the normed embedding of a token beside a normed row
 of features. So everything after the input (rotation, slots, tree attention, gate, residuals, the LM head over the
 draft vocabulary) is shared with the target's passes. Only keys and values outlast a pass, and they depend on the input
-alone: rows of a prompt need only the input step and the first product.
+alone: rows of a prompt need only the input step and the first product. An EAGLE-1 head has no norms before its layer:
+one product makes its input, and the residual stream, of embedding and features.
 
 A head of int8 weights has rows of whole numbers in two bytes (see packed.py) in all five products. Their size must then
 be right to within a few powers of two, and is known beforehand: behind a norm from the norm's weight, attention's and
@@ -41,13 +42,15 @@ class HeadWeights:
     embedding: Tensor  # [V, D] the target's, or its own
     token_norm: Tensor  # [D]
     feature_norm: Tensor  # [D]
-    qkv: Tensor  # [(H + 2 Hkv) Dh, 2D]
+    qkv: Tensor  # [(H + 2 Hkv) Dh, 2D], or D where `mix` makes the input
     o: Tensor  # [D, H Dh]
     mlp_norm: Tensor
     gate_up: Tensor  # [2I, D]
     down: Tensor  # [D, I]
-    norm: Tensor
+    norm: Tensor | None  # behind the layer; None = there is none
     head: Tensor  # [Vd, D]
+    mix: Tensor | None = None  # [D, 2D] EAGLE-1: makes the input, in place of the two norms
+    mix_bias: Tensor | None = None
 
 
 class HeadModel(Model):
@@ -64,10 +67,16 @@ class HeadModel(Model):
     ) -> None:
         self.config, self.dtype, self.device, self.kind = config, dtype, device, kind
         self.max_length = min(config.max_length, LONGEST - TREE_MARGIN)
+        norm = torch.ones_like(weights.mlp_norm) if weights.norm is None else weights.norm
         self.token_norm, self.feature_norm, self.final_norm = (
-            norm.to(device, dtype) for norm in (weights.token_norm, weights.feature_norm, weights.norm)
+            norm.to(device, dtype) for norm in (weights.token_norm, weights.feature_norm, norm)
         )
+        self.norms_output = weights.norm is not None
         self.normed_residual = normed_residual  # the residual stream starts from the normed features
+        self.mix, self.mix_bias = (
+            None if part is None else part.to(device, dtype) for part in (weights.mix, weights.mix_bias)
+        )
+        self.entering = weights.qkv.shape[1]  # columns of what goes into the first product
         self.whole = kind == "int8" and not any(
             weight.shape[1] % BYTES_STEP for weight in (weights.o, weights.down, weights.head)
         )
@@ -93,6 +102,13 @@ class HeadModel(Model):
 
     def next_norm(self, layer: int) -> Tensor:
         return self._head_norm
+
+    def mixed(self, tokens: Tensor, carried: Tensor) -> Tensor:
+        """[N, D] EAGLE-1's input of these tokens and features."""
+        assert self.mix is not None
+        both = torch.cat((F.embedding(tokens.long(), self.embedding), carried.to(self.dtype)), -1)
+        found = both @ self.mix.t()
+        return found if self.mix_bias is None else found + self.mix_bias
 
     def _packed(self, weight: Tensor) -> Weight:
         return pack(weight.to(self.device, self.dtype).contiguous(), self.kind)
@@ -171,12 +187,15 @@ class PlainHeadSteps(PlainSteps):
     def __init__(self, model: HeadModel, buffers: Buffers, kv: Tensor) -> None:
         super().__init__(model, buffers, kv)
         self._head_model = model
-        width = model.config.width
-        self.entered = torch.empty(MAX_ROWS, 2 * width, dtype=model.dtype, device=model.device)
+        self.entered = torch.empty(MAX_ROWS, model.entering, dtype=model.dtype, device=model.device)
         self.lifts = torch.ones(MAX_ROWS, 1, device=model.device)
 
     def enter(self, run: Run, carried: Tensor) -> None:
         model, rows, eps = self._head_model, run.size.rows, self.model.config.norm_eps
+        if model.mix is not None:
+            self.entered[:rows] = model.mixed(run.tokens, carried)
+            self.buffers.x[:rows] = self.entered[:rows].float()
+            return
         embedded = F.embedding(run.tokens.long(), model.embedding).float()
         normed = F.rms_norm(carried.float(), carried.shape[-1:], model.feature_norm.float(), eps)
         token = F.rms_norm(embedded, embedded.shape[-1:], model.token_norm.float(), eps)
@@ -200,8 +219,11 @@ class PlainHeadSteps(PlainSteps):
         self._round(self.buffers.inner[: run.size.rows])
 
     def head(self, run: Run) -> None:
-        found = times(self._normed(run, self.model.next_norm(0)), self.model.head)
-        self.buffers.logits[: run.size.rows] = found.float()
+        if self._head_model.norms_output:
+            rows = self._normed(run, self.model.next_norm(0))
+        else:
+            rows = self.buffers.x[: run.size.rows].to(self.model.dtype)
+        self.buffers.logits[: run.size.rows] = times(rows, self.model.head).float()
 
     def _into_attention(self, run: Run, weights: Layer) -> Tensor:
         return self.entered[: run.size.rows]
