@@ -92,7 +92,8 @@ def test_texts_do_not_depend_on_who_joins_leaves_or_idles(
     assert _write(engine, requests("device"), rng) == plain
     assert not drafter._failed
     assert sum(form is not None for form in forms) > len(forms) // 3, "most batches stay on the device"
-    assert {form.trees for form in forms if form is not None} > {1, 4}
+    sizes = {form.trees for form in forms if form is not None}
+    assert sizes > {1, 4} or (device == "cuda" and len(sizes) > 1)  # a graph for more serves few as well
     assert drafter.draft.rows.held == target.used_slots == 0
 
 
@@ -176,6 +177,25 @@ def test_padding_changes_no_tree(budget: Budget) -> None:
     rows = batch.ours.draft.rows
     rows.rows[: 4 * ROOM] = rows.rows[: 4 * ROOM].roll(ROOM, 0)  # a negative control: rows of others
     assert as_lists(batch.draft(budget)[0]) != together
+
+
+def test_a_capture_for_a_larger_batch_drops_the_draft_that_was_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Capturing runs a draft of padding, which overwrites trees: on a GPU sequences then got each other's roots."""
+    batch, budget = Batch(), Budget(*FORMS[5])
+    draft = batch.ours.draft
+    batch.join(9)
+    batch.end_round(batch.draft(budget)[0])
+    assert draft._ahead is not None
+    batch.join(12)
+    captured = list[int]()
+    rehearse = draft.rehearse
+    monkeypatch.setattr(draft, "knows", lambda form, sequences: sequences < 2 or bool(captured))
+    monkeypatch.setattr(draft, "rehearse", lambda form, *more: (captured.append(1), rehearse(form, *more))[1])
+    ours, plain = batch.draft(budget)
+    assert captured
+    assert ours.to_host() == plain.to_host()
 
 
 def test_rows_of_sequences_that_idle_are_read_together_and_rarely(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ def _made(device: str, name: str) -> tuple[CudaDecoder, float]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "large"])
 def test_logits_do_not_depend_on_how_a_prompt_was_cut(device: str, name: str) -> None:
     target, atol = _made(device, name)
     rng = random.Random(4)

@@ -17,7 +17,7 @@ import torch
 
 from forerun.models.cuda.grown import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, run_pass
-from forerun.models.cuda.plan import ROW_SIZES, Plan, Size, round_up
+from forerun.models.cuda.plan import NARROW, ROW_SIZES, Plan, Size, round_up
 from forerun.types import TreeForm
 
 log = logging.getLogger(__name__)
@@ -90,8 +90,14 @@ class Passes:
 
 
 def _rounded(scored: int, plan: Plan) -> int:
-    """Rows with logits, rounded up as all rows are."""
-    return min(plan.size.rows, round_up(scored, ROW_SIZES)) if scored else 0
+    """Rows with logits, rounded up as all rows are; many where all rows are many.
+
+    Products of many rows hand the norm on in another way than products of few: all of a pass are of one kind.
+    """
+    if not scored:
+        return 0
+    least = NARROW + 1 if plan.size.rows > NARROW else 1
+    return min(plan.size.rows, round_up(max(scored, least), ROW_SIZES))
 
 
 class Replays:

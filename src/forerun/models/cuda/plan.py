@@ -18,6 +18,9 @@ from forerun.topology import Topology
 MAX_ROWS = 1024  # rows in one pass; a tree has at most 257
 FIELDS = 8  # ints per group: low split, high split, first row, rows, base slot, length, ancestors, -
 ROW_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, MAX_ROWS)
+NARROW = (
+    64  # rows of the largest pass whose products are those of few rows (kernels_linear, not kernels_wide)
+)
 SPLIT_SIZES = (4, 8, 14, 20, 32, 48, 64, 96, 128, 192, 256)
 LONGEST = 245_760  # positions that 256 splits cover
 

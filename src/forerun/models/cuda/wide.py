@@ -19,9 +19,8 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda import kernels_rows, kernels_wide
 from forerun.models.cuda.network import Layer, Run
 from forerun.models.cuda.packed import Weight
-from forerun.models.cuda.plan import ROW_SIZES
+from forerun.models.cuda.plan import NARROW, ROW_SIZES
 
-NARROW = 64  # rows up to which products are left to kernels_linear
 SHARED = 227 << 10  # bytes of shared memory that a program may have
 PARTS, GATED, LOGITS = range(3)  # as in kernels_wide
 _PIECES = {  # rows of a tile as powers of two

@@ -93,12 +93,12 @@ class DeviceDraft:
 
     def propose(self, seqs: Sequence[Seq], form: Form) -> TreeBatch:
         """One tree of this form for each sequence; those that are not ready get any tree behind their root."""
-        wanted = [(seq.id, seq.tokens[-1]) for seq in seqs]
-        ahead, self._ahead = self._ahead, None
-        known = ahead.trees if ahead is not None and ahead.form == form else {}
-        missing = [one for one in wanted if one not in known]
         if not self.knows(form, len(seqs)):  # not on the menu: somebody insists on it
             self.rehearse(form, bucket_of(len(seqs)), max(len(seq.tokens) for seq in seqs))
+        wanted = [(seq.id, seq.tokens[-1]) for seq in seqs]
+        ahead, self._ahead = self._ahead, None  # none where something was captured: that overwrites its trees
+        known = ahead.trees if ahead is not None and ahead.form == form else {}
+        missing = [one for one in wanted if one not in known]
         trees = TreeForm(self._bucket(form, len(seqs)), form.nodes + 1, form.depth, chain=form.width == 1)
         if len(missing) == len(wanted):
             self._launch([self._state(seq) for seq in seqs], wanted, form)
