@@ -55,13 +55,17 @@ class DeviceEagle:
         self._plain: Drafter | None = None
         self._failed = False
         self._latest: Form | None = None  # of the last draft
+        self._offer = Offer()  # the same for every sequence
 
     def offer(self, seq: Seq) -> Offer:
         """The menu of forms; and a level, for controllers that plan each sequence alone."""
         if self._failed or not self._grows(seq):
             return self.plain.offer(seq)
         menu = self.draft.menu
-        return Offer((menu.drafting(LEVELS, 1) / LEVELS.depth,), menu=menu)
+        level = menu.seconds(LEVELS, 1) / LEVELS.depth
+        if level != self._offer.level:
+            self._offer = Offer((level,), menu=menu)
+        return self._offer
 
     @property
     def plain(self) -> Drafter:
