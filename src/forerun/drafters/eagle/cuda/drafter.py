@@ -12,7 +12,7 @@ from forerun.drafters.eagle.config import Kind, default_layers
 from forerun.drafters.eagle.cuda.capture import capture_menu
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.feature_fusion import make_net, why_not
-from forerun.drafters.eagle.cuda.menu import FORMS, UNKNOWN, DraftMenu, best_form
+from forerun.drafters.eagle.cuda.menu import FORMS, DraftMenu
 from forerun.drafters.eagle.files import read_head
 from forerun.errors import ForerunError
 from forerun.models.base import Target
@@ -45,12 +45,10 @@ class DeviceEagle:
         self,
         draft: DeviceDraft,
         make_plain: Callable[[], Drafter],
-        rates: Sequence[Sequence[float]] = UNKNOWN,
         *,
         sampled: bool = False,
     ) -> None:
-        self.draft, self._make_plain, self._rates = draft, make_plain, rates or UNKNOWN
-        self._sampled = sampled
+        self.draft, self._make_plain, self._sampled = draft, make_plain, sampled
         self.needs = Needs(tuple(sorted(set(draft.feature_fusion.layers))))
         self._plain: Drafter | None = None
         self._failed = False
@@ -159,14 +157,12 @@ class DeviceEagle:
         whole = [budget for seq, budget in drafting if budget.depth < seq.max_length - len(seq.tokens) - 1]
         sizes = [(one.nodes, one.depth, one.width) for one in whole or [budget for _, budget in drafting]]
         most = Form(*map(min, zip(*sizes, strict=True)))
-        latest, price = self._latest, drafting[0][1].price
+        latest = self._latest
         if not whole:
             if latest is not None and latest.nodes <= most.nodes and self.draft.knows(latest, len(seqs)):
                 return latest
             return self._captured_form(len(seqs), most)
         form = self.draft.fitting(len(seqs), *most)
-        if form is not None and price is not None:
-            form = best_form(self._rates, form, price, drafting[0][1].level)
         if form is not None and self.draft.is_complete and form in FORMS:
             return self._captured_form(len(seqs), form)  # which may not be on the menu of so many
         return form
@@ -213,7 +209,7 @@ def on_device(
     menu = DraftMenu(config.rates)
     try:
         draft = DeviceDraft(*make_net(config, weights, target), capture=target.kernels == "triton", menu=menu)
-        drafter = DeviceEagle(draft, make_plain, config.rates, sampled=sampled)
+        drafter = DeviceEagle(draft, make_plain, sampled=sampled)
         capture_menu(draft, target, drafter.needs, max_batch, max_length or target.max_length)
     except ForerunError:
         raise

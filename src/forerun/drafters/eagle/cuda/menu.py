@@ -74,12 +74,3 @@ def expected(rates: Sequence[Sequence[float]], form: Form) -> float:
         level = sorted((above * rate for above in level[: form.width] for rate in ranks), reverse=True)
         found += level
     return sum(sorted(found, reverse=True)[: form.nodes])
-
-
-def best_form(rates: Sequence[Sequence[float]], most: Form, price: Sequence[float], level: float) -> Form:
-    """The form that gains most beyond its price, all in tokens."""
-    fitting = [form for form in FORMS if all(map(int.__le__, form, most)) and form.nodes < len(price)]
-    return max(
-        fitting or FORMS[:1],
-        key=lambda form: expected(rates, form) - price[min(form.nodes, len(price) - 1)] - level * form.depth,
-    )
