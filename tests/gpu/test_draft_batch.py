@@ -365,7 +365,7 @@ def test_a_form_that_a_batch_has_no_graph_of_is_replaced_and_not_captured(
     )
     for form in (Form(3, 3, 1), Form(16, 4, 4)):
         rehearse(form, 12, 100)
-    draft.is_complete = True
+    draft.complete_to = 12
     assert batch.ours.propose(batch.seqs, [Budget(16, 4, 4)] * 9).form is not None
     assert batch.ours.propose(batch.seqs, [Budget(59, 6, 10)] * 9).sizes() == [17] * 9
     few = batch.seqs[:3]
@@ -375,3 +375,6 @@ def test_a_form_that_a_batch_has_no_graph_of_is_replaced_and_not_captured(
     assert not rehearsed
     assert batch.ours.propose(few, [Budget(7, 7)] * 3).sizes() == [8] * 3
     assert rehearsed == [(Form(7, 7, 1), 4)], "not on the menu"
+    draft.complete_to = 8  # the batch is larger than what was captured for
+    assert batch.ours.propose(batch.seqs, [Budget(24, 5, 6)] * 9).sizes() == [25] * 9
+    assert rehearsed[1:] == [(Form(24, 5, 6), 12)]

@@ -163,7 +163,7 @@ class DeviceEagle:
                 return latest
             return self._captured_form(len(seqs), most)
         form = self.draft.fitting(len(seqs), *most)
-        if form is not None and self.draft.is_complete and form in FORMS:
+        if form is not None and form in FORMS and len(seqs) <= self.draft.complete_to:
             return self._captured_form(len(seqs), form)  # which may not be on the menu of so many
         return form
 
