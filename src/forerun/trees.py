@@ -190,15 +190,11 @@ class TreeBatch:
 class DeviceOutcome(Protocol):
     """A verdict in the memory of the device that decided it, valid until that target's next pass over trees.
 
-    Both tensors keep their addresses, so that what reads them can be captured in a graph.
+    The tensors keep their addresses, so that what reads them can be captured in a graph.
     """
 
     def moves(self) -> tuple[Tensor, Tensor]:
         """Two of [B depth]: the KV slots of the paths, and where they belong; a slot that stays moves onto itself."""
-        ...
-
-    def path_rows(self) -> Tensor:
-        """[B (depth + 1)] which rows of `Scores.hidden` root and path have; the root's again past the end."""
         ...
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forerun.drafters.eagle.cuda.capture import contexts_of, jobs_of
 from forerun.drafters.eagle.cuda.draft_plan import BUCKETS, Lane, aligned, bucket_of, extent_of, plan_draft
-from forerun.drafters.eagle.cuda.menu import FORMS, ROWS, DraftMenu, best_form, expected, forms_for
+from forerun.drafters.eagle.cuda.menu import FORMS, ROWS, DraftMenu, forms_for
 from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, cut_trees, grow_level
 from forerun.models.cuda.grown import splits_to
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS
@@ -192,16 +192,6 @@ def test_the_largest_drafts_fit_the_integers() -> None:
             assert MAX_ROWS + form.ancestors_at(shape.depth, 4) < 1 << 17
             assert form.caught.rows <= MAX_ROWS
             assert form.level(4).rows <= MAX_ROWS
-
-
-@pytest.mark.parametrize("level", [0.0, 0.1, 0.5])
-def test_the_menu_gives_what_gains_most(level: float) -> None:
-    rates, price = ((0.7, 0.1, 0.05), (0.6, 0.1, 0.05)), [1.0 + 0.02 * n for n in range(61)]
-
-    def gain(shape: Form) -> float:
-        return expected(rates, shape) - price[shape.nodes] - level * shape.depth
-
-    assert best_form(rates, Form(60, 16, 16), price, level) == max(FORMS, key=gain)
 
 
 def test_every_batch_has_a_bucket_and_a_menu() -> None:

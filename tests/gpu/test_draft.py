@@ -12,7 +12,7 @@ from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.draft_plan import aligned, bucket_of
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle, on_device
 from forerun.drafters.eagle.cuda.feature_fusion import why_not
-from forerun.drafters.eagle.cuda.menu import FORMS, best_form, expected
+from forerun.drafters.eagle.cuda.menu import expected
 from forerun.drafters.eagle.cuda.tree_growth import (
     Frontier,
     HeadOutput,
@@ -409,16 +409,10 @@ def test_the_last_tokens_of_a_text_are_drafted_with_the_last_form() -> None:
     )
 
 
-def test_what_a_form_brings_and_which_one_pays() -> None:
+def test_what_a_form_brings() -> None:
     rates = ((0.6, 0.2), (0.5, 0.1))
     assert expected(rates, Form(1, 1, 1)) == pytest.approx(0.6)
     assert expected(rates, Form(2, 2, 1)) == pytest.approx(0.6 + 0.3)
     assert expected(rates, Form(3, 2, 2)) == pytest.approx(0.6 + 0.3 + 0.2)
-    assert expected(rates, Form(4, 4, 1)) == pytest.approx(0.6 + 0.3 + 0.15 + 0.075), (
-        "the last level's rates hold on"
-    )
-    most, flat, steep = Form(60, 16, 16), [0.0] * 61, [0.4 * n for n in range(61)]
-    assert best_form(rates, most, flat, 0.0) == FORMS[-1]
-    assert best_form(rates, most, steep, 0.05) == (1, 1, 1)
-    assert best_form(rates, Form(20, 4, 1), flat, 0.0) == (4, 4, 1), "never more than was allowed"
-    assert best_form(rates, Form(1, 1, 1), flat[:1], 0.0) == (1, 1, 1)
+    last = expected(rates, Form(4, 4, 1))
+    assert last == pytest.approx(0.6 + 0.3 + 0.15 + 0.075), "the last level's rates hold on"

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from forerun.build import make_engine
+from forerun.control.adaptive import AdaptiveController
+from forerun.control.cost import CostModel
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle
 from forerun.drafters.eagle.cuda.feature_rows import ROOM
@@ -19,7 +21,7 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.offers import Form
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
-from forerun.types import Budget, Request, Round, Seq, TreeBatch, Verdict
+from forerun.types import Budget, Request, Round, Seq, TreeBatch, TreeForm, Verdict
 from tests.drafters.rounds import as_lists
 from tests.gpu.heads import both_drafters, settled
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
@@ -321,6 +323,28 @@ def test_a_rehearsal_changes_nothing() -> None:
     batch.round(Budget(8, 3, 3))
 
 
+def test_the_adaptive_controller_chooses_from_the_menu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where passes cost the same whatever their rows, it drafts; what it asks for is what is drafted."""
+    target = make_target("llama", "cpu")
+    drafter = both_drafters(target, borrows=True)[0]
+    engine = _engine("cpu", drafter, target, 3)
+    prompts = [(3, 4, 5), (9, 8, 7, 6), (2,), (11, 12)]
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    texts = {}
+    for name in ("none", "device"):
+        cost = CostModel({1: 1.0, 1024: 1.0001})
+        engine.controller = (
+            AdaptiveController(cost, 60, 10, drafter.offer) if name == "device" else engine.controller
+        )
+        forms = _forms_scored(target, monkeypatch)
+        requests = [Request(prompt, params, drafter=name) for prompt in prompts]
+        texts[name] = _write(engine, requests, random.Random(1))
+    assert texts["device"] == texts["none"]
+    drafted = {(form.nodes - 1, form.depth) for form in forms if isinstance(form, TreeForm)}
+    assert drafted
+    assert drafted <= {(form.nodes, form.depth) for form in FORMS}
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_sampled_texts_are_drafted_for_on_the_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside greedy ones; with one seed a text is the same whatever was drafted, because drafts are chosen tokens."""
@@ -361,7 +385,7 @@ def test_a_form_that_a_batch_has_no_graph_of_is_replaced_and_not_captured(
     )
     for form in (Form(3, 3, 1), Form(16, 4, 4)):
         rehearse(form, 12, 100)
-    draft.is_complete = True
+    draft.complete_to = 12
     assert batch.ours.propose(batch.seqs, [Budget(16, 4, 4)] * 9).form is not None
     assert batch.ours.propose(batch.seqs, [Budget(59, 6, 10)] * 9).sizes() == [17] * 9
     few = batch.seqs[:3]
@@ -371,3 +395,6 @@ def test_a_form_that_a_batch_has_no_graph_of_is_replaced_and_not_captured(
     assert not rehearsed
     assert batch.ours.propose(few, [Budget(7, 7)] * 3).sizes() == [8] * 3
     assert rehearsed == [(Form(7, 7, 1), 4)], "not on the menu"
+    draft.complete_to = 8  # the batch is larger than what was captured for
+    assert batch.ours.propose(batch.seqs, [Budget(24, 5, 6)] * 9).sizes() == [25] * 9
+    assert rehearsed[1:] == [(Form(24, 5, 6), 12)]

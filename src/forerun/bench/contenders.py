@@ -56,7 +56,9 @@ def build_head(llm: LLM, setup: DrafterSetup) -> Drafter:
             f"the drafter {setup.drafter!r} has no head; write {setup.drafter} without a folder"
         )
     speculative = SpeculativeConfig(setup.drafter, draft_model=setup.head)
-    return build_drafter(spec, Parts(llm.engine.target, None, speculative))
+    return build_drafter(
+        spec, Parts(llm.engine.target, None, speculative, llm.engine.max_batch, llm.engine.max_length)
+    )
 
 
 def fresh_costs(llm: LLM) -> CostModel:

@@ -73,7 +73,7 @@ def make_drafter(
     """A drafter whose graphs are captured now, for batches up to `max_batch`; 0 = when they are first used."""
     capture, menu = target.kernels == "triton", DraftMenu(head[0].rates)
     draft = DeviceDraft(*make_net(*head, target, kind), capture=capture, menu=menu)
-    drafter = DeviceEagle(draft, _no_other, head[0].rates)
+    drafter = DeviceEagle(draft, _no_other)
     if max_batch:
         capture_menu(draft, target, drafter.needs, max_batch, max_length or target.max_length)
     return drafter

@@ -44,8 +44,8 @@ class Passes:
 
     @property
     def captured_grown(self) -> int:
-        """How many of these are passes over trees that were grown on the device."""
-        return sum(form is not None for *_, form in self._graphs)
+        """How many of these are passes over trees that were grown on the device, and nothing beside them."""
+        return sum(key[3] is not None and key not in self._met for key in self._graphs)
 
     @torch.inference_mode()
     def run(self, plan: Plan, hidden: tuple[int, ...], scored: int, grown: TreeForm | None = None) -> None:

@@ -226,10 +226,3 @@ class Outcome:
     def moves(self) -> tuple[Tensor, Tensor]:
         sources, places = self.buffers.moves[:, : self.form.trees * self.form.depth]
         return sources, places
-
-    def path_rows(self) -> Tensor:
-        form = self.form
-        paths = _split(self.buffers.outcome[: _length(form)], form)[0]
-        nodes = torch.cat((torch.zeros_like(paths[:, :1]), paths.clamp(min=0)), 1)
-        firsts = torch.arange(0, form.rows, form.nodes, device=paths.device)
-        return (firsts[:, None] + nodes).flatten()

@@ -36,7 +36,7 @@ def capture_menu(
         progress.info("capturing drafts for batches of %d: %d of %d", bucket, i + 1, len(jobs))
         trees = draft.rehearse(form, bucket, farthest)
         draft.rows.rehearse(target.rehearse(trees, needs, farthest), trees)
-    draft.is_complete = True
+    draft.complete_to = jobs[-1][0]
     spent = perf_counter() - started
     log.info("captured %d drafts and the passes over their trees in %.1f s", len(jobs), spent)
     return spent

@@ -65,7 +65,7 @@ class DeviceDraft:
         self._group_nodes = 64 // (1 << (config.heads // config.kv_heads - 1).bit_length())
         with torch.inference_mode(False):
             self._tree_ints = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)
-        self.is_complete = False  # all forms of the menu were captured that will be
+        self.complete_to = 0  # batches up to this size have all graphs of the menu that they will get
         self._captured: dict[Form, set[int]] = {}  # buckets that have a graph
         self._last: DraftForm | None = None
         self._ahead: Ahead | None = None

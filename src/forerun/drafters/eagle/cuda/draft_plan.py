@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.models.cuda.grown import splits_to
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Ints, Size, Template, round_up, split_of
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Ints, Size, round_up
 from forerun.offers import Form
 from forerun.types import TreeForm
 
@@ -103,22 +103,25 @@ def plan_draft(
 
     `farthest` asks for as many splits as a context that long needs.
     """
-    ends = [lane.first + len(lane.tokens) for lane in lanes]
-    farthest = max(farthest, max(ends)) + shape.depth
-    form = DraftForm(len(lanes), shape, splits_to(farthest))
-    ints = _catch_up(lanes, ends, form)
+    numbers = [(lane.base, lane.first, len(lane.tokens), lane.ring, lane.room) for lane in lanes]
+    table = np.array(numbers, dtype=np.int32).T
+    ends = table[1] + table[2]
+    form = DraftForm(len(lanes), shape, splits_to(max(farthest, int(ends.max())) + shape.depth))
+    splits = _splits_of(ends + np.array([[-1], [0], [shape.depth]], dtype=np.int32))
+    ints = _catch_up(lanes, table[:, :, None], ends, splits[0], form)
     if shape.depth > 1:
-        places = [(lane.base, end) for lane, end in zip(lanes, ends, strict=True)]
-        ints = np.concatenate((ints, _levels(form, group_nodes).fill(places, shape.depth)))
+        ints = np.concatenate((ints, _levels(form, group_nodes, table[0], ends, splits[1:])))
     return form, ints
 
 
-def _catch_up(lanes: Sequence[Lane], ends: Sequence[int], form: DraftForm) -> Ints:
-    """[tokens | positions | slots | sources] of the unread rows, pads written nowhere, and what `last_at` says."""
+def _catch_up(lanes: Sequence[Lane], table: Ints, ends: Ints, splits: Ints, form: DraftForm) -> Ints:
+    """[tokens | positions | slots | sources] of the unread rows, pads written nowhere, and what `last_at` says.
+
+    `splits`: those in which the last rows lie.
+    """
     count, behind, rows = form.sequences, form.behind, aligned(form.caught.rows)
     ints = np.zeros(form.level_at(0, 1), dtype=np.int32)
-    numbers = [(lane.first, len(lane.tokens), lane.base, lane.ring, lane.room) for lane in lanes]
-    first, fresh, base, ring, room = np.array(numbers, dtype=np.int32).T[:, :, None]
+    base, first, fresh, ring, room = table
     steps = np.arange(behind, dtype=np.int32)
     inside = steps < fresh  # [B, behind]
     at = (first + steps) * inside
@@ -131,36 +134,56 @@ def _catch_up(lanes: Sequence[Lane], ends: Sequence[int], form: DraftForm) -> In
     places = np.arange(count, dtype=np.int32)
     roots[:] = [lane.root for lane in lanes]
     lasts[:] = places * behind + fresh[:, 0] - 1
-    positions[:] = ends
-    positions -= 1
+    positions[:] = ends - 1
     groups = ints[form.last_at + 3 * aligned(count) :].reshape(count, FIELDS)
-    groups[:, 1] = [split_of(end - 1) + 1 for end in ends]
-    groups[:, 2], groups[:, 3], groups[:, 4], groups[:, 5] = places, 1, base[:, 0], ends
+    groups[:, 1], groups[:, 2], groups[:, 3] = splits + 1, places, 1
+    groups[:, 4], groups[:, 5] = base[:, 0], ends
     return ints
 
 
+def _levels(form: DraftForm, group_nodes: int, base: Ints, ends: Ints, splits: Ints) -> Ints:
+    """Of every level [tokens | positions | slots | groups], of sequences at these base slots and lengths.
+
+    `splits`: those in which their drafts start, and end at the latest.
+    """
+    width, size = form.shape.width, form.level(group_nodes)
+    ints, rows = _same_of_levels(form, group_nodes).copy(), aligned(size.rows)
+    steps = np.arange(len(ints), dtype=np.int32)[:, None]
+    ints[:, rows : rows + size.rows] = np.repeat(ends, width) + steps
+    first = (base + ends)[:, None] + np.arange(width, dtype=np.int32)
+    ints[:, 2 * rows : 2 * rows + size.rows] = first.ravel() + steps * width
+    groups = ints[:, 3 * rows :].reshape(len(ints), form.sequences, -1, FIELDS)
+    groups[..., 4], groups[..., 5] = base[:, None], ends[:, None]
+    start, behind, shared = splits[0, :, None], splits[1, :, None] + 1, -(-width // group_nodes)
+    if width == 1:  # nodes of a chain share everything
+        groups[..., 1] = behind
+    else:  # committed tokens are shared; from the split in which the tree starts, every node attends alone
+        groups[:, :, :shared, 1] = groups[:, :, shared:, 0] = start
+        groups[:, :, shared:, 1] = behind
+    return ints.ravel()
+
+
 @lru_cache(maxsize=512)
-def _levels(form: DraftForm, group_nodes: int) -> Template:
-    """Of every level [tokens | positions | slots | groups]."""
-    template, width, size = Template(), form.shape.width, form.level(group_nodes)
-    rows, extent = aligned(size.rows), extent_of(size)
-    for level in range(form.shape.depth - 1):
-        first = level * extent
-        template.pad_to(first + rows)
+def _same_of_levels(form: DraftForm, group_nodes: int) -> Ints:
+    """[levels, integers of one] the groups' rows and ancestors, which are the same in every draft."""
+    width, size = form.shape.width, form.level(group_nodes)
+    ints = np.zeros((form.shape.depth - 1, extent_of(size)), dtype=np.int32)
+    for level, row in enumerate(ints):
+        groups = row[3 * aligned(size.rows) :].reshape(form.sequences, -1, FIELDS)
         for b in range(form.sequences):
-            for _ in range(width):
-                template.add(b, level, 0, 1)
-        template.pad_to(first + 2 * rows)
-        for b in range(form.sequences):
-            for node in range(width):
-                template.add(b, level * width + node, 1, 1)
-        template.pad_to(first + 3 * rows)
-        ancestors = None if width == 1 else MAX_ROWS + form.ancestors_at(level, group_nodes)
-        for b in range(form.sequences):
-            mine = range(b * width, (b + 1) * width)
-            template.add_groups(b, mine, group_nodes, ancestors, level + 1)
-        template.pad_to(first + extent)
-    return template
+            low = range(0, width, group_nodes)
+            alone = range(width) if width > 1 else ()
+            groups[b, :, 2] = [b * width + node for node in (*low, *alone)]
+            groups[b, :, 3] = [*(min(group_nodes, width - node) for node in low), *[1] * len(alone)]
+            first = MAX_ROWS + form.ancestors_at(level, group_nodes)
+            groups[b, len(low) :, 6] = [first + (b * width + node) * (level + 1) for node in alone]
+    return ints
+
+
+def _splits_of(positions: Ints) -> Ints:
+    """`split_of` of many positions."""
+    far = np.where(positions < 4096, 8 + ((positions - 1024) >> 8), 20 + ((positions - 4096) >> 10))
+    return np.where(positions < 1024, positions >> 7, far)
 
 
 def extent_of(size: Size) -> int:

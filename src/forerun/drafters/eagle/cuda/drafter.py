@@ -12,7 +12,7 @@ from forerun.drafters.eagle.config import Kind, default_layers
 from forerun.drafters.eagle.cuda.capture import capture_menu
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.feature_fusion import make_net, why_not
-from forerun.drafters.eagle.cuda.menu import FORMS, UNKNOWN, DraftMenu, best_form
+from forerun.drafters.eagle.cuda.menu import FORMS, DraftMenu
 from forerun.drafters.eagle.files import read_head
 from forerun.errors import ForerunError
 from forerun.models.base import Target
@@ -45,23 +45,25 @@ class DeviceEagle:
         self,
         draft: DeviceDraft,
         make_plain: Callable[[], Drafter],
-        rates: Sequence[Sequence[float]] = UNKNOWN,
         *,
         sampled: bool = False,
     ) -> None:
-        self.draft, self._make_plain, self._rates = draft, make_plain, rates or UNKNOWN
-        self._sampled = sampled
+        self.draft, self._make_plain, self._sampled = draft, make_plain, sampled
         self.needs = Needs(tuple(sorted(set(draft.feature_fusion.layers))))
         self._plain: Drafter | None = None
         self._failed = False
         self._latest: Form | None = None  # of the last draft
+        self._offer = Offer()  # the same for every sequence
 
     def offer(self, seq: Seq) -> Offer:
         """The menu of forms; and a level, for controllers that plan each sequence alone."""
         if self._failed or not self._grows(seq):
             return self.plain.offer(seq)
         menu = self.draft.menu
-        return Offer((menu.drafting(LEVELS, 1) / LEVELS.depth,), menu=menu)
+        level = menu.seconds(LEVELS, 1) / LEVELS.depth
+        if level != self._offer.level:
+            self._offer = Offer((level,), menu=menu)
+        return self._offer
 
     @property
     def plain(self) -> Drafter:
@@ -155,15 +157,13 @@ class DeviceEagle:
         whole = [budget for seq, budget in drafting if budget.depth < seq.max_length - len(seq.tokens) - 1]
         sizes = [(one.nodes, one.depth, one.width) for one in whole or [budget for _, budget in drafting]]
         most = Form(*map(min, zip(*sizes, strict=True)))
-        latest, price = self._latest, drafting[0][1].price
+        latest = self._latest
         if not whole:
             if latest is not None and latest.nodes <= most.nodes and self.draft.knows(latest, len(seqs)):
                 return latest
             return self._captured_form(len(seqs), most)
         form = self.draft.fitting(len(seqs), *most)
-        if form is not None and price is not None:
-            form = best_form(self._rates, form, price, drafting[0][1].level)
-        if form is not None and self.draft.is_complete and form in FORMS:
+        if form is not None and form in FORMS and len(seqs) <= self.draft.complete_to:
             return self._captured_form(len(seqs), form)  # which may not be on the menu of so many
         return form
 
@@ -209,7 +209,7 @@ def on_device(
     menu = DraftMenu(config.rates)
     try:
         draft = DeviceDraft(*make_net(config, weights, target), capture=target.kernels == "triton", menu=menu)
-        drafter = DeviceEagle(draft, make_plain, config.rates, sampled=sampled)
+        drafter = DeviceEagle(draft, make_plain, sampled=sampled)
         capture_menu(draft, target, drafter.needs, max_batch, max_length or target.max_length)
     except ForerunError:
         raise

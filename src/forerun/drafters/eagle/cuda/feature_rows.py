@@ -36,8 +36,8 @@ PADDING = -1  # whose slots padding has
 class RowState:
     """What is known of one sequence's rows. Row t belongs to token t, and comes with the token after it."""
 
-    seq_id: int
     place: int  # which ROOM rows it owns
+    base: int  # its first slot
     after: list[int] = field(default_factory=list)  # the token after each row that was observed
     read: int = 0  # rows whose keys and values are in the head's slots, or were sent there
 
@@ -45,11 +45,6 @@ class RowState:
     def seen(self) -> int:
         """Rows that were observed."""
         return len(self.after)
-
-    @property
-    def first(self) -> int:
-        """The first row that a draft reads: the first unread one, and the last row in any case."""
-        return min(self.read, self.seen - 1)
 
 
 Fresh = tuple[RowState, Sequence[int], list[int]]  # rows of a pass, and the token after each
@@ -83,8 +78,8 @@ class FeatureRows:
         """What a draft must know of a sequence; None = padding."""
         if state is None or not state.seen:
             return Lane(root, (0,), self._padding.base, 0, self._zeros, ROOM)
-        base, first = self.net.kv.extent(state.seq_id).base, state.first
-        return Lane(root, state.after[first:], base, first, state.place * ROOM, ROOM)
+        first = min(state.read, len(state.after) - 1)  # the last row in any case: the draft starts from it
+        return Lane(root, state.after[first:], state.base, first, state.place * ROOM, ROOM)
 
     def forget(self, seq_id: int) -> None:
         self._left_out.discard(seq_id)
@@ -144,8 +139,8 @@ class FeatureRows:
         if seq.id in self._left_out or not self._free or not kv.has_room(size):
             self._left_out.add(seq.id)
             return None
-        kv.reserve(seq.id, size)
-        state = self._states[seq.id] = RowState(seq.id, self._free.pop())
+        base = kv.reserve(seq.id, size).base
+        state = self._states[seq.id] = RowState(self._free.pop(), base)
         return state
 
     def _make_places(self, coming: Sequence[Fresh]) -> None:
@@ -182,7 +177,7 @@ class FeatureRows:
             some = flat[low : low + MAX_ROWS]
             self._places.send(np.array([state.place * ROOM + t % ROOM for state, t in some], dtype=np.int64))
             torch.index_select(self.rows, 0, self._places.all[: len(some)], out=self._passing[: len(some)])
-            slots = [self.net.kv.extent(state.seq_id).base + t for state, t in some]
+            slots = [state.base + t for state, t in some]
             self._keep([state.after[t] for state, t in some], [t for _, t in some], slots)
         for state, _, high in spans:
             state.read = max(state.read, high)
@@ -192,11 +187,7 @@ class FeatureRows:
         rows = [row for _, mine, _ in fresh for row in mine]
         tokens = [token for _, _, after in fresh for token in after]
         at = [state.seen + i for state, mine, _ in fresh for i in range(len(mine))]
-        slots = [
-            self.net.kv.extent(state.seq_id).base + state.seen + i
-            for state, mine, _ in fresh
-            for i in range(len(mine))
-        ]
+        slots = [state.base + state.seen + i for state, mine, _ in fresh for i in range(len(mine))]
         for low in range(0, len(rows), MAX_ROWS):
             some = slice(low, low + MAX_ROWS)
             now = rows[some]

@@ -33,6 +33,7 @@ class DraftMenu:
     def __init__(self, rates: Sequence[Sequence[float]] = ()) -> None:
         self._rates = rates or UNKNOWN
         self._seconds: dict[tuple[int, Form], float] = {}
+        self._found: dict[tuple[Form, int], float] = {}  # what was looked up since the last measurement
         self._expected = {form: expected(self._rates, form) for form in FORMS}
 
     @property
@@ -41,8 +42,11 @@ class DraftMenu:
 
     def seconds(self, form: Form, batch: int) -> float:
         """Infinite where this form is not captured for so many sequences."""
-        listed = batch <= MOST and form in forms_for(bucket_of(batch))
-        return self.drafting(form, batch) if listed else math.inf
+        found = self._found.get((form, batch))
+        if found is None:
+            listed = batch <= MOST and form in forms_for(bucket_of(batch))
+            found = self._found[form, batch] = self.drafting(form, batch) if listed else math.inf
+        return found
 
     def drafting(self, form: Form, batch: int) -> float:
         """The same of any form; a guess where none was timed for so many sequences or a few more."""
@@ -53,6 +57,7 @@ class DraftMenu:
     def note(self, bucket: int, form: Form, seconds: float) -> None:
         """A draft of this form for so many sequences was timed."""
         self._seconds[bucket, form] = seconds
+        self._found.clear()
 
     def measured(self) -> dict[tuple[int, Form], float]:
         return dict(self._seconds)
@@ -69,12 +74,3 @@ def expected(rates: Sequence[Sequence[float]], form: Form) -> float:
         level = sorted((above * rate for above in level[: form.width] for rate in ranks), reverse=True)
         found += level
     return sum(sorted(found, reverse=True)[: form.nodes])
-
-
-def best_form(rates: Sequence[Sequence[float]], most: Form, price: Sequence[float], level: float) -> Form:
-    """The form that gains most beyond its price, all in tokens."""
-    fitting = [form for form in FORMS if all(map(int.__le__, form, most)) and form.nodes < len(price)]
-    return max(
-        fitting or FORMS[:1],
-        key=lambda form: expected(rates, form) - price[min(form.nodes, len(price) - 1)] - level * form.depth,
-    )
