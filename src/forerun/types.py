@@ -119,7 +119,8 @@ class GreedyWalk(Protocol):
 class Scores:
     """What the target computed for every node: logits and hidden rows.
 
-    Rows of trees that a device has grown (`TreeBatch.form`) lie in the target's own buffers until its next pass.
+    Logits on a device, and all rows of trees that it has grown (`TreeBatch.form`), lie in the target's own buffers
+    until the next call of `score`.
     """
 
     logits: Tensor | None  # [M, V] fp32, raw; None when a prompt is prefilled

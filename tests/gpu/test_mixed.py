@@ -62,7 +62,7 @@ def test_texts_drafted_on_the_device_do_not_depend_on_who_joins(
     texts = {}
     for name in ("none", "device"):
         found: dict[int, list[int]] = {}
-        for prompt in ((3, 4, 5, 6), tuple(range(2, 190)), (9, 8, 7)):
+        for prompt in ((3, 4, 5, 6), tuple(range(2, 190)), (9, 8, 7), (5,)):
             found[engine.submit(Request(prompt, params, drafter=name, budget=Budget(6, 3, 2)))] = []
             for _ in range(2):
                 for event in engine.step():
@@ -72,6 +72,7 @@ def test_texts_drafted_on_the_device_do_not_depend_on_who_joins(
                 found[event.seq_id] += event.tokens
         texts[name] = list(found.values())
     assert not drafter._failed
+    assert not engine.drafters._failed
     assert texts["device"] == texts["none"]
     assert shared.count(60) >= 2
     assert target.used_slots == drafter.draft.rows.held == 0

@@ -84,7 +84,7 @@ def test_packed_kernels_agree_with_torch_and_keep_their_bits(name: str, kind: We
     seq = FakeSeq(9, [rng.randrange(VOCAB) for _ in range(200)], max_length=600)
     fused.prefill([seq], Needs())
     chain = [seq.tokens[-1], *(rng.randrange(VOCAB) for _ in range(150))]
-    whole = fused.score([seq], TreeBatch.chains([chain]), Needs()).required_logits
+    whole = fused.score([seq], TreeBatch.chains([chain]), Needs()).required_logits.clone()
     for count in (1, 8, 17, 33, 64, 65, 129):
         some = fused.score([seq], TreeBatch.chains([chain[:count]]), Needs()).required_logits
         assert torch.equal(some, whole[:count]), f"bits differ at {count} rows"
@@ -94,7 +94,9 @@ def _scored(target: CudaDecoder, nodes: int) -> torch.Tensor:
     rng = random.Random(0)
     seq = FakeSeq(1, [rng.randrange(VOCAB) for _ in range(30)], max_length=300)
     target.prefill([seq], Needs())
-    return target.score([seq], TreeBatch.trees([random_tree(rng, 5, VOCAB, nodes)]), Needs()).required_logits
+    return target.score(
+        [seq], TreeBatch.trees([random_tree(rng, 5, VOCAB, nodes)]), Needs()
+    ).required_logits.clone()
 
 
 def test_one_byte_weights_need_a_gpu() -> None:

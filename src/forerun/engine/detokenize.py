@@ -83,6 +83,8 @@ class Detokenizer:
 
     def _unchanging(self) -> int:
         """How much of the text can no longer become part of a stop string."""
+        if not self.stops:
+            return len(self.text)
         for start in range(max(0, len(self.text) - max(map(len, self.stops), default=0) + 1), len(self.text)):
             if any(stop.startswith(self.text[start:]) for stop in self.stops):
                 return start

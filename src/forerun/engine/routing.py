@@ -31,6 +31,8 @@ SWITCHED_OFF = ""  # what drafts for a sequence whose own drafter has failed
 
 
 def _groups(names: Sequence[str]) -> dict[str, list[int]]:
+    if names and names.count(names[0]) == len(names):  # the usual case
+        return {names[0]: list(range(len(names)))}
     groups: dict[str, list[int]] = {}
     for i, name in enumerate(names):
         groups.setdefault(name, []).append(i)

@@ -159,7 +159,8 @@ class FusedSteps:
         )  # fmt: skip
 
     def head(self, run: Run) -> None:
-        self._linear(run, "head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits)
+        logits = self.buffers.logits if run.logits is None else run.logits
+        self._linear(run, "head", LOGITS, self.buffers.rows, self.model.head, logits)
 
     def _linear(
         self,

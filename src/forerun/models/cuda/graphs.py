@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -17,12 +18,14 @@ import torch
 
 from forerun.models.cuda.grown import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, run_pass
+from forerun.models.cuda.plain_rounds import PlainResults, PlainStep
 from forerun.models.cuda.plan import NARROW, ROW_SIZES, Plan, Size, round_up
 from forerun.types import TreeForm
 
 log = logging.getLogger(__name__)
 
-_Key = tuple[Size, tuple[int, ...], int, TreeForm | None]  # size, hidden layers, rows with logits, form
+# size, hidden layers, rows with logits, then what is special: trees grown on the device, a plain round
+_Key = tuple[Size, tuple[int, ...], int, TreeForm | PlainStep | None]
 
 
 class Passes:
@@ -32,6 +35,7 @@ class Passes:
         self, model: Model, buffers: Buffers, grown: GrownBuffers, steps: Steps, capture: bool
     ) -> None:
         self.model, self.buffers, self.grown, self.steps, self.capture = model, buffers, grown, steps, capture
+        self.plain = PlainResults(buffers)
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._last: _Key = Size(0, 0, 0), (), 0, None
@@ -72,9 +76,22 @@ class Passes:
             self._graphs[self._last] = self._capture(self._last)
         self._graphs[self._last].replay()
 
+    @torch.inference_mode()
+    def run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> None:
+        """A pass over lone roots, and its argmax; results lie in one of two places until the next but one."""
+        self.buffers.send(plan)
+        self._last = plan.size, hidden, plan.size.rows, step
+        self.replay_last()
+
     def _launch(self, key: _Key) -> None:
         size, hidden, scored, form = key
         run, buffers = Run.of(size, self.buffers.ints), self.buffers
+        if isinstance(form, PlainStep):
+            self.plain.follow(run.tokens, form)
+            run = replace(run, logits=self.plain.logits(form.into))
+            run_pass(self.steps, self.model, buffers, run, hidden, scored)
+            self.plain.decide(size.rows, form)
+            return
         if form is None:
             run_pass(self.steps, self.model, buffers, run, hidden, scored)
             return

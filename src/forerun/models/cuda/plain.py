@@ -76,7 +76,8 @@ class PlainSteps:
 
     def head(self, run: Run) -> None:
         found = times(self._normed(run, self.model.final_norm), self.model.head)
-        self.buffers.logits[: run.size.rows] = found.float()
+        logits = self.buffers.logits if run.logits is None else run.logits
+        logits[: run.size.rows] = found.float()
 
     def _into_attention(self, run: Run, weights: Layer) -> Tensor:
         return self._normed(run, weights.attention_norm)

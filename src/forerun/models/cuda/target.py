@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -19,16 +18,18 @@ from torch import Tensor
 
 from forerun.errors import ForerunError, InvalidInput, MissingDependency
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.chunks import Found, chunks_of, fitting_rows, joined, rows_of
 from forerun.models.cuda.graphs import Passes, Replays
 from forerun.models.cuda.grown import GrownBuffers, Outcome, plan_grown
 from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.plain import PlainSteps
-from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Span, plan_pass
+from forerun.models.cuda.plain_rounds import PlainRounds
+from forerun.models.cuda.plan import MAX_ROWS, Span, plan_pass
 from forerun.models.kv import TREE_MARGIN
 from forerun.models.layers import Rotations
 from forerun.models.shared import SharedWeights
-from forerun.models.slots import Piece, SlotTarget
+from forerun.models.slots import SlotTarget
 from forerun.topology import chain_of
 from forerun.types import (
     DeviceOutcome,
@@ -52,14 +53,6 @@ POOL_SEQUENCES = 16  # sequences of full length that the pool need not exceed
 _QUERIES = 64  # rows that one program of attention has: nodes times heads per key-value head
 
 Kind = Literal["auto", "triton", "torch"]
-
-
-class Found:
-    """What several passes have computed, in order."""
-
-    def __init__(self, layers: Sequence[int]) -> None:
-        self.logits: list[Tensor] = []
-        self.hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
 
 
 class CudaDecoder(SlotTarget):
@@ -87,9 +80,12 @@ class CudaDecoder(SlotTarget):
         steps = self._steps()
         self.grown = GrownBuffers(self._device, greedy_walk)
         self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=self.kernels == "triton")
+        self._group_nodes = _QUERIES // (1 << (config.heads // config.kv_heads - 1).bit_length())
+        self.plain = PlainRounds(
+            self.passes.plain, self.buffers, self.passes.run_plain, self._roots, self._group_nodes
+        )
         self._moves = Replays(self._device, capture=self.kernels == "triton")
         self._takes_grown = True  # until a pass over trees grown on the device has failed
-        self._group_nodes = _QUERIES // (1 << (config.heads // config.kv_heads - 1).bit_length())
         log.info("KV pool: %d slots, %.2f GB", self.kv.capacity, self.pool_bytes / 1e9)
 
     @property
@@ -122,9 +118,10 @@ class CudaDecoder(SlotTarget):
     @torch.no_grad()
     def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
         """Cache tokens that are not cached yet, in passes of at most CHUNK rows."""
+        self.plain.drop()
         fresh, found = self._admit(seqs, rows), Found(self._layers(needs))
         for _, pieces in self._passes(seqs, fresh, CHUNK):
-            self._run(_chunks(pieces), 0, found)
+            self._run(chunks_of(pieces), 0, found)
         return TreeBatch.chains(fresh), Scores(None, self._hidden(found))
 
     @torch.no_grad()
@@ -136,21 +133,32 @@ class CudaDecoder(SlotTarget):
         if prompts is None:
             return self._score(seqs, trees, layers, ())[0]
         fresh = self._admit(prompts.seqs, prompts.rows)
-        if sum(map(len, fresh)) == prompts.rows:  # there may be more: fill a size that passes have, pad none
-            fresh = first_rows(
-                fresh, _fitting(trees.nodes if trees.form is None else trees.form.rows, prompts.rows)
-            )
-        pieces, chains = self._pieces(prompts.seqs, fresh), TreeBatch.chains(fresh)
-        scores, behind = self._score(seqs, trees, layers, _chunks(pieces))
+        if self.plain.is_ahead_of(seqs, trees):  # their pass is under way: prompts get their own behind it
+            scores = self.plain.score(seqs, trees.to_host()[0], layers, more=True)
+            pieces, found = self._pieces(prompts.seqs, fresh), Found(layers)
+            self._run(chunks_of(pieces), 0, found)
+            behind = self._hidden(found)
+        else:
+            nodes = trees.nodes if trees.form is None else trees.form.rows
+            if (
+                sum(map(len, fresh)) == prompts.rows
+            ):  # there may be more: fill a size that passes have, pad none
+                fresh = first_rows(fresh, fitting_rows(nodes, prompts.rows))
+            pieces = self._pieces(prompts.seqs, fresh)
+            scores, behind = self._score(seqs, trees, layers, chunks_of(pieces))
         self._keep_pieces(pieces)
-        return replace(scores, read=(chains, Scores(None, behind)))
+        behind = behind or self._hidden(Found(layers))  # prompts of one token have no rows
+        return replace(scores, read=(TreeBatch.chains(fresh), Scores(None, behind)))
 
     def _score(
         self, seqs: Sequence[Seq], trees: TreeBatch, layers: tuple[int, ...], chunks: Sequence[Span]
     ) -> tuple[Scores, dict[int, Tensor]]:
         """Scores of the trees, and hidden rows of chunks of prompts."""
         form = trees.form
-        if form is not None and form.rows + _rows(chunks) <= MAX_ROWS and self._takes_grown:
+        if not chunks and self.plain.takes(trees):
+            return self.plain.score(seqs, trees.to_host()[0], layers, more=False), {}
+        self.plain.drop()
+        if form is not None and form.rows + rows_of(chunks) <= MAX_ROWS and self._takes_grown:
             try:
                 return self._score_grown(seqs, trees, form, layers, chunks)
             except ForerunError:
@@ -163,20 +171,19 @@ class CudaDecoder(SlotTarget):
         for b, seq in enumerate(seqs):
             first, end = trees.starts[b : b + 2]
             extent = self._extent_for(seq, end - first)
-            if _rows(spans) + end - first > MAX_ROWS:
-                self._run(spans, _rows(spans), found)
+            if rows_of(spans) + end - first > MAX_ROWS:
+                self._run(spans, rows_of(spans), found)
+                found.logits[-1] = found.logits[-1].clone()  # another pass follows
                 spans = []
             spans.append(Span(tokens[first:end], shapes[b], extent.base, extent.length))
-        scored = _rows(spans)
-        if scored + _rows(chunks) <= MAX_ROWS:
+        scored = rows_of(spans)
+        if scored + rows_of(chunks) <= MAX_ROWS:
             spans, chunks = [*spans, *chunks], ()
         self._run(spans, scored, found)
         self._run(chunks, 0, found)
-        rows = self._hidden(found)
-        hidden = {layer: some[: trees.nodes] for layer, some in rows.items()}
-        return Scores(_joined(found.logits), hidden), {
-            layer: some[trees.nodes :] for layer, some in rows.items()
-        }
+        rows, nodes = self._hidden(found), trees.nodes
+        behind = {layer: some[nodes:] for layer, some in rows.items()}
+        return Scores(joined(found.logits), {layer: some[:nodes] for layer, some in rows.items()}), behind
 
     def _score_grown(
         self,
@@ -194,9 +201,7 @@ class CudaDecoder(SlotTarget):
         self.passes.run(plan, layers, form.rows, form)
         rows = {layer: self.buffers.hidden(layer) for layer in layers}
         hidden = {layer: found[: trees.nodes] for layer, found in rows.items()}
-        behind = (
-            {layer: found[form.rows : plan.rows].clone() for layer, found in rows.items()} if chunks else {}
-        )
+        behind = {layer: found[form.rows : plan.rows].clone() for layer, found in rows.items() if chunks}
         logits = self.buffers.logits[: trees.nodes]
         return Scores(logits, hidden, Greedy(verdict=lambda: self.grown.read(trees, form))), behind
 
@@ -206,6 +211,7 @@ class CudaDecoder(SlotTarget):
 
         Returns scores of padding, whose hidden rows lie where those of real trees of this form will lie.
         """
+        self.plain.drop()
         layers = self._layers(needs)
         plan = plan_grown([], form, self._group_nodes, farthest=farthest)
         self.grown.take_padding(form)
@@ -213,6 +219,22 @@ class CudaDecoder(SlotTarget):
         outcome = Outcome(self.grown, form)
         self._moves.do(form, lambda: self._move(outcome))
         return Scores(None, {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers})
+
+    def _roots(self, seqs: Sequence[Seq], tokens: Sequence[int], further: int) -> list[Span]:
+        """One row per sequence, behind its committed tokens or so many positions further."""
+        spans = []
+        for seq, token in zip(seqs, tokens, strict=True):
+            extent = self._extent_for(seq, 1 + further)
+            spans.append(Span((token,), chain_of(1), extent.base, extent.length + further))
+        return spans
+
+    def release(self, seq: Seq) -> None:
+        self.plain.forget(seq.id)
+        super().release(seq)
+
+    def truncate(self, seq: Seq, length: int) -> None:
+        self.plain.forget(seq.id)
+        super().truncate(seq, length)
 
     @torch.no_grad()
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
@@ -229,7 +251,7 @@ class CudaDecoder(SlotTarget):
         self.kv.data.index_copy_(3, places, self.kv.data.index_select(3, sources))
 
     def _run(self, spans: Sequence[Span], scored: int, found: Found) -> None:
-        """One pass; its results are copied out of the buffers, which the next pass overwrites."""
+        """One pass; hidden rows are copied out of the buffers, logits stay there until the next pass over trees."""
         if not spans:
             return
         plan = plan_pass(spans, self._group_nodes)
@@ -237,10 +259,10 @@ class CudaDecoder(SlotTarget):
         for layer, rows in found.hidden.items():
             rows.append(self.buffers.hidden(layer)[: plan.rows].clone())
         if scored:
-            found.logits.append(self.buffers.logits[:scored].clone())
+            found.logits.append(self.buffers.logits[:scored])
 
     def _hidden(self, found: Found) -> dict[int, Tensor]:
-        return {layer: _joined(rows) if rows else self._empty_rows(0) for layer, rows in found.hidden.items()}
+        return {layer: joined(rows) if rows else self._empty_rows(0) for layer, rows in found.hidden.items()}
 
     def _steps(self) -> Steps:
         if self.kernels == "torch":
@@ -248,28 +270,6 @@ class CudaDecoder(SlotTarget):
         from forerun.models.cuda.fused import FusedSteps
 
         return FusedSteps(self.model, self.buffers, self.kv.data)
-
-
-def _chunks(pieces: Sequence[Piece]) -> list[Span]:
-    """Pieces of prompts as rows of a pass."""
-    return [
-        Span(piece.tokens, chain_of(len(piece.tokens)), piece.extent.base, piece.extent.length)
-        for piece in pieces
-    ]
-
-
-def _fitting(nodes: int, rows: int) -> int:
-    """So many rows of prompts beside these nodes that the pass has a size without padding, if that is most of them."""
-    size = ROW_SIZES[bisect_right(ROW_SIZES, nodes + rows) - 1]
-    return size - nodes if size > 64 and 2 * (size - nodes) >= rows else rows
-
-
-def _rows(spans: Sequence[Span]) -> int:
-    return sum(len(span.tokens) for span in spans)
-
-
-def _joined(rows: list[Tensor]) -> Tensor:
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _pool_slots(model: Model) -> int:

@@ -1,0 +1,43 @@
+"""Chunks of prompts as rows of a GPU pass, and what several passes have computed, in order."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forerun.models.cuda.plan import ROW_SIZES, Span
+from forerun.models.slots import Piece
+from forerun.topology import chain_of
+
+
+class Found:
+    """Logits and hidden rows of several passes."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.logits: list[Tensor] = []
+        self.hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+
+
+def chunks_of(pieces: Sequence[Piece]) -> list[Span]:
+    """Pieces of prompts as rows of a pass."""
+    return [
+        Span(piece.tokens, chain_of(len(piece.tokens)), piece.extent.base, piece.extent.length)
+        for piece in pieces
+    ]
+
+
+def fitting_rows(nodes: int, rows: int) -> int:
+    """So many rows of prompts beside these nodes that the pass has a size without padding, if that is most of them."""
+    size = ROW_SIZES[bisect_right(ROW_SIZES, nodes + rows) - 1]
+    return size - nodes if size > 64 and 2 * (size - nodes) >= rows else rows
+
+
+def rows_of(spans: Sequence[Span]) -> int:
+    return sum(len(span.tokens) for span in spans)
+
+
+def joined(rows: list[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
