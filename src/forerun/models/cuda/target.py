@@ -200,7 +200,7 @@ class CudaDecoder(SlotTarget):
         self.grown.take(trees, form)
         self.passes.run(plan, layers, form.rows, form)
         rows = {layer: self.buffers.hidden(layer) for layer in layers}
-        hidden = {layer: found[: trees.nodes] for layer, found in rows.items()}
+        hidden = {layer: found[: form.rows] for layer, found in rows.items()}  # padding too: graphs read all of it
         behind = {layer: found[form.rows : plan.rows].clone() for layer, found in rows.items() if chunks}
         logits = self.buffers.logits[: trees.nodes]
         return Scores(logits, hidden, Greedy(verdict=lambda: self.grown.read(trees, form))), behind
