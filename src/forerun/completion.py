@@ -32,6 +32,7 @@ class Completion:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reached: list[int] = field(default_factory=list)  # rounds whose draft reached depth 1, 2, ...
     kept: list[int] = field(default_factory=list)  # of these, rounds whose accepted path did
+    cached_tokens: int = 0  # of the prompt: found in the prefix cache, and not computed again
 
     @property
     def tokens(self) -> int:
@@ -77,6 +78,7 @@ def completion_of(seq: SequenceState, exact: bool) -> Completion:
         logprobs=[entry for event in seq.events for entry in event.logprobs],
         reached=stats.reached,
         kept=stats.kept,
+        cached_tokens=seq.cached_tokens,
     )
 
 

@@ -46,6 +46,10 @@ class Seq(Protocol):
     def stop_ids(self) -> frozenset[int]: ...  # tokens that end it
     @property
     def shares_noise(self) -> bool: ...  # its verifier couples by noise: draft with the same noise
+    @property
+    def cache_salt(
+        self,
+    ) -> str | None: ...  # it shares cached prompts with those of the same salt; None = with none
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +64,7 @@ class PlainSeq:
     max_length: int = 1 << 20
     stop_ids: frozenset[int] = frozenset()
     shares_noise: bool = False
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_length < 0:
@@ -199,6 +204,7 @@ class Request:
     verifier: str | None = None
     budget: Budget | None = None  # None = the controller decides
     shows_rejected: bool = False  # do its events tell what was drafted in vain?
+    cache_salt: str | None = ""  # cached prompts are shared with requests of the same salt; None = with none
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", as_token_ids("Request.prompt", self.prompt))
@@ -208,6 +214,7 @@ class Request:
             ("verifier", str),
             ("budget", Budget),
             ("shows_rejected", bool),
+            ("cache_salt", str),
         ):
             value = getattr(self, name)
             if not isinstance(value, kind) and (value is not None or name in ("params", "shows_rejected")):

@@ -56,8 +56,8 @@ def test_a_group_ends_with_the_batch_and_the_rows(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_group_is_what_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes 272 slots in a row; where two fit, a group has two, and prefill is never refused."""
-    target = make_decoder(*save(make_reference("smollm2"), tmp_path), kv_slots=700)
+    """Each takes a page, and one for its trees; where two fit, a group has two, and prefill is never refused."""
+    target = make_decoder(*save(make_reference("smollm2"), tmp_path), kv_slots=200)
     engine = make(target, max_batch=8)
     groups = watch(engine, monkeypatch)
     tokens, _ = run(engine, [Request((1, 2, 3), ENDLESS) for _ in range(5)])

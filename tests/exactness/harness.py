@@ -106,8 +106,8 @@ def engine_for(
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], list[str]]:
-    """New tokens and texts, in the order of the requests."""
-    ids = [engine.submit(request) for request in requests]
+    """New tokens and texts, in the order of the requests; none finds what another has read."""
+    ids = [engine.submit(replace(request, cache_salt=None)) for request in requests]
     tokens: dict[int, list[int]] = {seq_id: [] for seq_id in ids}
     texts = dict.fromkeys(ids, "")
     while engine.busy:

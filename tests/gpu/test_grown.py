@@ -10,6 +10,8 @@ import torch
 from forerun.engine.metrics import Stopwatch
 from forerun.models.cuda.grown import GrownBuffers, plan_grown
 from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.paged import slots_of
+from forerun.models.pages import PAGE
 from forerun.noise import Noise
 from forerun.testing import FakeSeq, path_to
 from forerun.topology import trace
@@ -53,7 +55,8 @@ def test_the_device_completes_what_the_host_lays_out(seed: int, group_nodes: int
         TreeForm(count, rng.randint(2, 30), rng.randint(5, 8)) if seed else TreeForm(count, 7, 6, chain=True)
     )
     trees = _random_trees(rng, form, 3)
-    places = [(10_000 * b, rng.choice([0, 5, 127, 128, 1020, 4090])) for b in range(3)]
+    lengths = [rng.choice([0, 5, 127, 128, 1020, 4090]) for _ in range(3)]
+    places = [(rng.sample(range(1000 * b, 1000 * b + 99), 70), length) for b, length in enumerate(lengths)]
     plan = plan_grown(places, form, group_nodes)
     ints = torch.from_numpy(np.concatenate((np.arange(MAX_ROWS, dtype=np.int32), plan.ints)))
     buffers = GrownBuffers(torch.device("cpu"), walk_by_torch)
@@ -61,18 +64,19 @@ def test_the_device_completes_what_the_host_lays_out(seed: int, group_nodes: int
     buffers.fill(ints, plan.size, form)
     buffers.fill(ints, plan.size, form)  # a replay: nothing may add up
     wanted = []
-    for (base, length), (_, parents) in zip(places, trees, strict=True):
+    for (pages, length), (_, parents) in zip(places, trees, strict=True):
+        slots = slots_of(pages, 0, 70 * PAGE)
         for node in range(form.nodes):
             path = [0, *path_to(parents, node)]
-            wanted.append([*range(base, base + length), *(base + length + i for i in path)])
+            wanted.append([*slots[:length], *(slots[length + i] for i in path)])
     filled, real = ints[MAX_ROWS:].numpy(), 3 * form.nodes
     seen = slots_seen(filled, plan.size.rows, plan.size.groups)
     assert seen[:real] == wanted
     assert not any(seen[real:]), "padding attends to nothing"
     assert filled[:real].tolist() == [token for tokens, _ in trees for token in tokens]
-    slots = filled[2 * plan.size.rows : 3 * plan.size.rows].tolist()
-    assert slots[:real] == [way[-1] for way in wanted], "a node is written where it sees itself"
-    assert all(slot == -1 for slot in slots[real:])
+    written = filled[2 * plan.size.rows : 3 * plan.size.rows].tolist()
+    assert written[:real] == [way[-1] for way in wanted], "a node is written where it sees itself"
+    assert all(slot == -1 for slot in written[real:])
 
 
 def test_ways_lead_from_the_root() -> None:
@@ -90,7 +94,9 @@ def test_kernels_do_what_torch_does(seed: int) -> None:
     form = TreeForm(4, rng.randint(2, 60), rng.randint(3, 9)) if seed else TreeForm(4, 6, 5, chain=True)
     real = rng.randint(1, 4)
     trees = _grown(_random_trees(rng, form, real), form, "cuda")
-    plan = plan_grown([(1000 * b, 100 * b + 7) for b in range(real)], form, 16)
+    plan = plan_grown(
+        [([9 - b, b, 20 + b, 11 * b, 77 - b, 50 + b, 99 - b], 100 * b + 7) for b in range(real)], form, 16
+    )
     logits = torch.randn(form.rows, VOCAB, device=device)
     for b in range(real):  # some of what the target says is there
         for node in range(1, form.nodes):
@@ -232,7 +238,7 @@ def test_padding_moves_no_slot_of_others() -> None:
     """What is decided about padding is nobody's path: its moves repeat those of the first tree, or change nothing."""
     form, buffers = TreeForm(3, 4, 3), GrownBuffers(torch.device("cpu"), walk_by_torch)
     tokens, parents = [9, 5, 6, 7], [-1, 0, 0, 2]
-    for places in ([(40, 3)], []):
+    for places in ([([7, 2], 62)], []):  # two nodes on each of two pages
         plan = plan_grown(places, form, 16)
         ints = torch.cat((torch.arange(MAX_ROWS, dtype=torch.int32), torch.from_numpy(plan.ints)))
         if places:
@@ -245,6 +251,6 @@ def test_padding_moves_no_slot_of_others() -> None:
         buffers.decide(ints, plan.size, form, logits)
         moves = buffers.moves[:, :9].view(2, 3, 3).tolist()
         if places:
-            assert moves == [[[45, 46, 46]] * 3, [[44, 45, 46]] * 3]
+            assert moves == [[[128, 129, 129]] * 3, [[511, 128, 129]] * 3]
         else:
             assert moves[0] == moves[1] == [[0, 0, 0]] * 3

@@ -159,7 +159,7 @@ def _head_logits(net: HeadNet, count: int) -> torch.Tensor:
     made = torch.Generator().manual_seed(3)
     carried = torch.randn(128, config.width, generator=made) * torch.logspace(-3, 3, 128)[:, None]
     nodes = 64 // (1 << (config.heads // config.kv_heads - 1).bit_length())
-    plan = plan_pass([Span(tokens[:count], chain_of(count), 0, 0)], nodes)
+    plan = plan_pass([Span(tokens[:count], chain_of(count), range(2), 0)], nodes)
     net.buffers.send(plan)
     net.run(Run.of(plan.size, net.buffers.ints), carried[: plan.size.rows].to(net.model.device))
     return net.logits[:count].float().cpu()

@@ -14,6 +14,8 @@ from forerun.models.cuda.plan import (
     split_of,
     split_start,
 )
+from forerun.models.paged import slots_of
+from forerun.models.pages import PAGE
 from forerun.testing import path_to, random_tree
 from forerun.topology import chain_of, topology_of
 
@@ -39,19 +41,23 @@ def test_every_node_sees_its_text_and_its_ancestors(seed: int, group_nodes: int)
     rng = random.Random(seed)
     spans, wanted = [], []
     for b in range(3):
-        length, base = rng.choice([0, 5, 127, 128, 1020, 4090]), 10_000 * b
+        length, pages = (
+            rng.choice([0, 5, 127, 128, 1020, 4090]),
+            rng.sample(range(1000 * b, 1000 * b + 99), 70),
+        )
         tokens, parents = random_tree(rng, 1, 50, rng.randint(0, 30))
-        spans.append(Span(tokens, topology_of(tuple(parents)) if b else chain_of(len(tokens)), base, length))
+        spans.append(Span(tokens, topology_of(tuple(parents)) if b else chain_of(len(tokens)), pages, length))
         for node in range(len(tokens)):
             path = [0, *path_to(parents, node)] if b else list(range(node + 1))
-            wanted.append([*range(base, base + length), *(base + length + i for i in path)])
+            slots = slots_of(pages, 0, 70 * PAGE)
+            wanted.append([*slots[:length], *(slots[length + i] for i in path)])
     plan = plan_pass(spans, group_nodes)
     assert slots_seen(plan.ints, plan.size.rows, plan.size.groups)[: plan.rows] == wanted
     positions = plan.ints[plan.size.rows : plan.size.rows + plan.rows].tolist()
     assert positions == [len(slots) - 1 for slots in wanted]
     written = plan.ints[2 * plan.size.rows : 3 * plan.size.rows].tolist()
     assert written[: plan.rows] == [
-        s.base + s.length + i for s, span in zip(spans, spans, strict=True) for i in range(len(span.tokens))
+        slot for span in spans for slot in slots_of(span.pages, span.length, span.length + len(span.tokens))
     ]
     assert all(slot == -1 for slot in written[plan.rows :])
     assert plan.size.splits > split_of(max(positions))
@@ -65,10 +71,11 @@ def slots_seen(ints: object, rows: int, groups: int) -> list[list[int]]:
     seen: list[dict[int, int]] = [{} for _ in range(rows)]
     for g in range(groups):
         group = everything[first + FIELDS * g : first + FIELDS * (g + 1)]
-        low, high, row, count, base, length, ancestors, _ = group
+        low, high, row, count, base, length, ancestors, pages = group
         for r in range(row, row + count if high > low else row):
             for p in range(split_start(low), min(split_start(high), positions[r] + 1)):
                 assert p not in seen[r], "a position was seen twice"
-                seen[r][p] = base + (p if p < length else length + everything[ancestors + p - length])
+                at = p if p < length else length + everything[ancestors + p - length]
+                seen[r][p] = everything[pages + at // PAGE] * PAGE + at % PAGE if pages else base + at
     assert all(sorted(row) == list(range(len(row))) for row in seen)
     return [[row[p] for p in range(len(row))] for row in seen]

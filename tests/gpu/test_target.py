@@ -76,12 +76,12 @@ def test_a_tree_that_is_too_large_is_refused() -> None:
 
 
 def test_a_pool_that_is_full_says_so_and_stays_usable() -> None:
-    target = make_target("llama", "cpu", kv_slots=700)
+    target = make_target("llama", "cpu", kv_slots=192)
     first = FakeSeq(1, [1, 2, 3], max_length=100)
     target.prefill([first], Needs())
     with pytest.raises(InvalidInput, match="raise kv_slots"):
-        target.prefill([FakeSeq(2, [1, 2], max_length=50), FakeSeq(3, [1, 2], max_length=50)], Needs())
-    assert target.used_slots == 357
+        target.prefill([FakeSeq(2, [1, 2], max_length=50), FakeSeq(3, [1] * 90, max_length=90)], Needs())
+    assert target.used_slots == 64
     target.prefill([FakeSeq(2, [1, 2], max_length=50)], Needs())
 
 

@@ -192,15 +192,21 @@ def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
 
 def test_limits_are_said(tmp_path: Path) -> None:
     config, weights = save(make_reference("llama2"), tmp_path)
-    decoder = make_decoder(config, weights, kv_slots=600)
+    decoder = make_decoder(config, weights, kv_slots=200)
     seqs = [FakeSeq(b, [1, 2, 3], max_length=30) for b in range(3)]
-    assert decoder.has_room(30)
+    assert decoder.slots == 256
+    assert decoder.has_room(256)
+    assert not decoder.has_room(257)
     decoder.prefill(seqs[:1], Needs())
     with pytest.raises(InvalidInput, match="kv_slots"):
-        decoder.prefill(seqs[1:], Needs())
-    assert decoder.used_slots == 287
-    assert decoder.has_room(30)
-    assert not decoder.has_room(60)
+        decoder.prefill([seqs[1], FakeSeq(9, [1] * 129)], Needs())
+    assert decoder.used_slots == 64
+    assert decoder.has_room(128)  # a page for each that runs is kept back
+    assert not decoder.has_room(129)
+    assert not decoder.make_room(seqs[:1], [255])
+    assert decoder.used_slots == 64
+    assert decoder.make_room(seqs[:1], [200])
+    assert decoder.used_slots == 256
     tree = TreeBatch.chains([[3] * 286])
     with pytest.raises(InvalidInput, match="286 nodes"):
         decoder.score(seqs[:1], tree, Needs())

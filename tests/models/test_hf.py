@@ -119,14 +119,20 @@ def test_memory_is_given_back() -> None:
     assert all(layer.keys is None and layer.values is None for layer in target._cache.layers)
 
 
-def test_room_counts_what_running_texts_may_still_need() -> None:
+def test_room_is_what_is_not_cached_and_not_promised_to_trees() -> None:
     target, seq = HFTarget(llama(), kv_slots=50), FakeSeq(0, tokens(9), max_length=30)
     assert target.has_room(50)
     target.prefill([seq], Needs())
-    assert target.has_room(20)
-    assert not target.has_room(21)
-    assert target.has_room(12, 8)
-    assert not target.has_room(12, 9)
+    assert target.has_room(42)
+    assert not target.has_room(43)
+    assert not target.make_room([seq], [43])
+    assert target.make_room([seq], [6])
+    assert target.has_room(30, 6)
+    assert not target.has_room(30, 7)
+    trees = TreeBatch.chains([[seq.tokens[-1]]])
+    target.score([seq], trees, Needs())
+    target.commit([seq], trees, Verdict.whole_chain(trees, [1]))
+    assert target.has_room(41)
     target.release(seq)
     assert target.has_room(50)
 

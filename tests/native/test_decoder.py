@@ -175,10 +175,11 @@ def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
 
 
 def test_limits_are_said(tmp_path: Path) -> None:
-    target = _native(save(make_reference("llama2"), tmp_path), kv_slots=600)
+    target = _native(save(make_reference("llama2"), tmp_path), kv_slots=128)
     seqs = [FakeSeq(b, [1, 2, 3], max_length=30) for b in range(3)]
     target.prefill(seqs[:1], Needs())
     with pytest.raises(InvalidInput, match="kv_slots"):
         target.prefill(seqs[1:], Needs())
+    assert target.used_slots == 64
     with pytest.raises(InvalidInput, match="286 nodes"):
         target.score(seqs[:1], TreeBatch.chains([[3] * 286]), Needs())

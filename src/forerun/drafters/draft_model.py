@@ -129,7 +129,7 @@ class ModelDrafter:
         if branch is None:
             length = min(seq.max_length, self.draft.max_length)
             fields = (seq.prompt_length, seq.params, seq.seed, length, seq.stop_ids, seq.shares_noise)
-            branch = Branch(seq.id, [], *fields)
+            branch = Branch(seq.id, [], *fields, cache_salt=seq.cache_salt)
             self._branches[seq.id] = branch
         fresh = seq.tokens[branch.committed :]
         branch.foreign = branch.foreign or max(fresh, default=0) >= self.draft.vocab_size

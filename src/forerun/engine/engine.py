@@ -15,13 +15,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from time import perf_counter
 
 from forerun.control.base import Controller
+from forerun.engine.budgets import cut_budgets
 from forerun.engine.detokenize import Decodes, Detokenizer
 from forerun.engine.metrics import EngineStats, Stopwatch
 from forerun.engine.outcome import outcome_of
+from forerun.engine.preemption import NO_ROOM, find_room
 from forerun.engine.prompt_rows import PromptRows
 from forerun.engine.requests import check_request
 from forerun.engine.routing import DrafterPool, VerifierPool
@@ -30,7 +31,7 @@ from forerun.engine.sequence import Advance, SequenceState, Tokens
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
 from forerun.noise import Noise, fresh_seed
-from forerun.types import Budget, Event, Prompts, Request, Scores, TreeBatch, Verdict
+from forerun.types import Event, Prompts, Request, Scores, TreeBatch, Verdict
 from forerun.verify.warp import warp
 
 log = logging.getLogger(__name__)
@@ -126,11 +127,13 @@ class Engine:
 
     def _round(self, seqs: list[SequenceState]) -> None:
         clock, started = Stopwatch(), perf_counter()
-        rows = self.prompt_rows.rows
+        rows, self._pending = self.prompt_rows.rows, Pending(seqs)
+        budgets = cut_budgets(seqs, self.controller.plan(seqs))
+        if not self.target.make_room(seqs, [1 + budget.nodes for budget in budgets]):
+            seqs, budgets = find_room(self.target, seqs, budgets, self.reading, self._send_back)
         readers = self.scheduler.next_readers(rows) if self.scheduler.has_prompts else []
         pending = self._pending = Pending([*seqs, *readers])
         self.scheduler.begin(readers)
-        budgets = self._plan(seqs)
         trees = self.drafters.propose(seqs, budgets)
         clock.lap("draft")
         prompts = Prompts(readers, rows) if readers else None
@@ -209,8 +212,7 @@ class Engine:
         seqs = self.scheduler.next_readers(rows)
         if not seqs:
             seq = self.waiting[0]
-            limit = f"a request of {seq.max_length} tokens does not fit the KV cache"
-            self._end(seq.ended("error", InvalidInput(f"{limit}; raise kv_slots or lower max_tokens")))
+            self._end(seq.ended("error", InvalidInput(f"a request of {seq.max_length} tokens {NO_ROOM}")))
             return
         started = perf_counter()
         self._pending = Pending(seqs)
@@ -222,24 +224,22 @@ class Engine:
     def _observe_prompts(
         self, seqs: Sequence[SequenceState], chains: TreeBatch, scores: Scores, started: float
     ) -> int:
-        """A chunk of a prompt is a chain that was accepted whole, and the prompt's next token follows it."""
+        """A chunk is a chain that was accepted whole, and the prompt's next token follows it; the rows computed."""
         following = [seq.tokens[self.target.cached_tokens(seq)] for seq in seqs]
         self.drafters.observe(seqs, chains, scores, Verdict.whole_chain(chains, following))
+        rows = chains.nodes
         for seq in seqs:
+            if not seq.prompt_seconds:
+                rows -= (reused := self.target.reused_tokens(seq))
+                seq.note_reuse(reused)
+                self.stats.count_prompt(len(seq.tokens), reused)
             seq.note_prompt(perf_counter() - started)
-        return chains.nodes
+        return rows
 
-    def _plan(self, seqs: Sequence[SequenceState]) -> list[Budget]:
-        """The controller's budgets, or a request's own, cut to what the sequence can still take."""
-        planned = self.controller.plan(seqs)
-        budgets = []
-        for seq, plan in zip(seqs, planned, strict=True):
-            allowed = seq.request.budget or plan
-            depth = min(allowed.depth, seq.room - 1)
-            nodes = allowed.nodes if depth > 0 else 0
-            fits = (nodes, depth) == (allowed.nodes, allowed.depth)  # the usual case
-            budgets.append(allowed if fits else replace(allowed, nodes=nodes, depth=depth))
-        return budgets
+    def _send_back(self, seq: SequenceState) -> None:
+        self._roll_back([seq])
+        self._pending = Pending(self.running)
+        self.stats.preemptions += 1
 
     def _end(self, advance: Advance) -> None:
         """End a sequence, wherever it is."""

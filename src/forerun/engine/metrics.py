@@ -63,6 +63,13 @@ class EngineStats:
     rounds: int = 0
     tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    read: int = 0  # tokens of sequences that were prefilled
+    reused: int = 0  # of these, tokens that were found in the prefix cache
+    preemptions: int = 0  # sequences that gave their slots to others and were read again later
+
+    def count_prompt(self, tokens: int, reused: int) -> None:
+        self.read += tokens
+        self.reused += reused
 
     def count(self, tokens: int, seconds: dict[str, float]) -> None:
         self.rounds += 1

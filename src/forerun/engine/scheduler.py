@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
+from forerun.engine.preemption import is_too_long
 from forerun.engine.sequence import SequenceState
 from forerun.models.base import Target
 
@@ -38,7 +39,8 @@ class Scheduler:
         most = min(self.max_batch, self.limit or self.max_batch) - len(self.running) - len(old)
         rows -= sum(len(seq.tokens) - 1 - self.target.cached_tokens(seq) for seq in old)
         for seq in islice(self.waiting, max(0, most)):
-            if rows <= 0 or not self.target.has_room(*(each.max_length for each in (*new, seq))):
+            lengths = [len(each.tokens) for each in (*new, seq)]
+            if rows <= 0 or not self.target.has_room(*lengths) or is_too_long(self.target, seq):
                 break
             new.append(seq)
             rows -= len(seq.tokens) - 1

@@ -47,6 +47,7 @@ class SequenceState:
     rounds: list[RoundCounts] = field(default_factory=list)  # the counts of each
     events: list[Event] = field(default_factory=list)  # all so far
     prompt_seconds: float = 0.0
+    cached_tokens: int = 0  # of its prompt, found in the prefix cache
     finished: FinishReason | None = None
     error: Exception | None = None
     failures: int = 0  # rounds that failed since one succeeded
@@ -54,6 +55,10 @@ class SequenceState:
     @property
     def params(self) -> SamplingParams:
         return self.request.params
+
+    @property
+    def cache_salt(self) -> str | None:
+        return self.request.cache_salt
 
     @property
     def stats(self) -> SequenceStats:
@@ -111,6 +116,10 @@ class SequenceState:
     def note_prompt(self, seconds: float) -> None:
         """Its prompt was read, in so many seconds."""
         _set(self, "prompt_seconds", self.prompt_seconds + seconds)
+
+    def note_reuse(self, tokens: int) -> None:
+        """So many tokens of its prompt were found in the prefix cache."""
+        _set(self, "cached_tokens", tokens)
 
     def draft_with(self, name: str) -> None:
         """Another drafter from now on."""

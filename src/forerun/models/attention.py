@@ -1,13 +1,15 @@
 """Tree attention: each node sees its sequence's committed tokens and its own ancestors.
 
 What a node may see is computed once per pass, for each window that the model's layers use; a layer then
-only writes its keys and values and runs one attention call per sequence. Keys and values are read in place:
-a sequence's committed tokens and the nodes written behind them are one view of the KV cache.
+only writes its keys and values and runs one attention call per sequence. Where a sequence's pages lie in a row its
+keys and values are read in place, as one view of the KV cache; else they are gathered, layer by layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,16 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.models.layers import softcap_
+from forerun.models.paged import slots_of
+from forerun.models.pages import PAGE
 from forerun.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The nodes of one sequence in a pass: rows `first` to `end`, written behind `length` committed slots."""
+    """The nodes of one sequence in a pass: rows `first` to `end`, written behind `length` committed positions."""
 
     first: int
     end: int
-    base: int  # the sequence's first slot
+    pages: Sequence[int]  # of the sequence's positions
     length: int
     shape: Topology
 
@@ -32,13 +36,18 @@ class Span:
     def nodes(self) -> int:
         return self.end - self.first
 
+    @property
+    def slots(self) -> list[int]:
+        """Where the nodes are written."""
+        return slots_of(self.pages, self.length, self.length + self.nodes)
+
 
 @dataclass(frozen=True, slots=True)
 class Reach:
     """What the nodes of one span see in layers of one window."""
 
     span: Span
-    low: int  # first slot in view; the view ends behind the last node
+    low: int  # first position in view; the view ends behind the last node
     mask: Tensor | None  # [M_b, N] added to the scores; None = all of it is seen
 
 
@@ -49,40 +58,54 @@ def reach_of(span: Span, window: int | None, dtype: torch.dtype, device: torch.d
         window = None
     near = 0 if window is None else max(0, span.length - window + 1)  # first position the root sees
     if span.nodes == 1:
-        return Reach(span, span.base + near, None)
+        return Reach(span, near, None)
     seen = np.ones((span.nodes, span.length - near + span.nodes), dtype=bool)
     seen[:, span.length - near :] = span.shape.ancestors
     if window is not None:
         positions = np.concatenate((np.arange(near, span.length), span.length + depths))
         seen &= positions[None, :] > span.length + depths[:, None] - window
     mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
-    return Reach(span, span.base + near, mask.to(device))
+    return Reach(span, near, mask.to(device))
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """One reach as views of the KV cache and of the row buffer, ready for every layer."""
 
-    fresh: tuple[Tensor, ...]  # per layer [2, Hkv, M_b, D]: where the nodes' keys and values go
-    keys: tuple[Tensor, ...]  # per layer [1, Hkv, N, D]
-    values: tuple[Tensor, ...]
+    layers: tuple[
+        Tensor, ...
+    ]  # per layer [2, Hkv, S, D], or only the N slots in view where they lie in a row
+    slots: Tensor | None  # [N] the slots in view where they do not
     made: Tensor  # [2, Hkv, M_b, D] the nodes' keys and values in the row buffer
     queries: Tensor  # [1, H, M_b, D]
     mask: Tensor | None  # [M_b, N]
     into: Tensor  # [1, H, M_b, D] where the result goes
 
+    def update(self, layer: int) -> Tensor:
+        """Write the nodes' keys and values, and return all that is in view: [2, 1, Hkv, N, D]."""
+        data, nodes = self.layers[layer], self.made.shape[2]
+        if self.slots is None:
+            data[:, :, -nodes:].copy_(self.made)
+            return data.unsqueeze(1)
+        data.index_copy_(2, self.slots[-nodes:], self.made)
+        return data.index_select(2, self.slots).unsqueeze(1)
+
 
 def view_of(reach: Reach, data: Tensor, qkv: Tensor, result: Tensor, heads: int) -> View:
     """Cut the views once per pass: `data` is the KV cache, `qkv` [M, (H + 2 Hkv) D], `result` [M, H D]."""
     kv_heads, head_dim = data.shape[2], data.shape[4]
-    span = reach.span
-    first, end = span.base + span.length, span.base + span.length + span.nodes
-    seen = data[:, :, :, reach.low : end]
+    span, slots = reach.span, None
+    end = span.length + span.nodes
+    low, last = reach.low // PAGE, (end - 1) // PAGE
+    if all(after == page + 1 for page, after in pairwise(span.pages[low : last + 1])):
+        first = span.pages[low] * PAGE + reach.low % PAGE
+        data = data[:, :, :, first : first + end - reach.low]
+    else:
+        slots = torch.tensor(slots_of(span.pages, reach.low, end), device=data.device)
     rows = qkv[span.first : span.end].view(span.nodes, -1, head_dim)
     return View(
-        fresh=data[:, :, :, first:end].unbind(0),
-        keys=seen[:, 0].unsqueeze(1).unbind(0),
-        values=seen[:, 1].unsqueeze(1).unbind(0),
+        layers=data.unbind(0),
+        slots=slots,
         made=rows[:, heads:].view(span.nodes, 2, kv_heads, head_dim).permute(1, 2, 0, 3),
         queries=rows[:, :heads].transpose(0, 1).unsqueeze(0),
         mask=reach.mask,
@@ -92,8 +115,7 @@ def view_of(reach: Reach, data: Tensor, qkv: Tensor, result: Tensor, heads: int)
 
 def attend(layer: int, view: View, scale: float, softcap: float | None) -> None:
     """Write the nodes' keys and values, and the attention output, for one layer of one span."""
-    view.fresh[layer].copy_(view.made)
-    queries, keys, values = view.queries, view.keys[layer], view.values[layer]
+    queries, (keys, values) = view.queries, view.update(layer).unbind(0)
     if softcap is None:
         grouped = queries.shape[1] != keys.shape[1]
         found = F.scaled_dot_product_attention(

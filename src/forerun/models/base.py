@@ -34,7 +34,17 @@ class Target(Protocol):
 
     @property
     def used_slots(self) -> int:
-        """Tokens whose keys and values are held now, for all sequences together."""
+        """Slots for keys and values of one token each that sequences hold now, all together."""
+        ...
+
+    @property
+    def cached_slots(self) -> int:
+        """Slots with finished texts, for sequences that start alike: they are free to be taken."""
+        ...
+
+    @property
+    def slots(self) -> int | None:
+        """Slots that there can be in all: no sequence can be longer; None = no limit."""
         ...
 
     def shared(self) -> SharedWeights | None:
@@ -51,7 +61,8 @@ class Target(Protocol):
 
         The first sequence comes first; None = all tokens of all. Returns those that were cached now as chains (a round
         in which everything was accepted) with hidden rows as needed and no logits. Where there was nothing to cache
-        (a prompt of one token) the chain is empty.
+        (a prompt of one token) the chain is empty. What a new sequence shares with one before it, of the same
+        `cache_salt`, need not be computed: it counts for no row, and is returned all the same.
         """
         ...
 
@@ -77,6 +88,14 @@ class Target(Protocol):
 
         No answer reserves anything: the next question must name all sequences again.
         """
+        ...
+
+    def make_room(self, seqs: Sequence[Seq], rows: Sequence[int]) -> bool:
+        """Slots for trees of so many nodes behind these sequences; False = they do not all fit, and none was given."""
+        ...
+
+    def reused_tokens(self, seq: Seq) -> int:
+        """How many tokens of a sequence were found, and not computed, when it was first prefilled."""
         ...
 
     def cached_tokens(self, seq: Seq) -> int:

@@ -39,8 +39,11 @@ class Decoder(SlotTarget):
         dtype: torch.dtype,
         device: torch.device | str,
         kv_slots: int | None,
+        kv_limit: int | None = None,
     ) -> None:
-        super().__init__(config, dtype=dtype, device=torch.device(device), kv_slots=kv_slots)
+        super().__init__(
+            config, dtype=dtype, device=torch.device(device), kv_slots=kv_slots, kv_limit=kv_limit
+        )
         with torch.no_grad(), torch.inference_mode(False):
             checkpoint = Checkpoint(weights, config, dtype, self._device)
             self._embedding = checkpoint.embedding()
@@ -69,16 +72,18 @@ class Decoder(SlotTarget):
     @torch.no_grad()
     def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
         """Cache tokens that are not cached yet, in passes of at most CHUNK rows."""
-        fresh = self._admit(seqs, rows)
-        chains = TreeBatch.chains(fresh, self._device)
-        hidden = self._hidden_rows(needs, chains.nodes)
+        fresh = self._admit(seqs, needs, rows)
+        self._note_layers(seqs, needs)
+        hidden = self._hidden_rows(needs, sum(map(len, fresh)))
         for first, pieces in self._passes(seqs, fresh, CHUNK):
             spans = _chain_spans(0, pieces)
             rows_here = slice(first, first + spans[-1].end)
             into = {layer: out[rows_here] for layer, out in hidden.items()}
             tokens = [token for piece in pieces for token in piece.tokens]
             self._run(tokens, spans, [piece.seq for piece in pieces], into)
-        return chains, Scores(None, hidden)
+            self._keep_rows(into, [slot for span in spans for slot in span.slots])
+        chains, hidden = self._with_found(seqs, fresh, hidden)
+        return TreeBatch.chains(chains, self._device), Scores(None, hidden)
 
     def score(
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
@@ -86,13 +91,15 @@ class Decoder(SlotTarget):
         """One pass over every node, and over prompts behind them; keys and values go behind the committed ones."""
         tokens, shapes, nodes = trees.to_host()[0], trees.topology(), trees.nodes
         spans, owners = list[Span](), list(seqs)
+        self._note_layers(seqs, needs)
         for b, seq in enumerate(seqs):
             first, end = trees.starts[b : b + 2]
             extent = self._extent_for(seq, end - first)
-            spans.append(Span(first, end, extent.base, extent.length, shapes[b]))
+            spans.append(Span(first, end, extent.pages, extent.length, shapes[b]))
         fresh, pieces = list[list[int]](), list[Piece]()
         if prompts is not None:
-            fresh = self._admit(prompts.seqs, prompts.rows)
+            fresh = self._admit(prompts.seqs, needs, prompts.rows)
+            self._note_layers(prompts.seqs, needs)
             pieces = self._pieces(prompts.seqs, fresh)
             spans += _chain_spans(nodes, pieces)
             owners += [piece.seq for piece in pieces]
@@ -100,6 +107,8 @@ class Decoder(SlotTarget):
         hidden = self._hidden_rows(needs, len(tokens))
         logits = torch.empty(nodes, self.vocab_size, dtype=self._dtype, device=self._device)
         argmax = self._run(tokens, spans, owners, hidden, logits)
+        if hidden:
+            self._keep_rows(hidden, [slot for span in spans for slot in span.slots])
         self._keep_pieces(pieces)
         if self._dtype != torch.float32:
             logits = logits.float()
@@ -109,7 +118,8 @@ class Decoder(SlotTarget):
         if prompts is None:
             return Scores(logits, hidden, known)
         behind = {layer: rows[nodes:] for layer, rows in hidden.items()}
-        read = TreeBatch.chains(fresh, self._device), Scores(None, behind)
+        chains, behind = self._with_found(prompts.seqs, fresh, behind)
+        read = TreeBatch.chains(chains, self._device), Scores(None, behind)
         return Scores(logits, {layer: rows[:nodes] for layer, rows in hidden.items()}, known, read)
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
@@ -203,6 +213,6 @@ def _chain_spans(first: int, pieces: Sequence[Piece]) -> list[Span]:
     """Pieces of prompts, laid end to end from a row on."""
     starts = offsets([len(piece.tokens) for piece in pieces])
     return [
-        Span(first + low, first + high, piece.extent.base, piece.extent.length, chain_of(high - low))
+        Span(first + low, first + high, piece.extent.pages, piece.extent.length, chain_of(high - low))
         for piece, (low, high) in zip(pieces, pairwise(starts), strict=True)
     ]

@@ -1,13 +1,13 @@
-"""SlotTarget: the part of our own decoders that manages KV slots: admission, prefill passes, commit, release.
+"""SlotTarget: the part of our own decoders that manages KV pages: admission, prefill passes, commit, release.
 
-A sequence takes its slots when it is first prefilled and gives them back when it is released; prompts are cut into
-passes, trees are checked against the slots behind a sequence, and a verdict says which slots move where. How a pass is
-run is left to the decoders.
+A sequence starts with the pages that are cached of its tokens, takes more as it grows and gives all back when it is
+released; prompts are cut into passes, and a verdict says which slots move where. How a pass is run is left to the
+decoders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from forerun.errors import InvalidInput
 from forerun.models.config import DecoderConfig
-from forerun.models.kv import TREE_MARGIN, Extent, KVStore
+from forerun.models.kv import TREE_MARGIN
+from forerun.models.paged import Extent, PagedKV
+from forerun.models.pages import pages_for, start_digest
 from forerun.types import Needs, Seq, Verdict, first_rows, offsets
 
 
@@ -31,15 +33,26 @@ class Piece:
 class SlotTarget:
     """The part of forerun.models.base.Target that is about slots; `prefill` and `score` are the decoders'."""
 
-    tree_limit: int | None = None  # nodes that a pass can take of one tree; None = as many as there are slots
-
     def __init__(
-        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, kv_slots: int | None
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_slots: int | None,
+        kv_limit: int | None = None,
     ) -> None:
+        """`kv_slots` are made at once; without them pages are made as they are needed, for up to `kv_limit` slots."""
         self.config, self._dtype, self._device = config, dtype, device
         self._lengths: dict[int, int] = {}  # sequence -> how long it may become
-        self.kv = KVStore(
-            config.layers, config.kv_heads, config.head_dim, dtype=dtype, device=device, capacity=kv_slots
+        self.kv = PagedKV(
+            config.layers,
+            config.kv_heads,
+            config.head_dim,
+            dtype=dtype,
+            device=device,
+            capacity=kv_slots,
+            limit=kv_limit,
         )
 
     @property
@@ -56,14 +69,36 @@ class SlotTarget:
 
     @property
     def used_slots(self) -> int:
-        """KV slots that sequences hold now."""
+        """KV slots on the pages that sequences hold now."""
         return self.kv.used
+
+    @property
+    def cached_slots(self) -> int:
+        return self.kv.cached
+
+    @property
+    def slots(self) -> int | None:
+        return self.kv.most
 
     def truncate(self, seq: Seq, length: int) -> None:
         self.kv.truncate(seq.id, length)
 
     def has_room(self, *lengths: int) -> bool:
-        return self.kv.has_room(*(length + TREE_MARGIN for length in lengths))
+        """A page more for each, for its trees, and one for each sequence that runs: it will grow."""
+        if not lengths:
+            return True
+        return self.kv.has_pages(self.kv.sequences + sum(pages_for(length) + 1 for length in lengths) - 1)
+
+    def make_room(self, seqs: Sequence[Seq], rows: Sequence[int]) -> bool:
+        ends = [self.kv.extent(seq.id).length + count for seq, count in zip(seqs, rows, strict=True)]
+        if not self.kv.has_pages(sum(map(self.kv.lacking, [seq.id for seq in seqs], ends))):
+            return False
+        for seq, end in zip(seqs, ends, strict=True):
+            self.kv.grow(seq.id, end)
+        return True
+
+    def reused_tokens(self, seq: Seq) -> int:
+        return self.kv.extent(seq.id).reused
 
     def cached_tokens(self, seq: Seq) -> int:
         try:  # no check before: another thread may release it in between
@@ -72,32 +107,57 @@ class SlotTarget:
             return 0
 
     def release(self, seq: Seq) -> None:
+        """Its pages stay, for other sequences to find, until they are needed."""
+        self.kv.keep(seq.id, seq.tokens[:-1], ended=True)  # a round that failed may have written more
         self.kv.release(seq.id)
         self._lengths.pop(seq.id, None)
 
-    def _admit(self, seqs: Sequence[Seq], rows: int | None = None) -> list[list[int]]:
-        """Slots for all that have none yet, or for none of them; which tokens of each are to be cached now.
+    def _admit(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> list[list[int]]:
+        """Pages for all tokens of all, or none for those that had none; which tokens of each are to be cached now.
 
         These are all that are not, but the last, or the first `rows` of them.
         """
+        layers = self._layers(needs)
         new = [seq for seq in seqs if not self.kv.holds(seq.id)]
         try:
             for seq in new:
-                length = max(min(seq.max_length, self.max_length), len(seq.tokens))
-                self._lengths[seq.id] = length
-                self.kv.reserve(seq.id, length + TREE_MARGIN)
+                self._lengths[seq.id] = max(min(seq.max_length, self.max_length), len(seq.tokens))
+                self.kv.admit(seq.id, seq.tokens[:-1], self._start_of(seq), layers)
+            for seq in seqs:
+                self.kv.grow(seq.id, len(seq.tokens))
         except BaseException:
             for seq in new:
-                self.release(seq)
+                self.kv.release(seq.id)
             raise
-        extents = [self.kv.extent(seq.id) for seq in seqs]
-        for seq, extent in zip(seqs, extents, strict=True):
-            if len(seq.tokens) > extent.size:
-                raise InvalidInput(
-                    f"sequence {seq.id} has {len(seq.tokens)} tokens but {extent.size} slots: release it first"
-                )
-        fresh = [seq.tokens[extent.length : -1] for seq, extent in zip(seqs, extents, strict=True)]
+        fresh = [seq.tokens[self.kv.extent(seq.id).length : -1] for seq in seqs]
         return fresh if rows is None else first_rows(fresh, rows)
+
+    def _start_of(self, seq: Seq) -> bytes | None:
+        """What its chain of pages starts from: equal pages have equal numbers, so ropes that stretch count too."""
+        if seq.cache_salt is None:
+            return None
+        regimes = [rope.regime(self._lengths[seq.id]) for rope in self.config.ropes]
+        return start_digest(seq.cache_salt, *regimes)
+
+    def _with_found(
+        self, seqs: Sequence[Seq], fresh: Sequence[list[int]], hidden: Mapping[int, Tensor]
+    ) -> tuple[list[list[int]], dict[int, Tensor]]:
+        """The tokens and hidden rows of a prefill, behind those that were found: drafters observe both alike."""
+        extents = [self.kv.extent(seq.id) for seq in seqs]
+        counts = [extent.found for extent in extents]
+        for extent in extents:
+            extent.found = 0
+        if not any(counts):
+            return list(fresh), dict(hidden)
+        chains = [seq.tokens[:count] + some for seq, count, some in zip(seqs, counts, fresh, strict=True)]
+        sizes = [len(some) for some in fresh]
+        joined = {}
+        for layer, rows in hidden.items():
+            kept, parts = self.kv.hidden[layer], list[Tensor]()
+            for extent, count, own in zip(extents, counts, torch.split(rows, sizes), strict=True):
+                parts += [kept[extent.slots(0, count)], own]
+            joined[layer] = torch.cat(parts)
+        return chains, joined
 
     def _passes(
         self, seqs: Sequence[Seq], fresh: Sequence[list[int]], size: int
@@ -119,18 +179,31 @@ class SlotTarget:
         ]
 
     def _keep_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Others that start alike may find them from now on."""
         for piece in pieces:
             piece.extent.length += len(piece.tokens)
+            self.kv.keep(piece.seq.id, piece.seq.tokens[:-1])
 
     def _extent_for(self, seq: Seq, nodes: int) -> Extent:
-        """A sequence's slots, if they take a tree of so many nodes."""
-        extent = self.kv.extent(seq.id)
-        if extent.length + nodes > extent.size or nodes > (self.tree_limit or nodes):
+        """A sequence's pages, with room for a tree of so many nodes."""
+        if nodes > TREE_MARGIN:
             raise InvalidInput(
-                f"a tree of {nodes} nodes on {extent.length} tokens does not fit the {extent.size} "
-                f"slots of sequence {seq.id}: at most {TREE_MARGIN} nodes beyond its max_length"
+                f"a tree of {nodes} nodes is too large: at most {TREE_MARGIN} nodes, the root included"
             )
-        return extent
+        return self.kv.grow(seq.id, self.kv.extent(seq.id).length + nodes)
+
+    def _keep_rows(self, hidden: Mapping[int, Tensor], slots: Sequence[int]) -> None:
+        """Keep the hidden rows of a pass beside keys and values, for sequences that start alike."""
+        if hidden:
+            places = torch.tensor(slots, device=self._device)
+            for layer, rows in hidden.items():
+                self.kv.rows_of(layer, rows.shape[1], rows.dtype).index_copy_(0, places, rows)
+
+    def _note_layers(self, seqs: Sequence[Seq], needs: Needs) -> None:
+        """A pass over these sequences computes, and keeps, the rows of these hidden layers only."""
+        for seq in seqs:
+            extent = self.kv.extent(seq.id)
+            extent.layers = extent.layers.intersection(needs.hidden_layers)
 
     def _accept(self, seqs: Sequence[Seq], verdict: Verdict) -> list[tuple[int, int]]:
         """Count root and path of every tree as committed; the slots that must move for it."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.models.shared import SharedWeights
+from forerun.models.unpaged import UnpagedTarget
 from forerun.noise import DRAFT, draw, uniform
 from forerun.offers import Offer
 from forerun.types import Budget, Draws, Needs, PlainSeq, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
@@ -28,7 +29,7 @@ FakeSeq = PlainSeq  # a sequence outside an engine
 
 
 @dataclass(slots=True)
-class TableLM:
+class TableLM(UnpagedTarget):
     """A target whose logits are a random function of the last `order` tokens; misuse is an AssertionError."""
 
     vocab_size: int
@@ -41,6 +42,7 @@ class TableLM:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     lends: SharedWeights | None = None  # what `shared` answers: a table has no weights of its own
     pass_rows: int = 512
+    _promised: int = 0  # slots for the trees of the coming round
     _cached: dict[int, list[int]] = field(default_factory=dict)
     _scored: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     _rows: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
@@ -94,6 +96,7 @@ class TableLM:
         return Scores(logits.to(self.device), self._hidden(contexts, needs), read=read)
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
+        self._promised = 0
         for b, seq in enumerate(seqs):
             tokens, parents = tree_of(trees, b)
             assert self._scored.pop(seq.id, None) == (tokens, parents), (
@@ -107,9 +110,6 @@ class TableLM:
         if seq.id in self._cached:
             del self._cached[seq.id][length:]
             self._scored.pop(seq.id, None)
-
-    def has_room(self, *lengths: int) -> bool:
-        return self.slots is None or self.used_slots + sum(lengths) <= self.slots
 
     def cached_tokens(self, seq: Seq) -> int:
         return len(self._cached.get(seq.id, []))

@@ -24,7 +24,7 @@ class Found:
 def chunks_of(pieces: Sequence[Piece]) -> list[Span]:
     """Pieces of prompts as rows of a pass."""
     return [
-        Span(piece.tokens, chain_of(len(piece.tokens)), piece.extent.base, piece.extent.length)
+        Span(piece.tokens, chain_of(len(piece.tokens)), piece.extent.pages, piece.extent.length)
         for piece in pieces
     ]
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,8 +32,9 @@ from forerun.models.cuda.plan import (
     round_up,
     split_of,
 )
+from forerun.models.pages import PAGE
 from forerun.topology import trace
-from forerun.types import GreedyWalk, TreeBatch, TreeForm, Verdict
+from forerun.types import GreedyWalk, TreeBatch, TreeForm, Verdict, offsets
 
 GROWN_SPLITS = (8, 32, SPLIT_SIZES[-1])  # few: every form is captured with each, before texts are written
 
@@ -43,13 +45,13 @@ def splits_to(farthest: int) -> int:
 
 
 def plan_grown(
-    places: Sequence[tuple[int, int]],
+    places: Sequence[tuple[Sequence[int], int]],
     form: TreeForm,
     group_nodes: int,
     prompts: Sequence[Span] = (),
     farthest: int = 0,
 ) -> Plan:
-    """A pass over trees whose content is on the device; `places` has every real tree's base slot and length.
+    """A pass over trees whose content is on the device; `places` has every real tree's pages and length.
 
     Chunks of prompts follow behind the trees' rows: the host knows all about them. `farthest` asks for as many splits
     as a context that long needs.
@@ -63,14 +65,24 @@ def plan_grown(
     splits = splits_to(max(farthest, 0, *chunks.positions))
     size = Size(round_up(rows, ROW_SIZES), 1 << (groups - 1).bit_length(), splits)
     template = _layout(form, group_nodes, size.rows, size.groups)
-    ints = template.fill([*places, *[(0, 0)] * (form.trees - real)], form.depth)
-    if real < form.trees:  # padding is written nowhere and attends to nothing
-        ints[2 * size.rows + real * form.nodes : 3 * size.rows] = -1
+    starts, at = offsets([len(pages) for pages, _ in places]), MAX_ROWS + len(template)
+    pads = form.trees - real
+    ints = template.fill(
+        [*((0, n) for _, n in places), *[(0, 0)] * pads],
+        form.depth,
+        [*(at + start for start in starts[:-1]), *[0] * pads],
+    )
+    tables = np.array([page for pages, _ in places for page in pages] + chunks.pages, dtype=np.int32)
+    if real:  # nodes are written behind the committed positions, in their own order
+        written = np.array([n for _, n in places])[:, None] + np.arange(form.nodes)
+        found = tables[np.array(starts[:-1])[:, None] + written // PAGE] * PAGE + written % PAGE
+        ints[2 * size.rows : 2 * size.rows + real * form.nodes] = found.ravel()
+    if pads:  # padding is written nowhere and attends to nothing
         first = 3 * size.rows + FIELDS * real * _groups_per_tree(form, group_nodes)
         ints[first : 3 * size.rows + FIELDS * size.groups] = 0
     if prompts:
-        chunks.write_chains(ints, size, own)
-    return Plan(size, rows, ints)
+        chunks.write_chains(ints, size, own, at + starts[-1])
+    return Plan(size, rows, np.concatenate((ints, tables)))
 
 
 def _groups_per_tree(form: TreeForm, group_nodes: int) -> int:
@@ -81,13 +93,10 @@ def _groups_per_tree(form: TreeForm, group_nodes: int) -> int:
 def _layout(form: TreeForm, group_nodes: int, rows: int, groups: int) -> Template:
     """[tokens | positions | slots | groups | ancestors [M, depth + 1] | lengths [B]].
 
-    Tokens, positions and ancestors are for `fill`, which also reads the lengths.
+    Tokens, positions and ancestors are for `fill`, which also reads the lengths; slots depend on the pages.
     """
     template = Template()
     template.pad_to(2 * rows)
-    for tree in range(form.trees):
-        for node in range(form.nodes):
-            template.add(tree, node, 1, 1)
     template.pad_to(3 * rows, -1)
     ancestors = None if form.chain else MAX_ROWS + 3 * rows + FIELDS * groups
     for tree in range(form.trees):
@@ -160,12 +169,15 @@ class GrownBuffers:
             )  # fmt: skip
             return
         self.outcome[: 2 * form.rows].copy_(trees.flatten())
-        roots = ints[places.slots :][: form.rows].view(form.trees, form.nodes)[:, :1].long()
-        steps = torch.arange(1, form.depth + 1, device=roots.device)
+        slots = ints[places.slots :][: form.rows].view(form.trees, form.nodes).long()
+        steps = (
+            torch.arange(1, form.depth + 1, device=slots.device).clamp_(max=form.nodes - 1).expand_as(paths)
+        )
         sources = torch.where(paths < 0, steps, paths)
-        moves = torch.stack((roots + sources, roots + steps))  # [2, B, depth]
-        moves = torch.where(roots < 0, moves[:, :1], moves)  # padding does what the first tree does
-        moves = torch.where(roots[:1] < 0, 0, moves)  # and if that is padding too, nothing
+        moves = torch.stack((slots.gather(1, sources), slots.gather(1, steps)))  # [2, B, depth]
+        real = slots[:, :1] >= 0
+        moves = torch.where(real, moves, moves[:, :1])  # padding does what the first tree does
+        moves = torch.where(real[:1], moves, 0)  # and if that is padding too, nothing
         self.moves[:, : form.trees * form.depth].copy_(moves.flatten(1))
 
     def read(self, trees: TreeBatch, form: TreeForm) -> Verdict:

@@ -1,9 +1,10 @@
 """Triton: tree attention that reads positions in order, so that a node's bits do not depend on its neighbours.
 
 Keys are read by absolute position: first the committed tokens, then the node's own ancestors by depth, found
-through a table of slots. Positions are cut into splits at fixed places (short ones near the start, longer ones
-further out), each is read in tiles of 64 positions, and `combine` adds a node's splits up in order. Which
-programs do that work depends on the batch; the order of every sum depends on the node's position alone.
+through a table of nodes. A tile of positions is a page of the KV cache, found through the sequence's table of pages;
+a sequence without one has its slots in a row. Positions are cut into splits at fixed places (short ones near the
+start, longer ones further out), each is read in tiles of 64 positions, and `combine` adds a node's splits up in order.
+Which programs do that work depends on the batch; the order of every sum depends on the node's position alone.
 
 A program takes a *group*: nodes of one sequence of which each is an ancestor of the next (a chain), or any
 nodes where the split lies wholly in committed tokens, or one node.
@@ -18,7 +19,7 @@ import triton.language as tl
 from forerun.models.cuda.kernels_linear import put_rows
 
 ROWS = tl.constexpr(64)  # queries per program: nodes times heads of a group; unused ones cost nothing to read
-TILE = tl.constexpr(64)  # positions per step
+TILE = tl.constexpr(64)  # positions per step, and slots of a page
 FIELDS = tl.constexpr(8)  # ints per group; see plan.py
 
 
@@ -34,7 +35,7 @@ def _split_of(p):
 
 
 @triton.jit
-def _walk(q, at, last, start, end, top, total, acc, keys, values, ints, base, length, ancestors, scale,
+def _walk(q, at, last, start, end, top, total, acc, keys, values, ints, base, length, ancestors, pages, scale,
           D: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr):  # fmt: skip
     """Attend to the positions from start to end, in order; TABLE: some may lie behind the committed tokens."""
     d, t = tl.arange(0, D), tl.arange(0, TILE)
@@ -43,12 +44,16 @@ def _walk(q, at, last, start, end, top, total, acc, keys, values, ints, base, le
         if TABLE:
             there = p <= last
             own = tl.load(ints + ancestors + (p - length), mask=there & (p >= length), other=0)
-            slot = base + tl.where(p < length, p, length + own)
+            written = tl.where(p < length, p, length + own)  # counted in the order in which rows were written
+            page = tl.load(ints + pages + written // TILE, mask=there & (pages > 0), other=0)
+            slot = tl.where(pages > 0, page * TILE + written % TILE, base + written)
             place = slot.to(tl.int64)[:, None] * D + d[None, :]
             k = tl.load(keys + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
             v = tl.load(values + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
         else:
-            place = (base + p).to(tl.int64)[:, None] * D + d[None, :]
+            page = tl.load(ints + pages + p0 // TILE)  # without a table: some number
+            slot = tl.where(pages > 0, page * TILE, base + p0) + t
+            place = slot.to(tl.int64)[:, None] * D + d[None, :]
             k = tl.load(keys + place, cache_modifier=".cg")
             v = tl.load(values + place, cache_modifier=".cg")
         found = tl.dot(q, tl.trans(k)) * scale
@@ -75,7 +80,8 @@ def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, sc
     group = groups + g * FIELDS
     low, high = tl.load(group), tl.load(group + 1)
     first, count = tl.load(group + 2), tl.load(group + 3)
-    base, length, ancestors = tl.load(group + 4), tl.load(group + 5), tl.load(group + 6)
+    base, length = tl.load(group + 4), tl.load(group + 5)
+    ancestors, pages = tl.load(group + 6), tl.load(group + 7)
     r, d = tl.arange(0, ROWS), tl.arange(0, D)
     real = (r // EACH < count) & (r % EACH < H // HKV)
     node = first + r // EACH
@@ -98,9 +104,9 @@ def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, sc
         mine, theirs = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
         middle = tl.maximum(start, tl.minimum(end, (length // TILE) * TILE))
         top, total, acc = _walk(q, at, last, start, middle, top, total, acc, mine, theirs, ints, base, length,
-                                ancestors, scale, D, WINDOW, False)  # fmt: skip
+                                ancestors, pages, scale, D, WINDOW, False)  # fmt: skip
         top, total, acc = _walk(q, at, last, middle, end, top, total, acc, mine, theirs, ints, base, length,
-                                ancestors, scale, D, WINDOW, True)  # fmt: skip
+                                ancestors, pages, scale, D, WINDOW, True)  # fmt: skip
         row = s * split_stride + node * H + head
         tl.store(parts + row.to(tl.int64)[:, None] * D + d[None, :], acc, mask=real[:, None])
         tl.store(tops + row, top, mask=real)

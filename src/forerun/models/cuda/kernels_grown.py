@@ -61,8 +61,10 @@ def record(tree_ints, ints, outcome, moves, slots_at, stride, move_stride, rows,
     )
     moved = tl.where(tl.load(ints + slots_at + b * N) < 0, 0, b)
     path = tl.load(outcome + 2 * rows + moved * DEPTH + s - 1, mask=below, other=-1)
-    root = tl.load(ints + slots_at + moved * N).to(tl.int64)
-    move = moves + b * DEPTH + s - 1
-    real = root >= 0  # not even the first tree, where a form is captured
-    tl.store(move, tl.where(real, root + tl.where(path < 0, s, path), 0), mask=below)
-    tl.store(move + move_stride, tl.where(real, root + s, 0), mask=below)
+    slots = ints + slots_at + moved * N
+    move, step = moves + b * DEPTH + s - 1, tl.minimum(s, N - 1)
+    real = tl.load(slots) >= 0  # not even the first tree, where a form is captured
+    source = tl.load(slots + tl.where(path < 0, step, path), mask=below, other=0).to(tl.int64)
+    place = tl.load(slots + step, mask=below, other=0).to(tl.int64)
+    tl.store(move, tl.where(real, source, 0), mask=below)
+    tl.store(move + move_stride, tl.where(real, place, 0), mask=below)

@@ -17,7 +17,7 @@ from forerun.errors import UnsupportedModel
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.packed import Weight, WeightKind, pack
-from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, Plan, Size
+from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, Size
 from forerun.models.kv import TREE_MARGIN
 from forerun.models.moe import Mlp
 from forerun.models.rope import frequencies
@@ -131,7 +131,7 @@ class Buffers:
         heads = config.heads * config.head_dim
         with torch.inference_mode(False):
             self.ints = torch.zeros(
-                MAX_ROWS + 3 * MAX_ROWS + FIELDS * 2048 + MAX_ROWS * 257, dtype=torch.int32
+                MAX_ROWS + 3 * MAX_ROWS + FIELDS * 2048 + MAX_ROWS * 257 + PAGES, dtype=torch.int32
             )
             self.ints[:MAX_ROWS] = torch.arange(MAX_ROWS)
             self.ints = self.ints.to(device)

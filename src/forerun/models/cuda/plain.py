@@ -9,6 +9,7 @@ from torch import Tensor
 from forerun.models.cuda.network import Buffers, Layer, Model, Run
 from forerun.models.cuda.packed import times
 from forerun.models.cuda.plan import split_start
+from forerun.models.pages import PAGE
 
 _ROWS = 16  # rows of attention at a time: keys are gathered per row
 
@@ -103,12 +104,15 @@ def _slots_seen(run: Run, window: int) -> tuple[Tensor, Tensor]:
     table = torch.zeros(run.size.rows, longest, dtype=torch.long)
     seen = torch.zeros(run.size.rows, longest, dtype=torch.bool)
     ints = run.ints.cpu()
-    for low, high, first, count, base, length, ancestors, _ in run.groups.tolist():
+    for low, high, first, count, base, length, ancestors, pages in run.groups.tolist():
         for row in range(first, first + count if high > low else first):
             end = min(split_start(high), positions[row] + 1)
             at = torch.arange(split_start(low), max(end, split_start(low)))
             behind = (at - length).clamp(min=0)
-            table[row, at] = base + torch.where(at < length, at, length + ints[ancestors + behind])
+            written = torch.where(at < length, at, length + ints[ancestors + behind])
+            table[row, at] = (
+                ints[pages + written // PAGE].long() * PAGE + written % PAGE if pages else base + written
+            )
             seen[row, at] = at > positions[row] - window if window else torch.ones_like(at, dtype=torch.bool)
     nothing = ~seen.any(-1)
     seen[nothing, 0] = True  # padding rows: something finite that is never read

@@ -1,8 +1,8 @@
 """The plan of a GPU pass: one array of integers, sent to the device in one copy.
 
 Per row its token, its position and the slot its keys and values go to; then the groups of nodes that attention
-works on (see kernels_attention.py), and the ancestors of nodes in trees that branch. Row counts, group counts
-and split counts are rounded up to a few sizes, so that a pass can be replayed as a captured graph.
+works on (see kernels_attention.py), the ancestors of nodes in trees that branch, and the pages of every sequence. Row
+counts, group counts and split counts are rounded up to a few sizes, so that a pass can be replayed as a captured graph.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from forerun.models.paged import slots_of
 from forerun.topology import Topology
 
 MAX_ROWS = 1024  # rows in one pass; a tree has at most 257
-FIELDS = 8  # ints per group: low split, high split, first row, rows, base slot, length, ancestors, -
+FIELDS = 8  # ints per group: low split, high split, first row, rows, base slot, length, ancestors, pages (0 = none)
 ROW_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, MAX_ROWS)
 NARROW = (
     64  # rows of the largest pass whose products are those of few rows (kernels_linear, not kernels_wide)
 )
 SPLIT_SIZES = (4, 8, 14, 20, 32, 48, 64, 96, 128, 192, 256)
 LONGEST = 245_760  # positions that 256 splits cover
+PAGES = 1 << 17  # pages of all sequences of a pass together, at most
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
@@ -42,11 +44,11 @@ def split_start(split: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The nodes of one sequence, written behind `length` committed slots that start at `base`."""
+    """The nodes of one sequence, written behind `length` committed positions on its pages."""
 
     tokens: Sequence[int]
     shape: Topology
-    base: int
+    pages: Sequence[int]
     length: int
 
 
@@ -78,25 +80,29 @@ class Rows:
     slots: list[int] = field(default_factory=list)
     groups: list[tuple[int, ...]] = field(default_factory=list)
     ancestors: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)  # of all sequences, end to end
 
     def add(self, span: Span, group_nodes: int) -> None:
-        first, count = self.first + len(self.tokens), len(span.tokens)
+        first, count, table = self.first + len(self.tokens), len(span.tokens), len(self.pages) + 1
         self.tokens += span.tokens
-        self.slots += range(span.base + span.length, span.base + span.length + count)
+        self.pages += span.pages
+        self.slots += slots_of(span.pages, span.length, span.length + count)
         if span.shape.is_chain:
             self.positions += range(span.length, span.length + count)
-            self.groups += _chain_groups(span, first, count, group_nodes)
+            self.groups += _chain_groups(span, first, count, group_nodes, table)
         else:
             self.positions += [span.length + depth for depth in span.shape.depths]
-            self.groups += _tree_groups(span, first, group_nodes, self.ancestors)
+            self.groups += _tree_groups(span, first, group_nodes, table, self.ancestors)
 
-    def write_chains(self, ints: Ints, size: Size, groups: int) -> None:
-        """Write chains behind the rows and the groups that come before them."""
+    def write_chains(self, ints: Ints, size: Size, groups: int, pages: int) -> None:
+        """Write chains behind the rows and the groups that come before them; their pages lie at `pages`."""
         end = self.first + len(self.tokens)
         for part, values in enumerate((self.tokens, self.positions, self.slots)):
             ints[part * size.rows + self.first : part * size.rows + end] = values
         table = ints[3 * size.rows : 3 * size.rows + FIELDS * size.groups].reshape(size.groups, FIELDS)
-        table[groups : groups + len(self.groups)] = self.groups
+        own = table[groups : groups + len(self.groups)]
+        own[:] = self.groups
+        own[:, 7] += pages - 1
 
 
 def plan_pass(spans: Sequence[Span], group_nodes: int) -> Plan:
@@ -109,64 +115,62 @@ def plan_pass(spans: Sequence[Span], group_nodes: int) -> Plan:
         1 << max(0, len(rows.groups) - 1).bit_length(),
         round_up(1 + split_of(max(rows.positions)), SPLIT_SIZES),
     )
-    ints = _pack(size, rows.tokens, rows.positions, rows.slots, rows.groups, rows.ancestors)
-    return Plan(size, len(rows.tokens), ints)
+    return Plan(size, len(rows.tokens), _pack(size, rows))
 
 
-def _chain_groups(span: Span, first: int, count: int, group_nodes: int) -> list[tuple[int, ...]]:
+def _chain_groups(span: Span, first: int, count: int, group_nodes: int, table: int) -> list[tuple[int, ...]]:
     """Nodes that follow each other share whatever they see: ancestors are the identity, at 0."""
     groups: list[tuple[int, ...]] = []
     for low in range(0, count, group_nodes):
         rows = min(group_nodes, count - low)
         high = split_of(span.length + low + rows - 1) + 1
-        groups.append((0, high, first + low, rows, span.base, span.length, 0, 0))
+        groups.append((0, high, first + low, rows, 0, span.length, 0, table))
     return groups
 
 
-def _tree_groups(span: Span, first: int, group_nodes: int, ancestors: list[int]) -> list[tuple[int, ...]]:
+def _tree_groups(
+    span: Span, first: int, group_nodes: int, table: int, ancestors: list[int]
+) -> list[tuple[int, ...]]:
     """Committed tokens are shared; from the split in which the tree starts, every node attends alone.
 
-    The last but one field is where a node's ancestors start, counted from the first of them: `_pack` moves it.
+    The last two fields say where a node's ancestors and its pages start, counted from 1: `_pack` moves them.
     """
     depths, paths, shared = span.shape.depths, span.shape.paths, split_of(span.length)
     groups: list[tuple[int, ...]] = []
     if shared:
         for low in range(0, len(depths), group_nodes):
             rows = min(group_nodes, len(depths) - low)
-            groups.append((0, shared, first + low, rows, span.base, span.length, 0, 0))
+            groups.append((0, shared, first + low, rows, 0, span.length, 0, table))
     for node, depth in enumerate(depths):
         high = split_of(span.length + depth) + 1
-        groups.append((shared, high, first + node, 1, span.base, span.length, len(ancestors) + 1, 0))
+        groups.append((shared, high, first + node, 1, 0, span.length, len(ancestors) + 1, table))
         ancestors += paths[node]
     return groups
 
 
-def _pack(
-    size: Size,
-    tokens: list[int],
-    positions: list[int],
-    slots: list[int],
-    groups: list[tuple[int, ...]],
-    ancestors: list[int],
-) -> Ints:
-    """[3 rows + FIELDS groups + ancestors]; padding rows are token 0 at position 0, written nowhere."""
-    behind = 3 * size.rows + FIELDS * size.groups
-    ints = np.zeros(behind + len(ancestors), dtype=np.int32)
-    ints[: len(tokens)] = tokens
-    ints[size.rows : size.rows + len(tokens)] = positions
+def _pack(size: Size, rows: Rows) -> Ints:
+    """[3 rows + FIELDS groups + ancestors + pages]; padding rows are token 0 at position 0, written nowhere."""
+    behind, count = 3 * size.rows + FIELDS * size.groups, len(rows.tokens)
+    end = behind + len(rows.ancestors)
+    ints = np.zeros(end + len(rows.pages), dtype=np.int32)
+    ints[:count] = rows.tokens
+    ints[size.rows : size.rows + count] = rows.positions
     ints[2 * size.rows : 3 * size.rows] = -1
-    ints[2 * size.rows : 2 * size.rows + len(tokens)] = slots
+    ints[2 * size.rows : 2 * size.rows + count] = rows.slots
     table = ints[3 * size.rows : behind].reshape(size.groups, FIELDS)
-    table[: len(groups)] = groups
-    table[:, 6] = np.where(table[:, 6] > 0, table[:, 6] - 1 + MAX_ROWS + behind, 0)
-    ints[behind:] = ancestors
+    table[: len(rows.groups)] = rows.groups
+    for field_, start in ((6, behind), (7, end)):
+        table[:, field_] = np.where(table[:, field_] > 0, table[:, field_] - 1 + MAX_ROWS + start, 0)
+    ints[behind:end] = rows.ancestors
+    ints[end:] = rows.pages
     return ints
 
 
 class Template:
     """Integers that are sums of a few numbers of their own tree: laid out once, filled in by one product.
 
-    A tree's numbers are (1, base slot, length, split in which it starts, split behind its deepest node).
+    A tree's numbers are (1, base slot, length, split in which it starts, split behind its deepest node, where its pages
+    start). A sequence whose slots lie in a row from its base slot on has no pages: 0.
     """
 
     def __init__(self) -> None:
@@ -178,7 +182,7 @@ class Template:
 
     def add(self, tree: int, *factors: int) -> None:
         """One integer: so many times each of the tree's numbers."""
-        self._rows.append((tree, *factors, *[0] * (5 - len(factors))))
+        self._rows.append((tree, *factors, *[0] * (6 - len(factors))))
 
     def add_groups(
         self, tree: int, rows: Sequence[int], group_nodes: int, ancestors: int | None, steps: int
@@ -198,20 +202,23 @@ class Template:
     def _add_group(
         self, low: tuple[int, ...], high: tuple[int, ...], tree: int, row: int, count: int, ancestors: int
     ) -> None:
-        for factors in (low, high, (row,), (count,), (0, 1), (0, 0, 1), (ancestors,), (0,)):
+        for factors in (low, high, (row,), (count,), (0, 1), (0, 0, 1), (ancestors,), (0, 0, 0, 0, 0, 1)):
             self.add(tree, *factors)
 
     def pad_to(self, size: int, value: int = 0) -> None:
         for _ in range(size - len(self)):
             self.add(0, value)
 
-    def fill(self, places: Sequence[tuple[int, int]], depth: int) -> Ints:
-        """For trees at these base slots and lengths that are so deep."""
+    def fill(self, places: Sequence[tuple[int, int]], depth: int, pages: Sequence[int] | None = None) -> Ints:
+        """For trees at these base slots and lengths that are so deep; `pages`: where those of each start."""
         if self._ready is None:
             table = np.array(self._rows, dtype=np.int32)
             self._ready = np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1:].T)
         trees, factors = self._ready
-        numbers = [(1, base, n, split_of(n), split_of(n + depth) + 1) for base, n in places]
+        numbers = [
+            (1, base, n, split_of(n), split_of(n + depth) + 1, at)
+            for (base, n), at in zip(places, pages or [0] * len(places), strict=True)
+        ]
         if len(places) == 1:
             return np.dot(np.array(numbers[0], dtype=np.int32), factors)  # type: ignore[no-any-return]
         found: Ints = (np.array(numbers, dtype=np.int32)[trees].T * factors).sum(0, dtype=np.int32)

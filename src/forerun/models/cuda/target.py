@@ -1,22 +1,20 @@
 """CudaDecoder: our decoder on a GPU, a Target.
 
-Keys and values live in a pool made once; a sequence's slots follow each other, the nodes of a tree are written
-behind its committed tokens, and only an accepted path that is not yet in place is moved. Nothing here waits
-for the device: plans are made from what the host knows, and logits stay where they are.
+Keys and values live in a pool of pages made once; the nodes of a tree are written behind its sequence's committed
+tokens, and only an accepted path that is not yet in place is moved. Nothing here waits for the device: plans are made
+from what the host knows, and logits stay where they are.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from forerun.errors import ForerunError, InvalidInput, MissingDependency
+from forerun.errors import ForerunError
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.chunks import Found, chunks_of, fitting_rows, joined, rows_of
 from forerun.models.cuda.graphs import Passes, Replays
@@ -24,9 +22,9 @@ from forerun.models.cuda.grown import GrownBuffers, Outcome, plan_grown
 from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.plain import PlainSteps
-from forerun.models.cuda.plain_rounds import PlainRounds
-from forerun.models.cuda.plan import MAX_ROWS, Span, plan_pass
-from forerun.models.kv import TREE_MARGIN
+from forerun.models.cuda.plain_rounds import PlainRounds, PlainStep
+from forerun.models.cuda.plan import MAX_ROWS, Plan, Span, plan_pass
+from forerun.models.cuda.pool import Kind, pick_kernels, pool_slots
 from forerun.models.layers import Rotations
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
@@ -48,17 +46,11 @@ from forerun.types import (
 log = logging.getLogger(__name__)
 
 CHUNK = MAX_ROWS  # rows of prompts per pass
-POOL_SHARE = 0.8  # of the memory that is free once the weights are loaded
-POOL_SEQUENCES = 16  # sequences of full length that the pool need not exceed
 _QUERIES = 64  # rows that one program of attention has: nodes times heads per key-value head
-
-Kind = Literal["auto", "triton", "torch"]
 
 
 class CudaDecoder(SlotTarget):
     """Implements forerun.models.base.Target."""
-
-    tree_limit = TREE_MARGIN
 
     def __init__(
         self,
@@ -74,15 +66,15 @@ class CudaDecoder(SlotTarget):
     ) -> None:
         self.model = Model(config, weights, dtype, torch.device(device), weight_kind)
         self.buffers = Buffers(self.model)
-        slots = kv_slots or _pool_slots(self.model)
+        slots = kv_slots or pool_slots(self.model)
         super().__init__(config, dtype=dtype, device=self.model.device, kv_slots=slots)
-        self.kernels = _pick(kernels, self._device, dtype)
+        self.kernels = pick_kernels(kernels, self._device, dtype)
         steps = self._steps()
         self.grown = GrownBuffers(self._device, greedy_walk)
         self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=self.kernels == "triton")
         self._group_nodes = _QUERIES // (1 << (config.heads // config.kv_heads - 1).bit_length())
         self.plain = PlainRounds(
-            self.passes.plain, self.buffers, self.passes.run_plain, self._roots, self._group_nodes
+            self.passes.plain, self.buffers, self._run_plain, self._roots, self._group_nodes
         )
         self._moves = Replays(self._device, capture=self.kernels == "triton")
         self._takes_grown = True  # until a pass over trees grown on the device has failed
@@ -119,10 +111,12 @@ class CudaDecoder(SlotTarget):
     def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
         """Cache tokens that are not cached yet, in passes of at most CHUNK rows."""
         self.plain.drop()
-        fresh, found = self._admit(seqs, rows), Found(self._layers(needs))
+        fresh, found = self._admit(seqs, needs, rows), Found(self._layers(needs))
+        self._note_layers(seqs, needs)
         for _, pieces in self._passes(seqs, fresh, CHUNK):
             self._run(chunks_of(pieces), 0, found)
-        return TreeBatch.chains(fresh), Scores(None, self._hidden(found))
+        chains, hidden = self._with_found(seqs, fresh, self._hidden(found))
+        return TreeBatch.chains(chains), Scores(None, hidden)
 
     @torch.no_grad()
     def score(
@@ -130,9 +124,11 @@ class CudaDecoder(SlotTarget):
     ) -> Scores:
         """One pass over every node, and over prompts behind them; or several where they are more than MAX_ROWS."""
         layers = self._layers(needs)
+        self._note_layers(seqs, needs)
         if prompts is None:
             return self._score(seqs, trees, layers, ())[0]
-        fresh = self._admit(prompts.seqs, prompts.rows)
+        fresh = self._admit(prompts.seqs, needs, prompts.rows)
+        self._note_layers(prompts.seqs, needs)
         if self.plain.is_ahead_of(seqs, trees):  # their pass is under way: prompts get their own behind it
             scores = self.plain.score(seqs, trees.to_host()[0], layers, more=True)
             pieces, found = self._pieces(prompts.seqs, fresh), Found(layers)
@@ -148,7 +144,8 @@ class CudaDecoder(SlotTarget):
             scores, behind = self._score(seqs, trees, layers, chunks_of(pieces))
         self._keep_pieces(pieces)
         behind = behind or self._hidden(Found(layers))  # prompts of one token have no rows
-        return replace(scores, read=(TreeBatch.chains(fresh), Scores(None, behind)))
+        chains, behind = self._with_found(prompts.seqs, fresh, behind)
+        return replace(scores, read=(TreeBatch.chains(chains), Scores(None, behind)))
 
     def _score(
         self, seqs: Sequence[Seq], trees: TreeBatch, layers: tuple[int, ...], chunks: Sequence[Span]
@@ -175,7 +172,7 @@ class CudaDecoder(SlotTarget):
                 self._run(spans, rows_of(spans), found)
                 found.logits[-1] = found.logits[-1].clone()  # another pass follows
                 spans = []
-            spans.append(Span(tokens[first:end], shapes[b], extent.base, extent.length))
+            spans.append(Span(tokens[first:end], shapes[b], extent.pages, extent.length))
         scored = rows_of(spans)
         if scored + rows_of(chunks) <= MAX_ROWS:
             spans, chunks = [*spans, *chunks], ()
@@ -195,10 +192,11 @@ class CudaDecoder(SlotTarget):
     ) -> tuple[Scores, dict[int, Tensor]]:
         """Trees grown on the device: nothing is read, and all results stay in the buffers until the next pass."""
         extents = [self._extent_for(seq, form.nodes) for seq in seqs]
-        places = [(extent.base, extent.length) for extent in extents]
+        places = [(extent.pages, extent.length) for extent in extents]
         plan = plan_grown(places, form, self._group_nodes, chunks)
         self.grown.take(trees, form)
         self.passes.run(plan, layers, form.rows, form)
+        self._keep_buffers(plan, layers, None if chunks else ("keep", form))
         rows = {layer: self.buffers.hidden(layer) for layer in layers}
         hidden = {layer: found[: form.rows] for layer, found in rows.items()}  # padding too: graphs read all of it
         behind = {layer: found[form.rows : plan.rows].clone() for layer, found in rows.items() if chunks}
@@ -216,8 +214,8 @@ class CudaDecoder(SlotTarget):
         plan = plan_grown([], form, self._group_nodes, farthest=farthest)
         self.grown.take_padding(form)
         self.passes.run(plan, layers, form.rows, form)
-        outcome = Outcome(self.grown, form)
-        self._moves.do(form, lambda: self._move(outcome))
+        self._keep_buffers(plan, layers, ("keep", form))
+        self._move(form, Outcome(self.grown, form))
         return Scores(None, {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers})
 
     def _roots(self, seqs: Sequence[Seq], tokens: Sequence[int], further: int) -> list[Span]:
@@ -225,7 +223,7 @@ class CudaDecoder(SlotTarget):
         spans = []
         for seq, token in zip(seqs, tokens, strict=True):
             extent = self._extent_for(seq, 1 + further)
-            spans.append(Span((token,), chain_of(1), extent.base, extent.length + further))
+            spans.append(Span((token,), chain_of(1), extent.pages, extent.length + further))
         return spans
 
     def release(self, seq: Seq) -> None:
@@ -242,13 +240,17 @@ class CudaDecoder(SlotTarget):
         moves = self._accept(seqs, verdict)
         outcome = verdict.outcome
         if moves and outcome is not None:
-            self._moves.do(trees.form, lambda: self._move(outcome))  # computed by the device itself
+            self._move(trees.form, outcome)  # which slots, the device itself has computed
         else:
             self.kv.move(moves)
 
-    def _move(self, outcome: DeviceOutcome) -> None:
-        sources, places = outcome.moves()
-        self.kv.data.index_copy_(3, places, self.kv.data.index_select(3, sources))
+    def _move(self, form: TreeForm | None, outcome: DeviceOutcome) -> None:
+        name = "move", form, tuple(self.kv.hidden)
+        self._moves.do(name, lambda: self.kv.move_on_device(*outcome.moves()))
+
+    def _run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> None:
+        self.passes.run_plain(plan, hidden, step)
+        self._keep_buffers(plan, hidden)
 
     def _run(self, spans: Sequence[Span], scored: int, found: Found) -> None:
         """One pass; hidden rows are copied out of the buffers, logits stay there until the next pass over trees."""
@@ -256,10 +258,29 @@ class CudaDecoder(SlotTarget):
             return
         plan = plan_pass(spans, self._group_nodes)
         self.passes.run(plan, tuple(found.hidden), scored)
+        self._keep_buffers(plan, tuple(found.hidden))
         for layer, rows in found.hidden.items():
             rows.append(self.buffers.hidden(layer)[: plan.rows].clone())
         if scored:
             found.logits.append(self.buffers.logits[:scored])
+
+    def _keep_buffers(self, plan: Plan, layers: tuple[int, ...], name: Hashable | None = None) -> None:
+        """Keep the hidden rows of a pass beside keys and values, from buffer to slot; by name as one replay."""
+        if not layers:
+            return
+        kept = [self.kv.rows_of(layer, self.config.width, self._dtype) for layer in layers]
+        first, rows = MAX_ROWS + 2 * plan.size.rows, plan.rows
+
+        def keep() -> None:
+            places = self.buffers.ints[first : first + rows].long()
+            places = torch.where(places < 0, self.kv.capacity, places)  # padding
+            for layer, into in zip(layers, kept, strict=True):
+                into.index_copy_(0, places, self.buffers.hidden(layer)[:rows])
+
+        if name is None:
+            keep()
+        else:
+            self._moves.do((name, layers), keep)
 
     def _hidden(self, found: Found) -> dict[int, Tensor]:
         return {layer: joined(rows) if rows else self._empty_rows(0) for layer, rows in found.hidden.items()}
@@ -270,29 +291,3 @@ class CudaDecoder(SlotTarget):
         from forerun.models.cuda.fused import FusedSteps
 
         return FusedSteps(self.model, self.buffers, self.kv.data)
-
-
-def _pool_slots(model: Model) -> int:
-    """As many as memory allows, but no more than several sequences of full length need."""
-    enough = POOL_SEQUENCES * (model.max_length + TREE_MARGIN)
-    if model.device.type != "cuda":
-        return min(enough, 1 << 15)
-    free, _ = torch.cuda.mem_get_info(model.device)
-    config, item = model.config, model.embedding.element_size()
-    slot = 2 * config.layers * config.kv_heads * config.head_dim * item
-    return max(1, min(enough, int(POOL_SHARE * free) // slot))
-
-
-def _pick(kernels: Kind, device: torch.device, dtype: torch.dtype) -> Literal["triton", "torch"]:
-    """Triton where there is a GPU for it; its products are for 16-bit weights."""
-    there = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    fits = dtype in (torch.bfloat16, torch.float16)
-    if kernels == "triton" and not there:
-        raise MissingDependency("kernels='triton' needs a CUDA device and the package triton; use 'torch'")
-    if kernels == "triton" and not fits:
-        raise InvalidInput(
-            f"kernels='triton' cannot run {dtype}: use bfloat16 or float16, or kernels='torch'"
-        )
-    if kernels == "auto":
-        return "triton" if there and fits else "torch"
-    return kernels

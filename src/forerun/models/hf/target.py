@@ -21,6 +21,7 @@ from forerun.models.finite import check_numbers
 from forerun.models.hf.cache import Placement, TreeCache
 from forerun.models.hf.check import arguments, check_trees, refuse_by_shape
 from forerun.models.shared import SharedWeights
+from forerun.models.unpaged import UnpagedTarget
 from forerun.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
 
 CHUNK = 512  # tokens of a prompt per pass: bounds the mask, and the logits that some families always compute
@@ -29,7 +30,7 @@ NO_LIMIT = 1 << 20  # context of families that state none (ALiBi)
 MASKED_ATTENTION = ("eager", "sdpa")  # the implementations that take a mask of our own
 
 
-class HFTarget:
+class HFTarget(UnpagedTarget):
     """A transformers model that scores trees; it is put into evaluation mode, on eager or SDPA attention."""
 
     def __init__(self, model: Any, *, kv_slots: int | None = None) -> None:
@@ -41,7 +42,7 @@ class HFTarget:
             model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
         self._kinds = _mask_kinds(self.config, self.family)
         self._cache = TreeCache(self.config.num_hidden_layers)
-        self._kv_slots, self._reserved = kv_slots, dict[int, int]()
+        self.slots, self._promised = kv_slots, 0  # slots for the trees of the coming round
         self.vocab_size = int(self.config.vocab_size)
         self.vocab_size = check_trees(self, model)
 
@@ -86,9 +87,6 @@ class HFTarget:
     def used_slots(self) -> int:
         return self._cache.used
 
-    def has_room(self, *lengths: int) -> bool:
-        return self._kv_slots is None or sum(self._reserved.values()) + sum(lengths) <= self._kv_slots
-
     def shared(self) -> SharedWeights | None:
         """None where the model has no table to look tokens up in, or no LM head of rows."""
         model, embedding, head = (
@@ -115,7 +113,6 @@ class HFTarget:
         fresh = [seq.tokens[self._cache.length(seq.id) : -1] for seq in seqs]
         if rows is not None:
             fresh = first_rows(fresh, rows)
-        self._reserved |= {seq.id: seq.max_length for seq in seqs}
         hidden = self._cache_chains([seq.id for seq in seqs], fresh, needs)
         return TreeBatch.chains(fresh, self.device), Scores(None, hidden)
 
@@ -128,6 +125,7 @@ class HFTarget:
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
         self._cache.keep([seq.id for seq in seqs], verdict.to_host()[0])
+        self._promised = 0
 
     def truncate(self, seq: Seq, length: int) -> None:
         self._cache.truncate(seq.id, length)
@@ -137,7 +135,6 @@ class HFTarget:
 
     def release(self, seq: Seq) -> None:
         self._cache.release(seq.id)
-        self._reserved.pop(seq.id, None)
 
     def _cache_chains(
         self, ids: Sequence[int], rows: Sequence[Sequence[int]], needs: Needs

@@ -20,7 +20,7 @@ from forerun.models.native.cores import thread_count
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 BLOCK = 32  # inputs per block of packed kinds
 _MOST_PARTS = 3
-ABI = 4  # a change of the structs or of the kernels: what was measured with another counts no more
+ABI = 5  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 
 Fields = list[tuple[str, Any]]
@@ -83,6 +83,7 @@ class Reach(Structure):
         *[(name, c_void_p) for name in ("first", "context", "tail", "tails")],
         ("tail_stride", c_int64),
         ("most", c_int64),
+        ("pages", c_void_p),
     ]
 
 

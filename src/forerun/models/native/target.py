@@ -18,7 +18,6 @@ from forerun.errors import InvalidInput
 from forerun.models.attention import Span
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.kv import KVStore
 from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights
@@ -26,6 +25,7 @@ from forerun.models.native import library as native
 from forerun.models.native.packing import is_packable, table_of, unpack_rows
 from forerun.models.native.pass_rows import Rows, rows_of
 from forerun.models.native.weights import Mode, NativeReader
+from forerun.models.paged import PagedKV
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
 from forerun.types import Seq
@@ -58,20 +58,34 @@ class NativeDecoder(Decoder):
     """Implements forerun.models.base.Target."""
 
     def __init__(
-        self, config: DecoderConfig, weights: Mapping[str, Tensor], *, mode: Mode, kv_slots: int | None
+        self,
+        config: DecoderConfig,
+        weights: Mapping[str, Tensor],
+        *,
+        mode: Mode,
+        kv_slots: int | None,
+        kv_limit: int | None = None,
     ) -> None:
         # Not Decoder's: it would read all weights into torch.
-        SlotTarget.__init__(self, config, dtype=torch.float32, device=torch.device("cpu"), kv_slots=kv_slots)
+        SlotTarget.__init__(
+            self,
+            config,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            kv_slots=kv_slots,
+            kv_limit=kv_limit,
+        )
         self.mode, self._cache_at = mode, 0
         if mode in ("gguf", "q8") and native.library().fr_prefers_half():
             # rows are rounded to eight bits before every layer anyway, and a long context is read in half the time
-            self.kv = KVStore(
+            self.kv = PagedKV(
                 config.layers,
                 config.kv_heads,
                 config.head_dim,
                 dtype=torch.float16,
                 device=self._device,
                 capacity=kv_slots,
+                limit=kv_limit,
             )
         with torch.no_grad(), torch.inference_mode(False):
             reader = NativeReader(config, weights, mode)

@@ -7,15 +7,29 @@
  */
 #include "attention.h"
 
-FR_INLINE void score_together(const tile *t, int count, int half) {
-    int64_t i = t->lo, first = t->queries[0].first;
-    for (; i + KEYS <= t->hi; i += KEYS) {
+/* Scores of positions i..end, which are the slots from base + i on. */
+FR_INLINE void score_run(const tile *t, int count, int64_t base, int64_t i, int64_t end, int half) {
+    for (; i + KEYS <= end; i += KEYS) {
         /* values are read in stripes, which no prefetcher foresees: ask for them while the keys come in */
-        const char *values = slot_in(t, t->values, first + i, half), *end = slot_in(t, t->values, first + i + KEYS, half);
-        for (; values < end; values += 64) __builtin_prefetch(values);
-        dot_keys(t, t->queries, count, slot_in(t, t->keys, first + i, half), KEYS, i, half);
+        const char *values = slot_in(t, t->values, base + i, half), *last = slot_in(t, t->values, base + i + KEYS, half);
+        for (; values < last; values += 64) __builtin_prefetch(values);
+        dot_keys(t, t->queries, count, slot_in(t, t->keys, base + i, half), KEYS, i, half);
     }
-    for (; i < t->hi; i++) dot_keys(t, t->queries, count, slot_in(t, t->keys, first + i, half), 1, i, half);
+    for (; i < end; i++) dot_keys(t, t->queries, count, slot_in(t, t->keys, base + i, half), 1, i, half);
+}
+
+FR_INLINE void score_together(const tile *t, int count, int half) {
+    for (int64_t i = t->lo, end; i < t->hi; i = end) {
+        end = run_end(t->queries, i, t->hi);
+        score_run(t, count, slot_at(t->queries, i) - i, i, end, half);
+    }
+}
+
+FR_INLINE void mix_together(const tile *t, int count, int half) {
+    for (int64_t i = t->lo, end; i < t->hi; i = end) {
+        end = run_end(t->queries, i, t->hi);
+        mix_columns(t, t->queries, count, 0, slot_at(t->queries, i) - i, i, end, half);
+    }
 }
 
 FR_INLINE void attend_queries(tile *t, int count, int half) {
@@ -26,7 +40,7 @@ FR_INLINE void attend_queries(tile *t, int count, int half) {
         soften(&t->queries[i]);
         mix_before(t, &t->queries[i], half);
     }
-    mix_columns(t, t->queries, count, 0, t->lo, t->hi, half);
+    mix_together(t, count, half);
     for (int i = 0; i < count; i++) mix_rest(t, &t->queries[i], half);
 }
 
@@ -57,6 +71,7 @@ static void set_up(const fr_attention_args *a, int64_t kv_head, int64_t first_qu
         q->q = a->q + node * a->q_stride + head * a->head_dim;
         q->out = a->out + (node * a->heads + head) * a->head_dim;
         q->tail = reach->tails + node * reach->tail_stride;
+        q->pages = reach->pages ? reach->pages + reach->first[node] : NULL;
         q->first = reach->first[node], q->context = reach->context[node];
         q->seen = q->context + reach->tail[node];
         q->from = a->window && q->seen > a->window ? q->seen - a->window : 0;

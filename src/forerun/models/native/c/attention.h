@@ -12,7 +12,7 @@ enum { KEYS = 4, COLUMNS = 4 }; /* in registers at once, by fours of floats */
 /* One query of a tile. Positions lo..hi are the same slots for all queries of the tile. */
 typedef struct {
     const float *q;
-    const int32_t *tail;
+    const int32_t *tail, *pages; /* pages of its context, or NULL: then it starts at slot `first` */
     int64_t first, context, from, seen;
     float *weights, *out;
     float total;
@@ -33,7 +33,16 @@ FR_INLINE f32x4 four_at(const char *numbers, int64_t i, int half) {
 }
 
 FR_INLINE int64_t slot_at(const query *q, int64_t i) {
-    return i < q->context ? q->first + i : q->tail[i - q->context];
+    if (i >= q->context) return q->tail[i - q->context];
+    return q->pages ? (int64_t)q->pages[i / FR_PAGE] * FR_PAGE + i % FR_PAGE : q->first + i;
+}
+
+/* Where the run of slots that starts at position i of the context ends, at `end` at the latest. */
+FR_INLINE int64_t run_end(const query *q, int64_t i, int64_t end) {
+    if (!q->pages) return end;
+    int64_t page = i / FR_PAGE;
+    while ((page + 1) * FR_PAGE < end && q->pages[page + 1] == q->pages[page] + 1) page++;
+    return (page + 1) * FR_PAGE < end ? (page + 1) * FR_PAGE : end;
 }
 
 FR_INLINE int64_t later(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -81,15 +90,16 @@ FR_INLINE void soften(query *q) {
     q->total = across(total);
 }
 
-/* out += weighted values of positions from..to, `vectors` times four columns at once, in registers. */
-FR_INLINE void mix(const tile *t, const query *queries, int count, int alone, int64_t from, int64_t to, int64_t column,
-                   int vectors, int half) {
+/* out += weighted values of positions from..to, `vectors` times four columns at once, in registers. Position p of a
+ * run is slot base + p; a query alone finds its slots itself. */
+FR_INLINE void mix(const tile *t, const query *queries, int count, int alone, int64_t base, int64_t from, int64_t to,
+                   int64_t column, int vectors, int half) {
     f32x4 sum[4][COLUMNS];
     FR_UNROLL for (int i = 0; i < count; i++)
         FR_UNROLL for (int j = 0; j < vectors; j++) sum[i][j] = load4(queries[i].out + column + 4 * j);
     int64_t p = from;
     for (; !alone && p + 4 <= to; p += 4) { /* four weights at a time, so that they come as one vector */
-        const char *values = slot_in(t, t->values, queries->first + p, half);
+        const char *values = slot_in(t, t->values, base + p, half);
         f32x4 w[4];
         FR_UNROLL for (int i = 0; i < count; i++) w[i] = load4(queries[i].weights + p);
         FR_UNROLL for (int k = 0; k < 4; k++)
@@ -99,7 +109,7 @@ FR_INLINE void mix(const tile *t, const query *queries, int count, int alone, in
             }
     }
     for (; p < to; p++) {
-        int64_t slot = alone ? slot_at(queries, p) : queries->first + p;
+        int64_t slot = alone ? slot_at(queries, p) : base + p;
         const char *values = slot_in(t, t->values, slot, half);
         FR_UNROLL for (int j = 0; j < vectors; j++) {
             f32x4 v = four_at(values, column + 4 * j, half);
@@ -110,11 +120,12 @@ FR_INLINE void mix(const tile *t, const query *queries, int count, int alone, in
         FR_UNROLL for (int j = 0; j < vectors; j++) store4(queries[i].out + column + 4 * j, sum[i][j]);
 }
 
-FR_INLINE void mix_columns(const tile *t, const query *queries, int count, int alone, int64_t from, int64_t to, int half) {
+FR_INLINE void mix_columns(const tile *t, const query *queries, int count, int alone, int64_t base, int64_t from,
+                           int64_t to, int half) {
     if (from >= to) return;
     int64_t d = 0;
-    for (; d + 4 * COLUMNS <= t->dim; d += 4 * COLUMNS) mix(t, queries, count, alone, from, to, d, COLUMNS, half);
-    for (; d < t->dim; d += 4) mix(t, queries, count, alone, from, to, d, 1, half);
+    for (; d + 4 * COLUMNS <= t->dim; d += 4 * COLUMNS) mix(t, queries, count, alone, base, from, to, d, COLUMNS, half);
+    for (; d < t->dim; d += 4) mix(t, queries, count, alone, base, from, to, d, 1, half);
 }
 
 /* The positions that a query has for itself, after those of the tile: its scores, its weights. */
@@ -122,11 +133,11 @@ FR_INLINE void score_rest(const tile *t, query *q, int half) { score_alone(t, q,
 
 FR_INLINE void mix_before(const tile *t, query *q, int half) {
     for (int64_t d = 0; d < t->dim; d += 4) store4(q->out + d, all4(0));
-    mix_columns(t, q, 1, 1, q->from, t->lo, half);
+    mix_columns(t, q, 1, 1, 0, q->from, t->lo, half);
 }
 
 FR_INLINE void mix_rest(const tile *t, query *q, int half) {
-    mix_columns(t, q, 1, 1, later(t->hi, q->from), q->seen, half);
+    mix_columns(t, q, 1, 1, 0, later(t->hi, q->from), q->seen, half);
     for (int64_t d = 0; d < t->dim; d += 4) store4(q->out + d, load4(q->out + d) / all4(q->total));
 }
 

@@ -39,9 +39,9 @@ FR_INLINE __m128 quarter(__m512 v, int i) {
     }
 }
 
-/* Keys in a row as floats: where they lie, or as `wide` [keys * dim]. */
-FR_INLINE const float *keys_at(const tile *t, int64_t at, int keys, float *wide) {
-    const char *k = slot_in(t, t->keys, t->queries[0].first + at, t->half);
+/* Keys in a row from a slot on, as floats: where they lie, or as `wide` [keys * dim]. */
+FR_INLINE const float *keys_at(const tile *t, int64_t slot, int keys, float *wide) {
+    const char *k = slot_in(t, t->keys, slot, t->half);
     if (!t->half) return (const float *)k;
     int64_t i = 0, count = keys * t->dim;
     for (; i + WIDE <= count; i += WIDE)
@@ -50,10 +50,10 @@ FR_INLINE const float *keys_at(const tile *t, int64_t at, int keys, float *wide)
     return wide;
 }
 
-/* Scores against `keys` keys in a row (1, 4 or 8), from position `at`. */
-FR_INLINE void score_keys(const tile *t, const float *queries, int count, int quads, int keys, int64_t at) {
+/* Scores against `keys` keys in a row (1, 4 or 8), from position `at`, which is slot base + at. */
+FR_INLINE void score_keys(const tile *t, const float *queries, int count, int quads, int keys, int64_t base, int64_t at) {
     float wide[t->half ? MANY_KEYS * t->dim : 1];
-    const float *k = keys_at(t, at, keys, wide);
+    const float *k = keys_at(t, base + at, keys, wide);
     __m512 sum[2][MANY_KEYS];
     FR_UNROLL for (int i = 0; i < quads; i++) FR_UNROLL for (int j = 0; j < 8; j++) sum[i][j] = _mm512_setzero_ps();
     for (int64_t d = 0; d < t->dim; d += 4, queries += WIDE * quads) {
@@ -75,22 +75,28 @@ FR_INLINE void score_keys(const tile *t, const float *queries, int count, int qu
     }
 }
 
-FR_INLINE void score_together(const tile *t, int count, int quads) {
-    float queries[t->dim * 4 * quads];
-    int64_t i = t->lo;
-    if (i < t->hi) interleave(t, count, quads, queries);
-    for (; i + 8 <= t->hi; i += 8) {
+FR_INLINE void score_run(const tile *t, const float *queries, int count, int quads, int64_t base, int64_t i, int64_t end) {
+    for (; i + 8 <= end; i += 8) {
         /* values are read in stripes, which no prefetcher foresees: ask for them while the keys come in */
-        const char *values = slot_in(t, t->values, t->queries[0].first + i, t->half);
-        const char *keys = slot_in(t, t->keys, t->queries[0].first + i, t->half) + AHEAD;
+        const char *values = slot_in(t, t->values, base + i, t->half);
+        const char *keys = slot_in(t, t->keys, base + i, t->half) + AHEAD;
         for (int64_t d = 0; d < 8 * t->dim * (t->half ? 2 : 4); d += 64) {
             __builtin_prefetch(values + d);
             __builtin_prefetch(keys + d);
         }
-        score_keys(t, queries, count, quads, 8, i);
+        score_keys(t, queries, count, quads, 8, base, i);
     }
-    for (; i + 4 <= t->hi; i += 4) score_keys(t, queries, count, quads, 4, i);
-    for (; i < t->hi; i++) score_keys(t, queries, count, quads, 1, i);
+    for (; i + 4 <= end; i += 4) score_keys(t, queries, count, quads, 4, base, i);
+    for (; i < end; i++) score_keys(t, queries, count, quads, 1, base, i);
+}
+
+FR_INLINE void score_together(const tile *t, int count, int quads) {
+    float queries[t->dim * 4 * quads];
+    if (t->lo < t->hi) interleave(t, count, quads, queries);
+    for (int64_t i = t->lo, end; i < t->hi; i = end) {
+        end = run_end(t->queries, i, t->hi);
+        score_run(t, queries, count, quads, slot_at(t->queries, i) - i, i, end);
+    }
 }
 
 /* `soften` of attention.h, sixteen positions at a time while there are as many. */
@@ -125,14 +131,19 @@ FR_INLINE __m512 sixteen_at(const char *numbers, int64_t i, __mmask16 there, int
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, (const uint16_t *)numbers + i));
 }
 
-/* out += weighted values of lo..hi, `vectors` times sixteen columns at once; `there` says which of the last are. */
-FR_INLINE void mix_wide(const tile *t, int count, int64_t column, int vectors, __mmask16 there, int half) {
+/* A run of positions: slot base + p for p from `from` to `to`. */
+typedef struct {
+    int64_t base, from, to;
+} run;
+
+/* out += weighted values of a run, `vectors` times sixteen columns at once; `there` says which of the last are. */
+FR_INLINE void mix_wide(const tile *t, int count, run r, int64_t column, int vectors, __mmask16 there, int half) {
     __m512 sum[FR_TOGETHER][4];
     FR_UNROLL for (int i = 0; i < count; i++) FR_UNROLL for (int j = 0; j < vectors; j++)
         sum[i][j] = _mm512_maskz_loadu_ps(there, t->queries[i].out + column + WIDE * j);
-    for (int64_t p = t->lo; p < t->hi; p++) {
+    for (int64_t p = r.from; p < r.to; p++) {
         __m512 v[4];
-        const char *values = slot_in(t, t->values, t->queries[0].first + p, half);
+        const char *values = slot_in(t, t->values, r.base + p, half);
         FR_UNROLL for (int j = 0; j < vectors; j++) v[j] = sixteen_at(values, column + WIDE * j, there, half);
         FR_UNROLL for (int i = 0; i < count; i++) {
             __m512 w = _mm512_set1_ps(t->queries[i].weights[p]);
@@ -143,13 +154,19 @@ FR_INLINE void mix_wide(const tile *t, int count, int64_t column, int vectors, _
         _mm512_mask_storeu_ps(t->queries[i].out + column + WIDE * j, there, sum[i][j]);
 }
 
-FR_INLINE void mix_all(const tile *t, int count, int half) {
+FR_INLINE void mix_run(const tile *t, int count, run r, int half) {
     const int vectors = count > 4 ? 2 : 4;
     int64_t d = 0;
-    if (t->lo >= t->hi) return;
-    for (; d + WIDE * vectors <= t->dim; d += WIDE * vectors) mix_wide(t, count, d, vectors, 0xFFFF, half);
-    for (; d + WIDE <= t->dim; d += WIDE) mix_wide(t, count, d, 1, 0xFFFF, half);
-    if (d < t->dim) mix_wide(t, count, d, 1, (__mmask16)((1u << (t->dim - d)) - 1), half);
+    for (; d + WIDE * vectors <= t->dim; d += WIDE * vectors) mix_wide(t, count, r, d, vectors, 0xFFFF, half);
+    for (; d + WIDE <= t->dim; d += WIDE) mix_wide(t, count, r, d, 1, 0xFFFF, half);
+    if (d < t->dim) mix_wide(t, count, r, d, 1, (__mmask16)((1u << (t->dim - d)) - 1), half);
+}
+
+FR_INLINE void mix_all(const tile *t, int count, int half) {
+    for (int64_t i = t->lo, end; i < t->hi; i = end) {
+        end = run_end(t->queries, i, t->hi);
+        mix_run(t, count, (run){slot_at(t->queries, i) - i, i, end}, half);
+    }
 }
 
 FR_INLINE void mix_together(const tile *t, int count) {

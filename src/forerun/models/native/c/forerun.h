@@ -82,11 +82,14 @@ typedef struct {
 } fr_attention_path;
 const fr_attention_path *fr_chosen_attention(void); /* dispatch.c */
 
-/* What a node sees: `context` slots in a row from `first`, then the slots in its row of `tails`, itself last. */
+enum { FR_PAGE = 64 }; /* slots of a page, which follow each other */
+/* What a node sees: `context` positions, then the slots in its row of `tails`, itself last. Position i of the context
+ * lies on page pages[first + i / FR_PAGE]; without pages it is slot first + i. */
 typedef struct {
     const int32_t *first, *context, *tail; /* [nodes]; tail = how many slots its row has */
     const int32_t *tails;                  /* [nodes, tail_stride] */
     int64_t tail_stride, most;             /* most = the largest context + tail */
+    const int32_t *pages;                  /* of all sequences, or NULL */
 } fr_reach;
 
 typedef struct {

@@ -1,0 +1,21 @@
+"""What sequences may draft in a round: the controller's budgets, or a request's own, cut to what still fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from forerun.engine.sequence import SequenceState
+from forerun.types import Budget
+
+
+def cut_budgets(seqs: Sequence[SequenceState], planned: Sequence[Budget]) -> list[Budget]:
+    """No sequence drafts more than it can still take."""
+    budgets = []
+    for seq, plan in zip(seqs, planned, strict=True):
+        allowed = seq.request.budget or plan
+        depth = min(allowed.depth, seq.room - 1)
+        nodes = allowed.nodes if depth > 0 else 0
+        fits = (nodes, depth) == (allowed.nodes, allowed.depth)  # the usual case
+        budgets.append(allowed if fits else replace(allowed, nodes=nodes, depth=depth))
+    return budgets

@@ -1,0 +1,34 @@
+"""UnpagedTarget: the questions about memory, answered for targets that count slots, share none and keep none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forerun.types import Seq
+
+
+class UnpagedTarget:
+    """The part of forerun.models.base.Target that is about room, where a token cached is a slot used."""
+
+    slots: int | None
+    _promised: int  # slots for the trees of the coming round; 0 again once they are committed
+
+    @property
+    def used_slots(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def cached_slots(self) -> int:
+        return 0
+
+    def reused_tokens(self, seq: Seq) -> int:
+        return 0
+
+    def has_room(self, *lengths: int) -> bool:
+        return self.slots is None or self.used_slots + self._promised + sum(lengths) <= self.slots
+
+    def make_room(self, seqs: Sequence[Seq], rows: Sequence[int]) -> bool:
+        self._promised = 0
+        fits = self.has_room(*rows)
+        self._promised = sum(rows) if fits else 0
+        return fits
