@@ -23,6 +23,7 @@ from forerun.models.cuda.graphs import Passes, Replays
 from forerun.models.cuda.grown import GrownBuffers, Outcome, plan_grown
 from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.packed import WeightKind
+from forerun.models.cuda.pass_clock import timed
 from forerun.models.cuda.plain import PlainSteps
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Span, plan_pass
 from forerun.models.kv import TREE_MARGIN
@@ -30,19 +31,8 @@ from forerun.models.layers import Rotations
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import Piece, SlotTarget
 from forerun.topology import chain_of
-from forerun.types import (
-    DeviceOutcome,
-    Greedy,
-    GreedyWalk,
-    Needs,
-    Prompts,
-    Scores,
-    Seq,
-    TreeBatch,
-    TreeForm,
-    Verdict,
-    first_rows,
-)
+from forerun.trees import DeviceOutcome, TreeBatch, TreeForm, Verdict
+from forerun.types import Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, first_rows
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +109,7 @@ class CudaDecoder(SlotTarget):
     def pass_rows(self) -> int:
         return CHUNK
 
+    @timed
     @torch.no_grad()
     def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
         """Cache tokens that are not cached yet, in passes of at most CHUNK rows."""
@@ -127,6 +118,7 @@ class CudaDecoder(SlotTarget):
             self._run(_chunks(pieces), 0, found)
         return TreeBatch.chains(fresh), Scores(None, self._hidden(found))
 
+    @timed
     @torch.no_grad()
     def score(
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
