@@ -135,6 +135,8 @@ class Scores:
         None  # of the prompts in the same pass: as `Target.prefill` returns them
     )
 
+    seconds: Callable[[], float | None] | None = None  # of the pass on a device, asked for behind its verdict
+
     @property
     def required_logits(self) -> Tensor:
         assert self.logits is not None, "a pass over trees returns logits"
@@ -264,5 +266,5 @@ class Round:
     drafted: tuple[int, ...]  # [B] nodes below the root
     depths: tuple[int, ...]  # [B] depth of the deepest node
     accepted: tuple[int, ...]  # [B]
-    seconds: Mapping[str, float]  # draft, target, verify, rest
+    seconds: Mapping[str, float]  # prompt, draft, pass, verdict, host: of the whole round
     prompt_rows: int = 0  # rows of prompts that were in the same pass

@@ -84,7 +84,7 @@ def test_drafters_that_do_not_exist_yet() -> None:
 
 
 def test_the_curve_is_brought_to_the_level_of_real_rounds() -> None:
-    plain = Run("p", "a", "qa", 0, ((1, 2),), 5.0, 2, 4.2, ({"target": 2.0, "rest": 0.1},) * 2)
+    plain = Run("p", "a", "qa", 0, ((1, 2),), 5.0, 2, 4.2, ({"pass": 2.0, "host": 0.1},) * 2)
     drafted = Run(
         "d",
         "a",
@@ -94,7 +94,7 @@ def test_the_curve_is_brought_to_the_level_of_real_rounds() -> None:
         5.0,
         2,
         4.0,
-        ({"target": 3.3}, {"target": 9.0}),
+        ({"pass": 3.3}, {"pass": 9.0}),
         (((1, 1, 0), (0, 0, 0)),),
     )
     costs = calibrate(LINE, [plain], [drafted])

@@ -143,7 +143,7 @@ def test_figures_follow_from_the_runs() -> None:
 
 
 def test_rounds_give_acceptance_by_depth_and_where_the_time_went() -> None:
-    passes = ({"draft": 0.1, "target": 0.5, "verify": 0.1, "rest": 0.1}, {"target": 0.2})
+    passes = ({"draft": 0.1, "pass": 0.5, "verdict": 0.1, "host": 0.1}, {"pass": 0.2})
     drafts = (((3, 3, 2), (2, 2, 0)), ((3, 3, 3), (0, 0, 0)))
     run = Run("x", "a", "qa", 0, ((1, 2, 3, 4), (1, 2, 3, 4, 5)), 2.0, 2, 1.0, passes, drafts)
     figures = Figures([run])
@@ -151,7 +151,7 @@ def test_rounds_give_acceptance_by_depth_and_where_the_time_went() -> None:
     assert figures.acceptance("x") == [pytest.approx(2 / 3), pytest.approx(2 / 3), 0.5]
     assert figures.tokens_per_round("x") == 9 / 4  # two texts of two rounds each
     assert figures.seconds("x") == pytest.approx(
-        {"prompt": 1.0, "draft": 0.1, "target": 0.7, "verify": 0.1, "host": 0.1}
+        {"prompt": 1.0, "draft": 0.1, "pass": 0.7, "verdict": 0.1, "host": 0.1}
     )
 
 

@@ -52,7 +52,9 @@ def test_the_command_prints_tables_then_the_document(
     words = ["bench", "--suite", suite, "--drafters", "auto,ngram:2,draft_model:2", "--max-tokens", "10"]
     words += ["--temperature", "0,0.8", "--batch", "1,2", "--verifier", "auto,exact", "--repeats", "1"]
     words += ["--json", str(files["result.json"]), "--html", str(files["report.html"])]
+    words += ["--trace", str(tmp_path / "trace.json")]
     code = command(monkeypatch, *words, "--out", str(files["raw"]))
+    assert any(one["name"] == "pass" for one in json.loads((tmp_path / "trace.json").read_text()))
     printed = capsys.readouterr().out
     result = json.loads(printed.splitlines()[-1])
     assert code == 0, result["differing"]
@@ -63,7 +65,7 @@ def test_the_command_prints_tables_then_the_document(
     assert set(result["by_task"]["auto"]) == {"multi_turn", "qa"}
     assert [cell["equal"] for cell in result["cells"]] == [True] * 6 + [None] * 2  # exact, temperature 0.8
     assert result["contenders"]["plain"]["tokens_per_round"] == 1.0
-    assert set(result["contenders"]["auto"]["seconds"]) == {"prompt", "draft", "target", "verify", "host"}
+    assert set(result["contenders"]["auto"]["seconds"]) == {"prompt", "draft", "pass", "verdict", "host"}
     assert result["samples"][0]["pieces"]
     assert "By conditions" in printed
     assert "<svg" in files["report.html"].read_text()
@@ -119,7 +121,7 @@ def test_an_interrupted_run_goes_on_and_other_settings_are_refused(
 
 def test_a_journal_gives_back_what_it_was_given(tmp_path: Path) -> None:
     settings, cell = Settings(), Cell("exact", 0.5, 2)
-    done = Run("x", "a+b", "mixed", 1, ((1, 2), (3,)), 0.5, 2, 0.25, ({"target": 0.125},), (((1, 1, 1),), ()))
+    done = Run("x", "a+b", "mixed", 1, ((1, 2), (3,)), 0.5, 2, 0.25, ({"pass": 0.125},), (((1, 1, 1),), ()))
     RunLog(tmp_path, settings).add(cell, done)
     assert RunLog(tmp_path, settings).known(cell) == {done.key: done}
     assert RunLog(tmp_path, settings).known(Cell()) == {}

@@ -52,6 +52,17 @@ def test_a_lossy_verifier_is_called_lossy(forerun: Run) -> None:
     assert json.loads(lossy.out)["exact"] is False
 
 
+def test_a_trace_has_every_round(forerun: Run, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    ran = forerun("generate", PROMPT, "--max-tokens", "40", "--trace", str(file))
+    assert ran.out.removesuffix("\n") == expected().removesuffix("\n")
+    rounds = [one for one in json.loads(file.read_text()) if one["name"].startswith("round ")]
+    assert sum(one["args"]["tokens"] for one in rounds) == 40
+    ran = forerun("generate", PROMPT, "--trace", str(tmp_path))
+    assert ran.code == 2
+    assert "cannot write the trace" in ran.err
+
+
 def test_json_is_one_document(forerun: Run) -> None:
     ran = forerun("generate", PROMPT, "--max-tokens", "40", "--seed", "5", "--json")
     document = json.loads(ran.out)

@@ -198,7 +198,7 @@ def test_a_batch_spends_its_allowance_once() -> None:
     for _ in range(200):
         depths = [budget.depth for budget in controller.plan(seqs)]
         nodes = cost.pass_seconds(len(seqs) + sum(depths))
-        outcome = Round(tuple(seqs), tuple(depths), tuple(depths), (0,) * 8, {"target": nodes, "draft": 0.3})
+        outcome = Round(tuple(seqs), tuple(depths), tuple(depths), (0,) * 8, {"pass": nodes, "draft": 0.3})
         controller.observe(outcome)
     planner = controller.planner
     planner.allowance.level = 1e9
@@ -221,7 +221,7 @@ def test_lookups_of_a_batch_share_the_pass_nearly_as_well_as_can_be(strong: int)
     for _ in range(60):  # the rate settles
         counts = _cut(controller.plan(seqs), offers)
         tokens = tuple(round(sum(offers[i].free[:n])) for i, n in enumerate(counts))
-        spent = {"target": cost.pass_seconds(8 + sum(counts))}
+        spent = {"pass": cost.pass_seconds(8 + sum(counts))}
         controller.observe(Round(tuple(seqs), tuple(counts), tuple(counts), tokens, spent))
 
     def rate(counts: list[int]) -> float:
@@ -242,7 +242,7 @@ def test_texts_that_are_not_drafted_for_leave_the_rate_alone() -> None:
     for seq, accepted in ((FakeSeq(0, [1]), 2), (FakeSeq(1, [1]), 0)):
         for _ in range(100):
             controller.plan([seq])
-            controller.observe(Round((seq,), (accepted,), (accepted,), (accepted,), {"target": 1.0}))
+            controller.observe(Round((seq,), (accepted,), (accepted,), (accepted,), {"pass": 1.0}))
         assert controller.planner.rate > 2.0
 
 
@@ -280,7 +280,7 @@ def test_an_overdrawn_allowance_stops_even_a_drafter_that_paid() -> None:
     for _ in range(60):
         (budget,) = controller.plan([seq])
         depth = budget.depth
-        seconds = {"target": FLAT.pass_seconds(1 + depth), "draft": 0.05 * depth}
+        seconds = {"pass": FLAT.pass_seconds(1 + depth), "draft": 0.05 * depth}
         controller.observe(Round((seq,), (depth,), (depth,), (depth,), seconds))
     allowance = controller.planner.allowance
     allowance.level = -allowance.floor + 0.01

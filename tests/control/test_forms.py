@@ -179,7 +179,7 @@ def test_free_chains_or_the_menu_never_both_in_one_round(survival: float) -> Non
         depths = tuple(budget.depth for budget in budgets)
         accepted = tuple(min(1, count) for count in nodes)
         drafting = 0.4 if budgets[0].source == "costly" else 0.0
-        seconds = {"draft": drafting, "target": FLAT.pass_seconds(8 + sum(nodes)), "rest": 0.1}
+        seconds = {"draft": drafting, "pass": FLAT.pass_seconds(8 + sum(nodes)), "host": 0.1}
         controller.observe(Round(tuple(seqs), nodes, depths, accepted, seconds))
         assert len({budget.source for budget in budgets}) == 1
         sources.append(budgets[0].source)
@@ -195,7 +195,7 @@ def test_a_batch_of_several_kinds_has_a_form_for_some_and_budgets_for_the_rest()
         assert first is third
         assert second.source == fourth.source == "free"
         nodes = (first.nodes, 2, third.nodes, 0)
-        seconds = {"draft": 0.3, "target": FLAT.pass_seconds(4 + sum(nodes)), "rest": 0.1}
+        seconds = {"draft": 0.3, "pass": FLAT.pass_seconds(4 + sum(nodes)), "host": 0.1}
         depths = tuple(budget.depth for budget in budgets)
         controller.observe(Round(tuple(seqs), nodes, depths, tuple(min(1, n) for n in nodes), seconds))
     assert first.nodes > 0

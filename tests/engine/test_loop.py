@@ -156,7 +156,7 @@ def test_counts_add_up() -> None:
     assert stats.accepted == sum(event.accepted for event in events)
     assert stats.tokens_per_round == pytest.approx(30 / stats.rounds)
     assert events[-1].finished == "length"
-    assert set(engine.stats.seconds) == {"draft", "target", "verify", "rest"}
+    assert set(engine.stats.seconds) == {"prompt", "draft", "pass", "verdict", "host"}
 
 
 def test_a_requests_own_budget_wins_over_the_controller() -> None:

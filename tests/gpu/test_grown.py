@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.engine.metrics import Stopwatch
 from forerun.models.cuda.grown import GrownBuffers, plan_grown
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.paged import slots_of
@@ -221,17 +220,6 @@ def _plant(target: object, seq: FakeSeq, tokens: list[int], parents: list[int], 
             return
         node = rng.choice(children)
         tokens[node] = top
-
-
-def test_a_draft_that_nobody_waited_for_is_booked_as_a_draft() -> None:
-    now = iter([0.0, 1.0, 5.0])
-    clock = Stopwatch(lambda: next(now))
-    clock.lap("draft")
-    clock.lap("verify")
-    clock.move(0.5, "verify", "draft")
-    assert clock.seconds == {"draft": 1.5, "verify": 3.5}
-    clock.move(9.0, "verify", "draft")
-    assert clock.seconds == {"draft": 5.0, "verify": 0.0}, "no more than there is"
 
 
 def test_padding_moves_no_slot_of_others() -> None:

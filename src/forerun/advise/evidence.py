@@ -131,13 +131,13 @@ def calibrate(cost: CostModel, plain: Sequence[Run], drafted: Sequence[Run]) -> 
     passes = [one for run in plain for one in run.passes]
     if not passes:
         raise InvalidInput("the prompts gave no text to measure; give prompts that are answered")
-    target = sum(one.get("target", 0.0) for one in passes) / len(passes)
-    host = sum(sum(one.values()) for one in passes) / len(passes) - target
+    target = sum(one.get("pass", 0.0) for one in passes) / len(passes)
+    host = sum(sum(one.values()) - one.get("prompt", 0.0) for one in passes) / len(passes) - target
     took = expected = 0.0
     for run in drafted:
         for one, (nodes, _, _) in zip(run.passes, run.drafts[0], strict=True):
             if nodes:
-                took += one.get("target", 0.0)
+                took += one.get("pass", 0.0)
                 expected += cost.pass_seconds(1 + nodes)
     one_node = target / cost.pass_seconds(1)
     several = took / expected if expected else one_node
@@ -150,7 +150,7 @@ def _drafting(runs: Sequence[Run], costs: Costs) -> Drafting:
     rounds = tuple(run.drafts[0] for run in runs)
     levels = sum(depth for text in rounds for _, depth, _ in text)
     drafting = sum(one.get("draft", 0.0) for one in passes)
-    host = sum(one.get("verify", 0.0) + one.get("rest", 0.0) for one in passes) / max(1, len(passes))
+    host = sum(one.get("verdict", 0.0) + one.get("host", 0.0) for one in passes) / max(1, len(passes))
     return Drafting(rounds, drafting / max(1, levels), max(0.0, host - costs.host))
 
 

@@ -92,7 +92,7 @@ def own_contender(llm: LLM, settings: Settings, cell: Cell, setup: DrafterSetup)
         seconds = perf_counter() - started
         passes, drafts = recorder.take()
         texts = [seq.tokens[seq.prompt_length :] for seq in seqs]
-        decoding = sum(spent for one in passes for spent in one.values())
+        decoding = sum(spent for one in passes for part, spent in one.items() if part != "prompt")
         return Written(texts, seconds, len(passes), decoding, passes, drafts)
 
     return Contender(setup.name, write, exact=is_comparable(llm, cell))

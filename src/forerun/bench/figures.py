@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from forerun.bench.measure import Contender, Difference, Drafts, Run, agreement
 from forerun.bench.settings import PLAIN
 from forerun.bench.stats import Pair, Spread, mean_interval, ratio_interval
-
-PARTS = {"draft": "draft", "target": "target", "verify": "verify", "rest": "host"}  # as engines book them
+from forerun.engine.round_clock import PARTS
 
 
 class Accepted(NamedTuple):
@@ -107,11 +106,11 @@ class Figures:
         runs = self.of(contender)
         if not any(run.passes for run in runs):
             return None
-        spent = dict.fromkeys(PARTS.values(), 0.0)
+        spent = dict.fromkeys(PARTS, 0.0)
         for one in (one for run in runs for one in run.passes):
             for part, seconds in one.items():
-                spent[PARTS.get(part, "host")] += seconds
-        return {"prompt": sum(run.seconds - (run.decode_seconds or 0.0) for run in runs), **spent}
+                spent[part] += seconds
+        return spent | {"prompt": sum(run.seconds - (run.decode_seconds or 0.0) for run in runs)}
 
 
 def rate_of(runs: Sequence[Run]) -> float:

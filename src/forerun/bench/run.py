@@ -36,6 +36,7 @@ from forerun.bench.schema import SCHEMA
 from forerun.bench.settings import Cell, Settings
 from forerun.bench.suites import Item, load_suite
 from forerun.control.cost import CostModel
+from forerun.engine.metrics import traced
 from forerun.llm import LLM
 from forerun.models.base import Target
 from forerun.models.native import library
@@ -47,7 +48,11 @@ _CELL_KEYS = ("equal", "compared", "differing", "speedup", "by_task")
 
 
 def run(
-    settings: Settings, out: Path | None = None, name: str = "forerun", fixed: str = ""
+    settings: Settings,
+    out: Path | None = None,
+    name: str = "forerun",
+    fixed: str = "",
+    trace: Path | None = None,
 ) -> dict[str, Any]:
     """Load everything, measure, and return the JSON document; `out` keeps raw rounds and resumes."""
     items = load_suite(settings.suite, settings.tasks, settings.limit)
@@ -57,7 +62,8 @@ def run(
         llm, cost = load(settings)
         peers = load_peers(llm, settings)
     try:
-        result = measure(llm, cost, peers, items, settings, run_log, fixed)
+        with traced(llm.engine.stats, trace):
+            result = measure(llm, cost, peers, items, settings, run_log, fixed)
     finally:
         peers.close()
     conditions = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli.flags import DEFAULT_MODEL, HELP
+from forerun.cli.flags import DEFAULT_MODEL, HELP, TraceFile
 from forerun.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the JSON document there too.")
     ] = None,
+    trace: TraceFile = None,
 ) -> None:
     """Measure drafters against plain decoding, and say whether the text was equal."""
     from forerun.bench.settings import Settings, parse_setups
@@ -75,16 +76,18 @@ def bench(
         repeats=repeats, budget=budget, seed=seed, peers=words(peers), url=url, all_turns=all_turns,
         ignore_eos=ignore_eos, dtype=dtype, device=device, threads=threads,
     )  # fmt: skip
-    measure(settings, out, html, json_file)
+    measure(settings, out, html, json_file, trace)
 
 
-def measure(settings: Settings, out: Path | None, html: Path | None, json_file: Path | None) -> None:
+def measure(
+    settings: Settings, out: Path | None, html: Path | None, json_file: Path | None, trace: Path | None = None
+) -> None:
     """Run, show, and end with the exit code that says whether the texts were equal."""
     from forerun.bench.report.terminal import show
     from forerun.bench.run import run
 
     try:
-        result = run(settings, out)
+        result = run(settings, out, trace=trace)
     except KeyboardInterrupt:
         if out is not None:
             print(f"interrupted; the same command resumes from {out}", file=sys.stderr)

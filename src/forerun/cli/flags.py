@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
@@ -21,6 +22,10 @@ from forerun.errors import InvalidInput
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 
 DEFAULT_MODEL = "smollm2"
+TraceFile = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Write every round there, for ui.perfetto.dev or chrome://tracing."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 PANELS: Mapping[str, type] = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forerun.cli import loading
-from forerun.cli.flags import AsJson, Settings, with_settings
+from forerun.cli.flags import AsJson, Settings, TraceFile, with_settings
 from forerun.cli.show import Screen
 from forerun.cli.write import as_document, over_the_context, room_for, write_text
 from forerun.errors import InvalidInput
@@ -31,6 +31,7 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="No chat template: continue the prompt as it is.")
     ] = False,
+    trace: TraceFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer a prompt, and print speed, tokens per round, drafter and verifier."""
@@ -45,13 +46,14 @@ def generate(
     asked, screen = _in_template(llm, text, system, raw), Screen()
     prompt_tokens, params = len(llm.encode(asked)), settings.sampling
     room = room_for(llm, prompt_tokens, params)
-    if as_json:
-        written = write_text(llm, asked, params)
-    else:
-        if 0 < room < params.max_tokens:
-            screen.say(over_the_context(llm, prompt_tokens, params))
-        written = write_text(llm, asked, params, show=screen.write, visible=screen.is_terminal)
-        screen.close(written)
+    with loading.traced(llm, trace):
+        if as_json:
+            written = write_text(llm, asked, params)
+        else:
+            if 0 < room < params.max_tokens:
+                screen.say(over_the_context(llm, prompt_tokens, params))
+            written = write_text(llm, asked, params, show=screen.write, visible=screen.is_terminal)
+            screen.close(written)
     if written.completion is None:
         raise KeyboardInterrupt  # the text so far is shown; the exit code says that it was stopped
     if as_json:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,13 @@ def load_llm(settings: Settings) -> LLM:
         from forerun.llm import LLM
 
         return LLM.load(settings.model, speculative_config=settings.speculative, config=settings.engine)
+
+
+def traced(llm: LLM, file: Path | None) -> AbstractContextManager[None]:
+    """Write every round of a model to a file meanwhile; None = to none."""
+    from forerun.engine import metrics
+
+    return metrics.traced(llm.engine.stats, file)
 
 
 class _Progress(logging.Handler):

@@ -9,8 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.cli import loading
+from forerun.cli.flags import TraceFile
 from forerun.errors import InvalidInput
 from forerun.server.settings import LOOPBACK, ServerSettings, read_keys
+
+Restart = Annotated[
+    bool, typer.Option("--restart", help="Start the engine's thread again if an error ends it.")
+]
+LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")]
 
 
 def serve(
@@ -41,12 +48,9 @@ def serve(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     drain_seconds: Annotated[float, typer.Option(help="Seconds to end running texts after SIGTERM.")] = 30.0,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Start the engine's thread again if an error ends it.")
-    ] = False,
-    log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")
-    ] = False,
+    restart: Restart = False,
+    trace: TraceFile = None,
+    log_prompts: LogPrompts = False,
 ) -> None:
     """Serve a model over HTTP, as the OpenAI API has it."""
     keys = (*(api_key or ()), *(read_keys(api_key_file) if api_key_file is not None else ()))
@@ -72,7 +76,8 @@ def serve(
     )
     where = f"{address_of(listener)} (API below /v1, drafter: {llm.engine.default_drafter})"
     said = f"serving {settings.model_names[0]} at {where}; Ctrl-C ends it"
-    run(llm, settings, listener, lambda: typer.echo(said, err=True))
+    with loading.traced(llm, trace):
+        run(llm, settings, listener, lambda: typer.echo(said, err=True))
 
 
 def _parse(text: str | None) -> dict[str, Any] | None:

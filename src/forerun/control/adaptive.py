@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from forerun.control.allowance import Allowance
 from forerun.control.base import ControlParts
-from forerun.control.cost import CostModel, pass_of
+from forerun.control.cost import CostModel
 from forerun.control.forms import PLAIN, FormChooser, Promise
 from forerun.control.per_sequence import NOTHING, SequencePlanner
 from forerun.offers import Form, Menu, Offer
@@ -83,7 +83,7 @@ class AdaptiveController:
     def observe(self, outcome: Round) -> None:
         batch, nodes = len(outcome.seqs), sum(outcome.drafted)
         if not outcome.prompt_rows:  # a pass that read prompts too says nothing about a round
-            self.cost.observe(batch + nodes, pass_of(outcome.seconds), batch)
+            self.cost.observe(batch + nodes, outcome.seconds["pass"], batch)
         for decision in self._decisions:
             self._observe_menu(decision, outcome)
         self.planner.observe(outcome)

@@ -164,11 +164,6 @@ class CostModel:
         return model
 
 
-def pass_of(seconds: Mapping[str, float]) -> float:
-    """Seconds of a round's pass: with the verdict, because the host waits for a device only there."""
-    return seconds["target"] + seconds.get("verify", 0.0)
-
-
 def scratch_sequences(target: Target, rows: int) -> list[PlainSeq]:
     """Sequences to measure passes of up to so many rows on, with ids that no engine gives; as many as there is room."""
     context = max(2, min(CONTEXT, target.max_length - min(rows, 64) - 1))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from forerun.control.acceptance import Acceptance
 from forerun.control.allowance import Allowance
-from forerun.control.cost import CostModel, pass_of
+from forerun.control.cost import CostModel
 from forerun.offers import Form, Menu
 
 PLAIN = Form(0, 0, 1)
@@ -139,7 +139,7 @@ class FormChooser:
             self._times.clear()
         if is_alone:  # else the round did more than its own work
             known = self.around.seconds(form, batch, self._said(form, len(ids)))
-            self.around.observe(form, batch, sum(seconds.values()) - pass_of(seconds), known)
+            self.around.observe(form, batch, sum(seconds.values()) - seconds["pass"], known)
         if form.nodes:
             self.acceptance.observe(form, self._priors[form], ids, accepted)
         gained = sum(accepted) / batch + 1.0 - promise.seconds / self.plain_seconds(batch)

@@ -20,7 +20,7 @@ from time import perf_counter
 from forerun.control.base import Controller
 from forerun.engine.budgets import cut_budgets
 from forerun.engine.detokenize import Decodes, Detokenizer
-from forerun.engine.metrics import EngineStats, Stopwatch
+from forerun.engine.metrics import EngineStats
 from forerun.engine.outcome import outcome_of
 from forerun.engine.preemption import NO_ROOM, find_room
 from forerun.engine.prompt_rows import PromptRows
@@ -126,7 +126,7 @@ class Engine:
         return events
 
     def _round(self, seqs: list[SequenceState]) -> None:
-        clock, started = Stopwatch(), perf_counter()
+        clock = self.stats.clock()
         rows, self._pending = self.prompt_rows.rows, Pending(seqs)
         budgets = cut_budgets(seqs, self.controller.plan(seqs))
         if not self.target.make_room(seqs, [1 + budget.nodes for budget in budgets]):
@@ -138,25 +138,25 @@ class Engine:
         clock.lap("draft")
         prompts = Prompts(readers, rows) if readers else None
         scores = self.target.score(seqs, trees, self.drafters.needs(pending.seqs), prompts)
-        clock.lap("target")
+        clock.lap("pass")
         laws = warp(scores.required_logits, seqs, trees)
         noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
         verdict = self.verifiers.verify(seqs, trees, laws, noise, scores.greedy)
-        clock.lap("verify")
-        clock.move(trees.device_seconds, "verify", "draft")  # drafted while the host did other work
+        clock.lap("verdict")
+        clock.settle(trees, scores)
         self.target.commit(seqs, trees, verdict)
         self.drafters.observe(seqs, trees, scores, verdict)
-        rows = self._observe_prompts(readers, *scores.read, started) if scores.read is not None else 0
-        spent = perf_counter() - started
+        rows = self._observe_prompts(readers, *scores.read, clock.started) if scores.read is not None else 0
+        spent = perf_counter() - clock.started
         advances, outcome = outcome_of(seqs, trees, laws, verdict, clock.seconds, spent, rows)
         pending.advances = advances  # from here on the round has happened
         for advance in advances:
             advance.seq.take(advance)
-        clock.lap("rest")
+        clock.lap("host")
         self.controller.observe(outcome)
         self._complete(advances)
         self.prompt_rows.observe(spent, rows)
-        self.stats.count(sum(len(advance.tokens) for advance in advances), clock.seconds)
+        self.stats.count(outcome, sum(len(advance.tokens) for advance in advances), clock)
 
     def submit(self, request: Request) -> int:
         """Queue a request; its id names it in events."""
@@ -214,11 +214,11 @@ class Engine:
             seq = self.waiting[0]
             self._end(seq.ended("error", InvalidInput(f"a request of {seq.max_length} tokens {NO_ROOM}")))
             return
-        started = perf_counter()
+        clock = self.stats.clock()
         self._pending = Pending(seqs)
         self.scheduler.begin(seqs)
         chains, scores = self.target.prefill(seqs, self.drafters.needs(seqs), rows)
-        self._observe_prompts(seqs, chains, scores, started)
+        self.stats.count_prompts(scores, self._observe_prompts(seqs, chains, scores, clock.started), clock)
         self._pending = None
 
     def _observe_prompts(

@@ -1,11 +1,16 @@
-"""Statistics: counts per round, per sequence and for the engine, and a stopwatch for the parts of a round."""
+"""Statistics: counts per round, per sequence and for the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
+from pathlib import Path
 from typing import NamedTuple
+
+from forerun.engine.round_clock import PARTS, RoundClock, Seconds
+from forerun.engine.trace import Trace
+from forerun.types import Round, Scores
 
 
 class RoundCounts(NamedTuple):
@@ -58,41 +63,58 @@ class SequenceStats:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Where the time went, in seconds, over all rounds."""
+    """Where the time went, in seconds, over everything: what prompts and each part of all rounds took."""
 
     rounds: int = 0
     tokens: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     read: int = 0  # tokens of sequences that were prefilled
     reused: int = 0  # of these, tokens that were found in the prefix cache
     preemptions: int = 0  # sequences that gave their slots to others and were read again later
+    trace: Trace | None = None  # where to write every round
+    _launched: list[Seconds] = field(
+        default_factory=list
+    )  # passes over prompts that no round has waited for yet
 
     def count_prompt(self, tokens: int, reused: int) -> None:
         self.read += tokens
         self.reused += reused
 
-    def count(self, tokens: int, seconds: dict[str, float]) -> None:
+    def clock(self) -> RoundClock:
+        """The clock of a round, or of a pass over prompts, that starts now."""
+        return RoundClock(self._launched)
+
+    def count(self, outcome: Round, tokens: int, clock: RoundClock) -> None:
+        """A round has ended."""
         self.rounds += 1
         self.tokens += tokens
-        for part, spent in seconds.items():
-            self.seconds[part] = self.seconds.get(part, 0.0) + spent
+        self._add(clock)
+        if self.trace is not None:
+            self.trace.add_round(clock.started, clock.seconds, outcome, tokens)
+
+    def count_prompts(self, scores: Scores, rows: int, clock: RoundClock) -> None:
+        """A pass over prompts alone was launched; what it takes on a device shows in the next round."""
+        clock.lap("prompt")
+        if scores.seconds is not None:
+            self._launched.append(scores.seconds)
+        self._add(clock)
+        if self.trace is not None:
+            self.trace.add_prompts(clock.started, clock.seconds["prompt"], rows)
+
+    def _add(self, clock: RoundClock) -> None:
+        for part, spent in clock.seconds.items():
+            self.seconds[part] += spent
 
 
-class Stopwatch:
-    """Seconds per part of a round."""
-
-    def __init__(self, now: Callable[[], float] = perf_counter) -> None:
-        self.seconds: dict[str, float] = {}
-        self._now, self._last = now, now()
-
-    def lap(self, part: str) -> None:
-        """Book the time since the last lap under a name."""
-        now = self._now()
-        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
-        self._last = now
-
-    def move(self, seconds: float, part: str, other: str) -> None:
-        """Move so many seconds from one part to another, at most what it has."""
-        seconds = min(seconds, self.seconds[part])
-        self.seconds[part] -= seconds
-        self.seconds[other] += seconds
+@contextmanager
+def traced(stats: EngineStats, file: Path | None) -> Iterator[None]:
+    """Write every round of an engine to a file meanwhile; None = to none."""
+    if file is None:
+        yield
+        return
+    stats.trace = Trace(file)
+    try:
+        yield
+    finally:
+        stats.trace.close()
+        stats.trace = None

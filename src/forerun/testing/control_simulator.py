@@ -99,7 +99,7 @@ class Simulation:
             passes_run = min(1, levels) if self.make.one_pass else levels
             drafting = unit * (passes_run * self.make.level + sum(starts))
             nodes, depths = tuple(one.nodes for one in drafts), tuple(one.depth for one in drafts)
-            accepted, times = tuple(one.accepted for one in drafts), {"target": target, "draft": drafting}
+            accepted, times = tuple(one.accepted for one in drafts), {"pass": target, "draft": drafting}
             judge.observe(Round(tuple(self.texts), nodes, depths, accepted, times))
             tokens += sum(one.accepted + 1 for one in drafts)
             passes += (target + drafting) / plain

@@ -124,7 +124,7 @@ class MenuSimulation:
         form = next((Form(one.nodes, one.depth, one.width) for one in budgets if one.nodes), None)
         drafting = 0.0 if form is None else self.menu.seconds(form, count)
         target = self.cost.pass_seconds(count + drafted)
-        seconds = {"draft": drafting, "target": target, "rest": self.host * count}
+        seconds = {"draft": drafting, "pass": target, "host": self.host * count}
         seconds = {part: spent * self._jitter() for part, spent in seconds.items()}
         self.controller.observe(Round(tuple(seqs), tuple(nodes), tuple(depths), tuple(accepted), seconds))
         plain = self.cost.pass_seconds(count) + self.host * count

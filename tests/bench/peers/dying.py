@@ -22,7 +22,7 @@ def counting(name: str, like: str | None = None) -> Contender:
         if any(FATAL in prompt for prompt in prompts):
             os.kill(os.getpid(), signal.SIGILL)
         texts = [[prompt[-1] + 1 + i for i in range(max_tokens)] for prompt in prompts]
-        return Written(texts, 0.25, 3, 0.125, [{"target": 0.1}], [((1, 1, 1),)])
+        return Written(texts, 0.25, 3, 0.125, [{"pass": 0.1}], [((1, 1, 1),)])
 
     return Contender(name, write, exact=False, like=like)
 

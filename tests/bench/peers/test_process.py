@@ -54,7 +54,7 @@ def test_it_is_another_process_and_what_it_prints_does_not_get_between_the_answe
         written = one.write([(4, 5), (9,)], 3)
         assert [list(text) for text in written.texts] == [[6, 7, 8], [10, 11, 12]]
         assert (written.seconds, written.rounds, written.decode_seconds) == (0.25, 3, 0.125)
-        assert [dict(part) for part in written.passes] == [{"target": 0.1}]
+        assert [dict(part) for part in written.passes] == [{"pass": 0.1}]
 
 
 def test_an_illegal_instruction_ends_the_peer_and_nobody_else(process: PeerProcess) -> None:

@@ -10,7 +10,7 @@ from forerun.bench.measure import Contender, Drafts, Run, differences
 from forerun.bench.schema import SCHEMA
 
 TOKENS = 40
-PARTS = {"draft": 0.001, "target": 0.02, "verify": 0.001, "rest": 0.002}
+PARTS = {"draft": 0.001, "pass": 0.02, "verdict": 0.001, "host": 0.002}
 DRAFTS: Drafts = ((4, 4, 3), (2, 2, 0), (2, 2, 2), (0, 0, 0))
 
 

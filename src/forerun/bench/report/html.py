@@ -20,7 +20,7 @@ from forerun.errors import InvalidInput
 
 COLOURS = 6  # of the palette in page.html
 LONGEST = 1.6  # of a ratio: an interval that reaches further is cut in pictures, or it would flatten the rest
-PARTS = ("prompt", "target", "draft", "verify", "host")
+PARTS = ("prompt", "pass", "draft", "verdict", "host")
 _FACTS = (
     "model", "draft_model", "device", "dtype", "cpu", "cores", "threads", "copy_gb_per_s", "bandwidth_share",
     "memory", "suite", "prompts", "prompt_tokens", "max_tokens", "repeats", "budget", "timed", "load_before",

@@ -149,7 +149,7 @@ def _task_cell(cell: Mapping[str, Any]) -> Text:
 
 
 def _split_table(result: Mapping[str, Any]) -> Table:
-    parts = ("prompt", "draft", "target", "verify", "host")
+    parts = ("prompt", "draft", "pass", "verdict", "host")
     table = _table("Where the time goes, in percent", "", *parts)
     for name, figures in result["contenders"].items():
         if spent := figures["seconds"]:

@@ -18,6 +18,7 @@ import torch
 
 from forerun.models.cuda.grown import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, run_pass
+from forerun.models.cuda.pass_clock import PassClock
 from forerun.models.cuda.plain_rounds import PlainResults, PlainStep
 from forerun.models.cuda.plan import NARROW, ROW_SIZES, Plan, Size, round_up
 from forerun.types import TreeForm
@@ -39,6 +40,7 @@ class Passes:
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._last: _Key = Size(0, 0, 0), (), 0, None
+        self.clock = PassClock(model.device)
         self._met: set[_Key] = set()  # sizes of trees and prompts that have occurred
 
     @property
@@ -60,11 +62,13 @@ class Passes:
         self.buffers.send(plan)
         whole = scored in (0, plan.rows)
         self._last = plan.size, hidden, _rounded(scored, plan), grown
+        self.clock.start()
         if self.capture and not whole and self._last not in self._met:
             self._met.add(self._last)
             self._launch(self._last)
         else:
             self.replay_last()
+        self.clock.stop()
 
     @torch.inference_mode()
     def replay_last(self) -> None:

@@ -21,6 +21,7 @@ from forerun.models.cuda.graphs import Passes, Replays
 from forerun.models.cuda.grown import GrownBuffers, Outcome, plan_grown
 from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.packed import WeightKind
+from forerun.models.cuda.pass_clock import timed
 from forerun.models.cuda.plain import PlainSteps
 from forerun.models.cuda.plain_rounds import PlainRounds, PlainStep
 from forerun.models.cuda.plan import MAX_ROWS, Plan, Span, plan_pass
@@ -29,19 +30,8 @@ from forerun.models.layers import Rotations
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
 from forerun.topology import chain_of
-from forerun.types import (
-    DeviceOutcome,
-    Greedy,
-    GreedyWalk,
-    Needs,
-    Prompts,
-    Scores,
-    Seq,
-    TreeBatch,
-    TreeForm,
-    Verdict,
-    first_rows,
-)
+from forerun.trees import DeviceOutcome, TreeBatch, TreeForm, Verdict
+from forerun.types import Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, first_rows
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +97,7 @@ class CudaDecoder(SlotTarget):
     def pass_rows(self) -> int:
         return CHUNK
 
+    @timed
     @torch.no_grad()
     def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
         """Cache tokens that are not cached yet, in passes of at most CHUNK rows."""
@@ -118,6 +109,7 @@ class CudaDecoder(SlotTarget):
         chains, hidden = self._with_found(seqs, fresh, self._hidden(found))
         return TreeBatch.chains(chains), Scores(None, hidden)
 
+    @timed
     @torch.no_grad()
     def score(
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
@@ -198,7 +190,9 @@ class CudaDecoder(SlotTarget):
         self.passes.run(plan, layers, form.rows, form)
         self._keep_buffers(plan, layers, None if chunks else ("keep", form))
         rows = {layer: self.buffers.hidden(layer) for layer in layers}
-        hidden = {layer: found[: form.rows] for layer, found in rows.items()}  # padding too: graphs read all of it
+        hidden = {
+            layer: found[: form.rows] for layer, found in rows.items()
+        }  # padding too: graphs read all of it
         behind = {layer: found[form.rows : plan.rows].clone() for layer, found in rows.items() if chunks}
         logits = self.buffers.logits[: trees.nodes]
         return Scores(logits, hidden, Greedy(verdict=lambda: self.grown.read(trees, form))), behind

@@ -1,0 +1,58 @@
+"""RoundClock: seconds of a round by part, the same parts on a CPU and on a GPU.
+
+prompt: reading prompts. draft: proposing trees. pass: the target's pass over them. verdict: laws, verification and
+reading its result. host: planning, launching, committing and emitting. Together they are what the round took.
+
+On a GPU work is only launched, and the host waits once, for the verdict. What it waited for, passes over prompts, a
+draft, the pass, is known from events on the device (`Scores.seconds`) that have passed by then, and is booked where it
+belongs; what the host spent launching a pass is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+from forerun.types import Scores, TreeBatch
+
+PARTS = ("prompt", "draft", "pass", "verdict", "host")
+
+Seconds = Callable[[], float | None]
+
+
+class RoundClock:
+    """Seconds by part, lap by lap."""
+
+    def __init__(self, launched: list[Seconds], now: Callable[[], float] = perf_counter) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.started = self._last = now()
+        self._launched, self._now = launched, now  # passes over prompts that were launched and not waited for
+
+    def lap(self, part: str) -> None:
+        """Book the time since the last lap under a part."""
+        now = self._now()
+        self.seconds[part] += now - self._last
+        self._last = now
+
+    def move(self, seconds: float, part: str, other: str) -> float:
+        """Move so many seconds from one part to another, at most what it has; returns how many."""
+        seconds = min(seconds, self.seconds[part])
+        self.seconds[part] -= seconds
+        self.seconds[other] += seconds
+        return seconds
+
+    def settle(self, trees: TreeBatch, scores: Scores) -> None:
+        """The verdict was read: book what the host waited for."""
+        taken = None if scores.seconds is None else scores.seconds()
+        if taken is not None:
+            self.move(self.seconds["pass"], "pass", "host")
+            waited = self.move(taken, "verdict", "pass")
+            self.move(taken - waited, "host", "pass")  # the device was at work before the host waited
+        elif scores.logits is not None and scores.logits.device.type != "cpu":
+            self.move(self.seconds["verdict"], "verdict", "pass")  # the wait for a device that is not timed
+        for earlier in self._launched:
+            self.move(earlier() or 0.0, "verdict", "prompt")
+        self._launched.clear()
+        self.move(trees.device_seconds, "verdict", "draft")  # drafted while the host did other work
+        if scores.read is not None and (rows := scores.read[0].nodes):
+            self.move(self.seconds["pass"] * rows / (rows + trees.nodes), "pass", "prompt")

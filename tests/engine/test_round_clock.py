@@ -1,0 +1,105 @@
+"""Time by part: the parts add up to the round, and what a device did is booked where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.build import make_engine
+from forerun.engine.round_clock import PARTS, RoundClock
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.testing import TableLM
+from forerun.types import Request, Scores, TreeBatch
+
+
+def clock_of(*times: float, launched: list[Callable[[], float | None]] | None = None) -> RoundClock:
+    """A clock whose laps of draft, pass and verdict end at these times."""
+    now = iter([0.0, *times])
+    clock = RoundClock(launched if launched is not None else [], lambda: next(now))
+    for part in ("draft", "pass", "verdict"):
+        clock.lap(part)
+    return clock
+
+
+@dataclass
+class FakeTrees:
+    nodes: int = 8
+    device_seconds: float = 0.0
+
+
+def settled(clock: RoundClock, scores: Scores, trees: Any) -> dict[str, float]:
+    total = sum(clock.seconds.values())
+    clock.settle(trees, scores)
+    assert sum(clock.seconds.values()) == pytest.approx(total), "time is moved, never made"
+    assert all(spent >= 0.0 for spent in clock.seconds.values())
+    return {part: spent for part, spent in clock.seconds.items() if spent > 1e-9}
+
+
+def test_on_a_cpu_laps_are_the_parts() -> None:
+    found = settled(clock_of(1.0, 5.0, 5.5), Scores(torch.zeros(1, 2)), FakeTrees())
+    assert found == pytest.approx({"draft": 1.0, "pass": 4.0, "verdict": 0.5})
+
+
+def test_what_the_host_waited_for_on_a_device_is_booked_where_it_belongs() -> None:
+    """0.2 s to launch the pass, 6 s in the verdict: of these 4 were the pass and 1.5 a draft."""
+    scores = Scores(None, seconds=lambda: 4.0)
+    found = settled(clock_of(0.1, 0.3, 6.3), scores, FakeTrees(device_seconds=1.5))
+    assert found == pytest.approx({"draft": 1.6, "pass": 4.0, "verdict": 0.5, "host": 0.2})
+
+
+def test_prompts_that_were_launched_before_are_prompts_and_not_a_verdict() -> None:
+    launched: list[Callable[[], float | None]] = [lambda: 2.0, lambda: 1.0]
+    clock = clock_of(0.1, 0.2, 8.2, launched=launched)
+    found = settled(clock, Scores(None, seconds=lambda: 4.0), FakeTrees())
+    assert found == pytest.approx({"prompt": 3.0, "draft": 0.1, "pass": 4.0, "verdict": 1.0, "host": 0.1})
+    assert not launched, "each is booked once"
+
+
+def test_a_pass_that_began_before_the_host_waited_is_whole() -> None:
+    found = settled(clock_of(0.5, 3.5, 4.5), Scores(None, seconds=lambda: 2.5), FakeTrees())
+    assert found == pytest.approx({"draft": 0.5, "pass": 2.5, "host": 1.5})
+
+
+def test_prompts_in_the_same_pass_have_their_rows_share() -> None:
+    read = TreeBatch.chains([[1, 2, 3], [4, 5, 6]]), Scores(None)
+    found = settled(clock_of(0.0, 4.0, 4.5), Scores(torch.zeros(1, 2), read=read), FakeTrees(nodes=2))
+    assert found == pytest.approx({"prompt": 3.0, "pass": 1.0, "verdict": 0.5})
+
+
+def test_a_device_that_is_not_timed_gives_its_wait_to_the_pass() -> None:
+    found = settled(clock_of(0.0, 0.5, 4.5), Scores(torch.zeros(1, 2, device="meta")), FakeTrees())
+    assert found == pytest.approx({"pass": 4.5})
+
+
+class Slow(TableLM):
+    """Prompts take a while, as they do on a CPU."""
+
+    def prefill(self, *args: Any) -> Any:
+        spin = torch.ones(300, 300)
+        for _ in range(30):
+            spin = (spin @ spin).clamp(max=1.0)
+        return TableLM.prefill(self, *args)
+
+
+def test_an_engine_books_prompts_apart_and_everything_somewhere() -> None:
+    engine = make_engine(Slow(16), frozenset(), SpeculativeConfig("ngram"), EngineConfig())
+    rounds: list[dict[str, float]] = []
+    observe = engine.controller.observe
+
+    def listen(outcome: Any) -> None:
+        rounds.append(dict(outcome.seconds))
+        observe(outcome)
+
+    engine.controller.observe = listen  # type: ignore[method-assign]
+    engine.submit(Request((1, 2, 3) * 4, SamplingParams(max_tokens=12, ignore_eos=True)))
+    while engine.busy:
+        engine.step()
+    assert set(engine.stats.seconds) == set(PARTS)
+    assert engine.stats.seconds["prompt"] > 0.0
+    assert all(one["prompt"] == 0.0 and one["pass"] > 0.0 for one in rounds), "read before, not in a round"
+    for part in ("draft", "pass", "verdict", "host"):
+        assert engine.stats.seconds[part] == pytest.approx(sum(one[part] for one in rounds))
