@@ -83,6 +83,9 @@ class SlotTarget:
     def truncate(self, seq: Seq, length: int) -> None:
         self.kv.truncate(seq.id, length)
 
+    def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
+        """Nothing is prepared."""
+
     def has_room(self, *lengths: int) -> bool:
         """A page more for each, for its trees, and one for each sequence that runs: it will grow."""
         if not lengths:
