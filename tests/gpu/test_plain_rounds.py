@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from forerun.engine.prompt_rows import PromptRows
 from forerun.models.cuda.plain_rounds import LONGEST_WAIT, PlainRounds
 from forerun.models.cuda.target import CudaDecoder
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.testing import FakeSeq
+from forerun.testing import FakeSeq, Fault
 from forerun.types import Budget, Needs, Request, TreeBatch, Verdict
 from tests.gpu.heads import settled
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
@@ -168,6 +169,35 @@ def test_a_round_that_fails_with_a_pass_under_way(
             continue
     assert list(ids.values()) == wanted
     assert target.used_slots == 0
+
+
+@pytest.mark.slow
+def test_a_fault_anywhere_while_a_pass_is_launched_ahead() -> None:
+    """At many points of a round, in turn with each error: the same texts, and no slot is lost."""
+    target = _target("cpu", kv_slots=900)
+    engine, errors = _engine(target), (MemoryError, KeyboardInterrupt)
+    requests = [Request(prompt, replace(GREEDY, max_tokens=9)) for prompt in (PROMPTS[0], PROMPTS[2])]
+    wanted = _write(engine, requests, 0)
+
+    def play(at: int | None, error: type[BaseException]) -> Fault:
+        ids = {engine.submit(request): list[int]() for request in requests}
+        target.plain.looks_ahead, launched = True, target.plain.launched
+        fault = Fault(at, error, ("forerun.models",))
+        for step in range(100):
+            with suppress(*errors), fault if step == 5 else nullcontext():
+                for event in engine.step():
+                    ids[event.seq_id] += event.tokens
+            if step == 4:
+                assert target.plain.launched > launched
+        assert not engine.busy
+        assert list(ids.values()) == wanted, f"point {at}: {fault.fired}"
+        assert target.used_slots == 0, f"point {at}: {fault.fired}"
+        return fault
+
+    points = play(None, RuntimeError).seen
+    assert points > 200
+    for i, at in enumerate(range(0, points, points // 25)):
+        assert play(at, errors[i % 2]).fired
 
 
 def _advance(target: CudaDecoder, seqs: Sequence[FakeSeq], rounds: int, needs: Needs) -> None:
