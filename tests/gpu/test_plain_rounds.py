@@ -12,7 +12,7 @@ import torch
 from forerun.build import make_engine
 from forerun.engine.engine import Engine
 from forerun.engine.prompt_rows import PromptRows
-from forerun.models.cuda.plain_rounds import LONGEST_WAIT, PlainRounds
+from forerun.models.cuda.plain_rounds import FIRST, LONGEST_WAIT, PlainRounds
 from forerun.models.cuda.target import CudaDecoder
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, Fault
@@ -101,6 +101,19 @@ def test_slots_of_a_text_that_ended_serve_the_next(device: str) -> None:
     assert target.plain.used > 20
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_second_turn_finds_the_pages_of_a_first_that_was_ahead(device: str) -> None:
+    """What a pass ahead wrote behind the end of a text is not part of what others find."""
+    engine = _engine(_target(device))
+    first = Request(PROMPTS[3], replace(GREEDY, max_tokens=70))
+    (text,) = _write(engine, [first], 0)
+    turns = [Request((*PROMPTS[3], *text[:end], *PROMPTS[2]), GREEDY) for end in (70, 61)]
+    again = _write(engine, [first, *turns], 5)
+    assert engine.target.plain.used > 40  # type: ignore[attr-defined]
+    alone = [_write(_engine(_target(device)), [turn], 0)[0] for turn in turns]
+    assert again == [text, *alone]
+
+
 def test_nothing_is_launched_for_sampled_texts() -> None:
     target = _target("cpu")
     _write(_engine(target), _requests(replace(GREEDY, temperature=0.8, seed=4)))
@@ -181,7 +194,7 @@ def test_a_fault_anywhere_while_a_pass_is_launched_ahead() -> None:
 
     def play(at: int | None, error: type[BaseException]) -> Fault:
         ids = {engine.submit(request): list[int]() for request in requests}
-        target.plain.looks_ahead, launched = True, target.plain.launched
+        target.plain.looks_ahead, target.plain._wait, launched = True, FIRST, target.plain.launched
         fault = Fault(at, error, ("forerun.models",))
         for step in range(100):
             with suppress(*errors), fault if step == 5 else nullcontext():
