@@ -16,7 +16,7 @@ from forerun.models.cuda.plain_rounds import FIRST, LONGEST_WAIT, PlainRounds
 from forerun.models.cuda.target import CudaDecoder
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, Fault
-from forerun.types import Budget, Needs, Request, TreeBatch, Verdict
+from forerun.types import Budget, Needs, Request, Round, TreeBatch, Verdict
 from tests.gpu.heads import settled
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 
@@ -148,11 +148,20 @@ def test_rounds_that_draft_now_and_then_waste_little() -> None:
         drafts = next(budgets) % 5 == 4
         return [Budget(3, 3) if drafts else Budget(0, 0) for _ in seqs]
 
-    engine.controller.plan = plan  # type: ignore[method-assign]
+    delayed, booked = list[bool](), list[float]()
+
+    def observe(outcome: Round) -> None:
+        delayed.append(outcome.delayed)
+        booked.append(outcome.seconds["pass"])
+        assert outcome.tells_times == (not outcome.delayed)
+
+    engine.controller.plan, engine.controller.observe = plan, observe  # type: ignore[method-assign]
     repeating = [Request((5, 6, 7, 5, 6, 7, 5), replace(GREEDY, max_tokens=300))]
     _write(engine, repeating)
     plain = target.plain
     assert 0 < plain.launched - plain.used <= 8, "in vain: after 2, 4, 8, ... rounds"
+    assert delayed.count(True) == plain.launched - plain.used, "a controller is told which rounds had to wait"
+    assert all(seconds > 0.0 for seconds in booked)
     assert plain._wait <= LONGEST_WAIT
 
 

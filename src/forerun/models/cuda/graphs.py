@@ -19,7 +19,7 @@ import torch
 from forerun.models.cuda.grown import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, run_pass
 from forerun.models.cuda.pass_clock import PassClock
-from forerun.models.cuda.plain_rounds import PlainResults, PlainStep
+from forerun.models.cuda.plain_rounds import PlainResults, PlainStep, Seconds
 from forerun.models.cuda.plan import NARROW, ROW_SIZES, Plan, Size, round_up
 from forerun.types import TreeForm
 
@@ -81,11 +81,17 @@ class Passes:
         self._graphs[self._last].replay()
 
     @torch.inference_mode()
-    def run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> None:
-        """A pass over lone roots, and its argmax; results lie in one of two places until the next but one."""
+    def run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> Seconds:
+        """A pass over lone roots, and its argmax; results lie in one of two places until the next but one.
+
+        Returns what tells how long it takes.
+        """
         self.buffers.send(plan)
         self._last = plan.size, hidden, plan.size.rows, step
+        self.clock.start()
         self.replay_last()
+        self.clock.stop()
+        return self.clock.taken()
 
     def _launch(self, key: _Key) -> None:
         size, hidden, scored, form = key
