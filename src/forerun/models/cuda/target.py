@@ -23,7 +23,7 @@ from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.pass_clock import timed
 from forerun.models.cuda.plain import PlainSteps
-from forerun.models.cuda.plain_rounds import PlainRounds, PlainStep
+from forerun.models.cuda.plain_rounds import PlainRounds, PlainStep, Seconds
 from forerun.models.cuda.plan import MAX_ROWS, Plan, Span, plan_pass
 from forerun.models.cuda.pool import Kind, pick_kernels, pool_slots
 from forerun.models.layers import Rotations
@@ -148,10 +148,16 @@ class CudaDecoder(SlotTarget):
         self, seqs: Sequence[Seq], trees: TreeBatch, layers: tuple[int, ...], chunks: Sequence[Span]
     ) -> tuple[Scores, dict[int, Tensor]]:
         """Scores of the trees, and hidden rows of chunks of prompts."""
-        form = trees.form
         if not chunks and self.plain.takes(trees):
             return self.plain.score(seqs, trees.to_host()[0], layers, more=False), {}
-        self.plain.drop()
+        delayed = self.plain.drop()
+        scores, behind = self._score_trees(seqs, trees, layers, chunks)
+        return replace(scores, delayed=delayed), behind
+
+    def _score_trees(
+        self, seqs: Sequence[Seq], trees: TreeBatch, layers: tuple[int, ...], chunks: Sequence[Span]
+    ) -> tuple[Scores, dict[int, Tensor]]:
+        form = trees.form
         if form is not None and form.rows + rows_of(chunks) <= MAX_ROWS and self._takes_grown:
             try:
                 return self._score_grown(seqs, trees, form, layers, chunks)
@@ -253,9 +259,10 @@ class CudaDecoder(SlotTarget):
         name = "move", form, tuple(self.kv.hidden)
         self._moves.do(name, lambda: self.kv.move_on_device(*outcome.moves()))
 
-    def _run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> None:
-        self.passes.run_plain(plan, hidden, step)
+    def _run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> Seconds:
+        seconds = self.passes.run_plain(plan, hidden, step)
         self._keep_buffers(plan, hidden)
+        return seconds
 
     def _run(self, spans: Sequence[Span], scored: int, found: Found) -> None:
         """One pass; hidden rows are copied out of the buffers, logits stay there until the next pass over trees."""
