@@ -16,6 +16,8 @@ from forerun.drafters.eagle.cuda.drafter import DeviceEagle
 from forerun.drafters.eagle.cuda.feature_rows import ROOM
 from forerun.drafters.eagle.cuda.menu import FORMS
 from forerun.drafters.eagle.drafter import EagleDrafter
+from forerun.drafters.hybrid import HybridDrafter
+from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.pages import PAGE, pages_for
@@ -366,6 +368,20 @@ def test_the_adaptive_controller_chooses_from_the_menu(monkeypatch: pytest.Monke
     drafted = {(form.nodes - 1, form.depth) for form in forms if isinstance(form, TreeForm)}
     assert drafted
     assert drafted <= {(form.nodes, form.depth) for form in FORMS}
+
+
+def test_a_composition_keeps_the_batch_on_the_device() -> None:
+    """Also where one sequence is at its last token, and where n-gram has nothing to draft."""
+    batch = Batch()
+    batch.join(4, 30, 9, 6, 7)
+    both = HybridDrafter(NgramDrafter(), batch.ours)
+    budget = Budget(4, 4, source="costly")
+    budgets = [budget, budget, Budget(0, 0, source="costly"), budget, budget]
+    trees = both.propose(batch.seqs, budgets)
+    assert trees.form is not None
+    assert trees.sizes() == [5] * 5
+    assert both.propose(batch.seqs, [Budget(0, 0, source="costly")] * 5).is_plain()
+    assert both.propose(batch.seqs, [budget, NOTHING, NOTHING, NOTHING, NOTHING]).sizes() == [5, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("device", DEVICES)
