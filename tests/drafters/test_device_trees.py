@@ -236,7 +236,7 @@ def test_what_is_captured_covers_every_context(max_length: int) -> None:
         for length in {0, 500, 1000, 1017, 1018, 1023, max_length // 2, max_length - 1}:
             if length < max_length:
                 assert (form, splits_to(length + form.depth)) in captured, length
-    assert len(contexts_of(max_length)) <= 3
+    assert len(contexts_of(max_length)) <= 4
 
 
 def test_batches_larger_than_asked_for_are_not_captured() -> None:
