@@ -93,9 +93,7 @@ def test_memory_is_bytes_or_a_share(given: object, kept: object) -> None:
     assert EngineConfig(kv_memory=given).kv_memory == kept  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "given", [0, -1, "", "GB", "8 apples", "101%", "-5%", True, [], "1e9", float("nan"), 2**70]
-)
+@pytest.mark.parametrize("given", [0, -1, "", "GB", "8 apples", "101%", "-5%", True, [], float("nan"), 2**70])
 def test_memory_that_is_none_is_refused(given: object) -> None:
-    with pytest.raises(InvalidInput, match="kv_memory=.*8GB"):
+    with pytest.raises(InvalidInput, match=r"kv_memory=.*8GB"):
         EngineConfig(kv_memory=given)  # type: ignore[arg-type]
