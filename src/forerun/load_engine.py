@@ -44,6 +44,7 @@ class LoadOptions(TypedDict, total=False):
     max_batch: int | None
     max_length: int | None
     kv_slots: int | None
+    kv_memory: int | float | str | None
     threads: int | None
 
 

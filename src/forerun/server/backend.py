@@ -23,6 +23,10 @@ class Load:
     running: int
     waiting: int
     used_slots: int
+    cached_slots: int
+    read: int  # tokens of prompts
+    reused: int  # of these, found in the prefix cache
+    preemptions: int
     rounds: int
     tokens: int
     seconds: Mapping[str, float]  # by part of a round
@@ -67,7 +71,8 @@ class Backend:
         stats = engine.stats
         return Load(
             len(engine.running) + len(engine.reading), len(engine.waiting), engine.target.used_slots,
-            stats.rounds, stats.tokens, dict(stats.seconds),
+            engine.target.cached_slots, stats.read, stats.reused, stats.preemptions, stats.rounds, stats.tokens,
+            dict(stats.seconds),
         )  # fmt: skip
 
     def problem(self, patience: float) -> str | None:

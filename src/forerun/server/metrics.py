@@ -87,11 +87,17 @@ class _EngineGauges:
             ("num_requests_running", "Sequences in the batch", load.running),
             ("num_requests_waiting", "Requests that wait for a place", load.waiting),
             ("kv_cache_used_slots", "Tokens that the KV cache has slots for in use", load.used_slots),
+            ("kv_cache_cached_slots", "Tokens of finished texts that are kept", load.cached_slots),
         ):
             gauge = GaugeMetricFamily(f"forerun:{name}", says, labels=["model_name"])
             gauge.add_metric([self._model], float(value))
             yield gauge
-        for name, says, count in (("rounds", "Rounds of the engine", load.rounds),):
+        for name, says, count in (
+            ("rounds", "Rounds of the engine", load.rounds),
+            ("prefix_cache_queries", "Tokens of prompts that were looked up", load.read),
+            ("prefix_cache_hits", "Tokens of prompts that were found in the prefix cache", load.reused),
+            ("num_preemptions", "Sequences that gave their slots to older ones", load.preemptions),
+        ):
             counter = CounterMetricFamily(f"forerun:{name}", says, labels=["model_name"])
             counter.add_metric([self._model], float(count))
             yield counter

@@ -53,7 +53,8 @@ class Service:
         return {
             "model": self.model, "drafter": self.backend.drafter, "drafters": self.backend.drafters,
             "uptime": monotonic() - self.started, "running": load.running, "waiting": load.waiting,
-            "used_slots": load.used_slots, "rounds": load.rounds, "tokens": load.tokens,
+            "used_slots": load.used_slots, "cached_slots": load.cached_slots, "reused": load.reused,
+            "read": load.read, "preemptions": load.preemptions, "rounds": load.rounds, "tokens": load.tokens,
             "sequence_rounds": self.counts.rounds, "sequence_tokens": self.counts.tokens,
             "accepted_per_position": self.counts.accepted_per_position,
         }  # fmt: skip

@@ -50,13 +50,14 @@ class CudaDecoder(SlotTarget):
         dtype: torch.dtype,
         device: torch.device | str = "cuda",
         kv_slots: int | None = None,
+        kv_memory: int | float | None = None,
         kernels: Kind = "auto",
         weight_kind: WeightKind = "plain",
         greedy_walk: GreedyWalk,
     ) -> None:
         self.model = Model(config, weights, dtype, torch.device(device), weight_kind)
         self.buffers = Buffers(self.model)
-        slots = kv_slots or pool_slots(self.model)
+        slots = kv_slots or pool_slots(self.model, kv_memory)
         super().__init__(config, dtype=dtype, device=self.model.device, kv_slots=slots)
         self.kernels = pick_kernels(kernels, self._device, dtype)
         steps = self._steps()
