@@ -198,6 +198,10 @@ drafters = DrafterRegistry(
             says="Prompt lookup: the tokens that followed the last few tokens earlier in this sequence.",
         ),
         DrafterSpec(
+            "suffix", "forerun.drafters.suffix.drafter:SuffixDrafter", vllm="suffix",
+            says="Suffix automaton: longest match in this sequence, past outputs and a corpus, with counts.",
+        ),
+        DrafterSpec(
             "draft_model", "forerun.drafters.draft_model:ModelDrafter", "checkpoint",
             vllm="draft_model", sglang="STANDALONE", beside="ngram",
             says="A second, smaller model that shares the target's vocabulary.",
