@@ -202,6 +202,14 @@ drafters = DrafterRegistry(
             says="Suffix automaton: longest match in this sequence, past outputs and a corpus, with counts.",
         ),
         DrafterSpec(
+            "recycling", "forerun.drafters.recycling:RecyclingDrafter",
+            says="Token recycling: a tree of what the target found likeliest after the same tokens before.",
+        ),
+        DrafterSpec(
+            "lookahead", "forerun.drafters.lookahead:LookaheadDrafter",
+            says="Lookahead: n-grams from the target's own guesses, made in spare branches of the tree.",
+        ),
+        DrafterSpec(
             "draft_model", "forerun.drafters.draft_model:ModelDrafter", "checkpoint",
             vllm="draft_model", sglang="STANDALONE", beside="ngram",
             says="A second, smaller model that shares the target's vocabulary.",

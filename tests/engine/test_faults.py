@@ -164,6 +164,18 @@ def eagle_scene(folder: Path) -> Scene:
     )
 
 
+def learning_scene(name: str) -> Callable[[Path], Scene]:
+    """A drafter that needs no files, and learns across requests as well: what it shares must survive too."""
+
+    def make(folder: Path) -> Scene:
+        target = TableLM(vocab_size=40)
+        speculative = SpeculativeConfig(drafter=name, controller="fixed", budget=20, width=3, shared=True)
+        engine = make_engine(target, frozenset({0}), speculative, EngineConfig(), Letters(), None)
+        return Scene(engine, lambda: target.used_slots, ("forerun.drafters",))
+
+    return make
+
+
 SCENES: dict[str, Callable[[Path], Scene]] = {
     "torch": torch_scene,
     "native": native_scene,
@@ -171,6 +183,7 @@ SCENES: dict[str, Callable[[Path], Scene]] = {
     "cuda": cuda_scene,
     "draft_model": draft_model_scene,
     "eagle": eagle_scene,
+    **{name: learning_scene(name) for name in ("suffix", "recycling", "lookahead")},
 }
 
 

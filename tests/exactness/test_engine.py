@@ -123,7 +123,13 @@ def test_negative_control_a_wrong_rule_is_caught(drafter: str, monkeypatch: pyte
     assert chi_square_p(counts, joint_law(table(vocab), prompt, params, length)) < 1e-6
 
 
-def test_a_mixed_batch_writes_what_each_request_would_write_alone() -> None:
+FREE = [spec.name for spec in registry.drafters.specs() if spec.needs != "head"]
+
+
+@pytest.mark.parametrize(
+    "names", [["ngram", "draft_model", "none", "draft_model", "ngram", "ngram", "draft_model"], FREE]
+)
+def test_a_mixed_batch_writes_what_each_request_would_write_alone(names: list[str]) -> None:
     """Different prompts, lengths, parameters, drafters and verifiers side by side; some join late."""
     requests = [
         Request(prompt, replace(params, max_tokens=6 + 3 * i), drafter=drafter, verifier=verifier)
@@ -131,7 +137,7 @@ def test_a_mixed_batch_writes_what_each_request_would_write_alone() -> None:
             zip(
                 PROMPTS * 2,
                 [*SETTINGS.values()] * 2,
-                ["ngram", "draft_model", "none", "draft_model", "ngram", "ngram", "draft_model"] * 2,
+                names * 2,
                 ["coupled", "exact", "coupled", "coupled", "exact", "block", "coupled"] * 2,
                 strict=False,
             )
