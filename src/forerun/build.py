@@ -47,12 +47,13 @@ def make_engine(
     tokenizer: Decodes | None = None,
     draft_target: Target | None = None,
     cost_file: Path | None = None,
+    more_drafts: tuple[Target, ...] = (),
 ) -> Engine:
     """An engine around a target that is already in memory."""
     speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
     if speculative.drafter == "auto":
         speculative = replace(speculative, drafter="ngram" if draft_target is None else "draft_model")
-    parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length)
+    parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length, more_drafts)
 
     def make_drafter(name: str) -> Drafter:
         spec = registry.drafters.spec(name)  # an old name is the same drafter, not a second one
@@ -78,13 +79,21 @@ def build_drafter(spec: DrafterSpec, parts: Parts) -> Drafter:
     cls = registry.load(spec.where)
     if spec.members:
         assert isinstance(cls, CompositeClass), f"{spec.where} has no compose(first, second)"
-        return cls.compose(*(build_drafter(member, parts) for member in spec.members))
+        first, second = spec.members
+        later = _without_drafts(parts, first.checkpoints) if spec.checkpoints > 1 else parts
+        return cls.compose(build_drafter(first, parts), build_drafter(second, later))
     if not isinstance(cls, DrafterClass):
         raise InvalidInput(f"{spec.where} has no classmethod build(parts): {_DERIVE}")
     drafter = cls.build(parts)
     if not isinstance(drafter, Drafter):
         raise InvalidInput(f"{spec.where} lacks one of needs, offer, propose, observe and forget: {_DERIVE}")
     return drafter
+
+
+def _without_drafts(parts: Parts, used: int) -> Parts:
+    """The parts that are left when the first draft models have their place in a cascade."""
+    left = [*([] if parts.draft is None else [parts.draft]), *parts.more_drafts][used:]
+    return replace(parts, draft=left[0] if left else None, more_drafts=tuple(left[1:]))
 
 
 def check_names(speculative: SpeculativeConfig) -> None:
@@ -155,6 +164,17 @@ def _names_of(checkpoint: Checkpoint) -> list[str]:
 def drafts_with_checkpoint(drafter: str) -> bool:
     """Does this drafter run a second model? Others take `draft_model` for a head, or not at all."""
     return registry.drafters.spec(drafter).needs == "checkpoint"
+
+
+def draft_models(speculative: SpeculativeConfig) -> list[str]:
+    """The second models that `draft_model` names: several, with commas between, where a cascade runs several."""
+    wanted, given = registry.drafters.spec(speculative.drafter).checkpoints, speculative.draft_model or ""
+    names = given.split(",") if wanted > 1 else [given]
+    if len(names) != wanted:
+        raise InvalidInput(
+            f"the drafter {speculative.drafter!r} runs {wanted} models; name them by comma: draft_model=SMALL,MEDIUM"
+        )
+    return [name.strip() for name in names]
 
 
 def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:

@@ -17,6 +17,7 @@ from forerun.build import (
     check_vocabulary,
     choose_drafter,
     cost_file,
+    draft_models,
     drafts_with_checkpoint,
     load_target,
     make_engine,
@@ -60,15 +61,17 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
     if settings.threads:
         torch.set_num_threads(settings.threads)
     speculative = choose_drafter(speculative, checkpoint, settings.device)
-    draft = None
+    drafts = []
     if speculative.draft_model is not None and drafts_with_checkpoint(speculative.drafter):
-        small = open_checkpoint(speculative.draft_model)
-        check_vocabulary(checkpoint, small)
-        draft = load_target(small, settings)
+        for given in draft_models(speculative):
+            small = open_checkpoint(given)
+            check_vocabulary(checkpoint, small)
+            drafts.append(load_target(small, settings))
     tokenizer = checkpoint.tokenizer()
     costs = cost_file(checkpoint, settings, cache_folder())
     target = load_target(checkpoint, settings)
-    engine = make_engine(target, tokenizer.eos_ids, speculative, settings, tokenizer, draft, costs)
+    first, more = (drafts[0], tuple(drafts[1:])) if drafts else (None, ())
+    engine = make_engine(target, tokenizer.eos_ids, speculative, settings, tokenizer, first, costs, more)
     if target.device.type == "cuda":
         engine.drafters.get(engine.default_drafter)  # captures its graphs, which no text should wait for
     return engine, tokenizer

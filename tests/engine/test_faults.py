@@ -153,6 +153,18 @@ def draft_model_scene(folder: Path) -> Scene:
     return Scene(engine, lambda: target.used_slots + draft.used_slots, ("forerun.drafters",))
 
 
+def cascade_scene(folder: Path) -> Scene:
+    target, small, medium = TableLM(40), TableLM(40, seed=1), TableLM(40, seed=2)
+    name = "suffix>draft_model>draft_model"
+    speculative = SpeculativeConfig(drafter=name, draft_model="a,b", controller="fixed", budget=3)
+    engine = make_engine(
+        target, frozenset({0}), speculative, EngineConfig(), Letters(), small, more_drafts=(medium,)
+    )
+    return Scene(
+        engine, lambda: sum(one.used_slots for one in (target, small, medium)), ("forerun.drafters",)
+    )
+
+
 def eagle_scene(folder: Path) -> Scene:
     engine = engine_for("eagle3", "auto", "tree", 40)
     target: Any = engine.target
@@ -183,6 +195,7 @@ SCENES: dict[str, Callable[[Path], Scene]] = {
     "cuda": cuda_scene,
     "draft_model": draft_model_scene,
     "eagle": eagle_scene,
+    "cascade": cascade_scene,
     **{name: learning_scene(name) for name in ("suffix", "recycling", "lookahead")},
 }
 

@@ -62,7 +62,12 @@ def test_another_seed_gives_another_text() -> None:
     assert len({tuple(tokens) for tokens in run(engine, requests)[0]}) > 4
 
 
-SAMPLES = ("none", "ngram", "draft_model")  # the others only choose nodes, in other ways: one case each tells
+SAMPLES = (
+    "none",
+    "ngram",
+    "draft_model",
+    "ngram>draft_model",
+)  # the others only choose nodes, in other ways: one case each tells
 LAW_CASES = [(*case, "T=0.8") for case in PRODUCT if case[0] in SAMPLES or case[1:] == ("exact", "tree")] + [
     (*case, setting)
     for case in PRODUCT
@@ -123,7 +128,7 @@ def test_negative_control_a_wrong_rule_is_caught(drafter: str, monkeypatch: pyte
     assert chi_square_p(counts, joint_law(table(vocab), prompt, params, length)) < 1e-6
 
 
-FREE = [spec.name for spec in registry.drafters.specs() if spec.needs != "head"]
+FREE = [*(spec.name for spec in registry.drafters.specs() if spec.needs != "head"), "ngram>draft_model"]
 
 
 @pytest.mark.parametrize(

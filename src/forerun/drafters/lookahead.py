@@ -130,6 +130,9 @@ class LookaheadDrafter(BaseDrafter):
                 del column[0]
             state.nodes = []
 
+    def rewind(self, seq: Seq, length: int) -> None:
+        """What the target would write after some tokens holds wherever they stand."""
+
     def forget(self, seq: Seq) -> None:
         self._sequences.pop(seq.id, None)
 

@@ -149,6 +149,9 @@ class RecyclingDrafter(BaseDrafter):
             for node in path:  # where contexts repeat, what was committed is the last word
                 table.learn(*contexts[node], found[start + node])
 
+    def rewind(self, seq: Seq, length: int) -> None:
+        """What the target would write after some tokens holds wherever they stand."""
+
     def forget(self, seq: Seq) -> None:
         self._tables.pop(seq.id, None)
 

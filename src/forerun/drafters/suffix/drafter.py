@@ -102,6 +102,10 @@ class SuffixDrafter(LookupDrafter):
         if state is not None and self.history is not None and tenant is not None:
             self.history.add(tenant, seq.tokens[seq.prompt_length :])
 
+    def rewind(self, seq: Seq, length: int) -> None:
+        """Read the sequence anew; what a draft model wrote is no output."""
+        self._sequences.pop(seq.id, None)
+
     def chain(self, seq: Seq, length: int) -> Iterator[tuple[int, float]]:
         for step in self._state(seq).chain[:length]:
             yield step.token, step.rate
