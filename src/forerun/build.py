@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -20,11 +21,12 @@ from forerun import registry
 from forerun.control.base import Controller, ControllerClass, ControlParts
 from forerun.control.cost import CostModel
 from forerun.drafters.base import CompositeClass, Drafter, DrafterClass, Parts
+from forerun.drafters.token_map import Spelling, TokenMap
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool, VerifierPool
 from forerun.engine.sequence import SequenceState
-from forerun.errors import InvalidInput, UnsupportedModel, VocabularyMismatch
+from forerun.errors import InvalidInput, UnsupportedModel
 from forerun.heads import find_head, open_head
 from forerun.models.base import Target
 from forerun.offers import Offer
@@ -213,20 +215,24 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     return HFTarget.load(str(checkpoint.path), dtype=dtype, device=device, kv_slots=config.kv_slots)
 
 
-def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
-    """Raise unless drafter and target give the same tokens the same ids; padding ids may differ."""
-    ours, theirs = target.tokenizer().vocabulary(), draft.tokenizer().vocabulary()
-    if ours == theirs:
-        return
-    differing = [token for token, index in theirs.items() if ours.get(token, index) != index]
-    missing = [token for token in theirs if token not in ours]
-    if len(differing) + len(missing) == 0 and len(ours) - len(theirs) < 256:
-        return  # the same tokens, and a few more special ones on the target's side
-    detail = f"{len(theirs)} tokens against {len(ours)}, {len(differing) + len(missing)} of them differ"
-    raise VocabularyMismatch(
-        f"draft model {draft.name!r} does not share the vocabulary of {target.name!r} ({detail}); "
-        "use one of the same family, or the drafter 'ngram'"
+def token_map(target: Checkpoint, draft: Checkpoint) -> TokenMap | None:
+    """How the tokens of two models correspond; None where both give the same tokens the same ids."""
+    ours, theirs = target.tokenizer(), draft.tokenizer()
+    if share_ids(ours.vocabulary(), theirs.vocabulary()):
+        return None
+    first, second = (
+        Spelling.of(one.vocabulary(), one.special_ids(), one.eos_ids, next(iter(one.encode("")), None))
+        for one in (ours, theirs)
     )
+    return TokenMap.between(first, second, ours.vocab_size, partial(ours.encode, add_special=False))
+
+
+def share_ids(ours: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
+    """Do two vocabularies give the same tokens the same ids? Padding ids may differ."""
+    if ours == theirs:
+        return True
+    alike = all(ours.get(token) == index for token, index in theirs.items())
+    return alike and len(ours) - len(theirs) < 256  # a few more special ones on the target's side
 
 
 def cost_file(checkpoint: Checkpoint, config: EngineConfig, cache: Path) -> Path:

@@ -219,7 +219,11 @@ drafters = DrafterRegistry(
         DrafterSpec(
             "draft_model", "forerun.drafters.draft_model:ModelDrafter", "checkpoint",
             vllm="draft_model", sglang="STANDALONE", beside="ngram",
-            says="A second, smaller model that shares the target's vocabulary.",
+            says="A second, smaller model; with another tokenizer, it drafts the tokens that both have.",
+        ),
+        DrafterSpec(
+            "draft_text", "forerun.drafters.draft_text:TextDrafter", "checkpoint",
+            says="A second model with another tokenizer: its text is put into the target's tokens.",
         ),
         DrafterSpec(
             "eagle3", "forerun.drafters.eagle.eagle3:Eagle3Drafter", "head", ("eagle3",),

@@ -118,7 +118,13 @@ def test_gathering_writes_every_prompt_with_every_drafter_that_is_there() -> Non
     settings = Settings(max_tokens=12, setups=parse_setups(["auto"]))
     found = gather(table_llm(), FLAT, prompts, settings)
     assert found.free == ("ngram", "suffix")
-    assert list(found.draftings) == ["draft_model", "ngram+draft_model", "lookahead", "recycling"]
+    assert list(found.draftings) == [
+        "draft_model",
+        "ngram+draft_model",
+        "draft_text",
+        "lookahead",
+        "recycling",
+    ]
     assert [len(text.tokens) for text in found.texts] == [12, 12]
     assert len(found.draftings["draft_model"].rounds) == 2
 
