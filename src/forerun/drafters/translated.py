@@ -18,7 +18,7 @@ from forerun.drafters.token_map import TokenMap
 from forerun.errors import PromptTooLong
 from forerun.models.base import Target
 from forerun.models.shared import SharedWeights
-from forerun.types import Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
+from forerun.types import Needs, PlainSeq, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
 
 
 @dataclass(slots=True)
@@ -59,13 +59,22 @@ class TranslatedTarget:
     def shared(self) -> SharedWeights | None:
         return None
 
-    def prefill(self, seqs: Sequence[Seq], needs: Needs) -> tuple[TreeBatch, Scores]:
+    @property
+    def pass_rows(self) -> int:
+        return self.draft.pass_rows
+
+    def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
         known = [self.cached_tokens(seq) for seq in seqs]
-        self.draft.prefill([self._view(seq) for seq in seqs], Needs())
-        chains = [seq.tokens[n:-1] for seq, n in zip(seqs, known, strict=True)]
+        chains = [seq.tokens[have:-1] for seq, have in zip(seqs, known, strict=True)]
+        chains = chains if rows is None else first_rows(chains, rows)
+        read = [have + len(chain) for have, chain in zip(known, chains, strict=True)]
+        self.draft.prefill([self._view(seq, length) for seq, length in zip(seqs, read, strict=True)], Needs())
         return TreeBatch.chains(chains, self.device), Scores(None)
 
-    def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        read = None if prompts is None else self.prefill(prompts.seqs, needs, prompts.rows)
         views = [self._view(seq) for seq in seqs]
         whole, last, done = [], list[int](), 0
         tokens, parents = trees.to_host()
@@ -77,7 +86,8 @@ class TranslatedTarget:
             last += [done + made[-1] for made in nodes]
             done += len(tree[0])
         batch = TreeBatch.trees(whole, device=self.device)
-        return Scores(self.map.spread(self.draft.score(views, batch, Needs()).required_logits[last]))
+        logits = self.draft.score(views, batch, Needs()).required_logits[last]
+        return Scores(self.map.spread(logits), read=read)
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
         tokens, parents = trees.to_host()
@@ -127,16 +137,18 @@ class TranslatedTarget:
             reading.ends.append(len(reading.read))
         reading.tokens = list(tokens)
 
-    def _view(self, seq: Seq) -> PlainSeq:
-        """The sequence as the draft model reads it: all but the last token, and the first piece of that one."""
+    def _view(self, seq: Seq, length: int | None = None) -> PlainSeq:
+        """The sequence as the draft model reads it: some tokens, or all but the last, and a first piece of the next."""
         reading = self._readings.get(seq.id)
         if reading is None:
             reading = self._readings[seq.id] = _Reading([], list(self.map.prefix), [])
         self._update(reading, seq.tokens)
-        size = self._size(reading, len(seq.tokens) - 1) + 1
+        size = self._size(reading, len(seq.tokens) - 1 if length is None else length) + 1
         if size > self.draft.max_length:
-            raise PromptTooLong(f"the draft model reads {size} tokens at most {self.draft.max_length}")
-        limit = min(self.draft.max_length, 4 * seq.max_length)
+            raise PromptTooLong(
+                f"the draft model would read {size} tokens; it reads {self.draft.max_length} at most"
+            )
+        limit = max(size, min(self.draft.max_length, 4 * seq.max_length))
         return PlainSeq(seq.id, reading.read[:size], size, seq.params, seq.seed, limit, seq.stop_ids)
 
 
