@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-CLIMB = 24  # states along the suffix links whose counts follow each new token
+CLIMB = 8  # states along the suffix links whose counts follow each new token
 LOOKED_AT = 48  # continuations of a state that are compared: those that came up last
 BREAK = -1  # stands between two texts in one automaton; it never matches and is never drafted
 
@@ -36,36 +36,40 @@ class SuffixAutomaton:
         """Add tokens at the end of the text."""
         self.whole = False
         lengths, links, counts, latest, nexts = self.lengths, self.links, self.counts, self.latest, self.nexts
+        last, end = self.last, self.size
         for token in tokens:
-            state, made = self.last, len(lengths)
-            self.size = end = self.size + 1
+            state, made, end = last, len(lengths), end + 1
             lengths.append(lengths[state] + 1)
-            links.append(0)
             counts.append(1)
             latest.append(end)
             nexts.append({})
-            while state >= 0 and token not in nexts[state]:
-                nexts[state][token] = made
-                state = links[state]
-            if state >= 0:
-                links[made] = self._suffix(state, token)
-            self.last, state = made, links[made]
-            for _ in range(CLIMB):
-                if state <= 0:
+            while state >= 0:
+                after = nexts[state]
+                if token in after:
                     break
-                counts[state] += 1
-                latest[state] = end
+                after[token] = made
                 state = links[state]
+            links.append(0)
+            if state >= 0:
+                to = after[token]
+                links[made] = state = (
+                    to if lengths[to] == lengths[state] + 1 else self._split(state, token, to)
+                )
+                climbed = 0
+                while state > 0 and climbed < CLIMB:
+                    counts[state] += 1
+                    latest[state] = end
+                    state = links[state]
+                    climbed += 1
+            last = made
+            self.last, self.size = last, end
         self.whole = True
 
-    def _suffix(self, state: int, token: int) -> int:
-        """The state whose longest substring is that of `state` and the token: split off where it is not one yet."""
+    def _split(self, state: int, token: int, target: int) -> int:
+        """A new state for the longest substring of `state` and the token, which `target` stood for among others."""
         lengths, links, nexts = self.lengths, self.links, self.nexts
-        target, length = nexts[state][token], lengths[state] + 1
-        if lengths[target] == length:
-            return target
         clone = len(lengths)
-        lengths.append(length)
+        lengths.append(lengths[state] + 1)
         links.append(links[target])
         self.counts.append(self.counts[target])
         self.latest.append(self.latest[target])
