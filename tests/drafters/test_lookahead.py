@@ -90,17 +90,9 @@ def test_a_pool_keeps_the_most_recent_and_learns_how_far_to_trust_them() -> None
     assert pool.rate(0, 0) < 0.2
 
 
-def test_requests_have_pools_of_their_own_unless_shared() -> None:
-    for shared in (False, True):
-        drafter, target = LookaheadDrafter(shared), TableLM(VOCAB)
-        observe_prompts(drafter, target, [FakeSeq(0, [1, 2, 3, 4, 5])])
-        tree = drafter.propose([FakeSeq(1, [1])], [Budget(3, 3)]).tokens.tolist()
-        assert tree == ([1, 2, 3, 4] if shared else [1])
-    drafter.forget(FakeSeq(0, [1]))
-    assert 0 not in drafter._sequences
-    drafter.observe(
-        [FakeSeq(5, [1])],
-        drafter.propose([FakeSeq(5, [1])], [Budget(0, 0)]),
-        Scores(None),
-        Verdict.of([[]], [3], "cpu"),
-    )
+def test_forgets_and_takes_a_prompt_of_one_token() -> None:
+    drafter, seq = LookaheadDrafter(), FakeSeq(5, [1])
+    trees = drafter.propose([seq], [Budget(0, 0)])
+    drafter.observe([seq], trees, Scores(None), Verdict.of([[]], [3], "cpu"))
+    drafter.forget(seq)
+    assert not drafter._sequences

@@ -162,10 +162,10 @@ def built(**settings: object) -> SuffixDrafter:
 @pytest.mark.parametrize("shared", [False, True])
 def test_requests_learn_from_each_other_only_where_that_was_asked_for(shared: bool) -> None:
     drafter = built(shared=shared)
-    write(drafter, FakeSeq(0, [1, 2]), [30, 31, 32, 33, 34])
-    later = drafter.propose([FakeSeq(1, [9, 30, 31])], [Budget(3, 3)])
+    write(drafter, FakeSeq(0, [1, 2], cache_salt=""), [30, 31, 32, 33, 34])
+    later = drafter.propose([FakeSeq(1, [9, 30, 31], cache_salt="")], [Budget(3, 3)])
     assert later.tokens.tolist() == ([31, 32, 33, 34] if shared else [31])
-    prompt = drafter.propose([FakeSeq(2, [9, 1, 2])], [Budget(3, 3)])
+    prompt = drafter.propose([FakeSeq(2, [9, 1, 2], cache_salt="")], [Budget(3, 3)])
     assert prompt.tokens.tolist() == [2]  # of what others wrote, not of what they asked
 
 
@@ -223,11 +223,14 @@ def test_an_interrupted_change_of_the_history_costs_that_part_and_no_more() -> N
 
 def test_a_file_keeps_the_history(tmp_path: Path) -> None:
     file = tmp_path / "outputs.jsonl"
-    write(built(shared=True, history=str(file)), FakeSeq(0, [1, 2]), [30, 31, 32, 33])
+    write(built(shared=True, history=str(file)), FakeSeq(0, [1, 2], cache_salt="a"), [30, 31, 32, 33])
     with file.open("a") as more:
         more.write('{"tenant": "x", "tok')  # cut off
     again = built(shared=True, history=str(file))
-    assert again.propose([FakeSeq(1, [30, 31])], [Budget(2, 2)]).tokens.tolist() == [31, 32, 33]
+    for salt, drafted in (("a", [31, 32, 33]), ("b", [31]), (None, [31])):
+        seq = FakeSeq(1, [30, 31], cache_salt=salt)
+        assert again.propose([seq], [Budget(2, 2)]).tokens.tolist() == drafted
+        again.rewind(seq, 0)
     file.write_text(file.read_text().replace(f'"vocab_size": {VOCAB}', '"vocab_size": 51'))
     with pytest.raises(InvalidInput, match="no outputs of a model with 50 tokens"):
         built(shared=True, history=str(file))

@@ -20,6 +20,8 @@ from forerun.models.base import Target
 from forerun.models.shared import SharedWeights
 from forerun.types import Needs, PlainSeq, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
 
+PIECES = 4  # of the draft model's tokens that one of the target's is thought to take at most
+
 
 @dataclass(slots=True)
 class _Reading:
@@ -55,6 +57,14 @@ class TranslatedTarget:
     @property
     def used_slots(self) -> int:
         return self.draft.used_slots
+
+    @property
+    def cached_slots(self) -> int:
+        return self.draft.cached_slots
+
+    @property
+    def slots(self) -> int | None:
+        return self.draft.slots
 
     def shared(self) -> SharedWeights | None:
         return None
@@ -109,7 +119,13 @@ class TranslatedTarget:
             self.draft.truncate(self._view(seq), self._size(reading, min(length, len(reading.tokens))))
 
     def has_room(self, *lengths: int) -> bool:
-        return self.draft.has_room(*(2 * length for length in lengths))
+        return self.draft.has_room(*(PIECES * length for length in lengths))
+
+    def make_room(self, seqs: Sequence[Seq], rows: Sequence[int]) -> bool:
+        return self.draft.make_room([self._view(seq) for seq in seqs], [PIECES * count for count in rows])
+
+    def reused_tokens(self, seq: Seq) -> int:
+        return 0  # its views have no salt
 
     def cached_tokens(self, seq: Seq) -> int:
         reading, cached = self._readings.get(seq.id), self.draft.cached_tokens(seq)
@@ -148,7 +164,7 @@ class TranslatedTarget:
             raise PromptTooLong(
                 f"the draft model would read {size} tokens; it reads {self.draft.max_length} at most"
             )
-        limit = max(size, min(self.draft.max_length, 4 * seq.max_length))
+        limit = max(size, min(self.draft.max_length, PIECES * seq.max_length))
         return PlainSeq(seq.id, reading.read[:size], size, seq.params, seq.seed, limit, seq.stop_ids)
 
 
