@@ -94,6 +94,7 @@ class SamplingParams:
     processors: Sequence[LawProcessor] = ()  # change the law, node by node
 
     def __post_init__(self) -> None:
+        penalties, functions = (1 / LARGEST_PENALTY, LARGEST_PENALTY), "functions of (prefix, logits)"
         _store(
             self,
             max_tokens=as_whole("max_tokens", self.max_tokens, low=1),
@@ -101,9 +102,7 @@ class SamplingParams:
             top_k=max(0, as_whole("top_k", self.top_k, low=-1)),  # -1 means off in vLLM
             top_p=as_real("top_p", self.top_p, high=1.0, limit="above 0, at most 1 (off)"),
             min_p=as_real("min_p", self.min_p, 0.0, 1.0),
-            repetition_penalty=as_real(
-                "repetition_penalty", self.repetition_penalty, 1 / LARGEST_PENALTY, LARGEST_PENALTY
-            ),
+            repetition_penalty=as_real("repetition_penalty", self.repetition_penalty, *penalties),
             presence_penalty=_penalty("presence_penalty", self.presence_penalty),
             frequency_penalty=_penalty("frequency_penalty", self.frequency_penalty),
             logit_bias=_biases(self.logit_bias),
@@ -114,9 +113,7 @@ class SamplingParams:
             ignore_eos=as_flag("ignore_eos", self.ignore_eos),
             seed=None if self.seed is None else as_whole("seed", self.seed),
             logprobs=None if self.logprobs is None else as_whole("logprobs", self.logprobs, 0, 64),
-            processors=as_functions(
-                "processors", self.processors, "functions of (prefix, logits)", "LawProcessor"
-            ),
+            processors=as_functions("processors", self.processors, functions, "LawProcessor"),
         )
         if self.top_p <= 0.0:
             raise refuse("top_p", self.top_p, "above 0, at most 1 (off)")

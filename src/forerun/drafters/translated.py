@@ -118,6 +118,9 @@ class TranslatedTarget:
         if reading is not None:
             self.draft.truncate(self._view(seq), self._size(reading, min(length, len(reading.tokens))))
 
+    def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
+        self.draft.warm_up(needs, max_batch, max_length)
+
     def has_room(self, *lengths: int) -> bool:
         return self.draft.has_room(*(PIECES * length for length in lengths))
 
