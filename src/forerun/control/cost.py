@@ -15,6 +15,8 @@ from math import inf
 from pathlib import Path
 from time import perf_counter
 
+import numpy as np
+
 from forerun.models.base import Target
 from forerun.types import Needs, PlainSeq, TreeBatch
 
@@ -88,6 +90,16 @@ class CostModel:
             return below
         above = self.seconds[high] * ratio(group, high)
         return max(below * (1 - share) + above * share, 1e-3 * above)
+
+    def passes_seconds(self, rows: int, count: int, batch: int) -> list[float]:
+        """The same for `count` numbers of rows from `rows` on, in one go."""
+        group, ratio, sizes = (batch - 1).bit_length(), self._corrections.ratio, self._sizes
+        known = [self.seconds[size] * ratio(group, size) for size in sizes]
+        last = rows + count
+        if last > sizes[-1]:  # beyond what was measured the last line goes on
+            sizes, known = (*sizes, last), [*known, self.pass_seconds(last, batch)]
+        found: list[float] = np.interp(np.arange(rows, last), sizes, known).tolist()
+        return found
 
     def observe(self, rows: int, seconds: float, batch: int = 1) -> None:
         """Learn from what a round took; outliers (a pause of the machine) count little."""

@@ -211,14 +211,10 @@ class SequencePlanner:
 
     def _shared_depths(self, levels: Sequence[Levels], batch: int, beside: int) -> list[int]:
         """How deep each of several sequences should draft beside so many nodes of others."""
-        before, rate = self.cost.pass_seconds(batch + beside, batch), self.rate
-        plain = self.cost.pass_seconds(batch, batch)
-
-        def price(nodes: int) -> float:
-            more = self.cost.pass_seconds(batch + beside + nodes, batch) - before
-            return rate * batch * more / plain
-
-        return allocate(levels, price)
+        most = sum(round(len(one.survivals) * one.nodes) + 1 for one in levels)
+        seconds = self.cost.passes_seconds(batch + beside, most + 1, batch)
+        factor = self.rate * batch / self.cost.pass_seconds(batch, batch)
+        return allocate(levels, lambda nodes: factor * (seconds[nodes] - seconds[0]))
 
     def _trial(self, option: Option, batch: int, costly: int) -> tuple[int, float]:
         """The shortest draft that could pay, and what it costs in plain rounds if all of it is rejected."""

@@ -1,0 +1,15 @@
+"""Times of many passes at once are those of one after the other."""
+
+import pytest
+
+from forerun.control.cost import CostModel
+
+
+@pytest.mark.parametrize("rows", [1, 3, 60, 900])
+def test_many_are_as_one_by_one(rows: int) -> None:
+    cost = CostModel({1: 4.0, 8: 4.1, 64: 4.8, 256: 8.7, 1024: 29.5})
+    for seen, seconds in ((1, 4.2), (40, 6.0), (300, 9.0)):
+        cost.observe(seen, seconds, 8)
+    found = cost.passes_seconds(rows, 300, 8)
+    assert found == pytest.approx([cost.pass_seconds(rows + i, 8) for i in range(300)])
+    assert cost.passes_seconds(5, 2, 8) != cost.passes_seconds(5, 2, 1)
