@@ -94,17 +94,33 @@ class AsyncLLM:
             if name == request_id:
                 self.llm.driver.post(handle.drop_from, at_once=False)
 
-    async def close(self) -> None:
-        """Drop all requests and end the thread; calls that still wait get an error."""
+    async def close(self, timeout: float | None = None) -> bool:
+        """Drop all requests and end the thread; calls that still wait get an error.
+
+        Waits for the thread, at most `timeout` seconds: did it end? A round that hangs cannot be ended.
+        """
+        self._end_all()
+        loop = asyncio.get_running_loop()
+        until = None if timeout is None else loop.time() + timeout
+        while self._thread.is_alive() and (until is None or loop.time() < until):
+            await asyncio.sleep(0.002)  # not in an executor: a thread of it that hangs would keep the process
+        return not self._thread.is_alive()
+
+    def fail(self, error: BaseException) -> None:
+        """Give up an engine that makes no progress: calls that wait, and later ones, get the error."""
+        self._broken = error
+        self._end_all()
+        self.llm.driver.wake_all()
+
+    def _end_all(self) -> None:
         self._is_closed = True
         for handle in list(self._handles):
             self._drop(handle)
         self._owner.wake()
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that ended the engine's thread; None while it runs."""
+        """The error that ended the engine's thread, or that it was given up with; None while it runs."""
         return self._broken
 
     @property
@@ -165,7 +181,7 @@ class AsyncLLM:
             self.llm.driver.wait(self._owner)
         except BaseException as error:
             log.exception("the engine's thread ended with an error")
-            self._broken = error
+            self._broken = self._broken or error
         self.llm.driver.wake_all()
 
 

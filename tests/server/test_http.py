@@ -63,9 +63,11 @@ def test_bad_bodies_get_a_4xx_that_says_why(http: httpx.Client, body: str, statu
     assert said["type"] == "invalid_request_error"
 
 
-def test_a_body_that_is_too_large_is_not_read(http: httpx.Client) -> None:
-    answer = http.post("/v1/chat/completions", content=b"x" * 300_000)
-    assert answer.status_code == 413
+@pytest.mark.parametrize("chunks", [1, 30])
+def test_a_body_that_is_too_large_is_not_read(http: httpx.Client, chunks: int) -> None:
+    parts = (b"x" * (300_000 // chunks) for _ in range(chunks))
+    answer = http.post("/v1/chat/completions", content=b"".join(parts) if chunks == 1 else parts)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
 
 
 def test_unknown_places_and_methods_have_the_same_shape(http: httpx.Client) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -23,7 +22,6 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.params import EngineConfig
 from forerun.server.settings import ServerSettings, read_keys
-from forerun.server.sse import EventStream
 from tests.server.conftest import start
 
 PROMPTS = [f"Count: {i} {i + 1} {i} {i + 1} {i}" for i in range(16)]
@@ -176,25 +174,6 @@ def test_keys_from_a_file_and_their_rates(llm: LLM, tmp_path: Path) -> None:
             assert httpx.request("GET" if "v1" in path else "POST", url + path, json={}).status_code == 401
         for path in ("/health", "/ready", "/metrics", "/version"):
             assert httpx.get(url + path).status_code == 200
-
-
-def test_a_client_that_does_not_read_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    closed = []
-
-    async def chunks() -> Any:
-        try:
-            for i in range(1000):
-                yield {"i": i}
-        finally:
-            closed.append(True)
-
-    async def send(message: Any) -> None:
-        if b"3" in message.get("body", b""):
-            await asyncio.Event().wait()  # the connection's buffer is full, and stays full
-
-    asyncio.run(EventStream(chunks(), {}, 0.05).stream_response(send))
-    assert closed == [True]
-    assert "read nothing" in caplog.text
 
 
 def test_prompts_are_logged_only_where_asked(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:

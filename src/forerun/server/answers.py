@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import time
+from time import perf_counter, time
 from typing import Any, Literal
 
 from forerun.completion import Completion
@@ -13,6 +13,7 @@ from forerun.server.generation import speculation_of, usage_of
 from forerun.server.logprobs import Spells, for_chat, for_completion
 from forerun.server.schemas import Generation
 from forerun.server.tools import ToolCall
+from forerun.server.tracing import RequestSpan
 from forerun.types import Branch, Event
 
 Kind = Literal["chat.completion", "text_completion"]
@@ -29,7 +30,9 @@ class Answer:
     tokenizer: Spells
     body: Generation
     has_logprobs: bool
+    span: RequestSpan
     prompts: int = 1
+    arrived: float = field(default_factory=perf_counter)  # when the request came
     created: int = field(default_factory=lambda: int(time()))
     id: str = ""
     asked_by: dict[str, str] = field(default_factory=dict)  # for the log: the request's name and the caller's

@@ -15,8 +15,11 @@ from forerun.errors import ForerunError, InvalidInput, PromptTooLong
 log = logging.getLogger(__name__)
 
 
-class ApiError(Exception):
-    """A request that cannot be served, with the status that says why."""
+class ApiError(HTTPException):
+    """A request that cannot be served, with the status that says why.
+
+    One of the framework's own kind, because others become "400, the body cannot be parsed" while a body is read.
+    """
 
     def __init__(
         self,
@@ -28,9 +31,9 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, message, headers)
         self.status, self.message, self.kind = status, message, kind
-        self.param, self.code, self.headers = param, code, headers
+        self.param, self.code = param, code
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}

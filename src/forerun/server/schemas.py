@@ -41,12 +41,20 @@ class StreamOptions(_Body):
     include_rejected: bool = Field(False, description="also what was drafted in vain; needs the field above")
 
 
+class TreeBudget(_Body):
+    """The largest tree that may be drafted in a round."""
+
+    nodes: int = Field(ge=0, le=256, description="drafted tokens per round; 0 = do not draft")
+    depth: int = Field(8, ge=0, le=256, description="how far ahead")
+    width: int = Field(1, ge=1, le=256, description="1 = a chain, more = a tree")
+
+
 class Speculative(_Body):
     """How this request is to be drafted; what is left out is the server's choice."""
 
     enabled: bool = True
     drafter: str | None = None
-    budget: int | None = Field(None, description="drafted tokens per round; 0 = do not draft")
+    budget: int | TreeBudget | None = Field(None, description="drafted tokens per round; 0 = do not draft")
     verifier: str | None = None
 
 

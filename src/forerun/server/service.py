@@ -15,7 +15,7 @@ from forerun.errors import ForerunError, InvalidInput
 from forerun.prompts import as_messages, as_token_list, check_text
 from forerun.server.answers import Answer, Found
 from forerun.server.errors import ApiError
-from forerun.server.generation import Counts, Job, Timing, make_jobs, write_all
+from forerun.server.generation import Job, Timing, make_jobs, write_all
 from forerun.server.grammar import Grammars
 from forerun.server.metrics import Metrics
 from forerun.server.schemas import ChatRequest, CompletionRequest, Generation
@@ -38,7 +38,8 @@ class Service:
         self.metrics = Metrics(backend, self.model)
         self.grammars = Grammars(backend.tokenizer, backend.vocab_size)
         self.draining = False
-        self.started, self.counts = monotonic(), Counts()
+        self.must_replace = False  # the engine hangs: the process is to start anew
+        self.started = monotonic()
         self.active = 0  # texts that are waited for
 
     def check_model(self, name: str | None) -> None:
@@ -54,8 +55,8 @@ class Service:
             "model": self.model, "drafter": self.backend.drafter, "drafters": self.backend.drafters,
             "uptime": monotonic() - self.started, "running": load.running, "waiting": load.waiting,
             "used_slots": load.used_slots, "rounds": load.rounds, "tokens": load.tokens,
-            "sequence_rounds": self.counts.rounds, "sequence_tokens": self.counts.tokens,
-            "accepted_per_position": self.counts.accepted_per_position,
+            "sequence_rounds": load.sequence_rounds, "forms": dict(load.forms),
+            "accepted_per_position": load.accepted_per_position,
         }  # fmt: skip
 
     @contextmanager
@@ -109,13 +110,11 @@ class Service:
 
     async def write(self, body: Generation, answer: Answer, jobs: list[Job]) -> dict[str, Any]:
         """The whole answer of a request."""
-        timing, done = Timing(), dict[int, Completion]()
-        async with aclosing(self._texts(jobs)) as items:
+        done = dict[int, Completion]()
+        async with aclosing(self._counted(jobs, answer)) as items:
             async for index, item in items:
-                timing.mark()
                 if isinstance(item, Completion):
                     done[index] = item
-                    self._count(item, timing, answer)
         texts = [done[job.index] for job in jobs]
         return answer.whole(texts, [self._found(body, each) for each in texts])
 
@@ -123,11 +122,9 @@ class Service:
         self, body: Generation, answer: Answer, jobs: list[Job]
     ) -> AsyncGenerator[dict[str, Any]]:
         """The answer in chunks, as it grows."""
-        timing, done = Timing(), dict[int, Completion]()
-        opened, tools = set[int](), self._offers_tools(body)
-        async with aclosing(self._texts(jobs)) as items:
+        done, opened, tools = dict[int, Completion](), set[int](), self._offers_tools(body)
+        async with aclosing(self._counted(jobs, answer)) as items:
             async for index, item in items:
-                timing.mark()
                 if answer.kind == "chat.completion" and index not in opened:
                     opened.add(index)
                     yield answer.first(index)
@@ -136,7 +133,6 @@ class Service:
                         yield answer.piece(index, item)
                     continue
                 done[index] = item
-                self._count(item, timing, answer)
                 text, calls = self._found(body, item)
                 if tools and text:
                     yield answer.whole_text(index, text, item)
@@ -145,6 +141,28 @@ class Service:
                 yield answer.last(index, item, bool(calls))
         if (body.stream_options is not None and body.stream_options.include_usage) or answer.says_speculation:
             yield answer.figures([done[job.index] for job in jobs])
+
+    async def _counted(
+        self, jobs: list[Job], answer: Answer
+    ) -> AsyncGenerator[tuple[int, Event | Completion]]:
+        """The texts of all jobs as they grow, in metrics, log and trace: those that end and those that are dropped."""
+        timings = {job.index: Timing(answer.arrived) for job in jobs}
+        left = set(timings)
+        try:
+            async with aclosing(self._texts(jobs)) as items:
+                async for index, item in items:
+                    timings[index].mark()
+                    if isinstance(item, Completion):
+                        left.discard(index)
+                        self._count(item, timings[index], answer)
+                    yield index, item
+        except InvalidInput:
+            raise
+        except BaseException as error:
+            reason = "error" if isinstance(error, Exception) else "aborted"
+            self.metrics.count_dropped(len(left), reason)
+            log.info("%s", json.dumps({**answer.asked_by, "answer": answer.id, "finished": reason}))
+            raise
 
     async def _texts(self, jobs: list[Job]) -> AsyncGenerator[tuple[int, Event | Completion]]:
         """The texts of all jobs as they grow, within the deadline; what ends because the server does says so.
@@ -178,11 +196,12 @@ class Service:
     def _count(self, done: Completion, timing: Timing, answer: Answer) -> None:
         timing.ended = perf_counter()
         self.metrics.count(done, timing)
-        self.counts.add(done)
+        answer.span.note(done, timing)
         facts: dict[str, object] = {
             **answer.asked_by, "answer": answer.id, "prompt_tokens": done.prompt_tokens, "tokens": done.tokens,
-            "seconds": round(timing.ended - timing.started, 3), "drafter": done.drafter,
-            "tokens_per_round": round(done.tokens_per_round, 2), "finished": done.finish_reason,
+            "seconds": round(timing.ended - timing.started, 3), "queued": round(done.queue_seconds, 3),
+            "drafter": done.drafter, "tokens_per_round": round(done.tokens_per_round, 2),
+            "finished": done.finish_reason,
         }  # fmt: skip
         if self.settings.log_prompts:
             asked = answer.body.model_dump(include={"messages", "prompt"})
