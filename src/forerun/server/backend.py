@@ -58,7 +58,7 @@ class Backend:
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm, self._engine = llm, llm.llm.engine
         self.tokenizer: Tokenizer = llm.llm.tokenizer
-        self._seen, self._since = (-1, 0), monotonic()
+        self._seen, self._since, self._had_work = (-1, 0), monotonic(), False
 
     @property
     def vocab_size(self) -> int:
@@ -110,9 +110,10 @@ class Backend:
 
     def looks_hung(self, patience: float) -> bool:
         """Was there work, and neither a round nor a prompt that was read on, for so many seconds? Asked often."""
-        now = self._engine.stats.rounds, prompt_progress(self._engine)[0]
-        if now != self._seen or not self._engine.busy or self.failure is not None:
+        now, has_work = (self._engine.stats.rounds, prompt_progress(self._engine)[0]), self._engine.busy
+        if now != self._seen or not (has_work and self._had_work) or self.failure is not None:
             self._seen, self._since = now, monotonic()
+        self._had_work = has_work
         return monotonic() - self._since > patience
 
     def give_up(self) -> None:
