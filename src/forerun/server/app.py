@@ -198,10 +198,18 @@ async def _whole_or_stream(
     with ExitStack() as held:
         held.enter_context(span)
         jobs = await asyncio.to_thread(make_jobs, body)
-        prompts = len({job.prompt for job in jobs})
+        prompts = [job.prompt for job in jobs[:: body.n or 1]]
         answer = Answer(
-            kind, service.model, service.backend.tokenizer, body, has_logprobs, span, prompts, state.arrived
+            kind,
+            service.model,
+            service.backend.tokenizer,
+            body,
+            has_logprobs,
+            span,
+            len(prompts),
+            state.arrived,
         )
+        answer.prompt_tokens = sum(map(len, prompts))
         answer.asked_by = {"request": state.id, "caller": state.caller}
         if span.trace_id is not None:
             answer.asked_by["trace"] = span.trace_id

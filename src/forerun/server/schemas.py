@@ -1,7 +1,8 @@
 """What requests may hold: the OpenAI API's fields, vLLM's additions, and `speculative`, which is ours.
 
 Ranges are checked by SamplingParams, which says what is wrong in one line; here are names and types. A name that
-is unknown is refused with the nearest one that is known, because a misspelt option that is ignored costs a day.
+is unknown is refused with the nearest one that is known, because a misspelt option that is ignored costs a day. What
+clients of the OpenAI API and of vLLM send by themselves is taken where it changes nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from forerun.checks import unknown
 
 # fields of the OpenAI API that change nothing here
 _IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key",
-            "safety_identifier", "reasoning_effort", "verbosity", "modalities", "request_id", "priority")  # fmt: skip
+            "prompt_cache_retention", "safety_identifier", "reasoning_effort", "verbosity", "modalities", "prediction",
+            "include_obfuscation", "request_id", "priority")  # fmt: skip
+# fields of other servers that clients send with the value that changes nothing: only that value is taken
+_NEUTRAL: dict[str, Any] = {
+    "use_beam_search": False, "length_penalty": 1, "early_stopping": False, "skip_special_tokens": True,
+    "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "return_tokens_as_token_ids": False,
+    "truncate_prompt_tokens": None, "prompt_logprobs": None, "functions": None, "function_call": None,
+}  # fmt: skip
 
 
 class _Body(BaseModel):
@@ -26,8 +34,12 @@ class _Body(BaseModel):
         if not isinstance(values, dict):
             return values
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in values:
-            if name not in known and name not in _IGNORED:
+        for name, value in values.items():
+            if name in known or name in _IGNORED:
+                continue
+            if name in _NEUTRAL and value is not None and value != _NEUTRAL[name]:
+                raise ValueError(f"{name}={str(value)[:80]!r} is not supported; leave it out")
+            if name not in _NEUTRAL:
                 raise ValueError(unknown("field", str(name)[:80], sorted(known)))
         return {name: value for name, value in values.items() if name in known}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
@@ -20,10 +20,11 @@ from forerun.server.grammar import Grammars
 from forerun.server.metrics import Metrics
 from forerun.server.schemas import ChatRequest, CompletionRequest, Generation
 from forerun.server.settings import ServerSettings
-from forerun.server.tools import find_calls
+from forerun.server.tools import find_calls, must_call
 from forerun.types import Event
 
 if TYPE_CHECKING:
+    from forerun.law_processor import LawProcessor
     from forerun.server.backend import Backend
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,14 @@ class Service:
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
         opens = body.add_generation_prompt is not False and not body.continue_final_message
         ids = self.backend.tokenizer.chat_ids(as_messages(body.messages), opens, **variables)
-        return self._jobs(body, [tuple(ids)])
+        forced = must_call(body)
+        if not forced:
+            return self._jobs(body, [tuple(ids)])
+        if body.response_format is not None and body.response_format.type != "text":
+            raise ApiError(
+                400, "a text cannot both call a tool and have a response_format", param="tool_choice"
+            )
+        return self._jobs(body, [tuple(ids)], self.grammars.processors_for_call(forced))
 
     def completion_jobs(self, body: CompletionRequest) -> list[Job]:
         """The texts that a completion asks for: of one prompt or several, in text or ids."""
@@ -104,8 +112,13 @@ class Service:
             )
         return as_token_list(prompt)
 
-    def _jobs(self, body: Generation, prompts: list[tuple[int, ...]]) -> list[Job]:
-        processors = self.grammars.processors_for(body.response_format)
+    def _jobs(
+        self,
+        body: Generation,
+        prompts: list[tuple[int, ...]],
+        processors: Sequence[LawProcessor] = (),
+    ) -> list[Job]:
+        processors = processors or self.grammars.processors_for(body.response_format)
         return make_jobs(body, prompts, processors, self.backend.max_length, self.settings.max_choices)
 
     async def write(self, body: Generation, answer: Answer, jobs: list[Job]) -> dict[str, Any]:
