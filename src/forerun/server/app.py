@@ -120,7 +120,12 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
         return _page_file(name)
 
 
-_PAGE = {"index.html": "text/html", "style.css": "text/css", "app.js": "text/javascript"}
+_PAGE = {
+    "index.html": "text/html",
+    "style.css": "text/css",
+    "app.js": "text/javascript",
+    "plots.js": "text/javascript",
+}
 
 
 def _page_file(name: str) -> Response:
