@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from forerun.completion import Completion
-from forerun.errors import InvalidInput
+from forerun.errors import InvalidInput, PromptTooLong
 from forerun.noise import derived_seed
 from forerun.server.errors import ApiError
 from forerun.server.schemas import ChatRequest, CompletionRequest, Generation, Speculative, TreeBudget
@@ -95,14 +95,18 @@ def sampling_of(body: Generation, prompt_length: int, context: int) -> dict[str,
         if body.logprobs is not None:
             given["logprobs"] = body.logprobs
     room = context - prompt_length
-    if limit is not None and limit > room > 0:
+    if room <= 0:  # said here, before a long list of tokens is looked at
+        raise PromptTooLong(
+            f"the prompt has {prompt_length} tokens; the context of {context} leaves no room to answer; shorten it"
+        )
+    if limit is not None and limit > room:
         raise ApiError(
             400,
             f"max_tokens={limit} and a prompt of {prompt_length} tokens are more than the context of {context}",
             param="max_tokens",
             code="context_length_exceeded",
         )
-    given["max_tokens"] = max(1, room) if limit is None else limit
+    given["max_tokens"] = room if limit is None else limit
     return given
 
 

@@ -7,7 +7,7 @@ clients of the OpenAI API and of vLLM send by themselves is taken where it chang
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -106,9 +106,9 @@ class Generation(_Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=128)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
