@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import uvicorn
 
@@ -132,6 +133,18 @@ def test_a_client_that_leaves_is_dropped_within_a_round(llm: LLM, streams: bool,
             wait_for(lambda: is_idle(engine), "all is free")
     finally:
         del engine.step
+
+
+def test_all_texts_of_a_client_that_leaves_are_dropped(llm: LLM) -> None:
+    engine = llm.engine
+    with serving(llm) as url:
+        with connect(url) as client:
+            send(client, {**LONG, "n": 6, "stream": True})
+            wait_for(lambda: len(engine.running) == engine.max_batch, "some of them run")
+            assert len(engine.waiting) == 6 - engine.max_batch, "and some wait"
+        wait_for(lambda: is_idle(engine), "all are dropped")
+        metrics = httpx.get(f"{url}/metrics").text
+        assert 'forerun:request_success_total{finished_reason="aborted",model_name="m"} 6.0' in metrics
 
 
 def test_a_client_that_says_nothing_is_closed(llm: LLM) -> None:

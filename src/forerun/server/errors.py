@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from forerun.errors import ForerunError, InvalidInput, PromptTooLong
+from forerun.errors import ForerunError, InvalidInput, MissingDependency, PromptTooLong
 
 log = logging.getLogger(__name__)
 # parts of a place that name one of a field's types, not a field
@@ -52,7 +52,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, PromptTooLong):
         return ApiError(400, str(error), param="messages", code="context_length_exceeded")
-    if isinstance(error, InvalidInput):
+    if isinstance(error, InvalidInput | MissingDependency):  # what this server was not installed for
         return ApiError(400, str(error))
     if isinstance(error, ForerunError):
         return ApiError(500, str(error), "server_error")
