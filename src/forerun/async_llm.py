@@ -73,15 +73,22 @@ class AsyncLLM:
         params: Params | None = None,
         *,
         request_id: str | None = None,
+        every_round: bool = True,
         **options: Unpack[Options],
     ) -> AsyncGenerator[Event | Completion]:
-        """Yield an Event per round as the text grows, then its Completion."""
+        """Yield an Event per round as the text grows, then its Completion.
+
+        Without `every_round` the event of the first round comes, and the others with the Completion: for callers that
+        want the whole text, because an event loop that wakes after every round takes time from the engine.
+        """
         handle = await self._submit(make_request(prompt, params, options, self.llm.encode), request_id)
         try:
-            is_finished = False
+            news, end = (lambda: handle.has_news), (lambda: handle.is_finished)
+            is_finished, wanted = False, news
             while not is_finished:
-                await self._until(lambda: handle.has_news)
+                await self._until(wanted)
                 is_finished = handle.is_finished  # read first: no event comes after it is set
+                wanted = news if every_round else end
                 for event in handle.take():
                     yield event
             yield self._completion_of(handle)
@@ -190,15 +197,19 @@ class _Coroutine:
 
     def __init__(self, is_ready: Callable[[], bool]) -> None:
         self._is_ready, self._event = is_ready, asyncio.Event()
+        self._is_called = False  # and has not come yet: rounds may be quicker than the loop
         self._loop = asyncio.get_running_loop()
 
     def is_ready(self) -> bool:
         return self._is_ready()
 
     def wake(self) -> None:
-        if not self._loop.is_closed():
+        if not self._is_called and not self._loop.is_closed():
+            self._is_called = True
             self._loop.call_soon_threadsafe(self._event.set)
 
     async def woken(self) -> None:
+        """Wait for a call; the caller then looks itself, so none that comes from here on is lost."""
         await self._event.wait()
         self._event.clear()
+        self._is_called = False

@@ -32,6 +32,7 @@ class Job:
     index: int  # the choice it is
     prompt: tuple[int, ...]
     options: dict[str, Any]
+    streams: bool = True
 
 
 @dataclass(slots=True)
@@ -75,7 +76,7 @@ def make_jobs(
             own = dict(options)
             if body.seed is not None:
                 own["seed"] = derived_seed(body.seed, copy)
-            jobs.append(Job(number * copies + copy, prompt, own))
+            jobs.append(Job(number * copies + copy, prompt, own, bool(body.stream)))
     return jobs
 
 
@@ -129,7 +130,7 @@ def drafting_of(body: Generation) -> dict[str, Any]:
 async def write_one(backend: Backend, job: Job) -> AsyncGenerator[Event | Completion]:
     """One text as it grows; leaving it early aborts it."""
     try:
-        async with aclosing(backend.stream(job.prompt, **job.options)) as items:
+        async with aclosing(backend.stream(job.prompt, every_round=job.streams, **job.options)) as items:
             async for item in items:
                 yield item
     except InvalidInput:

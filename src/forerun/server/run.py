@@ -43,7 +43,9 @@ def bind(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         taken.close()
         place = f"{settings.host}:{settings.port}"
-        raise InvalidInput(f"cannot listen on {place}: {error.strerror}; choose another --port") from None
+        raise InvalidInput(
+            f"cannot listen on {place}: {error.strerror}; choose another --host or --port"
+        ) from None
     return taken
 
 
