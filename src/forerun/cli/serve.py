@@ -69,7 +69,11 @@ def serve(
     )  # fmt: skip
     engine = {"dtype": dtype, "device": device, "max_length": max_model_len, "max_batch": max_num_seqs,
               "kv_slots": kv_slots, "threads": threads}  # fmt: skip
-    drafting = {"drafter": drafter, "draft_model": draft_model, "speculative_config": _parse(speculative_config)}
+    drafting = {
+        "drafter": drafter,
+        "draft_model": draft_model,
+        "speculative_config": _parse(speculative_config),
+    }
     _load_and_run(model, settings, engine, drafting, trace)
 
 

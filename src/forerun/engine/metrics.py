@@ -14,6 +14,7 @@ from forerun.types import Round, Scores
 
 Form = Literal["plain", "chain", "tree"]
 
+
 class RoundCounts(NamedTuple):
     """The counts of one round for one sequence."""
 
@@ -74,7 +75,9 @@ class EngineStats:
     drafted: int = 0
     accepted: int = 0
     forms: dict[Form, int] = field(default_factory=dict)  # rounds of single sequences
-    reached: list[int] = field(default_factory=list)  # [depth-1] of these, those whose tree reached that depth
+    reached: list[int] = field(
+        default_factory=list
+    )  # [depth-1] of these, those whose tree reached that depth
     kept: list[int] = field(default_factory=list)  # [depth-1] those whose accepted path did
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     read: int = 0  # tokens of sequences that were prefilled
