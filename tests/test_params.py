@@ -80,3 +80,20 @@ def test_a_drafter_registered_at_run_time_is_found() -> None:
     registry.register("mine", "forerun.drafters.none:NoDrafter")
     assert registry.get("mine").__name__ == "NoDrafter"
     assert registry.names() == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (None, None), (1 << 30, 1 << 30), ("8GB", 8 * 10**9), ("512 MiB", 512 << 20), ("1.5gib", 3 << 29), ("2k", 2000),
+        ("4096", 4096), (0.5, 0.5), ("50%", 0.5), ("0.25", 0.25), ("100%", 1.0), (7e9, 7 * 10**9),
+    ],
+)  # fmt: skip
+def test_memory_is_bytes_or_a_share(given: object, kept: object) -> None:
+    assert EngineConfig(kv_memory=given).kv_memory == kept  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [0, -1, "", "GB", "8 apples", "101%", "-5%", True, [], float("nan"), 2**70])
+def test_memory_that_is_none_is_refused(given: object) -> None:
+    with pytest.raises(InvalidInput, match=r"kv_memory=.*8GB"):
+        EngineConfig(kv_memory=given)  # type: ignore[arg-type]

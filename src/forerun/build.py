@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forerun import registry
+from forerun.checks import as_memory
 from forerun.control.base import Controller, ControllerClass, ControlParts
 from forerun.control.cost import CostModel
 from forerun.drafters.base import CompositeClass, Drafter, DrafterClass, Parts
@@ -164,15 +165,20 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     device = torch.device(_device(config.device))
     if supports(checkpoint.config):
         from forerun.models.decoder import Decoder
+        from forerun.models.kv_budget import allowed_bytes
         from forerun.models.load.shapes import check_shapes
         from forerun.models.native.target import NativeDecoder, choose_mode
 
         family = DecoderConfig.from_hf(checkpoint.config)
+        share = as_memory("kv_memory", config.kv_memory)
+        memory = allowed_bytes(share, device)
         check_shapes(family, checkpoint.weights)
         if device.type == "cpu":
             mode = choose_mode(family, checkpoint.weights, config.dtype)
             if mode is not None:
-                return NativeDecoder(family, checkpoint.weights, mode=mode, kv_slots=config.kv_slots)
+                return NativeDecoder(
+                    family, checkpoint.weights, mode=mode, kv_slots=config.kv_slots, kv_memory=memory
+                )
         dtype = _dtype(config.dtype, device)
         if device.type == "cuda" and dtype != torch.float32:
             from forerun.models.cuda.packed import WeightKind
@@ -184,9 +190,11 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
             with suppress(UnsupportedModel) if kind == "plain" else nullcontext():
                 return CudaDecoder(
                     family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots,
-                    weight_kind=kind, greedy_walk=device_walk(device),
+                    kv_memory=share, weight_kind=kind, greedy_walk=device_walk(device),
                 )  # fmt: skip
-        return Decoder(family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots)
+        return Decoder(
+            family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots, kv_memory=memory
+        )
     from forerun.models.hf.target import HFTarget
 
     dtype = _dtype(config.dtype, device)

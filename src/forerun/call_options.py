@@ -27,6 +27,7 @@ class Options(SamplingOptions, total=False):
     verifier: str | None
     budget: int | Budget | None
     shows_rejected: bool  # events tell what was drafted in vain
+    cache_salt: str | None  # cached prompts are shared with calls of the same salt; None = with none
 
 
 def make_request(
@@ -38,7 +39,7 @@ def make_request(
         raise InvalidInput(unknown("option", strange[0], known))
     if params is not None and not isinstance(params, SamplingParams):
         params = SamplingParams.from_dict(params)
-    ours = ("drafter", "verifier", "budget", "shows_rejected")
+    ours = ("drafter", "verifier", "budget", "shows_rejected", "cache_salt")
     sampling = {name: value for name, value in options.items() if name not in ours}
     budget = options.get("budget")
     if budget is not None and not isinstance(budget, Budget):
@@ -47,7 +48,8 @@ def make_request(
         None if options.get(name) is None else as_name(name, options[name]) for name in ours[:2]
     )
     merged = SamplingParams.from_dict(sampling, over=params or SamplingParams())
-    return Request(encode(prompt), merged, drafter, verifier, budget, options.get("shows_rejected", False))
+    rest = options.get("shows_rejected", False), options.get("cache_salt", "")
+    return Request(encode(prompt), merged, drafter, verifier, budget, *rest)
 
 
 def make_requests(

@@ -9,6 +9,7 @@ import difflib
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
@@ -93,6 +94,28 @@ def as_token_ids(name: str, value: Any) -> tuple[int, ...]:
         return tuple(as_whole(name, token, low=0) for token in ids)
     except InvalidInput:
         raise refuse(name, value, limit) from None
+
+
+def as_memory(name: str, value: Any) -> int | float | None:
+    """Bytes (8GB, 512MiB, an integer above 1) or a share of what is free (50%, 0.5)."""
+    if value is None:
+        return None
+    parts = _MEMORY.fullmatch(value) if isinstance(value, str) else None
+    try:
+        amount = math.nan if _is_bool(value) else float(parts[1] if parts is not None else value)
+    except (TypeError, ValueError):
+        amount = math.nan
+    unit = "" if parts is None else parts[2].upper()
+    if unit == "%":
+        amount /= 100
+    elif unit:
+        amount *= (1024 if "I" in unit else 1000) ** (1 + "KMGT".find(unit[0]))
+    if not 0 < amount < 2**60 or (unit == "%" and amount > 1):
+        raise refuse(name, value, "bytes such as 8GB or 512MiB, or a share of what is free such as 50%")
+    return amount if amount <= 1 else int(amount)
+
+
+_MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|[KMGT]I?B?|B|)\s*", re.IGNORECASE)
 
 
 def as_items(name: str, value: Any, limit: str) -> list[Any]:

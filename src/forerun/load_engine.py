@@ -44,6 +44,7 @@ class LoadOptions(TypedDict, total=False):
     max_batch: int | None
     max_length: int | None
     kv_slots: int | None
+    kv_memory: int | float | str | None
     threads: int | None
 
 
@@ -70,7 +71,8 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
     target = load_target(checkpoint, settings)
     engine = make_engine(target, tokenizer.eos_ids, speculative, settings, tokenizer, draft, costs)
     if target.device.type == "cuda":
-        engine.drafters.get(engine.default_drafter)  # captures its graphs, which no text should wait for
+        drafter = engine.drafters.get(engine.default_drafter)  # captures its graphs
+        target.warm_up(drafter.needs, engine.max_batch, engine.max_length)  # no text should wait for either
     return engine, tokenizer
 
 

@@ -15,6 +15,7 @@ from forerun.checks import (
     as_flag,
     as_given,
     as_items,
+    as_memory,
     as_name,
     as_path,
     as_real,
@@ -38,7 +39,7 @@ SPELLINGS = {  # what others call the fields of SamplingParams
 _VLLM_DRAFTING = {"method": "drafter", "model": "draft_model", "num_speculative_tokens": "budget"}
 ENGINE_SPELLINGS = {
     "max_model_len": "max_length", "n_ctx": "max_length", "max_num_seqs": "max_batch", "n_threads": "threads",
-    "torch_dtype": "dtype",
+    "torch_dtype": "dtype", "kv_cache_memory_bytes": "kv_memory",
 }  # fmt: skip
 
 
@@ -189,7 +190,8 @@ class EngineConfig:
     device: str = "auto"
     max_batch: int = 8  # sequences decoded together
     max_length: int | None = None  # prompt and output together; None = the model's own context
-    kv_slots: int | None = None  # tokens the KV cache holds in all; None = grows as needed
+    kv_slots: int | None = None  # tokens the KV cache holds in all; None = by kv_memory
+    kv_memory: int | float | str | None = None  # of the KV cache: bytes, 8GB, 0.5 or 50% of what is free
     threads: int | None = None  # CPU threads; None = one per core
 
     def __post_init__(self) -> None:
@@ -205,6 +207,7 @@ class EngineConfig:
             max_batch=as_whole("max_batch", self.max_batch, low=1),
             max_length=_at_least("max_length", self.max_length, 2),
             kv_slots=_at_least("kv_slots", self.kv_slots, 2),
+            kv_memory=as_memory("kv_memory", self.kv_memory),
             threads=None if self.threads is None else as_whole("threads", self.threads, 1, 4096),
         )
 

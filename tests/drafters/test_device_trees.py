@@ -14,8 +14,7 @@ from forerun.drafters.eagle.cuda.capture import contexts_of, jobs_of
 from forerun.drafters.eagle.cuda.draft_plan import BUCKETS, Lane, aligned, bucket_of, extent_of, plan_draft
 from forerun.drafters.eagle.cuda.menu import FORMS, ROWS, DraftMenu, forms_for
 from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, cut_trees, grow_level
-from forerun.models.cuda.grown import splits_to
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, splits_to
 from forerun.offers import Form
 
 VOCAB, WIDTH, DEPTH = 11, 3, 3

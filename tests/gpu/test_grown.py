@@ -145,7 +145,9 @@ def test_a_round_on_the_device_is_a_round(device: str, chain: bool, count: int) 
         got = ours.score(seqs, grown, needs)
         atol = 1e-4 if device == "cpu" else 0.0
         torch.testing.assert_close(got.required_logits, wanted.required_logits, atol=atol, rtol=0.0)
-        torch.testing.assert_close(got.hidden[1], wanted.hidden[1], atol=atol, rtol=0.0)
+        torch.testing.assert_close(
+            got.hidden[1][: len(wanted.hidden[1])], wanted.hidden[1], atol=atol, rtol=0.0
+        )
         noise = Noise([0, 0], [1, 1])
         verdict = settled(got)
         assert verdict.outcome is not None

@@ -116,6 +116,9 @@ def test_who_waits_is_seen_and_counted(http: httpx.Client, served: Running) -> N
         thread.join()
     assert (seen["num_requests_running"], seen["num_requests_waiting"]) == (4, 4)
     assert seen["kv_cache_used_slots"] > 0
+    slots = served.llm.engine.target.slots
+    assert slots is not None
+    assert seen["kv_cache_usage_perc"] == pytest.approx(seen["kv_cache_used_slots"] / slots)
     buckets = {key: change.of(key) for key in seen if key.startswith("request_queue_time_seconds_bucket")}
     assert min(buckets.values()) <= 4 < max(buckets.values()) == 8, "four did not wait, four did"
 

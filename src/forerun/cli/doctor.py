@@ -79,6 +79,7 @@ def examine() -> Iterator[Finding]:
     yield _default_model()
     yield from _drafters()
     yield _cache()
+    yield _kv_cache()
     yield _compiler()
     yield _kernels()
     for extra, libraries in EXTRAS.items():
@@ -149,6 +150,17 @@ def _cache() -> Finding:
     folder = cache_folder()
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return Finding("cache", f"{folder}, {in_units(size)}")
+
+
+def _kv_cache() -> Finding:
+    """How much memory texts may take by default."""
+    try:
+        torch, budget = import_module("torch"), import_module("forerun.models.kv_budget")
+    except Exception as error:  # torch does not load
+        return Finding("KV cache", f"cannot be tried ({error})", ok=False, needed=False)
+    allowed = budget.allowed_bytes(None, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    most = "as much as it needs" if allowed is None else f"up to {in_units(allowed)} of what is free now"
+    return Finding("KV cache", f"{most} (kv_memory); prompts that start alike are read once", needed=False)
 
 
 def _compiler() -> Finding:

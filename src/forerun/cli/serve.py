@@ -24,6 +24,11 @@ Restart = Annotated[
     bool, typer.Option("--restart", help="Start the engine again if an error ends it or it hangs.")
 ]
 LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")]
+Keys = Annotated[list[str] | None, typer.Option(help="A key that clients must send; repeatable.")]
+Memory = Annotated[
+    str | None, typer.Option(help="Memory of the KV cache: 8GB, or a share of what is free as 50%.")
+]
+SharePrefixes = Annotated[bool, typer.Option("--share-prefixes", help="Let API keys share cached prompts.")]
 
 
 def serve(
@@ -37,9 +42,7 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = LOOPBACK,
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    api_key: Annotated[
-        list[str] | None, typer.Option(help="A key that clients must send; repeatable.")
-    ] = None,
+    api_key: Keys = None,
     api_key_file: Annotated[Path | None, typer.Option(help="Keys, one a line.")] = None,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What clients may call the model; the first is shown.")
@@ -47,6 +50,7 @@ def serve(
     max_model_len: Annotated[int | None, typer.Option(help="Prompt and answer together, in tokens.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences written together.")] = 8,
     kv_slots: Annotated[int | None, typer.Option(help="Tokens that the KV cache holds in all.")] = None,
+    kv_memory: Memory = None,
     max_queue: Annotated[int, typer.Option(help="Texts that may wait; more get status 429.")] = 256,
     rate_limit: Annotated[int | None, typer.Option(help="Requests a minute per key or address.")] = None,
     deadline: Annotated[float | None, typer.Option(help="Seconds that one request may take.")] = None,
@@ -59,16 +63,17 @@ def serve(
     restart: Restart = False,
     trace: TraceFile = None,
     log_prompts: LogPrompts = False,
+    share_prefixes: SharePrefixes = False,
 ) -> None:
     """Serve a model over HTTP, as the OpenAI API has it."""
     keys = (*(api_key or ()), *(read_keys(api_key_file) if api_key_file is not None else ()))
     settings = ServerSettings(
         tuple(served_model_name or [model]), host, port, keys, max_queue, rate_limit=rate_limit,
         deadline=deadline, drain_seconds=drain_seconds, client_seconds=client_seconds, hang_seconds=hang_seconds,
-        restart=restart, log_prompts=log_prompts,
+        restart=restart, log_prompts=log_prompts, share_prefixes=share_prefixes,
     )  # fmt: skip
     engine = {"dtype": dtype, "device": device, "max_length": max_model_len, "max_batch": max_num_seqs,
-              "kv_slots": kv_slots, "threads": threads}  # fmt: skip
+              "kv_slots": kv_slots, "kv_memory": kv_memory, "threads": threads}  # fmt: skip
     drafting = {
         "drafter": drafter,
         "draft_model": draft_model,

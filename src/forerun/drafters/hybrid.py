@@ -76,10 +76,13 @@ class HybridDrafter:
         nothing = Budget(0, 0)
         asked = [budget if mine else nothing for budget, mine in zip(budgets, ours, strict=True)]
         trees = self.first.propose(seqs, asked)
-        theirs = [b for b, mine in enumerate(ours) if not mine and budgets[b].nodes]
+        theirs = [b for b, mine in enumerate(ours) if not mine]  # those that end too: a device drafts for all
+        if not any(budgets[b].nodes for b in theirs):
+            theirs = []
         for b, seq in enumerate(seqs):
             state = self._sequences[seq.id]
-            state.drafted, state.parting, state.merged = b in theirs, None, False
+            drafted = b in theirs and budgets[b].nodes > 0
+            state.drafted, state.parting, state.merged = drafted, None, False
             if not ours[b]:
                 state.silenced = budgets[b].nodes == 0
         if not theirs:

@@ -83,6 +83,10 @@ class Target(Protocol):
         """Forget cached tokens beyond the first `length`; unknown sequences are ignored."""
         ...
 
+    def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
+        """Do now, before texts are written, what the first of them would otherwise wait for."""
+        ...
+
     def has_room(self, *lengths: int) -> bool:
         """Could sequences of these lengths, each with a tree on top, be prefilled now, together and in this order?
 

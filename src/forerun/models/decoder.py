@@ -39,10 +39,10 @@ class Decoder(SlotTarget):
         dtype: torch.dtype,
         device: torch.device | str,
         kv_slots: int | None,
-        kv_limit: int | None = None,
+        kv_memory: int | None = None,
     ) -> None:
         super().__init__(
-            config, dtype=dtype, device=torch.device(device), kv_slots=kv_slots, kv_limit=kv_limit
+            config, dtype=dtype, device=torch.device(device), kv_slots=kv_slots, kv_memory=kv_memory
         )
         with torch.no_grad(), torch.inference_mode(False):
             checkpoint = Checkpoint(weights, config, dtype, self._device)

@@ -16,6 +16,7 @@ from torch import Tensor
 from forerun.errors import InvalidInput
 from forerun.models.config import DecoderConfig
 from forerun.models.kv import TREE_MARGIN
+from forerun.models.kv_budget import slot_bytes
 from forerun.models.paged import Extent, PagedKV
 from forerun.models.pages import pages_for, start_digest
 from forerun.types import Needs, Seq, Verdict, first_rows, offsets
@@ -40,19 +41,21 @@ class SlotTarget:
         dtype: torch.dtype,
         device: torch.device,
         kv_slots: int | None,
-        kv_limit: int | None = None,
+        kv_memory: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """`kv_slots` are made at once; without them pages are made as they are needed, for up to `kv_limit` slots."""
+        """`kv_slots` are made at once; without them pages are made as they are needed, for up to `kv_memory` bytes."""
         self.config, self._dtype, self._device = config, dtype, device
         self._lengths: dict[int, int] = {}  # sequence -> how long it may become
+        kept = kv_dtype or dtype
         self.kv = PagedKV(
             config.layers,
             config.kv_heads,
             config.head_dim,
-            dtype=dtype,
+            dtype=kept,
             device=device,
             capacity=kv_slots,
-            limit=kv_limit,
+            limit=None if kv_memory is None else kv_memory // slot_bytes(config, kept),
         )
 
     @property
@@ -82,6 +85,9 @@ class SlotTarget:
 
     def truncate(self, seq: Seq, length: int) -> None:
         self.kv.truncate(seq.id, length)
+
+    def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
+        """Nothing is prepared."""
 
     def has_room(self, *lengths: int) -> bool:
         """A page more for each, for its trees, and one for each sequence that runs: it will grow."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forerun.types import Seq
+from forerun.types import Needs, Seq
 
 
 class UnpagedTarget:
@@ -23,6 +23,9 @@ class UnpagedTarget:
 
     def reused_tokens(self, seq: Seq) -> int:
         return 0
+
+    def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
+        """Nothing is prepared."""
 
     def has_room(self, *lengths: int) -> bool:
         return self.slots is None or self.used_slots + self._promised + sum(lengths) <= self.slots

@@ -16,7 +16,7 @@ from forerun import __version__
 from forerun.prompts import as_messages, check_text
 from forerun.server.answers import Answer, Kind
 from forerun.server.errors import ApiError, add_error_handlers, as_api_error
-from forerun.server.generation import Job
+from forerun.server.generation import Job, salted
 from forerun.server.guard import Guard
 from forerun.server.keys import Gate
 from forerun.server.schemas import (
@@ -203,6 +203,8 @@ async def _whole_or_stream(
     with ExitStack() as held:
         held.enter_context(span)
         jobs = await asyncio.to_thread(make_jobs, body)
+        apart = bool(service.settings.api_keys) and not service.settings.share_prefixes
+        jobs = salted(jobs, state.caller if apart else None, body.cache_salt)
         prompts = [job.prompt for job in jobs[:: body.n or 1]]
         answer = Answer(
             kind,

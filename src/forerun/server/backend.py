@@ -30,6 +30,11 @@ class Load:
     running: int
     waiting: int
     used_slots: int
+    cached_slots: int
+    slots: int | None  # that there can be; None = no limit
+    read: int  # tokens of prompts
+    reused: int  # of these, found in the prefix cache
+    preemptions: int
     rounds: int  # of the engine; `forms` has those of its sequences
     tokens: int
     drafted: int
@@ -91,6 +96,7 @@ class Backend:
         stats = engine.stats
         return Load(
             len(engine.running) + len(engine.reading), len(engine.waiting), engine.target.used_slots,
+            engine.target.cached_slots, engine.target.slots, stats.read, stats.reused, stats.preemptions,
             stats.rounds, stats.tokens, stats.drafted, stats.accepted, dict(stats.forms), list(stats.reached),
             list(stats.kept), dict(stats.seconds),
         )  # fmt: skip

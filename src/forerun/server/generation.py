@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,12 @@ def make_jobs(
                 own["seed"] = derived_seed(body.seed, copy)
             jobs.append(Job(number * copies + copy, prompt, own, bool(body.stream)))
     return jobs
+
+
+def salted(jobs: Sequence[Job], caller: str | None, asked: str | None) -> list[Job]:
+    """The same texts, which share cached prompts with texts of the same caller (None = of all) and salt alone."""
+    salt = "" if caller is None and asked is None else repr((caller, asked))
+    return [replace(job, options={**job.options, "cache_salt": salt}) for job in jobs]
 
 
 def sampling_of(body: Generation, prompt_length: int, context: int) -> dict[str, Any]:
@@ -178,9 +184,11 @@ async def write_all(backend: Backend, jobs: Sequence[Job]) -> AsyncGenerator[tup
 
 def usage_of(done: Sequence[Completion], prompts: int) -> dict[str, Any]:
     """Tokens read and written; a prompt that several choices share counts once."""
-    own = sum(each.tokens for each in done)
-    read = sum(each.prompt_tokens for each in done[:: max(1, len(done) // max(1, prompts))])
-    return {"prompt_tokens": read, "completion_tokens": own, "total_tokens": read + own}
+    own, first = sum(each.tokens for each in done), done[:: max(1, len(done) // max(1, prompts))]
+    read = sum(each.prompt_tokens for each in first)
+    details = {"cached_tokens": sum(each.cached_tokens for each in first)}
+    tokens = {"prompt_tokens": read, "completion_tokens": own, "total_tokens": read + own}
+    return {**tokens, "prompt_tokens_details": details}
 
 
 def speculation_of(done: Sequence[Completion]) -> dict[str, Any]:

@@ -80,10 +80,13 @@ class _EngineGauges:
 
     def collect(self) -> Iterable[Metric]:
         load = self._backend.load()
+        share = load.used_slots / load.slots if load.slots else 0.0
         for name, says, value in (
             ("num_requests_running", "Sequences in the batch", load.running),
             ("num_requests_waiting", "Requests that wait for a place", load.waiting),
             ("kv_cache_used_slots", "Tokens that the KV cache has slots for in use", load.used_slots),
+            ("kv_cache_usage_perc", "Share of the KV cache in use; 0 where it has no limit", share),
+            ("kv_cache_cached_slots", "Tokens of finished texts that are kept", load.cached_slots),
         ):
             gauge = GaugeMetricFamily(f"forerun:{name}", says, labels=["model_name"])
             gauge.add_metric([self._model], float(value))
@@ -101,6 +104,9 @@ class _EngineGauges:
         return (
             ("generation_tokens", "Tokens written", (), {"": load.tokens}),
             ("rounds", "Rounds of the engine", (), {"": load.rounds}),
+            ("prefix_cache_queries", "Tokens of prompts that were looked up", (), {"": load.read}),
+            ("prefix_cache_hits", "Of these, found in the prefix cache", (), {"": load.reused}),
+            ("num_preemptions", "Sequences that gave their slots to older ones", (), {"": load.preemptions}),
             ("sequence_rounds", "Rounds of sequences, by what was put to the target", ("form",),
              {form: load.forms.get(form, 0) for form in get_args(Form)}),
             ("spec_decode_num_drafts", "Rounds of sequences with a draft", (), {"": drafts}),

@@ -55,7 +55,8 @@ class Service:
         return {
             "model": self.model, "drafter": self.backend.drafter, "drafters": self.backend.drafters,
             "uptime": monotonic() - self.started, "running": load.running, "waiting": load.waiting,
-            "used_slots": load.used_slots, "rounds": load.rounds, "tokens": load.tokens,
+            "used_slots": load.used_slots, "cached_slots": load.cached_slots, "reused": load.reused,
+            "read": load.read, "preemptions": load.preemptions, "rounds": load.rounds, "tokens": load.tokens,
             "sequence_rounds": load.sequence_rounds, "forms": dict(load.forms),
             "accepted_per_position": load.accepted_per_position,
         }  # fmt: skip

@@ -28,6 +28,9 @@ class ServerSettings:
     hang_seconds: float = 120.0  # without progress while there is work: requests end, /health reports it
     restart: bool = False  # a new engine where the old one has ended, a new process where it hangs
     log_prompts: bool = False
+    share_prefixes: bool = (
+        False  # do API keys share cached prompts? How long an answer takes may tell that one is
+    )
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ def measure_texts(given: argparse.Namespace) -> dict[str, Any]:
     sweep = Sweep(engine, prompts, given.max_tokens)
     sweep.write_plainly()
     setups = make_setups(engine, target, sweep, given.head or _in_the_box(checkpoint), given)
+    needs = [engine.drafters.get(setup.drafter).needs for setup in setups.values()]
+    target.warm_up(reduce(Needs.__or__, needs), max(batches), engine.max_length)
     rows = sweep.measure(setups, batches, lambda batch: given.texts_per_place * batch, _say)
     gaps = [_gap(target, prompt, sweep.plain[prompt], other) for prompt, other in sweep.differing]
     model = "the checkpoint itself" if large is None else INFLATED

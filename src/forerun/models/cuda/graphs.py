@@ -1,32 +1,46 @@
-"""CUDA graphs of passes, one per size, captured when a size first occurs; with prompts beside trees, when it recurs.
+"""Graphs: a GPU pass is captured once per size and replayed, so that the host launches it in one call.
 
-The host launches a whole pass by one call, which makes a pass over one node cheap: a layer is five
-kernels of a few microseconds each. Capturing costs one eager pass (Triton compiles then, and keeps what it
-compiled on disk) and no memory beyond the buffers, which all graphs share. Passes over trees and prompts are wide
-and come in many sizes, and somebody waits for their tokens: these are captured when a size occurs again.
+Everything that changes between passes is in the integers that `Buffers.send` copies; a size fixes the rest. All that
+can occur in the usual course is captured by `warm_up`, before texts are written: a pass then takes the smallest size
+that was captured and has room for it. What comes before and after a pass (trees grown on the device, the tokens of a
+plain pass that follows another) is launched apart, or captured with the pass where a form of trees is rehearsed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from forerun.models.cuda.grown import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, run_pass
 from forerun.models.cuda.pass_clock import PassClock
-from forerun.models.cuda.plain_rounds import PlainResults, PlainStep
-from forerun.models.cuda.plan import NARROW, ROW_SIZES, Plan, Size, round_up
+from forerun.models.cuda.plain_rounds import MOST_ROWS, PlainResults, PlainStep
+from forerun.models.cuda.plan import NARROW, ROW_SIZES, Need, Plan, Size, padding, round_up, splits_to
 from forerun.types import TreeForm
 
 log = logging.getLogger(__name__)
+progress = logging.getLogger("forerun.progress")
 
-# size, hidden layers, rows with logits, then what is special: trees grown on the device, a plain round
-_Key = tuple[Size, tuple[int, ...], int, TreeForm | PlainStep | None]
+MOST_SCORED = 512  # rows of the largest pass with logits that is captured beforehand
+PROMPT_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024)  # of passes without logits
+
+
+Job = tuple[Size, bool, int]  # has it logits, and into which of the two sets do they go
+
+
+class _Key(NamedTuple):
+    """What passes must agree in to be replays of one graph."""
+
+    size: Size
+    hidden: tuple[int, ...]
+    scored: int  # rows with logits
+    into: int = 0  # which of two sets of logits
+    form: TreeForm | None = None  # trees grown on the device, whose filling and verdict are part of the graph
 
 
 class Passes:
@@ -37,11 +51,12 @@ class Passes:
     ) -> None:
         self.model, self.buffers, self.grown, self.steps, self.capture = model, buffers, grown, steps, capture
         self.plain = PlainResults(buffers)
+        self.clock = PassClock(model.device)
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
-        self._last: _Key = Size(0, 0, 0), (), 0, None
-        self.clock = PassClock(model.device)
-        self._met: set[_Key] = set()  # sizes of trees and prompts that have occurred
+        self._last = _Key(Size(0, 0, 0), (), 0)
+        self._layers: tuple[int, ...] = ()  # hidden rows that the sizes captured beforehand leave
+        self._ready: dict[bool, list[Size]] = {True: [], False: []}  # with logits or without, smallest first
 
     @property
     def captured(self) -> int:
@@ -51,63 +66,120 @@ class Passes:
     @property
     def captured_grown(self) -> int:
         """How many of these are passes over trees that were grown on the device, and nothing beside them."""
-        return sum(key[3] is not None and key not in self._met for key in self._graphs)
+        return sum(key.form is not None for key in self._graphs)
 
     @torch.inference_mode()
-    def run(self, plan: Plan, hidden: tuple[int, ...], scored: int, grown: TreeForm | None = None) -> None:
-        """A pass with logits of the first `scored` rows. Results lie in the buffers until the next pass.
+    def warm_up(self, hidden: tuple[int, ...], max_batch: int, max_length: int) -> None:
+        """Capture all sizes that plain rounds, drafts of the host and prompts take, with hidden rows as needed."""
+        if not self.capture:
+            return
+        started, self._layers = perf_counter(), tuple(sorted({*self._layers, *hidden}))
+        jobs = list(menu(max_batch, max_length))
+        for i, (size, scored, into) in enumerate(jobs):
+            progress.info("capturing passes: %d of %d", i + 1, len(jobs))
+            self.buffers.send(padding(size))
+            self._replay(_Key(size, self._layers, size.rows if scored else 0, into))
+        self.take_sizes(jobs)
+        log.info("captured %d sizes of passes in %.1f s", len(jobs), perf_counter() - started)
 
-        With trees grown on the device, their verdict too.
-        """
+    def take_sizes(self, jobs: Iterable[Job]) -> None:
+        """From now on passes take one of these sizes, if it has room."""
+        self._ready = {True: [], False: []}
+        for size, scored, into in sorted(jobs, key=lambda job: (job[0].rows, job[0].groups, job[0].splits)):
+            if not into:
+                self._ready[scored].append(size)
+
+    def scored_size(self, need: Need) -> Size:
+        """Of a pass with logits: the smallest that has a graph and room for so much, else the next of the usual."""
+        return next((size for size in self._ready[True] if need.fits(size)), need.rounded())
+
+    def prompt_size(self, need: Need) -> Size:
+        """The same of a pass without logits."""
+        return next((size for size in self._ready[False] if need.fits(size)), need.rounded())
+
+    @torch.inference_mode()
+    def run(self, plan: Plan, hidden: tuple[int, ...], scored: int) -> None:
+        """A pass with logits of the first `scored` rows, at least. Results lie in the buffers until the next pass."""
         self.buffers.send(plan)
-        whole = scored in (0, plan.rows)
-        self._last = plan.size, hidden, _rounded(scored, plan), grown
         self.clock.start()
-        if self.capture and not whole and self._last not in self._met:
-            self._met.add(self._last)
-            self._launch(self._last)
-        else:
-            self.replay_last()
+        self._replay(self._key(plan, hidden, scored))
         self.clock.stop()
 
     @torch.inference_mode()
-    def replay_last(self) -> None:
-        """Run the last pass again, from the same integers: for timing."""
-        if not self.capture:
-            self._launch(self._last)
-            return
-        if self._last not in self._graphs:
-            self._graphs[self._last] = self._capture(self._last)
-        self._graphs[self._last].replay()
+    def run_grown(self, plan: Plan, hidden: tuple[int, ...], form: TreeForm) -> None:
+        """A pass over trees grown on the device, and their verdict; chunks of prompts may follow behind the trees."""
+        self.buffers.send(plan)
+        self.clock.start()
+        if plan.rows == form.rows:
+            self._replay(_Key(plan.size, hidden, plan.size.rows, form=form))
+        else:
+            key, ints = self._key(plan, hidden, form.rows), self.buffers.ints
+            self.grown.fill(ints, plan.size, form)
+            self._replay(key)
+            self.grown.decide(ints, plan.size, form, self.buffers.logits[: form.rows])
+        self.clock.stop()
 
     @torch.inference_mode()
     def run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> None:
         """A pass over lone roots, and its argmax; results lie in one of two places until the next but one."""
         self.buffers.send(plan)
-        self._last = plan.size, hidden, plan.size.rows, step
-        self.replay_last()
+        self.plain.follow(Run.of(plan.size, self.buffers.ints).tokens, step)
+        self._replay(self._key(plan, hidden, plan.size.rows)._replace(into=step.into))
+        self.plain.decide(plan.size.rows, step)
+
+    @torch.inference_mode()
+    def replay_last(self) -> None:
+        """Run the last pass again, from the same integers: for timing."""
+        self._replay(self._last)
+
+    def _key(self, plan: Plan, hidden: tuple[int, ...], scored: int) -> _Key:
+        layers = self._layers if {*hidden} <= {*self._layers} else hidden
+        if scored and plan.size in self._ready[True]:
+            return _Key(plan.size, layers, plan.size.rows)
+        return _Key(plan.size, layers, _rounded(scored, plan))
+
+    def _replay(self, key: _Key) -> None:
+        self._last = key
+        if not self.capture:
+            self._launch(key)
+            return
+        if key not in self._graphs:
+            started = perf_counter()
+            self._graphs[key] = capture(lambda: self._launch(key), self.model.device, self._pool)
+            log.info("captured a pass of %s in %.2f s", key.size, perf_counter() - started)
+        self._graphs[key].replay()
 
     def _launch(self, key: _Key) -> None:
-        size, hidden, scored, form = key
+        size, hidden, scored, into, form = key
         run, buffers = Run.of(size, self.buffers.ints), self.buffers
-        if isinstance(form, PlainStep):
-            self.plain.follow(run.tokens, form)
-            run = replace(run, logits=self.plain.logits(form.into))
-            run_pass(self.steps, self.model, buffers, run, hidden, scored)
-            self.plain.decide(size.rows, form)
-            return
-        if form is None:
-            run_pass(self.steps, self.model, buffers, run, hidden, scored)
-            return
-        self.grown.fill(run.ints, size, form)
+        if form is not None:
+            self.grown.fill(run.ints, size, form)
+        if into:
+            run = replace(run, logits=self.plain.logits(into))
         run_pass(self.steps, self.model, buffers, run, hidden, scored)
-        self.grown.decide(run.ints, size, form, buffers.logits[: form.rows])
+        if form is not None:
+            self.grown.decide(run.ints, size, form, buffers.logits[: form.rows])
 
-    def _capture(self, key: _Key) -> torch.cuda.CUDAGraph:
-        started = perf_counter()
-        graph = capture(lambda: self._launch(key), self.model.device, self._pool)
-        log.info("captured a pass of %s in %.1f s", key[0], perf_counter() - started)
-        return graph
+
+def menu(max_batch: int, max_length: int) -> Iterator[Job]:
+    """Sizes to capture.
+
+    Rows of different sequences attend in groups of their own: lone roots need a group each, nodes of a tree that
+    branches one each and some more, chunks of prompts few. Empty groups cost time where there are many, so larger
+    passes have a size with few and one with many.
+    """
+    reaches = dict.fromkeys(splits_to(min(length, max_length)) for length in (1, 1024, 16_000, max_length))
+    for splits in reaches:
+        for rows in ROW_SIZES:
+            if rows <= MOST_SCORED:
+                many = 1 << (rows - 1).bit_length()
+                few = many if rows <= NARROW else max(NARROW, many // 4)
+                for groups in dict.fromkeys((few, many, 2 * many if rows <= NARROW else many)):
+                    yield Size(rows, groups, splits), True, 0
+                if rows <= min(MOST_ROWS, round_up(max_batch, ROW_SIZES)):
+                    yield Size(rows, few if rows <= NARROW else many, splits), True, 1
+        for rows in PROMPT_ROWS:
+            yield Size(rows, max(16, rows // 8), splits), False, 0
 
 
 def _rounded(scored: int, plan: Plan) -> int:

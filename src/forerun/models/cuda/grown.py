@@ -22,26 +22,17 @@ from torch import Tensor
 from forerun.models.cuda.plan import (
     FIELDS,
     MAX_ROWS,
-    ROW_SIZES,
-    SPLIT_SIZES,
+    Need,
     Plan,
     Rows,
     Size,
+    SizeFor,
     Span,
     Template,
-    round_up,
-    split_of,
 )
 from forerun.models.pages import PAGE
 from forerun.topology import trace
 from forerun.types import GreedyWalk, TreeBatch, TreeForm, Verdict, offsets
-
-GROWN_SPLITS = (8, 32, SPLIT_SIZES[-1])  # few: every form is captured with each, before texts are written
-
-
-def splits_to(farthest: int) -> int:
-    """Splits of a pass that reaches so far."""
-    return round_up(1 + split_of(farthest), GROWN_SPLITS)
 
 
 def plan_grown(
@@ -50,11 +41,12 @@ def plan_grown(
     group_nodes: int,
     prompts: Sequence[Span] = (),
     farthest: int = 0,
+    size_for: SizeFor = Need.rounded,
 ) -> Plan:
     """A pass over trees whose content is on the device; `places` has every real tree's pages and length.
 
-    Chunks of prompts follow behind the trees' rows: the host knows all about them. `farthest` asks for as many splits
-    as a context that long needs.
+    Chunks of prompts follow behind the trees' rows: the host knows all about them, and `size_for` gives the size of
+    such a pass. `farthest` asks for as many splits as a context that long needs.
     """
     chunks, real = Rows(form.rows), len(places)
     for span in prompts:
@@ -62,8 +54,8 @@ def plan_grown(
     own = form.trees * _groups_per_tree(form, group_nodes)
     rows, groups = form.rows + len(chunks.tokens), own + len(chunks.groups)
     farthest = max(farthest, 0, *(length for _, length in places)) + form.depth
-    splits = splits_to(max(farthest, 0, *chunks.positions))
-    size = Size(round_up(rows, ROW_SIZES), 1 << (groups - 1).bit_length(), splits)
+    need = Need(rows, groups, max(farthest, 0, *chunks.positions))
+    size = size_for(need) if prompts else need.rounded()
     template = _layout(form, group_nodes, size.rows, size.groups)
     starts, at = offsets([len(pages) for pages, _ in places]), MAX_ROWS + len(template)
     pads = form.trees - real

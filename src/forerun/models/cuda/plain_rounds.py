@@ -22,7 +22,7 @@ from torch import Tensor
 
 from forerun.errors import ForerunError
 from forerun.models.cuda.network import Buffers
-from forerun.models.cuda.plan import Plan, Span, plan_pass
+from forerun.models.cuda.plan import Plan, SizeFor, Span, plan_pass
 from forerun.types import Greedy, Scores, Seq, TreeBatch, Verdict
 
 log = logging.getLogger(__name__)
@@ -109,9 +109,16 @@ class PlainRounds:
     """Scores plain rounds, and goes ahead."""
 
     def __init__(
-        self, results: PlainResults, buffers: Buffers, run: RunsPlain, spans: Spans, group: int
+        self,
+        results: PlainResults,
+        buffers: Buffers,
+        run: RunsPlain,
+        spans: Spans,
+        group: int,
+        size_for: SizeFor,
     ) -> None:
         self.results, self.buffers, self._run, self._spans, self._group = results, buffers, run, spans, group
+        self._size_for = size_for
         self.looks_ahead = True
         self.launched = self.used = 0  # passes ahead
         self._ahead: PlainPass | None = None
@@ -182,7 +189,7 @@ class PlainRounds:
         layers: tuple[int, ...],
         step: PlainStep,
     ) -> PlainPass:
-        self._run(plan_pass(spans, self._group), layers, step)
+        self._run(plan_pass(spans, self._group, self._size_for), layers, step)
         self.results.send(step.into)
         return PlainPass([seq.id for seq in seqs], [span.length for span in spans], roots, layers, step.into)
 

@@ -8,7 +8,7 @@ counts, group counts and split counts are rounded up to a few sizes, so that a p
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +22,7 @@ ROW_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 
 NARROW = (
     64  # rows of the largest pass whose products are those of few rows (kernels_linear, not kernels_wide)
 )
-SPLIT_SIZES = (4, 8, 14, 20, 32, 48, 64, 96, 128, 192, 256)
+SPLIT_SIZES = (8, 32, 96, 256)  # few: passes are captured with each, before texts are written
 LONGEST = 245_760  # positions that 256 splits cover
 PAGES = 1 << 17  # pages of all sequences of a pass together, at most
 
@@ -59,6 +59,33 @@ class Size:
     rows: int
     groups: int
     splits: int
+
+
+def splits_to(farthest: int) -> int:
+    """Splits of a pass that reaches so far."""
+    return round_up(1 + split_of(farthest), SPLIT_SIZES)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a pass must have room for."""
+
+    rows: int
+    groups: int
+    farthest: int  # position
+
+    def fits(self, size: Size) -> bool:
+        return (
+            self.rows <= size.rows and self.groups <= size.groups and splits_to(self.farthest) <= size.splits
+        )
+
+    def rounded(self) -> Size:
+        """The next of a few sizes."""
+        groups = 1 << max(0, self.groups - 1).bit_length()
+        return Size(round_up(self.rows, ROW_SIZES), groups, splits_to(self.farthest))
+
+
+SizeFor = Callable[[Need], Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +132,17 @@ class Rows:
         own[:, 7] += pages - 1
 
 
-def plan_pass(spans: Sequence[Span], group_nodes: int) -> Plan:
+def padding(size: Size) -> Plan:
+    """A pass over nothing: its rows are written nowhere."""
+    return Plan(size, 0, _pack(size, Rows()))
+
+
+def plan_pass(spans: Sequence[Span], group_nodes: int, size_for: SizeFor = Need.rounded) -> Plan:
     """Lay out a pass; `group_nodes` is how many nodes one program of attention can take."""
     rows = Rows()
     for span in spans:
         rows.add(span, group_nodes)
-    size = Size(
-        round_up(len(rows.tokens), ROW_SIZES),
-        1 << max(0, len(rows.groups) - 1).bit_length(),
-        round_up(1 + split_of(max(rows.positions)), SPLIT_SIZES),
-    )
+    size = size_for(Need(len(rows.tokens), len(rows.groups), max(rows.positions)))
     return Plan(size, len(rows.tokens), _pack(size, rows))
 
 
@@ -158,7 +186,8 @@ def _pack(size: Size, rows: Rows) -> Ints:
     ints[2 * size.rows : 3 * size.rows] = -1
     ints[2 * size.rows : 2 * size.rows + count] = rows.slots
     table = ints[3 * size.rows : behind].reshape(size.groups, FIELDS)
-    table[: len(rows.groups)] = rows.groups
+    if rows.groups:
+        table[: len(rows.groups)] = rows.groups
     for field_, start in ((6, behind), (7, end)):
         table[:, field_] = np.where(table[:, field_] > 0, table[:, field_] - 1 + MAX_ROWS + start, 0)
     ints[behind:end] = rows.ancestors

@@ -10,21 +10,20 @@ import torch
 from forerun.errors import InvalidInput, MissingDependency
 from forerun.models.cuda.network import Model
 from forerun.models.kv import TREE_MARGIN
+from forerun.models.kv_budget import allowed_bytes, slot_bytes
 
-POOL_SHARE = 0.8  # of the memory that is free once the weights are loaded
 POOL_SEQUENCES = 16  # sequences of full length that the pool need not exceed
 Kind = Literal["auto", "triton", "torch"]
 
 
-def pool_slots(model: Model) -> int:
-    """As many as memory allows, but no more than several sequences of full length need."""
+def pool_slots(model: Model, kv_memory: int | float | None = None) -> int:
+    """As many as memory allows; by default no more than several sequences of full length need."""
     enough = POOL_SEQUENCES * (model.max_length + TREE_MARGIN)
     if model.device.type != "cuda":
         return min(enough, 1 << 15)
-    free, _ = torch.cuda.mem_get_info(model.device)
-    config, item = model.config, model.embedding.element_size()
-    slot = 2 * config.layers * config.kv_heads * config.head_dim * item
-    return max(1, min(enough, int(POOL_SHARE * free) // slot))
+    allowed = allowed_bytes(kv_memory, model.device) or 0
+    fits = max(1, allowed // slot_bytes(model.config, model.dtype))
+    return fits if kv_memory is not None else min(enough, fits)
 
 
 def pick_kernels(kernels: Kind, device: torch.device, dtype: torch.dtype) -> Literal["triton", "torch"]:

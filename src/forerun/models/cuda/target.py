@@ -50,13 +50,14 @@ class CudaDecoder(SlotTarget):
         dtype: torch.dtype,
         device: torch.device | str = "cuda",
         kv_slots: int | None = None,
+        kv_memory: int | float | None = None,
         kernels: Kind = "auto",
         weight_kind: WeightKind = "plain",
         greedy_walk: GreedyWalk,
     ) -> None:
         self.model = Model(config, weights, dtype, torch.device(device), weight_kind)
         self.buffers = Buffers(self.model)
-        slots = kv_slots or pool_slots(self.model)
+        slots = kv_slots or pool_slots(self.model, kv_memory)
         super().__init__(config, dtype=dtype, device=self.model.device, kv_slots=slots)
         self.kernels = pick_kernels(kernels, self._device, dtype)
         steps = self._steps()
@@ -64,7 +65,12 @@ class CudaDecoder(SlotTarget):
         self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=self.kernels == "triton")
         self._group_nodes = _QUERIES // (1 << (config.heads // config.kv_heads - 1).bit_length())
         self.plain = PlainRounds(
-            self.passes.plain, self.buffers, self._run_plain, self._roots, self._group_nodes
+            self.passes.plain,
+            self.buffers,
+            self._run_plain,
+            self._roots,
+            self._group_nodes,
+            self.passes.scored_size,
         )
         self._moves = Replays(self._device, capture=self.kernels == "triton")
         self._takes_grown = True  # until a pass over trees grown on the device has failed
@@ -185,9 +191,9 @@ class CudaDecoder(SlotTarget):
         """Trees grown on the device: nothing is read, and all results stay in the buffers until the next pass."""
         extents = [self._extent_for(seq, form.nodes) for seq in seqs]
         places = [(extent.pages, extent.length) for extent in extents]
-        plan = plan_grown(places, form, self._group_nodes, chunks)
+        plan = plan_grown(places, form, self._group_nodes, chunks, size_for=self.passes.scored_size)
         self.grown.take(trees, form)
-        self.passes.run(plan, layers, form.rows, form)
+        self.passes.run_grown(plan, layers, form)
         self._keep_buffers(plan, layers, None if chunks else ("keep", form))
         rows = {layer: self.buffers.hidden(layer) for layer in layers}
         hidden = {
@@ -196,6 +202,12 @@ class CudaDecoder(SlotTarget):
         behind = {layer: found[form.rows : plan.rows].clone() for layer, found in rows.items() if chunks}
         logits = self.buffers.logits[: trees.nodes]
         return Scores(logits, hidden, Greedy(verdict=lambda: self.grown.read(trees, form))), behind
+
+    @torch.no_grad()
+    def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
+        """Capture the passes of plain rounds, of drafts that the host makes, and of prompts."""
+        self.plain.drop()
+        self.passes.warm_up(self._layers(needs), max_batch, min(max_length, self.max_length))
 
     @torch.no_grad()
     def rehearse(self, form: TreeForm, needs: Needs, farthest: int) -> Scores:
@@ -207,7 +219,7 @@ class CudaDecoder(SlotTarget):
         layers = self._layers(needs)
         plan = plan_grown([], form, self._group_nodes, farthest=farthest)
         self.grown.take_padding(form)
-        self.passes.run(plan, layers, form.rows, form)
+        self.passes.run_grown(plan, layers, form)
         self._keep_buffers(plan, layers, ("keep", form))
         self._move(form, Outcome(self.grown, form))
         return Scores(None, {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers})
@@ -250,7 +262,9 @@ class CudaDecoder(SlotTarget):
         """One pass; hidden rows are copied out of the buffers, logits stay there until the next pass over trees."""
         if not spans:
             return
-        plan = plan_pass(spans, self._group_nodes)
+        plan = plan_pass(
+            spans, self._group_nodes, self.passes.scored_size if scored else self.passes.prompt_size
+        )
         self.passes.run(plan, tuple(found.hidden), scored)
         self._keep_buffers(plan, tuple(found.hidden))
         for layer, rows in found.hidden.items():

@@ -25,7 +25,6 @@ from forerun.models.native import library as native
 from forerun.models.native.packing import is_packable, table_of, unpack_rows
 from forerun.models.native.pass_rows import Rows, rows_of
 from forerun.models.native.weights import Mode, NativeReader
-from forerun.models.paged import PagedKV
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
 from forerun.types import Seq
@@ -64,8 +63,10 @@ class NativeDecoder(Decoder):
         *,
         mode: Mode,
         kv_slots: int | None,
-        kv_limit: int | None = None,
+        kv_memory: int | None = None,
     ) -> None:
+        # rows are rounded to eight bits before every layer anyway, and a long context is read in half the time
+        halves = mode in ("gguf", "q8") and native.library().fr_prefers_half()
         # Not Decoder's: it would read all weights into torch.
         SlotTarget.__init__(
             self,
@@ -73,20 +74,10 @@ class NativeDecoder(Decoder):
             dtype=torch.float32,
             device=torch.device("cpu"),
             kv_slots=kv_slots,
-            kv_limit=kv_limit,
+            kv_memory=kv_memory,
+            kv_dtype=torch.float16 if halves else None,
         )
         self.mode, self._cache_at = mode, 0
-        if mode in ("gguf", "q8") and native.library().fr_prefers_half():
-            # rows are rounded to eight bits before every layer anyway, and a long context is read in half the time
-            self.kv = PagedKV(
-                config.layers,
-                config.kv_heads,
-                config.head_dim,
-                dtype=torch.float16,
-                device=self._device,
-                capacity=kv_slots,
-                limit=kv_limit,
-            )
         with torch.no_grad(), torch.inference_mode(False):
             reader = NativeReader(config, weights, mode)
             self._model = reader.model()

@@ -14,8 +14,7 @@ from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.draft_plan import BUCKETS, MOST, bucket_of
 from forerun.drafters.eagle.cuda.feature_rows import DEEPEST
 from forerun.drafters.eagle.cuda.menu import forms_for
-from forerun.models.cuda.grown import GROWN_SPLITS, splits_to
-from forerun.models.cuda.plan import split_start
+from forerun.models.cuda.plan import SPLIT_SIZES, split_start, splits_to
 from forerun.models.cuda.target import CudaDecoder
 from forerun.offers import Form
 from forerun.types import Needs
@@ -55,7 +54,7 @@ def jobs_of(max_batch: int, max_length: int) -> list[tuple[int, Form, int]]:
 def contexts_of(max_length: int) -> list[int]:
     """One length for each number of splits that a pass may have."""
     found: dict[int, int] = {}
-    for splits in GROWN_SPLITS:
+    for splits in SPLIT_SIZES:
         length = min(max_length + DEEPEST, split_start(splits) - 2 * DEEPEST)
         found.setdefault(splits_to(length), length)
     return list(found.values())

@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forerun.models.cuda.grown import splits_to
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Ints, Size, round_up
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Ints, Size, round_up, splits_to
 from forerun.offers import Form
 from forerun.types import TreeForm
 

@@ -1,0 +1,46 @@
+"""The memory of the KV cache: how much a setting allows, and how many slots that is.
+
+`kv_memory` is in bytes, or a share of what is free when a model is loaded. Hidden rows that heads need are kept beside
+keys and values (paged.py) and come on top: a fifth at most.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from forerun.models.config import DecoderConfig
+
+CPU_SHARE = 0.25  # of the memory that is free: the store grows into it as it is needed
+GPU_SHARE = 0.75  # of what the weights leave: the pool is made at once
+
+
+def slot_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+
+
+def allowed_bytes(kv_memory: int | float | None, device: torch.device) -> int | None:
+    """Bytes that the KV cache may take; None where it cannot be known how much is free."""
+    if isinstance(kv_memory, int):
+        return kv_memory
+    free = free_memory(device)
+    share = kv_memory or (CPU_SHARE if device.type == "cpu" else GPU_SHARE)
+    return None if free is None else int(share * free)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that could be taken now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, OSError, ValueError):
+        return None
