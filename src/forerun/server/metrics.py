@@ -64,12 +64,17 @@ class Metrics:
                 self._per_token.labels(self._model).observe((timing.ended - timing.first) / (done.tokens - 1))
 
     def _counter(self, name: str, says: str, *labels: str) -> Counter:
-        return Counter(f"forerun:{name}", says, ["model_name", *labels], registry=self.registry)
+        made = Counter(f"forerun:{name}", says, ["model_name", *labels], registry=self.registry)
+        if not labels:
+            made.labels(self._model)  # there from the start, at 0
+        return made
 
     def _histogram(self, name: str, says: str, buckets: Iterable[float]) -> Histogram:
-        return Histogram(
+        made = Histogram(
             f"forerun:{name}", says, ["model_name"], buckets=tuple(buckets), registry=self.registry
         )
+        made.labels(self._model)
+        return made
 
 
 class _EngineGauges:
