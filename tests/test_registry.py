@@ -166,6 +166,9 @@ def test_what_a_composition_is_made_of(toy_folder: Path) -> None:
     assert isinstance(nested.second, EitherDrafter)
 
 
+CASCADES = {"ngram": 0, "ngram>draft_model": 1, "draft_model>draft_model": 2, "ngram+ngram>draft_model": 1}
+
+
 def test_specs_of_compositions_follow_from_their_members() -> None:
     spec = registry.drafters.spec(" ngram+eagle3 ")
     assert (spec.name, spec.needs, spec.formats) == ("ngram+eagle3", "head", ("eagle3",))
@@ -179,8 +182,11 @@ def test_specs_of_compositions_follow_from_their_members() -> None:
         registry.drafters.spec("draft_model+eagle3")
     with pytest.raises(UnknownName, match="unknown drafter 'eagel3'; did you mean 'eagle3'"):
         registry.drafters.spec("ngram+eagel3")
-    with pytest.raises(UnknownName, match="compose them with"):
-        registry.drafters.spec("ngram>eagle3")
+    assert (
+        registry.drafters.spec("ngram>draft_model").says
+        == "draft_model, which decodes with ngram as its own drafter."
+    )
+    assert [registry.drafters.spec(name).checkpoints for name in CASCADES] == list(CASCADES.values())
 
 
 def test_a_second_operator_is_one_line() -> None:

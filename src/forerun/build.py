@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -21,11 +22,12 @@ from forerun.checks import as_memory
 from forerun.control.base import Controller, ControllerClass, ControlParts
 from forerun.control.cost import CostModel
 from forerun.drafters.base import CompositeClass, Drafter, DrafterClass, Parts
+from forerun.drafters.token_map import Spelling, TokenMap
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool, VerifierPool
 from forerun.engine.sequence import SequenceState
-from forerun.errors import InvalidInput, UnsupportedModel, VocabularyMismatch
+from forerun.errors import InvalidInput, UnsupportedModel
 from forerun.heads import find_head, open_head
 from forerun.models.base import Target
 from forerun.offers import Offer
@@ -48,12 +50,13 @@ def make_engine(
     tokenizer: Decodes | None = None,
     draft_target: Target | None = None,
     cost_file: Path | None = None,
+    more_drafts: tuple[Target, ...] = (),
 ) -> Engine:
     """An engine around a target that is already in memory."""
     speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
     if speculative.drafter == "auto":
         speculative = replace(speculative, drafter="ngram" if draft_target is None else "draft_model")
-    parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length)
+    parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length, more_drafts)
 
     def make_drafter(name: str) -> Drafter:
         spec = registry.drafters.spec(name)  # an old name is the same drafter, not a second one
@@ -79,13 +82,21 @@ def build_drafter(spec: DrafterSpec, parts: Parts) -> Drafter:
     cls = registry.load(spec.where)
     if spec.members:
         assert isinstance(cls, CompositeClass), f"{spec.where} has no compose(first, second)"
-        return cls.compose(*(build_drafter(member, parts) for member in spec.members))
+        first, second = spec.members
+        later = _without_drafts(parts, first.checkpoints) if spec.checkpoints > 1 else parts
+        return cls.compose(build_drafter(first, parts), build_drafter(second, later))
     if not isinstance(cls, DrafterClass):
         raise InvalidInput(f"{spec.where} has no classmethod build(parts): {_DERIVE}")
     drafter = cls.build(parts)
     if not isinstance(drafter, Drafter):
         raise InvalidInput(f"{spec.where} lacks one of needs, offer, propose, observe and forget: {_DERIVE}")
     return drafter
+
+
+def _without_drafts(parts: Parts, used: int) -> Parts:
+    """The parts that are left when the first draft models have their place in a cascade."""
+    left = [*([] if parts.draft is None else [parts.draft]), *parts.more_drafts][used:]
+    return replace(parts, draft=left[0] if left else None, more_drafts=tuple(left[1:]))
 
 
 def check_names(speculative: SpeculativeConfig) -> None:
@@ -158,6 +169,17 @@ def drafts_with_checkpoint(drafter: str) -> bool:
     return registry.drafters.spec(drafter).needs == "checkpoint"
 
 
+def draft_models(speculative: SpeculativeConfig) -> list[str]:
+    """The second models that `draft_model` names: several, with commas between, where a cascade runs several."""
+    wanted, given = registry.drafters.spec(speculative.drafter).checkpoints, speculative.draft_model or ""
+    names = given.split(",") if wanted > 1 else [given]
+    if len(names) != wanted:
+        raise InvalidInput(
+            f"the drafter {speculative.drafter!r} runs {wanted} models; name them by comma: draft_model=SMALL,MEDIUM"
+        )
+    return [name.strip() for name in names]
+
+
 def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     """Our own decoder where it knows the family, else transformers behind the same protocol."""
     from forerun.models.config import DecoderConfig, supports
@@ -201,20 +223,24 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     return HFTarget.load(str(checkpoint.path), dtype=dtype, device=device, kv_slots=config.kv_slots)
 
 
-def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
-    """Raise unless drafter and target give the same tokens the same ids; padding ids may differ."""
-    ours, theirs = target.tokenizer().vocabulary(), draft.tokenizer().vocabulary()
-    if ours == theirs:
-        return
-    differing = [token for token, index in theirs.items() if ours.get(token, index) != index]
-    missing = [token for token in theirs if token not in ours]
-    if len(differing) + len(missing) == 0 and len(ours) - len(theirs) < 256:
-        return  # the same tokens, and a few more special ones on the target's side
-    detail = f"{len(theirs)} tokens against {len(ours)}, {len(differing) + len(missing)} of them differ"
-    raise VocabularyMismatch(
-        f"draft model {draft.name!r} does not share the vocabulary of {target.name!r} ({detail}); "
-        "use one of the same family, or the drafter 'ngram'"
+def token_map(target: Checkpoint, draft: Checkpoint) -> TokenMap | None:
+    """How the tokens of two models correspond; None where both give the same tokens the same ids."""
+    ours, theirs = target.tokenizer(), draft.tokenizer()
+    if share_ids(ours.vocabulary(), theirs.vocabulary()):
+        return None
+    first, second = (
+        Spelling.of(one.vocabulary(), one.special_ids(), one.eos_ids, next(iter(one.encode("")), None))
+        for one in (ours, theirs)
     )
+    return TokenMap.between(first, second, ours.vocab_size, partial(ours.encode, add_special=False))
+
+
+def share_ids(ours: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
+    """Do two vocabularies give the same tokens the same ids? Padding ids may differ."""
+    if ours == theirs:
+        return True
+    alike = all(ours.get(token) == index for token, index in theirs.items())
+    return alike and len(ours) - len(theirs) < 256  # a few more special ones on the target's side
 
 
 def cost_file(checkpoint: Checkpoint, config: EngineConfig, cache: Path) -> Path:

@@ -79,6 +79,15 @@ def as_name(name: str, value: Any, choices: Iterable[str] | None = None) -> str:
     return value
 
 
+def as_functions(name: str, value: Any, what: str, kind: str) -> tuple[Any, ...]:
+    """One function or several; `what` says what they take, `kind` where to read about them."""
+    given = (value,) if callable(value) and not isinstance(value, list) else value
+    made = tuple(as_items(name, given, what))
+    if wrong := [each for each in made if not callable(each) or isinstance(each, type)]:
+        raise InvalidInput(f"{name} holds {shown(wrong[0])}: give {what}, see {kind}")
+    return made
+
+
 def as_path(name: str, value: Any) -> str:
     """A name or a path, as text."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):

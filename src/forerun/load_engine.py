@@ -14,16 +14,20 @@ import torch
 
 from forerun.build import (
     check_names,
-    check_vocabulary,
     choose_drafter,
     cost_file,
+    draft_models,
     drafts_with_checkpoint,
     load_target,
     make_engine,
+    token_map,
 )
 from forerun.checks import as_path, shown, unknown
+from forerun.drafters.token_map import TokenMap
+from forerun.drafters.translated import TranslatedTarget
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
+from forerun.models.base import Target
 from forerun.params import ENGINE_SPELLINGS, Dtype, EngineConfig, SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -61,19 +65,25 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
     if settings.threads:
         torch.set_num_threads(settings.threads)
     speculative = choose_drafter(speculative, checkpoint, settings.device)
-    draft = None
+    smaller = []
     if speculative.draft_model is not None and drafts_with_checkpoint(speculative.drafter):
-        small = open_checkpoint(speculative.draft_model)
-        check_vocabulary(checkpoint, small)
-        draft = load_target(small, settings)
+        opened = [open_checkpoint(given) for given in draft_models(speculative)]
+        smaller = [(small, token_map(checkpoint, small)) for small in opened]
     tokenizer = checkpoint.tokenizer()
     costs = cost_file(checkpoint, settings, cache_folder())
     target = load_target(checkpoint, settings)
-    engine = make_engine(target, tokenizer.eos_ids, speculative, settings, tokenizer, draft, costs)
+    drafts = [_drafting(load_target(small, settings), tokens, target) for small, tokens in smaller]
+    first, more = (drafts[0], tuple(drafts[1:])) if drafts else (None, ())
+    engine = make_engine(target, tokenizer.eos_ids, speculative, settings, tokenizer, first, costs, more)
     if target.device.type == "cuda":
         drafter = engine.drafters.get(engine.default_drafter)  # captures its graphs
         target.warm_up(drafter.needs, engine.max_batch, engine.max_length)  # no text should wait for either
     return engine, tokenizer
+
+
+def _drafting(model: Target, tokens: TokenMap | None, target: Target) -> Target:
+    """A draft model, in the target's vocabulary."""
+    return model if tokens is None else TranslatedTarget(model, tokens.padded(target.vocab_size))
 
 
 def _engine_config(options: Mapping[str, Any]) -> EngineConfig:

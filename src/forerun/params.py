@@ -13,6 +13,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from forerun.checks import (
     as_flag,
+    as_functions,
     as_given,
     as_items,
     as_memory,
@@ -23,7 +24,6 @@ from forerun.checks import (
     as_whole,
     refuse,
     short_repr,
-    shown,
 )
 from forerun.errors import InvalidInput
 from forerun.law_processor import LawProcessor
@@ -94,6 +94,7 @@ class SamplingParams:
     processors: Sequence[LawProcessor] = ()  # change the law, node by node
 
     def __post_init__(self) -> None:
+        penalties, functions = (1 / LARGEST_PENALTY, LARGEST_PENALTY), "functions of (prefix, logits)"
         _store(
             self,
             max_tokens=as_whole("max_tokens", self.max_tokens, low=1),
@@ -101,9 +102,7 @@ class SamplingParams:
             top_k=max(0, as_whole("top_k", self.top_k, low=-1)),  # -1 means off in vLLM
             top_p=as_real("top_p", self.top_p, high=1.0, limit="above 0, at most 1 (off)"),
             min_p=as_real("min_p", self.min_p, 0.0, 1.0),
-            repetition_penalty=as_real(
-                "repetition_penalty", self.repetition_penalty, 1 / LARGEST_PENALTY, LARGEST_PENALTY
-            ),
+            repetition_penalty=as_real("repetition_penalty", self.repetition_penalty, *penalties),
             presence_penalty=_penalty("presence_penalty", self.presence_penalty),
             frequency_penalty=_penalty("frequency_penalty", self.frequency_penalty),
             logit_bias=_biases(self.logit_bias),
@@ -114,7 +113,7 @@ class SamplingParams:
             ignore_eos=as_flag("ignore_eos", self.ignore_eos),
             seed=None if self.seed is None else as_whole("seed", self.seed),
             logprobs=None if self.logprobs is None else as_whole("logprobs", self.logprobs, 0, 64),
-            processors=_processors(self.processors),
+            processors=as_functions("processors", self.processors, functions, "LawProcessor"),
         )
         if self.top_p <= 0.0:
             raise refuse("top_p", self.top_p, "above 0, at most 1 (off)")
@@ -154,17 +153,19 @@ class SpeculativeConfig:
     controller: str = "adaptive"
     prompt_lookup_max: int = 16  # longest suffix that ngram looks up
     prompt_lookup_min: int = 1
-    draft_sample_method: Literal["greedy", "probabilistic"] = (
-        "probabilistic"  # heads: where the target draws, draft from their own law; greedy = always the likeliest
-    )
+    # heads: where the target draws, draft from their own law; greedy = always the likeliest
+    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    corpus: str | None = None  # a file of `forerun corpus build` that suffix looks up
+    shared: bool = False  # suffix, recycling and lookahead learn from earlier requests of the same tenant
+    history: str | None = None  # a file that keeps what suffix learnt so; needs shared
 
     def __post_init__(self) -> None:
-        draft, methods = self.draft_model, ("greedy", "probabilistic")
+        methods = "greedy", "probabilistic"
         longest = as_whole("prompt_lookup_max", self.prompt_lookup_max, low=1)
         _store(
             self,
             drafter=as_name("drafter", self.drafter),
-            draft_model=None if draft is None else as_path("draft_model", draft),
+            draft_model=_path("draft_model", self.draft_model),
             budget=None if self.budget is None else as_whole("budget", self.budget, 0, 256),
             width=None if self.width is None else as_whole("width", self.width, 1, 64),
             verifier=as_name("verifier", self.verifier),
@@ -172,7 +173,12 @@ class SpeculativeConfig:
             prompt_lookup_max=longest,
             prompt_lookup_min=as_whole("prompt_lookup_min", self.prompt_lookup_min, 1, longest),
             draft_sample_method=as_name("draft_sample_method", self.draft_sample_method, methods),
+            corpus=_path("corpus", self.corpus),
+            shared=as_flag("shared", self.shared),
+            history=_path("history", self.history),
         )
+        if self.history is not None and not self.shared:
+            raise InvalidInput("history keeps what requests share; set shared=True as well")
 
     __repr__ = short_repr
 
@@ -227,6 +233,10 @@ def _store(settings: object, **values: Any) -> None:
 
 def _at_least(name: str, value: Any, low: int) -> int | None:
     return None if value is None else as_whole(name, value, low=low)
+
+
+def _path(name: str, value: Any) -> str | None:
+    return None if value is None else as_path(name, value)
 
 
 def _temperature(value: Any) -> float:
@@ -287,13 +297,3 @@ def _strings(value: Any) -> tuple[str, ...]:
     if not all(isinstance(stop, str) and stop for stop in strings):
         raise refuse("stop", value, limit)
     return strings
-
-
-def _processors(value: Any) -> tuple[LawProcessor, ...]:
-    given = (value,) if callable(value) and not isinstance(value, list) else value
-    made = tuple(as_items("processors", given, "functions of (prefix, logits)"))
-    if wrong := [each for each in made if not callable(each) or isinstance(each, type)]:
-        raise InvalidInput(
-            f"processors holds {shown(wrong[0])}: give functions of (prefix, logits), see LawProcessor"
-        )
-    return made

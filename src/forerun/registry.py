@@ -1,9 +1,10 @@
 """The registry: names of drafters, verifiers and controllers, and DrafterSpec, without importing any of them.
 
 `drafters.spec("eagle3")` says what a drafter needs, its name in vLLM and SGLang, and where its class is; the class
-is imported when one is built. Drafters are composed by name: `ngram+eagle3` is one drafter made of two. A third
-party adds a part by an entry point in the group `forerun.drafters` (or `.verifiers`, `.controllers`), or at run time
-by `register`. Nothing here knows what the classes do.
+is imported when one is built. Drafters are composed by name: `ngram+eagle3` is one drafter made of two, and in
+`ngram>draft_model` the first drafts for the second. A third party adds a part by an entry point in the group
+`forerun.drafters` (or `.verifiers`, `.controllers`), or at run time by `register`. Nothing here knows what the
+classes do.
 """
 
 from __future__ import annotations
@@ -58,6 +59,14 @@ class DrafterSpec:
     sglang: str | None = None  # its name as SGLang's --speculative-algorithm
     beside: str | None = None  # a drafter that costs nothing and is best composed with it: beside+name
     members: tuple[DrafterSpec, ...] = ()  # of a composition
+
+    @property
+    def checkpoints(self) -> int:
+        """How many second models it runs; several only where a draft model drafts for another."""
+        if not self.members:
+            return int(self.needs == "checkpoint")
+        counts = [member.checkpoints for member in self.members]
+        return sum(counts) if ">" in self.name else max(counts)
 
     @property
     def best(self) -> str:
@@ -116,8 +125,6 @@ class DrafterRegistry:
                 return self._composed(mark, self.spec(first), self.spec(second))
         if name in self._specs:
             return self._specs[name]
-        if ">" in name:
-            raise UnknownName(f"{name!r}: no drafter drafts for another with '>' yet; compose them with '+'")
         found = next((spec for spec in self._installed() if spec.name == name), None)
         if found is None:
             raise UnknownName(_unknown(self.kind, name, self.names()))
@@ -198,9 +205,25 @@ drafters = DrafterRegistry(
             says="Prompt lookup: the tokens that followed the last few tokens earlier in this sequence.",
         ),
         DrafterSpec(
+            "suffix", "forerun.drafters.suffix.drafter:SuffixDrafter", vllm="suffix",
+            says="Suffix automaton: longest match in this sequence, past outputs and a corpus, with counts.",
+        ),
+        DrafterSpec(
+            "recycling", "forerun.drafters.recycling:RecyclingDrafter",
+            says="Token recycling: a tree of what the target found likeliest after the same tokens before.",
+        ),
+        DrafterSpec(
+            "lookahead", "forerun.drafters.lookahead:LookaheadDrafter",
+            says="Lookahead: n-grams from the target's own guesses, made in spare branches of the tree.",
+        ),
+        DrafterSpec(
             "draft_model", "forerun.drafters.draft_model:ModelDrafter", "checkpoint",
             vllm="draft_model", sglang="STANDALONE", beside="ngram",
-            says="A second, smaller model that shares the target's vocabulary.",
+            says="A second, smaller model; with another tokenizer, it drafts the tokens that both have.",
+        ),
+        DrafterSpec(
+            "draft_text", "forerun.drafters.draft_text:TextDrafter", "checkpoint",
+            says="A second model with another tokenizer: its text is put into the target's tokens.",
         ),
         DrafterSpec(
             "eagle3", "forerun.drafters.eagle.eagle3:Eagle3Drafter", "head", ("eagle3",),
@@ -230,7 +253,10 @@ drafters = DrafterRegistry(
         "hybrid_eagle3": "ngram+eagle3",
         "hybrid_medusa": "ngram+medusa",
     },
-    operators={"+": ("forerun.drafters.hybrid:HybridDrafter", "Both {0} and {1}: whichever is expected to gain more.")},
+    operators={
+        "+": ("forerun.drafters.hybrid:HybridDrafter", "Both {0} and {1}: whichever is expected to gain more."),
+        ">": ("forerun.drafters.cascade:CascadeDrafter", "{1}, which decodes with {0} as its own drafter."),
+    },
 )  # fmt: skip
 verifiers = Registry(
     "verifier",

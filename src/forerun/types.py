@@ -136,6 +136,7 @@ class Scores:
     )
 
     seconds: Callable[[], float | None] | None = None  # of the pass on a device, asked for behind its verdict
+    delayed: bool = False  # another pass, launched in vain, had to end first
 
     @property
     def required_logits(self) -> Tensor:
@@ -268,3 +269,9 @@ class Round:
     accepted: tuple[int, ...]  # [B]
     seconds: Mapping[str, float]  # prompt, draft, pass, verdict, host: of the whole round
     prompt_rows: int = 0  # rows of prompts that were in the same pass
+    delayed: bool = False  # `Scores.delayed`
+
+    @property
+    def tells_times(self) -> bool:
+        """Are its seconds those of its own trees?"""
+        return not self.prompt_rows and not self.delayed

@@ -117,8 +117,14 @@ def test_gathering_writes_every_prompt_with_every_drafter_that_is_there() -> Non
     prompts = [Prompt("a", "qa", tuple(range(2, 9))), Prompt("b", "qa", (40, 41, 40, 41))]
     settings = Settings(max_tokens=12, setups=parse_setups(["auto"]))
     found = gather(table_llm(), FLAT, prompts, settings)
-    assert found.free == ("ngram",)
-    assert list(found.draftings) == ["draft_model", "ngram+draft_model"]
+    assert found.free == ("ngram", "suffix")
+    assert list(found.draftings) == [
+        "draft_model",
+        "ngram+draft_model",
+        "draft_text",
+        "lookahead",
+        "recycling",
+    ]
     assert [len(text.tokens) for text in found.texts] == [12, 12]
     assert len(found.draftings["draft_model"].rounds) == 2
 

@@ -29,6 +29,7 @@ from forerun.testing import TableLM
 FLAT = CostModel({1: 1.0, 8: 1.2, 64: 4.0})
 COPYING = Text((1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 5, 6, 7, 8) * 4)
 FRESH = Text((1,), tuple(range(100, 140)))
+REPLAYED = ("ngram", "suffix")
 VLLM_KEYS = {
     "method", "model", "num_speculative_tokens", "num_speculative_tokens_per_batch_size",
     "prompt_lookup_min", "prompt_lookup_max",
@@ -37,8 +38,8 @@ VLLM_KEYS = {
 
 def evidence_for(drafter: str) -> Evidence:
     """Evidence by which this drafter pays: replayed where it can be, else rounds of four tokens."""
-    if drafter == "ngram":
-        return Evidence([COPYING] * 2, Costs(FLAT, 0.0), 1000.0, {}, ("ngram",), 8, SpeculativeConfig())
+    if drafter in REPLAYED:
+        return Evidence([COPYING] * 2, Costs(FLAT, 0.0), 1000.0, {}, (drafter,), 8, SpeculativeConfig())
     rounds = (((4, 4, 3),) * 10,) * 2
     draftings = {drafter: Drafting(rounds, level=0.02)}
     return Evidence([FRESH] * 2, Costs(FLAT, 0.0), 1000.0, draftings, (), 8, SpeculativeConfig())
@@ -64,7 +65,7 @@ def test_every_recommendation_parses_and_vllm_gets_an_answer_where_it_can(drafte
     flags = Flags.of({name: value for name, value in values.items() if name in HELP})
     assert (values["prompt"], flags.model, flags.speculative.drafter) == (PROMPT, "my model.gguf", drafter)
     assert flags.engine.dtype == "q8"
-    assert (flags.speculative.draft_model is None) is (drafter == "ngram")
+    assert (flags.speculative.draft_model is None) is (registry.drafters.spec(drafter).needs == "nothing")
     if registry.drafters.spec(drafter).vllm is None:
         assert found["vllm"] is None
         assert drafter in found["vllm_note"]
@@ -72,13 +73,13 @@ def test_every_recommendation_parses_and_vllm_gets_an_answer_where_it_can(drafte
         assert found["vllm"]["method"] == registry.drafters.spec(drafter).vllm
         assert found["vllm"]["num_speculative_tokens"] >= 1
         assert found["vllm"].keys() <= VLLM_KEYS
-        assert found["vllm"].get("model") == (None if drafter == "ngram" else "a folder")
+        assert found["vllm"].get("model") == (None if drafter in REPLAYED else "a folder")
     assert "null" not in " ".join(in_words(found))
 
 
 def test_only_what_vllm_lacks_is_left_unanswered() -> None:
     lacking = {name for name in registry.drafters.names() if registry.drafters.spec(name).vllm is None}
-    assert lacking == {"none", "hydra"}
+    assert lacking == {"none", "hydra", "recycling", "lookahead", "draft_text"}
     config, note = vllm_config(evidence_for("hydra"), Setup("m", "ngram", "folder"), "hydra")
     assert config is None
     assert "hydra" in note

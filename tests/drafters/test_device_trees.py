@@ -120,8 +120,10 @@ def test_ancestors_lead_from_the_first_level_to_the_node() -> None:
 
 
 GROUP = 16  # nodes of an attention group
-LANES = [Lane(11, [4, 5], 100, 7, 48, 24), Lane(12, [6], 300, 2, 72, 24)]
-OTHERS = [Lane(5, [1], 500, 20, 0, 24), Lane(6, [2, 3], 40, 23, 24, 24)]
+PAGES = [np.array(pages, dtype=np.int32) for pages in ([9], [5, 2], [7], [3])]
+LANES = [Lane(11, [4, 5], PAGES[0], 7, 48, 24), Lane(12, [6], PAGES[1], 62, 72, 24)]
+OTHERS = [Lane(5, [1], PAGES[2], 20, 0, 24), Lane(6, [2, 3], PAGES[3], 23, 24, 24)]
+NINE, FIVE, TWO = (64 * page for page in (9, 5, 2))  # first slots
 
 
 @pytest.mark.parametrize("shape", [Form(4, 4, 1), Form(8, 3, 3), Form(1, 1, 1)])
@@ -133,23 +135,32 @@ def test_the_integers_of_a_draft(shape: Form) -> None:
     mine, other = slice(0, 2), form.behind
     assert tokens[mine].tolist() == [4, 5]
     assert positions[mine].tolist() == [7, 8]
-    assert slots[mine].tolist() == [107, 108]
+    assert slots[mine].tolist() == [NINE + 7, NINE + 8]
     assert sources[mine].tolist() == [48 + 7, 48 + 8]
-    assert (tokens[other], positions[other], slots[other], sources[other]) == (6, 2, 302, 74)
+    assert (tokens[other], positions[other], slots[other], sources[other]) == (6, 62, FIVE + 62, 72 + 62 % 24)
     pads = [slots[b * other + i] for b, lane in enumerate(LANES) for i in range(len(lane.tokens), other)]
     assert set(pads) <= {-1}  # nothing is written there
     at, count = form.last_at, aligned(2)
     roots, ends, last = ints[at : at + 3 * count].reshape(3, count)[:, :2].tolist()
-    assert (roots, ends, last) == ([11, 12], [1, form.behind], [8, 2])
+    assert (roots, ends, last) == ([11, 12], [1, form.behind], [8, 62])
     groups = ints[at + 3 * count :][: 2 * FIELDS].reshape(2, FIELDS).tolist()
-    assert groups == [[0, 1, 0, 1, 100, 9, 0, 0], [0, 1, 1, 1, 300, 3, 0, 0]]
+    pages = form.pages_at(GROUP)
+    assert ints[pages:].tolist() == [9, 5, 2]
+    tables = MAX_ROWS + pages, MAX_ROWS + pages + 1
+    assert groups == [[0, 1, 0, 1, 0, 9, 0, tables[0]], [0, 1, 1, 1, 0, 63, 0, tables[1]]]
     for level in range(shape.depth - 1):
         size, first, width = form.level(GROUP), form.level_at(level, GROUP), shape.width
         drafted = ints[first : first + extent_of(size)]
         rows = aligned(size.rows)
-        assert drafted[rows : rows + 2 * width].tolist() == [9 + level] * width + [3 + level] * width
-        behind = [base + level * width + i for base in (109, 303) for i in range(width)]
-        assert drafted[2 * rows : 2 * rows + 2 * width].tolist() == behind
+        assert drafted[rows : rows + 2 * width].tolist() == [9 + level] * width + [63 + level] * width
+        at = [level * width + i for i in range(width)]
+        behind = [*(NINE + 9 + i for i in at), *(FIVE + 63 if i == 0 else TWO + i - 1 for i in at)]
+        assert drafted[2 * rows : 2 * rows + 2 * width].tolist() == behind, (
+            "the second goes on, on its next page"
+        )
+        owners = drafted[3 * rows :].reshape(2, -1, FIELDS)
+        assert (owners[0, :, 7] == tables[0]).all()
+        assert (owners[1, :, 7] == tables[1]).all()
 
 
 def test_feature_rows_are_used_again() -> None:
@@ -162,8 +173,10 @@ def test_drafts_that_agree_in_form_are_replays_of_one_graph() -> None:
     one, ints = plan_draft(LANES, Form(8, 3, 3), GROUP)
     other, others = plan_draft(OTHERS, Form(8, 3, 3), GROUP)
     assert one == other
-    assert ints.shape == others.shape
-    assert not np.array_equal(ints, others)
+    pages = one.pages_at(GROUP)
+    assert len(ints) - pages == 3
+    assert len(others) - pages == 2, "what is behind may be longer: only the groups know where it starts"
+    assert not np.array_equal(ints[:pages], others[:pages])
     assert plan_draft(LANES, Form(8, 4, 3), GROUP)[0] != one
     assert plan_draft(LANES, Form(8, 3, 3), GROUP, farthest=5000)[0] != one, (
         "longer contexts take more splits"
@@ -181,7 +194,7 @@ def test_levels_do_not_overlap() -> None:
     room = [later - earlier for earlier, later in itertools.pairwise(ancestors)]
     assert room == [aligned(size.rows) * (level + 1) for level in range(depth - 2)]
     assert all(value % 4 == 0 for value in (*starts, *ancestors, form.last_at, form.sources_at))
-    assert len(ints) <= form.ancestors_at(depth - 1, GROUP)
+    assert len(ints) == form.pages_at(GROUP) + 3
 
 
 def test_the_largest_drafts_fit_the_integers() -> None:
@@ -223,7 +236,7 @@ def test_what_is_captured_covers_every_context(max_length: int) -> None:
         for length in {0, 500, 1000, 1017, 1018, 1023, max_length // 2, max_length - 1}:
             if length < max_length:
                 assert (form, splits_to(length + form.depth)) in captured, length
-    assert len(contexts_of(max_length)) <= 3
+    assert len(contexts_of(max_length)) <= 4
 
 
 def test_batches_larger_than_asked_for_are_not_captured() -> None:

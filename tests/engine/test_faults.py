@@ -153,6 +153,18 @@ def draft_model_scene(folder: Path) -> Scene:
     return Scene(engine, lambda: target.used_slots + draft.used_slots, ("forerun.drafters",))
 
 
+def cascade_scene(folder: Path) -> Scene:
+    target, small, medium = TableLM(40), TableLM(40, seed=1), TableLM(40, seed=2)
+    name = "suffix>draft_model>draft_model"
+    speculative = SpeculativeConfig(drafter=name, draft_model="a,b", controller="fixed", budget=3)
+    engine = make_engine(
+        target, frozenset({0}), speculative, EngineConfig(), Letters(), small, more_drafts=(medium,)
+    )
+    return Scene(
+        engine, lambda: sum(one.used_slots for one in (target, small, medium)), ("forerun.drafters",)
+    )
+
+
 def eagle_scene(folder: Path) -> Scene:
     engine = engine_for("eagle3", "auto", "tree", 40)
     target: Any = engine.target
@@ -164,6 +176,18 @@ def eagle_scene(folder: Path) -> Scene:
     )
 
 
+def learning_scene(name: str) -> Callable[[Path], Scene]:
+    """A drafter that needs no files, and learns across requests as well: what it shares must survive too."""
+
+    def make(folder: Path) -> Scene:
+        target = TableLM(vocab_size=40)
+        speculative = SpeculativeConfig(drafter=name, controller="fixed", budget=20, width=3, shared=True)
+        engine = make_engine(target, frozenset({0}), speculative, EngineConfig(), Letters(), None)
+        return Scene(engine, lambda: target.used_slots, ("forerun.drafters",))
+
+    return make
+
+
 SCENES: dict[str, Callable[[Path], Scene]] = {
     "torch": torch_scene,
     "native": native_scene,
@@ -171,6 +195,8 @@ SCENES: dict[str, Callable[[Path], Scene]] = {
     "cuda": cuda_scene,
     "draft_model": draft_model_scene,
     "eagle": eagle_scene,
+    "cascade": cascade_scene,
+    **{name: learning_scene(name) for name in ("suffix", "recycling", "lookahead")},
 }
 
 

@@ -25,7 +25,10 @@ from forerun.types import Request, TreeBatch
 from forerun.verify.warp import warp
 from tests.drafters.tiny_heads import save_head
 
-DRAFTERS = sorted({name for spec in registry.drafters.specs() for name in (spec.name, spec.best)})
+COMPOSED = ("ngram>draft_model", "suffix+draft_model")  # beside those that the registry calls best
+DRAFTERS = sorted(
+    {*COMPOSED, *(name for spec in registry.drafters.specs() for name in (spec.name, spec.best))}
+)
 VERIFIERS = [name for name in registry.verifiers.names() if registry.verifiers.get(name)().exact]
 SHAPES = {"chain": (4, 1), "tree": (6, 2)}  # name -> nodes, width
 SETTINGS = {

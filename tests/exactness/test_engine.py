@@ -62,7 +62,12 @@ def test_another_seed_gives_another_text() -> None:
     assert len({tuple(tokens) for tokens in run(engine, requests)[0]}) > 4
 
 
-SAMPLES = ("none", "ngram", "draft_model")  # the others only choose nodes, in other ways: one case each tells
+SAMPLES = (
+    "none",
+    "ngram",
+    "draft_model",
+    "ngram>draft_model",
+)  # the others only choose nodes, in other ways: one case each tells
 LAW_CASES = [(*case, "T=0.8") for case in PRODUCT if case[0] in SAMPLES or case[1:] == ("exact", "tree")] + [
     (*case, setting)
     for case in PRODUCT
@@ -123,7 +128,13 @@ def test_negative_control_a_wrong_rule_is_caught(drafter: str, monkeypatch: pyte
     assert chi_square_p(counts, joint_law(table(vocab), prompt, params, length)) < 1e-6
 
 
-def test_a_mixed_batch_writes_what_each_request_would_write_alone() -> None:
+FREE = [*(spec.name for spec in registry.drafters.specs() if spec.needs != "head"), "ngram>draft_model"]
+
+
+@pytest.mark.parametrize(
+    "names", [["ngram", "draft_model", "none", "draft_model", "ngram", "ngram", "draft_model"], FREE]
+)
+def test_a_mixed_batch_writes_what_each_request_would_write_alone(names: list[str]) -> None:
     """Different prompts, lengths, parameters, drafters and verifiers side by side; some join late."""
     requests = [
         Request(prompt, replace(params, max_tokens=6 + 3 * i), drafter=drafter, verifier=verifier)
@@ -131,7 +142,7 @@ def test_a_mixed_batch_writes_what_each_request_would_write_alone() -> None:
             zip(
                 PROMPTS * 2,
                 [*SETTINGS.values()] * 2,
-                ["ngram", "draft_model", "none", "draft_model", "ngram", "ngram", "draft_model"] * 2,
+                names * 2,
                 ["coupled", "exact", "coupled", "coupled", "exact", "block", "coupled"] * 2,
                 strict=False,
             )

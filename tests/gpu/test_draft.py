@@ -26,6 +26,7 @@ from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.kv import TREE_MARGIN
+from forerun.models.pages import PAGE, pages_for
 from forerun.offers import Form
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, path_to
@@ -79,7 +80,7 @@ def test_trees_are_those_of_the_head_as_everywhere(
     for seq in seqs:
         device.forget(seq)
     assert device.draft.rows.held == 0
-    assert device.draft.net.kv.used == TREE_MARGIN, "padding's"
+    assert device.draft.net.pool.used == pages_for(TREE_MARGIN), "padding's"
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -324,13 +325,8 @@ def test_a_text_that_joins_leaves_the_others_their_drafts() -> None:
 def test_a_full_store_is_no_failure() -> None:
     target = make_target("llama", "cpu")
     drafter, _ = both_drafters(target)
-    kv = drafter.draft.net.kv
-    size = kv.capacity
-    while size and not kv.has_room(size):
-        size //= 2
-    kv.reserve(99, size)
-    while kv.has_room(256):
-        kv.reserve(100 + kv.used, 256)
+    pool = drafter.draft.net.pool
+    assert pool.take(99, pool.available)
     seq = FakeSeq(0, [3, 4, 5, 6], max_length=900)
     trees, scores = target.prefill([seq], drafter.needs)
     drafter.observe([seq], trees, scores, Verdict.whole_chain(trees, [6]))
@@ -381,9 +377,7 @@ def test_a_wide_and_deep_draft_stays_in_the_slots_of_its_text() -> None:
     budgets = [Budget(200, 12, 60)] * 2
     grown = drafter.propose(seqs, budgets)
     check_trees(grown, seqs, budgets, VOCAB)
-    kv = drafter.draft.net.kv
     run = drafter.draft.ints.all[MAX_ROWS:]
-    assert kv.extent(0).base + kv.extent(0).size == kv.extent(1).base
     form = drafter.draft._last
     assert form is not None
     rows, width = form.level(drafter.draft._group_nodes).rows, form.shape.width
@@ -391,7 +385,7 @@ def test_a_wide_and_deep_draft_stays_in_the_slots_of_its_text() -> None:
     slots = run[level : level + rows].tolist()
     for b in range(2):
         mine = slots[b * width : (b + 1) * width]
-        assert kv.extent(b).base <= min(mine) <= max(mine) < kv.extent(b).base + kv.extent(b).size
+        assert {slot // PAGE for slot in mine} <= set(drafter.draft.net.pool.held[b])
 
 
 def test_the_last_tokens_of_a_text_are_drafted_with_the_last_form() -> None:
@@ -404,9 +398,9 @@ def test_the_last_tokens_of_a_text_are_drafted_with_the_last_form() -> None:
     assert drafter.propose([seq], [Budget(8, 3, 3)]).sizes() == [9]
     seq.max_length = 7
     assert drafter.propose([seq], [Budget(8, 2, 3)]).form == TreeForm(1, 9, 3)
-    assert drafter.propose([seq], [Budget(7, 2, 3)]).form == TreeForm(1, 8, 2), (
-        "never more nodes than allowed"
-    )
+    fewer, cut = (drafter.propose([seq], [budget]).form for budget in (Budget(7, 2, 3), Budget(16, 2, 4)))
+    assert fewer == TreeForm(1, 8, 2), "never more nodes than allowed"
+    assert cut == TreeForm(1, 17, 4), "what was asked for before the cut"
 
 
 def test_what_a_form_brings() -> None:

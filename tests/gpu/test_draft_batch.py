@@ -16,8 +16,11 @@ from forerun.drafters.eagle.cuda.drafter import DeviceEagle
 from forerun.drafters.eagle.cuda.feature_rows import ROOM
 from forerun.drafters.eagle.cuda.menu import FORMS
 from forerun.drafters.eagle.drafter import EagleDrafter
+from forerun.drafters.hybrid import HybridDrafter
+from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.models.cuda.target import CudaDecoder
+from forerun.models.pages import PAGE, pages_for
 from forerun.offers import Form
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
@@ -121,10 +124,10 @@ class Batch:
     def drafters(self) -> tuple[DeviceEagle, EagleDrafter]:
         return self.ours, self.plain
 
-    def join(self, *lengths: int) -> None:
+    def join(self, *lengths: int, longest: int = 400) -> None:
         count, self.joined = self.joined, self.joined + len(lengths)
         new = [
-            FakeSeq(count + i, [(5 * j + 3 * count + i) % VOCAB for j in range(n)], max_length=400)
+            FakeSeq(count + i, [(5 * j + 3 * count + i) % VOCAB for j in range(n)], max_length=longest)
             for i, n in enumerate(lengths)
         ]
         trees, scores = self.target.prefill(new, self.ours.needs)
@@ -302,22 +305,44 @@ def test_more_sequences_than_there_are_places_are_written_without_drafts() -> No
     assert batch.ours.draft.rows.held == 2
 
 
+def test_a_head_takes_pages_as_texts_grow() -> None:
+    """Texts that may become long hold few pages while they are short; where none is left, others are drafted for."""
+    batch = Batch()
+    pool = batch.ours.draft.net.pool
+    before = pool.used
+    batch.join(*[5, 9, 20, 30], longest=1 << 20)
+    batch.round(Budget(8, 3, 3))
+    assert pool.used == before + 4
+    for _ in range(12):
+        batch.round(Budget(5, 5))
+    held = [len(pool.held[seq.id]) for seq in batch.seqs]
+    assert held == [pages_for(len(seq.tokens) - 1 + 4) for seq in batch.seqs]
+    assert pool.take(999, pool.available)
+    while batch.ours.draft.rows.held == 4:
+        batch.end_round(batch.ours.propose(batch.seqs, [Budget(3, 3)] * 4))
+    assert batch.ours.propose(batch.seqs, [Budget(3, 3)] * 4).nodes > 4, "the others are drafted for"
+    assert not batch.ours._failed
+    for seq in list(batch.seqs):
+        batch.leave(seq)
+    pool.release(999)
+    assert pool.used == before
+
+
 def test_a_rehearsal_changes_nothing() -> None:
     """Capturing a form while sequences are there writes to none of their slots and rows."""
     batch, form = Batch(), Form(8, 3, 3)
     batch.join(4, 30, 9)
     batch.round(Budget(8, 3, 3))
     draft, target = batch.ours.draft, batch.target
-    padding = draft.rows._padding
-    assert padding.base == 0, "its slots come first"
-    before = target.kv.data.clone(), draft.net.kv.data.clone(), draft.rows.rows.clone()
+    before = target.kv.data.clone(), draft.net.kv.clone(), draft.rows.rows.clone()
     for bucket, reach in ((1, 100), (4, 3000), (12, 100)):
         trees = draft.rehearse(form, bucket, reach)
         draft.rows.rehearse(target.rehearse(trees, batch.ours.needs, reach), trees)
     draft.rows.rehearse_reading()
-    after = target.kv.data.clone(), draft.net.kv.data.clone(), draft.rows.rows.clone()
+    after = target.kv.data.clone(), draft.net.kv.clone(), draft.rows.rows.clone()
     assert torch.equal(before[0].nan_to_num(), after[0].nan_to_num())
-    mine, then = (data[:, :, :, padding.size :].nan_to_num() for data in (before[1], after[1]))
+    padding = len(draft.rows._padding.pages) * PAGE  # the first slots of all
+    mine, then = (data[:, :, :, padding:].nan_to_num() for data in (before[1], after[1]))
     assert torch.equal(mine, then)
     assert torch.equal(before[2][:-1], after[2][:-1]), "all but the row for what is dropped"
     batch.round(Budget(8, 3, 3))
@@ -343,6 +368,20 @@ def test_the_adaptive_controller_chooses_from_the_menu(monkeypatch: pytest.Monke
     drafted = {(form.nodes - 1, form.depth) for form in forms if isinstance(form, TreeForm)}
     assert drafted
     assert drafted <= {(form.nodes, form.depth) for form in FORMS}
+
+
+def test_a_composition_keeps_the_batch_on_the_device() -> None:
+    """Also where one sequence is at its last token, and where n-gram has nothing to draft."""
+    batch = Batch()
+    batch.join(4, 30, 9, 6, 7)
+    both = HybridDrafter(NgramDrafter(), batch.ours)
+    budget = Budget(4, 4, source="costly")
+    budgets = [budget, budget, Budget(0, 0, source="costly"), budget, budget]
+    trees = both.propose(batch.seqs, budgets)
+    assert trees.form is not None
+    assert trees.sizes() == [5] * 5
+    assert both.propose(batch.seqs, [Budget(0, 0, source="costly")] * 5).is_plain()
+    assert both.propose(batch.seqs, [budget, NOTHING, NOTHING, NOTHING, NOTHING]).sizes() == [5, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("device", DEVICES)

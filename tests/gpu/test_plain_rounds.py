@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 from forerun.build import make_engine
 from forerun.engine.engine import Engine
 from forerun.engine.prompt_rows import PromptRows
-from forerun.models.cuda.plain_rounds import LONGEST_WAIT, PlainRounds
+from forerun.models.cuda.plain_rounds import FIRST, LONGEST_WAIT, PlainRounds
 from forerun.models.cuda.target import CudaDecoder
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.testing import FakeSeq
-from forerun.types import Budget, Needs, Request, TreeBatch, Verdict
+from forerun.testing import FakeSeq, Fault
+from forerun.types import Budget, Needs, Request, Round, TreeBatch, Verdict
 from tests.gpu.heads import settled
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 
@@ -100,6 +101,19 @@ def test_slots_of_a_text_that_ended_serve_the_next(device: str) -> None:
     assert target.plain.used > 20
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_second_turn_finds_the_pages_of_a_first_that_was_ahead(device: str) -> None:
+    """What a pass ahead wrote behind the end of a text is not part of what others find."""
+    engine = _engine(_target(device))
+    first = Request(PROMPTS[3], replace(GREEDY, max_tokens=70))
+    (text,) = _write(engine, [first], 0)
+    turns = [Request((*PROMPTS[3], *text[:end], *PROMPTS[2]), GREEDY) for end in (70, 61)]
+    again = _write(engine, [first, *turns], 5)
+    assert engine.target.plain.used > 40  # type: ignore[attr-defined]
+    alone = [_write(_engine(_target(device)), [turn], 0)[0] for turn in turns]
+    assert again == [text, *alone]
+
+
 def test_nothing_is_launched_for_sampled_texts() -> None:
     target = _target("cpu")
     _write(_engine(target), _requests(replace(GREEDY, temperature=0.8, seed=4)))
@@ -134,11 +148,20 @@ def test_rounds_that_draft_now_and_then_waste_little() -> None:
         drafts = next(budgets) % 5 == 4
         return [Budget(3, 3) if drafts else Budget(0, 0) for _ in seqs]
 
-    engine.controller.plan = plan  # type: ignore[method-assign]
+    delayed, booked = list[bool](), list[float]()
+
+    def observe(outcome: Round) -> None:
+        delayed.append(outcome.delayed)
+        booked.append(outcome.seconds["pass"])
+        assert outcome.tells_times == (not outcome.delayed)
+
+    engine.controller.plan, engine.controller.observe = plan, observe  # type: ignore[method-assign]
     repeating = [Request((5, 6, 7, 5, 6, 7, 5), replace(GREEDY, max_tokens=300))]
     _write(engine, repeating)
     plain = target.plain
     assert 0 < plain.launched - plain.used <= 8, "in vain: after 2, 4, 8, ... rounds"
+    assert delayed.count(True) == plain.launched - plain.used, "a controller is told which rounds had to wait"
+    assert all(seconds > 0.0 for seconds in booked)
     assert plain._wait <= LONGEST_WAIT
 
 
@@ -168,6 +191,35 @@ def test_a_round_that_fails_with_a_pass_under_way(
             continue
     assert list(ids.values()) == wanted
     assert target.used_slots == 0
+
+
+@pytest.mark.slow
+def test_a_fault_anywhere_while_a_pass_is_launched_ahead() -> None:
+    """At many points of a round, in turn with each error: the same texts, and no slot is lost."""
+    target = _target("cpu", kv_slots=900)
+    engine, errors = _engine(target), (MemoryError, KeyboardInterrupt)
+    requests = [Request(prompt, replace(GREEDY, max_tokens=9)) for prompt in (PROMPTS[0], PROMPTS[2])]
+    wanted = _write(engine, requests, 0)
+
+    def play(at: int | None, error: type[BaseException]) -> Fault:
+        ids = {engine.submit(request): list[int]() for request in requests}
+        target.plain.looks_ahead, target.plain._wait, launched = True, FIRST, target.plain.launched
+        fault = Fault(at, error, ("forerun.models",))
+        for step in range(100):
+            with suppress(*errors), fault if step == 5 else nullcontext():
+                for event in engine.step():
+                    ids[event.seq_id] += event.tokens
+            if step == 4:
+                assert target.plain.launched > launched
+        assert not engine.busy
+        assert list(ids.values()) == wanted, f"point {at}: {fault.fired}"
+        assert target.used_slots == 0, f"point {at}: {fault.fired}"
+        return fault
+
+    points = play(None, RuntimeError).seen
+    assert points > 200
+    for i, at in enumerate(range(0, points, points // 25)):
+        assert play(at, errors[i % 2]).fired
 
 
 def _advance(target: CudaDecoder, seqs: Sequence[FakeSeq], rounds: int, needs: Needs) -> None:

@@ -59,8 +59,9 @@ def vllm_config(evidence: Evidence, setup: Setup, drafter: str) -> tuple[dict[st
     config: dict[str, Any]
     if drafter in evidence.free:
         fixed = fixed_lookup(evidence, drafter)
-        config = {"method": method, "prompt_lookup_min": fixed.shortest}
-        config["prompt_lookup_max"] = max(5, fixed.shortest)
+        config = {"method": method}
+        if method == "ngram":
+            config |= {"prompt_lookup_min": fixed.shortest, "prompt_lookup_max": max(5, fixed.shortest)}
     else:
         checkpoint = setup.checkpoint_of(drafter)
         if checkpoint is None:

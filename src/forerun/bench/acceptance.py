@@ -1,9 +1,10 @@
-"""Tokens per round (acceptance) of trained drafters over a suite, without timing.
+"""Tokens per round (acceptance) of drafters over a suite, without timing.
 
-    python -m forerun.bench.acceptance --target M --suite builtin --drafters runs/eagle3,runs/medusa
+    python -m forerun.bench.acceptance --target M --suite builtin --drafters runs/eagle3,suffix,recycling
 
-Every folder is drafted with as a chain of five and as a tree of at most 60 nodes (a draft model as a chain), at the
-temperatures given, in batches; verdicts are the exact verifier's. Above temperature 0 heads draw what they draft from
+A drafter is named by the folder of its head or draft model, or by its name where it needs none. Each drafts a chain of
+five and a tree of at most 60 nodes (`--nodes`; a draft model only chains), at the temperatures given, in batches;
+verdicts are the exact verifier's. Above temperature 0 heads draw what they draft from
 their own law; with `--chosen` they draft the likeliest there too. No timing is taken, so it may share its machine.
 The last line is one JSON document. It needs torch and transformers only.
 """
@@ -24,12 +25,13 @@ from forerun.llm import LLM
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.types import Budget
 
-SHAPES = {"chain of 5": Budget(5, 5, 1), "tree of 60": Budget(60, 7, 10)}
 SEED = 20261115
 
 
 def drafter_of(folder: Path) -> str:
-    """The drafter for the trained head or draft model in a folder."""
+    """The drafter for the trained head or draft model in a folder; one that needs neither is named itself."""
+    if str(folder) in registry.drafters.names():
+        return str(folder)
     head = open_head(folder)
     return "draft_model" if head is None else registry.drafters.running(head.kind)[0].name
 
@@ -43,16 +45,19 @@ def measure(
     config: EngineConfig,
     chosen: bool = False,
     only: str = "",
+    nodes: int = 60,
 ) -> list[dict[str, Any]]:
     """One row per shape and temperature: tokens per round by task and in all."""
     drafter = drafter_of(folder)
     fixed = SpeculativeConfig(
-        controller="fixed", drafter=drafter, draft_model=str(folder), verifier="exact",
+        controller="fixed", drafter=drafter, draft_model=str(folder) if folder.is_dir() else None, verifier="exact",
         draft_sample_method="greedy" if chosen else "probabilistic",
     )  # fmt: skip
     llm = LLM.load(target, speculative_config=fixed, config=config)
     chains = only == "chain" or drafter == "draft_model"
-    shapes = {name: budget for name, budget in SHAPES.items() if budget.width == 1 or not chains}
+    shapes = {"chain of 5": Budget(5, 5, 1)}
+    if not chains:
+        shapes[f"tree of {nodes}"] = Budget(nodes, 7, 10)
     rows = []
     for heat in temperatures:
         params = SamplingParams(max_tokens=tokens, temperature=heat, seed=SEED if heat else None)
@@ -83,12 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print; the last line is the document."""
     parser = argparse.ArgumentParser(prog="python -m forerun.bench.acceptance", description=__doc__)
     parser.add_argument("--target", required=True)
-    parser.add_argument("--drafters", required=True, help="folders, with commas between")
+    parser.add_argument("--drafters", required=True, help="folders and names, with commas between")
     parser.add_argument("--suite", default="builtin")
     parser.add_argument("--limit", type=int, help="prompts per task")
     parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0, 1.0])
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--nodes", type=int, default=60, help="of a tree at most")
     parser.add_argument("--only", choices=["chain"], default="", help="no trees")
     parser.add_argument("--chosen", action="store_true", help="draft the likeliest at any temperature")
     parser.add_argument("--device", default="auto")
@@ -106,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             config,
             given.chosen,
             given.only,
+            given.nodes,
         )
     conditions = {"suite": Path(given.suite).name, "prompts": len(items), "max_tokens": given.max_tokens}
     made = datetime.now(UTC).isoformat(timespec="seconds")

@@ -116,7 +116,7 @@ class AdaptiveController:
         if not nodes and promise.form.nodes:
             promise = promise._replace(form=PLAIN)  # the drafter was not ready
         decision.chooser.observe(
-            promise, decision.ids, accepted, batch, outcome.seconds, is_alone=not outcome.prompt_rows
+            promise, decision.ids, accepted, batch, outcome.seconds, is_alone=outcome.tells_times
         )
         plain = decision.chooser.plain_seconds(batch)
         taken = decision.chooser.promise_of(promise.form, batch + nodes, batch, 0.0).seconds

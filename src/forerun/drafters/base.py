@@ -32,6 +32,7 @@ class Parts:
     speculative: SpeculativeConfig
     max_batch: int = 1  # sequences that are decoded at once: what is captured before texts are written
     max_length: int | None = None  # tokens of a sequence; None = the target's
+    more_drafts: tuple[Target, ...] = ()  # further ones, for which the first drafts
 
     def head_folder(self, drafter: str) -> Path:
         """The folder of the trained head that this drafter runs."""
@@ -116,6 +117,10 @@ class BaseDrafter(ABC):
 
     def forget(self, seq: Seq) -> None:  # noqa: B027
         """Nothing is held."""
+
+    def rewind(self, seq: Seq, length: int) -> None:
+        """Of the sequence as it was, only the first `length` tokens still hold: it was drafted for a draft model."""
+        self.forget(seq)
 
 
 class LookupDrafter(BaseDrafter):

@@ -40,7 +40,7 @@ class Branch(PlainSeq):
 
 
 @dataclass(slots=True)
-class _Growth:
+class Growth:
     """The tree of one sequence while it grows: parallel lists of nodes."""
 
     tokens: list[int]
@@ -80,7 +80,7 @@ class ModelDrafter:
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         laws: list[Tensor] = []
-        trees = [_Growth([seq.tokens[-1]], [-1], [-1]) for seq in seqs]
+        trees = [Growth([seq.tokens[-1]], [-1], [-1]) for seq in seqs]
         wanted = [b for b, seq in enumerate(seqs) if self._depth(seq, budgets[b]) > 0]
         branches = {b: self._follow(seqs[b]) for b in wanted}
         branches = {b: branch for b, branch in branches.items() if not branch.foreign}
@@ -119,6 +119,12 @@ class ModelDrafter:
             self.draft.release(branch)
             self._branches.pop(seq.id, None)
 
+    def rewind(self, seq: Seq, length: int) -> None:
+        """Of the sequence as it was, only the first `length` tokens still hold: it was drafted for a draft model."""
+        branch = self._branches.get(seq.id)
+        if branch is not None:
+            branch.committed = min(branch.committed, length)
+
     def _depth(self, seq: Seq, budget: Budget) -> int:
         """How deep to draft: the budget, within the draft model's own context."""
         return min(budget.depth, budget.nodes, self.draft.max_length - len(seq.tokens) - 1)
@@ -131,6 +137,7 @@ class ModelDrafter:
             fields = (seq.prompt_length, seq.params, seq.seed, length, seq.stop_ids, seq.shares_noise)
             branch = Branch(seq.id, [], *fields, cache_salt=seq.cache_salt)
             self._branches[seq.id] = branch
+        branch.seed = seq.seed  # that of a cascade's level changes with its rounds
         fresh = seq.tokens[branch.committed :]
         branch.foreign = branch.foreign or max(fresh, default=0) >= self.draft.vocab_size
         agreed = branch.committed
@@ -153,7 +160,7 @@ class ModelDrafter:
         live: list[int],
         branches: dict[int, Branch],
         widths: dict[int, int],
-        trees: list[_Growth],
+        trees: list[Growth],
         laws: list[Tensor],
     ) -> dict[int, list[tuple[int, int]]]:
         """The siblings at every root, as (token, node)."""
@@ -170,7 +177,7 @@ class ModelDrafter:
         branches: dict[int, Branch],
         tips: dict[int, int],
         depths: dict[int, int],
-        trees: list[_Growth],
+        trees: list[Growth],
         laws: list[Tensor],
     ) -> None:
         """Extend one chain per sequence, level by level, all sequences in one pass."""
@@ -203,7 +210,7 @@ class ModelDrafter:
             branch.cached = len(branch.tokens)
         roots = TreeBatch.chains([[branch.tokens[-1]] for branch in branches], self.draft.device)
         last = [end - 1 for end in chains.starts[1:]]
-        return warp(_fit(logits[last], self.vocab_size), branches, roots)
+        return warp(fit(logits[last], self.vocab_size), branches, roots)
 
     def _pick(
         self, branch: Branch, step: Laws, i: int, width: int, laws: list[Tensor]
@@ -231,7 +238,7 @@ class ModelDrafter:
         return picked, len(laws) - 1
 
 
-def _fit(logits: Tensor, vocab_size: int) -> Tensor:
+def fit(logits: Tensor, vocab_size: int) -> Tensor:
     """Draft logits in the target's vocabulary: padding ids of either model are cut or made impossible."""
     if logits.shape[-1] >= vocab_size:
         return logits[:, :vocab_size]

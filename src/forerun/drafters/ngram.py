@@ -97,6 +97,18 @@ class NgramDrafter(LookupDrafter):
     def forget(self, seq: Seq) -> None:
         self._sequences.pop(seq.id, None)
 
+    def rewind(self, seq: Seq, length: int) -> None:
+        """Take what comes after the first `length` tokens out of the index."""
+        state = self._sequences.get(seq.id)
+        if state is None:
+            return
+        for end in range(state.indexed, max(0, length - 1), -1):
+            for n in KEYS:
+                if end >= n:
+                    state.places[tuple(state.tokens[end - n : end])].pop()
+        state.indexed = min(state.indexed, max(0, length - 1))
+        state.tokens, state.guess, state.looked = state.tokens[:length], [], -1
+
     def chain(self, seq: Seq, length: int) -> Iterator[tuple[int, float]]:
         """What follows the longest match: tokens, and how likely each is accepted if those before it are."""
         state = self._state(seq)

@@ -147,8 +147,8 @@ class Engine:
         self.target.commit(seqs, trees, verdict)
         self.drafters.observe(seqs, trees, scores, verdict)
         rows = self._observe_prompts(readers, *scores.read, clock.started) if scores.read is not None else 0
-        spent = perf_counter() - clock.started
-        advances, outcome = outcome_of(seqs, trees, laws, verdict, clock.seconds, spent, rows)
+        parts = clock.seconds, (spent := perf_counter() - clock.started), rows, scores.delayed
+        advances, outcome = outcome_of(seqs, trees, laws, verdict, *parts)
         pending.advances = advances  # from here on the round has happened
         for advance in advances:
             advance.seq.take(advance)

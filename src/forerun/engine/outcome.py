@@ -20,6 +20,7 @@ def outcome_of(
     clock: dict[str, float],
     seconds: float,
     prompt_rows: int = 0,
+    delayed: bool = False,
 ) -> tuple[list[Advance], Round]:
     """What each sequence gets, and what controllers observe: `clock` has the seconds of the round by part."""
     paths, bonus = verdict.to_host()
@@ -54,7 +55,8 @@ def outcome_of(
             event = replace(event, rejected=branches)
         places = len(seq.rounds), counts, len(seq.events)
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
-    return advances, Round(tuple(seqs), tuple(drafted), tuple(deepest), tuple(accepted), clock, prompt_rows)
+    trees_of = tuple(drafted), tuple(deepest), tuple(accepted)
+    return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, delayed)
 
 
 def _up_to_impossible(

@@ -19,7 +19,7 @@ import torch
 from forerun.models.cuda.grown import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, run_pass
 from forerun.models.cuda.pass_clock import PassClock
-from forerun.models.cuda.plain_rounds import MOST_ROWS, PlainResults, PlainStep
+from forerun.models.cuda.plain_rounds import MOST_ROWS, PlainResults, PlainStep, Seconds
 from forerun.models.cuda.plan import NARROW, ROW_SIZES, Need, Plan, Size, padding, round_up, splits_to
 from forerun.types import TreeForm
 
@@ -120,12 +120,18 @@ class Passes:
         self.clock.stop()
 
     @torch.inference_mode()
-    def run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> None:
-        """A pass over lone roots, and its argmax; results lie in one of two places until the next but one."""
+    def run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> Seconds:
+        """A pass over lone roots, and its argmax; results lie in one of two places until the next but one.
+
+        Returns what tells how long it takes.
+        """
         self.buffers.send(plan)
+        self.clock.start()
         self.plain.follow(Run.of(plan.size, self.buffers.ints).tokens, step)
         self._replay(self._key(plan, hidden, plan.size.rows)._replace(into=step.into))
         self.plain.decide(plan.size.rows, step)
+        self.clock.stop()
+        return self.clock.taken()
 
     @torch.inference_mode()
     def replay_last(self) -> None:

@@ -93,6 +93,8 @@ def timed(method: Callable[Concatenate[Target, P], Result]) -> Callable[Concaten
         self.passes.clock.taken()  # what a call that failed has left
         result: Any = method(self, *args, **kwargs)
         if isinstance(result, Scores):
+            if result.seconds is not None:  # a plain pass, launched in an earlier call perhaps
+                return result  # type: ignore[return-value]
             return replace(result, seconds=self.passes.clock.taken())  # type: ignore[return-value]
         chains, scores = result
         return chains, replace(scores, seconds=self.passes.clock.taken())  # type: ignore[return-value]

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 MOST_ROWS = 128  # of a plain round that may be followed before it was read
 FIRST, LONGEST_WAIT = 2, 64  # plain rounds before the first attempt, and after many in vain
 
+Seconds = Callable[[], float | None]
 Spans = Callable[
     [Sequence[Seq], Sequence[int], int], list[Span]
 ]  # sequences, tokens, positions further -> rows
@@ -67,8 +68,7 @@ class PlainResults:
     def follow(self, tokens: Tensor, step: PlainStep) -> None:
         """Tokens [rows] name rows of the other set: put what follows these there."""
         if step.follows:
-            rows = tokens.long().clamp_(max=MOST_ROWS - 1)  # a replay finds tokens where rows were
-            tokens.copy_(self.tops[1 - step.into].index_select(0, rows))
+            tokens.copy_(self.tops[1 - step.into].index_select(0, tokens.long()))
 
     def decide(self, rows: int, step: PlainStep) -> None:
         self.tops[step.into, :rows].copy_(self.logits(step.into)[:rows].argmax(-1))
@@ -88,9 +88,9 @@ class PlainResults:
 
 
 class RunsPlain(Protocol):
-    """Launches a planned plain pass."""
+    """Launches a planned plain pass, and says what will tell how long it takes."""
 
-    def __call__(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> None: ...
+    def __call__(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> Seconds: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +102,7 @@ class PlainPass:
     roots: list[int]
     layers: tuple[int, ...]
     into: int
+    seconds: Seconds  # on the device
     verdict: Verdict | None = None  # once it was read
 
 
@@ -133,11 +134,12 @@ class PlainRounds:
         known = set(self._ahead.ids) if self._ahead is not None else set()
         return bool(known) and self.takes(trees) and all(seq.id in known for seq in seqs)
 
-    def drop(self) -> None:
-        """Another kind of pass comes: what was launched ahead was in vain."""
-        self._streak, self._decided = 0, False
-        if self._ahead is not None:
+    def drop(self) -> bool:
+        """Another kind of pass comes. Was one launched ahead in vain, which has to end first?"""
+        in_vain, self._streak, self._decided = self._ahead is not None, 0, False
+        if in_vain:
             self._ahead, self._wait = None, min(LONGEST_WAIT, 2 * self._wait)
+        return in_vain
 
     def forget(self, seq_id: int) -> None:
         """Its slots are given back or cut: nothing that was written ahead counts for it."""
@@ -151,7 +153,9 @@ class PlainRounds:
             self._streak = 0
         self._decided = False
         now = self._spans(seqs, tokens, 0)
+        is_ahead = self._ahead is not None
         found = self._under_way(seqs, tokens, [span.length for span in now], layers)
+        delayed = is_ahead and found is None
         if found is None:
             step = PlainStep(0, follows=False)
             found = self._launch(seqs, now, tokens, layers, step), list(range(len(seqs)))
@@ -159,7 +163,7 @@ class PlainRounds:
         self._ahead = None
         logits, hidden = self._results(this, rows)
         verdict = lambda: self._decide(seqs, this, rows, more)  # noqa: E731
-        return Scores(logits, hidden, Greedy(verdict=verdict))
+        return Scores(logits, hidden, Greedy(verdict=verdict), seconds=this.seconds, delayed=delayed)
 
     def _under_way(
         self, seqs: Sequence[Seq], tokens: list[int], lengths: list[int], layers: tuple[int, ...]
@@ -189,9 +193,10 @@ class PlainRounds:
         layers: tuple[int, ...],
         step: PlainStep,
     ) -> PlainPass:
-        self._run(plan_pass(spans, self._group, self._size_for), layers, step)
+        seconds = self._run(plan_pass(spans, self._group, self._size_for), layers, step)
         self.results.send(step.into)
-        return PlainPass([seq.id for seq in seqs], [span.length for span in spans], roots, layers, step.into)
+        ids, lengths = [seq.id for seq in seqs], [span.length for span in spans]
+        return PlainPass([*ids], lengths, roots, layers, step.into, seconds)
 
     def _results(self, this: PlainPass, rows: list[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits in the buffers; hidden rows as a copy, since the next pass overwrites them."""

@@ -6,9 +6,11 @@ import importlib.util
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from forerun.errors import InvalidInput, MissingDependency
-from forerun.models.cuda.network import Model
+from forerun.models.cuda.network import Buffers, Model, Steps
+from forerun.models.cuda.plain import PlainSteps
 from forerun.models.kv import TREE_MARGIN
 from forerun.models.kv_budget import allowed_bytes, slot_bytes
 
@@ -39,3 +41,12 @@ def pick_kernels(kernels: Kind, device: torch.device, dtype: torch.dtype) -> Lit
     if kernels == "auto":
         return "triton" if there and fits else "torch"
     return kernels
+
+
+def make_steps(kernels: Literal["triton", "torch"], model: Model, buffers: Buffers, kv: Tensor) -> Steps:
+    """The steps of a pass, by these kernels."""
+    if kernels == "torch":
+        return PlainSteps(model, buffers, kv)
+    from forerun.models.cuda.fused import FusedSteps
+
+    return FusedSteps(model, buffers, kv)

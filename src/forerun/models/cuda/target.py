@@ -19,13 +19,12 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda.chunks import Found, chunks_of, fitting_rows, joined, rows_of
 from forerun.models.cuda.graphs import Passes, Replays
 from forerun.models.cuda.grown import GrownBuffers, Outcome, plan_grown
-from forerun.models.cuda.network import Buffers, Model, Steps
+from forerun.models.cuda.network import Buffers, Model
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.pass_clock import timed
-from forerun.models.cuda.plain import PlainSteps
-from forerun.models.cuda.plain_rounds import PlainRounds, PlainStep
+from forerun.models.cuda.plain_rounds import PlainRounds, PlainStep, Seconds
 from forerun.models.cuda.plan import MAX_ROWS, Plan, Span, plan_pass
-from forerun.models.cuda.pool import Kind, pick_kernels, pool_slots
+from forerun.models.cuda.pool import Kind, make_steps, pick_kernels, pool_slots
 from forerun.models.layers import Rotations
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
@@ -60,7 +59,7 @@ class CudaDecoder(SlotTarget):
         slots = kv_slots or pool_slots(self.model, kv_memory)
         super().__init__(config, dtype=dtype, device=self.model.device, kv_slots=slots)
         self.kernels = pick_kernels(kernels, self._device, dtype)
-        steps = self._steps()
+        steps = make_steps(self.kernels, self.model, self.buffers, self.kv.data)
         self.grown = GrownBuffers(self._device, greedy_walk)
         self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=self.kernels == "triton")
         self._group_nodes = _QUERIES // (1 << (config.heads // config.kv_heads - 1).bit_length())
@@ -149,10 +148,16 @@ class CudaDecoder(SlotTarget):
         self, seqs: Sequence[Seq], trees: TreeBatch, layers: tuple[int, ...], chunks: Sequence[Span]
     ) -> tuple[Scores, dict[int, Tensor]]:
         """Scores of the trees, and hidden rows of chunks of prompts."""
-        form = trees.form
         if not chunks and self.plain.takes(trees):
             return self.plain.score(seqs, trees.to_host()[0], layers, more=False), {}
-        self.plain.drop()
+        delayed = self.plain.drop()
+        scores, behind = self._score_trees(seqs, trees, layers, chunks)
+        return replace(scores, delayed=delayed), behind
+
+    def _score_trees(
+        self, seqs: Sequence[Seq], trees: TreeBatch, layers: tuple[int, ...], chunks: Sequence[Span]
+    ) -> tuple[Scores, dict[int, Tensor]]:
+        form = trees.form
         if form is not None and form.rows + rows_of(chunks) <= MAX_ROWS and self._takes_grown:
             try:
                 return self._score_grown(seqs, trees, form, layers, chunks)
@@ -254,17 +259,17 @@ class CudaDecoder(SlotTarget):
         name = "move", form, tuple(self.kv.hidden)
         self._moves.do(name, lambda: self.kv.move_on_device(*outcome.moves()))
 
-    def _run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> None:
-        self.passes.run_plain(plan, hidden, step)
+    def _run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> Seconds:
+        seconds = self.passes.run_plain(plan, hidden, step)
         self._keep_buffers(plan, hidden)
+        return seconds
 
     def _run(self, spans: Sequence[Span], scored: int, found: Found) -> None:
         """One pass; hidden rows are copied out of the buffers, logits stay there until the next pass over trees."""
         if not spans:
             return
-        plan = plan_pass(
-            spans, self._group_nodes, self.passes.scored_size if scored else self.passes.prompt_size
-        )
+        size_for = self.passes.scored_size if scored else self.passes.prompt_size
+        plan = plan_pass(spans, self._group_nodes, size_for)
         self.passes.run(plan, tuple(found.hidden), scored)
         self._keep_buffers(plan, tuple(found.hidden))
         for layer, rows in found.hidden.items():
@@ -288,10 +293,3 @@ class CudaDecoder(SlotTarget):
 
     def _hidden(self, found: Found) -> dict[int, Tensor]:
         return {layer: joined(rows) if rows else self._empty_rows(0) for layer, rows in found.hidden.items()}
-
-    def _steps(self) -> Steps:
-        if self.kernels == "torch":
-            return PlainSteps(self.model, self.buffers, self.kv.data)
-        from forerun.models.cuda.fused import FusedSteps
-
-        return FusedSteps(self.model, self.buffers, self.kv.data)

@@ -73,6 +73,10 @@ class Tokenizer:
         """Every token as the vocabulary spells it, and its id."""
         return self._backend.get_vocab(with_added_tokens=True)
 
+    def special_ids(self) -> set[int]:
+        """The ids that stand for no text: what was added to the vocabulary as special."""
+        return {index for index, token in self._backend.get_added_tokens_decoder().items() if token.special}
+
     def token(self, index: int) -> str | None:
         """How the vocabulary spells an id; None if there is no such id."""
         return self._backend.id_to_token(index)

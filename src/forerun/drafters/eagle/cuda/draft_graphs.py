@@ -31,7 +31,7 @@ from forerun.models.kv import TREE_MARGIN
 from forerun.offers import Form
 from forerun.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 
-INTEGERS = 1 << 17  # room for the largest draft
+INTEGERS = 1 << 18  # room for the largest draft, and for the pages of all sequences
 
 Wanted = tuple[int, int]  # a sequence, and the root of its tree
 
@@ -164,6 +164,8 @@ class DeviceDraft:
     def _launch(self, owners: Sequence[int | None], wanted: Sequence[Wanted], form: Form) -> None:
         """Draft for some sequences; their rows count as read, since whatever follows runs behind this."""
         states = [None if owner is None else self.rows.get(owner) for owner in owners]
+        behind = (form.depth - 1) * form.width
+        states = [one if one and self.rows.has_room(one, one.seen + behind) else None for one in states]
         real = [state for state in states if state is not None]
         self.rows.read_ahead(real, form.depth + 1)
         lanes = [self.rows.lane(state, root) for state, (_, root) in zip(states, wanted, strict=True)]

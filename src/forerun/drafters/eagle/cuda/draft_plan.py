@@ -1,8 +1,8 @@
 """The plan of a GPU draft: one array of integers for the device, laid out once per form and batch bucket.
 
 First the rows that the head has not read yet, for their keys and values; then the last row of each sequence, from which
-its draft starts; then one pass per level. Positions, slots and groups follow from a sequence's base slot and length.
-The device fills in the tokens of the levels and the ancestors of their nodes.
+its draft starts; then one pass per level; then, behind room for ancestors, the pages of all sequences. Positions, slots
+and groups follow from a sequence's pages and length. The device fills in the tokens of the levels and the ancestors.
 
 Batch sizes are rounded up to a few buckets. Padding takes the place of the sequences that are missing: all of it is one
 sequence of one row, with slots of its own, so that nothing has to be treated apart.
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Ints, Size, round_up, splits_to
+from forerun.models.pages import PAGE
 from forerun.offers import Form
 from forerun.types import TreeForm
 
@@ -30,7 +31,7 @@ class Lane(NamedTuple):
 
     root: int  # the last token
     tokens: Sequence[int]  # after each of these rows
-    base: int  # its first slot
+    pages: Ints  # of the head's slots, by position; with room for the draft
     first: int  # position of the first of these rows
     ring: int  # place of its position 0 among all feature rows
     room: int  # feature rows that a sequence has, used again and again
@@ -84,6 +85,10 @@ class DraftForm:
         first = self.last_at + 3 * aligned(self.sequences) + FIELDS * self.sequences
         return first + level * extent_of(self.level(group_nodes))
 
+    def pages_at(self, group_nodes: int) -> int:
+        """Behind all ancestors."""
+        return self.ancestors_at(self.shape.depth - 1, group_nodes)
+
     def ancestors_at(self, level: int, group_nodes: int) -> int:
         """Level i has i + 1 steps per node."""
         size, end = self.level(group_nodes), self.level_at(self.shape.depth - 1, group_nodes)
@@ -102,64 +107,81 @@ def plan_draft(
 
     `farthest` asks for as many splits as a context that long needs.
     """
-    numbers = [(lane.base, lane.first, len(lane.tokens), lane.ring, lane.room) for lane in lanes]
+    numbers = [(lane.first, len(lane.tokens), lane.ring, lane.room, len(lane.pages)) for lane in lanes]
     table = np.array(numbers, dtype=np.int32).T
-    ends = table[1] + table[2]
-    form = DraftForm(len(lanes), shape, splits_to(max(farthest, int(ends.max())) + shape.depth))
-    splits = _splits_of(ends + np.array([[-1], [0], [shape.depth]], dtype=np.int32))
-    ints = _catch_up(lanes, table[:, :, None], ends, splits[0], form)
-    if shape.depth > 1:
-        ints = np.concatenate((ints, _levels(form, group_nodes, table[0], ends, splits[1:])))
+    ends, depth = table[0] + table[1], shape.depth
+    form = DraftForm(len(lanes), shape, splits_to(max(farthest, int(ends.max())) + depth))
+    tables = Tables(
+        np.concatenate([lane.pages for lane in lanes]), np.cumsum(table[4], dtype=np.int32) - table[4]
+    )
+    at = form.pages_at(group_nodes)
+    ints = np.zeros(at + len(tables.pages), dtype=np.int32)
+    ints[at:] = tables.pages
+    splits = _splits_of(ends + np.array([[-1], [0], [depth]], dtype=np.int32))
+    first, places = form.level_at(0, group_nodes), tables.starts + (MAX_ROWS + at)
+    _catch_up(ints[:first], lanes, table[:, :, None], tables, form)
+    last = ints[first - FIELDS * len(lanes) : first].reshape(-1, FIELDS)
+    last[:, 1], last[:, 2], last[:, 3] = splits[0] + 1, np.arange(len(lanes)), 1
+    last[:, 5], last[:, 7] = ends, places
+    if depth > 1:
+        levels = ints[first : form.level_at(depth - 1, group_nodes)].reshape(depth - 1, -1)
+        _levels(levels, form, group_nodes, tables, ends, splits[1:])
+        rows = aligned(form.level(group_nodes).rows)
+        groups = levels[:, 3 * rows :].reshape(depth - 1, len(lanes), -1, FIELDS)
+        groups[..., 5], groups[..., 7] = ends[:, None], places[:, None]
     return form, ints
 
 
-def _catch_up(lanes: Sequence[Lane], table: Ints, ends: Ints, splits: Ints, form: DraftForm) -> Ints:
-    """[tokens | positions | slots | sources] of the unread rows, pads written nowhere, and what `last_at` says.
+class Tables(NamedTuple):
+    """The pages of all sequences, one after another, and where each sequence's start."""
 
-    `splits`: those in which the last rows lie.
-    """
+    pages: Ints
+    starts: Ints
+
+    def slots(self, positions: Ints) -> Ints:
+        """Of positions [B, n] of every sequence."""
+        found: Ints = self.pages[self.starts[:, None] + positions // PAGE] * PAGE + positions % PAGE
+        return found
+
+
+def _catch_up(ints: Ints, lanes: Sequence[Lane], table: Ints, tables: Tables, form: DraftForm) -> None:
+    """[tokens | positions | slots | sources] of the unread rows, pads written nowhere; of `last_at` all but groups."""
     count, behind, rows = form.sequences, form.behind, aligned(form.caught.rows)
-    ints = np.zeros(form.level_at(0, 1), dtype=np.int32)
-    base, first, fresh, ring, room = table
-    steps = np.arange(behind, dtype=np.int32)
-    inside = steps < fresh  # [B, behind]
-    at = (first + steps) * inside
+    first, fresh, ring, room, _ = table
+    inside = np.arange(behind, dtype=np.int32) < fresh  # [B, behind]
+    at = (first + np.arange(behind, dtype=np.int32)) * inside
     parts = ints[: 4 * rows].reshape(4, rows)[:, : count * behind]
     parts[0, inside.ravel()] = [token for lane in lanes for token in lane.tokens]
     parts[1] = at.ravel()
-    parts[2] = ((base + 1 + at) * inside - 1).ravel()
+    parts[2] = np.where(inside, tables.slots(at), -1).ravel()
     parts[3] = (ring + at % room).ravel()
     roots, lasts, positions = ints[form.last_at :][: 3 * aligned(count)].reshape(3, -1)[:, :count]
-    places = np.arange(count, dtype=np.int32)
     roots[:] = [lane.root for lane in lanes]
-    lasts[:] = places * behind + fresh[:, 0] - 1
-    positions[:] = ends - 1
-    groups = ints[form.last_at + 3 * aligned(count) :].reshape(count, FIELDS)
-    groups[:, 1], groups[:, 2], groups[:, 3] = splits + 1, places, 1
-    groups[:, 4], groups[:, 5] = base[:, 0], ends
-    return ints
+    lasts[:] = np.arange(count, dtype=np.int32) * behind + fresh[:, 0] - 1
+    positions[:] = (first + fresh)[:, 0] - 1
 
 
-def _levels(form: DraftForm, group_nodes: int, base: Ints, ends: Ints, splits: Ints) -> Ints:
-    """Of every level [tokens | positions | slots | groups], of sequences at these base slots and lengths.
+def _levels(ints: Ints, form: DraftForm, group_nodes: int, tables: Tables, ends: Ints, splits: Ints) -> None:
+    """Of every level [tokens | positions | slots | groups], of sequences that are so long.
 
     `splits`: those in which their drafts start, and end at the latest.
     """
-    width, size = form.shape.width, form.level(group_nodes)
-    ints, rows = _same_of_levels(form, group_nodes).copy(), aligned(size.rows)
-    steps = np.arange(len(ints), dtype=np.int32)[:, None]
+    count, width, size = len(ints), form.shape.width, form.level(group_nodes)
+    ints[:], rows = _same_of_levels(form, group_nodes), aligned(size.rows)
+    steps = np.arange(count, dtype=np.int32)[:, None]
     ints[:, rows : rows + size.rows] = np.repeat(ends, width) + steps
-    first = (base + ends)[:, None] + np.arange(width, dtype=np.int32)
-    ints[:, 2 * rows : 2 * rows + size.rows] = first.ravel() + steps * width
-    groups = ints[:, 3 * rows :].reshape(len(ints), form.sequences, -1, FIELDS)
-    groups[..., 4], groups[..., 5] = base[:, None], ends[:, None]
+    places: Ints = np.arange(count * width, dtype=np.int32)
+    slots = tables.slots(ends[:, None] + places)  # [B, levels width]
+    ints[:, 2 * rows : 2 * rows + size.rows] = (
+        slots.reshape(-1, count, width).swapaxes(0, 1).reshape(count, -1)
+    )
+    groups = ints[:, 3 * rows :].reshape(count, form.sequences, -1, FIELDS)
     start, behind, shared = splits[0, :, None], splits[1, :, None] + 1, -(-width // group_nodes)
     if width == 1:  # nodes of a chain share everything
         groups[..., 1] = behind
     else:  # committed tokens are shared; from the split in which the tree starts, every node attends alone
         groups[:, :, :shared, 1] = groups[:, :, shared:, 0] = start
         groups[:, :, shared:, 1] = behind
-    return ints.ravel()
 
 
 @lru_cache(maxsize=512)

@@ -150,17 +150,18 @@ class DeviceEagle:
     def _shared_form(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> Form | None:
         """What every budget allows; budgets that were cut because a sequence ends do not count.
 
-        Where all were cut the last form is used again, if it has no more nodes: the sequence is cut behind it, and
-        a smaller form would have to be captured.
+        Where all were cut it is the form of the menu that was cut, or the last one, if that has no more nodes: the
+        sequence is cut behind it, and a smaller form would have to be captured.
         """
         drafting = [(seq, budget) for seq, budget in zip(seqs, budgets, strict=True) if budget.runs]
         whole = [budget for seq, budget in drafting if budget.depth < seq.max_length - len(seq.tokens) - 1]
         sizes = [(one.nodes, one.depth, one.width) for one in whole or [budget for _, budget in drafting]]
         most = Form(*map(min, zip(*sizes, strict=True)))
-        latest = self._latest
         if not whole:
-            if latest is not None and latest.nodes <= most.nodes and self.draft.knows(latest, len(seqs)):
-                return latest
+            meant = [one for one in FORMS if (one.nodes, one.width) == (most.nodes, most.width)]
+            for one in (*meant, self._latest):
+                if one is not None and one.nodes <= most.nodes and self.draft.knows(one, len(seqs)):
+                    return one
             return self._captured_form(len(seqs), most)
         form = self.draft.fitting(len(seqs), *most)
         if form is not None and form in FORMS and len(seqs) <= self.draft.complete_to:

@@ -20,6 +20,9 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.models.kv import TREE_MARGIN
 from forerun.models.layers import pair_up
 
+MORE_SLOTS = (
+    3 * TREE_MARGIN
+)  # than the target's: padding has some, and drafts are written behind all sequences
 WIDE = 1024  # from this width on reading a head's weights is what a level costs, and one byte each is enough
 
 
@@ -85,7 +88,7 @@ def make_net(
         _decoder_config(config, target.max_length, rows), parts, target.model.dtype, target.device, kind,
         config.norm_before_residual,
     )  # fmt: skip
-    net = HeadNet(model, target.kv.capacity + TREE_MARGIN, target.kernels)  # as many slots, and padding's
+    net = HeadNet(model, target.kv.capacity + MORE_SLOTS, target.kernels)
     worth = config.calibration
     head_output = HeadOutput(vocabulary.ids, math.log(worth.scale), worth.power)
     return net, FeatureFusion(config, weights, model), head_output

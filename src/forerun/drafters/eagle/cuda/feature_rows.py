@@ -22,22 +22,25 @@ from forerun.drafters.eagle.cuda.head import HeadNet
 from forerun.drafters.eagle.cuda.integers import SentInts
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.network import Run
-from forerun.models.cuda.plan import MAX_ROWS, Size, round_up
+from forerun.models.cuda.plan import MAX_ROWS, Ints, Size, round_up
 from forerun.models.kv import TREE_MARGIN
+from forerun.models.pages import PAGE, pages_for
 from forerun.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 
 DEEPEST = 16  # levels of a draft
 ROOM = 24  # feature rows of a sequence; a round adds at most DEEPEST + 1
 PASSES = (64, 256, MAX_ROWS)  # rows of a pass that reads for keys and values alone
 PADDING = -1  # whose slots padding has
+NO_PAGES: Ints = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(slots=True)
 class RowState:
     """What is known of one sequence's rows. Row t belongs to token t, and comes with the token after it."""
 
+    seq_id: int
     place: int  # which ROOM rows it owns
-    base: int  # its first slot
+    pages: Ints  # of its slots, by position
     after: list[int] = field(default_factory=list)  # the token after each row that was observed
     read: int = 0  # rows whose keys and values are in the head's slots, or were sent there
 
@@ -45,6 +48,12 @@ class RowState:
     def seen(self) -> int:
         """Rows that were observed."""
         return len(self.after)
+
+    def slots(self, first: int, end: int) -> list[int]:
+        """Of positions that it has pages for."""
+        at = np.arange(first, end)
+        found: list[int] = (self.pages[at // PAGE] * PAGE + at % PAGE).tolist()
+        return found
 
 
 Fresh = tuple[RowState, Sequence[int], list[int]]  # rows of a pass, and the token after each
@@ -64,7 +73,8 @@ class FeatureRows:
         with torch.inference_mode(False):
             self.rows = torch.zeros(MOST * ROOM + 2, width, dtype=net.model.dtype, device=device)
             self._passing = torch.zeros(MAX_ROWS, width, dtype=net.model.dtype, device=device)
-        self._padding = net.kv.reserve(PADDING, TREE_MARGIN)
+        self._padding = RowState(PADDING, 0, NO_PAGES)
+        self.has_room(self._padding, TREE_MARGIN)
 
     @property
     def held(self) -> int:
@@ -77,30 +87,30 @@ class FeatureRows:
     def lane(self, state: RowState | None, root: int) -> Lane:
         """What a draft must know of a sequence; None = padding."""
         if state is None or not state.seen:
-            return Lane(root, (0,), self._padding.base, 0, self._zeros, ROOM)
+            return Lane(root, (0,), self._padding.pages, 0, self._zeros, ROOM)
         first = min(state.read, len(state.after) - 1)  # the last row in any case: the draft starts from it
-        return Lane(root, state.after[first:], state.base, first, state.place * ROOM, ROOM)
+        return Lane(root, state.after[first:], state.pages, first, state.place * ROOM, ROOM)
 
     def forget(self, seq_id: int) -> None:
         self._left_out.discard(seq_id)
         state = self._states.pop(seq_id, None)
         if state is not None:
             self._free.append(state.place)
-            self.net.kv.release(seq_id)
+            self.net.pool.release(seq_id)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Add the rows of root and path of every tree; long ones, which are prompts, are read at once."""
         tokens, (paths, bonus) = trees.to_host()[0], verdict.to_host()
         fresh = list[Fresh]()
-        for seq, first, end, path, last in zip(
-            seqs, trees.starts, trees.starts[1:], paths, bonus, strict=False
-        ):
-            state = self._states.get(seq.id) or self._admit(seq)
-            if (
-                state is not None and first < end
-            ):  # else no room for it, or a prompt of one token: nothing passed
-                rows = [first, *[first + node for node in path]]
-                fresh.append((state, rows, [*[tokens[row] for row in rows[1:]], last]))
+        spans = zip(trees.starts, trees.starts[1:], strict=False)
+        for seq, (first, end), path, last in zip(seqs, spans, paths, bonus, strict=True):
+            state = self._states.get(seq.id)
+            if state is None or state.seen + len(path) >= PAGE * len(state.pages):
+                state = self._admit(seq, len(path) + 1)
+            if state is None or first == end:
+                continue  # no room for it, or a prompt of one token: nothing went through the target
+            rows = [first, *[first + node for node in path]]
+            fresh.append((state, rows, [*[tokens[row] for row in rows[1:]], last]))
         hidden = [scores.hidden[layer] for layer in self.fusion.layers]
         self._make_places(fresh)
         self._read_passed([one for one in fresh if len(one[1]) > DEEPEST + 1], hidden)
@@ -132,15 +142,25 @@ class FeatureRows:
         for rows in PASSES:
             self._keep([], [], [], rows)
 
-    def _admit(self, seq: Seq) -> RowState | None:
-        """Places and slots for a new sequence; None where there are none, until it is forgotten."""
-        model, kv = self.net.model, self.net.kv
-        size = max(min(seq.max_length, model.max_length), len(seq.tokens)) + TREE_MARGIN
-        if seq.id in self._left_out or not self._free or not kv.has_room(size):
+    def has_room(self, state: RowState, positions: int) -> bool:
+        """Give a sequence pages for so many positions; False = there are too few."""
+        more = pages_for(positions) - len(state.pages)
+        if more > 0:
+            if not self.net.pool.take(state.seq_id, more):
+                return False
+            state.pages = np.array(self.net.pool.held[state.seq_id], dtype=np.int32)
+        return True
+
+    def _admit(self, seq: Seq, rows: int) -> RowState | None:
+        """A sequence with places and pages for so many more rows; None where there are none, until it is forgotten."""
+        state = self._states.get(seq.id)
+        if state is None and self._free and seq.id not in self._left_out:
+            state = self._states[seq.id] = RowState(seq.id, self._free.pop(), NO_PAGES)
+        if state is not None and not self.has_room(state, state.seen + rows):
+            self.forget(seq.id)
+            state = None
+        if state is None:
             self._left_out.add(seq.id)
-            return None
-        base = kv.reserve(seq.id, size).base
-        state = self._states[seq.id] = RowState(self._free.pop(), base)
         return state
 
     def _make_places(self, coming: Sequence[Fresh]) -> None:
@@ -177,7 +197,7 @@ class FeatureRows:
             some = flat[low : low + MAX_ROWS]
             self._places.send(np.array([state.place * ROOM + t % ROOM for state, t in some], dtype=np.int64))
             torch.index_select(self.rows, 0, self._places.all[: len(some)], out=self._passing[: len(some)])
-            slots = [state.base + t for state, t in some]
+            slots = [int(state.pages[t // PAGE]) * PAGE + t % PAGE for state, t in some]
             self._keep([state.after[t] for state, t in some], [t for _, t in some], slots)
         for state, _, high in spans:
             state.read = max(state.read, high)
@@ -187,7 +207,7 @@ class FeatureRows:
         rows = [row for _, mine, _ in fresh for row in mine]
         tokens = [token for _, _, after in fresh for token in after]
         at = [state.seen + i for state, mine, _ in fresh for i in range(len(mine))]
-        slots = [state.base + state.seen + i for state, mine, _ in fresh for i in range(len(mine))]
+        slots = [slot for state, mine, _ in fresh for slot in state.slots(state.seen, state.seen + len(mine))]
         for low in range(0, len(rows), MAX_ROWS):
             some = slice(low, low + MAX_ROWS)
             now = rows[some]

@@ -29,7 +29,8 @@ from forerun.models.cuda.network import Buffers, Layer, Model, Run
 from forerun.models.cuda.packed import Packed, Weight, WeightKind, pack, times, whole
 from forerun.models.cuda.plain import PlainSteps
 from forerun.models.cuda.plan import LONGEST, MAX_ROWS
-from forerun.models.kv import TREE_MARGIN, KVStore
+from forerun.models.kv import TREE_MARGIN
+from forerun.models.pages import PAGE, PagePool, pages_for
 
 LIFTED_TO = 128.0  # root mean square of rows of whole numbers: 256 times as much is still held
 BYTES_STEP = 32  # depth of one product of bytes on tensor cores
@@ -242,21 +243,22 @@ class PlainHeadSteps(PlainSteps):
 
 
 class HeadNet:
-    """A head with its buffers and the slots of its sequences."""
+    """A head with its buffers, and the pages of its sequences."""
 
     def __init__(self, model: HeadModel, kv_slots: int, kernels: str) -> None:
         config = model.config
         self.model, self.buffers = model, Buffers(model)
-        self.kv = KVStore(
-            1, config.kv_heads, config.head_dim, dtype=model.dtype, device=model.device, capacity=kv_slots
-        )
+        self.pool = PagePool(pages_for(kv_slots))  # nobody shares a head's pages: only hidden rows are shared
+        with torch.inference_mode(False):
+            shape = 1, 2, config.kv_heads, PAGE * self.pool.size, config.head_dim
+            self.kv = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.steps: HeadSteps
         if kernels == "triton":
             from forerun.drafters.eagle.cuda.fused_head import FusedHeadSteps
 
-            self.steps = FusedHeadSteps(model, self.buffers, self.kv.data)
+            self.steps = FusedHeadSteps(model, self.buffers, self.kv)
         else:
-            self.steps = PlainHeadSteps(model, self.buffers, self.kv.data)
+            self.steps = PlainHeadSteps(model, self.buffers, self.kv)
 
     @property
     def out(self) -> Tensor:

@@ -1,0 +1,214 @@
+"""SuffixDrafter: drafts what followed the longest match of the sequence's end, with probabilities from counts.
+
+Three texts are searched: the request itself (a suffix automaton), where it is allowed the past outputs of the same
+tenant, and a corpus that was indexed beforehand. Whichever promises the longest accepted chain drafts; where more
+nodes are cheap, other continuations and other texts become branches. Where nothing matches, nothing is drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import NamedTuple
+
+from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts
+from forerun.drafters.suffix.automaton import SuffixAutomaton
+from forerun.drafters.suffix.corpus import Corpus
+from forerun.drafters.suffix.history import History, Reader
+from forerun.drafters.suffix.rates import OWN_MEMORY, SECOND, SHARED_MEMORY, HitRates, kind_of
+from forerun.drafters.suffix.sources import AutomatonPlace, Place
+from forerun.drafters.tenants import tenant_of
+from forerun.drafters.tree_builder import TreeBuilder
+from forerun.offers import Offer
+from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
+
+REQUEST, PAST, CORPUS = range(3)  # the texts that are searched
+BRANCHES = 64  # nodes of a tree before it is cut to what pays
+
+
+class Step(NamedTuple):
+    """A drafted token with what is known of it."""
+
+    token: int
+    rate: float  # probability that it is accepted if those before it are
+    kind: int
+    match: int
+    second: int | None  # the next best continuation
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What is kept per sequence."""
+
+    rates: list[HitRates]
+    reader: Reader | None
+    text: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    looked: int = -1  # length of the sequence when continuations were last looked up
+    source: int = REQUEST  # where the best chain comes from
+    chain: list[Step] = field(default_factory=list)
+
+
+class SuffixDrafter(LookupDrafter):
+    """The longest match of the sequence's end, in several texts."""
+
+    def __init__(
+        self,
+        longest: int = 16,
+        shortest: int = 1,
+        history: History | None = None,
+        corpus: Corpus | None = None,
+    ) -> None:
+        self.longest, self.shortest = longest, shortest
+        self.history, self.corpus = history, corpus
+        self._sequences: dict[int, _Sequence] = {}
+        self._all = [HitRates(longest, with_prior=True) for _ in range(3)]
+
+    @classmethod
+    def build(cls, parts: Parts) -> SuffixDrafter:
+        given = parts.speculative
+        history = corpus = None
+        if given.shared:
+            history = History(parts.target.vocab_size, file=Path(given.history) if given.history else None)
+        if given.corpus is not None:
+            corpus = Corpus.open(Path(given.corpus), parts.target.vocab_size)
+        return cls(given.prompt_lookup_max, given.prompt_lookup_min, history, corpus)
+
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        """Score the last chain against the committed tokens, proposed or not."""
+        (tokens, _), (paths, bonus) = trees.to_host(), verdict.to_host()
+        for b, seq in enumerate(seqs):
+            state = self._sequences.get(seq.id)
+            if state is None or not state.chain:
+                continue
+            own, shared = state.rates[state.source], self._all[state.source]
+            committed = [*(tokens[trees.starts[b] + node] for node in paths[b]), bonus[b]]
+            for step, token in zip(state.chain, committed, strict=False):
+                hit = step.token == token
+                own.count(step.kind, step.match, hit, OWN_MEMORY)
+                shared.count(step.kind, step.match, hit, SHARED_MEMORY)
+                if not hit:
+                    if step.second is not None:
+                        own.count(SECOND, step.match, step.second == token, OWN_MEMORY)
+                        shared.count(SECOND, step.match, step.second == token, SHARED_MEMORY)
+                    break
+
+    def forget(self, seq: Seq) -> None:
+        state, tenant = self._sequences.pop(seq.id, None), tenant_of(seq)
+        if state is not None and self.history is not None and tenant is not None:
+            self.history.add(tenant, seq.tokens[seq.prompt_length :])
+
+    def rewind(self, seq: Seq, length: int) -> None:
+        """Read the sequence anew; what a draft model wrote is no output."""
+        self._sequences.pop(seq.id, None)
+
+    def chain(self, seq: Seq, length: int) -> Iterator[tuple[int, float]]:
+        for step in self._state(seq).chain[:length]:
+            yield step.token, step.rate
+
+    def offer(self, seq: Seq) -> Offer:
+        survival, survivals = 1.0, []
+        for step in self._state(seq).chain:
+            survival *= step.rate
+            if survival < NEGLIGIBLE:
+                break
+            survivals.append(survival)
+        return Offer(free=tuple(survivals))
+
+    def _state(self, seq: Seq) -> _Sequence:
+        """What is kept for a sequence, updated to its last token."""
+        state = self._sequences.get(seq.id)
+        if state is None:
+            rates = [HitRates(self.longest) for _ in range(3)]
+            tenant, reader = tenant_of(seq), None
+            if self.history is not None and tenant is not None:
+                reader = self.history.reader(tenant)
+            state = self._sequences[seq.id] = _Sequence(rates, reader)
+        size = len(seq.tokens)
+        if state.looked != size:
+            fresh = seq.tokens[state.text.size :]
+            state.text.extend(fresh)
+            if state.reader is not None:
+                state.reader.read(fresh)
+            self._look_up(seq, state)
+            state.looked = size
+        return state
+
+    def _places(self, seq: Seq, state: _Sequence) -> list[tuple[int, Place]]:
+        """Where the end of the sequence matches, in every text that it does."""
+        places: list[tuple[int, Place]] = [(REQUEST, AutomatonPlace(state.text, *state.text.earlier()))]
+        if state.reader is not None:
+            places += [(PAST, place) for place in state.reader.places()]
+        if self.corpus is not None:
+            places.append((CORPUS, self.corpus.find(seq.tokens)))
+        return [(source, place) for source, place in places if place.length >= self.shortest]
+
+    def _look_up(self, seq: Seq, state: _Sequence) -> None:
+        """The chain with the most expected accepted tokens."""
+        state.chain, best = [], 0.0
+        for source, place in self._places(seq, state):
+            steps = self._steps(place, state.rates[source], self._all[source], seq.stop_ids)
+            worth, survival = 0.0, 1.0
+            for step in steps:
+                survival *= step.rate
+                worth += survival
+            if worth > best:
+                state.chain, state.source, best = steps, source, worth
+
+    def _steps(self, place: Place, own: HitRates, shared: HitRates, stop_ids: frozenset[int]) -> list[Step]:
+        """The likeliest chain from a place on, as long as it is worth drafting; the first token always."""
+        steps: list[Step] = []
+        survival = 1.0
+        while len(steps) < AT_HAND and survival >= NEGLIGIBLE:
+            found = place.continuations()
+            if not found:
+                break
+            (count, token), match = found[0], place.length
+            kind = kind_of(count, sum(times for times, _ in found))
+            rate = own.rate(kind, match, shared)
+            steps.append(Step(token, rate, kind, match, found[1][1] if len(found) > 1 else None))
+            if token in stop_ids:
+                break
+            survival *= rate
+            place = place.after(token)
+        return steps
+
+    def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
+        state = self._state(seq)
+        builder = TreeBuilder(seq.tokens[-1])
+        node = 0
+        for step in state.chain[: budget.depth]:
+            node = builder.add(node, step.token, step.rate)
+        if budget.width > 1 and budget.depth and budget.nodes > 1:
+            self._branch(builder, seq, state, budget)
+        return builder.cut(budget.nodes, budget.price)
+
+    def _branch(self, builder: TreeBuilder, seq: Seq, state: _Sequence, budget: Budget) -> None:
+        """Add other continuations, the likeliest first, at every node and from every text."""
+        waiting: list[tuple[float, int, int, int, int, Place]] = []
+        places = self._places(seq, state)
+        places.sort(key=lambda pair: pair[0] != state.source)  # the chain's own text first
+        left = 1.0  # probability that the texts before leave to those after
+        for source, place in places:
+            heappush(waiting, (-left, 0, len(waiting), 0, source, place))
+            left *= 0.5
+        made = len(waiting)
+        while waiting and len(builder.tokens) <= BRANCHES:
+            survival, depth, _, node, source, place = heappop(waiting)
+            own, shared = state.rates[source], self._all[source]
+            found, rest = place.continuations(), 1.0
+            total = sum(times for times, _ in found)
+            for rank, (count, token) in enumerate(found[: budget.width]):
+                kind = SECOND if rank else kind_of(count, total)
+                rate = rest * own.rate(kind, place.length, shared)
+                rest -= rate
+                if -survival * rate < NEGLIGIBLE / 2:
+                    break
+                child = builder.add(node, token, rate * (-survival / builder.survivals[node]))
+                if token not in seq.stop_ids and depth + 1 < budget.depth:
+                    made += 1
+                    heappush(waiting, (survival * rate, depth + 1, made, child, source, place.after(token)))

@@ -1,0 +1,188 @@
+"""TranslatedTarget: a draft model with another tokenizer, as a Target in the target's own vocabulary.
+
+Sequences and trees are read to the model in its own tokens, and its logits come back over the target's ids, impossible
+where the vocabularies have no token in common (token-level intersection, Timor et al. 2025). That masked law is what
+drafters draw from and hand on, so that sampled drafts are tested against exactly what they were drawn from. A node
+whose token the model lacks becomes a chain of several nodes. Any drafter that runs a second model can run this one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from forerun.drafters.token_map import TokenMap
+from forerun.errors import PromptTooLong
+from forerun.models.base import Target
+from forerun.models.shared import SharedWeights
+from forerun.types import Needs, PlainSeq, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
+
+PIECES = 4  # of the draft model's tokens that one of the target's is thought to take at most
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A sequence in the draft model's tokens."""
+
+    tokens: list[int]  # of the target
+    read: list[int]  # of the draft model
+    ends: list[
+        int
+    ]  # how many of these the first token, the first two, ... of the target are; the prefix counts
+    nodes: list[list[int]] = field(default_factory=list)  # of the tree scored last: what each node became
+
+
+class TranslatedTarget:
+    """The draft model behind a TokenMap."""
+
+    def __init__(self, draft: Target, tokens: TokenMap) -> None:
+        self.draft, self.map = draft, tokens
+        self._readings: dict[int, _Reading] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return self.map.vocab_size
+
+    @property
+    def max_length(self) -> int:
+        return self.draft.max_length
+
+    @property
+    def device(self) -> torch.device:
+        return self.draft.device
+
+    @property
+    def used_slots(self) -> int:
+        return self.draft.used_slots
+
+    @property
+    def cached_slots(self) -> int:
+        return self.draft.cached_slots
+
+    @property
+    def slots(self) -> int | None:
+        return self.draft.slots
+
+    def shared(self) -> SharedWeights | None:
+        return None
+
+    @property
+    def pass_rows(self) -> int:
+        return self.draft.pass_rows
+
+    def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
+        known = [self.cached_tokens(seq) for seq in seqs]
+        chains = [seq.tokens[have:-1] for seq, have in zip(seqs, known, strict=True)]
+        chains = chains if rows is None else first_rows(chains, rows)
+        read = [have + len(chain) for have, chain in zip(known, chains, strict=True)]
+        self.draft.prefill([self._view(seq, length) for seq, length in zip(seqs, read, strict=True)], Needs())
+        return TreeBatch.chains(chains, self.device), Scores(None)
+
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        read = None if prompts is None else self.prefill(prompts.seqs, needs, prompts.rows)
+        views = [self._view(seq) for seq in seqs]
+        whole, last, done = [], list[int](), 0
+        tokens, parents = trees.to_host()
+        for b, seq in enumerate(seqs):
+            span = slice(trees.starts[b], trees.starts[b + 1])
+            tree, nodes = _expanded(tokens[span], parents[span], self.map)
+            self._readings[seq.id].nodes = nodes
+            whole.append(tree)
+            last += [done + made[-1] for made in nodes]
+            done += len(tree[0])
+        batch = TreeBatch.trees(whole, device=self.device)
+        logits = self.draft.score(views, batch, Needs()).required_logits[last]
+        return Scores(self.map.spread(logits), read=read)
+
+    def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
+        tokens, parents = trees.to_host()
+        whole, paths = [], []
+        for b, seq in enumerate(seqs):
+            span, nodes = slice(trees.starts[b], trees.starts[b + 1]), self._readings[seq.id].nodes
+            whole.append(_expanded(tokens[span], parents[span], self.map)[0])
+            paths.append([made for node in [0, *verdict.path(b)] for made in nodes[node]][1:])
+        batch = TreeBatch.trees(whole, device=self.device)
+        views = [self._view(seq) for seq in seqs]
+        self.draft.commit(views, batch, Verdict.of(paths, [0] * len(paths), batch.device))
+        for b, seq in enumerate(seqs):
+            kept = [tokens[trees.starts[b] + node] for node in verdict.path(b)]
+            self._update(self._readings[seq.id], [*seq.tokens, *kept])
+
+    def truncate(self, seq: Seq, length: int) -> None:
+        reading = self._readings.get(seq.id)
+        if reading is not None:
+            self.draft.truncate(self._view(seq), self._size(reading, min(length, len(reading.tokens))))
+
+    def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
+        self.draft.warm_up(needs, max_batch, max_length)
+
+    def has_room(self, *lengths: int) -> bool:
+        return self.draft.has_room(*(PIECES * length for length in lengths))
+
+    def make_room(self, seqs: Sequence[Seq], rows: Sequence[int]) -> bool:
+        return self.draft.make_room([self._view(seq) for seq in seqs], [PIECES * count for count in rows])
+
+    def reused_tokens(self, seq: Seq) -> int:
+        return 0  # its views have no salt
+
+    def cached_tokens(self, seq: Seq) -> int:
+        reading, cached = self._readings.get(seq.id), self.draft.cached_tokens(seq)
+        return bisect_right(reading.ends, cached) if reading is not None and cached else 0
+
+    def release(self, seq: Seq) -> None:
+        self.draft.release(seq)
+        self._readings.pop(seq.id, None)
+
+    def _size(self, reading: _Reading, length: int) -> int:
+        """How many tokens the draft model has for the first `length` of the target's."""
+        return reading.ends[length - 1] if length else len(self.map.prefix)
+
+    def _update(self, reading: _Reading, tokens: Sequence[int]) -> None:
+        """Read what is new of a sequence, after what of it is still the same."""
+        agreed = 0
+        if reading.tokens == tokens[: len(reading.tokens)]:  # the usual case, compared in one go
+            agreed = len(reading.tokens)
+        else:
+            while agreed < min(len(reading.tokens), len(tokens)) and reading.tokens[agreed] == tokens[agreed]:
+                agreed += 1
+        del reading.read[self._size(reading, agreed) :], reading.tokens[agreed:], reading.ends[agreed:]
+        for token in tokens[agreed:]:
+            reading.read += self.map.pieces[token]
+            reading.ends.append(len(reading.read))
+        reading.tokens = list(tokens)
+
+    def _view(self, seq: Seq, length: int | None = None) -> PlainSeq:
+        """The sequence as the draft model reads it: some tokens, or all but the last, and a first piece of the next."""
+        reading = self._readings.get(seq.id)
+        if reading is None:
+            reading = self._readings[seq.id] = _Reading([], list(self.map.prefix), [])
+        self._update(reading, seq.tokens)
+        size = self._size(reading, len(seq.tokens) - 1 if length is None else length) + 1
+        if size > self.draft.max_length:
+            raise PromptTooLong(
+                f"the draft model would read {size} tokens; it reads {self.draft.max_length} at most"
+            )
+        limit = max(size, min(self.draft.max_length, PIECES * seq.max_length))
+        return PlainSeq(seq.id, reading.read[:size], size, seq.params, seq.seed, limit, seq.stop_ids)
+
+
+def _expanded(
+    tokens: Sequence[int], parents: Sequence[int], tokens_of: TokenMap
+) -> tuple[tuple[list[int], list[int]], list[list[int]]]:
+    """A tree in the draft model's tokens, and which of its nodes each node became."""
+    made: tuple[list[int], list[int]] = ([], [])
+    nodes: list[list[int]] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        above, chain = nodes[parent][-1] if parent >= 0 else -1, list[int]()
+        for piece in tokens_of.pieces[token]:
+            made[0].append(piece)
+            made[1].append(above)
+            above = len(made[0]) - 1
+            chain.append(above)
+        nodes.append(chain)
+    return made, nodes
