@@ -73,15 +73,22 @@ class AsyncLLM:
         params: Params | None = None,
         *,
         request_id: str | None = None,
+        every_round: bool = True,
         **options: Unpack[Options],
     ) -> AsyncGenerator[Event | Completion]:
-        """Yield an Event per round as the text grows, then its Completion."""
+        """Yield an Event per round as the text grows, then its Completion.
+
+        Without `every_round` the event of the first round comes, and the others with the Completion: for callers that
+        want the whole text, because an event loop that wakes after every round takes time from the engine.
+        """
         handle = await self._submit(make_request(prompt, params, options, self.llm.encode), request_id)
         try:
-            is_finished = False
+            news, end = (lambda: handle.has_news), (lambda: handle.is_finished)
+            is_finished, wanted = False, news
             while not is_finished:
-                await self._until(lambda: handle.has_news)
+                await self._until(wanted)
                 is_finished = handle.is_finished  # read first: no event comes after it is set
+                wanted = news if every_round else end
                 for event in handle.take():
                     yield event
             yield self._completion_of(handle)
@@ -94,17 +101,33 @@ class AsyncLLM:
             if name == request_id:
                 self.llm.driver.post(handle.drop_from, at_once=False)
 
-    async def close(self) -> None:
-        """Drop all requests and end the thread; calls that still wait get an error."""
+    async def close(self, timeout: float | None = None) -> bool:
+        """Drop all requests and end the thread; calls that still wait get an error.
+
+        Waits for the thread, at most `timeout` seconds: did it end? A round that hangs cannot be ended.
+        """
+        self._end_all()
+        loop = asyncio.get_running_loop()
+        until = None if timeout is None else loop.time() + timeout
+        while self._thread.is_alive() and (until is None or loop.time() < until):
+            await asyncio.sleep(0.002)  # not in an executor: a thread of it that hangs would keep the process
+        return not self._thread.is_alive()
+
+    def fail(self, error: BaseException) -> None:
+        """Give up an engine that makes no progress: calls that wait, and later ones, get the error."""
+        self._broken = error
+        self._end_all()
+        self.llm.driver.wake_all()
+
+    def _end_all(self) -> None:
         self._is_closed = True
         for handle in list(self._handles):
             self._drop(handle)
         self._owner.wake()
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that ended the engine's thread; None while it runs."""
+        """The error that ended the engine's thread, or that it was given up with; None while it runs."""
         return self._broken
 
     @property
@@ -165,7 +188,7 @@ class AsyncLLM:
             self.llm.driver.wait(self._owner)
         except BaseException as error:
             log.exception("the engine's thread ended with an error")
-            self._broken = error
+            self._broken = self._broken or error
         self.llm.driver.wake_all()
 
 
@@ -174,15 +197,19 @@ class _Coroutine:
 
     def __init__(self, is_ready: Callable[[], bool]) -> None:
         self._is_ready, self._event = is_ready, asyncio.Event()
+        self._is_called = False  # and has not come yet: rounds may be quicker than the loop
         self._loop = asyncio.get_running_loop()
 
     def is_ready(self) -> bool:
         return self._is_ready()
 
     def wake(self) -> None:
-        if not self._loop.is_closed():
+        if not self._is_called and not self._loop.is_closed():
+            self._is_called = True
             self._loop.call_soon_threadsafe(self._event.set)
 
     async def woken(self) -> None:
+        """Wait for a call; the caller then looks itself, so none that comes from here on is lost."""
         await self._event.wait()
         self._event.clear()
+        self._is_called = False

@@ -30,6 +30,7 @@ class Completion:
     seed: int | None  # passed back, it gives this text with any drafter; None where no seed does that
     seconds: float  # of the engine's work since it was admitted, including the rest of the batch
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    queue_seconds: float = 0.0  # from its submission until its prompt was read
     reached: list[int] = field(default_factory=list)  # rounds whose draft reached depth 1, 2, ...
     kept: list[int] = field(default_factory=list)  # of these, rounds whose accepted path did
     cached_tokens: int = 0  # of the prompt: found in the prefix cache, and not computed again
@@ -76,6 +77,7 @@ def completion_of(seq: SequenceState, exact: bool) -> Completion:
         seed=seed_of(seq),
         seconds=stats.seconds,
         logprobs=[entry for event in seq.events for entry in event.logprobs],
+        queue_seconds=seq.queue_seconds or 0.0,
         reached=stats.reached,
         kept=stats.kept,
         cached_tokens=seq.cached_tokens,

@@ -92,7 +92,7 @@ def _as_message(message: Any) -> Message:
         )
     content = message.get("content")
     if content is None and message.get("tool_calls"):
-        return message
+        return {**message, "content": ""}  # templates add it to other text
     if isinstance(content, str):
         text = content
     elif isinstance(content, Sequence) and not isinstance(content, bytes | bytearray):

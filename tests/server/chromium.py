@@ -86,7 +86,14 @@ class Chromium:
         self._call("Input.dispatchKeyEvent", type="keyDown", **code, **said)
         self._call("Input.dispatchKeyEvent", type="keyUp", **code)
 
+    def hover(self, selector: str) -> None:
+        """The pointer over the middle of the first element that matches."""
+        script = f"(() => {{ const r = document.querySelector({selector!r}).getBoundingClientRect();"
+        x, y = self.ask(script + " return [r.x + r.width / 2, r.y + r.height / 2]; })()")
+        self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
     def picture(self, file: Path) -> None:
+        self._call("Emulation.setScrollbarsHidden", hidden=True)
         found = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(found["data"]))
 

@@ -20,6 +20,7 @@ from forerun.async_llm import AsyncLLM
 from forerun.params import EngineConfig
 from forerun.server.app import create_app
 from forerun.server.backend import Backend
+from forerun.server.run import uvicorn_options
 from forerun.server.settings import ServerSettings
 
 
@@ -38,8 +39,7 @@ def start(llm: LLM, settings: ServerSettings) -> tuple[uvicorn.Server, threading
         factory=True,
         host="127.0.0.1",
         port=0,
-        log_level="warning",
-        timeout_graceful_shutdown=2,
+        **{**uvicorn_options(settings), "timeout_graceful_shutdown": 2},
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

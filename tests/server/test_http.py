@@ -63,9 +63,24 @@ def test_bad_bodies_get_a_4xx_that_says_why(http: httpx.Client, body: str, statu
     assert said["type"] == "invalid_request_error"
 
 
-def test_a_body_that_is_too_large_is_not_read(http: httpx.Client) -> None:
-    answer = http.post("/v1/chat/completions", content=b"x" * 300_000)
-    assert answer.status_code == 413
+@pytest.mark.parametrize(
+    ("field", "size"), [("logit_bias", 1025), ("stop", 129), ("stop_token_ids", 1025), ("prompt", 30_000)]
+)
+def test_long_lists_are_refused_before_they_cost_others_time(
+    http: httpx.Client, field: str, size: int
+) -> None:
+    values = {str(i): 1 for i in range(size)} if field == "logit_bias" else [1] * size
+    body = {"prompt": "x", field: ["a"] * size if field == "stop" else values}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert "at most" in answer.text or "no room" in answer.text
+
+
+@pytest.mark.parametrize("chunks", [1, 30])
+def test_a_body_that_is_too_large_is_not_read(http: httpx.Client, chunks: int) -> None:
+    parts = (b"x" * (300_000 // chunks) for _ in range(chunks))
+    answer = http.post("/v1/chat/completions", content=b"".join(parts) if chunks == 1 else parts)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
 
 
 def test_unknown_places_and_methods_have_the_same_shape(http: httpx.Client) -> None:
@@ -123,6 +138,28 @@ def test_more_than_the_queue_takes_is_turned_away(http: httpx.Client, served: Ru
         answer.json()["choices"][0]["message"]["content"] for answer in answers if answer.status_code == 200
     }
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "param", "says"),
+    [
+        ({"stop": ["a"] * 200}, "stop", "at most 128"),
+        ({"stop": 5}, "stop", "valid"),
+        ({"stream_options": 5}, "stream_options", "valid"),
+        ({"speculative": "sometimes"}, "speculative", "'off' or 'on'"),
+        ({"speculative": {"drafterr": "ngram"}}, "speculative", "did you mean 'drafter'"),
+        ({"speculative": {"budget": {"nodes": 999}}}, "speculative.budget.nodes", "256"),
+        ({"prompt": [1, "a"]}, "prompt", "valid"),
+        ({"stream_options": {"include_usge": True}}, "stream_options", "did you mean 'include_usage'"),
+    ],
+)
+def test_what_is_wrong_is_said_of_the_field(
+    http: httpx.Client, field: dict[str, object], param: str, says: str
+) -> None:
+    error = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, **field}).json()["error"]
+    assert error["param"].startswith(param)
+    assert "[" not in error["param"]
+    assert says in error["message"]
 
 
 class TestGate:

@@ -5,7 +5,9 @@ Set FORERUN_PICTURES to a folder to keep screenshots to look at.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +44,12 @@ def send(page: Chromium, text: str) -> None:
     page.until(f"!{BUSY} && document.querySelectorAll('.facts:not(:empty)').length")
 
 
+def keep(page: Chromium, name: str) -> None:
+    """A screenshot, where they are wanted."""
+    if folder := os.environ.get("FORERUN_PICTURES"):
+        page.picture(Path(folder) / f"page-{name}.png")
+
+
 def tab_to(page: Chromium, what: str, shift: bool = False) -> None:
     for _ in range(30):
         page.press("Tab", shift)
@@ -60,7 +68,8 @@ def test_a_chat_by_keyboard_alone(page: Chromium, served: Running) -> None:
     tab_to(page, ".token", shift=True)
     page.press("ArrowRight")
     assert page.ask("document.activeElement === document.querySelectorAll('.token')[1]")
-    assert "round" in page.ask("document.getElementById('about').textContent")
+    told = page.ask("document.getElementById('tip').textContent")
+    assert re.search(r"(drafted and accepted|the target's own), probability [\d.]+%, round \d+", told)
     page.press("Enter")
     assert page.ask("document.getElementById('round').open")
     shown = page.ask("document.getElementById('round-body').textContent")
@@ -72,7 +81,54 @@ def test_a_chat_by_keyboard_alone(page: Chromium, served: Running) -> None:
     assert page.errors == []
 
 
-def test_with_and_without_speculation_side_by_side(page: Chromium) -> None:
+def test_pointing_at_a_token_tells_where_it_came_from(page: Chromium) -> None:
+    send(page, "Hello! " * 12)
+    assert page.ask("document.getElementById('tip').hidden")
+    page.hover(".token.drafted")
+    page.until("!document.getElementById('tip').hidden")
+    assert "drafted and accepted, probability" in page.ask("document.getElementById('tip').textContent")
+    keep(page, "tip")
+    page.hover("h1")
+    page.until("document.getElementById('tip').hidden")
+
+
+def test_figures_are_live(page: Chromium, served: Running) -> None:
+    page.ask("document.getElementById('tokens').value = 200")
+    before = served.llm.engine.stats.tokens
+    page.type("one two three four one two three four one two three four, and so on without an end")
+    page.press("Enter")
+    page.until("document.querySelector('#plot-batch').getAttribute('aria-label').includes('most 1')")
+    page.until(f"!{BUSY}")
+    page.until(f"Number(document.querySelector('#now dd:nth-of-type(5)').textContent) > {before + 8}")
+    for name in ("rate", "round"):
+        said = page.ask(f"document.querySelector('#plot-{name}').getAttribute('aria-label')")
+        most = float(re.search(r"most ([\d.]+)", said)[1])  # type: ignore[index]
+        assert most > 1, said
+        points = page.ask(f"document.querySelector('#plot-{name} polyline').getAttribute('points')")
+        assert "NaN" not in points
+        assert len(points.split()) >= 2
+    assert page.ask("document.querySelectorAll('#plot-position rect').length") == len(
+        served.llm.engine.stats.reached
+    )
+    assert re.search(r"\d+ (plain|chain)", page.ask("document.getElementById('now').textContent"))
+    keep(page, "figures")
+
+
+def test_a_chat_can_be_exported(page: Chromium, served: Running) -> None:
+    send(page, "Name two colours.")
+    page.ask("URL.createObjectURL = (data) => { window.exported = data; return 'blob:none'; }; 0")
+    tab_to(page, "#export", shift=True)
+    page.press("Enter")
+    (turn,) = json.loads(page.ask("window.exported.text()"))["turns"]
+    assert turn["messages"] == [{"role": "user", "content": "Name two colours."}]
+    assert turn["answer"]["text"] == served.llm.chat(turn["messages"], max_tokens=24, temperature=0).text
+    assert sum(len(each["tokens"]) for each in turn["answer"]["rounds"]) == len(turn["answer"]["tokens"])
+    assert {"logprob", "round", "drafted", "top_logprobs"} <= set(turn["answer"]["tokens"][0])
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_with_and_without_speculation_side_by_side(page: Chromium, temperature: float) -> None:
+    page.ask(f"document.getElementById('temperature').value = {temperature}")
     page.type("Name two colours.")
     tab_to(page, "#compare")
     page.press("Enter")
@@ -80,7 +136,13 @@ def test_with_and_without_speculation_side_by_side(page: Chromium) -> None:
     texts = page.ask("[...document.querySelectorAll('.sides .text')].map((t) => t.textContent)")
     assert len(texts) == 2
     assert texts[0] == texts[1]
-    assert "The texts are equal." in page.ask("document.getElementById('log').textContent")
+    said = page.ask("document.querySelector('.equal > .facts').textContent")
+    assert re.fullmatch(
+        r"The texts are equal( \(drawn with seed \d+\))?\. [\d.]+ s with drafts, [\d.]+ s without: [\d.]+x as fast\.",
+        said,
+    )
+    assert ("seed" in said) is (temperature > 0)
+    keep(page, f"compare-{temperature}")
     assert not page.ask("document.querySelectorAll('.sides .turn')[1].querySelector('.drafted')")
 
 
@@ -93,6 +155,8 @@ def test_rejected_branches_are_shown(page: Chromium) -> None:
         " document.getElementById('round').close(); if (text.includes('after')) return text; } })()"
     )
     assert found, "a drafter of trees is not always right"
+    page.ask("document.querySelector('.token:nth-of-type(4)').click()")
+    keep(page, "round")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -107,8 +171,7 @@ def test_it_fits_and_can_be_read(page: Chromium, width: int, scheme: str) -> Non
     assert whole <= seen, "nothing sticks out to the right"
     for selector in ("body", ".hint", "#send", ".facts"):
         assert page.ask(f"({CONTRAST})({selector!r})") >= 4.5, f"{selector} is hard to read"
-    if folder := os.environ.get("FORERUN_PICTURES"):
-        page.picture(Path(folder) / f"page-{width}-{scheme}.png")
+    keep(page, f"{width}-{scheme}")
 
 
 CONTRAST = """(selector) => {

@@ -1,6 +1,6 @@
 """Many streams at once with clients that leave, clients that read slowly and faults: nothing is lost or changed.
 
-A few seconds by default; FORERUN_SOAK=180 is the long run.
+A few seconds by default; FORERUN_SOAK=180 is the long run. From a minute on, memory must not grow in its second half.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import random
+import sys
 import time
 from typing import Any
 
@@ -22,6 +23,14 @@ SECONDS = float(os.environ.get("FORERUN_SOAK", "6"))
 STREAMS = 32
 PROMPTS = [f"List: a{i} b{i} c{i} a{i} b{i}" for i in range(8)]
 TOKENS = 12
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds: server and clients; 0 where the system does not tell."""
+    if not os.path.exists("/proc/self/statm"):
+        return 0
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Client:
@@ -84,14 +93,27 @@ def test_soak(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.gather(*(client.run(until) for client in clients))
         return clients
 
+    async def watched(url: str) -> tuple[list[Client], list[int]]:
+        work, sizes = asyncio.ensure_future(all_clients(url)), list[int]()
+        while not work.done():
+            sizes.append(resident())
+            await asyncio.sleep(min(1.0, SECONDS / 10))
+        return await work, sizes
+
     with serving(llm) as url:
-        clients = asyncio.run(all_clients(url))
+        clients, sizes = asyncio.run(watched(url))
         stats = httpx.get(f"{url}/stats").json()
         deadline = time.monotonic() + 10
         while llm.engine.target.used_slots and time.monotonic() < deadline:
             time.sleep(0.05)
         assert llm.engine.target.used_slots == 0, "what clients left behind was freed"
         assert (llm.engine.running, list(llm.engine.waiting)) == ([], []), stats
+    half, end = max(sizes[: len(sizes) // 2]), max(sizes[len(sizes) // 2 :])
+    written = sum(client.finished for client in clients)
+    sys.stdout.write(
+        f"{written} texts, resident {half >> 20} MiB in the first half, {end >> 20} later"
+    )  # pytest -s
+    assert SECONDS < 60 or end < half + (8 << 20), f"memory grows: {sizes}"
     assert [each for client in clients for each in client.wrong] == []
     assert sum(client.finished for client in clients) >= STREAMS
     assert sum(client.left for client in clients) >= 1

@@ -15,7 +15,7 @@ from forerun.testing import FakeSeq, random_tree
 from forerun.types import TreeBatch
 from forerun.verify import truncation
 from forerun.verify.truncation import keep_top_k, keep_top_p, keep_within_min_p
-from forerun.verify.warp import coupled_token, token_logprobs, warp, warp_rows
+from forerun.verify.warp import _add_bias, coupled_token, token_logprobs, warp, warp_rows
 
 transformers = pytest.importorskip("transformers")
 V = 23
@@ -201,3 +201,16 @@ def test_coupled_token_is_the_argmin_of_noise_over_law() -> None:
         law = torch.rand(V, generator=generator) * (torch.rand(V, generator=generator) > 0.5)
         noise = torch.empty(V).exponential_(generator=generator)
         assert coupled_token((law * 7).log(), -torch.expm1(-noise)) == int((noise / law).argmin())
+
+
+def test_a_bias_on_every_token_is_added_token_by_token() -> None:
+    """Bit for bit what a loop over tokens gives; ids beyond the vocabulary are left out."""
+    biases = {token: 1e3 / (token + 0.7) - 9.0 for token in range(3 * V)}
+    logits = torch.randn(2, V)
+    block = logits.clone()
+    _add_bias(block, SamplingParams(logit_bias=biases))
+    wanted = logits.clone()
+    for token in range(V):
+        wanted[:, token] += biases[token]
+    assert torch.equal(block, wanted)
+    assert not torch.equal(block, logits)

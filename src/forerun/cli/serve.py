@@ -14,8 +14,14 @@ from forerun.cli.flags import TraceFile
 from forerun.errors import InvalidInput
 from forerun.server.settings import LOOPBACK, ServerSettings, read_keys
 
+ClientSeconds = Annotated[
+    float, typer.Option(help="Seconds to send a request, or to read nothing of an answer.")
+]
+HangSeconds = Annotated[
+    float, typer.Option(help="Seconds without progress after which requests are given up.")
+]
 Restart = Annotated[
-    bool, typer.Option("--restart", help="Start the engine's thread again if an error ends it.")
+    bool, typer.Option("--restart", help="Start the engine again if an error ends it or it hangs.")
 ]
 LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")]
 Keys = Annotated[list[str] | None, typer.Option(help="A key that clients must send; repeatable.")]
@@ -52,6 +58,8 @@ def serve(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     drain_seconds: Annotated[float, typer.Option(help="Seconds to end running texts after SIGTERM.")] = 30.0,
+    client_seconds: ClientSeconds = 60.0,
+    hang_seconds: HangSeconds = 120.0,
     restart: Restart = False,
     trace: TraceFile = None,
     log_prompts: LogPrompts = False,
@@ -61,10 +69,23 @@ def serve(
     keys = (*(api_key or ()), *(read_keys(api_key_file) if api_key_file is not None else ()))
     settings = ServerSettings(
         tuple(served_model_name or [model]), host, port, keys, max_queue, rate_limit=rate_limit,
-        deadline=deadline, drain_seconds=drain_seconds, restart=restart, log_prompts=log_prompts,
-        share_prefixes=share_prefixes,
+        deadline=deadline, drain_seconds=drain_seconds, client_seconds=client_seconds, hang_seconds=hang_seconds,
+        restart=restart, log_prompts=log_prompts, share_prefixes=share_prefixes,
     )  # fmt: skip
-    speculative = _parse(speculative_config)
+    engine = {"dtype": dtype, "device": device, "max_length": max_model_len, "max_batch": max_num_seqs,
+              "kv_slots": kv_slots, "kv_memory": kv_memory, "threads": threads}  # fmt: skip
+    drafting = {
+        "drafter": drafter,
+        "draft_model": draft_model,
+        "speculative_config": _parse(speculative_config),
+    }
+    _load_and_run(model, settings, engine, drafting, trace)
+
+
+def _load_and_run(
+    model: str, settings: ServerSettings, engine: dict[str, Any], drafting: dict[str, Any], trace: Path | None
+) -> None:
+    """Take the port, load the model, answer."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from forerun.server.run import address_of, bind
     from forerun.server.run import serve as run
@@ -73,13 +94,7 @@ def serve(
     from forerun.llm import LLM
     from forerun.params import EngineConfig
 
-    config = EngineConfig.from_dict(
-        {"dtype": dtype, "device": device, "max_length": max_model_len, "max_batch": max_num_seqs,
-         "kv_slots": kv_slots, "kv_memory": kv_memory, "threads": threads}
-    )  # fmt: skip
-    llm = LLM.load(
-        model, drafter=drafter, draft_model=draft_model, speculative_config=speculative, config=config
-    )
+    llm = LLM.load(model, config=EngineConfig.from_dict(engine), **drafting)
     where = f"{address_of(listener)} (API below /v1, drafter: {llm.engine.default_drafter})"
     said = f"serving {settings.model_names[0]} at {where}; Ctrl-C ends it"
     with loading.traced(llm, trace):

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from forerun.engine.round_clock import PARTS, RoundClock, Seconds
 from forerun.engine.trace import Trace
 from forerun.types import Round, Scores
+
+Form = Literal["plain", "chain", "tree"]
 
 
 class RoundCounts(NamedTuple):
@@ -63,10 +65,20 @@ class SequenceStats:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Where the time went, in seconds, over everything: what prompts and each part of all rounds took."""
+    """Counts of all rounds, and where the time went: what prompts and each part of all rounds took, in seconds.
 
-    rounds: int = 0
+    One thread writes; others may read at any time.
+    """
+
+    rounds: int = 0  # of the engine: each takes in all sequences that run
     tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    forms: dict[Form, int] = field(default_factory=dict)  # rounds of single sequences
+    reached: list[int] = field(
+        default_factory=list
+    )  # [depth-1] of these, those whose tree reached that depth
+    kept: list[int] = field(default_factory=list)  # [depth-1] those whose accepted path did
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     read: int = 0  # tokens of sequences that were prefilled
     reused: int = 0  # of these, tokens that were found in the prefix cache
@@ -88,6 +100,8 @@ class EngineStats:
         """A round has ended."""
         self.rounds += 1
         self.tokens += tokens
+        for counts in zip(outcome.drafted, outcome.depths, outcome.accepted, strict=True):
+            self._add_drafts(*counts)
         self._add(clock)
         if self.trace is not None:
             self.trace.add_round(clock.started, clock.seconds, outcome, tokens)
@@ -101,9 +115,30 @@ class EngineStats:
         if self.trace is not None:
             self.trace.add_prompts(clock.started, clock.seconds["prompt"], rows)
 
+    def _add_drafts(self, drafted: int, depth: int, accepted: int) -> None:
+        """What a round came to for one sequence."""
+        form = form_of(drafted, depth)
+        self.drafted += drafted
+        self.accepted += accepted
+        self.forms[form] = self.forms.get(form, 0) + 1
+        missing = [0] * (depth - len(self.reached))
+        self.kept += missing
+        self.reached += missing
+        for i in range(depth):
+            self.reached[i] += 1
+        for i in range(accepted):
+            self.kept[i] += 1
+
     def _add(self, clock: RoundClock) -> None:
         for part, spent in clock.seconds.items():
             self.seconds[part] += spent
+
+
+def form_of(drafted: int, depth: int) -> Form:
+    """What a round puts to the target: the last token alone, a chain of drafted tokens, or a tree of them."""
+    if not drafted:
+        return "plain"
+    return "chain" if drafted == depth else "tree"
 
 
 @contextmanager

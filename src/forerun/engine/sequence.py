@@ -8,6 +8,7 @@ a fault leaves a sequence as it was before a round or as it is after it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, NamedTuple, NoReturn
 
 from forerun.engine.detokenize import Detokenizer
@@ -46,6 +47,8 @@ class SequenceState:
     drafting: str  # the drafter's name, or the plain one's where it has failed
     rounds: list[RoundCounts] = field(default_factory=list)  # the counts of each
     events: list[Event] = field(default_factory=list)  # all so far
+    made: float = field(default_factory=perf_counter)  # when it was submitted
+    queue_seconds: float | None = None  # until its prompt was first read; None = it waits
     prompt_seconds: float = 0.0
     cached_tokens: int = 0  # of its prompt, found in the prefix cache
     finished: FinishReason | None = None
@@ -114,7 +117,9 @@ class SequenceState:
         _set(self, "failures", self.failures + 1)
 
     def note_prompt(self, seconds: float) -> None:
-        """Its prompt was read, in so many seconds."""
+        """Its prompt, or a part of it, was read in so many seconds."""
+        if self.queue_seconds is None:
+            _set(self, "queue_seconds", max(0.0, perf_counter() - seconds - self.made))
         _set(self, "prompt_seconds", self.prompt_seconds + seconds)
 
     def note_reuse(self, tokens: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import time
+from time import perf_counter, time
 from typing import Any, Literal
 
 from forerun.completion import Completion
@@ -13,6 +13,7 @@ from forerun.server.generation import speculation_of, usage_of
 from forerun.server.logprobs import Spells, for_chat, for_completion
 from forerun.server.schemas import Generation
 from forerun.server.tools import ToolCall
+from forerun.server.tracing import RequestSpan
 from forerun.types import Branch, Event
 
 Kind = Literal["chat.completion", "text_completion"]
@@ -29,11 +30,15 @@ class Answer:
     tokenizer: Spells
     body: Generation
     has_logprobs: bool
+    span: RequestSpan
     prompts: int = 1
+    arrived: float = field(default_factory=perf_counter)  # when the request came
     created: int = field(default_factory=lambda: int(time()))
     id: str = ""
     asked_by: dict[str, str] = field(default_factory=dict)  # for the log: the request's name and the caller's
+    prompt_tokens: int = 0
     _lengths: dict[int, int] = field(default_factory=dict)  # characters sent, by choice
+    _written: int = 0  # tokens so far, of all choices
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat.completion" else "cmpl"
@@ -67,6 +72,7 @@ class Answer:
 
     def piece(self, index: int, event: Event) -> dict[str, Any]:
         """What one round added."""
+        self._written += len(event.tokens)
         entries = event.logprobs if self.has_logprobs else None
         if self.kind == "chat.completion":
             spelt = None if entries is None else for_chat(entries, self.tokenizer)
@@ -86,6 +92,7 @@ class Answer:
 
     def whole_text(self, index: int, text: str, done: Completion) -> dict[str, Any]:
         """A text that was held back until it was known which part of it calls tools."""
+        self._written += done.tokens
         spelt = for_chat(done.logprobs, self.tokenizer) if self.has_logprobs else None
         return self._delta(index, {"content": text}, spelt)
 
@@ -150,6 +157,11 @@ class Answer:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.kind == "chat.completion" else "text_completion"
+        options = self.body.stream_options
+        if choices and options is not None and options.continuous_usage_stats:
+            read, own = self.prompt_tokens, self._written
+            usage = {"prompt_tokens": read, "completion_tokens": own, "total_tokens": read + own}
+            return {**self._head(kind), "choices": choices, "usage": usage}
         return {**self._head(kind), "choices": choices}
 
     def _head(self, kind: str) -> dict[str, Any]:

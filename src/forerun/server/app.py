@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -29,12 +29,14 @@ from forerun.server.schemas import (
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 from forerun.server.sse import EventStream
+from forerun.server.tracing import RequestSpan
 
 if TYPE_CHECKING:
     from forerun.server.backend import Backend
 
 log = logging.getLogger(__name__)
-POLL = 0.25  # seconds between looks whether a client that waits for a whole answer is still there
+T = TypeVar("T")
+POLL = 0.25  # seconds between looks at the engine
 
 
 def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
@@ -43,17 +45,18 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        watch = asyncio.create_task(_restarts(service)) if settings.restart else None
+        watch = asyncio.create_task(_watch(service))
         yield
         service.draining = True
-        if watch is not None:
-            watch.cancel()
+        watch.cancel()
         await backend.close()
 
     app = FastAPI(title="Forerun", version=__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None)
     app.state.service = service
     add_error_handlers(app)
-    app.add_middleware(Guard, max_body=settings.max_body, metrics=service.metrics)
+    app.add_middleware(
+        Guard, max_body=settings.max_body, patience=settings.client_seconds, metrics=service.metrics
+    )
     allowed = [Depends(_check_key(gate))]
     _add_operator_routes(app, service)
     _add_text_routes(app, service, allowed)
@@ -61,12 +64,19 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
     return app
 
 
-async def _restarts(service: Service) -> None:
-    """Look after the engine; its requests have ended with an error by then."""
+async def _watch(service: Service) -> None:
+    """Look after the engine: end its requests where it hangs, and start it again where that was asked for."""
+    backend, settings = service.backend, service.settings
     while True:
         await asyncio.sleep(POLL)
-        if await service.backend.restart():
-            log.warning("the engine had ended and was started again")
+        if backend.looks_hung(settings.hang_seconds):
+            log.error("there was work, and no round for %g s: its requests are ended", settings.hang_seconds)
+            backend.give_up()
+        if settings.restart and backend.failure is not None:
+            if await backend.restart():
+                log.warning("the engine had ended and was started again")
+            elif not service.active:  # who waited has been told
+                service.must_replace = True
 
 
 def _check_key(gate: Gate) -> Callable[[Request], Awaitable[None]]:
@@ -80,13 +90,13 @@ def _check_key(gate: Gate) -> Callable[[Request], Awaitable[None]]:
 def _add_operator_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> Response:
-        problem = service.backend.problem(service.settings.hang_seconds)
+        problem = service.backend.problem
         status = {"status": "ok"} if problem is None else {"status": "failed", "reason": problem}
         return JSONResponse(status, 200 if problem is None else 503)
 
     @app.get("/ready")
     async def ready() -> Response:
-        there = not service.draining and service.backend.problem(service.settings.hang_seconds) is None
+        there = not service.draining and service.backend.problem is None
         return JSONResponse({"ready": there}, 200 if there else 503)
 
     @app.get("/version")
@@ -110,7 +120,12 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
         return _page_file(name)
 
 
-_PAGE = {"index.html": "text/html", "style.css": "text/css", "app.js": "text/javascript"}
+_PAGE = {
+    "index.html": "text/html",
+    "style.css": "text/css",
+    "app.js": "text/javascript",
+    "plots.js": "text/javascript",
+}
 
 
 def _page_file(name: str) -> Response:
@@ -183,22 +198,35 @@ async def _whole_or_stream(
     has_logprobs: bool,
     request: Request,
 ) -> Response:
-    jobs = await asyncio.to_thread(make_jobs, body)
-    apart = bool(service.settings.api_keys) and not service.settings.share_prefixes
-    jobs = salted(jobs, request.state.caller if apart else None, body.cache_salt)
-    prompts = len({job.prompt for job in jobs})
-    answer = Answer(kind, service.model, service.backend.tokenizer, body, has_logprobs, prompts)
-    answer.asked_by = {"request": request.state.id, "caller": request.state.caller}
-    admission = service.admitted(len(jobs))
-    if not body.stream:
-        with admission:
-            return JSONResponse(await _while_connected(request, service.write(body, answer, jobs)))
+    state = request.state
+    span = RequestSpan(request.headers, f"forerun {kind}", service.model, state.id)
     with ExitStack() as held:
-        held.enter_context(admission)
+        held.enter_context(span)
+        jobs = await asyncio.to_thread(make_jobs, body)
+        apart = bool(service.settings.api_keys) and not service.settings.share_prefixes
+        jobs = salted(jobs, state.caller if apart else None, body.cache_salt)
+        prompts = [job.prompt for job in jobs[:: body.n or 1]]
+        answer = Answer(
+            kind,
+            service.model,
+            service.backend.tokenizer,
+            body,
+            has_logprobs,
+            span,
+            len(prompts),
+            state.arrived,
+        )
+        answer.prompt_tokens = sum(map(len, prompts))
+        answer.asked_by = {"request": state.id, "caller": state.caller}
+        if span.trace_id is not None:
+            answer.asked_by["trace"] = span.trace_id
+        held.enter_context(service.admitted(len(jobs)))
+        if not body.stream:
+            whole = await _while_connected(request, service.write(body, answer, jobs))
+            return JSONResponse(whole, headers=span.headers())
         chunks = service.stream(body, answer, jobs)
-        first = await anext(
-            chunks
-        )  # what the engine has against the request is an answer with a status of its own
+        # what the engine has against the request is an answer with a status of its own
+        first = await _while_connected(request, anext(chunks))
         ends = held.pop_all()
 
     async def rest() -> AsyncGenerator[dict[str, Any]]:
@@ -208,21 +236,27 @@ async def _whole_or_stream(
                 async for chunk in found:
                     yield chunk
 
-    return EventStream(rest(), {"x-request-id": request.state.id}, service.settings.write_seconds)
+    return EventStream(rest(), {"x-request-id": state.id, **span.headers()})
 
 
-async def _while_connected(request: Request, work: Any) -> Any:
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
     """Await some work, unless the client goes away: then it is cancelled, which aborts its texts."""
-    task = asyncio.ensure_future(work)
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request))
     try:
-        while True:
-            ended, _ = await asyncio.wait({task}, timeout=POLL)
-            if ended:
-                return task.result()
-            if await request.is_disconnected():
-                raise ApiError(499, "the client has gone away")
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ApiError(499, "the client has gone away")
     finally:
         task.cancel()
+        gone.cancel()
+        await asyncio.wait({task, gone})
+
+
+async def _disconnect(request: Request) -> None:
+    """Returns when the client has gone; its body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _model(name: str, service: Service) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from time import monotonic
@@ -11,9 +12,15 @@ from typing import Any
 from forerun import registry
 from forerun.async_llm import AsyncLLM
 from forerun.completion import Completion
+from forerun.engine.metrics import Form
+from forerun.engine.progress import prompt_progress
+from forerun.errors import ForerunError
 from forerun.heads import heads_in_the_box
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.types import Event
+
+log = logging.getLogger(__name__)
+CLOSING = 2.0  # seconds that a round may still take when its engine is to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +31,30 @@ class Load:
     waiting: int
     used_slots: int
     cached_slots: int
+    slots: int | None  # that there can be; None = no limit
     read: int  # tokens of prompts
     reused: int  # of these, found in the prefix cache
     preemptions: int
-    rounds: int
+    rounds: int  # of the engine; `forms` has those of its sequences
     tokens: int
+    drafted: int
+    accepted: int
+    forms: Mapping[Form, int]
+    reached: Sequence[int]  # rounds of sequences whose draft reached depth 1, 2, ...
+    kept: Sequence[int]  # of these, those whose accepted path did
     seconds: Mapping[str, float]  # by part of a round
+
+    @property
+    def sequence_rounds(self) -> int:
+        return sum(self.forms.values())
+
+    @property
+    def accepted_per_position(self) -> list[float]:
+        return [kept / reached for kept, reached in zip(self.kept, self.reached, strict=False) if reached]
+
+
+class EngineHangs(ForerunError):
+    """There was work, and the engine made no progress."""
 
 
 class Backend:
@@ -38,7 +63,7 @@ class Backend:
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm, self._engine = llm, llm.llm.engine
         self.tokenizer: Tokenizer = llm.llm.tokenizer
-        self._seen, self._since = -1, monotonic()
+        self._seen, self._since, self._had_work = (-1, 0), monotonic(), False
 
     @property
     def vocab_size(self) -> int:
@@ -71,30 +96,46 @@ class Backend:
         stats = engine.stats
         return Load(
             len(engine.running) + len(engine.reading), len(engine.waiting), engine.target.used_slots,
-            engine.target.cached_slots, stats.read, stats.reused, stats.preemptions, stats.rounds, stats.tokens,
-            dict(stats.seconds),
+            engine.target.cached_slots, engine.target.slots, stats.read, stats.reused, stats.preemptions,
+            stats.rounds, stats.tokens, stats.drafted, stats.accepted, dict(stats.forms), list(stats.reached),
+            list(stats.kept), dict(stats.seconds),
         )  # fmt: skip
 
-    def problem(self, patience: float) -> str | None:
-        """Why the engine cannot answer: it has ended, or there was work and no round for so many seconds."""
-        if self._llm.failure is not None:
-            return f"the engine ended: {type(self._llm.failure).__name__}"
-        rounds = self._engine.stats.rounds
-        if rounds != self._seen or not self._engine.busy:
-            self._seen, self._since = rounds, monotonic()
-        elif monotonic() - self._since > patience:
-            return f"there was work, and no round for {patience:.0f} s"
-        return None
+    @property
+    def failure(self) -> BaseException | None:
+        return self._llm.failure
+
+    @property
+    def problem(self) -> str | None:
+        """Why the engine cannot answer; None while it can."""
+        failure = self._llm.failure
+        if failure is None:
+            return None
+        said = str(failure) if isinstance(failure, EngineHangs) else type(failure).__name__
+        return f"the engine ended: {said}"
+
+    def looks_hung(self, patience: float) -> bool:
+        """Was there work, and neither a round nor a prompt that was read on, for so many seconds? Asked often."""
+        now, has_work = (self._engine.stats.rounds, prompt_progress(self._engine)[0]), self._engine.busy
+        if now != self._seen or not (has_work and self._had_work) or self.failure is not None:
+            self._seen, self._since = now, monotonic()
+        self._had_work = has_work
+        return monotonic() - self._since > patience
+
+    def give_up(self) -> None:
+        """Whoever waits gets an error, and nobody else is served: the engine's thread cannot be ended from outside."""
+        self._llm.fail(EngineHangs("the engine makes no progress; the request was given up"))
 
     async def restart(self) -> bool:
-        """Start a new engine thread where the old one has ended; was there need?"""
-        if self._llm.failure is None:
+        """Start a new engine thread where the old one has ended; False where it has not, and hangs."""
+        if not await self._llm.close(CLOSING):
             return False
-        await self._llm.close()
         for seq in [*self._engine.running, *self._engine.reading, *self._engine.waiting]:
             self._engine.abort(seq.id)
         self._llm = AsyncLLM(self._llm.llm, max_requests=self._llm.max_requests)
         return True
 
     async def close(self) -> None:
-        await self._llm.close()
+        """End its thread; one that hangs is left behind."""
+        if not await self._llm.close(CLOSING):
+            log.error("the engine hangs: its thread is left behind")

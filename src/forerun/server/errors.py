@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -10,13 +12,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from forerun.errors import ForerunError, InvalidInput, PromptTooLong
+from forerun.errors import ForerunError, InvalidInput, MissingDependency, PromptTooLong
 
 log = logging.getLogger(__name__)
+# parts of a place that name one of a field's types, not a field
+_TYPE = re.compile(r"str|int|float|bool|(list|dict|literal|constrained|function-\w+)\[.*\]|[A-Z]\w+")
 
 
-class ApiError(Exception):
-    """A request that cannot be served, with the status that says why."""
+class ApiError(HTTPException):
+    """A request that cannot be served, with the status that says why.
+
+    One of the framework's own kind, because others become "400, the body cannot be parsed" while a body is read.
+    """
 
     def __init__(
         self,
@@ -28,9 +35,9 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, message, headers)
         self.status, self.message, self.kind = status, message, kind
-        self.param, self.code, self.headers = param, code, headers
+        self.param, self.code = param, code
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
@@ -45,7 +52,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, PromptTooLong):
         return ApiError(400, str(error), param="messages", code="context_length_exceeded")
-    if isinstance(error, InvalidInput):
+    if isinstance(error, InvalidInput | MissingDependency):  # what this server was not installed for
         return ApiError(400, str(error))
     if isinstance(error, ForerunError):
         return ApiError(500, str(error), "server_error")
@@ -80,14 +87,19 @@ def add_error_handlers(app: FastAPI) -> None:
 
 def from_validation(found: Any) -> ApiError:
     """The first thing that is wrong with a body, in one line."""
-    first = found[0] if found else {}
+    # of a field with several types each type has something against it: what one is about its value says most
+    about_values = [each for each in found if not str(each.get("type")).endswith("_type")]
+    first: Mapping[str, Any] = next(iter([*about_values, *found]), {})
     if first.get("type") == "json_invalid":
         reason = (first.get("ctx") or {}).get("error", "it cannot be parsed")
         return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
-    if first.get("type") == "model_attributes_type":  # curl -d without a header, or a list
+    if (
+        first.get("type") == "model_attributes_type" and len(first.get("loc", ())) < 2
+    ):  # curl -d without a header, or a list
         said = "the body must be a JSON object, sent with the header `Content-Type: application/json`"
         return ApiError(400, said, code="invalid_json")
-    where = [str(part) for part in first.get("loc", ()) if part != "body"]
+    parts = [str(part) for part in first.get("loc", ()) if part != "body"]
+    where = [part for part in parts if not _TYPE.fullmatch(part)]
     param = ".".join(where) or None
     message = str(first.get("msg", "the body is wrong"))
     return ApiError(400, f"{param}: {message}" if param else message, param=param)

@@ -6,15 +6,16 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from forerun.completion import Completion
-from forerun.errors import InvalidInput
+from forerun.errors import InvalidInput, PromptTooLong
 from forerun.noise import derived_seed
 from forerun.server.errors import ApiError
-from forerun.server.schemas import ChatRequest, CompletionRequest, Generation, Speculative
-from forerun.types import Event
+from forerun.server.schemas import ChatRequest, CompletionRequest, Generation, Speculative, TreeBudget
+from forerun.types import Budget, Event
 
 if TYPE_CHECKING:
     from forerun.law_processor import LawProcessor
@@ -31,11 +32,12 @@ class Job:
     index: int  # the choice it is
     prompt: tuple[int, ...]
     options: dict[str, Any]
+    streams: bool = True
 
 
 @dataclass(slots=True)
 class Timing:
-    """When a request came, when its first token did, and when it ended."""
+    """When a request came, when the first token of one of its texts did, and when that text ended."""
 
     started: float = field(default_factory=perf_counter)
     first: float | None = None
@@ -74,7 +76,7 @@ def make_jobs(
             own = dict(options)
             if body.seed is not None:
                 own["seed"] = derived_seed(body.seed, copy)
-            jobs.append(Job(number * copies + copy, prompt, own))
+            jobs.append(Job(number * copies + copy, prompt, own, bool(body.stream)))
     return jobs
 
 
@@ -100,14 +102,18 @@ def sampling_of(body: Generation, prompt_length: int, context: int) -> dict[str,
         if body.logprobs is not None:
             given["logprobs"] = body.logprobs
     room = context - prompt_length
-    if limit is not None and limit > room > 0:
+    if room <= 0:  # said here, before a long list of tokens is looked at
+        raise PromptTooLong(
+            f"the prompt has {prompt_length} tokens; the context of {context} leaves no room to answer; shorten it"
+        )
+    if limit is not None and limit > room:
         raise ApiError(
             400,
             f"max_tokens={limit} and a prompt of {prompt_length} tokens are more than the context of {context}",
             param="max_tokens",
             code="context_length_exceeded",
         )
-    given["max_tokens"] = max(1, room) if limit is None else limit
+    given["max_tokens"] = room if limit is None else limit
     return given
 
 
@@ -121,14 +127,16 @@ def drafting_of(body: Generation) -> dict[str, Any]:
     assert isinstance(asked, Speculative)
     if not asked.enabled:
         return {"drafter": "none"}
-    fields = {"drafter": asked.drafter, "budget": asked.budget, "verifier": asked.verifier}
+    own = asked.budget
+    budget = Budget(own.nodes, own.depth, own.width) if isinstance(own, TreeBudget) else own
+    fields = {"drafter": asked.drafter, "budget": budget, "verifier": asked.verifier}
     return {name: value for name, value in fields.items() if value is not None}
 
 
 async def write_one(backend: Backend, job: Job) -> AsyncGenerator[Event | Completion]:
     """One text as it grows; leaving it early aborts it."""
     try:
-        async with aclosing(backend.stream(job.prompt, **job.options)) as items:
+        async with aclosing(backend.stream(job.prompt, every_round=job.streams, **job.options)) as items:
             async for item in items:
                 yield item
     except InvalidInput:
@@ -185,15 +193,12 @@ def usage_of(done: Sequence[Completion], prompts: int) -> dict[str, Any]:
 
 def speculation_of(done: Sequence[Completion]) -> dict[str, Any]:
     """What drafting came to, under the names that users of vLLM know."""
-    counts = Counts()
-    for each in done:
-        counts.add(each)
-    rounds, tokens = counts.rounds, counts.tokens
+    rounds, tokens = sum(each.rounds for each in done), sum(each.tokens for each in done)
     drafted, accepted = sum(each.drafted for each in done), sum(each.accepted for each in done)
     return {
         "mean_acceptance_length": tokens / rounds if rounds else 0.0,
         "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-        "acceptance_histogram": counts.accepted_per_position,
+        "acceptance_histogram": histogram_of(done),
         "num_spec_steps": rounds,
         "num_draft_tokens": drafted,
         "num_accepted_draft_tokens": accepted,
@@ -203,24 +208,11 @@ def speculation_of(done: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
-@dataclass(slots=True)
-class Counts:
-    """Rounds of several texts, and how deep their drafts and accepted paths went."""
-
-    rounds: int = 0
-    tokens: int = 0
-    reached: list[int] = field(default_factory=list)
-    kept: list[int] = field(default_factory=list)
-
-    def add(self, done: Completion) -> None:
-        self.rounds += done.rounds
-        self.tokens += done.tokens
-        for own, more in ((self.reached, done.reached), (self.kept, done.kept)):
-            own.extend([0] * (len(more) - len(own)))
-            for i, count in enumerate(more):
-                own[i] += count
-
-    @property
-    def accepted_per_position(self) -> list[float]:
-        """Of rounds whose draft reached depth 1, 2, ...: the share whose accepted path did."""
-        return [kept / reached for kept, reached in zip(self.kept, self.reached, strict=True) if reached]
+def histogram_of(done: Sequence[Completion]) -> list[int]:
+    """How many rounds had 0, 1, 2, ... of their drafted tokens accepted, up to the deepest draft."""
+    counts = [0] * (1 + max((len(each.kept) for each in done), default=0))
+    for each in done:
+        at_least = [each.rounds, *each.kept, 0]  # rounds with so many accepted, or more
+        for i, (these, more) in enumerate(pairwise(at_least)):
+            counts[i] += these - more
+    return counts

@@ -1,4 +1,4 @@
-"""`response_format`: JSON and JSON schemas as a rule on the law, node by node, by llguidance.
+"""`response_format` and tools that must be called: JSON schemas as a rule on the law, node by node, by llguidance.
 
 The mask after a text is part of the law that the target's token is drawn from. So it is exact under speculation: a node
 is judged by the grammar along its own path, and a drafted token that the grammar rules out cannot be accepted.
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from forerun.errors import InvalidInput, MissingDependency
-from forerun.server.schemas import ResponseFormat
+from forerun.server.schemas import FunctionSpec, ResponseFormat
 from forerun.verify.processors import AllowByState, Allowed
 
 if TYPE_CHECKING:
@@ -41,6 +41,20 @@ class Grammars:
             raise InvalidInput("response_format of type json_schema needs a json_schema with a schema")
         else:
             schema = wanted.json_schema.schema_
+        return self._held_to(schema)
+
+    def processors_for_call(self, tools: Sequence[FunctionSpec]) -> list[LawProcessor]:
+        """What holds a text to a call of one of these functions."""
+        calls = [
+            {
+                "type": "object", "required": ["name", "arguments"], "additionalProperties": False,
+                "properties": {"name": {"const": tool.name}, "arguments": tool.parameters or {"type": "object"}},
+            }
+            for tool in tools
+        ]  # fmt: skip
+        return self._held_to({"anyOf": calls})
+
+    def _held_to(self, schema: Any) -> list[LawProcessor]:
         return [AllowByState(self._compile(json.dumps(schema, sort_keys=True)))]
 
     def _compiled(self, schema: str) -> _State:

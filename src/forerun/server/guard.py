@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from time import perf_counter
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,8 +16,8 @@ from forerun.server.metrics import Metrics
 class Guard:
     """An ASGI layer around the application."""
 
-    def __init__(self, app: ASGIApp, max_body: int, metrics: Metrics) -> None:
-        self.app, self.max_body, self.metrics = app, max_body, metrics
+    def __init__(self, app: ASGIApp, max_body: int, patience: float, metrics: Metrics) -> None:
+        self.app, self.max_body, self.patience, self.metrics = app, max_body, patience, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -23,13 +25,19 @@ class Guard:
             return
         headers = Headers(scope=scope)
         name = headers.get("x-request-id", "")[:64] or secrets.token_hex(8)
-        scope.setdefault("state", {})["id"] = name
+        scope.setdefault("state", {}).update(id=name, arrived=perf_counter())
         left = self.max_body
-        started = False
+        started = whole = False
 
         async def limited() -> Message:
-            nonlocal left
-            message = await receive()
+            nonlocal left, whole
+            try:  # behind the body, what comes is that the client has left
+                async with asyncio.timeout(None if whole else self.patience):
+                    message = await receive()
+            except TimeoutError:
+                said = f"the body did not come within {self.patience:g} s"
+                raise ApiError(408, said, code="body_timeout", headers={"Connection": "close"}) from None
+            whole = not message.get("more_body", False)
             left -= len(message.get("body", b""))
             if left < 0:
                 raise ApiError(413, f"the body is larger than {self.max_body} bytes", code="body_too_large")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from forerun.completion import Completion
-from forerun.server.backend import Backend
+from forerun.engine.metrics import Form
+from forerun.server.backend import Backend, Load
 from forerun.server.generation import Timing
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -23,21 +25,16 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = model
         self._read = self._counter("prompt_tokens", "Tokens of prompts that were answered")
-        self._written = self._counter("generation_tokens", "Tokens written")
-        self._ended = self._counter("request_success", "Requests that ended, by reason", "finished_reason")
+        self._ended = self._counter("request_success", "Texts that ended, by reason", "finished_reason")
         self._refused = self._counter("requests_refused", "Requests turned away, by status", "status")
-        self._drafts = self._counter("spec_decode_num_drafts", "Rounds of the target")
-        self._drafted = self._counter("spec_decode_num_draft_tokens", "Tokens drafted")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted")
-        self._by_place = self._counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted drafted tokens by depth", "position"
-        )
         self._first = self._histogram("time_to_first_token_seconds", "From request to first token", _SECONDS)
         self._per_token = self._histogram(
             "time_per_output_token_seconds", "Per token after the first", _PER_TOKEN
         )
         self._whole = self._histogram("e2e_request_latency_seconds", "From request to its end", _SECONDS)
-        self._lengths = self._histogram("request_generation_tokens", "Tokens written per request", _TOKENS)
+        self._queue = self._histogram("request_queue_time_seconds", "Until its prompt was read", _SECONDS)
+        self._prompts = self._histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
+        self._lengths = self._histogram("request_generation_tokens", "Tokens written per text", _TOKENS)
         Gauge("forerun:info", "The model served", ["model_name"], registry=self.registry).labels(model).set(1)
         self.registry.register(_EngineGauges(backend, model))
 
@@ -47,16 +44,16 @@ class Metrics:
     def count_refused(self, status: int) -> None:
         self._refused.labels(self._model, str(status)).inc()
 
+    def count_dropped(self, texts: int, reason: str) -> None:
+        """Texts that were not written to their end: the client left, or there was an error."""
+        self._ended.labels(self._model, reason).inc(texts)
+
     def count(self, done: Completion, timing: Timing) -> None:
         """One text has ended."""
         self._read.labels(self._model).inc(done.prompt_tokens)
-        self._written.labels(self._model).inc(done.tokens)
         self._ended.labels(self._model, done.finish_reason).inc()
-        self._drafts.labels(self._model).inc(done.rounds)
-        self._drafted.labels(self._model).inc(done.drafted)
-        self._accepted.labels(self._model).inc(done.accepted)
-        for place, kept in enumerate(done.kept):
-            self._by_place.labels(self._model, str(place)).inc(kept)
+        self._prompts.labels(self._model).observe(done.prompt_tokens)
+        self._queue.labels(self._model).observe(done.queue_seconds)
         self._lengths.labels(self._model).observe(done.tokens)
         if timing.ended is None:
             return
@@ -67,12 +64,17 @@ class Metrics:
                 self._per_token.labels(self._model).observe((timing.ended - timing.first) / (done.tokens - 1))
 
     def _counter(self, name: str, says: str, *labels: str) -> Counter:
-        return Counter(f"forerun:{name}", says, ["model_name", *labels], registry=self.registry)
+        made = Counter(f"forerun:{name}", says, ["model_name", *labels], registry=self.registry)
+        if not labels:
+            made.labels(self._model)  # there from the start, at 0
+        return made
 
     def _histogram(self, name: str, says: str, buckets: Iterable[float]) -> Histogram:
-        return Histogram(
+        made = Histogram(
             f"forerun:{name}", says, ["model_name"], buckets=tuple(buckets), registry=self.registry
         )
+        made.labels(self._model)
+        return made
 
 
 class _EngineGauges:
@@ -83,27 +85,38 @@ class _EngineGauges:
 
     def collect(self) -> Iterable[Metric]:
         load = self._backend.load()
+        share = load.used_slots / load.slots if load.slots else 0.0
         for name, says, value in (
             ("num_requests_running", "Sequences in the batch", load.running),
             ("num_requests_waiting", "Requests that wait for a place", load.waiting),
             ("kv_cache_used_slots", "Tokens that the KV cache has slots for in use", load.used_slots),
+            ("kv_cache_usage_perc", "Share of the KV cache in use; 0 where it has no limit", share),
             ("kv_cache_cached_slots", "Tokens of finished texts that are kept", load.cached_slots),
         ):
             gauge = GaugeMetricFamily(f"forerun:{name}", says, labels=["model_name"])
             gauge.add_metric([self._model], float(value))
             yield gauge
-        for name, says, count in (
-            ("rounds", "Rounds of the engine", load.rounds),
-            ("prefix_cache_queries", "Tokens of prompts that were looked up", load.read),
-            ("prefix_cache_hits", "Tokens of prompts that were found in the prefix cache", load.reused),
-            ("num_preemptions", "Sequences that gave their slots to older ones", load.preemptions),
-        ):
-            counter = CounterMetricFamily(f"forerun:{name}", says, labels=["model_name"])
-            counter.add_metric([self._model], float(count))
+        for name, says, label, counts in self._counters(load):
+            counter = CounterMetricFamily(f"forerun:{name}", says, labels=["model_name", *label])
+            for which, count in counts.items():
+                counter.add_metric([self._model, *([which] if label else [])], float(count))
             yield counter
-        seconds = CounterMetricFamily(
-            "forerun:round_seconds", "Where rounds spend time", labels=["model_name", "part"]
-        )
-        for part, spent in load.seconds.items():
-            seconds.add_metric([self._model, part], spent)
-        yield seconds
+
+    def _counters(self, load: Load) -> Iterable[tuple[str, str, tuple[str, ...], Mapping[str, float]]]:
+        """Name, meaning, label and counts by label: kept by the engine, so texts that were dropped count too."""
+        drafts = load.sequence_rounds - load.forms.get("plain", 0)
+        places = {str(place): kept for place, kept in enumerate(load.kept)}
+        return (
+            ("generation_tokens", "Tokens written", (), {"": load.tokens}),
+            ("rounds", "Rounds of the engine", (), {"": load.rounds}),
+            ("prefix_cache_queries", "Tokens of prompts that were looked up", (), {"": load.read}),
+            ("prefix_cache_hits", "Of these, found in the prefix cache", (), {"": load.reused}),
+            ("num_preemptions", "Sequences that gave their slots to older ones", (), {"": load.preemptions}),
+            ("sequence_rounds", "Rounds of sequences, by what was put to the target", ("form",),
+             {form: load.forms.get(form, 0) for form in get_args(Form)}),
+            ("spec_decode_num_drafts", "Rounds of sequences with a draft", (), {"": drafts}),
+            ("spec_decode_num_draft_tokens", "Tokens drafted", (), {"": load.drafted}),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted", (), {"": load.accepted}),
+            ("spec_decode_num_accepted_tokens_per_pos", "Of these, by depth", ("position",), places),
+            ("round_seconds", "Where rounds spend time", ("part",), load.seconds),
+        )  # fmt: skip

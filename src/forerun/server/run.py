@@ -2,14 +2,19 @@
 
 After SIGTERM or Ctrl-C it still listens: `/ready` says no, new requests get status 503, and those that run have
 `drain_seconds` to end; what is left then ends with an error. A second signal ends everything at once.
+
+A pass that hangs cannot be ended from inside. Where `restart` is set the process then replaces itself by a new one with
+the same command line, which inherits the listening socket: clients that come meanwhile wait until the model is loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from time import monotonic
 from types import FrameType
@@ -22,10 +27,14 @@ if TYPE_CHECKING:
     from forerun.llm import LLM
 
 log = logging.getLogger(__name__)
+INHERITED = "FORERUN_LISTENER"  # the descriptor of a socket that the process before this one listened on
+REPLACE = -1  # instead of a signal: the process is to start anew
 
 
 def bind(settings: ServerSettings) -> socket.socket:
     """Take the port, so that one that is taken is said before a model is loaded; nobody is let in yet."""
+    if INHERITED in os.environ:
+        return socket.socket(fileno=int(os.environ.pop(INHERITED)))
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     taken = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -34,7 +43,9 @@ def bind(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         taken.close()
         place = f"{settings.host}:{settings.port}"
-        raise InvalidInput(f"cannot listen on {place}: {error.strerror}; choose another --port") from None
+        raise InvalidInput(
+            f"cannot listen on {place}: {error.strerror}; choose another --host or --port"
+        ) from None
     return taken
 
 
@@ -50,14 +61,27 @@ def serve(
     """Answer requests until SIGTERM, or Ctrl-C, which is raised again; `announce` is called once it listens."""
     if settings.host not in (LOOPBACK, "localhost", "::1") and not settings.api_keys:
         log.warning("listening on %s without an API key: everybody who reaches it may ask", settings.host)
-    if asyncio.run(_serve(llm, settings, listener, announce)) == signal.SIGINT:
-        raise KeyboardInterrupt
+    spare = listener.dup()  # the server closes its own
+    with spare:
+        told = asyncio.run(_serve(llm, settings, listener, announce))
+        if told == signal.SIGINT:
+            raise KeyboardInterrupt
+        if told == REPLACE:
+            _replace(spare)
+
+
+def _replace(listener: socket.socket) -> None:
+    """Start this program anew, in this process; does not return."""
+    log.error("the engine hangs: starting anew")
+    listener.set_inheritable(True)
+    os.environ[INHERITED] = str(listener.fileno())
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 async def _serve(
     llm: LLM, settings: ServerSettings, listener: socket.socket, announce: Callable[[], object]
 ) -> int | None:
-    """Returns the signal that ended it."""
+    """Returns the signal that ended it, or REPLACE."""
     try:
         import uvicorn
 
@@ -88,16 +112,25 @@ async def _serve(
             log.info("shutting down: %d texts have %g s to end", service.active, settings.drain_seconds)
 
         async def on_tick(self, counter: int) -> bool:
-            if self.told is not None and (not service.active or monotonic() > self.until):
+            if self.told is None and service.must_replace:
+                self.told, self.should_exit = REPLACE, True
+            elif self.told is not None and (not service.active or monotonic() > self.until):
                 await service.backend.close()  # who is still there gets an error
                 self.should_exit = True
             return await super().on_tick(counter)
 
-    options: dict[str, Any] = {
+    server = Server(uvicorn.Config(app, **uvicorn_options(settings)))
+    await server.serve(sockets=[listener])
+    return server.told
+
+
+def uvicorn_options(settings: ServerSettings) -> dict[str, Any]:
+    """How connections are kept, and the protocol class that cuts off clients that do not read."""
+    from forerun.server.connection import connection_class
+
+    return {
+        "http": connection_class(settings.client_seconds),
         "log_level": "warning",
         "timeout_graceful_shutdown": 5,
         "timeout_keep_alive": 30,
     }
-    server = Server(uvicorn.Config(app, **options))
-    await server.serve(sockets=[listener])
-    return server.told

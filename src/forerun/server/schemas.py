@@ -1,12 +1,13 @@
 """What requests may hold: the OpenAI API's fields, vLLM's additions, and `speculative`, which is ours.
 
 Ranges are checked by SamplingParams, which says what is wrong in one line; here are names and types. A name that
-is unknown is refused with the nearest one that is known, because a misspelt option that is ignored costs a day.
+is unknown is refused with the nearest one that is known, because a misspelt option that is ignored costs a day. What
+clients of the OpenAI API and of vLLM send by themselves is taken where it changes nothing.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -14,7 +15,14 @@ from forerun.checks import unknown
 
 # fields of the OpenAI API that change nothing here
 _IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key",
-            "safety_identifier", "reasoning_effort", "verbosity", "modalities", "request_id", "priority")  # fmt: skip
+            "prompt_cache_retention", "safety_identifier", "reasoning_effort", "verbosity", "modalities", "prediction",
+            "include_obfuscation", "request_id", "priority")  # fmt: skip
+# fields of other servers that clients send with the value that changes nothing: only that value is taken
+_NEUTRAL: dict[str, Any] = {
+    "use_beam_search": False, "length_penalty": 1, "early_stopping": False, "skip_special_tokens": True,
+    "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "return_tokens_as_token_ids": False,
+    "truncate_prompt_tokens": None, "prompt_logprobs": None, "functions": None, "function_call": None,
+}  # fmt: skip
 
 
 class _Body(BaseModel):
@@ -26,8 +34,12 @@ class _Body(BaseModel):
         if not isinstance(values, dict):
             return values
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in values:
-            if name not in known and name not in _IGNORED:
+        for name, value in values.items():
+            if name in known or name in _IGNORED:
+                continue
+            if name in _NEUTRAL and value is not None and value != _NEUTRAL[name]:
+                raise ValueError(f"{name}={str(value)[:80]!r} is not supported; leave it out")
+            if name not in _NEUTRAL:
                 raise ValueError(unknown("field", str(name)[:80], sorted(known)))
         return {name: value for name, value in values.items() if name in known}
 
@@ -41,12 +53,20 @@ class StreamOptions(_Body):
     include_rejected: bool = Field(False, description="also what was drafted in vain; needs the field above")
 
 
+class TreeBudget(_Body):
+    """The largest tree that may be drafted in a round."""
+
+    nodes: int = Field(ge=0, le=256, description="drafted tokens per round; 0 = do not draft")
+    depth: int = Field(8, ge=0, le=256, description="how far ahead")
+    width: int = Field(1, ge=1, le=256, description="1 = a chain, more = a tree")
+
+
 class Speculative(_Body):
     """How this request is to be drafted; what is left out is the server's choice."""
 
     enabled: bool = True
     drafter: str | None = None
-    budget: int | None = Field(None, description="drafted tokens per round; 0 = do not draft")
+    budget: int | TreeBudget | None = Field(None, description="drafted tokens per round; 0 = do not draft")
     verifier: str | None = None
 
 
@@ -86,9 +106,9 @@ class Generation(_Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=128)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     seed: int | None = None

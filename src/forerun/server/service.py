@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
@@ -15,15 +15,16 @@ from forerun.errors import ForerunError, InvalidInput
 from forerun.prompts import as_messages, as_token_list, check_text
 from forerun.server.answers import Answer, Found
 from forerun.server.errors import ApiError
-from forerun.server.generation import Counts, Job, Timing, make_jobs, write_all
+from forerun.server.generation import Job, Timing, make_jobs, write_all
 from forerun.server.grammar import Grammars
 from forerun.server.metrics import Metrics
 from forerun.server.schemas import ChatRequest, CompletionRequest, Generation
 from forerun.server.settings import ServerSettings
-from forerun.server.tools import find_calls
+from forerun.server.tools import find_calls, must_call
 from forerun.types import Event
 
 if TYPE_CHECKING:
+    from forerun.law_processor import LawProcessor
     from forerun.server.backend import Backend
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ class Service:
         self.metrics = Metrics(backend, self.model)
         self.grammars = Grammars(backend.tokenizer, backend.vocab_size)
         self.draining = False
-        self.started, self.counts = monotonic(), Counts()
+        self.must_replace = False  # the engine hangs: the process is to start anew
+        self.started = monotonic()
         self.active = 0  # texts that are waited for
 
     def check_model(self, name: str | None) -> None:
@@ -55,8 +57,8 @@ class Service:
             "uptime": monotonic() - self.started, "running": load.running, "waiting": load.waiting,
             "used_slots": load.used_slots, "cached_slots": load.cached_slots, "reused": load.reused,
             "read": load.read, "preemptions": load.preemptions, "rounds": load.rounds, "tokens": load.tokens,
-            "sequence_rounds": self.counts.rounds, "sequence_tokens": self.counts.tokens,
-            "accepted_per_position": self.counts.accepted_per_position,
+            "sequence_rounds": load.sequence_rounds, "forms": dict(load.forms),
+            "accepted_per_position": load.accepted_per_position,
         }  # fmt: skip
 
     @contextmanager
@@ -84,7 +86,14 @@ class Service:
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
         opens = body.add_generation_prompt is not False and not body.continue_final_message
         ids = self.backend.tokenizer.chat_ids(as_messages(body.messages), opens, **variables)
-        return self._jobs(body, [tuple(ids)])
+        forced = must_call(body)
+        if not forced:
+            return self._jobs(body, [tuple(ids)])
+        if body.response_format is not None and body.response_format.type != "text":
+            raise ApiError(
+                400, "a text cannot both call a tool and have a response_format", param="tool_choice"
+            )
+        return self._jobs(body, [tuple(ids)], self.grammars.processors_for_call(forced))
 
     def completion_jobs(self, body: CompletionRequest) -> list[Job]:
         """The texts that a completion asks for: of one prompt or several, in text or ids."""
@@ -104,19 +113,22 @@ class Service:
             )
         return as_token_list(prompt)
 
-    def _jobs(self, body: Generation, prompts: list[tuple[int, ...]]) -> list[Job]:
-        processors = self.grammars.processors_for(body.response_format)
+    def _jobs(
+        self,
+        body: Generation,
+        prompts: list[tuple[int, ...]],
+        processors: Sequence[LawProcessor] = (),
+    ) -> list[Job]:
+        processors = processors or self.grammars.processors_for(body.response_format)
         return make_jobs(body, prompts, processors, self.backend.max_length, self.settings.max_choices)
 
     async def write(self, body: Generation, answer: Answer, jobs: list[Job]) -> dict[str, Any]:
         """The whole answer of a request."""
-        timing, done = Timing(), dict[int, Completion]()
-        async with aclosing(self._texts(jobs)) as items:
+        done = dict[int, Completion]()
+        async with aclosing(self._counted(jobs, answer)) as items:
             async for index, item in items:
-                timing.mark()
                 if isinstance(item, Completion):
                     done[index] = item
-                    self._count(item, timing, answer)
         texts = [done[job.index] for job in jobs]
         return answer.whole(texts, [self._found(body, each) for each in texts])
 
@@ -124,11 +136,9 @@ class Service:
         self, body: Generation, answer: Answer, jobs: list[Job]
     ) -> AsyncGenerator[dict[str, Any]]:
         """The answer in chunks, as it grows."""
-        timing, done = Timing(), dict[int, Completion]()
-        opened, tools = set[int](), self._offers_tools(body)
-        async with aclosing(self._texts(jobs)) as items:
+        done, opened, tools = dict[int, Completion](), set[int](), self._offers_tools(body)
+        async with aclosing(self._counted(jobs, answer)) as items:
             async for index, item in items:
-                timing.mark()
                 if answer.kind == "chat.completion" and index not in opened:
                     opened.add(index)
                     yield answer.first(index)
@@ -137,7 +147,6 @@ class Service:
                         yield answer.piece(index, item)
                     continue
                 done[index] = item
-                self._count(item, timing, answer)
                 text, calls = self._found(body, item)
                 if tools and text:
                     yield answer.whole_text(index, text, item)
@@ -146,6 +155,28 @@ class Service:
                 yield answer.last(index, item, bool(calls))
         if (body.stream_options is not None and body.stream_options.include_usage) or answer.says_speculation:
             yield answer.figures([done[job.index] for job in jobs])
+
+    async def _counted(
+        self, jobs: list[Job], answer: Answer
+    ) -> AsyncGenerator[tuple[int, Event | Completion]]:
+        """The texts of all jobs as they grow, in metrics, log and trace: those that end and those that are dropped."""
+        timings = {job.index: Timing(answer.arrived) for job in jobs}
+        left = set(timings)
+        try:
+            async with aclosing(self._texts(jobs)) as items:
+                async for index, item in items:
+                    timings[index].mark()
+                    if isinstance(item, Completion):
+                        left.discard(index)
+                        self._count(item, timings[index], answer)
+                    yield index, item
+        except InvalidInput:
+            raise
+        except BaseException as error:
+            reason = "error" if isinstance(error, Exception) else "aborted"
+            self.metrics.count_dropped(len(left), reason)
+            log.info("%s", json.dumps({**answer.asked_by, "answer": answer.id, "finished": reason}))
+            raise
 
     async def _texts(self, jobs: list[Job]) -> AsyncGenerator[tuple[int, Event | Completion]]:
         """The texts of all jobs as they grow, within the deadline; what ends because the server does says so.
@@ -179,11 +210,12 @@ class Service:
     def _count(self, done: Completion, timing: Timing, answer: Answer) -> None:
         timing.ended = perf_counter()
         self.metrics.count(done, timing)
-        self.counts.add(done)
+        answer.span.note(done, timing)
         facts: dict[str, object] = {
             **answer.asked_by, "answer": answer.id, "prompt_tokens": done.prompt_tokens, "tokens": done.tokens,
-            "seconds": round(timing.ended - timing.started, 3), "drafter": done.drafter,
-            "tokens_per_round": round(done.tokens_per_round, 2), "finished": done.finish_reason,
+            "seconds": round(timing.ended - timing.started, 3), "queued": round(done.queue_seconds, 3),
+            "drafter": done.drafter, "tokens_per_round": round(done.tokens_per_round, 2),
+            "finished": done.finish_reason,
         }  # fmt: skip
         if self.settings.log_prompts:
             asked = answer.body.model_dump(include={"messages", "prompt"})

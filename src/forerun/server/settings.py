@@ -24,9 +24,9 @@ class ServerSettings:
     deadline: float | None = None  # seconds that one request may take in all
     rate_limit: int | None = None  # requests a minute per key, or per address without keys
     drain_seconds: float = 30.0  # that running requests have to end after SIGTERM
-    write_seconds: float = 60.0  # that a client may read nothing of its stream
-    hang_seconds: float = 120.0  # without a round while there is work: /health reports it
-    restart: bool = False  # a new engine thread where the old one has ended
+    client_seconds: float = 60.0  # that a client may take to send its request, or read nothing of its answer
+    hang_seconds: float = 120.0  # without progress while there is work: requests end, /health reports it
+    restart: bool = False  # a new engine where the old one has ended, a new process where it hangs
     log_prompts: bool = False
     share_prefixes: bool = (
         False  # do API keys share cached prompts? How long an answer takes may tell that one is
@@ -37,7 +37,7 @@ class ServerSettings:
             raise InvalidInput("a server needs a name for its model; pass --served-model-name")
         if not 0 <= self.port <= 65535:
             raise InvalidInput(f"port={self.port} is out of range: 0 to 65535; 0 = any that is free")
-        for name in ("deadline", "rate_limit", "hang_seconds", "write_seconds"):
+        for name in ("deadline", "rate_limit", "hang_seconds", "client_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InvalidInput(f"{name}={value} is out of range: above 0")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -14,31 +12,24 @@ from starlette.types import Send
 
 from forerun.server.errors import as_api_error
 
-log = logging.getLogger(__name__)
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class EventStream(StreamingResponse):
-    """Streams chunks. A client that leaves, or that reads nothing for `patience` seconds, ends their generator."""
+    """Streams chunks. A client that leaves ends their generator."""
 
-    def __init__(
-        self, chunks: AsyncGenerator[dict[str, Any]], headers: dict[str, str], patience: float
-    ) -> None:
-        self._lines, self._patience = _lines(chunks), patience
+    def __init__(self, chunks: AsyncGenerator[dict[str, Any]], headers: dict[str, str]) -> None:
+        self._lines = _lines(chunks)
         super().__init__(self._lines, media_type="text/event-stream", headers=_HEADERS | headers)
 
     async def stream_response(self, send: Send) -> None:
         """Closes the generator itself: the framework leaves that to the garbage collector."""
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         async with aclosing(self._lines) as lines:
-            try:
-                await send(start)
-                async for line in lines:
-                    async with asyncio.timeout(self._patience):
-                        await send({"type": "http.response.body", "body": line, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-            except TimeoutError:
-                log.warning("a client read nothing for %g s: its request was dropped", self._patience)
+            await send(start)
+            async for line in lines:
+                await send({"type": "http.response.body", "body": line, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _lines(chunks: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[bytes]:

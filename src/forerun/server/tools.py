@@ -1,4 +1,7 @@
-"""Tool calls in a model's text, in the forms that chat templates teach: tags with JSON inside, or JSON alone."""
+"""Tool calls: which must be made, and those in a model's text, in the forms that chat templates teach.
+
+That is tags with JSON inside, or JSON alone.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import re
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
+
+from forerun.server.errors import ApiError
+from forerun.server.schemas import ChatRequest, FunctionSpec
 
 _TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)  # Qwen, Hermes, SmolLM
 _LISTED = re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.DOTALL)  # Mistral
@@ -23,6 +29,25 @@ class ToolCall:
     def as_json(self) -> dict[str, Any]:
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
+
+
+def must_call(body: ChatRequest) -> list[FunctionSpec]:
+    """The functions of which the text has to call one, as `tool_choice` says; none where it is free."""
+    choice, known = body.tool_choice, [tool.function for tool in body.tools or ()]
+    if choice is None or choice in ("none", "auto"):
+        return []
+    if not known:
+        raise ApiError(400, "tool_choice needs tools to choose from", param="tool_choice")
+    if choice == "required":
+        return known
+    inner = choice.get("function") if isinstance(choice, dict) else None
+    name = inner.get("name") if isinstance(inner, dict) else None
+    chosen = [tool for tool in known if tool.name == name]
+    if not chosen:
+        raise ApiError(
+            400, f"tool_choice names no tool that was offered: {str(name)[:80]!r}", param="tool_choice"
+        )
+    return chosen
 
 
 def find_calls(text: str, known: set[str]) -> tuple[str | None, list[ToolCall]]:

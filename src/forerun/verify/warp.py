@@ -178,9 +178,9 @@ def _adjust(
 
 
 def _add_bias(block: Tensor, params: SamplingParams) -> None:
-    for token, bias in params.logit_bias.items():
-        if 0 <= token < block.shape[-1]:
-            block[:, token] += bias
+    bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < block.shape[-1]}
+    if bias:  # in one operation: a request may name every token
+        block[:, list(bias)] += block.new_tensor(list(bias.values()))
 
 
 def _penalise(block: Tensor, seq: Seq, paths: Sequence[Sequence[int]]) -> None:

@@ -113,7 +113,9 @@ async def measure(flags: argparse.Namespace, endpoint: Endpoint) -> dict[str, An
         rate = load / alone["seconds"]
         times = arrivals(rate, len(bodies), flags.seed)
         for mode, value in modes.items():
-            asked = bodies if value is None else [{**body, "speculative": value} for body in bodies]
+            # a salt for each run: none finds its prompts cached by the one before
+            own = {"speculative": value, "cache_salt": f"{load} {mode} {flags.seed}"}
+            asked = bodies if value is None else [{**body, **own} for body in bodies]
             answers, seconds = await send_all(endpoint, asked, times)
             found = figures(answers, alone["texts"], seconds, target)
             rows.append({"load": load, "rate": round(rate, 4), "mode": mode, **found})

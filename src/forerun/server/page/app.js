@@ -1,6 +1,8 @@
-// The page of a Forerun server: a chat whose tokens show where they came from, and live figures of the engine.
+// The page of a Forerun server: a chat whose tokens show where they came from. Live figures are in plots.js.
+import { watch } from "./plots.js";
+
 const $ = (id) => document.getElementById(id);
-const state = { messages: [], turns: [], control: null, history: [], last: null, model: "" };
+const state = { messages: [], turns: [], control: null, model: "" };
 const headers = { "Content-Type": "application/json" };
 const key = new URLSearchParams(location.hash.slice(1)).get("key");
 if (key) headers.Authorization = `Bearer ${key}`; // http://host:8000/#key=... for servers that want one
@@ -32,20 +34,20 @@ async function* readEvents(response) {
   }
 }
 
-function body(messages, speculative) {
+function body(messages, speculative, extra) {
   const seed = $("seed").value;
   return {
     model: state.model, messages, stream: true, temperature: Number($("temperature").value),
     max_tokens: Number($("tokens").value), logprobs: true, top_logprobs: 3, speculative,
     stream_options: { include_usage: true, include_speculative: true, include_rejected: true },
-    ...(seed === "" ? {} : { seed: Number(seed) }),
+    ...(seed === "" ? {} : { seed: Number(seed) }), ...extra,
   };
 }
 
-async function write(messages, speculative, text, facts, signal) {
+async function write(messages, speculative, text, facts, signal, extra = {}) {
   const started = performance.now();
   const response = await fetch("v1/chat/completions", {
-    method: "POST", headers, signal, body: JSON.stringify(body(messages, speculative)),
+    method: "POST", headers, signal, body: JSON.stringify(body(messages, speculative, extra)),
   });
   if (!response.ok) throw new Error(await errorText(response));
   const answer = { text: "", rounds: [], tokens: [], metrics: null, seconds: 0, first: null };
@@ -85,11 +87,21 @@ function tokenNode(token, answer) {
   node.tabIndex = answer.tokens.length === 1 ? 0 : -1; // one stop of the Tab key; arrows move from there
   node.setAttribute("role", "button");
   const about = `${token.drafted ? "drafted and accepted" : "the target's own"}, probability ${percent(token.logprob)}, round ${token.round}`;
-  node.title = about;
+  node.setAttribute("aria-label", `${token.token}: ${about}`);
   node.addEventListener("click", () => showRound(token, answer.rounds[token.round - 1]));
-  node.addEventListener("focus", () => { $("about").textContent = `${JSON.stringify(token.token)}: ${about}. Enter shows the round.`; });
+  for (const kind of ["focus", "pointerenter"]) node.addEventListener(kind, () => showTip(node, `${JSON.stringify(token.token)}: ${about}`));
+  for (const kind of ["blur", "pointerleave"]) node.addEventListener(kind, () => { $("tip").hidden = true; });
   node.addEventListener("keydown", (event) => moveFrom(node, event));
   return node;
+}
+
+function showTip(node, text) {
+  const tip = $("tip"), first = node.getClientRects()[0];
+  tip.textContent = text;
+  tip.hidden = false;
+  const left = Math.min(first.left, document.documentElement.clientWidth - tip.offsetWidth - 8);
+  tip.style.left = `${Math.max(8, left) + scrollX}px`;
+  tip.style.top = `${first.top + scrollY - tip.offsetHeight - 4}px`;
 }
 
 function moveFrom(node, event) {
@@ -186,12 +198,15 @@ $("compare").addEventListener("click", () => {
     text.className = "sides";
     const left = addTurn("With drafts", text), right = addTurn("Plain", text);
     const chosen = speculative() === "off" ? "on" : speculative();
-    const a = await write(messages, chosen, left.text, left.facts, signal);
-    const b = await write(messages, "off", right.text, right.facts, signal);
+    // one seed for both, so that drawn texts are equal too; a salt for each, so that neither finds the other's prompt cached
+    const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 31) : Number($("seed").value);
+    const extra = () => ({ seed, cache_salt: crypto.getRandomValues(new Uint32Array(2)).join("") });
+    const a = await write(messages, chosen, left.text, left.facts, signal, extra());
+    const b = await write(messages, "off", right.text, right.facts, signal, extra());
     const equal = a.text === b.text, ratio = (b.seconds / a.seconds).toFixed(2);
-    const sampled = Number($("temperature").value) > 0 && $("seed").value === "";
-    facts.textContent = `${equal ? "The texts are equal." : sampled ? "The texts differ: they were drawn without a seed. Give one, and they are equal." : "THE TEXTS DIFFER."} ${ratio}x as fast with drafts.`;
-    if (!equal && !sampled) turn.classList.add("error");
+    const drawn = Number($("temperature").value) > 0 ? ` (drawn with seed ${seed})` : "";
+    facts.textContent = `${equal ? "The texts are equal" : "THE TEXTS DIFFER"}${drawn}. ${a.seconds.toFixed(2)} s with drafts, ${b.seconds.toFixed(2)} s without: ${ratio}x as fast.`;
+    turn.classList.add(equal ? "equal" : "error");
     state.messages = [...messages, { role: "assistant", content: a.text }];
     state.turns.push({ messages, answer: a, plain: b, equal });
   });
@@ -211,60 +226,15 @@ $("export").addEventListener("click", () => {
   URL.revokeObjectURL(link.href);
 });
 
-function plotLine(id, values) {
-  const svg = $(id), most = Math.max(1e-9, ...values);
-  svg.setAttribute("viewBox", "0 0 100 40");
-  svg.setAttribute("preserveAspectRatio", "none");
-  const points = values.map((v, i) => `${(100 * i) / Math.max(1, values.length - 1)},${38 - (34 * v) / most}`).join(" ");
-  svg.innerHTML = `<polyline class="line" points="${points}"></polyline>`;
-  const last = values.at(-1) ?? 0, digits = Number.isInteger(last) ? 0 : last < 10 ? 2 : 0;
-  svg.previousElementSibling.textContent = `${svg.previousElementSibling.textContent.split(":")[0]}: ${last.toFixed(digits)}`;
-}
-
-function plotBars(id, values) {
-  const svg = $(id), wide = 100 / Math.max(1, values.length);
-  svg.setAttribute("viewBox", "0 0 100 40");
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.innerHTML = values.map((v, i) => `<rect class="bar" x="${i * wide + 0.5}" width="${Math.max(0.5, wide - 1)}" y="${40 - 38 * v}" height="${38 * v}"><title>position ${i + 1}: ${Math.round(100 * v)}%</title></rect>`).join("");
-}
-
-async function refresh() {
-  try {
-    const stats = await getJson("stats");
-    const last = state.last;
-    if (last && stats.uptime > last.uptime) {
-      const spent = stats.uptime - last.uptime, rounds = stats.sequence_rounds - last.sequence_rounds;
-      state.history.push({
-        rate: (stats.tokens - last.tokens) / spent,
-        round: rounds ? (stats.sequence_tokens - last.sequence_tokens) / rounds : state.history.at(-1)?.round ?? 0,
-        batch: stats.running,
-      });
-      state.history = state.history.slice(-60);
-      plotLine("plot-rate", state.history.map((one) => one.rate));
-      plotLine("plot-round", state.history.map((one) => one.round));
-      plotLine("plot-batch", state.history.map((one) => one.batch));
-    }
-    plotBars("plot-position", stats.accepted_per_position);
-    state.last = stats;
-    if (state.model) $("model").textContent = state.model;
-    const rows = { running: stats.running, waiting: stats.waiting, "KV slots": stats.used_slots, drafter: stats.drafter, rounds: stats.rounds, tokens: stats.tokens };
-    $("now").replaceChildren(...Object.entries(rows).flatMap(([name, value]) => {
-      const dt = document.createElement("dt"), dd = document.createElement("dd");
-      dt.textContent = name; dd.textContent = value;
-      return [dt, dd];
-    }));
-  } catch (error) { $("model").textContent = `no connection: ${error.message}`; }
-  setTimeout(refresh, 1000);
-}
-
 async function start() {
   try {
     state.model = (await getJson("v1/models")).data[0].id;
     const { drafters, drafter } = await getJson("stats");
     $("model").textContent = state.model;
+    document.title = `Forerun: ${state.model}`;
     $("drafter").replaceChildren(new Option(`server's choice (${drafter})`, ""), ...drafters.map((name) => new Option(name === "none" ? "none (plain decoding)" : name, name)));
   } catch (error) { $("model").textContent = error.message.includes("API key") ? "this server wants an API key: open the page as …/#key=KEY" : `no connection: ${error.message}`; }
-  refresh();
+  watch(() => getJson("stats"));
   $("prompt").focus();
 }
 start();

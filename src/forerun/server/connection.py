@@ -1,0 +1,77 @@
+"""Connections with patience: one whose client takes nothing that was sent, or sends no request, is cut off.
+
+The framework stops writing chunks once 64 KiB wait for a client, behind what the kernel holds: `KERNEL_BYTES`, where it
+would take megabytes by itself. This class says how long it may stay so; closing such a connection in the usual way
+would wait for the client to read the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import socket
+import sys
+import termios
+from contextlib import suppress
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+log = logging.getLogger(__name__)
+KERNEL_BYTES = 128 << 10
+_Protocol: Any = AutoHTTPProtocol
+
+
+def connection_class(patience: float) -> type[asyncio.Protocol]:
+    """What uvicorn makes one of for each connection; `patience` in seconds."""
+
+    class Connection(_Protocol):  # type: ignore[misc]
+        _check: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
+            super().connection_made(transport)
+            asyncio.get_running_loop().call_later(patience, self._close_if_silent)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._look_later()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._stop_looking()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            super().connection_lost(error)
+            self._stop_looking()
+
+        def _close_if_silent(self) -> None:
+            if self.cycle is None:  # no request has come
+                self.transport.close()
+
+        def _look_later(self) -> None:
+            self._stop_looking()
+            self._check = asyncio.get_running_loop().call_later(patience, self._look, unread(self.transport))
+
+        def _look(self, before: int) -> None:
+            if unread(self.transport) < before:
+                self._look_later()
+                return
+            log.warning("a client read nothing for %g s: its connection was cut off", patience)
+            self.transport.abort()
+
+        def _stop_looking(self) -> None:
+            if self._check is not None:
+                self._check.cancel()
+                self._check = None
+
+    return Connection
+
+
+def unread(transport: asyncio.WriteTransport) -> int:
+    """Bytes that were written and that the client's side has not taken yet: ours, and the kernel's."""
+    kernel = bytearray(4)
+    with suppress(OSError):  # a system that does not tell
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kernel)
+    return transport.get_write_buffer_size() + int.from_bytes(kernel, sys.byteorder)

@@ -1,0 +1,94 @@
+"""An engine that hangs: its requests end with an error, `/health` says so, and where asked the process starts anew."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO
+
+import httpx
+
+from forerun import LLM, SamplingParams
+from forerun.async_llm import AsyncLLM
+from forerun.server.backend import Backend
+from forerun.types import Request
+from tests.readme.pages import ROOT
+from tests.server.test_robust import stream
+
+
+@contextmanager
+def hanging(how: str) -> Iterator[tuple[subprocess.Popen[str], IO[str], str]]:
+    command = [sys.executable, "-m", "tests.server.hanging_server", how]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stderr is not None
+        try:
+            yield process, process.stderr, started(process.stderr, "first: True")
+        finally:
+            process.kill()
+
+
+def started(said: IO[str], which: str) -> str:
+    """The address of a server, once it says that it serves."""
+    line = next(line for line in said if line.startswith("serving"))
+    assert which in line
+    return line.split()[2]
+
+
+def test_requests_end_with_an_error_and_sigterm_still_ends_it() -> None:
+    with hanging("stays") as (process, said, url):
+        assert httpx.get(f"{url}/health").status_code == 200
+        text, reason, error = stream(url, "Once", max_tokens=100)
+        assert text
+        assert (reason, error and error["type"]) == (None, "server_error")
+        assert error is not None
+        assert "no progress" in error["message"]
+        health = httpx.get(f"{url}/health")
+        assert (health.status_code, "no progress" in health.text) == (503, True)
+        assert httpx.get(f"{url}/ready").status_code == 503
+        again = stream(url, "Once", max_tokens=100)[2]
+        assert again is not None, "nobody waits for an engine that hangs"
+        process.send_signal(signal.SIGTERM)
+        rest = said.read()  # until it has ended
+        assert process.wait(20) == 0
+        assert "left behind" in rest
+
+
+def test_it_starts_anew_on_the_same_socket(llm: LLM) -> None:
+    with hanging("restart") as (process, said, url):
+        assert stream(url, "Once", max_tokens=100)[2] is not None
+        with httpx.Client(base_url=url, timeout=60) as client:
+            deadline = time.monotonic() + 60
+            while client.get("/health").status_code != 200:  # a client that comes meanwhile waits
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        assert started(said, f"in {process.pid}, first: False") == url
+        wanted = llm.generate("Once", SamplingParams(max_tokens=20, ignore_eos=True)).text
+        assert stream(url, "Once", max_tokens=20) == (wanted, "length", None)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def test_an_engine_without_work_does_not_hang(llm: LLM) -> None:
+    """However long it was idle, and although nobody looked meanwhile: work that came just now is no hang."""
+
+    async def look() -> list[bool]:
+        served = AsyncLLM(llm)
+        backend = Backend(served)
+        try:
+            found = [backend.looks_hung(0.05)]
+            await asyncio.sleep(0.2)
+            llm.engine.enqueue(llm.engine.prepare(Request((1, 2, 3))))  # nobody makes rounds for it
+            found.append(backend.looks_hung(0.05))
+            await asyncio.sleep(0.2)
+            found.append(backend.looks_hung(0.05))
+            return found
+        finally:
+            llm.engine.abort(llm.engine.waiting[0].id)
+            await served.close()
+
+    assert asyncio.run(look()) == [False, False, True], "the last: nothing moved for longer than the patience"
