@@ -159,10 +159,21 @@ def library() -> Any:
 
 
 def match_threads(threads: int) -> None:
-    """Give the pool as many threads as torch has, slow cores left out; cheap where it has them already."""
-    wanted = thread_count(threads)
-    if library().fr_threads() != wanted:  # after a fork there are none
-        library().fr_set_threads(wanted)
+    """Give the pool as many threads as torch has, slow cores left out; every pass asks, so the usual case comes first."""
+    global _matched
+    if threads != _matched:
+        library().fr_set_threads(thread_count(threads))
+        _matched = threads
+
+
+def _forget_threads() -> None:
+    global _matched
+    _matched = 0
+
+
+_matched = 0  # what `match_threads` was last given; a forked child has no pool yet
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no library either
+    os.register_at_fork(after_in_child=_forget_threads)
 
 
 @cache
