@@ -159,7 +159,7 @@ def library() -> Any:
 
 
 def match_threads(threads: int) -> None:
-    """Give the pool as many threads as torch has, slow cores left out; every pass asks, so the usual case comes first."""
+    """Give the pool as many threads as torch has, slow cores left out; every pass asks."""
     global _matched
     if threads != _matched:
         library().fr_set_threads(thread_count(threads))
