@@ -6,6 +6,7 @@ Nothing below this file knows which classes exist, and nothing above it puts the
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 from contextlib import nullcontext, suppress
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forerun import registry
+from forerun.auto_drafter import Prospect, prospect_of, time_levels
 from forerun.control.base import Controller, ControllerClass, ControlParts
 from forerun.control.cost import CostModel
 from forerun.drafters.base import CompositeClass, Drafter, DrafterClass, Parts
@@ -24,7 +26,7 @@ from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool, VerifierPool
 from forerun.engine.sequence import SequenceState
-from forerun.errors import InvalidInput, UnsupportedModel, VocabularyMismatch
+from forerun.errors import ForerunError, InvalidInput, UnsupportedModel, VocabularyMismatch
 from forerun.heads import find_head, open_head
 from forerun.models.base import Target
 from forerun.offers import Offer
@@ -34,6 +36,8 @@ from forerun.types import Seq
 
 if TYPE_CHECKING:
     from forerun.models.load.checkpoint import Checkpoint
+
+log = logging.getLogger(__name__)
 
 _DERIVE = "derive it from forerun.drafters.base.BaseDrafter"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,8 +54,13 @@ def make_engine(
 ) -> Engine:
     """An engine around a target that is already in memory."""
     speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
+    head: Drafter | None = None
     if speculative.drafter == "auto":
-        speculative = replace(speculative, drafter="ngram" if draft_target is None else "draft_model")
+        name = "ngram" if draft_target is None else "draft_model"
+        if draft_target is None and speculative.draft_model is not None:
+            prospect, head = weigh_head(target, speculative, config, cost_file)
+            name = prospect.drafter if head is not None and prospect is not None else name
+        speculative = replace(speculative, drafter=name)
     parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length)
 
     def make_drafter(name: str) -> Drafter:
@@ -59,6 +68,8 @@ def make_engine(
         return build_drafter(spec, parts) if spec.name == name else drafters.get(spec.name)
 
     drafters = DrafterPool(make_drafter, target.vocab_size)
+    if head is not None:
+        drafters.add(speculative.drafter, head)
     return Engine(
         target,
         drafters,
@@ -71,6 +82,25 @@ def make_engine(
         max_batch=config.max_batch,
         max_length=config.max_length,
     )
+
+
+def weigh_head(
+    target: Target, speculative: SpeculativeConfig, config: EngineConfig, cost_file: Path | None
+) -> tuple[Prospect | None, Drafter | None]:
+    """What the head of `draft_model` should gain on this CPU, and its drafter where that pays."""
+    folder = open_head(Path(speculative.draft_model or ""))
+    if folder is None or not folder.rates or speculative.controller != "adaptive":
+        return None, None  # nothing is known of it, or nothing would stop it where it does not pay
+    try:
+        parts = Parts(target, None, speculative, config.max_batch, config.max_length)
+        drafter = build_drafter(registry.drafters.spec(folder.drafter), parts)
+        offer = time_levels(drafter, target)
+    except ForerunError as error:
+        log.warning("the head in %s cannot be used and is left out: %s", folder.path, error)
+        return None, None
+    found = prospect_of(folder.drafter, offer, CostModel.measure_or_load(target, cost_file), folder.rates)
+    log.info("auto: %s", found)
+    return found, drafter if found.pays else None
 
 
 def build_drafter(spec: DrafterSpec, parts: Parts) -> Drafter:
@@ -121,8 +151,8 @@ def choose_drafter(
 ) -> SpeculativeConfig:
     """The same with its drafter chosen: by what draft_model is, else by the heads that come with the package.
 
-    A head that comes with the package is the default on a GPU. On a CPU one more node and the level that drafts it take
-    half a pass, which no head gains back on every kind of text yet (docs/benchmarks.md); a request may ask for it.
+    A head that comes with the package is the default on a GPU. On a CPU it stays `auto`: `make_engine` decides with what
+    passes and levels cost there (forerun.auto_drafter). A request may ask for it in any case.
     """
     drafter, given = speculative.drafter, speculative.draft_model
     if given is not None:
@@ -133,7 +163,7 @@ def choose_drafter(
     if drafter == "auto" or needs_head(drafter):
         bundled = find_head(checkpoint.config, _names_of(checkpoint), drafter)
         if bundled is not None:
-            default = "ngram" if _device(device).startswith("cpu") else bundled.drafter
+            default = "auto" if _device(device).startswith("cpu") else bundled.drafter
             chosen = default if drafter == "auto" else drafter
             return replace(speculative, drafter=chosen, draft_model=str(bundled.path))
     return replace(speculative, drafter="ngram") if drafter == "auto" else speculative
@@ -154,7 +184,7 @@ def _names_of(checkpoint: Checkpoint) -> list[str]:
 
 def drafts_with_checkpoint(drafter: str) -> bool:
     """Does this drafter run a second model? Others take `draft_model` for a head, or not at all."""
-    return registry.drafters.spec(drafter).needs == "checkpoint"
+    return drafter != "auto" and registry.drafters.spec(drafter).needs == "checkpoint"
 
 
 def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
