@@ -50,13 +50,19 @@ class Prospect:
 
 
 def prospect_of(name: str, offer: Offer, cost: CostModel, rates: Sequence[float]) -> Prospect:
-    """What a head should gain: `offer` says what its levels cost, `rates` how often each is right if those before are."""
+    """What a head should gain: `rates` has how often a level is right if those before it are, `offer` what it costs."""
     survivals = tuple(accumulate(rates, mul))
-    passes = tuple(cost.pass_seconds(1 + depth) for depth in range(len(survivals) + 1))
+    measured = [cost.pass_seconds(1 + depth) for depth in range(len(survivals) + 1)]
+    passes = tuple(accumulate(reversed(measured), min))[
+        ::-1
+    ]  # more nodes never cost less: that was a busy machine
     levels = tuple(offer.until(depth) for depth in range(1, len(survivals) + 1))
     tokens = accumulate(survivals, initial=1.0)
     seconds = zip(passes, (0.0, *levels), strict=True)
-    gains = [written * passes[0] / (scored + drafted) for written, (scored, drafted) in zip(tokens, seconds, strict=True)]
+    gains = [
+        written * passes[0] / (scored + drafted)
+        for written, (scored, drafted) in zip(tokens, seconds, strict=True)
+    ]
     best = max(range(1, len(gains)), key=gains.__getitem__)
     return Prospect(name, gains[best], best, passes, levels, survivals)
 

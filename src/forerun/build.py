@@ -151,8 +151,8 @@ def choose_drafter(
 ) -> SpeculativeConfig:
     """The same with its drafter chosen: by what draft_model is, else by the heads that come with the package.
 
-    A head that comes with the package is the default on a GPU. On a CPU it stays `auto`: `make_engine` decides with what
-    passes and levels cost there (forerun.auto_drafter). A request may ask for it in any case.
+    A head that comes with the package is the default on a GPU. On a CPU it stays `auto`, and `make_engine` decides by
+    what passes and levels cost there (forerun.auto_drafter). A request may ask for it in any case.
     """
     drafter, given = speculative.drafter, speculative.draft_model
     if given is not None:

@@ -20,6 +20,7 @@ from forerun.build import (
     drafts_with_checkpoint,
     load_target,
     make_engine,
+    weigh_head,
 )
 from forerun.checks import as_path, shown, unknown
 from forerun.engine.engine import Engine
@@ -73,6 +74,25 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
         drafter = engine.drafters.get(engine.default_drafter)  # captures its graphs
         target.warm_up(drafter.needs, engine.max_batch, engine.max_length)  # no text should wait for either
     return engine, tokenizer
+
+
+def explain_auto(model: str) -> str:
+    """What `auto` would draft with for this model on this machine, and why."""
+    from forerun.models.load.catalog import cache_folder
+    from forerun.models.load.checkpoint import open_checkpoint
+
+    checkpoint, settings = open_checkpoint(model), EngineConfig()
+    speculative = choose_drafter(SpeculativeConfig(), checkpoint, settings.device)
+    if speculative.drafter != "auto":
+        why = "no head comes with the package for this model"
+        if speculative.draft_model is not None:
+            why = "a head comes with the package, and on a GPU more nodes cost a pass little"
+        return f"{speculative.drafter} ({why})"
+    costs, target = cost_file(checkpoint, settings, cache_folder()), load_target(checkpoint, settings)
+    prospect, head = weigh_head(target, speculative, settings, costs)
+    if prospect is None:
+        return "ngram (nothing is known of the head that comes with the package)"
+    return f"{prospect.drafter if head is not None else 'ngram'}: {prospect}"
 
 
 def _engine_config(options: Mapping[str, Any]) -> EngineConfig:

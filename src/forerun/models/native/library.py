@@ -8,6 +8,7 @@ use, of those that the machine has.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
@@ -16,6 +17,8 @@ from typing import Any, ClassVar
 
 from forerun.errors import InvalidInput
 from forerun.models.native.cores import thread_count
+
+log = logging.getLogger(__name__)
 
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 BLOCK = 32  # inputs per block of packed kinds
@@ -194,6 +197,11 @@ def _load() -> tuple[Any, str | None]:
     sizes = (ctypes.sizeof(part) for part in (Model, Layer, Pass))
     expected = ABI * 10**9 + sum(size * scale for size, scale in zip(sizes, (10**6, 10**3, 1), strict=True))
     if found.fr_layout() != expected:
+        log.warning(
+            "%s was built from other sources, so passes on the CPU run on torch, several times slower; "
+            "build it again: pip install --force-reinstall --no-deps forerun (in a checkout: pip install -e .)",
+            path,
+        )
         return None, f"{path.name} is of another version: install forerun again"
     if not found.fr_isa():
         return None, "this processor lacks AVX2 and FMA"
