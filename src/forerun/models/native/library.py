@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sys
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -175,7 +176,7 @@ def _forget_threads() -> None:
 
 
 _matched = 0  # what `match_threads` was last given; a forked child has no pool yet
-if hasattr(os, "register_at_fork"):  # not on Windows, which has no library either
+if sys.platform != "win32":
     os.register_at_fork(after_in_child=_forget_threads)
 
 
