@@ -5,9 +5,7 @@ Nothing below this file knows which classes exist, and nothing above it puts the
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
+import logging
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forerun import registry
+from forerun.auto_drafter import Prospect, prospect_of, time_levels
 from forerun.checks import as_memory
 from forerun.control.base import Controller, ControllerClass, ControlParts
 from forerun.control.cost import CostModel
@@ -27,7 +26,7 @@ from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool, VerifierPool
 from forerun.engine.sequence import SequenceState
-from forerun.errors import InvalidInput, UnsupportedModel
+from forerun.errors import ForerunError, InvalidInput, UnsupportedModel
 from forerun.heads import find_head, open_head
 from forerun.models.base import Target
 from forerun.offers import Offer
@@ -37,6 +36,8 @@ from forerun.types import Seq
 
 if TYPE_CHECKING:
     from forerun.models.load.checkpoint import Checkpoint
+
+log = logging.getLogger(__name__)
 
 _DERIVE = "derive it from forerun.drafters.base.BaseDrafter"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -54,8 +55,13 @@ def make_engine(
 ) -> Engine:
     """An engine around a target that is already in memory."""
     speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
+    head: Drafter | None = None
     if speculative.drafter == "auto":
-        speculative = replace(speculative, drafter="ngram" if draft_target is None else "draft_model")
+        name = "ngram" if draft_target is None else "draft_model"
+        if draft_target is None and speculative.draft_model is not None:
+            prospect, head = weigh_head(target, speculative, config, cost_file)
+            name = prospect.drafter if head is not None and prospect is not None else name
+        speculative = replace(speculative, drafter=name)
     parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length, more_drafts)
 
     def make_drafter(name: str) -> Drafter:
@@ -63,6 +69,8 @@ def make_engine(
         return build_drafter(spec, parts) if spec.name == name else drafters.get(spec.name)
 
     drafters = DrafterPool(make_drafter, target.vocab_size)
+    if head is not None:
+        drafters.add(speculative.drafter, head)
     return Engine(
         target,
         drafters,
@@ -75,6 +83,25 @@ def make_engine(
         max_batch=config.max_batch,
         max_length=config.max_length,
     )
+
+
+def weigh_head(
+    target: Target, speculative: SpeculativeConfig, config: EngineConfig, cost_file: Path | None
+) -> tuple[Prospect | None, Drafter | None]:
+    """What the head of `draft_model` should gain on this CPU, and its drafter where that pays."""
+    folder = open_head(Path(speculative.draft_model or ""))
+    if folder is None or not folder.rates or speculative.controller != "adaptive":
+        return None, None  # nothing is known of it, or nothing would stop it where it does not pay
+    try:
+        parts = Parts(target, None, speculative, config.max_batch, config.max_length)
+        drafter = build_drafter(registry.drafters.spec(folder.drafter), parts)
+        offer = time_levels(drafter, target)
+    except ForerunError as error:
+        log.warning("the head in %s cannot be used and is left out: %s", folder.path, error)
+        return None, None
+    found = prospect_of(folder.drafter, offer, CostModel.measure_or_load(target, cost_file), folder.rates)
+    log.info("auto: %s", found)
+    return found, drafter if found.pays else None
 
 
 def build_drafter(spec: DrafterSpec, parts: Parts) -> Drafter:
@@ -133,8 +160,8 @@ def choose_drafter(
 ) -> SpeculativeConfig:
     """The same with its drafter chosen: by what draft_model is, else by the heads that come with the package.
 
-    A head that comes with the package is the default on a GPU. On a CPU one more node and the level that drafts it take
-    half a pass, which no head gains back on every kind of text yet (docs/benchmarks.md); a request may ask for it.
+    A head that comes with the package is the default on a GPU. On a CPU it stays `auto`, and `make_engine` decides by
+    what passes and levels cost there (forerun.auto_drafter). A request may ask for it in any case.
     """
     drafter, given = speculative.drafter, speculative.draft_model
     if given is not None:
@@ -145,7 +172,7 @@ def choose_drafter(
     if drafter == "auto" or needs_head(drafter):
         bundled = find_head(checkpoint.config, _names_of(checkpoint), drafter)
         if bundled is not None:
-            default = "ngram" if _device(device).startswith("cpu") else bundled.drafter
+            default = "auto" if _device(device).startswith("cpu") else bundled.drafter
             chosen = default if drafter == "auto" else drafter
             return replace(speculative, drafter=chosen, draft_model=str(bundled.path))
     return replace(speculative, drafter="ngram") if drafter == "auto" else speculative
@@ -166,7 +193,7 @@ def _names_of(checkpoint: Checkpoint) -> list[str]:
 
 def drafts_with_checkpoint(drafter: str) -> bool:
     """Does this drafter run a second model? Others take `draft_model` for a head, or not at all."""
-    return registry.drafters.spec(drafter).needs == "checkpoint"
+    return drafter != "auto" and registry.drafters.spec(drafter).needs == "checkpoint"
 
 
 def draft_models(speculative: SpeculativeConfig) -> list[str]:
@@ -241,18 +268,6 @@ def share_ids(ours: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
         return True
     alike = all(ours.get(token) == index for token, index in theirs.items())
     return alike and len(ours) - len(theirs) < 256  # a few more special ones on the target's side
-
-
-def cost_file(checkpoint: Checkpoint, config: EngineConfig, cache: Path) -> Path:
-    """Where t(n) of this model on this machine is kept."""
-    from forerun.models.native.library import ABI, isa
-
-    stat = checkpoint.path.stat()
-    facts = (
-        str(checkpoint.path.resolve()), stat.st_size, int(stat.st_mtime), config.dtype, config.device,
-        torch.get_num_threads(), torch.__version__, platform.machine(), platform.node(), os.cpu_count(), isa(), ABI,
-    )  # fmt: skip
-    return cache / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
 
 
 def _device(name: str) -> str:

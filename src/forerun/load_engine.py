@@ -5,6 +5,9 @@ Settings are checked before any file is read, so that a mistake is reported at o
 
 from __future__ import annotations
 
+import hashlib
+import os
+import platform
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from os import PathLike
@@ -15,12 +18,12 @@ import torch
 from forerun.build import (
     check_names,
     choose_drafter,
-    cost_file,
     draft_models,
     drafts_with_checkpoint,
     load_target,
     make_engine,
     token_map,
+    weigh_head,
 )
 from forerun.checks import as_path, shown, unknown
 from forerun.drafters.token_map import TokenMap
@@ -31,6 +34,9 @@ from forerun.models.base import Target
 from forerun.params import ENGINE_SPELLINGS, Dtype, EngineConfig, SpeculativeConfig
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from forerun.models.load.checkpoint import Checkpoint
     from forerun.models.load.tokenizer import Tokenizer
 
 _DRAFTING = ("drafter", "draft_model", "speculative_config")
@@ -84,6 +90,37 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
 def _drafting(model: Target, tokens: TokenMap | None, target: Target) -> Target:
     """A draft model, in the target's vocabulary."""
     return model if tokens is None else TranslatedTarget(model, tokens.padded(target.vocab_size))
+
+
+def cost_file(checkpoint: Checkpoint, config: EngineConfig, cache: Path) -> Path:
+    """Where t(n) of this model on this machine is kept."""
+    from forerun.models.native.library import ABI, isa
+
+    stat = checkpoint.path.stat()
+    facts = (
+        str(checkpoint.path.resolve()), stat.st_size, int(stat.st_mtime), config.dtype, config.device,
+        torch.get_num_threads(), torch.__version__, platform.machine(), platform.node(), os.cpu_count(), isa(), ABI,
+    )  # fmt: skip
+    return cache / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
+
+
+def explain_auto(model: str) -> str:
+    """What `auto` would draft with for this model on this machine, and why."""
+    from forerun.models.load.catalog import cache_folder
+    from forerun.models.load.checkpoint import open_checkpoint
+
+    checkpoint, settings = open_checkpoint(model), EngineConfig()
+    speculative = choose_drafter(SpeculativeConfig(), checkpoint, settings.device)
+    if speculative.drafter != "auto":
+        why = "no head comes with the package for this model"
+        if speculative.draft_model is not None:
+            why = "a head comes with the package, and on a GPU more nodes cost a pass little"
+        return f"{speculative.drafter} ({why})"
+    costs, target = cost_file(checkpoint, settings, cache_folder()), load_target(checkpoint, settings)
+    prospect, head = weigh_head(target, speculative, settings, costs)
+    if prospect is None:
+        return "ngram (nothing is known of the head that comes with the package)"
+    return f"{prospect.drafter if head is not None else 'ngram'}: {prospect}"
 
 
 def _engine_config(options: Mapping[str, Any]) -> EngineConfig:
