@@ -104,6 +104,13 @@ def test_continuations_that_disagree_make_a_tree() -> None:
     assert len(draft([1, 2, 5, 6, 1, 2, 7, 8, 1, 2], Budget(4, 2, width=1))[0]) == 3
 
 
+def test_a_tree_branches_from_shorter_matches_too() -> None:
+    text = [1, 2, 3, 9, 5, 2, 3, 8, 1, 2, 3]  # "1 2 3" was followed by 9, "2 3" by 8 as well
+    assert draft(text, Budget(1, 1, width=2))[0] == [3, 9]
+    assert sorted(draft(text, Budget(2, 1, width=2))[0]) == [3, 8, 9]
+    assert draft(text, Budget(2, 1, width=1))[0] == [3, 9]
+
+
 def test_agreement_is_trusted_more_than_a_single_occurrence_and_that_more_than_disagreement() -> None:
     def confidence(tokens: list[int]) -> float:
         return SuffixDrafter().confidence(FakeSeq(0, tokens))

@@ -134,6 +134,9 @@ class CorpusPlace:
             text, [at + 1 for at in self._at if at < size and text[at] == token], self.length + 1
         )
 
+    def shorter(self) -> Place:
+        return NOWHERE
+
 
 NOWHERE = CorpusPlace(memoryview(b"").cast("I"), [], 0)
 

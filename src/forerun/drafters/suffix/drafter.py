@@ -25,6 +25,7 @@ from forerun.offers import Offer
 from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 
 REQUEST, PAST, CORPUS = range(3)  # the texts that are searched
+SHORTER = 3  # places of one text that a tree branches from: of the longest match and of shorter ones
 BRANCHES = 64  # nodes of a tree before it is cut to what pays
 
 
@@ -192,12 +193,16 @@ class SuffixDrafter(LookupDrafter):
         waiting: list[tuple[float, int, int, int, int, Place]] = []
         places = self._places(seq, state)
         places.sort(key=lambda pair: pair[0] != state.source)  # the chain's own text first
-        left = 1.0  # probability that the texts before leave to those after
+        left = 1.0  # probability that the places before leave to those after
         for source, place in places:
-            heappush(waiting, (-left, 0, len(waiting), 0, source, place))
-            left *= 0.5
+            for _ in range(SHORTER):
+                if place.length < self.shortest:
+                    break
+                heappush(waiting, (-left, 0, len(waiting), 0, source, place))
+                left *= 0.5
+                place = place.shorter()
         made = len(waiting)
-        while waiting and len(builder.tokens) <= BRANCHES:
+        while waiting and len(builder.tokens) <= min(BRANCHES, budget.nodes + 8):
             survival, depth, _, node, source, place = heappop(waiting)
             own, shared = state.rates[source], self._all[source]
             found, rest = place.continuations(), 1.0
@@ -206,7 +211,7 @@ class SuffixDrafter(LookupDrafter):
                 kind = SECOND if rank else kind_of(count, total)
                 rate = rest * own.rate(kind, place.length, shared)
                 rest -= rate
-                if -survival * rate < NEGLIGIBLE / 2:
+                if -survival * rate < NEGLIGIBLE / 4:
                     break
                 child = builder.add(node, token, rate * (-survival / builder.survivals[node]))
                 if token not in seq.stop_ids and depth + 1 < budget.depth:

@@ -26,6 +26,10 @@ class Place(Protocol):
         """The place after one of them."""
         ...
 
+    def shorter(self) -> Place:
+        """Where a shorter end of the sequence matches, more often; a place of length 0 where there is none."""
+        ...
+
 
 class AutomatonPlace:
     """A state of a suffix automaton."""
@@ -41,3 +45,7 @@ class AutomatonPlace:
 
     def after(self, token: int) -> Place:
         return AutomatonPlace(self._text, self._text.nexts[self.state][token], self.length + 1)
+
+    def shorter(self) -> Place:
+        link = max(0, self._text.links[self.state])
+        return AutomatonPlace(self._text, link, self._text.lengths[link])
