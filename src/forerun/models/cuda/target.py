@@ -8,7 +8,7 @@ from what the host knows, and logits stay where they are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -199,7 +199,7 @@ class CudaDecoder(SlotTarget):
         plan = plan_grown(places, form, self._group_nodes, chunks, size_for=self.passes.scored_size)
         self.grown.take(trees, form)
         self.passes.run_grown(plan, layers, form)
-        self._keep_buffers(plan, layers, None if chunks else ("keep", form))
+        self._keep_buffers(plan, layers)
         rows = {layer: self.buffers.hidden(layer) for layer in layers}
         hidden = {
             layer: found[: form.rows] for layer, found in rows.items()
@@ -225,7 +225,7 @@ class CudaDecoder(SlotTarget):
         plan = plan_grown([], form, self._group_nodes, farthest=farthest)
         self.grown.take_padding(form)
         self.passes.run_grown(plan, layers, form)
-        self._keep_buffers(plan, layers, ("keep", form))
+        self._keep_buffers(plan, layers)
         self._move(form, Outcome(self.grown, form))
         return Scores(None, {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers})
 
@@ -277,23 +277,19 @@ class CudaDecoder(SlotTarget):
         if scored:
             found.logits.append(self.buffers.logits[:scored])
 
-    def _keep_buffers(self, plan: Plan, layers: tuple[int, ...], name: Hashable | None = None) -> None:
-        """Keep the hidden rows of a pass beside keys and values, from buffer to slot; by name as one replay."""
-        if not layers:
-            return
+    def _keep_buffers(self, plan: Plan, layers: tuple[int, ...]) -> None:
+        """Keep the hidden rows of a pass beside keys and values, from buffer to slot: one replay per size of pass."""
         kept = [self.kv.rows_of(layer, self.config.width, self._dtype) for layer in layers]
-        first, rows = MAX_ROWS + 2 * plan.size.rows, plan.rows
+        rows = plan.size.rows
 
         def keep() -> None:
-            places = self.buffers.ints[first : first + rows].long()
+            places = self.buffers.ints[MAX_ROWS + 2 * rows : MAX_ROWS + 3 * rows].long()
             places = torch.where(places < 0, self.kv.capacity, places)  # padding
             for layer, into in zip(layers, kept, strict=True):
                 into.index_copy_(0, places, self.buffers.hidden(layer)[:rows])
 
-        if name is None:
-            keep()
-        else:
-            self._moves.do((name, layers), keep)
+        if layers:
+            self._moves.do(("keep", rows, layers), keep)
 
     def _hidden(self, found: Found) -> dict[int, Tensor]:
         return {layer: joined(rows) if rows else self._empty_rows(0) for layer, rows in found.hidden.items()}
