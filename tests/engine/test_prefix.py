@@ -113,7 +113,7 @@ def same(kind: str, got: Sequence[Any], wanted: Sequence[Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("rows", [1, 7, 64, 65, None])
+@pytest.mark.parametrize("rows", [1, 7, 64, None])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_hidden_rows_are_those_of_reading_it_all(
     kind: str, rows: int | None, tmp_path: Path
@@ -216,8 +216,8 @@ def test_a_sequence_sent_back_at_any_point_continues_with_the_same_text(
     requests = [Request(tuple(text(5 + i, 60 + i)), params) for i in range(2)]
     engine = engine_on(make_target(kind, tmp_path))
     wanted = written(play(engine, requests))
-    for salt in (None, ""):
-        for at in range(14):
+    for salt, points in ((None, range(14)), ("", range(0, 14, 4))):
+        for at in points:
             seqs = [engine.find(engine.submit(replace(request, cache_salt=salt))) for request in requests]
             for _ in range(at):
                 engine.step()
