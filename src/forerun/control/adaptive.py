@@ -16,6 +16,7 @@ from forerun.control.base import ControlParts
 from forerun.control.cost import CostModel
 from forerun.control.forms import PLAIN, FormChooser, Promise
 from forerun.control.per_sequence import NOTHING, SequencePlanner
+from forerun.control.rest import Rest
 from forerun.offers import Form, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
@@ -43,6 +44,10 @@ class AdaptiveController:
     def __init__(self, cost: CostModel, nodes: int, width: int, offer: Callable[[Seq], Offer]) -> None:
         self.planner = SequencePlanner(cost, nodes, width, offer)
         self.allowance = Allowance()  # of all menus together
+        self.rest = Rest()
+        self._rests = self._free_only = (
+            False  # of this round: is nobody asked, and does nobody's drafter cost?
+        )
         self._choosers: dict[int, FormChooser] = {}  # by the menu's identity
         self._decisions: list[Decision] = []  # of this round
 
@@ -62,8 +67,12 @@ class AdaptiveController:
             chooser.cost = cost
 
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
-        offers = self.planner.offers_of(seqs)
         self._decisions, beside = [], 0
+        self._rests = self.rest.goes_on([seq.id for seq in seqs])
+        if self._rests:
+            return [NOTHING] * len(seqs)
+        offers = self.planner.offers_of(seqs)
+        self._free_only = not any([offer.costs for offer in offers])  # noqa: C419 - twice as fast
         planned: dict[int, Budget] = {}
         for menu, which in _by_menu(offers):
             some = [offers[b] for b in which]
@@ -84,9 +93,16 @@ class AdaptiveController:
         batch, nodes = len(outcome.seqs), sum(outcome.drafted)
         if not outcome.prompt_rows:  # a pass that read prompts too says nothing about a round
             self.cost.observe(batch + nodes, outcome.seconds["pass"], batch)
+        if self._rests:
+            return
         for decision in self._decisions:
             self._observe_menu(decision, outcome)
         self.planner.observe(outcome)
+        if self._free_only and not outcome.prompt_rows:
+            plain = self.cost.pass_seconds(batch, batch)
+            lost = self.cost.pass_seconds(batch + nodes, batch) / plain - 1.0
+            asking = outcome.seconds.get("draft", 0.0) / plain
+            self.rest.observe([seq.id for seq in outcome.seqs], sum(outcome.accepted) / batch - lost, asking)
 
     def forget(self, seq: Seq) -> None:
         self.planner.forget(seq)

@@ -23,10 +23,22 @@ class Allowance:
     earned: float = 0.006  # by a round
     floor: float = 1.3
     level: float = 0.5
+    usual: float = 0.0  # what drafts cost of late, whatever was accepted: the worst case where forms vary
 
     def book(self, loss: float) -> None:
         """A round has lost so much against plain decoding; a negative loss is a gain."""
         self.level = max(min(self.level + self.earned - loss, self.most), -self.floor)
+
+    def book_draft(self, cost: float, accepted: float) -> None:
+        """A round of drafts that vary in size: what it cost, and what it gained."""
+        if cost > 0.0:
+            self.usual = max(cost, 0.9 * self.usual)
+        self.book(cost - accepted)
+
+    @property
+    def covers_usual(self) -> bool:
+        """May drafts be made that cost as much as those of late?"""
+        return self.covers(min(self.usual, 0.5 * self.floor))
 
     def covers(self, worst: float) -> bool:
         """May a draft be made that has been paying?"""

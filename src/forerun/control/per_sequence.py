@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from forerun.control.acceptance import Factor
 from forerun.control.allocate import Levels, allocate, best_depth, deepest, shortest_that_pays, widest
 from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
@@ -25,6 +26,10 @@ from forerun.types import Budget, Round, Seq
 PACE = 0.97  # memory of the rate, per round
 WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
 CLOSE = 0.05  # smaller errors of a drafter's expectations are not corrected
+FREE_MEMORY, FORGIVING = (
+    0.99,
+    0.997,
+)  # per draft that cost nothing, and per round, so that distrust does not last
 REFRESH = 16  # rounds for which a price list holds
 NOTHING = Budget(0, 0, source="free")
 
@@ -56,11 +61,15 @@ class SequencePlanner:
         self.cost, self.nodes, self.width = cost, nodes, width
         self.offer = offer  # of the sequence's own drafter
         self.allowance = Allowance(most=4.0, earned=0.015, floor=4.0, level=2.0)
+        self.free_allowance = Allowance(
+            most=2.0, earned=0.01, floor=2.0, level=2.0
+        )  # of drafts that cost nothing
         self._records: dict[int, History] = {}
         self._latest = History()  # what a new sequence starts from
         self._offers: dict[int, Offer] = {}  # of this round's sequences
         self._next: dict[int, tuple[int, Offer]] = {}  # asked for already: at how many tokens, and the offer
         self._asked: dict[int, int] = {}  # sequences whose costly drafter may draft, and how deep
+        self._free = Factor(4.0)  # of drafts that cost nothing: tokens accepted, by those that were expected
         self._usual: dict[int, float] = {}  # nodes that a sequence drafts on average
         self._written, self._passes = 1.0, 1.0
         self._prices: dict[tuple[int, float, int], PriceList] = {}
@@ -108,9 +117,10 @@ class SequencePlanner:
 
     def free_chains(self, offers: Sequence[Offer], batch: int) -> tuple[int, float]:
         """Nodes that drafters which cost nothing would draft for a batch, and how many would be accepted."""
-        depths = self._shared_depths([Levels(offer.free) for offer in offers], batch, 0)
-        pairs = zip(offers, depths, strict=True)
-        return sum(depths), sum(sum(offer.free[:depth]) for offer, depth in pairs)
+        levels = [self._free_levels(offer) for offer in offers]
+        depths = self._shared_depths(levels, batch, 0)
+        pairs = zip(levels, depths, strict=True)
+        return sum(depths), sum(sum(one.survivals[:depth]) for one, depth in pairs)
 
     def observe(self, outcome: Round) -> None:
         """Learn from the sequences of a round that were planned here."""
@@ -124,20 +134,27 @@ class SequencePlanner:
         if any(offer.chosen or offer.costs for offer in offers.values()):  # plain decoding shows nothing
             self._written = self._written * PACE + 1.0 + sum([row[3] for row in rows]) / len(rows)
             self._passes = self._passes * PACE + taken / plain + drafting
+        self._free.add(0.0, 0.0, FORGIVING)
         self._rounds += 1
         if self._rounds % REFRESH == 0:
             self._prices.clear()
-        lost, each = 0.0, max(0.0, taken - plain) / plain / max(1, nodes)  # passes, and those of a node
+        each = max(0.0, taken - plain) / plain / max(1, nodes)  # passes of a node
+        costly = gained = free_cost = free_gained = 0.0
         for seq, drafted, depth, accepted in rows:
             usual = self._usual.get(seq.id, 0.0)
             self._usual[seq.id] = usual + 0.2 * (drafted - usual)
             if seq.id in self._asked:
                 spent = batch * (each * drafted + drafting / len(self._asked))
                 once = min(spent, batch * self._offers[seq.id].start / plain / len(self._asked))
-                lost += spent - accepted
+                costly, gained = costly + spent, gained + accepted
                 self._book(seq, drafted, depth, accepted, spent, once)
+            elif drafted:
+                free_cost, free_gained = free_cost + each * drafted, free_gained + accepted
+                if drafted == depth <= len(offers[seq.id].free):  # a chain: its survivals are known
+                    self._free.add(accepted, sum(offers[seq.id].free[:depth]), FREE_MEMORY)
+        self.free_allowance.book_draft(free_cost, free_gained / batch)
         if any(offer.costs for offer in offers.values()):
-            self.allowance.book(lost / batch)
+            self.allowance.book_draft(costly / batch, gained / batch)
 
     def forget(self, seq: Seq) -> None:
         for kept in (self._records, self._offers, self._usual, self._next):
@@ -178,7 +195,7 @@ class SequencePlanner:
 
     def _option(self, seq: Seq, offer: Offer, batch: int, costly: int, listed: PriceList) -> Option:
         """What costs nothing, or what the drafter that costs would gain: whichever gains more."""
-        free = Option(offer, Levels(offer.free))
+        free = Option(offer, self._free_levels(offer))
         if not offer.costs:
             return free
         free_gain = best_depth(free.levels, listed.price)[1]
@@ -216,6 +233,18 @@ class SequencePlanner:
         factor = self.rate * batch / self.cost.pass_seconds(batch, batch)
         return allocate(levels, lambda nodes: factor * (seconds[nodes] - seconds[0]))
 
+    @property
+    def free_trust(self) -> float:
+        """Tokens accepted of drafts that cost nothing, by those expected: the best are chosen, and so overrated."""
+        trust = self._free.value()
+        return trust if trust < 1.0 - CLOSE else 1.0
+
+    def _free_levels(self, offer: Offer) -> Levels:
+        trust = self.free_trust
+        if not self.free_allowance.covers_usual:
+            return Levels(())
+        return Levels(offer.free if trust == 1.0 else [trust * survival for survival in offer.free])
+
     def _trial(self, option: Option, batch: int, costly: int) -> tuple[int, float]:
         """The shortest draft that could pay, and what it costs in plain rounds if all of it is rejected."""
         offer, plain = option.offer, self.cost.pass_seconds(batch, batch)
@@ -228,8 +257,13 @@ class SequencePlanner:
     def _budget(self, seq: Seq, option: Option, batch: int, costly: int, others: int) -> Budget:
         offer, listed = option.offer, self._price(batch, self.rate, others)
         if not option.asks:
+            if not self.free_allowance.covers_usual:
+                return NOTHING
             nodes = listed.deepest if listed.widest == 1 else self.nodes if listed.deepest else 0
-            return Budget(nodes, listed.deepest, listed.widest, listed.price[: nodes + 1], source="free")
+            price = listed.price[: nodes + 1]
+            if (trust := self.free_trust) < 1.0:
+                price = tuple([cost / trust for cost in price])
+            return Budget(nodes, listed.deepest, listed.widest, price, source="free")
         level = self._in_tokens(offer.level, batch, costly)
         if not offer.chosen:
             return Budget(option.depth, option.depth, level=level, source="costly")
