@@ -73,16 +73,24 @@ class Call:
         return t_quantile(len(rates) - 1) * math.sqrt(spread / len(rates)) / mean
 
 
+def spread(prompts: list[Text]) -> list[Text]:
+    """The same in another order: a suite lists task after task, and the first few should hold all of them."""
+    count = len(prompts)
+    step = next((n for n in range(round(0.618 * count), count) if math.gcd(n, count) == 1), 1)
+    return [prompts[i * step % count] for i in range(count)]
+
+
 class Sweep:
     """One engine and one set of prompts, at every batch size."""
 
     def __init__(
         self, engine: Engine, prompts: Sequence[Text], max_tokens: int, *, ignore_eos: bool = False
     ) -> None:
-        self.engine, self.prompts = engine, [*dict.fromkeys(prompts)]
+        self.engine, self.prompts = engine, spread([*dict.fromkeys(prompts)])
         self.params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
         self.short = SamplingParams(max_tokens=min(WARM_UP_TOKENS, max_tokens), ignore_eos=ignore_eos)
         self.plain: dict[Text, list[int]] = {}  # each prompt's text, written plainly at batch 1
+        self.calls = 0
         self.differing: list[tuple[Text, list[int]]] = []  # prompts, and what was written in place of that
 
     def measure(
@@ -119,11 +127,13 @@ class Sweep:
     def write(self, setup: Setup, batch: int, prompts: Sequence[Text], params: SamplingParams) -> Call:
         """All texts, `batch` at a time."""
         engine, places = self.engine, dict[int, int]()
+        self.calls += 1
         engine.max_batch = batch
         before = dict(engine.stats.seconds)
         call = Call([[] for _ in prompts], perf_counter())
         for place, prompt in enumerate(prompts):
-            request = Request(prompt, params, drafter=setup.drafter, budget=setup.budget)
+            salt = f"{self.calls} {place}"  # every text reads its prompt: none is found in the prefix cache
+            request = Request(prompt, params, drafter=setup.drafter, budget=setup.budget, cache_salt=salt)
             places[engine.submit(request)] = place
         while engine.busy:
             new = 0
