@@ -365,9 +365,10 @@ def test_the_adaptive_controller_chooses_from_the_menu(monkeypatch: pytest.Monke
         requests = [Request(prompt, params, drafter=name) for prompt in prompts]
         texts[name] = _write(engine, requests, random.Random(1))
     assert texts["device"] == texts["none"]
-    drafted = {(form.nodes - 1, form.depth) for form in forms if isinstance(form, TreeForm)}
-    assert drafted
-    assert drafted <= {(form.nodes, form.depth) for form in FORMS}
+    drafted = [(form.nodes - 1, form.depth) for form in forms if isinstance(form, TreeForm)]
+    others = [size for size in drafted if size not in {(form.nodes, form.depth) for form in FORMS}]
+    assert len(drafted) > len(others)
+    assert len(others) <= len(prompts), "only where all sequences are at their ends"
 
 
 def test_a_composition_keeps_the_batch_on_the_device() -> None:
