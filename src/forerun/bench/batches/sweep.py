@@ -123,7 +123,8 @@ class Sweep:
         before = dict(engine.stats.seconds)
         call = Call([[] for _ in prompts], perf_counter())
         for place, prompt in enumerate(prompts):
-            request = Request(prompt, params, drafter=setup.drafter, budget=setup.budget)
+            # without a salt every prompt is read, and none found in the prefix cache
+            request = Request(prompt, params, drafter=setup.drafter, budget=setup.budget, cache_salt=None)
             places[engine.submit(request)] = place
         while engine.busy:
             new = 0
