@@ -60,6 +60,27 @@ def test_never_far_below_plain_over_any_200_rounds(cost: CostModel, batch: int, 
     assert history.worst_window() >= LEAST
 
 
+@pytest.mark.parametrize("trace", ["low", "nothing", "every 60", "falls", "rises"])
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_nor_where_plain_passes_are_launched_ahead(batch: int, trace: str) -> None:
+    """Then a trial costs a plain pass more, which was launched in vain."""
+    history = MenuSimulation(FLAT, MENU, [TRACES[trace]] * batch, host=HOST, ahead=True).run(600)
+    assert history.worst_window() >= LEAST - 0.005  # the first such wait is not foreseen
+
+
+def test_sequences_that_a_round_sent_back_are_not_counted() -> None:
+    controller = AdaptiveController(CostModel(FLAT.seconds), 60, 10, lambda seq: Offer(menu=MENU))
+    seqs = [FakeSeq(i, [1]) for i in range(6)]
+    for there in (6, 5, 6, 4, 5, 6) * 4:
+        some, budgets = seqs[6 - there :], controller.plan(seqs)[6 - there :]
+        nodes, depths = tuple(one.nodes for one in budgets), tuple(one.depth for one in budgets)
+        seconds = {"draft": 0.3, "pass": FLAT.pass_seconds(there + sum(nodes)), "host": 0.1}
+        controller.observe(
+            Round(tuple(some), nodes, depths, tuple(min(1, count) for count in nodes), seconds)
+        )
+    assert budgets[0].nodes > 0
+
+
 class Adversary:
     """Drafts are good until they are made for a few rounds in a row, and then worthless until they stop."""
 

@@ -83,9 +83,10 @@ def own_contender(llm: LLM, settings: Settings, cell: Cell, setup: DrafterSetup)
 
     def write(prompts: Sequence[Sequence[int]], max_tokens: int) -> Written:
         recorder.take()
-        requests = [
-            Request(tuple(ids), _params(settings, cell, ids, max_tokens), drafter, cell.verifier, budget)
-            for ids in prompts
+        params = [_params(settings, cell, ids, max_tokens) for ids in prompts]
+        requests = [  # without a salt: a prompt that another contender has read is not found in the prefix cache
+            Request(tuple(ids), one, drafter, cell.verifier, budget, cache_salt=None)
+            for ids, one in zip(prompts, params, strict=True)
         ]
         started = perf_counter()
         seqs = llm.driver.write(requests)

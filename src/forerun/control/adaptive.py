@@ -91,14 +91,14 @@ class AdaptiveController:
 
     def observe(self, outcome: Round) -> None:
         batch, nodes = len(outcome.seqs), sum(outcome.drafted)
-        if not outcome.prompt_rows:  # a pass that read prompts too says nothing about a round
+        if outcome.tells_times:
             self.cost.observe(batch + nodes, outcome.seconds["pass"], batch)
         if self._rests:
             return
         for decision in self._decisions:
             self._observe_menu(decision, outcome)
         self.planner.observe(outcome)
-        if self._free_only and not outcome.prompt_rows:
+        if self._free_only and outcome.tells_times:
             plain = self.cost.pass_seconds(batch, batch)
             lost = self.cost.pass_seconds(batch + nodes, batch) / plain - 1.0
             asking = outcome.seconds.get("draft", 0.0) / plain
@@ -125,18 +125,19 @@ class AdaptiveController:
     def _observe_menu(self, decision: Decision, outcome: Round) -> None:
         """Book what the round gained or lost against plain decoding, and learn what its form brings and takes."""
         batch, wanted = len(outcome.seqs), set(decision.ids)
-        which = [b for b, seq in enumerate(outcome.seqs) if seq.id in wanted]
+        which = [b for b, seq in enumerate(outcome.seqs) if seq.id in wanted]  # some may have been sent back
+        if not which:
+            return
         nodes = sum([outcome.drafted[b] for b in which])
-        accepted = [outcome.accepted[b] for b in which]
-        promise = decision.promise
+        ids, accepted = [outcome.seqs[b].id for b in which], [outcome.accepted[b] for b in which]
+        promise, chooser = decision.promise, decision.chooser
         if not nodes and promise.form.nodes:
             promise = promise._replace(form=PLAIN)  # the drafter was not ready
-        decision.chooser.observe(
-            promise, decision.ids, accepted, batch, outcome.seconds, is_alone=outcome.tells_times
-        )
-        plain = decision.chooser.plain_seconds(batch)
-        taken = decision.chooser.promise_of(promise.form, batch + nodes, batch, 0.0).seconds
-        self.allowance.book(taken / plain - 1.0 - sum(accepted) / batch if nodes else 0.0)
+        chooser.observe(promise, ids, accepted, batch, outcome.seconds, is_alone=outcome.tells_times)
+        chooser.note_delay(promise.form, outcome.delayed)
+        taken = chooser.promise_of(promise.form, batch + nodes, batch, 0.0, len(ids)).seconds
+        lost = taken / chooser.plain_seconds(batch) - 1.0 - sum(accepted) / batch if nodes else 0.0
+        self.allowance.book(lost + outcome.delayed)  # and a plain pass that was launched ahead in vain
 
 
 def _by_menu(offers: Sequence[Offer]) -> list[tuple[Menu, list[int]]]:

@@ -77,6 +77,8 @@ class FormChooser:
         self.acceptance, self.around = Acceptance(), Around()
         self.last = PLAIN
         self._priors = {PLAIN: 0.0} | {form: menu.expected(form) for form in menu.forms}
+        self._delay = 0.0  # plain rounds that the first draft behind plain rounds waits for
+        self._last_ran = PLAIN
         self._since = 0  # rounds since the last trial
         self._trial = False  # is this round one?
         self.insists = False  # the form was chosen to learn, not to gain
@@ -114,7 +116,12 @@ class FormChooser:
     def _settle(self, promises: Sequence[Promise]) -> Promise:
         """The best form whose worst case is covered; the last one, where that is nearly as good."""
         plain = promises[0]
-        covered = [one for one in promises if self.allowance.covers(one.seconds / plain.seconds - 1.0)]
+        delay = self._delay if self._last_ran == PLAIN else 0.0
+        covered = [
+            one
+            for one in promises
+            if not one.form.nodes or self.allowance.covers(one.seconds / plain.seconds - 1.0 + delay)
+        ]
         best = max(covered, key=lambda one: one.rate, default=plain)
         last = next((one for one in covered if one.form == self.last), plain)
         if best.rate < BETTER * last.rate and last.rate >= plain.rate:
@@ -144,6 +151,12 @@ class FormChooser:
             self.acceptance.observe(form, self._priors[form], ids, accepted)
         gained = sum(accepted) / batch + 1.0 - promise.seconds / self.plain_seconds(batch)
         self._paid = self._trial and self.last == PLAIN and gained > 0.0
+
+    def note_delay(self, form: Form, delayed: bool) -> None:
+        """Did the first draft behind plain rounds wait for a plain pass that was launched ahead, in vain?"""
+        if form.nodes and self._last_ran == PLAIN:
+            self._delay = float(delayed)
+        self._last_ran = form
 
     def plain_seconds(self, batch: int) -> float:
         """Seconds of a plain round."""
@@ -175,11 +188,12 @@ class FormChooser:
         """
         plain = promises[0]
         last = next(each for each in promises if each.form == self.last)
+        delay = self._delay if last is plain else 0.0
         drafting = [
             each
             for each in promises
             if each.form != last.form
-            and self.allowance.covers_trial(each.seconds / plain.seconds - 1.0)
+            and self.allowance.covers_trial(each.seconds / plain.seconds - 1.0 + delay)
             and self._hoped_rate(each, batch, idle=last is plain) > BETTER * last.rate
         ]
         if last is plain:

@@ -98,11 +98,15 @@ class MenuSimulation:
         lifetime: int = 0,
         host: float = 0.0,
         noise: float = 0.0,
+        ahead: bool = False,
         seed: int = 1,
     ) -> None:
-        """`believed` is the curve that was measured; `lifetime` rounds later another sequence takes a place."""
+        """`believed` is the curve that was measured; `lifetime` rounds later another sequence takes a place.
+
+        With `ahead` the next plain pass is launched before the controller decides: a draft has to wait for it.
+        """
         self.cost, self.menu, self.traces, self.lifetime = cost, menu, traces, lifetime
-        self.host, self.noise, self.rng = host, noise, random.Random(seed)
+        self.host, self.noise, self.ahead, self.rng = host, noise, ahead, random.Random(seed)
         offer, known = Offer(menu=menu), CostModel((believed or cost).seconds)
         self.controller: Controller = AdaptiveController(known, 60, 10, lambda seq: offer)
         self.seqs = [PlainSeq(i, [1]) for i in range(len(traces))]
@@ -126,9 +130,12 @@ class MenuSimulation:
         target = self.cost.pass_seconds(count + drafted)
         seconds = {"draft": drafting, "pass": target, "host": self.host * count}
         seconds = {part: spent * self._jitter() for part, spent in seconds.items()}
-        self.controller.observe(Round(tuple(seqs), tuple(nodes), tuple(depths), tuple(accepted), seconds))
+        rounds = self.history.rounds
+        delayed = self.ahead and drafted > 0 and bool(rounds) and not rounds[-1].nodes
+        trees = tuple(nodes), tuple(depths), tuple(accepted)
+        self.controller.observe(Round(tuple(seqs), *trees, seconds, delayed=delayed))
         plain = self.cost.pass_seconds(count) + self.host * count
-        truly = drafting + target + self.host * count
+        truly = drafting + target + self.host * count + (plain if delayed else 0.0)
         self.history.rounds.append(SimulatedRound(count, drafted, sum(accepted) + count, truly, plain))
 
     def _replace_some(self, now: int) -> None:

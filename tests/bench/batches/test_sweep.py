@@ -12,7 +12,7 @@ from forerun.bench.batches.report import draw, line, table
 from forerun.bench.batches.rival import RivalRow, read_rival
 from forerun.bench.batches.sweep import Call, Setup, Sweep
 from forerun.errors import InvalidInput
-from forerun.types import Budget
+from forerun.types import Budget, Request
 from tests.bench.conftest import table_llm
 
 PROMPTS = [(5, 6, 7), (8, 9, 8, 9, 8), (11, 12, 13, 14)]
@@ -37,6 +37,19 @@ def test_every_batch_size_and_setup_has_a_row_and_all_texts_are_equal() -> None:
     low, high = rows[0]["interval"]
     assert low < rows[0]["tokens_per_s"] < high
     assert rows[3]["ms_per_token"] == pytest.approx(2e3 / rows[3]["tokens_per_s"], rel=1e-3)
+
+
+def test_prompts_are_read_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep, salts = make_sweep(), list[str | None]()
+    submit = sweep.engine.submit
+
+    def listen(request: Request) -> int:
+        salts.append(request.cache_salt)
+        return submit(request)
+
+    monkeypatch.setattr(sweep.engine, "submit", listen)
+    sweep.write_plainly()
+    assert salts == [None] * len(PROMPTS)
 
 
 def test_a_text_that_differs_is_counted() -> None:
