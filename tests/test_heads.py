@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from forerun import build, heads
+from forerun.auto_drafter import prospect_of
 from forerun.build import choose_drafter, make_engine
+from forerun.control.cost import CostModel
 from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.files import write_head
 from forerun.heads import HeadFolder, find_head, heads_in_the_box, open_head
+from forerun.offers import Offer
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
 from forerun.types import Request
@@ -127,7 +130,7 @@ def test_the_default_is_the_head_of_the_box_or_ngram(tmp_path: Path, monkeypatch
     assert chosen(drafter="eagle3") == ("eagle3", None)
     folder = str(boxed(tmp_path / "box"))
     assert chosen() == ("ngram+eagle3", folder)
-    assert chosen("cpu") == ("ngram", folder)  # it does not pay everywhere there
+    assert chosen("cpu") == ("auto", folder)  # what passes cost there decides, once they are measured
     assert chosen(drafter="eagle3") == ("eagle3", folder)
     assert chosen(drafter="ngram") == ("ngram", None)
     assert chosen(drafter="medusa") == ("medusa", None)
@@ -138,6 +141,53 @@ def test_what_draft_model_is_decides_the_drafter(tmp_path: Path) -> None:
     assert chosen(draft_model=head) == ("ngram+medusa", head)
     assert chosen(draft_model=head, drafter="medusa") == ("medusa", head)
     assert chosen(draft_model="smollm2") == ("draft_model", "smollm2")
+
+
+FLAT, STEEP = (
+    dict.fromkeys((1, 2, 4, 8, 16), 2.0),
+    {n: 2.0 * n for n in (1, 2, 4, 8, 16)},
+)  # seconds, by nodes
+OFTEN, SELDOM = [[0.9, 0.05]] * 3, [[0.02, 0.01]] * 3
+
+
+@pytest.mark.parametrize(
+    ("curve", "known", "controller", "drafter"),
+    [
+        (FLAT, {"rates": OFTEN}, "adaptive", "ngram+eagle3"),
+        (STEEP, {"rates": OFTEN}, "adaptive", "ngram"),  # a node costs what it gains
+        (FLAT, {"rates": SELDOM}, "adaptive", "ngram"),  # nothing is accepted
+        (FLAT, {"rates": []}, "adaptive", "ngram"),  # nothing is known of it
+        (FLAT, {"rates": [[2.0], "x"]}, "adaptive", "ngram"),
+        (FLAT, {"rates": OFTEN}, "fixed", "ngram"),  # nothing would stop it where it does not pay
+    ],
+)
+def test_on_a_cpu_costs_and_acceptance_decide(
+    tmp_path: Path, curve: dict[int, float], known: dict[str, Any], controller: str, drafter: str
+) -> None:
+    folder, costs = str(boxed(tmp_path, **known)), tmp_path / "costs.json"
+    costs.write_text(json.dumps({"seconds": curve}))
+    wish = SpeculativeConfig("auto", draft_model=folder, controller=controller)
+    engine = make_engine(TableLM(24, order=1, seed=5), frozenset(), wish, cost_file=costs)
+    assert engine.default_drafter == drafter
+    engine.submit(Request((1, 2, 3), SamplingParams(12)))
+    while engine.busy:
+        engine.step()
+    assert engine.target.used_slots == 0
+
+
+def test_a_prospect_says_its_numbers() -> None:
+    cost = CostModel({1: 0.010, 2: 0.011, 4: 0.013, 8: 0.020})
+    found = prospect_of("ngram+eagle3", Offer(seconds=(0.001,)), cost, (0.6, 0.6, 0.6))
+    assert found.depth == 2  # 1.96 tokens in 14 ms; one gives 1.6 in 12, three 2.18 in 16
+    assert found.speedup == pytest.approx(1.96 * 10 / 14)
+    assert found.pays
+    assert not prospect_of("eagle3", Offer(seconds=(0.005,)), cost, (0.6, 0.6, 0.6)).pays
+    busy = CostModel({1: 0.030, 2: 0.011, 4: 0.013, 8: 0.020})  # the first was measured during a pause
+    assert prospect_of("eagle3", Offer(seconds=(0.001,)), busy, (0.6,)).speedup == pytest.approx(
+        1.6 * 11 / 12
+    )
+    for number in ("1.40x", "10.0 ms", "12.0 ms", "2.0 ms", "60%, 36%, 22%"):
+        assert number in str(found), number
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

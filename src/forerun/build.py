@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forerun import registry
+from forerun.auto_drafter import settle
 from forerun.checks import as_memory
 from forerun.control.base import Controller, ControllerClass, ControlParts
 from forerun.control.cost import CostModel
@@ -54,8 +55,10 @@ def make_engine(
 ) -> Engine:
     """An engine around a target that is already in memory."""
     speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
+    head: Drafter | None = None
     if speculative.drafter == "auto":
-        speculative = replace(speculative, drafter="ngram" if draft_target is None else "draft_model")
+        build = partial(build_for, target, speculative, config)
+        speculative, head = settle(speculative, target, draft_target is not None, cost_file, build)
     parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length, more_drafts)
 
     def make_drafter(name: str) -> Drafter:
@@ -63,6 +66,8 @@ def make_engine(
         return build_drafter(spec, parts) if spec.name == name else drafters.get(spec.name)
 
     drafters = DrafterPool(make_drafter, target.vocab_size)
+    if head is not None:
+        drafters.add(speculative.drafter, head)
     return Engine(
         target,
         drafters,
@@ -75,6 +80,12 @@ def make_engine(
         max_batch=config.max_batch,
         max_length=config.max_length,
     )
+
+
+def build_for(target: Target, speculative: SpeculativeConfig, config: EngineConfig, name: str) -> Drafter:
+    """A drafter that is built to be weighed, before an engine is made."""
+    parts = Parts(target, None, speculative, config.max_batch, config.max_length)
+    return build_drafter(registry.drafters.spec(name), parts)
 
 
 def build_drafter(spec: DrafterSpec, parts: Parts) -> Drafter:
@@ -133,8 +144,8 @@ def choose_drafter(
 ) -> SpeculativeConfig:
     """The same with its drafter chosen: by what draft_model is, else by the heads that come with the package.
 
-    A head that comes with the package is the default on a GPU. On a CPU one more node and the level that drafts it take
-    half a pass, which no head gains back on every kind of text yet (docs/benchmarks.md); a request may ask for it.
+    A head that comes with the package is the default on a GPU. On a CPU it stays `auto`, and `make_engine` decides by
+    what passes and levels cost there (forerun.auto_drafter). A request may ask for it in any case.
     """
     drafter, given = speculative.drafter, speculative.draft_model
     if given is not None:
@@ -145,7 +156,7 @@ def choose_drafter(
     if drafter == "auto" or needs_head(drafter):
         bundled = find_head(checkpoint.config, _names_of(checkpoint), drafter)
         if bundled is not None:
-            default = "ngram" if _device(device).startswith("cpu") else bundled.drafter
+            default = "auto" if _device(device).startswith("cpu") else bundled.drafter
             chosen = default if drafter == "auto" else drafter
             return replace(speculative, drafter=chosen, draft_model=str(bundled.path))
     return replace(speculative, drafter="ngram") if drafter == "auto" else speculative
@@ -166,7 +177,7 @@ def _names_of(checkpoint: Checkpoint) -> list[str]:
 
 def drafts_with_checkpoint(drafter: str) -> bool:
     """Does this drafter run a second model? Others take `draft_model` for a head, or not at all."""
-    return registry.drafters.spec(drafter).needs == "checkpoint"
+    return drafter != "auto" and registry.drafters.spec(drafter).needs == "checkpoint"
 
 
 def draft_models(speculative: SpeculativeConfig) -> list[str]:

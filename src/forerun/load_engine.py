@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
+from forerun.auto_drafter import weigh_head
 from forerun.build import (
+    build_for,
     check_names,
     choose_drafter,
     cost_file,
@@ -84,6 +87,26 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
 def _drafting(model: Target, tokens: TokenMap | None, target: Target) -> Target:
     """A draft model, in the target's vocabulary."""
     return model if tokens is None else TranslatedTarget(model, tokens.padded(target.vocab_size))
+
+
+def explain_auto(model: str) -> str:
+    """What `auto` would draft with for this model on this machine, and why."""
+    from forerun.models.load.catalog import cache_folder
+    from forerun.models.load.checkpoint import open_checkpoint
+
+    checkpoint, settings = open_checkpoint(model), EngineConfig()
+    speculative = choose_drafter(SpeculativeConfig(), checkpoint, settings.device)
+    if speculative.drafter != "auto":
+        why = "no head comes with the package for this model"
+        if speculative.draft_model is not None:
+            why = "a head comes with the package, and on a GPU more nodes cost a pass little"
+        return f"{speculative.drafter} ({why})"
+    costs, target = cost_file(checkpoint, settings, cache_folder()), load_target(checkpoint, settings)
+    build = partial(build_for, target, speculative, settings)
+    prospect, head = weigh_head(speculative, target, costs, build)
+    if prospect is None:
+        return "ngram (nothing is known of the head that comes with the package)"
+    return f"{prospect.drafter if head is not None else 'ngram'}: {prospect}"
 
 
 def _engine_config(options: Mapping[str, Any]) -> EngineConfig:

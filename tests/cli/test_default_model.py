@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -35,6 +36,8 @@ def test_doctor_finds_nothing_in_the_way(forerun: Run) -> None:
     ran = forerun("doctor", "--json")
     assert ran.code == 0
     assert json.loads(ran.out)["ready"] is True
+    (auto,) = [finding["found"] for finding in json.loads(ran.out)["findings"] if finding["about"] == "auto"]
+    assert re.search(r"drafts with ngram(\+eagle3)?: ngram\+eagle3 should gain [\d.]+x with \d drafted", auto)
 
 
 GENERATE = """

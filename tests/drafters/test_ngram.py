@@ -6,7 +6,9 @@ import random
 
 import pytest
 
+from forerun.drafters.base import LookupDrafter
 from forerun.drafters.ngram import CANDIDATES, NgramDrafter
+from forerun.drafters.tree_builder import TreeBuilder
 from forerun.testing import FakeSeq, check_drafter
 from forerun.types import Budget, Scores, TreeBatch, Verdict
 
@@ -103,6 +105,29 @@ def test_trust_grows_with_hits_and_falls_with_misses_without_drafting() -> None:
 
     assert drafted_after(0) == 4
     assert drafted_after(1) == 0
+
+
+def test_chains_and_offers_are_those_of_the_general_rule() -> None:
+    """A chain takes a short way: it must be what a tree builder cuts from the same tokens and rates."""
+    pick = random.Random(5)
+    cut = 0
+    for _ in range(300):
+        drafter, seq = NgramDrafter(longest=5), FakeSeq(0, [1], stop_ids=frozenset({0}))
+        for _ in range(pick.randrange(4, 40)):
+            seq.tokens.append(pick.randrange(4))
+            price = tuple(1.0 + 0.15 * n for n in range(9)) if pick.random() < 0.7 else None
+            budget = Budget(pick.randrange(7), pick.randrange(7), price=price)
+            chain = list(drafter.chain(seq, budget.depth))
+            assert drafter.offer(seq) == LookupDrafter.offer(drafter, seq)
+            builder, node = TreeBuilder(seq.tokens[-1]), 0
+            for token, rate in chain:
+                node = builder.add(node, token, rate)
+            wanted = builder.cut(budget.nodes, budget.price)
+            trees = drafter.propose([seq], [budget])
+            assert trees.to_host() == wanted
+            cut += 0 < len(wanted[0]) - 1 < len(chain)
+            drafter.observe([seq], trees, Scores(None), Verdict.of([[]], [pick.randrange(4)], "cpu"))
+    assert cut > 50  # some were shortened by their price, and not to nothing
 
 
 def test_forgets() -> None:

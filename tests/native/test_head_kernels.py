@@ -37,6 +37,19 @@ def test_the_first_of_the_largest_is_numpys(size: int) -> None:
 
 
 @needs_head_kernels
+@pytest.mark.parametrize("size", [2, 17, 4099])
+def test_rows_that_hold_no_numbers_have_no_largest(size: int) -> None:
+    """A pass tells them by this: no logit is looked at again."""
+    rows = torch.zeros(5, size)
+    rows[0, -1] = torch.nan
+    rows[1, 0], rows[1, 1] = torch.inf, -torch.inf
+    rows[2, -1], rows[3, 0] = torch.inf, -torch.inf  # one kind of infinity is a number to the softmax
+    found = torch.empty(5, dtype=torch.int32)
+    native_library.library().fr_argmax_rows(rows.data_ptr(), 5, size, found.data_ptr())
+    assert found.tolist() == [-1, -1, size - 1, 1, 0]
+
+
+@needs_head_kernels
 def test_ties_go_to_the_smaller_place_and_nothing_is_above_certainty() -> None:
     logits = torch.full((1, 9000), -40.0)
     logits[0, [4, 17, 8191, 8999]] = 60.0

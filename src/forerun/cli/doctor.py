@@ -76,8 +76,11 @@ def examine() -> Iterator[Finding]:
         yield _library(library, needed=True, fix=f"pip install {library}")
     for library in HANDY:
         yield _library(library, needed=False, fix=f"pip install {library}")
-    yield _default_model()
+    model = _default_model()
+    yield model
     yield from _drafters()
+    if model.ok:
+        yield _auto()
     yield _cache()
     yield _kv_cache()
     yield _compiler()
@@ -144,6 +147,15 @@ def _drafters() -> Iterator[Finding]:
     yield Finding("drafters", ", ".join(ready), needed=False)
     for need, names in wanting.items():
         yield Finding("drafters", f"with {need} (--draft-model): {', '.join(names)}", needed=False)
+
+
+def _auto() -> Finding:
+    """What `auto` drafts with here: decided by what passes and a head's levels cost, which is measured now."""
+    try:
+        found: str = import_module("forerun.load_engine").explain_auto(DEFAULT_MODEL)
+    except Exception as error:  # a broken installation, or a model that does not load, is the finding
+        return Finding("auto", f"cannot be tried ({error})", ok=False, needed=False)
+    return Finding("auto", f"{DEFAULT_MODEL} drafts with {found}", needed=False)
 
 
 def _cache() -> Finding:

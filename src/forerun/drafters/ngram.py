@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from forerun.drafters.base import LookupDrafter, Parts
-from forerun.drafters.tree_builder import TreeBuilder
+from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts
+from forerun.drafters.tree_builder import TreeBuilder, best_count
+from forerun.offers import FREE, Offer
 from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 
 KEYS = (
@@ -21,6 +22,7 @@ KEYS = (
     1,
 )  # n-gram lengths that are indexed; longer matches are found by comparing backwards from these
 CANDIDATES = 32  # earlier places looked at per key: the most recent ones
+_ROOT = (-1,)  # the parents of a tree where nothing is drafted
 _PRIOR = (0.2, 0.3, 0.45, 0.55, 0.62, 0.68, 0.72, 0.76, 0.8, 0.82, 0.84, 0.86, 0.87, 0.88, 0.89, 0.9)
 
 
@@ -49,6 +51,18 @@ class HitRates:
         """The estimate for this sequence, with all sequences as a prior worth four tries."""
         i = min(match, len(self.tries)) - 1
         return (self.hits[i] + 4.0 * prior.hits[i] / prior.tries[i]) / (self.tries[i] + 4.0)
+
+    def survivals(self, match: int, length: int, prior: HitRates, least: float = 0.0) -> list[float]:
+        """How likely the first 1, 2, ... tokens after a match are all right, while that is `least` or more."""
+        survival, rate, found, last = 1.0, 0.0, list[float](), len(self.tries)
+        for i in range(match, match + length):
+            if i <= last or not found:  # beyond the longest match the rate stays the same
+                rate = self.rate(i, prior)
+            survival *= rate
+            if survival < least:
+                break
+            found.append(survival)
+        return found
 
 
 @dataclass(slots=True)
@@ -116,6 +130,14 @@ class NgramDrafter(LookupDrafter):
             for i, token in enumerate(_copy(state.tokens, end, length, seq.stop_ids)):
                 yield token, state.rates.rate(match + i, self._all)
 
+    def offer(self, seq: Seq) -> Offer:
+        """As LookupDrafter's, from the counts: every round asks for it."""
+        state = self._state(seq)
+        for match, end in self._matches(state, state.tokens, 1):
+            length = len(_copy(state.tokens, end, AT_HAND, seq.stop_ids))
+            return Offer(free=tuple(state.rates.survivals(match, length, self._all, NEGLIGIBLE)))
+        return FREE
+
     def _state(self, seq: Seq) -> _Sequence:
         """What is kept for a sequence, updated to its last token."""
         state = self._sequences.get(seq.id)
@@ -125,15 +147,30 @@ class NgramDrafter(LookupDrafter):
         self._index(state, state.tokens)
         return state
 
-    def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
+    def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], Sequence[int]]:
         state = self._state(seq)
-        builder = TreeBuilder(state.tokens[-1])
+        matches = self._matches(state, state.tokens, max(1, budget.width))
         state.guess, state.match = [], 0
+        if not matches:
+            return state.tokens[-1:], _ROOT
+        follows = [_copy(state.tokens, end, max(1, budget.depth), seq.stop_ids) for _, end in matches]
+        state.guess, state.match = follows[0], matches[0][0]
+        if len(matches) > 1:
+            return self._branches(state, budget, matches, follows)
+        depth = min(budget.nodes, budget.depth)
+        if depth and budget.price is not None:
+            survivals = state.rates.survivals(state.match, min(depth, len(state.guess)), self._all)
+            depth = best_count(survivals, budget.price)
+        tokens = [state.tokens[-1], *state.guess[:depth]]
+        return tokens, range(-1, len(tokens) - 1)
+
+    def _branches(
+        self, state: _Sequence, budget: Budget, matches: list[tuple[int, int]], follows: list[list[int]]
+    ) -> tuple[list[int], Sequence[int]]:
+        """A tree of several continuations."""
+        builder = TreeBuilder(state.tokens[-1])
         left = 1.0  # probability at the root that the better branches leave
-        for match, end in self._matches(state, state.tokens, max(1, budget.width)):
-            follow = list(_copy(state.tokens, end, max(1, budget.depth), seq.stop_ids))
-            if not state.guess:
-                state.guess, state.match = follow, match
+        for (match, _), follow in zip(matches, follows, strict=True):
             node = 0
             for i, token in enumerate(follow[: budget.depth]):
                 rate = state.rates.rate(match + i, self._all) * (left if i == 0 else 1.0)
@@ -158,11 +195,14 @@ class NgramDrafter(LookupDrafter):
     def _look_up(self, state: _Sequence, tokens: list[int]) -> list[tuple[int, int]]:
         for n in KEYS:
             places = state.places.get(tuple(tokens[-n:]), ()) if n <= len(tokens) else ()
+            if not places:
+                continue
             found = [(self._length(tokens, end, n), end) for end in places[-CANDIDATES:]]
-            found = sorted((pair for pair in found if pair[0] >= self.shortest), reverse=True)
+            found.sort(reverse=True)
             nexts: dict[int, tuple[int, int]] = {}
             for match, end in found:
-                nexts.setdefault(tokens[end], (match, end))
+                if match >= self.shortest:
+                    nexts.setdefault(tokens[end], (match, end))
             if nexts:
                 return list(nexts.values())
         return []
@@ -175,11 +215,11 @@ class NgramDrafter(LookupDrafter):
         return length
 
 
-def _copy(tokens: list[int], start: int, length: int, stop_ids: frozenset[int]) -> Iterator[int]:
+def _copy(tokens: list[int], start: int, length: int, stop_ids: frozenset[int]) -> list[int]:
     """What follows `start`, up to a token that would end the sequence; past the sequence's end it repeats itself."""
-    period = len(tokens) - start
-    for i in range(length):
-        token = tokens[start + i % period]
-        yield token
-        if token in stop_ids:
-            return
+    found = tokens[start : start + length]
+    while len(found) < length:
+        found += found[: length - len(found)]
+    if not stop_ids.isdisjoint(found):
+        found = found[: next(i for i, token in enumerate(found, start=1) if token in stop_ids)]
+    return found

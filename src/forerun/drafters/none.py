@@ -16,4 +16,5 @@ class NoDrafter(BaseDrafter):
         return Offer(chosen=False)  # there is nothing to choose
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        return TreeBatch.chains([[seq.tokens[-1]] for seq in seqs])
+        count = len(seqs)
+        return TreeBatch([seq.tokens[-1] for seq in seqs], [-1] * count, tuple(range(count + 1)))

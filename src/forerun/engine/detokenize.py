@@ -63,7 +63,7 @@ class Detokenizer:
         """Add text and cut it at a stop string that it completes; one that was complete before stays."""
         before = len(self.text)
         self.text += fresh
-        if not self._may_stop:
+        if not self._may_stop or not self.stops:
             return False
         starts = [(stop, max(0, before - len(stop) + 1)) for stop in self.stops]
         hits = [at for stop, start in starts if (at := self.text.find(stop, start)) >= 0]
@@ -76,7 +76,7 @@ class Detokenizer:
         """The text that can no longer change and was not handed out yet."""
         if final:
             self.flush()
-        end = len(self.text) if final else self._unchanging()
+        end = len(self.text) if final or not self.stops else self._unchanging()
         text = self.text[self._taken : end]
         self._taken = max(self._taken, end)
         return text

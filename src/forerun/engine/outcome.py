@@ -24,8 +24,7 @@ def outcome_of(
 ) -> tuple[list[Advance], Round]:
     """What each sequence gets, and what controllers observe: `clock` has the seconds of the round by part."""
     paths, bonus = verdict.to_host()
-    (tokens, parents), depths = trees.to_host(), trees.host_depths()
-    starts = trees.starts
+    (tokens, parents), starts = trees.to_host(), trees.starts
     advances, drafted, deepest, accepted = list[Advance](), list[int](), list[int](), list[int]()
     for b, seq in enumerate(seqs):
         first, path, error = starts[b], paths[b], None
@@ -42,7 +41,7 @@ def outcome_of(
             fresh = fresh[:taken]
         size = starts[b + 1] - first
         if size > 1:
-            depth = max(depths[first : starts[b + 1]])
+            depth = trees.topology()[b].deepest
         drafted.append(size - 1)
         deepest.append(depth)
         accepted.append(min(len(path), taken))

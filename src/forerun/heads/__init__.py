@@ -37,6 +37,9 @@ class HeadFolder:
     vocab_size: int | None  # the target's
     layers: int | None  # how many the target must have; None = not said
     size: int  # bytes
+    rates: tuple[
+        float, ...
+    ] = ()  # how often the token at depth 1, 2, ... is right if those before it are; () = unknown
 
     @property
     def drafter(self) -> str:
@@ -103,7 +106,19 @@ def open_head(folder: Path) -> HeadFolder | None:
     width = values.get("target_hidden_size") or shape.get("hidden_size")
     layers = _settings(values, "forerun").get("target_layers")
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return HeadFolder(folder, kind, str(target or ""), width, shape.get("vocab_size"), layers, size)
+    rates = _first_rates(_settings(values, "forerun").get("rates"))
+    return HeadFolder(folder, kind, str(target or ""), width, shape.get("vocab_size"), layers, size, rates)
+
+
+def _first_rates(table: Any) -> tuple[float, ...]:
+    """Of [levels][ranks], the first rank of every level; none where the value is something else."""
+    rows = table if isinstance(table, list) else []
+    firsts = [row[0] if isinstance(row, list) and row else None for row in rows]
+    return (
+        tuple(rate for rate in firsts if isinstance(rate, float) and 0.0 <= rate <= 1.0)
+        if None not in firsts
+        else ()
+    )
 
 
 def _settings(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -10,8 +10,13 @@ from forerun.errors import ModelError
 def check_numbers(logits: Tensor) -> Tensor:
     """The logits, unless a row of them holds NaN or both infinities; on a CPU only, where reading does not wait."""
     if logits.device.type == "cpu" and bool(logits.sum().isnan()):
-        raise ModelError(
-            "the model computes logits that are not numbers (NaN): its weights are damaged or too large for this "
-            "dtype; fetch them again, or use dtype='float32'"
-        )
+        raise not_numbers()
     return logits
+
+
+def not_numbers() -> ModelError:
+    """The error of a model whose logits are NaN."""
+    return ModelError(
+        "the model computes logits that are not numbers (NaN): its weights are damaged or too large for this "
+        "dtype; fetch them again, or use dtype='float32'"
+    )

@@ -22,6 +22,8 @@ def greedy_verdict(trees: TreeBatch, known: Greedy) -> Verdict:
     if known.verdict is not None:
         return known.verdict()
     assert known.argmax is not None, "a Greedy holds an argmax or a verdict"
+    if trees.is_plain():
+        return Verdict.of([()] * len(trees), known.argmax, trees.device)
     paths, bonus = list[list[int]](), list[int]()
     tokens = trees.to_host()[0]
     for first, shape in zip(trees.starts, trees.topology(), strict=False):
@@ -47,11 +49,13 @@ def follow(
     node = 0
     while True:
         token = sample(node, len(path))
-        child = next((i for i in children[node] if tokens[i] == token), None)
-        if child is None:
+        for child in children[node]:
+            if tokens[child] == token:
+                path.append(child)
+                node = child
+                break
+        else:
             return path, token
-        path.append(child)
-        node = child
 
 
 def device_walk(device: torch.device) -> GreedyWalk:

@@ -30,9 +30,12 @@ _AS_IS = (1.0, 0, 1.0, 0.0)  # temperature, top-k, top-p, min-p that change noth
 
 def warp(logits: Tensor, seqs: Sequence[Seq], trees: TreeBatch) -> Laws:
     """The law after every node [M, V] of every tree."""
+    for seq in seqs:
+        if not _is_plain_greedy(seq.params):
+            break
+    else:
+        return Laws(logits, (True,) * len(seqs), plain_greedy=True)
     greedy = tuple(seq.params.is_greedy for seq in seqs)
-    if all(greedy) and not any(_adjusts(seq.params) for seq in seqs):
-        return Laws(logits, greedy, plain_greedy=True)
     owners = [seq for seq, size in zip(seqs, trees.sizes(), strict=True) for _ in range(size)]
     failures: dict[int, str] = {}
     rows = warp_rows(logits, owners, _paths(seqs, trees), failures)
@@ -118,6 +121,11 @@ def _truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
     if min_p > 0.0:
         logits = keep_within_min_p(logits, min_p)
     return logits
+
+
+def _is_plain_greedy(params: SamplingParams) -> bool:
+    """Is the law the argmax of the logits as they are?"""
+    return params.temperature == 0.0 and not _adjusts(params)
 
 
 def _adjusts(params: SamplingParams) -> bool:

@@ -36,6 +36,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._alone: dict[int, str] = {}  # the text of single tokens
         self._template = chat_template
         self._special = dict(special or {})
         self.bos_id = bos_id
@@ -67,7 +68,15 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        ids = list(ids)
+        if (
+            len(ids) == 1 and skip_special
+        ):  # every streamed token is decoded alone once, and the same ones recur
+            text = self._alone.get(ids[0])
+            if text is None:
+                text = self._alone[ids[0]] = self._backend.decode(ids, skip_special_tokens=True)
+            return text
+        return self._backend.decode(ids, skip_special_tokens=skip_special)
 
     def vocabulary(self) -> dict[str, int]:
         """Every token as the vocabulary spells it, and its id."""

@@ -8,7 +8,9 @@ use, of those that the machine has.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
+import sys
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,8 @@ from typing import Any, ClassVar
 
 from forerun.errors import InvalidInput
 from forerun.models.native.cores import thread_count
+
+log = logging.getLogger(__name__)
 
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 BLOCK = 32  # inputs per block of packed kinds
@@ -159,10 +163,21 @@ def library() -> Any:
 
 
 def match_threads(threads: int) -> None:
-    """Give the pool as many threads as torch has, slow cores left out; cheap where it has them already."""
-    wanted = thread_count(threads)
-    if library().fr_threads() != wanted:  # after a fork there are none
-        library().fr_set_threads(wanted)
+    """Give the pool as many threads as torch has, slow cores left out; every pass asks."""
+    global _matched
+    if threads != _matched:
+        library().fr_set_threads(thread_count(threads))
+        _matched = threads
+
+
+def _forget_threads() -> None:
+    global _matched
+    _matched = 0
+
+
+_matched = 0  # what `match_threads` was last given; a forked child has no pool yet
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_forget_threads)
 
 
 @cache
@@ -183,6 +198,11 @@ def _load() -> tuple[Any, str | None]:
     sizes = (ctypes.sizeof(part) for part in (Model, Layer, Pass))
     expected = ABI * 10**9 + sum(size * scale for size, scale in zip(sizes, (10**6, 10**3, 1), strict=True))
     if found.fr_layout() != expected:
+        log.warning(
+            "%s was built from other sources, so passes on the CPU run on torch, several times slower; "
+            "build it again: pip install --force-reinstall --no-deps forerun (in a checkout: pip install -e .)",
+            path,
+        )
         return None, f"{path.name} is of another version: install forerun again"
     if not found.fr_isa():
         return None, "this processor lacks AVX2 and FMA"

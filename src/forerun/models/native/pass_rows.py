@@ -7,7 +7,7 @@ context and have their own paths as tails.
 
 from __future__ import annotations
 
-import ctypes
+from array import array
 from collections.abc import Sequence
 
 from forerun.models.attention import Span
@@ -17,56 +17,74 @@ from forerun.models.native.library import Reach
 class Rows:
     """Columns of integers in one piece of memory, which lives as long as this object, and their addresses."""
 
+    __slots__ = ("_at", "_numbers", "_pages", "_stride", "longest", "position", "positions", "write")
+
     def __init__(
         self,
         first: list[int],
         context: list[int],
-        tails: Sequence[Sequence[int]],
+        tails: Sequence[Sequence[int]] | None,
         write: list[int],
         pages: list[int],
     ) -> None:
-        """`pages` of all sequences end to end; `first` says where each node's start."""
-        self._stride = stride = max(map(len, tails), default=1)
-        tail = [len(slots) for slots in tails]
-        self.positions = [before + own - 1 for before, own in zip(context, tail, strict=True)]
-        self._most = max(self.positions, default=-1) + 1
-        numbers = [*first, *context, *tail, *self.positions, *write]
-        for slots in tails:
-            numbers += slots
-            numbers += [0] * (stride - len(slots))
-        behind = len(numbers)
-        numbers += pages
-        self._numbers = (ctypes.c_int32 * len(numbers))(*numbers)
-        at, size = ctypes.addressof(self._numbers), 4 * len(first)
-        self._first, self._context, self._tail = at, at + size, at + 2 * size
-        self.position, self.write, self._tails = at + 3 * size, at + 4 * size, at + 5 * size
-        self._pages = at + 4 * behind
+        """`pages` of all sequences end to end; `first` says where each node's start.
 
-    def reach(self) -> Reach:
-        return Reach(
-            self._first, self._context, self._tail, self._tails, self._stride, self._most, self._pages
-        )
+        `tails` None = of one slot each: the one that is written.
+        """
+        if tails is None:
+            self._stride, self.positions = 1, context
+            numbers = [*first, *context, *[1] * len(first), *context, *write, *write]
+        else:
+            self._stride = stride = max(map(len, tails), default=1)
+            tail = [len(slots) for slots in tails]
+            self.positions = [before + own - 1 for before, own in zip(context, tail, strict=True)]
+            numbers = [*first, *context, *tail, *self.positions, *write]
+            for slots in tails:
+                numbers += slots
+                numbers += [0] * (stride - len(slots))
+        self.longest = max(self.positions, default=0)
+        behind = 4 * len(numbers)
+        self._numbers = array("i", numbers + pages)
+        self._at, size = self._numbers.buffer_info()[0], 4 * len(first)
+        self.position, self.write, self._pages = self._at + 3 * size, self._at + 4 * size, self._at + behind
+
+    def set_reach(self, reach: Reach) -> None:
+        """Write where these columns lie."""
+        at, size = self._at, 4 * len(self.positions)
+        reach.first, reach.context, reach.tail = at, at + size, at + 2 * size
+        reach.tails, reach.tail_stride, reach.most = at + 5 * size, self._stride, self.longest + 1
+        reach.pages = self._pages
 
     def place(self, places: Sequence[int]) -> None:
         """Change which row of the rotations each node reads."""
         nodes = len(self.positions)
-        self._numbers[3 * nodes : 4 * nodes] = list(places)
+        self._numbers[3 * nodes : 4 * nodes] = array("i", places)
 
 
 def rows_of(spans: Sequence[Span]) -> Rows:
     """Lay out the nodes of all spans."""
     first, context, write = list[int](), list[int](), list[int]()
-    tails: list[list[int]] = []
-    pages: list[int] = []
+    pages, only_chains = list[int](), True
     for span in spans:
-        own, shape, nodes = span.slots, span.shape, span.nodes
+        own, nodes = span.slots, span.nodes
         write += own
         first += [len(pages)] * nodes
         pages += span.pages
-        if shape.is_chain:
+        if span.shape.is_chain:
             context += range(span.length, span.length + nodes)
+        else:
+            context += [span.length] * nodes
+            only_chains = False
+    return Rows(first, context, None if only_chains else _tails(spans), write, pages)
+
+
+def _tails(spans: Sequence[Span]) -> list[list[int]]:
+    """The slots of every node's path, its own last; of a chain's nodes only that one, as the others are context."""
+    tails: list[list[int]] = []
+    for span in spans:
+        own, shape = span.slots, span.shape
+        if shape.is_chain:
             tails += [[slot] for slot in own]
-            continue
-        context += [span.length] * nodes
-        tails += [[own[node] for node in path] for path in shape.paths]
-    return Rows(first, context, tails, write, pages)
+        else:
+            tails += [[own[node] for node in path] for path in shape.paths]
+    return tails

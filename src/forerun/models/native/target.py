@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from forerun.errors import InvalidInput
 from forerun.models.attention import Span
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
+from forerun.models.finite import not_numbers
 from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights
@@ -53,6 +55,20 @@ def _all_packable(weights: GgufWeights) -> bool:
     return all(is_packable(tensors[origin.tensor].kind) for origin in weights.origins.values())
 
 
+class Table(NamedTuple):
+    """Rotations by position, and where they lie in memory."""
+
+    values: Tensor  # [2, N, R] cosines and sines
+    positions: int  # N
+    cosines: int
+    sines: int
+
+    @classmethod
+    def of(cls, values: Tensor) -> Table:
+        at = values.data_ptr()
+        return cls(values, values.shape[1], at, at + values.nbytes // 2)
+
+
 class NativeDecoder(Decoder):
     """Implements forerun.models.base.Target."""
 
@@ -77,7 +93,10 @@ class NativeDecoder(Decoder):
             kv_memory=kv_memory,
             kv_dtype=torch.float16 if halves else None,
         )
-        self.mode, self._cache_at = mode, 0
+        self.mode = mode
+        self._decode = native.library().fr_decode
+        self._pass = native.Pass()  # filled anew by every pass, but for what seldom changes
+        self._known_data: Tensor | None = None  # the KV cache that it points to
         with torch.no_grad(), torch.inference_mode(False):
             reader = NativeReader(config, weights, mode)
             self._model = reader.model()
@@ -89,7 +108,7 @@ class NativeDecoder(Decoder):
         if isinstance(weights, GgufWeights):
             weights.file.drop_pages()  # what is needed is packed by now
         self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
-        self._tables: dict[int, Tensor] = {}  # regime -> [2, N, R]
+        self._tables: dict[int, Table] = {}  # by regime
 
     @staticmethod
     def supports(config: DecoderConfig) -> bool:
@@ -116,7 +135,7 @@ class NativeDecoder(Decoder):
         logits: Tensor | None = None,
     ) -> list[int] | None:
         """One pass over M rows; fills the hidden rows and logits given, and says where each row of these is largest."""
-        scored = 0 if logits is None else len(logits)
+        scored, one = 0 if logits is None else len(logits), self._pass
         rows, x = rows_of(spans), hidden.get(self.config.layers)  # [M, D] what leaves the last layer
         ids, tops = None, None if logits is None else (ctypes.c_int32 * scored)()
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # C would read what is not there
@@ -127,42 +146,40 @@ class NativeDecoder(Decoder):
             embedded = _take(self._embedding_rows, tokens)
             x = embedded if x is None else x.copy_(embedded)
         table = self._rotations_at(rows, spans, seqs)
-        data = self._cache()
+        if self.kv.data is not self._known_data:
+            self._note_cache(self.kv.data)
         inner = [layer for layer in hidden if 0 <= layer < self.config.layers]
-        one = native.Pass(
-            nodes=len(tokens),
-            scored=scored,
-            tokens=None if ids is None else ctypes.addressof(ids),
-            x=None if x is None else x.data_ptr(),
-            cosines=table.data_ptr(),
-            sines=table.data_ptr() + table.nbytes // 2,
-            position=rows.position,
-            write=rows.write,
-            reach=rows.reach(),
-            keys=data.data_ptr(),
-            values=data.data_ptr() + data.stride(1) * data.element_size(),
-            half=data.dtype == torch.float16,
-            layer_stride=data.stride(0),
-            head_stride=data.stride(2),
-            hidden_layers=(ctypes.c_int64 * len(inner))(*inner),
-            hidden=(ctypes.c_void_p * len(inner))(*[hidden[layer].data_ptr() for layer in inner]),
-            hidden_count=len(inner),
-            normed=hidden[-1].data_ptr() if -1 in hidden else None,
-            logits=None if logits is None else logits.data_ptr(),
-            tops=None if tops is None else ctypes.addressof(tops),
-        )
+        one.nodes, one.scored = len(tokens), scored
+        one.tokens = None if ids is None else ctypes.addressof(ids)
+        one.x = None if x is None else x.data_ptr()
+        one.cosines, one.sines = table.cosines, table.sines
+        one.position, one.write = rows.position, rows.write
+        rows.set_reach(one.reach)
+        one.hidden_count = len(inner)
+        if inner:
+            one.hidden_layers = (ctypes.c_int64 * len(inner))(*inner)
+            one.hidden = (ctypes.c_void_p * len(inner))(*[hidden[layer].data_ptr() for layer in inner])
+        one.normed = hidden[-1].data_ptr() if -1 in hidden else None
+        one.logits = None if logits is None else logits.data_ptr()
+        one.tops = None if tops is None else ctypes.addressof(tops)
         native.match_threads(torch.get_num_threads())
-        if native.library().fr_decode(ctypes.byref(self._model), ctypes.byref(one)):
+        if self._decode(ctypes.byref(self._model), ctypes.byref(one)):
             raise MemoryError(f"no memory for a pass over {len(tokens)} nodes")
-        return None if tops is None else list(tops)
+        if tops is None:
+            return None
+        found: list[int] = tops[:]
+        if -1 in found:
+            raise not_numbers()
+        return found
 
-    def _cache(self) -> Tensor:
-        """Keys and values; a store that was just made is asked for in huge pages, before anything is written."""
-        data = self.kv.data
-        if data.data_ptr() != self._cache_at:
-            self._cache_at = data.data_ptr()
-            native.library().fr_use_huge_pages(self._cache_at, data.nbytes)
-        return data
+    def _note_cache(self, data: Tensor) -> None:
+        """Where keys and values lie from now on; huge pages are asked for before anything is written there."""
+        at = data.data_ptr()
+        native.library().fr_use_huge_pages(at, data.nbytes)
+        self._pass.keys, self._pass.values = at, at + data.stride(1) * data.element_size()
+        self._pass.half = data.dtype == torch.float16
+        self._pass.layer_stride, self._pass.head_stride = data.stride(0), data.stride(2)
+        self._known_data = data
 
     def shared(self) -> SharedWeights:
         """Rows in float32; heads that run on the same kernels read the tables in place."""
@@ -185,28 +202,26 @@ class NativeDecoder(Decoder):
         """What a pass over one node reads."""
         return sum(tensor.nbytes for tensor in self._kept if isinstance(tensor, Tensor))
 
-    def _rotations_at(self, rows: Rows, spans: Sequence[Span], seqs: Sequence[Seq]) -> Tensor:
-        """[2, N, R] cosines and sines, and the rows' places in them."""
-        rope, longest = self.config.ropes[0], max(rows.positions, default=0)
+    def _rotations_at(self, rows: Rows, spans: Sequence[Span], seqs: Sequence[Seq]) -> Table:
+        """Cosines and sines, and the rows' places in them."""
+        rope = self.config.ropes[0]
         regimes = [rope.regime(self._lengths[seq.id]) for seq in seqs]
-        if len(set(regimes)) <= 1:
-            return self._table(regimes[0] if regimes else 0, longest)
+        if regimes.count(regimes[0]) == len(regimes):
+            return self._table(regimes[0], rows.longest)
         pieces = []  # neighbours of different regimes: a table of just these rows
         for span, regime in zip(spans, regimes, strict=True):
-            pieces.append(self._table(regime, longest)[:, rows.positions[span.first : span.end]])
+            pieces.append(self._table(regime, rows.longest).values[:, rows.positions[span.first : span.end]])
         rows.place(range(len(rows.positions)))
-        return torch.cat(pieces, dim=1)
+        return Table.of(torch.cat(pieces, dim=1))
 
-    def _table(self, regime: int, longest: int) -> Tensor:
-        """[2, N, R] for positions up to `longest` at least; made a piece at a time, so that none ever changes."""
-        table = self._tables.get(regime)
-        if table is None:
-            table = torch.empty(2, 0, self.config.ropes[0].dims // 2)
-        while table.shape[1] <= longest:
-            start = table.shape[1]
-            rotations = self._rotations[0].at(torch.arange(start, start + _PIECE), regime).squeeze(1)
+    def _table(self, regime: int, longest: int) -> Table:
+        """For positions up to `longest` at least; made a piece at a time, so that none ever changes."""
+        table = self._tables.get(regime) or Table.of(torch.empty(2, 0, self.config.ropes[0].dims // 2))
+        while table.positions <= longest:
+            fresh = torch.arange(table.positions, table.positions + _PIECE)
+            rotations = self._rotations[0].at(fresh, regime).squeeze(1)
             piece = torch.stack((rotations.real, rotations.imag))  # [2, _PIECE, R]
-            table = self._tables[regime] = torch.cat((table, piece), dim=1)
+            table = self._tables[regime] = Table.of(torch.cat((table.values, piece), dim=1))
         return table
 
 

@@ -152,7 +152,7 @@ typedef struct {
     int64_t hidden_count;
     float *normed; /* [nodes, width] after the last norm, or NULL */
     float *logits; /* [scored, vocab] or NULL */
-    int32_t *tops; /* [scored] where each row of logits is largest, the first on a tie; or NULL */
+    int32_t *tops; /* [scored] where each row of logits is largest, the first on a tie, -1 = it holds NaN; or NULL */
 } fr_pass;
 
 FR_API int64_t fr_layout(void);

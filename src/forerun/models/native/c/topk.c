@@ -214,20 +214,33 @@ typedef struct {
     int32_t *out;
 } argmax_job;
 
+/* Are these all numbers? The sum of a row with NaN or both infinities is none. */
+static int are_numbers(const float *x, int64_t count) {
+    f32x4 sum[4] = {all4(0), all4(0), all4(0), all4(0)};
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16)
+        FR_UNROLL for (int j = 0; j < 4; j++) sum[j] += load4(x + i + 4 * j);
+    float total = across((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    for (; i < count; i++) total += x[i];
+    return total == total;
+}
+
 static void find_most(void *arg, int64_t begin, int64_t end, int worker) {
     (void)worker;
     const argmax_job *job = arg;
     for (int64_t r = begin; r < end; r++) {
         const float *x = job->x + r * job->count;
+        job->out[r] = -1;
+        if (!are_numbers(x, job->count)) continue;
         f32x4 most = all4(most_of(x, job->count));
         int64_t i = 0;
         while (i + 8 <= job->count && !any((load4(x + i) == most) | (load4(x + i + 4) == most))) i += 8;
-        while (i < job->count - 1 && x[i] != most[0]) i++;
-        job->out[r] = (int32_t)(i < job->count ? i : job->count - 1); /* NaN equals nothing, itself included */
+        while (x[i] != most[0]) i++;
+        job->out[r] = (int32_t)i;
     }
 }
 
-/* Where each row is largest; the first on a tie. */
+/* Where each row is largest, the first on a tie; -1 where it holds NaN or both infinities. */
 FR_API void fr_argmax_rows(const float *x, int64_t rows, int64_t count, int32_t *out) {
     argmax_job job = {x, count, out};
     fr_parallel(find_most, &job, rows, 1);

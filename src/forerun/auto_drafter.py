@@ -1,0 +1,126 @@
+"""What `auto` drafts with on a CPU: a head, where what passes and levels cost here and its known acceptance say so.
+
+On a GPU a few more nodes cost a pass next to nothing, so a head that fits the target is always used there. On a CPU
+it depends on the machine: t(n) is measured, a level of the head is timed, the head's own file says how often its tokens
+were accepted on held-back text, and these three give the speed-up of a chain. Real rounds gain more, because
+the head stops where it is not confident; so the head is chosen only where even the chain pays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+
+from forerun.control.cost import CostModel
+from forerun.drafters.base import Drafter
+from forerun.errors import ForerunError
+from forerun.heads import open_head
+from forerun.models.base import Target
+from forerun.offers import Offer
+from forerun.params import SpeculativeConfig
+from forerun.types import Budget, PlainSeq, Verdict
+
+log = logging.getLogger(__name__)
+
+WORTH_IT = 1.05  # a smaller gain is within the error of this estimate
+_CONTEXT = 16  # tokens that the head has read when its levels are timed
+_DRAFTS, _DEPTH = 4, 3  # drafts that are timed, and levels of each; the first warms up
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """The expected speed-up of drafting with a head, and the numbers that it follows from."""
+
+    drafter: str
+    speedup: float  # over plain decoding, of the best chain
+    depth: int  # of that chain
+    passes: tuple[float, ...]  # seconds of a pass over 1, 2, ... nodes
+    levels: tuple[float, ...]  # seconds of drafting 1, 2, ... levels
+    survivals: tuple[float, ...]  # how often tokens 1, 2, ... of a chain are accepted
+
+    @property
+    def pays(self) -> bool:
+        return self.speedup >= WORTH_IT
+
+    def __str__(self) -> str:
+        depth = max(1, self.depth)
+        rates = ", ".join(f"{rate:.0%}" for rate in self.survivals[:3])
+        return (
+            f"{self.drafter} should gain {self.speedup:.2f}x with {depth} drafted; {WORTH_IT:g}x is asked for "
+            f"(a pass takes {_ms(self.passes[0])}, with {depth} more {_ms(self.passes[depth])}, drafting "
+            f"{depth} {_ms(self.levels[depth - 1])}; the first tokens are accepted {rates} of the time)"
+        )
+
+
+def settle(
+    speculative: SpeculativeConfig,
+    target: Target,
+    has_draft_model: bool,
+    cost_file: Path | None,
+    build: Callable[[str], Drafter],
+) -> tuple[SpeculativeConfig, Drafter | None]:
+    """The same with its drafter named, and the drafter itself where it was built to be weighed."""
+    if has_draft_model or speculative.draft_model is None:
+        return replace(speculative, drafter="draft_model" if has_draft_model else "ngram"), None
+    prospect, head = weigh_head(speculative, target, cost_file, build)
+    name = "ngram" if prospect is None or head is None else prospect.drafter
+    return replace(speculative, drafter=name), head
+
+
+def weigh_head(
+    speculative: SpeculativeConfig, target: Target, cost_file: Path | None, build: Callable[[str], Drafter]
+) -> tuple[Prospect | None, Drafter | None]:
+    """What the head of `draft_model` should gain on this CPU, and its drafter where that pays."""
+    folder = open_head(Path(speculative.draft_model or ""))
+    if folder is None or not folder.rates or speculative.controller != "adaptive":
+        return None, None  # nothing is known of it, or nothing would stop it where it does not pay
+    try:
+        drafter = build(folder.drafter)
+        offer = time_levels(drafter, target)
+    except ForerunError as error:
+        log.warning("the head in %s cannot be used and is left out: %s", folder.path, error)
+        return None, None
+    found = prospect_of(folder.drafter, offer, CostModel.measure_or_load(target, cost_file), folder.rates)
+    log.info("auto: %s", found)
+    return found, drafter if found.pays else None
+
+
+def prospect_of(name: str, offer: Offer, cost: CostModel, rates: Sequence[float]) -> Prospect:
+    """What a head should gain: `rates` has how often a level is right if those before it are, `offer` what it costs."""
+    survivals = tuple(accumulate(rates, mul))
+    measured = [cost.pass_seconds(1 + depth) for depth in range(len(survivals) + 1)]
+    passes = tuple(accumulate(reversed(measured), min))[
+        ::-1
+    ]  # more nodes never cost less: that was a busy machine
+    levels = tuple(offer.until(depth) for depth in range(1, len(survivals) + 1))
+    tokens = accumulate(survivals, initial=1.0)
+    seconds = zip(passes, (0.0, *levels), strict=True)
+    gains = [
+        written * passes[0] / (scored + drafted)
+        for written, (scored, drafted) in zip(tokens, seconds, strict=True)
+    ]
+    best = max(range(1, len(gains)), key=gains.__getitem__)
+    return Prospect(name, gains[best], best, passes, levels, survivals)
+
+
+def time_levels(drafter: Drafter, target: Target) -> Offer:
+    """The drafter's offer after it has drafted a few times: it then knows what a level costs here."""
+    length = max(2, min(_CONTEXT, target.max_length - _DEPTH - 2))
+    probe = PlainSeq(-1, [1 + i % (target.vocab_size - 1) for i in range(length)], max_length=length + 1)
+    try:
+        trees, scores = target.prefill([probe], drafter.needs)
+        drafter.observe([probe], trees, scores, Verdict.whole_chain(trees, [probe.tokens[-1]]))
+        for _ in range(_DRAFTS):
+            drafter.propose([probe], [Budget(_DEPTH, _DEPTH, source="costly")])
+        return drafter.offer(probe)
+    finally:
+        drafter.forget(probe)
+        target.release(probe)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
