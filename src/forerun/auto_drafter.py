@@ -8,16 +8,23 @@ the head stops where it is not confident; so the head is chosen only where even 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
+from pathlib import Path
 
 from forerun.control.cost import CostModel
 from forerun.drafters.base import Drafter
+from forerun.errors import ForerunError
+from forerun.heads import open_head
 from forerun.models.base import Target
 from forerun.offers import Offer
+from forerun.params import SpeculativeConfig
 from forerun.types import Budget, PlainSeq, Verdict
+
+log = logging.getLogger(__name__)
 
 WORTH_IT = 1.05  # a smaller gain is within the error of this estimate
 _CONTEXT = 16  # tokens that the head has read when its levels are timed
@@ -47,6 +54,39 @@ class Prospect:
             f"(a pass takes {_ms(self.passes[0])}, with {depth} more {_ms(self.passes[depth])}, drafting "
             f"{depth} {_ms(self.levels[depth - 1])}; the first tokens are accepted {rates} of the time)"
         )
+
+
+def settle(
+    speculative: SpeculativeConfig,
+    target: Target,
+    has_draft_model: bool,
+    cost_file: Path | None,
+    build: Callable[[str], Drafter],
+) -> tuple[SpeculativeConfig, Drafter | None]:
+    """The same with its drafter named, and the drafter itself where it was built to be weighed."""
+    if has_draft_model or speculative.draft_model is None:
+        return replace(speculative, drafter="draft_model" if has_draft_model else "ngram"), None
+    prospect, head = weigh_head(speculative, target, cost_file, build)
+    name = "ngram" if prospect is None or head is None else prospect.drafter
+    return replace(speculative, drafter=name), head
+
+
+def weigh_head(
+    speculative: SpeculativeConfig, target: Target, cost_file: Path | None, build: Callable[[str], Drafter]
+) -> tuple[Prospect | None, Drafter | None]:
+    """What the head of `draft_model` should gain on this CPU, and its drafter where that pays."""
+    folder = open_head(Path(speculative.draft_model or ""))
+    if folder is None or not folder.rates or speculative.controller != "adaptive":
+        return None, None  # nothing is known of it, or nothing would stop it where it does not pay
+    try:
+        drafter = build(folder.drafter)
+        offer = time_levels(drafter, target)
+    except ForerunError as error:
+        log.warning("the head in %s cannot be used and is left out: %s", folder.path, error)
+        return None, None
+    found = prospect_of(folder.drafter, offer, CostModel.measure_or_load(target, cost_file), folder.rates)
+    log.info("auto: %s", found)
+    return found, drafter if found.pays else None
 
 
 def prospect_of(name: str, offer: Offer, cost: CostModel, rates: Sequence[float]) -> Prospect:

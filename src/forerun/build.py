@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forerun import registry
-from forerun.auto_drafter import Prospect, prospect_of, time_levels
+from forerun.auto_drafter import settle
 from forerun.checks import as_memory
 from forerun.control.base import Controller, ControllerClass, ControlParts
 from forerun.control.cost import CostModel
@@ -26,7 +26,7 @@ from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool, VerifierPool
 from forerun.engine.sequence import SequenceState
-from forerun.errors import ForerunError, InvalidInput, UnsupportedModel
+from forerun.errors import InvalidInput, UnsupportedModel
 from forerun.heads import find_head, open_head
 from forerun.models.base import Target
 from forerun.offers import Offer
@@ -57,11 +57,8 @@ def make_engine(
     speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
     head: Drafter | None = None
     if speculative.drafter == "auto":
-        name = "ngram" if draft_target is None else "draft_model"
-        if draft_target is None and speculative.draft_model is not None:
-            prospect, head = weigh_head(target, speculative, config, cost_file)
-            name = prospect.drafter if head is not None and prospect is not None else name
-        speculative = replace(speculative, drafter=name)
+        build = partial(build_for, target, speculative, config)
+        speculative, head = settle(speculative, target, draft_target is not None, cost_file, build)
     parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length, more_drafts)
 
     def make_drafter(name: str) -> Drafter:
@@ -85,23 +82,10 @@ def make_engine(
     )
 
 
-def weigh_head(
-    target: Target, speculative: SpeculativeConfig, config: EngineConfig, cost_file: Path | None
-) -> tuple[Prospect | None, Drafter | None]:
-    """What the head of `draft_model` should gain on this CPU, and its drafter where that pays."""
-    folder = open_head(Path(speculative.draft_model or ""))
-    if folder is None or not folder.rates or speculative.controller != "adaptive":
-        return None, None  # nothing is known of it, or nothing would stop it where it does not pay
-    try:
-        parts = Parts(target, None, speculative, config.max_batch, config.max_length)
-        drafter = build_drafter(registry.drafters.spec(folder.drafter), parts)
-        offer = time_levels(drafter, target)
-    except ForerunError as error:
-        log.warning("the head in %s cannot be used and is left out: %s", folder.path, error)
-        return None, None
-    found = prospect_of(folder.drafter, offer, CostModel.measure_or_load(target, cost_file), folder.rates)
-    log.info("auto: %s", found)
-    return found, drafter if found.pays else None
+def build_for(target: Target, speculative: SpeculativeConfig, config: EngineConfig, name: str) -> Drafter:
+    """A drafter that is built to be weighed, before an engine is made."""
+    parts = Parts(target, None, speculative, config.max_batch, config.max_length)
+    return build_drafter(registry.drafters.spec(name), parts)
 
 
 def build_drafter(spec: DrafterSpec, parts: Parts) -> Drafter:

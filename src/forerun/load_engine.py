@@ -10,12 +10,15 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
+from forerun.auto_drafter import weigh_head
 from forerun.build import (
+    build_for,
     check_names,
     choose_drafter,
     draft_models,
@@ -23,7 +26,6 @@ from forerun.build import (
     load_target,
     make_engine,
     token_map,
-    weigh_head,
 )
 from forerun.checks import as_path, shown, unknown
 from forerun.drafters.token_map import TokenMap
@@ -117,7 +119,8 @@ def explain_auto(model: str) -> str:
             why = "a head comes with the package, and on a GPU more nodes cost a pass little"
         return f"{speculative.drafter} ({why})"
     costs, target = cost_file(checkpoint, settings, cache_folder()), load_target(checkpoint, settings)
-    prospect, head = weigh_head(target, speculative, settings, costs)
+    build = partial(build_for, target, speculative, settings)
+    prospect, head = weigh_head(speculative, target, costs, build)
     if prospect is None:
         return "ngram (nothing is known of the head that comes with the package)"
     return f"{prospect.drafter if head is not None else 'ngram'}: {prospect}"
