@@ -38,6 +38,7 @@ from forerun.types import Budget, Needs, TreeBatch
 from forerun.verify.greedy import device_walk
 
 OWN = "own"  # not inflated
+FEWEST = 24  # texts of a small batch
 TREES = Budget(nodes=12, depth=6, width=3)
 INFLATED = "inflated from smollm2: its tokens and acceptance at the cost of the larger shape"
 SLOTS = 160_000  # of the KV cache: 128 sequences of a thousand tokens with their trees
@@ -71,7 +72,7 @@ def measure_texts(given: argparse.Namespace) -> dict[str, Any]:
     setups = make_setups(engine, target, sweep, given.head or _in_the_box(checkpoint), given)
     needs = [engine.drafters.get(setup.drafter).needs for setup in setups.values()]
     target.warm_up(reduce(Needs.__or__, needs), max(batches), engine.max_length)
-    rows = sweep.measure(setups, batches, lambda batch: given.texts_per_place * batch, _say)
+    rows = sweep.measure(setups, batches, lambda batch: max(FEWEST, given.texts_per_place * batch), _say)
     gaps = [_gap(target, prompt, sweep.plain[prompt], other) for prompt, other in sweep.differing]
     model = "the checkpoint itself" if large is None else INFLATED
     result = {"model": model, "shape": given.preset, "prompts": len(sweep.prompts), "rows": rows}
