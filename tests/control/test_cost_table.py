@@ -13,3 +13,18 @@ def test_many_are_as_one_by_one(rows: int) -> None:
     found = cost.passes_seconds(rows, 300, 8)
     assert found == pytest.approx([cost.pass_seconds(rows + i, 8) for i in range(300)])
     assert cost.passes_seconds(5, 2, 8) != cost.passes_seconds(5, 2, 1)
+
+
+def test_a_node_costs_more_in_a_pass_that_prompts_have_filled() -> None:
+    cost = CostModel({1: 4.0, 64: 4.8, 256: 8.7, 1024: 29.5})
+    alone = cost.pass_seconds(64, 32) - cost.pass_seconds(32, 32)
+    for _ in range(40):
+        cost.note_prompts(256)
+    beside = cost.pass_seconds(64, 32) - cost.pass_seconds(32, 32)
+    assert beside > 2 * alone
+    assert cost.passes_seconds(32, 40, 32) == pytest.approx(
+        [cost.pass_seconds(32 + i, 32) for i in range(40)]
+    )
+    for _ in range(40):
+        cost.note_prompts(0)
+    assert cost.pass_seconds(64, 32) - cost.pass_seconds(32, 32) == pytest.approx(alone)

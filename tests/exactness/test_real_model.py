@@ -113,7 +113,7 @@ def test_greedy_text_equals_transformers(
         engine.step()
     assert [seq.tokens[seq.prompt_length :] for seq in seqs] == oracle
     accepted = sum(seq.stats.accepted for seq in seqs)
-    assert (accepted > len(seqs)) is (drafter != "none"), accepted  # else equal texts would say little
+    assert (accepted > len(seqs) // 2) is (drafter != "none"), accepted  # else equal texts would say little
     assert target.used_slots == draft.used_slots == 0
 
 

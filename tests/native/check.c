@@ -138,7 +138,7 @@ static void run(const fr_decoder *m, void *kv, const float *rows, const int *par
         memcpy(x + i * WIDTH, rows + node * WIDTH, sizeof(float) * WIDTH);
         for (int j = 0; j < 8; j++) turns[i * 8 + j] = 1.0f / (float)(1 + j + depth);
     }
-    fr_pass pass = {.nodes = count, .x = x, .cosines = turns, .sines = turns, .position = position, .write = write,
+    fr_pass pass = {.nodes = count, .scored = count, .x = x, .cosines = turns, .sines = turns, .position = position, .write = write,
                     .reach = {first, context, tail, tails, NODES, CONTEXT + NODES}, .keys = kv,
                     .values = (char *)kv + KV * SLOTS * DIM * (HALF ? 2 : 4), .half = HALF, .layer_stride = 2 * KV * SLOTS * DIM,
                     .head_stride = SLOTS * DIM, .logits = logits, .tops = tops};

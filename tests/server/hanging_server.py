@@ -10,13 +10,13 @@ from typing import Any
 
 from forerun import LLM
 from forerun.params import EngineConfig
-from forerun.server.run import INHERITED, address_of, bind, serve
+from forerun.server.run import address_of, bind, serve
 from forerun.server.settings import ServerSettings
 
 
 def main(restart: bool) -> None:
     logging.basicConfig(level=logging.INFO)
-    first = INHERITED not in os.environ
+    first = "FORERUN_LISTENER" not in os.environ
     settings = ServerSettings(("m",), port=0, hang_seconds=1.0, restart=restart, drain_seconds=1.0)
     listener = bind(settings)
     llm = LLM.load("smollm2", config=EngineConfig(max_batch=4, max_length=512))

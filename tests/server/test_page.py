@@ -104,9 +104,12 @@ def test_figures_are_live(page: Chromium, served: Running) -> None:
         said = page.ask(f"document.querySelector('#plot-{name}').getAttribute('aria-label')")
         most = float(re.search(r"most ([\d.]+)", said)[1])  # type: ignore[index]
         assert most > 1, said
-        points = page.ask(f"document.querySelector('#plot-{name} polyline').getAttribute('points')")
-        assert "NaN" not in points
-        assert len(points.split()) >= 2
+        page.until(
+            f"document.querySelector('#plot-{name} polyline').getAttribute('points').split(' ').length > 1"
+        )
+        assert "NaN" not in page.ask(
+            f"document.querySelector('#plot-{name} polyline').getAttribute('points')"
+        )
     assert page.ask("document.querySelectorAll('#plot-position rect').length") == len(
         served.llm.engine.stats.reached
     )

@@ -82,7 +82,7 @@ def test_faults_change_no_text(
     part: str, llm: LLM, wanted: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if part == "drafter":
-        drafter = llm.engine.drafters.get("ngram")
+        drafter = llm.engine.drafters.get(llm.engine.default_drafter)
         monkeypatch.setattr(drafter, "propose", sometimes(drafter.propose, 9))
     else:
         monkeypatch.setattr(llm.engine.target, "score", sometimes(llm.engine.target.score, 7))

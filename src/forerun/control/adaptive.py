@@ -91,6 +91,7 @@ class AdaptiveController:
 
     def observe(self, outcome: Round) -> None:
         batch, nodes = len(outcome.seqs), sum(outcome.drafted)
+        self.cost.note_prompts(outcome.prompt_rows)
         if outcome.tells_times:
             self.cost.observe(batch + nodes, outcome.seconds["pass"], batch)
         if self._rests:

@@ -26,6 +26,7 @@ WIDE = (*QUICK, 32, 64, 96, 128, 192, 256, 384, 512, 1024)  # a GPU: the trees o
 TOGETHER = 32  # nodes of one sequence while measuring: wider passes are over several sequences
 CONTEXT = 128  # tokens cached while measuring
 STRIDE = 7919  # a prime, so that tokens of a chain differ
+RECENT = 0.2  # weight of the last round in what prompts took beside it
 FEW, MANY = 3.0, 30.0  # rounds that a less specific ratio counts for, and that a ratio remembers
 
 
@@ -80,9 +81,16 @@ class CostModel:
         self.seconds = dict(sorted(seconds.items()))
         self._sizes = tuple(self.seconds)
         self._corrections = Corrections()
+        self.beside = 0.0  # rows of prompts that passes have had beside their trees, of late
 
     def pass_seconds(self, rows: int, batch: int = 1) -> float:
-        """Seconds of a pass over so many nodes of so many sequences."""
+        """Seconds of a pass over so many nodes of so many sequences, beside the prompts that there are of late.
+
+        A node costs little where weights are what takes time, and more in a pass that prompts have filled.
+        """
+        return self._alone(rows + round(self.beside), batch)
+
+    def _alone(self, rows: int, batch: int) -> float:
         group, ratio = (batch - 1).bit_length(), self._corrections.ratio
         low, high, share = self._between(rows)
         below = self.seconds[low] * ratio(group, low)
@@ -95,15 +103,20 @@ class CostModel:
         """The same for `count` numbers of rows from `rows` on, in one go."""
         group, ratio, sizes = (batch - 1).bit_length(), self._corrections.ratio, self._sizes
         known = [self.seconds[size] * ratio(group, size) for size in sizes]
+        rows += round(self.beside)
         last = rows + count
         if last > sizes[-1]:  # beyond what was measured the last line goes on
-            sizes, known = (*sizes, last), [*known, self.pass_seconds(last, batch)]
+            sizes, known = (*sizes, last), [*known, self._alone(last, batch)]
         found: list[float] = np.interp(np.arange(rows, last), sizes, known).tolist()
         return found
 
+    def note_prompts(self, rows: int) -> None:
+        """The last pass had so many rows of prompts beside its trees."""
+        self.beside += RECENT * (rows - self.beside)
+
     def observe(self, rows: int, seconds: float, batch: int = 1) -> None:
-        """Learn from what a round took; outliers (a pause of the machine) count little."""
-        known, measured = self.pass_seconds(rows, batch), self._measured(rows)
+        """Learn from what a round without prompts took; outliers (a pause of the machine) count little."""
+        known, measured = self._alone(rows, batch), self._measured(rows)
         seconds = min(max(seconds, 0.5 * known), 2.0 * known)
         low, high, share = self._between(rows)
         weights = (

@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     from forerun.llm import LLM
 
 log = logging.getLogger(__name__)
-INHERITED = "FORERUN_LISTENER"  # the descriptor of a socket that the process before this one listened on
 REPLACE = -1  # instead of a signal: the process is to start anew
 
 
 def bind(settings: ServerSettings) -> socket.socket:
     """Take the port, so that one that is taken is said before a model is loaded; nobody is let in yet."""
-    if INHERITED in os.environ:
-        return socket.socket(fileno=int(os.environ.pop(INHERITED)))
+    if "FORERUN_LISTENER" in os.environ:  # of the process before this one
+        return socket.socket(fileno=int(os.environ.pop("FORERUN_LISTENER")))
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     taken = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -74,7 +73,7 @@ def _replace(listener: socket.socket) -> None:
     """Start this program anew, in this process; does not return."""
     log.error("the engine hangs: starting anew")
     listener.set_inheritable(True)
-    os.environ[INHERITED] = str(listener.fileno())
+    os.environ["FORERUN_LISTENER"] = str(listener.fileno())
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
