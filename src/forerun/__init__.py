@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,11 @@ if TYPE_CHECKING:
     from forerun.llm import LLM
     from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
     from forerun.types import Budget, Event, Request
+
+if "torch" not in sys.modules:
+    # Threads of torch that spin after a small operation take a core from our own kernels: a pass over four nodes then
+    # takes twice as long. OpenMP reads this once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
 __all__ = [

@@ -26,7 +26,7 @@ from forerun.types import Budget, PlainSeq, Verdict
 
 log = logging.getLogger(__name__)
 
-WORTH_IT = 1.05  # a smaller gain is within the error of this estimate
+WORTH_IT = 1.2  # less is lost again: the head reads every prompt too, and a round has more work on the host
 _CONTEXT = 16  # tokens that the head has read when its levels are timed
 _DRAFTS, _DEPTH = 4, 3  # drafts that are timed, and levels of each; the first warms up
 

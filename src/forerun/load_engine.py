@@ -102,6 +102,7 @@ def cost_file(checkpoint: Checkpoint, config: EngineConfig, cache: Path) -> Path
     facts = (
         str(checkpoint.path.resolve()), stat.st_size, int(stat.st_mtime), config.dtype, config.device,
         torch.get_num_threads(), torch.__version__, platform.machine(), platform.node(), os.cpu_count(), isa(), ABI,
+        os.environ.get("OMP_WAIT_POLICY"),
     )  # fmt: skip
     return cache / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
 
