@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, EngineConfig, SamplingParams
 from tests.server.test_robust import serving, sometimes
 
 SECONDS = float(os.environ.get("FORERUN_SOAK", "6"))
@@ -76,12 +76,18 @@ class Client:
         return text if ended else f"lost after {text!r}"
 
 
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    """With a KV cache that is soon full: what is cached would else grow for minutes, up to its limit."""
+    return LLM.load("smollm2", config=EngineConfig(max_batch=4, max_length=1024, kv_memory="64MiB"))
+
+
 @pytest.mark.slow
 def test_soak(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [
         llm.generate(prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True)).text for prompt in PROMPTS
     ]
-    drafter = llm.engine.drafters.get("ngram")
+    drafter = llm.engine.drafters.get(llm.engine.default_drafter)
     monkeypatch.setattr(drafter, "propose", sometimes(drafter.propose, 53))
     monkeypatch.setattr(llm.engine.target, "score", sometimes(llm.engine.target.score, 97))
 
