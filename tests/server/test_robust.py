@@ -207,7 +207,7 @@ def test_sigterm_drains(seconds: str) -> None:
     """While it drains it answers, says that it is not ready, and ends what it began, or says why it could not."""
     enough = seconds == "20"
     with started("--drain-seconds", seconds) as (process, url):
-        body = {"prompt": "Once", "max_tokens": 60 if enough else 4000, "stream": True, "ignore_eos": True}
+        body = {"prompt": "Once", "max_tokens": 600 if enough else 4000, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
             lines = answer.iter_lines()
             next(lines)
