@@ -81,6 +81,19 @@ def test_sequences_that_a_round_sent_back_are_not_counted() -> None:
     assert budgets[0].nodes > 0
 
 
+@pytest.mark.parametrize("nodes", [2, 4, 60])
+def test_no_form_is_larger_than_the_user_allows(nodes: int) -> None:
+    controller = AdaptiveController(CostModel(FLAT.seconds), nodes, 10, lambda seq: Offer(menu=MENU))
+    seqs, met = [FakeSeq(0, [1])], set[int]()
+    for _ in range(200):
+        budget = controller.plan(seqs)[0]
+        met.add(budget.nodes)
+        seconds = {"draft": 0.1, "pass": FLAT.pass_seconds(1 + budget.nodes), "host": 0.1}
+        controller.observe(Round(tuple(seqs), (budget.nodes,), (budget.depth,), (budget.depth,), seconds))
+    assert 0 < max(met) <= nodes
+    assert (max(met) > 4) is (nodes == 60)
+
+
 class Adversary:
     """Drafts are good until they are made for a few rounds in a row, and then worthless until they stop."""
 

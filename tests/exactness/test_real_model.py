@@ -113,7 +113,10 @@ def test_greedy_text_equals_transformers(
         engine.step()
     assert [seq.tokens[seq.prompt_length :] for seq in seqs] == oracle
     accepted = sum(seq.stats.accepted for seq in seqs)
-    assert (accepted > len(seqs) // 2) is (drafter != "none"), accepted  # else equal texts would say little
+    few = (
+        len(seqs) // 2 if drafter == "draft_text" else len(seqs)
+    )  # a text must end with the draft's own tokens
+    assert (accepted > few) is (drafter != "none"), accepted  # else equal texts would say little
     assert target.used_slots == draft.used_slots == 0
 
 

@@ -25,8 +25,7 @@ from forerun.drafters.eagle.files import write_head
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.kv import TREE_MARGIN
-from forerun.models.pages import PAGE, pages_for
+from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
 from forerun.offers import Form
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, path_to

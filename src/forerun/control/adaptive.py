@@ -114,7 +114,9 @@ class AdaptiveController:
         """The menu's best form, or chains that cost nothing where these promise more."""
         chooser = self._choosers.get(id(menu))
         if chooser is None:
-            chooser = self._choosers[id(menu)] = FormChooser(menu, self.cost, self.allowance)
+            chooser = self._choosers[id(menu)] = FormChooser(
+                menu, self.cost, self.allowance, self.planner.nodes, self.planner.width
+            )
         promise = chooser.choose(ids, batch)
         if not chooser.insists and any(offer.free for offer in offers):
             nodes, accepted = self.planner.free_chains(offers, batch)

@@ -72,11 +72,14 @@ class Around:
 class FormChooser:
     """Chooses the form of a whole batch, and learns from its rounds."""
 
-    def __init__(self, menu: Menu, cost: CostModel, allowance: Allowance) -> None:
+    def __init__(self, menu: Menu, cost: CostModel, allowance: Allowance, nodes: int, width: int) -> None:
+        """`nodes` and `width` are the most that the user allows."""
         self.menu, self.cost, self.allowance = menu, cost, allowance
         self.acceptance, self.around = Acceptance(), Around()
         self.last = PLAIN
-        self._priors = {PLAIN: 0.0} | {form: menu.expected(form) for form in menu.forms}
+        self._priors = {PLAIN: 0.0} | {
+            form: menu.expected(form) for form in menu.forms if form.nodes <= nodes and form.width <= width
+        }
         self._delay = 0.0  # plain rounds that the first draft behind plain rounds waits for
         self._last_ran = PLAIN
         self._since = 0  # rounds since the last trial

@@ -146,3 +146,12 @@ class LookupDrafter(BaseDrafter):
                 break
             survivals.append(survival)
         return Offer(free=tuple(survivals))
+
+
+def committed_tokens(trees: TreeBatch, verdict: Verdict) -> list[list[int]]:
+    """What a round adds to every sequence: the tokens of its path, and the target's own."""
+    (tokens, _), (paths, bonus) = trees.to_host(), verdict.to_host()
+    return [
+        [*(tokens[first + node] for node in path), last]
+        for first, path, last in zip(trees.starts, paths, bonus, strict=False)
+    ]

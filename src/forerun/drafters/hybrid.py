@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 
-from forerun.drafters.base import Drafter, LookupDrafter
+from forerun.drafters.base import Drafter, LookupDrafter, committed_tokens
 from forerun.drafters.either import EitherDrafter
 from forerun.drafters.tree_builder import best_count
 from forerun.offers import Offer
@@ -97,15 +97,14 @@ class HybridDrafter:
             b for b, seq in enumerate(seqs) if seq.id in self._sequences and self._sequences[seq.id].drafted
         ]
         if verified:
-            tokens, depths = trees.to_host()[0], trees.host_depths()
-            paths, bonus = verdict.to_host()
+            depths, paths = trees.host_depths(), verdict.to_host()[0]
+            committed = committed_tokens(trees, verdict)
         for b in verified:
             state, first, end = self._sequences[seqs[b].id], trees.starts[b], trees.starts[b + 1]
             _count(state, max(depths[first:end]), len(paths[b]))
             if state.parting is not None:
                 nodes = [0, *paths[b]]
-                committed = [*(tokens[first + node] for node in paths[b]), bonus[b]]
-                _count_parting(state, dict(zip(nodes, committed, strict=True)))
+                _count_parting(state, dict(zip(nodes, committed[b], strict=True)))
         for member in (self.first, self.second):
             member.observe(seqs, trees, scores, verdict)
 

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forerun.drafters.base import NEGLIGIBLE, BaseDrafter, Parts
+from forerun.drafters.base import NEGLIGIBLE, BaseDrafter, Parts, committed_tokens
 from forerun.drafters.tenants import tenant_of
 from forerun.drafters.tree_builder import TreeBuilder
 from forerun.offers import Offer
@@ -114,14 +114,14 @@ class LookaheadDrafter(BaseDrafter):
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Take n-grams from what was committed and from the window, whose guesses move up by one."""
-        (tokens, _), (paths, bonus) = trees.to_host(), verdict.to_host()
+        committed = committed_tokens(trees, verdict)
         guesses = None if scores.logits is None else scores.logits.argmax(-1).tolist()
         for b, seq in enumerate(seqs):
             state, start = self._state(seq), trees.starts[b]
             if guesses is None:
                 self._collect(state.pool, seq.tokens, len(seq.tokens) - 1)
                 continue
-            came = [*(tokens[start + node] for node in paths[b]), bonus[b]]
+            came = committed[b]
             state.pool.count(seq.tokens[-1], came)
             self._collect(state.pool, [*seq.tokens[-self.levels :], *came], len(came))
             for column, nodes in zip(state.window, state.nodes, strict=False):

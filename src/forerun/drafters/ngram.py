@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts
+from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens
 from forerun.drafters.tree_builder import TreeBuilder, best_count
 from forerun.offers import FREE, Offer
 from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
@@ -96,12 +96,10 @@ class NgramDrafter(LookupDrafter):
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Score the last guesses against the committed tokens, proposed or not."""
-        (tokens, _), (paths, bonus) = trees.to_host(), verdict.to_host()
-        for b, seq in enumerate(seqs):
+        for seq, committed in zip(seqs, committed_tokens(trees, verdict), strict=True):
             state = self._sequences.get(seq.id)
             if state is None or not state.guess:
                 continue
-            committed = [*(tokens[trees.starts[b] + node] for node in paths[b]), bonus[b]]
             for i, (guess, token) in enumerate(zip(state.guess, committed, strict=False)):
                 state.rates.count(state.match + i, guess == token, memory=0.97)
                 self._all.count(state.match + i, guess == token, memory=0.998)

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 
 from torch import Tensor
 
-from forerun.drafters.base import AT_HAND, NEGLIGIBLE, BaseDrafter, Parts
+from forerun.drafters.base import AT_HAND, NEGLIGIBLE, BaseDrafter, Parts, committed_tokens
 from forerun.drafters.draft_law import likeliest
 from forerun.drafters.tenants import tenant_of
 from forerun.drafters.tree_builder import TreeBuilder
@@ -133,7 +133,8 @@ class RecyclingDrafter(BaseDrafter):
             for seq in seqs:
                 self._table(seq).learn_copied(seq.tokens)
             return
-        (tokens, parents), (paths, bonus) = trees.to_host(), verdict.to_host()
+        (tokens, parents), paths = trees.to_host(), verdict.to_host()[0]
+        committed = committed_tokens(trees, verdict)
         found = _successors(scores.logits)
         for b, seq in enumerate(seqs):
             table, start = self._table(seq), trees.starts[b]
@@ -141,8 +142,7 @@ class RecyclingDrafter(BaseDrafter):
             below = range(start + 1, trees.starts[b + 1])
             contexts = [(before, tokens[start]), *((tokens[start + parents[i]], tokens[i]) for i in below)]
             path = [0, *paths[b]]
-            came = [*(tokens[start + node] for node in paths[b]), bonus[b]]
-            for node, token in zip(path, came, strict=True):
+            for node, token in zip(path, committed[b], strict=True):
                 table.count(*contexts[node], token)
             for node, context in enumerate(contexts):
                 table.learn(*context, found[start + node])

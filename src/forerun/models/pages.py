@@ -19,6 +19,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+TREE_MARGIN = 257  # slots beyond a sequence's length: the root and 256 nodes, the largest budget
 PAGE = 64  # positions; the attention kernels read tiles of as many
 
 

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from forerun.errors import InvalidInput
 from forerun.models.config import DecoderConfig
-from forerun.models.kv import TREE_MARGIN
 from forerun.models.kv_budget import slot_bytes
 from forerun.models.paged import Extent, PagedKV
-from forerun.models.pages import pages_for, start_digest
+from forerun.models.pages import TREE_MARGIN, pages_for, start_digest
 from forerun.types import Needs, Seq, Verdict, first_rows, offsets
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from forerun.types import Needs, Seq
 
 
-class UnpagedTarget:
+class UnpagedTarget(ABC):
     """The part of forerun.models.base.Target that is about room, where a token cached is a slot used."""
 
     slots: int | None
     _promised: int  # slots for the trees of the coming round; 0 again once they are committed
 
     @property
-    def used_slots(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def used_slots(self) -> int: ...
 
     @property
     def cached_slots(self) -> int:
@@ -25,7 +26,8 @@ class UnpagedTarget:
         return 0
 
     def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
-        """Nothing is prepared."""
+        """There is nothing to prepare."""
+        return
 
     def has_room(self, *lengths: int) -> bool:
         return self.slots is None or self.used_slots + self._promised + sum(lengths) <= self.slots

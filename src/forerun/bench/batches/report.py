@@ -8,7 +8,7 @@ from typing import Any
 
 from forerun.bench.batches.rival import RivalRow
 from forerun.bench.batches.sweep import PLAIN
-from forerun.errors import MissingDependency
+from forerun.bench.pyplot import load_pyplot
 
 Row = Mapping[str, Any]
 
@@ -71,15 +71,7 @@ def draw(
     rows: Sequence[Row], file: Path, title: str, rival: Sequence[RivalRow] = (), rival_name: str = "vLLM"
 ) -> None:
     """Tokens/s, and the time that one sequence waits for a token, against the batch size."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise MissingDependency(
-            "plots need matplotlib; install it with: pip install 'forerun[bench]'"
-        ) from error
-    mpl.use("Agg")  # works without a display
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
     for setup in dict.fromkeys(row["setup"] for row in rows):
         some = [row for row in rows if row["setup"] == setup]

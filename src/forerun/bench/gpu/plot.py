@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from forerun.bench.pyplot import load_pyplot
+
 
 def draw_passes(document: Mapping[str, Any], file: Path) -> None:
     """One panel per shape, one line per batch size and kind; dotted: reading the weights at the copy rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     names = list(dict.fromkeys(shape["shape"] for shape in document["shapes"]))
     if not names:
         return

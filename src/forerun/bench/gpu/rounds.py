@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from forerun.drafters.base import committed_tokens
 from forerun.drafters.eagle.config import EagleConfig, default_layers
 from forerun.drafters.eagle.cuda.capture import capture_menu
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
@@ -162,9 +163,8 @@ def _play(
     lap("verify")
     target.commit(seqs, trees, verdict)
     drafter.observe(seqs, trees, scores, verdict)
-    (tokens, _), (paths, bonus) = trees.to_host(), verdict.to_host()
-    for b, seq in enumerate(seqs):
-        seq.tokens += [*(tokens[trees.starts[b] + node] for node in paths[b]), bonus[b]]
+    for seq, tokens in zip(seqs, committed_tokens(trees, verdict), strict=True):
+        seq.tokens += tokens
     lap("rest")
 
 

@@ -6,23 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from forerun.bench.pyplot import load_pyplot
 from forerun.bench.settings import PLAIN
-from forerun.errors import MissingDependency
 
 _OURS, _THEIRS = "tab:blue", "tab:gray"
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Draw t(n) by number format, tokens/s by contender and the speed-up by task into an image file."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise MissingDependency(
-            "plots need matplotlib; install it with: pip install 'forerun[bench]'"
-        ) from error
-    mpl.use("Agg")  # works without a display
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     figure, (left, middle, right) = pyplot.subplots(
         1, 3, figsize=(17, 4.8), width_ratios=(2, 2, 3), layout="constrained"
     )

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import NamedTuple
 
-from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts
+from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens
 from forerun.drafters.suffix.automaton import SuffixAutomaton
 from forerun.drafters.suffix.corpus import Corpus
 from forerun.drafters.suffix.history import History, Reader
@@ -81,13 +81,11 @@ class SuffixDrafter(LookupDrafter):
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Score the last chain against the committed tokens, proposed or not."""
-        (tokens, _), (paths, bonus) = trees.to_host(), verdict.to_host()
-        for b, seq in enumerate(seqs):
+        for seq, committed in zip(seqs, committed_tokens(trees, verdict), strict=True):
             state = self._sequences.get(seq.id)
             if state is None or not state.chain:
                 continue
             own, shared = state.rates[state.source], self._all[state.source]
-            committed = [*(tokens[trees.starts[b] + node] for node in paths[b]), bonus[b]]
             for step, token in zip(state.chain, committed, strict=False):
                 hit = step.token == token
                 own.count(step.kind, step.match, hit, OWN_MEMORY)

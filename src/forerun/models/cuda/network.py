@@ -18,8 +18,8 @@ from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.packed import Weight, WeightKind, pack
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, Size
-from forerun.models.kv import TREE_MARGIN
 from forerun.models.moe import Mlp
+from forerun.models.pages import TREE_MARGIN
 from forerun.models.rope import frequencies
 
 HEAD_DIMS = (16, 32, 64, 128, 256)

@@ -11,8 +11,8 @@ from torch import Tensor
 from forerun.errors import InvalidInput, MissingDependency
 from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.plain import PlainSteps
-from forerun.models.kv import TREE_MARGIN
 from forerun.models.kv_budget import allowed_bytes, slot_bytes
+from forerun.models.pages import TREE_MARGIN
 
 POOL_SEQUENCES = 16  # sequences of full length that the pool need not exceed
 Kind = Literal["auto", "triton", "torch"]

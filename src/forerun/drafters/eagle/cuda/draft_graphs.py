@@ -27,7 +27,7 @@ from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, 
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Size
-from forerun.models.kv import TREE_MARGIN
+from forerun.models.pages import TREE_MARGIN
 from forerun.offers import Form
 from forerun.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 

@@ -17,8 +17,8 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import HEAD_DIMS, interleaved
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.kv import TREE_MARGIN
 from forerun.models.layers import pair_up
+from forerun.models.pages import TREE_MARGIN
 
 MORE_SLOTS = (
     3 * TREE_MARGIN

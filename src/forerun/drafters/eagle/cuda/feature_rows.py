@@ -23,8 +23,7 @@ from forerun.drafters.eagle.cuda.integers import SentInts
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, Ints, Size, round_up
-from forerun.models.kv import TREE_MARGIN
-from forerun.models.pages import PAGE, pages_for
+from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
 from forerun.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 
 DEEPEST = 16  # levels of a draft

@@ -29,8 +29,7 @@ from forerun.models.cuda.network import Buffers, Layer, Model, Run
 from forerun.models.cuda.packed import Packed, Weight, WeightKind, pack, times, whole
 from forerun.models.cuda.plain import PlainSteps
 from forerun.models.cuda.plan import LONGEST, MAX_ROWS
-from forerun.models.kv import TREE_MARGIN
-from forerun.models.pages import PAGE, PagePool, pages_for
+from forerun.models.pages import PAGE, TREE_MARGIN, PagePool, pages_for
 
 LIFTED_TO = 128.0  # root mean square of rows of whole numbers: 256 times as much is still held
 BYTES_STEP = 32  # depth of one product of bytes on tensor cores
