@@ -111,6 +111,14 @@ def torch_scene(folder: Path) -> Scene:
     return Scene(engine_on(target), lambda: not_free(target), ("forerun",), unbounded(target))
 
 
+def ahead_scene(folder: Path) -> Scene:
+    """Rounds are launched before the events of the last are returned, as on a GPU."""
+    scene = torch_scene(folder)
+    scene.engine.launches_ahead = True
+    scene.packages = ("forerun.engine",)
+    return scene
+
+
 def native_scene(folder: Path) -> Scene:
     from forerun.models.native.target import NativeDecoder
 
@@ -190,6 +198,7 @@ def learning_scene(name: str) -> Callable[[Path], Scene]:
 
 SCENES: dict[str, Callable[[Path], Scene]] = {
     "torch": torch_scene,
+    "ahead": ahead_scene,
     "native": native_scene,
     "hf": hf_scene,
     "cuda": cuda_scene,
@@ -247,7 +256,7 @@ def test_a_fault_anywhere_changes_no_text_and_loses_no_slot(name: str, tmp_path:
         assert [event.error for event in events if event.error is not None] == [], said
         assert scene.texts == expected, said
         assert scene.held() == 0, said
-        assert scene.engine._pending is None, said
+        assert scene.engine._pending is scene.engine._ahead is None, said
     assert fired > 100
 
 

@@ -67,9 +67,11 @@ def play_sent_back(engine: Engine, requests: list[Request]) -> list[SequenceStat
     while engine.busy:
         engine.step()
         steps += 1
-        if steps % 5 == 0 and engine.running:
-            engine._send_back(engine.running[-1])
-            engine._pending = None
+        if steps % 5 == 0:
+            engine.settle()
+            for seq in engine.running[-1:]:
+                engine._send_back(seq)
+                engine._pending = None
     assert engine.stats.preemptions > 0
     assert engine.target.used_slots == 0
     return seqs

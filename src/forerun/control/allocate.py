@@ -63,15 +63,17 @@ def allocate(offers: Sequence[Levels], price: Callable[[int], float]) -> list[in
         for depth, worth in enumerate(offer.worth())
         if worth > 0.0
     )
-    depths, best = [0] * len(offers), [0] * len(offers)
+    best, depths = 0, [0] * len(offers)  # how many levels are best
     nodes = gain = best_gain = 0.0
-    for worth, _, i in ranked:
-        depths[i] += 1
+    for count, (worth, _, i) in enumerate(ranked, start=1):
         nodes += offers[i].nodes
         gain -= worth * offers[i].nodes
-        if gain - price(round(nodes)) > best_gain:
-            best, best_gain = [*depths], gain - price(round(nodes))
-    return best
+        net = gain - price(round(nodes))
+        if net > best_gain:
+            best, best_gain = count, net
+    for _, _, i in ranked[:best]:
+        depths[i] += 1
+    return depths
 
 
 def shortest_that_pays(

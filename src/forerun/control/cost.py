@@ -146,10 +146,9 @@ class CostModel:
         neighbours too: it is charged for all of them, on top of the nodes that the others draft.
         """
         batch = neighbours + 1
-        plain, before = self.pass_seconds(batch, batch), self.pass_seconds(batch + others, batch)
-        share = rate * batch / plain
-        more = range(batch + others, batch + others + nodes + 1)
-        return tuple(rate + share * max(0.0, self.pass_seconds(size, batch) - before) for size in more)
+        seconds = self.passes_seconds(batch + others, nodes + 1, batch)
+        share = rate * batch / self.pass_seconds(batch, batch)
+        return tuple([rate + share * max(0.0, one - seconds[0]) for one in seconds])
 
     @classmethod
     def measure(cls, target: Target, sizes: Sequence[int] = SIZES, repeats: int = 3) -> CostModel:

@@ -6,6 +6,9 @@ A round happens whole or not at all. Its result is computed first (`Advance`) an
 repeated where it was interrupted. A round that fails before that is rolled back by recomputation: its sequences give
 their caches back and queue again with the tokens that they have. One thread at a time: see forerun.engine.driver.
 
+Where the target works beside the host (a GPU), a round is launched as soon as the last one is written: events are
+returned, and new requests taken, while the device is at work. The next step then finishes it.
+
 A request waits, is read, and runs. Prompts are read in chunks: by themselves while nobody runs, else in the pass that
 scores the trees of those that do, few enough rows at a time that these hardly notice (`PromptRows`).
 """
@@ -19,31 +22,23 @@ from time import perf_counter
 
 from forerun.control.base import Controller
 from forerun.engine.budgets import cut_budgets
-from forerun.engine.detokenize import Decodes, Detokenizer
+from forerun.engine.detokenize import Decodes
 from forerun.engine.metrics import EngineStats
 from forerun.engine.outcome import outcome_of
+from forerun.engine.pending import Launched, Pending
 from forerun.engine.preemption import NO_ROOM, find_room
-from forerun.engine.prompt_rows import PromptRows
-from forerun.engine.requests import check_request
+from forerun.engine.prompt_rows import PromptRows, note_prompts
+from forerun.engine.requests import new_sequence
 from forerun.engine.routing import DrafterPool, VerifierPool
 from forerun.engine.scheduler import Scheduler
-from forerun.engine.sequence import Advance, SequenceState, Tokens
+from forerun.engine.sequence import Advance, SequenceState
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
-from forerun.noise import Noise, fresh_seed
+from forerun.noise import Noise
 from forerun.types import Event, Prompts, Request, Scores, TreeBatch, Verdict
 from forerun.verify.warp import warp
 
 log = logging.getLogger(__name__)
-
-
-class Pending:
-    """A change of state that is under way: until its advances are known it is undone, from then on completed."""
-
-    __slots__ = ("advances", "seqs")
-
-    def __init__(self, seqs: Sequence[SequenceState], advances: list[Advance] | None = None) -> None:
-        self.seqs, self.advances = seqs, advances
 
 
 class Engine:
@@ -63,7 +58,9 @@ class Engine:
         max_batch: int = 8,
         max_length: int | None = None,
         prompt_rows: int | None = None,
+        launches_ahead: bool | None = None,
     ) -> None:
+        """`launches_ahead`: launch a round before the events of the last are returned; None = on a GPU."""
         self.target, self.drafters, self.verifiers, self.controller = target, drafters, verifiers, controller
         self.default_drafter, self.default_verifier = default_drafter, default_verifier
         self.stop_ids, self.tokenizer = stop_ids, tokenizer
@@ -72,7 +69,9 @@ class Engine:
         self.prompt_rows = PromptRows(target.device.type, target.pass_rows, prompt_rows)
         self.stats = EngineStats()
         self._next_id = 0
+        self.launches_ahead = target.device.type == "cuda" if launches_ahead is None else launches_ahead
         self._pending: Pending | None = None
+        self._ahead: Launched | None = None  # the next round
         self._unread: list[Event] = []  # of what was completed and not returned yet
 
     @property
@@ -103,20 +102,18 @@ class Engine:
     def step(self) -> list[Event]:
         """One round for all sequences: plan, propose, score, warp, verify, commit, observe, emit.
 
-        Prompts are read in the same pass; where nobody runs, a chunk of them is read first.
-
         A request that cannot go on ends with an event of its own, whose `error` says why; an interrupt is raised.
         Either way other sequences are not affected: what was written stays, and the failed round is repeated.
         """
         try:
             if self._pending is not None:
                 self._recover()
-            self.scheduler.start_those_read()
-            if self.scheduler.has_prompts and not self.running:
-                self._read()
-                self.scheduler.start_those_read()
-            if self.running:
-                self._round(self.running)
+            if self._ahead is None:
+                self._start_round()
+            if self._ahead is not None:
+                self._finish(self._ahead)
+                if self.launches_ahead:
+                    self._start_round(reads=False)
         except Exception as error:
             self._after_failure(error)
         except BaseException:
@@ -125,7 +122,26 @@ class Engine:
         events, self._unread = self._unread, []
         return events
 
-    def _round(self, seqs: list[SequenceState]) -> None:
+    def settle(self) -> None:
+        """Finish a round that was launched: then nothing is under way. Its events are returned by the next step."""
+        try:
+            self._recover()
+            if self._ahead is not None:
+                self._finish(self._ahead)
+        except Exception as error:
+            self._after_failure(error)
+
+    def _start_round(self, reads: bool = True) -> None:
+        """Launch a round of all that run, if anybody does. Where nobody runs, prompts are read first."""
+        self.scheduler.start_those_read()
+        if reads and self.scheduler.has_prompts and not self.running:
+            self._read()
+            self.scheduler.start_those_read()
+        if self.running:
+            self._launch(self.running)
+
+    def _launch(self, seqs: list[SequenceState]) -> None:
+        """Plan, propose and score."""
         clock = self.stats.clock()
         rows, self._pending = self.prompt_rows.rows, Pending(seqs)
         budgets = cut_budgets(seqs, self.controller.plan(seqs))
@@ -139,6 +155,14 @@ class Engine:
         prompts = Prompts(readers, rows) if readers else None
         scores = self.target.score(seqs, trees, self.drafters.needs(pending.seqs), prompts)
         clock.lap("pass")
+        self._ahead = Launched(pending, seqs, readers, trees, scores, clock)
+        self._pending = None  # last: whatever interrupts a launch undoes it
+
+    def _finish(self, launched: Launched) -> None:
+        """Verify, commit, observe and emit; all of it or nothing."""
+        pending, seqs, readers, trees, scores, clock = launched
+        self._pending, self._ahead = pending, None
+        clock.lap("host")
         laws = warp(scores.required_logits, seqs, trees)
         noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
         verdict = self.verifiers.verify(seqs, trees, laws, noise, scores.greedy)
@@ -166,29 +190,9 @@ class Engine:
 
     def prepare(self, request: Request) -> SequenceState:
         """The sequence of a request, if it can be served; nothing else is changed."""
-        check_request(request, self.target.vocab_size, self.max_length, self.tokenizer is not None)
-        params = request.params
-        drafter = request.drafter or self.default_drafter
-        self.drafters.get(drafter)  # an unknown or unloadable one is the caller's error, now
-        verifier = request.verifier or self.default_verifier
-        if verifier == "auto":
-            verifier = "exact" if params.seed is None else "coupled"
-        eos = frozenset() if params.ignore_eos else self.stop_ids
+        seq = new_sequence(self, request, self._next_id)
         self._next_id += 1
-        return SequenceState(
-            id=self._next_id - 1,
-            request=request,
-            seed=fresh_seed() if params.seed is None else params.seed,
-            max_length=min(len(request.prompt) + params.max_tokens, self.max_length),
-            stop_ids=eos | frozenset(params.stop_token_ids),
-            drafter=drafter,
-            verifier=verifier,
-            shares_noise=self.verifiers.get(verifier).shares_noise,
-            detokenizer=Detokenizer(self.tokenizer, params.stop),
-            tokens=Tokens(request.prompt),
-            prompt_length=len(request.prompt),
-            drafting=drafter,
-        )
+        return seq
 
     def enqueue(self, seq: SequenceState) -> None:
         """Put a sequence into the queue; a repeated call, after an interrupt, changes nothing."""
@@ -197,8 +201,10 @@ class Engine:
 
     def abort(self, seq_id: int) -> None:
         """Drop a request, queued or running; unknown ids are ignored."""
-        self._recover()
         seq = self.find(seq_id)
+        if self._ahead is None or seq in self._ahead.pending.seqs:
+            self.settle()  # then it may have ended
+            seq = self.find(seq_id)
         if seq is not None:
             self._end(seq.ended("aborted"))
 
@@ -227,14 +233,7 @@ class Engine:
         """A chunk is a chain that was accepted whole, and the prompt's next token follows it; the rows computed."""
         following = [seq.tokens[self.target.cached_tokens(seq)] for seq in seqs]
         self.drafters.observe(seqs, chains, scores, Verdict.whole_chain(chains, following))
-        rows = chains.nodes
-        for seq in seqs:
-            if not seq.prompt_seconds:
-                rows -= (reused := self.target.reused_tokens(seq))
-                seq.note_reuse(reused)
-                self.stats.count_prompt(len(seq.tokens), reused)
-            seq.note_prompt(perf_counter() - started)
-        return rows
+        return chains.nodes - note_prompts(seqs, self.target, self.stats, perf_counter() - started)
 
     def _send_back(self, seq: SequenceState) -> None:
         self._roll_back([seq])
@@ -273,7 +272,7 @@ class Engine:
         for seq in seqs:
             self._forget(seq)
         self.scheduler.queue_again(seqs)
-        self._pending = None
+        self._pending = self._ahead = None
 
     def _after_failure(self, error: Exception) -> None:
         """Try again with half as many at once; a sequence that fails twice, alone, ends with the error."""

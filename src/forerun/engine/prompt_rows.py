@@ -6,6 +6,12 @@ that are read for the trees serve the prompts too. What rows cost is learnt from
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from forerun.engine.metrics import EngineStats
+from forerun.engine.sequence import SequenceState
+from forerun.models.base import Target
+
 LEAST = 16  # rows: the device does as many in nearly the time of one
 START_CPU, START_GPU = 32, 256  # rows, before any round with prompts was timed
 SLOWER = 1.0  # plain rounds that the prompts of a round may add
@@ -39,3 +45,16 @@ def _rounded(rows: float) -> int:
     """Down to a multiple of 16, or of 64 from 128 on: passes of few different sizes."""
     step = 64 if rows >= 128 else 16
     return int(rows) // step * step
+
+
+def note_prompts(seqs: Sequence[SequenceState], target: Target, stats: EngineStats, seconds: float) -> int:
+    """Chunks of these prompts were read in so many seconds; returns how many rows were found instead of computed."""
+    found = 0
+    for seq in seqs:
+        if not seq.prompt_seconds:
+            reused = target.reused_tokens(seq)
+            found += reused
+            seq.note_reuse(reused)
+            stats.count_prompt(len(seq.tokens), reused)
+        seq.note_prompt(seconds)
+    return found

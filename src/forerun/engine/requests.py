@@ -1,9 +1,17 @@
-"""What a request must be, checked when it is submitted: a prompt that fits, tokens of the vocabulary."""
+"""From a request to a sequence: what it must be (a prompt that fits, tokens of the vocabulary), and what it becomes."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from forerun.engine.detokenize import Detokenizer
+from forerun.engine.sequence import SequenceState, Tokens
 from forerun.errors import InvalidInput, PromptTooLong
+from forerun.noise import fresh_seed
 from forerun.types import Request
+
+if TYPE_CHECKING:
+    from forerun.engine.engine import Engine
 
 
 def check_request(request: Request, vocab: int, longest: int, has_tokenizer: bool) -> None:
@@ -22,3 +30,27 @@ def check_request(request: Request, vocab: int, longest: int, has_tokenizer: boo
         raise InvalidInput(f"logit_bias or bad_words name a token outside the vocabulary of {vocab}")
     if params.stop and not has_tokenizer:
         raise InvalidInput("stop strings need a tokenizer; pass one or use stop_token_ids")
+
+
+def new_sequence(engine: Engine, request: Request, seq_id: int) -> SequenceState:
+    """The sequence of a request, if the engine can serve it; nothing is changed."""
+    check_request(request, engine.target.vocab_size, engine.max_length, engine.tokenizer is not None)
+    params, drafter = request.params, request.drafter or engine.default_drafter
+    engine.drafters.get(drafter)  # an unknown or unloadable one is the caller's error, now
+    verifier = request.verifier or engine.default_verifier
+    if verifier == "auto":
+        verifier = "exact" if params.seed is None else "coupled"
+    return SequenceState(
+        id=seq_id,
+        request=request,
+        seed=fresh_seed() if params.seed is None else params.seed,
+        max_length=min(len(request.prompt) + params.max_tokens, engine.max_length),
+        stop_ids=(frozenset() if params.ignore_eos else engine.stop_ids) | frozenset(params.stop_token_ids),
+        drafter=drafter,
+        verifier=verifier,
+        shares_noise=engine.verifiers.get(verifier).shares_noise,
+        detokenizer=Detokenizer(engine.tokenizer, params.stop),
+        tokens=Tokens(request.prompt),
+        prompt_length=len(request.prompt),
+        drafting=drafter,
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,11 +20,24 @@ from forerun.models.pages import PAGE, Content, Match, PagePool, digest_of, page
 CHUNK = 1024  # slots; a store that grows does so by at least this many
 KEPT_BYTES = 1 << 30  # of finished texts, beyond which a store that could grow takes their pages instead
 
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
 
 class Extent:
     """One sequence's positions: on which pages they lie, and how many of them, from the start, are committed."""
 
-    __slots__ = ("digests", "found", "id", "layers", "length", "pool", "reused", "start")
+    __slots__ = (
+        "_table",
+        "digests",
+        "found",
+        "id",
+        "layers",
+        "length",
+        "pool",
+        "reused",
+        "start",
+        "writable",
+    )
 
     def __init__(self, seq_id: int, pool: PagePool, start: bytes | None, layers: Iterable[int]) -> None:
         self.id, self.pool, self.start = seq_id, pool, start  # start None = its pages are not shared
@@ -32,6 +46,15 @@ class Extent:
         self.found = 0  # of these, the ones that `prefill` has not returned yet
         self.layers = frozenset(layers)  # hidden layers whose rows were kept for all positions so far
         self.digests: list[bytes] = []  # after each page that is named
+        self.writable = 0  # positions below this, behind the committed ones, may be written: see PagedKV.grow
+        self._table: tuple[tuple[int, ...], Ints] = (), np.zeros(0, dtype=np.int32)
+
+    def table(self) -> Ints:
+        """Its pages as an array, which is kept until they change."""
+        pages = self.pages
+        if self._table[0] is not pages:
+            self._table = pages, np.array(pages, dtype=np.int32)
+        return self._table[1]
 
     @property
     def pages(self) -> tuple[int, ...]:
@@ -138,8 +161,12 @@ class PagedKV:
 
     def grow(self, seq_id: int, positions: int) -> Extent:
         """Pages for so many positions; those behind the committed ones become its own, to be written."""
-        extent, needed = self.extent(seq_id), pages_for(positions)
-        pages = extent.pages
+        extent = self.extent(seq_id)
+        if (
+            positions <= extent.writable
+        ):  # the usual case; only full pages of committed positions are named later
+            return extent
+        pages, needed = extent.pages, pages_for(positions)
         for index in range(extent.length // PAGE, min(len(pages), needed)):
             if self.pool.holders(pages[index]) > 1:
                 self._own(extent, index)
@@ -148,6 +175,7 @@ class PagedKV:
         if needed > len(pages):
             self._find_room(seq_id, needed - len(pages))
             self.pool.take(seq_id, needed - len(pages))
+        extent.writable = PAGE * needed
         return extent
 
     def keep(self, seq_id: int, tokens: Sequence[int], ended: bool = False) -> None:
@@ -208,6 +236,7 @@ class PagedKV:
         if extent is not None and length < extent.length:
             extent.length = length
             extent.found = min(extent.found, length)
+            extent.writable = 0  # what is cut off may be named, or shared
             del extent.digests[length // PAGE :]
 
     def rows_of(self, layer: int, width: int, dtype: torch.dtype) -> Tensor:

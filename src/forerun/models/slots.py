@@ -95,11 +95,13 @@ class SlotTarget:
         return self.kv.has_pages(self.kv.sequences + sum(pages_for(length) + 1 for length in lengths) - 1)
 
     def make_room(self, seqs: Sequence[Seq], rows: Sequence[int]) -> bool:
-        ends = [self.kv.extent(seq.id).length + count for seq, count in zip(seqs, rows, strict=True)]
-        if not self.kv.has_pages(sum(map(self.kv.lacking, [seq.id for seq in seqs], ends))):
+        extents = [self.kv.extent(seq.id) for seq in seqs]
+        ends = [extent.length + count for extent, count in zip(extents, rows, strict=True)]
+        lacking = [(one.id, end) for one, end in zip(extents, ends, strict=True) if end > one.writable]
+        if not self.kv.has_pages(sum(self.kv.lacking(*one) for one in lacking)):
             return False
-        for seq, end in zip(seqs, ends, strict=True):
-            self.kv.grow(seq.id, end)
+        for seq_id, end in lacking:
+            self.kv.grow(seq_id, end)
         return True
 
     def reused_tokens(self, seq: Seq) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.models.paged import slots_of
+from forerun.models.paged import Ints, slots_of
 from forerun.topology import Topology
 
 MAX_ROWS = 1024  # rows in one pass; a tree has at most 257
@@ -26,14 +26,18 @@ SPLIT_SIZES = (8, 32, 96, 256)  # few: passes are captured with each, before tex
 LONGEST = 245_760  # positions that 256 splits cover
 PAGES = 1 << 17  # pages of all sequences of a pass together, at most
 
-Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-
 
 def split_of(position: int) -> int:
     """Which split of the context a position lies in: 128 wide to 1024, 256 to 4096, then 1024."""
     if position < 1024:
         return position // 128
     return 8 + (position - 1024) // 256 if position < 4096 else 20 + (position - 4096) // 1024
+
+
+def splits_of(positions: Ints) -> Ints:
+    """`split_of` of many positions."""
+    far = np.where(positions < 4096, 8 + ((positions - 1024) >> 8), 20 + ((positions - 4096) >> 10))
+    return np.where(positions < 1024, positions >> 7, far)
 
 
 def split_start(split: int) -> int:
@@ -198,8 +202,7 @@ def _pack(size: Size, rows: Rows) -> Ints:
 class Template:
     """Integers that are sums of a few numbers of their own tree: laid out once, filled in by one product.
 
-    A tree's numbers are (1, base slot, length, split in which it starts, split behind its deepest node, where its pages
-    start). A sequence whose slots lie in a row from its base slot on has no pages: 0.
+    A tree's numbers are (1, length, split in which it starts, split behind its deepest node, where its pages start).
     """
 
     def __init__(self) -> None:
@@ -211,7 +214,7 @@ class Template:
 
     def add(self, tree: int, *factors: int) -> None:
         """One integer: so many times each of the tree's numbers."""
-        self._rows.append((tree, *factors, *[0] * (6 - len(factors))))
+        self._rows.append((tree, *factors, *[0] * (5 - len(factors))))
 
     def add_groups(
         self, tree: int, rows: Sequence[int], group_nodes: int, ancestors: int | None, steps: int
@@ -221,36 +224,35 @@ class Template:
         None = a chain, whose nodes share everything. What a split beyond a node's own position gives is never
         read. Where no split is wholly committed, the shared groups are empty.
         """
+        start, behind = (0, 0, 1), (0, 0, 0, 1)
         for low in range(0, len(rows), group_nodes):
             count = min(group_nodes, len(rows) - low)
-            end = (0, 0, 0, 0, 1) if ancestors is None else (0, 0, 0, 1, 0)
-            self._add_group((0, 0, 0, 0, 0), end, tree, rows[low], count, 0)
+            self._add_group((0,), behind if ancestors is None else start, tree, rows[low], count, 0)
         for row in rows if ancestors is not None else ():
-            self._add_group((0, 0, 0, 1, 0), (0, 0, 0, 0, 1), tree, row, 1, (ancestors or 0) + row * steps)
+            self._add_group(start, behind, tree, row, 1, (ancestors or 0) + row * steps)
 
     def _add_group(
         self, low: tuple[int, ...], high: tuple[int, ...], tree: int, row: int, count: int, ancestors: int
     ) -> None:
-        for factors in (low, high, (row,), (count,), (0, 1), (0, 0, 1), (ancestors,), (0, 0, 0, 0, 0, 1)):
+        for factors in (low, high, (row,), (count,), (0,), (0, 1), (ancestors,), (0, 0, 0, 0, 1)):
             self.add(tree, *factors)
 
     def pad_to(self, size: int, value: int = 0) -> None:
         for _ in range(size - len(self)):
             self.add(0, value)
 
-    def fill(self, places: Sequence[tuple[int, int]], depth: int, pages: Sequence[int] | None = None) -> Ints:
-        """For trees at these base slots and lengths that are so deep; `pages`: where those of each start."""
+    def fill(self, lengths: Ints, depth: int, pages: Ints) -> Ints:
+        """For trees behind so many positions that are so deep; `pages`: where those of each start."""
         if self._ready is None:
             table = np.array(self._rows, dtype=np.int32)
             self._ready = np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1:].T)
         trees, factors = self._ready
-        numbers = [
-            (1, base, n, split_of(n), split_of(n + depth) + 1, at)
-            for (base, n), at in zip(places, pages or [0] * len(places), strict=True)
-        ]
-        if len(places) == 1:
-            return np.dot(np.array(numbers[0], dtype=np.int32), factors)  # type: ignore[no-any-return]
-        found: Ints = (np.array(numbers, dtype=np.int32)[trees].T * factors).sum(0, dtype=np.int32)
+        numbers = np.empty((5, len(lengths)), dtype=np.int32)
+        numbers[0], numbers[1], numbers[4] = 1, lengths, pages
+        numbers[2], numbers[3] = splits_of(lengths), splits_of(lengths + depth) + 1
+        if len(lengths) == 1:
+            return np.dot(numbers[:, 0], factors)  # type: ignore[no-any-return]
+        found: Ints = (numbers[:, trees] * factors).sum(0, dtype=np.int32)
         return found
 
 
