@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 
 _DERIVE = "derive it from forerun.drafters.base.BaseDrafter"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SMALL_BATCH = 8  # sequences at once on a GPU, up to which look-ups pay beside a head
 
 
 def make_engine(
@@ -141,13 +140,13 @@ def make_controller(
 
 
 def choose_drafter(
-    speculative: SpeculativeConfig, checkpoint: Checkpoint, device: str = "auto", max_batch: int = 1
+    speculative: SpeculativeConfig, checkpoint: Checkpoint, device: str = "auto"
 ) -> SpeculativeConfig:
     """The same with its drafter chosen: by what draft_model is, else by the heads that come with the package.
 
-    A head that comes with the package is the default on a GPU, with look-ups beside it while batches are small: for
-    many sequences they take the host longer than they gain. On a CPU it stays `auto`, and `make_engine` decides by
-    what passes and levels cost there (forerun.auto_drafter). A request may ask for it in any case.
+    A head that comes with the package is the default on a GPU, with look-ups beside it. On a CPU it stays `auto`, and
+    `make_engine` decides by what passes and levels cost there (forerun.auto_drafter). A request may ask for it in any
+    case.
     """
     drafter, given = speculative.drafter, speculative.draft_model
     if given is not None:
@@ -158,10 +157,7 @@ def choose_drafter(
     if drafter == "auto" or needs_head(drafter):
         bundled = find_head(checkpoint.config, _names_of(checkpoint), drafter)
         if bundled is not None:
-            alone = max_batch > SMALL_BATCH
-            default = (
-                "auto" if _device(device).startswith("cpu") else bundled.kind if alone else bundled.drafter
-            )
+            default = "auto" if _device(device).startswith("cpu") else bundled.drafter
             chosen = default if drafter == "auto" else drafter
             return replace(speculative, drafter=chosen, draft_model=str(bundled.path))
     return replace(speculative, drafter="ngram") if drafter == "auto" else speculative

@@ -99,6 +99,8 @@ def as_token_ids(name: str, value: Any) -> tuple[int, ...]:
     """Token ids: one, or any number of them in a list, a set, an array or a tensor."""
     limit = "token ids, which are integers of 0 or more"
     ids = as_items(name, value, limit)
+    if {*map(type, ids)} == {int} and min(ids) >= 0:  # the usual case, many at once
+        return tuple(ids)
     try:
         return tuple(as_whole(name, token, low=0) for token in ids)
     except InvalidInput:

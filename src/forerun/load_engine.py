@@ -72,7 +72,7 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
     checkpoint = open_checkpoint(name)
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    speculative = choose_drafter(speculative, checkpoint, settings.device, settings.max_batch)
+    speculative = choose_drafter(speculative, checkpoint, settings.device)
     smaller = []
     if speculative.draft_model is not None and drafts_with_checkpoint(speculative.drafter):
         opened = [open_checkpoint(given) for given in draft_models(speculative)]

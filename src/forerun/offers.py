@@ -68,6 +68,7 @@ class Offer:
 
 
 FREE = Offer()
+NEVER = Offer(chosen=False)  # of a drafter that never drafts: there is nothing to choose
 
 
 def at_depth(levels: Sequence[float], depth: int) -> float:

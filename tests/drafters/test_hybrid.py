@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from forerun.build import make_engine
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
+from forerun.drafters.eagle.cuda.menu import DraftMenu
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.offers import Offer
@@ -52,6 +54,27 @@ def test_copied_text_is_looked_up_and_the_rest_goes_to_the_second() -> None:
     assert tokens_of(trees, 0) == [14, 9, 9, 9]
     assert tokens_of(trees, 1) == [6, 7, 8, 1]
     assert tokens_of(trees, 2) == [15, 9, 9, 9]
+
+
+def test_beside_a_drafter_on_a_device_look_ups_are_made_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, _ = hybrid()
+    looked, offer = list[int](), drafter.first.offer
+    monkeypatch.setattr(drafter.first, "offer", lambda seq: (looked.append(seq.id), offer(seq))[1])
+    seqs = [FakeSeq(i, [*COPY]) for i in range(4)]
+    judge(drafter, seqs, [3] * 4)
+    assert {seq.id for seq in seqs if drafter.offer(seq).free} == {0, 1, 2, 3}, (
+        "no menu: the second runs on a host"
+    )
+    looked.clear()
+    monkeypatch.setattr(ScriptedDrafter, "offer", lambda *_: Offer((1e-4,), menu=DraftMenu()))
+    assert not any(drafter.offer(seq).free for seq in seqs)
+    trees = judge(drafter, seqs, [0] * 4)
+    assert [tokens_of(trees, b)[1] for b in range(4)] == [9] * 4
+    assert not looked
+    for seq in seqs[2:]:
+        drafter.forget(seq)
+    assert all(drafter.offer(seq).free for seq in seqs[:2]), "few are left"
+    assert tokens_of(drafter.propose(seqs[:2], [Budget(3, 3, source="free")] * 2), 0) == [6, 7, 8, 1]
 
 
 def is_lookup(drafter: HybridDrafter, seq: FakeSeq, budget: Budget = CHAIN) -> bool:

@@ -279,23 +279,36 @@ def test_a_round_that_stops_in_the_middle_of_a_prompt(
 
 
 def test_the_rows_of_a_chunk_follow_what_rounds_take() -> None:
-    assert PromptRows("cuda", 1024).rows == START_GPU
+    assert PromptRows("cuda", 1024).rows() == START_GPU
     rows = PromptRows("cpu", 512)
-    assert rows.rows == START_CPU
+    assert rows.rows() == START_CPU
     rows.observe(0.1, 20)
-    assert rows.rows == START_CPU, "nothing to compare with"
+    assert rows.rows() == START_CPU, "nothing to compare with"
     for _ in range(3):
         rows.observe(0.010, 0)
     rows.observe(0.013, 32)  # three milliseconds for 32 rows
-    assert rows.rows == 64, "twice as many at most"
+    assert rows.rows() == 64, "twice as many at most"
     rows.observe(0.016, 64)
-    assert rows.rows == 64 * 10 // 6 // 16 * 16
+    assert rows.rows() == 64 * 10 // 6 // 16 * 16
     for _ in range(9):
-        rows.observe(1.0, rows.rows)
-    assert rows.rows == LEAST
+        rows.observe(1.0, rows.rows())
+    assert rows.rows() == LEAST
     rows.observe(0.0105, 4)
-    assert rows.rows == LEAST, "the rest of a prompt"
+    assert rows.rows() == LEAST, "the rest of a prompt"
     for _ in range(9):
-        rows.observe(0.0105, rows.rows)
-    assert rows.rows == 512
-    assert PromptRows("cpu", 512, fixed=3).rows == 3
+        rows.observe(0.0105, rows.rows())
+    assert rows.rows() == 512
+    assert PromptRows("cpu", 512, fixed=3).rows() == 3
+
+
+def test_the_rows_of_a_chunk_grow_where_many_wait() -> None:
+    rows = PromptRows("cuda", 1024)
+    assert [rows.rows(32, waiting) for waiting in (0, 3, 4, 15, 16, 32)] == [256, 256, 512, 512, 1024, 1024]
+    assert rows.rows(1, 1) == rows.rows(1, 3) == 256, "one long prompt does not stall the one that writes"
+    assert rows.rows(64, 7) == 256
+    for _ in range(20):
+        rows.observe(0.004, 0)
+        rows.observe(1.0, 256)
+    assert rows.rows() == 256, "a GPU never reads less at a time: a batch that fills slowly costs more"
+    assert PromptRows("cpu", 48).rows(1, 9) == 48
+    assert PromptRows("cpu", 512, fixed=3).rows(1, 9) == 3

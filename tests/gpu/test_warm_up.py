@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from forerun.build import make_engine
-from forerun.models.cuda.graphs import menu
+from forerun.models.cuda.graphs import menu, scored_rows
 from forerun.models.cuda.plan import Need, Size, splits_to
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.types import Needs, Request
@@ -47,6 +47,12 @@ def test_plain_rounds_of_any_batch_have_both_sets_of_logits(batch: int) -> None:
 
 
 def test_a_need_that_no_size_has_room_for_is_rounded() -> None:
-    assert Need(600, 70, 20).rounded() == Size(768, 128, 8)
-    assert not any(Need(600, 70, 20).fits(size) for size, scored, _ in menu(8, 4096) if scored)
-    assert any(Need(600, 70, 20).fits(size) for size, scored, _ in menu(8, 4096) if not scored)
+    need = Need(1000, 1100, 20)
+    assert need.rounded() == Size(1024, 2048, 8)
+    assert not any(need.fits(size) for size, _, _ in menu(8, 4096))
+    for scored in (True, False):
+        assert any(Need(600, 70, 20).fits(size) for size, kind, _ in menu(8, 4096) if kind == scored)
+
+
+def test_the_largest_passes_have_fewer_rows_with_logits() -> None:
+    assert [scored_rows(Size(rows, 64, 8)) for rows in (128, 512, 768, 1024)] == [128, 512, 384, 384]

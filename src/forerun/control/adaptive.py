@@ -17,7 +17,7 @@ from forerun.control.cost import CostModel
 from forerun.control.forms import PLAIN, FormChooser, Promise
 from forerun.control.per_sequence import NOTHING, SequencePlanner
 from forerun.control.rest import Rest
-from forerun.offers import Form, Menu, Offer
+from forerun.offers import NEVER, Form, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
@@ -73,6 +73,9 @@ class AdaptiveController:
             return [NOTHING] * len(seqs)
         offers = self.planner.offers_of(seqs)
         self._free_only = not any([offer.costs for offer in offers])  # noqa: C419 - twice as fast
+        if all([offer is NEVER for offer in offers]):  # noqa: C419
+            self.planner.skip()
+            return [NOTHING] * len(seqs)
         planned: dict[int, Budget] = {}
         for menu, which in _by_menu(offers):
             some = [offers[b] for b in which]

@@ -115,6 +115,10 @@ class SequencePlanner:
             budgets.append(NOTHING if option.idle else self._budget(seq, option, batch, costly, nodes))
         return budgets
 
+    def skip(self) -> None:
+        """Nobody can draft in this round: there is nothing to plan, and nothing to learn from it."""
+        self._offers, self._asked = {}, {}
+
     def free_chains(self, offers: Sequence[Offer], batch: int) -> tuple[int, float]:
         """Nodes that drafters which cost nothing would draft for a batch, and how many would be accepted."""
         levels = [self._free_levels(offer) for offer in offers]

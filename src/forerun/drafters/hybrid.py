@@ -4,6 +4,9 @@ A lookup costs nothing and is right for long stretches of copied text; a model i
 one drafts is decided per sequence and round from the committed tokens and from how often each was right, before
 anything is proposed: by the controller, which sees both offers, or, where budgets are fixed, here. Where nodes are
 cheap, the n-gram chain is added to the other's tree. Both observe every round.
+
+A device drafts for many sequences in less time than the host takes to look something up for each: beside a drafter that
+has a menu of captured drafts, look-ups are made while there are few sequences.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ HANDICAP = 0.1  # how much higher the costlier drafter's acceptance must be, whe
 MEMORY = 0.95  # per position tested
 BESIDE = 0.15  # prior: how often n-gram is right where the other drafts another token
 LONGEST_BESIDE = 8
+FEW = 2  # sequences for which look-ups are made beside a drafter on a device
 
 Tree = tuple[list[int], list[int]]  # tokens and parents, the root first
 
@@ -47,6 +51,7 @@ class HybridDrafter:
     def __init__(self, first: LookupDrafter, second: Drafter) -> None:
         self.first, self.second = first, second
         self._sequences: dict[int, _Sequence] = {}
+        self._is_crowded = False  # no look-ups were made for the last round
 
     @classmethod
     def compose(cls, first: Drafter, second: Drafter) -> Drafter:
@@ -61,7 +66,10 @@ class HybridDrafter:
 
     def offer(self, seq: Seq) -> Offer:
         """What the second costs, what is free, and what the second expected of a tree that is all its own."""
-        first, second, state = self.first.offer(seq), self.second.offer(seq), self._sequences.get(seq.id)
+        second, state = self.second.offer(seq), self._sequences.get(seq.id)
+        if second.menu is not None and len(self._sequences) > FEW:
+            return second
+        first = self.first.offer(seq)
         own = state is not None and state.drafted and not state.merged
         return replace(
             second,
@@ -71,6 +79,11 @@ class HybridDrafter:
         )
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        self._is_crowded = len(seqs) > FEW and self.second.offer(seqs[0]).menu is not None
+        if self._is_crowded:
+            for seq in seqs:
+                self._sequences.setdefault(seq.id, _Sequence()).drafted = False
+            return self.second.propose(seqs, budgets)
         ours = [self._goes_first(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
         # the first drafter proposes for all sequences: it scores its own guesses, used or not, at no cost
         nothing = Budget(0, 0)
@@ -105,8 +118,9 @@ class HybridDrafter:
             if state.parting is not None:
                 nodes = [0, *paths[b]]
                 _count_parting(state, dict(zip(nodes, committed[b], strict=True)))
-        for member in (self.first, self.second):
-            member.observe(seqs, trees, scores, verdict)
+        if not (self._is_crowded and all([seq.id in self._sequences for seq in seqs])):  # noqa: C419 - quicker
+            self.first.observe(seqs, trees, scores, verdict)
+        self.second.observe(seqs, trees, scores, verdict)
 
     def forget(self, seq: Seq) -> None:
         self._sequences.pop(seq.id, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.drafters.base import BaseDrafter
-from forerun.offers import Offer
+from forerun.offers import NEVER, Offer
 from forerun.types import Budget, Seq, TreeBatch
 
 
@@ -13,7 +13,7 @@ class NoDrafter(BaseDrafter):
     """Drafts nothing, at no cost."""
 
     def offer(self, seq: Seq) -> Offer:
-        return Offer(chosen=False)  # there is nothing to choose
+        return NEVER
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         count = len(seqs)

@@ -143,7 +143,7 @@ class Engine:
     def _launch(self, seqs: list[SequenceState]) -> None:
         """Plan, propose and score."""
         clock = self.stats.clock()
-        rows, self._pending = self.prompt_rows.rows, Pending(seqs)
+        rows, self._pending = self.prompt_rows.rows(len(seqs), self.scheduler.could_start), Pending(seqs)
         budgets = cut_budgets(seqs, self.controller.plan(seqs))
         if not self.target.make_room(seqs, [1 + budget.nodes for budget in budgets]):
             seqs, budgets = find_room(self.target, seqs, budgets, self.reading, self._send_back)

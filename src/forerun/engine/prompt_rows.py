@@ -1,7 +1,9 @@
 """PromptRows: how many tokens of prompts share a round with the trees of running sequences.
 
 A round with prompts in it may take about twice as long as one without: whoever is writing notices little, and weights
-that are read for the trees serve the prompts too. What rows cost is learnt from the rounds themselves.
+that are read for the trees serve the prompts too. What rows cost is learnt from the rounds themselves. Where so many
+requests wait for places that are free that the batch would grow by an eighth, or by half, rounds take two or four times
+as many rows: a batch that fills slowly costs more than the longer rounds.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from forerun.engine.metrics import EngineStats
 from forerun.engine.sequence import SequenceState
 from forerun.models.base import Target
 
-LEAST = 16  # rows: the device does as many in nearly the time of one
-START_CPU, START_GPU = 32, 256  # rows, before any round with prompts was timed
+LEAST = 16  # rows: a CPU does as many in nearly the time of one
+START_CPU, START_GPU = 32, 256  # rows, before any round with prompts was timed; on a GPU the least, too
+SOME, MANY = (4, 1 / 8), (8, 1 / 2)  # that wait: so many, and that share of those that run
 SLOWER = 1.0  # plain rounds that the prompts of a round may add
 PACE = 0.2  # weight of the last round in the mean
 
@@ -24,11 +27,13 @@ class PromptRows:
     def __init__(self, device: str, most: int, fixed: int | None = None) -> None:
         self._most, self._fixed = most, fixed
         self._rows = min(most, START_CPU if device == "cpu" else START_GPU)
+        self._least = min(self._rows, LEAST if device == "cpu" else START_GPU)
         self._plain = 0.0  # seconds of a round without prompts, a running mean
 
-    @property
-    def rows(self) -> int:
-        return self._fixed or self._rows
+    def rows(self, running: int = 1, waiting: int = 0) -> int:
+        """Of the coming round; `waiting` requests could start at once if their prompts were read."""
+        more = [waiting >= max(count, share * running) for count, share in (SOME, MANY)]
+        return self._fixed or min(self._most, self._rows << sum(more))
 
     def observe(self, seconds: float, rows: int) -> None:
         """A round with so many rows of prompts took so long. One pause of the machine changes little."""
@@ -38,7 +43,7 @@ class PromptRows:
         elif self._plain and 2 * rows >= self._rows:  # a short rest of a prompt says little
             added = max(seconds - self._plain, 1e-9)
             scale = min(max(SLOWER * self._plain / added, 0.5), 2.0)
-            self._rows = _rounded(min(self._most, max(LEAST, rows * scale)))
+            self._rows = _rounded(min(self._most, max(self._least, rows * scale)))
 
 
 def _rounded(rows: float) -> int:

@@ -22,7 +22,7 @@ def check_request(request: Request, vocab: int, longest: int, has_tokenizer: boo
     if length >= longest:
         limit = f"the context of {longest} leaves no room to answer; shorten it"
         raise PromptTooLong(f"the prompt has {length} tokens; {limit}")
-    if not all(0 <= token < vocab for token in request.prompt):
+    if min(request.prompt) < 0 or max(request.prompt) >= vocab:
         raise InvalidInput(f"a prompt token lies outside the vocabulary of {vocab}; check the tokenizer")
     params = request.params
     named = [*params.logit_bias, *(token for word in params.bad_words for token in word)]

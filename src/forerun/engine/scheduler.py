@@ -29,6 +29,11 @@ class Scheduler:
     def has_prompts(self) -> bool:
         return bool(self.waiting or self.reading)
 
+    @property
+    def could_start(self) -> int:
+        """Requests that wait, or are being read, and for which there are places."""
+        return min(self.max_batch - len(self.running), len(self.waiting) + len(self.reading))
+
     def find(self, seq_id: int) -> SequenceState | None:
         every = (*self.running, *self.reading, *self.waiting)
         return next((seq for seq in every if seq.id == seq_id), None)

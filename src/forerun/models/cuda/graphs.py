@@ -26,7 +26,7 @@ from forerun.types import TreeForm
 log = logging.getLogger(__name__)
 progress = logging.getLogger("forerun.progress")
 
-MOST_SCORED = 512  # rows of the largest pass with logits that is captured beforehand
+MOST_SCORED = 384  # rows with logits of passes that are captured beforehand and have more than 512 rows
 PROMPT_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024)  # of passes without logits
 
 
@@ -78,7 +78,7 @@ class Passes:
         for i, (size, scored, into) in enumerate(jobs):
             progress.info("capturing passes: %d of %d", i + 1, len(jobs))
             self.buffers.send(padding(size))
-            self._replay(_Key(size, self._layers, size.rows if scored else 0, into))
+            self._replay(_Key(size, self._layers, scored_rows(size) if scored else 0, into))
         self.take_sizes(jobs)
         log.info("captured %d sizes of passes in %.1f s", len(jobs), perf_counter() - started)
 
@@ -140,8 +140,8 @@ class Passes:
 
     def _key(self, plan: Plan, hidden: tuple[int, ...], scored: int) -> _Key:
         layers = self._layers if {*hidden} <= {*self._layers} else hidden
-        if scored and plan.size in self._ready[True]:
-            return _Key(plan.size, layers, plan.size.rows)
+        if 0 < scored <= scored_rows(plan.size) and plan.size in self._ready[True]:
+            return _Key(plan.size, layers, scored_rows(plan.size))
         return _Key(plan.size, layers, _rounded(scored, plan))
 
     def _replay(self, key: _Key) -> None:
@@ -177,15 +177,19 @@ def menu(max_batch: int, max_length: int) -> Iterator[Job]:
     reaches = dict.fromkeys(splits_to(min(length, max_length)) for length in (1, 1024, 16_000, max_length))
     for splits in reaches:
         for rows in ROW_SIZES:
-            if rows <= MOST_SCORED:
-                many = 1 << (rows - 1).bit_length()
-                few = many if rows <= NARROW else max(NARROW, many // 4)
-                for groups in dict.fromkeys((few, many, 2 * many if rows <= NARROW else many)):
-                    yield Size(rows, groups, splits), True, 0
-                if rows <= min(MOST_ROWS, round_up(max_batch, ROW_SIZES)):
-                    yield Size(rows, few if rows <= NARROW else many, splits), True, 1
+            many = 1 << (rows - 1).bit_length()
+            few = many if rows <= NARROW else max(NARROW, many // 4)
+            for groups in dict.fromkeys((few, many, 2 * many if rows <= NARROW else many)):
+                yield Size(rows, groups, splits), True, 0
+            if rows <= min(MOST_ROWS, round_up(max_batch, ROW_SIZES)):
+                yield Size(rows, few if rows <= NARROW else many, splits), True, 1
         for rows in PROMPT_ROWS:
             yield Size(rows, max(16, rows // 8), splits), False, 0
+
+
+def scored_rows(size: Size) -> int:
+    """Rows with logits of a pass of this size that was captured beforehand: the others are of prompts."""
+    return size.rows if size.rows <= 512 else MOST_SCORED
 
 
 def _rounded(scored: int, plan: Plan) -> int:
