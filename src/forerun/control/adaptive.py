@@ -139,7 +139,7 @@ class AdaptiveController:
         promise, chooser = decision.promise, decision.chooser
         if not nodes and promise.form.nodes:
             promise = promise._replace(form=PLAIN)  # the drafter was not ready
-        chooser.observe(promise, ids, accepted, batch, outcome.seconds, is_alone=outcome.tells_times)
+        chooser.observe(promise, ids, accepted, batch, outcome.seconds, delayed=outcome.delayed)
         chooser.note_delay(promise.form, outcome.delayed)
         taken = chooser.promise_of(promise.form, batch + nodes, batch, 0.0, len(ids)).seconds
         lost = taken / chooser.plain_seconds(batch) - 1.0 - sum(accepted) / batch if nodes else 0.0

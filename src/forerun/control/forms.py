@@ -139,17 +139,18 @@ class FormChooser:
         accepted: Sequence[int],
         batch: int,
         seconds: Mapping[str, float],
-        is_alone: bool = True,
+        delayed: bool = False,
     ) -> None:
-        """A round of this form: tokens accepted of each sequence, seconds by part; did it read no prompts beside?"""
+        """A round of this form: tokens accepted of each sequence, seconds by part."""
         form = promise.form
         self._round += 1
         self._tried[form] = self._round
         if self._round < RARELY or self._round % REFRESH == 0:
             self._times.clear()
-        if is_alone:  # else the round did more than its own work
+        if not delayed:  # else it waited for a pass of another round
             known = self.around.seconds(form, batch, self._said(form, len(ids)))
-            self.around.observe(form, batch, sum(seconds.values()) - seconds["pass"], known)
+            own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
+            self.around.observe(form, batch, own, known)
         if form.nodes:
             self.acceptance.observe(form, self._priors[form], ids, accepted)
         gained = sum(accepted) / batch + 1.0 - promise.seconds / self.plain_seconds(batch)
