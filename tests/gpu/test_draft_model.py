@@ -195,6 +195,24 @@ def test_the_next_draft_starts_before_it_is_asked_for(device: str, monkeypatch: 
     assert draft.used_slots == 0
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sequence_that_leaves_does_not_waste_the_draft_of_the_others(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft, other = _targets(device, 1, 2, 2)
+    drafter, host = _drafter(draft, target if device == "cuda" else None), ModelDrafter(other, VOCAB)
+    seqs = [FakeSeq(b, [3 + b, 4, 5, 6 + b], max_length=60) for b in range(3)]
+    for seq in seqs:
+        _read(drafter, target, seq)
+    trees = drafter.propose(seqs, [Budget(3, 3)] * 3)
+    _advance(drafter, target, seqs, trees, Verdict.of([[], [1], []], [7, 8, 9], device))
+    drafter.forget(seqs[1])
+    monkeypatch.setattr(drafter.draft, "_launch", lambda *args: pytest.fail("it was drafted already"))
+    left = [seqs[0], seqs[2]]
+    found = drafter.propose(left, [Budget(3, 3)] * 2)
+    assert as_lists(found) == as_lists(host.propose(left, [Budget(3, 3)] * 2))
+
+
 def test_an_idle_draft_model_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds without drafts run no pass of it; after some texts without any, their prompts are not read either."""
     target, draft = _targets("cpu", 1, 2)

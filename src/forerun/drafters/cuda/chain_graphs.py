@@ -62,6 +62,12 @@ class ChainGraphs:
         """Lay out so many chains that were drafted last."""
         self.replays.do(("trees", count, depth), lambda: self._lay_out(count, depth))
 
+    @torch.no_grad()
+    def keep(self, which: Sequence[int], depth: int) -> None:
+        """Keep only these of the chains that were drafted last, in this order."""
+        trees = self.trees.view(2, -1)[:, : (MAX_ROWS // (depth + 1)) * (depth + 1)].view(2, -1, depth + 1)
+        trees[:, : len(which)] = trees.index_select(1, torch.tensor(which, device=trees.device))
+
     def rehearse(self, bucket: int, farthest: int, noisy: bool) -> None:
         """Capture the passes of a batch size, in contexts up to `farthest`; they are written nowhere."""
         form, ints = plan_chain([PADDING] * bucket, 2, farthest)

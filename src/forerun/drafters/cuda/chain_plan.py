@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.drafters.eagle.cuda.draft_plan import aligned
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, NARROW, Ints, Size, split_of, splits_to
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, NARROW, Size, split_of, splits_to
+from forerun.models.paged import Ints
 from forerun.models.pages import PAGE
 from forerun.noise import coupling_key
 

@@ -83,8 +83,11 @@ class ModelDraft:
         """A chain for each sequence; those that are not ready get any chain behind their root."""
         wanted = tuple((seq.id, seq.tokens[-1]) for seq in seqs)
         launched, self._ahead = self._ahead, None
-        if launched is None or launched != Launched(wanted, form.depth):
+        if launched is None or launched.depth != form.depth or not {*wanted} <= {*launched.wanted}:
             launched = self._launch(seqs, [seq.tokens for seq in seqs], form.depth)
+        elif launched.wanted != wanted:  # some have left
+            self.graphs.keep([launched.wanted.index(one) for one in wanted], form.depth)
+            launched = Launched(wanted, form.depth)
         self._in_vain = 0
         trees = TreeForm(round_up(len(seqs), BUCKETS), form.depth + 1, form.depth, chain=True)
         tokens, parents = self.graphs.trees[:, : len(seqs) * trees.nodes]
@@ -118,6 +121,9 @@ class ModelDraft:
             self._go_ahead([seqs[b] for b in ours], [fresh[b] for b in ours], launched.depth)
 
     def forget(self, seq: Seq) -> None:
+        proposed = self._proposed
+        if proposed is not None and any(seq_id == seq.id for seq_id, _ in proposed[1].wanted):
+            self._proposed = None  # the round failed: nothing of it is observed
         view = self._views.get(seq.id)
         if view is not None:
             self.model.release(view)

@@ -30,7 +30,7 @@ from forerun.train.data.corpus import Batch
 from forerun.train.options import WIDTHS, TrainOptions
 from forerun.train.recipes.base import Measured, Output, Reading, read_teacher, shifted
 from forerun.train.recipes.losses import LawLoss
-from forerun.train.recipes.scaling import ScaledLinear, Sizes, fold
+from forerun.train.recipes.scaling import ScaledLinear, Sizes, fold, main_directions
 from forerun.train.teacher import Teacher
 
 HEAD_DIM = 64  # of a head that is narrower than its target, where its width allows it
@@ -275,12 +275,6 @@ class EagleRecipe:
             self._module.embed_proj.weight.copy_(basis.t())
         elif hasattr(self._module, "lm_head"):
             self._module.lm_head.weight.copy_(rows)
-
-
-def main_directions(rows: Tensor, count: int) -> Tensor:
-    """[D, count] orthonormal directions in which rows [N, D] vary most, the strongest first."""
-    vectors: Tensor = torch.linalg.eigh(rows.t() @ rows)[1]  # the weakest first
-    return vectors.flip(1)[:, :count]
 
 
 def eagle_config(
