@@ -150,6 +150,17 @@ def test_texts_are_those_without_drafts(device: str, controller: str, temperatur
     assert target.used_slots == draft.used_slots == 0
 
 
+@pytest.mark.gpu
+def test_nothing_is_captured_while_texts_are_written() -> None:
+    target, draft = _targets("cuda", 1, 2)
+    drafter = _drafter(draft, target)
+    target.warm_up(drafter.needs, 4, 256)
+    engine, passes = _engine(target, drafter), (target.passes, draft.passes)
+    known = [one.captured for one in passes], drafter.draft.graphs.replays.captured
+    _texts(engine, SamplingParams(max_tokens=24, ignore_eos=True))
+    assert ([one.captured for one in passes], drafter.draft.graphs.replays.captured) == known
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_perfect_draft_is_accepted_whole_and_read_once(
     device: str, monkeypatch: pytest.MonkeyPatch

@@ -66,7 +66,8 @@ class ChainGraphs:
     def keep(self, which: Sequence[int], depth: int) -> None:
         """Keep only these of the chains that were drafted last, in this order."""
         trees = self.trees.view(2, -1)[:, : (MAX_ROWS // (depth + 1)) * (depth + 1)].view(2, -1, depth + 1)
-        trees[:, : len(which)] = trees.index_select(1, torch.tensor(which, device=trees.device))
+        order = torch.tensor(which).to(trees.device, non_blocking=True)
+        trees[:, : len(which)] = trees.index_select(1, order)
 
     def rehearse(self, bucket: int, farthest: int, noisy: bool) -> None:
         """Capture the passes of a batch size, in contexts up to `farthest`; they are written nowhere."""

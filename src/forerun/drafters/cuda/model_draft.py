@@ -77,6 +77,7 @@ class ModelDraft:
         return captured or not self.graphs.replays.capture
 
     def note_captured(self, bucket: int, form: Form) -> None:
+        """The target's pass over such chains has a graph."""
         self._captured.add((bucket, form.depth))
 
     def propose(self, seqs: Sequence[Seq], form: Form) -> TreeBatch:
@@ -89,6 +90,7 @@ class ModelDraft:
             self.graphs.keep([launched.wanted.index(one) for one in wanted], form.depth)
             launched = Launched(wanted, form.depth)
         self._in_vain = 0
+        self.note_captured(round_up(len(seqs), BUCKETS), form)  # its pass follows, if it had none
         trees = TreeForm(round_up(len(seqs), BUCKETS), form.depth + 1, form.depth, chain=True)
         tokens, parents = self.graphs.trees[:, : len(seqs) * trees.nodes]
         seconds = self.menu.drafting(form, len(seqs))
