@@ -254,6 +254,22 @@ def test_an_idle_draft_model_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert drafter.draft._in_vain == 0, "prompts are read at once again"
 
 
+def test_rounds_without_drafts_between_others_are_caught_up_with() -> None:
+    """What was not read meanwhile is read as a prompt; chains are those of a model that read all of it."""
+    target, draft, other = _targets("cpu", 1, 2, 2)
+    drafter, host = _drafter(draft), ModelDrafter(other, VOCAB)
+    seq = FakeSeq(0, [3, 4, 5, 6], max_length=90)
+    _read(drafter, target, seq)
+    rng = random.Random(1)
+    for turn, depth in enumerate((3, 0, 2, *[0] * 9, 4, 0, 0, 3)):
+        trees = drafter.propose([seq], [Budget(depth, depth)])
+        if depth:
+            assert as_lists(trees) == as_lists(host.propose([seq], [Budget(depth, depth)])), f"round {turn}"
+        path = list(range(1, 1 + rng.randrange(depth + 1)))
+        _advance(drafter, target, [seq], trees, Verdict.of([path], [rng.randrange(VOCAB)], "cpu"))
+        assert drafter.draft._views[0].observed == 3, "of the prompt only"
+
+
 def test_the_offer_says_what_the_device_takes() -> None:
     draft = _targets("cpu", 2)[0]
     drafter = _drafter(draft)

@@ -25,6 +25,7 @@ class ChainMenu:
 
     def __init__(self) -> None:
         self._seconds: dict[int, tuple[float, float]] = {}
+        self._found: dict[tuple[Form, int], float] = {}  # what was looked up since the last measurement
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -32,9 +33,11 @@ class ChainMenu:
 
     def seconds(self, form: Form, batch: int) -> float:
         """Infinite where this form is not captured for so many sequences."""
-        if batch > MOST or form not in forms_for(round_up(batch, BUCKETS)):
-            return math.inf
-        return self.drafting(form, batch)
+        found = self._found.get((form, batch))
+        if found is None:
+            listed = batch <= MOST and form in forms_for(round_up(batch, BUCKETS))
+            found = self._found[form, batch] = self.drafting(form, batch) if listed else math.inf
+        return found
 
     def drafting(self, form: Form, batch: int) -> float:
         """The same of any form; a guess where nothing was timed for so many sequences or a few more."""
@@ -45,6 +48,7 @@ class ChainMenu:
     def note(self, bucket: int, first: float, further: float) -> None:
         """The passes of a draft for so many sequences were timed."""
         self._seconds[bucket] = first, further
+        self._found.clear()
 
     def expected(self, form: Form) -> float:
         return sum(ACCEPTED**depth for depth in range(1, form.depth + 1))

@@ -207,7 +207,7 @@ class ModelDraft:
     def _follow(self, seq: Seq, tokens: list[int]) -> View | None:
         """The draft model's view with all committed tokens; None where it cannot draft for them."""
         view = self._view(seq)
-        fresh = tokens[len(view.tokens) :]
+        view.reading, fresh = False, tokens[len(view.tokens) :]
         view.tokens += fresh
         view.foreign = view.foreign or max(fresh, default=0) >= self.model.vocab_size
         # the root is read again where a draft was started from it and then not used
