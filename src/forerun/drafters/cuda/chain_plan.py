@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.drafters.eagle.cuda.draft_plan import aligned
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, NARROW, Size, split_of, splits_to
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, NARROW, Size, splits_of, splits_to
 from forerun.models.paged import Ints
 from forerun.models.pages import PAGE
 from forerun.noise import coupling_key
@@ -24,6 +24,8 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)  # batch sizes that have graphs
 MOST = BUCKETS[-1]
 DEEPEST = 16  # tokens of a draft
 UNREAD = 2  # tokens per sequence that the first pass reads, at most
+
+Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 
 class Noise(NamedTuple):
@@ -94,24 +96,29 @@ def plan_chain(lanes: Sequence[Lane], depth: int, farthest: int = 0) -> tuple[Ch
     form = ChainForm(count, splits_to(max(farthest, int(at.max())) + depth))
     sizes = np.array([len(lane.pages) for lane in lanes], dtype=np.int32)
     pages = np.array([page for lane in lanes for page in lane.pages], dtype=np.int32)
-    pages_at, real = form.passes_at + (depth - 1) * form.extent, sizes > 0
-    tables = _Tables(pages, np.cumsum(sizes, dtype=np.int32) - sizes, MAX_ROWS + pages_at)
+    real, starts = sizes > 0, np.cumsum(sizes, dtype=np.int32) - sizes
+    pages_at = form.passes_at + (depth - 1) * form.extent
+    tables = _Tables(pages if len(pages) else np.zeros(1, np.int32), starts, MAX_ROWS + pages_at)
     ints = np.zeros(pages_at + len(pages), dtype=np.int32)
     ints[pages_at:] = pages
-    rows = aligned(form.first.rows)
+    rows, wide = aligned(form.first.rows), aligned(count)
     parts = ints[: 3 * rows].reshape(3, rows)[:, : form.first.rows].reshape(3, UNREAD, count)
     groups = ints[3 * rows : form.noise_at].reshape(UNREAD, count, FIELDS)
-    for back in range(UNREAD):  # the last token of every sequence, then the one before it
-        there = real & np.array([len(lane.tokens) > back for lane in lanes])
-        parts[0, back] = [lane.tokens[-1 - back] if len(lane.tokens) > back else 0 for lane in lanes]
-        parts[1, back], parts[2, back] = tables.rows(at - back, there)
-        groups[back] = tables.groups(at - back, there, back * count)
-    _write_noise(ints[form.noise_at : form.passes_at], lanes, at)
+    places, slots, found = tables.rows(at + np.arange(depth, dtype=np.int32)[:, None], real)
+    parts[0, 0], parts[1, 0], parts[2, 0] = [lane.tokens[-1] for lane in lanes], places[0], slots[0]
+    groups[0] = found[0]
+    before = [lane.tokens[0] if len(lane.tokens) > 1 else -1 for lane in lanes]  # unread beside the root
+    parts[2, 1] = -1
+    if max(before) >= 0:
+        there = real & (np.array(before) >= 0)
+        parts[0, 1] = np.where(there, before, 0)
+        parts[1, 1], parts[2, 1], groups[1] = (part[0] for part in tables.rows((at - 1)[None], there))
+        groups[1, there, 2] += count
     passes = ints[form.passes_at : pages_at].reshape(depth - 1, form.extent)
-    wide = aligned(count)
-    for i, row in enumerate(passes, start=1):
-        row[:count], row[wide : wide + count] = tables.rows(at + i, real)
-        row[2 * wide :].reshape(count, FIELDS)[:] = tables.groups(at + i, real, 0)
+    passes[:, :count], passes[:, wide : wide + count] = places[1:], slots[1:]
+    passes[:, 2 * wide :] = found[1:].reshape(depth - 1, FIELDS * count)
+    if any(lane.noise is not None for lane in lanes):
+        _write_noise(ints[form.noise_at : form.passes_at], lanes, at)
     return form, ints
 
 
@@ -122,22 +129,18 @@ class _Tables(NamedTuple):
     starts: Ints  # where those of each sequence start
     place: int  # of the first among all integers
 
-    def rows(self, at: Ints, there: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> tuple[Ints, Ints]:
-        """Positions and slots of one row per sequence."""
-        positions = np.where(there, at, 0)
-        if not len(self.pages):
-            return positions, np.full_like(positions, -1)
-        index = np.where(there, self.starts + positions // PAGE, 0)
-        return positions, np.where(there, self.pages[index] * PAGE + positions % PAGE, -1)
+    def rows(self, at: Ints, there: Bools) -> tuple[Ints, Ints, Ints]:
+        """Positions, slots and groups of rows at [n, B]; a row attends alone, to all before it and to itself.
 
-    def groups(self, at: Ints, there: np.ndarray[tuple[int, ...], np.dtype[np.bool_]], first: int) -> Ints:
-        """[B, FIELDS] each row attends alone, to all before it and to itself; see models/cuda/plan.py."""
-        found = np.zeros((len(at), FIELDS), dtype=np.int32)
-        found[:, 1] = [split_of(int(position)) + 1 for position in at]
-        found[:, 2], found[:, 3], found[:, 5] = first + np.arange(len(at)), 1, at
-        found[:, 7] = self.place + self.starts
-        found[~there] = 0
-        return found
+        Rows that are not there are written nowhere and attend to nothing. Fields of groups: models/cuda/plan.py.
+        """
+        places = np.where(there, at, 0)
+        pages = self.pages[np.where(there, self.starts + places // PAGE, 0)]
+        groups = np.zeros((*places.shape, FIELDS), dtype=np.int32)
+        groups[..., 1], groups[..., 2], groups[..., 3] = splits_of(places) + 1, np.arange(at.shape[1]), 1
+        groups[..., 5], groups[..., 7] = places, self.place + self.starts
+        groups[:, ~there] = 0
+        return places, np.where(there, pages * PAGE + places % PAGE, -1), groups
 
 
 def _write_noise(ints: Ints, lanes: Sequence[Lane], at: Ints) -> None:
