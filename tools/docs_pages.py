@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tools import docs_models as models
 from tools import docs_supported as supported
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +73,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "verifiers": supported.verifiers,
     "models": supported.models,
     "heads": supported.heads,
+    "model_matrix": models.model_matrix,
+    "file_formats": models.file_formats,
 }
 
 

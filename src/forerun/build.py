@@ -94,6 +94,7 @@ def build_drafter(spec: DrafterSpec, parts: Parts) -> Drafter:
     if spec.members:
         assert isinstance(cls, CompositeClass), f"{spec.where} has no compose(first, second)"
         first, second = spec.members
+        parts = replace(parts, by_host=parts.by_host or ">" in spec.name)
         later = _without_drafts(parts, first.checkpoints) if spec.checkpoints > 1 else parts
         return cls.compose(build_drafter(first, parts), build_drafter(second, later))
     if not isinstance(cls, DrafterClass):

@@ -134,7 +134,7 @@ def test_the_command_answers_and_checks_itself(
 ) -> None:
     monkeypatch.setattr(advise, "load", lambda settings: (table_llm(), FLAT))
     for flags in (["--json"], []):
-        words = ["advise", "--max-tokens", "8", "--limit", "1", "--check", *flags]
+        words = ["advise", "--max-tokens", "8", "--limit", "1", "--check", "--check-batches", "1,3", *flags]
         monkeypatch.setattr("sys.argv", ["forerun", *words])
         with pytest.raises(SystemExit) as ended:
             app.main()
@@ -144,10 +144,20 @@ def test_the_command_answers_and_checks_itself(
             found: dict[str, Any] = json.loads(printed)
             assert found["check"]["equal"] is True
             assert found["check"]["prompts"] == 8
+            assert [one["batch"] for one in found["check"]["by_batch"].values()] == [1, 3]
+            assert all(one["equal"] for one in found["check"]["by_batch"].values())
             assert set(found["by_batch"]) == {str(batch) for batch in BATCHES}
         else:
-            assert "Checked on 8 prompts held back" in printed
+            assert "Checked on 8 prompts held back: " in printed
+            assert "Checked on 8 prompts held back, 3 at once" in printed
             assert "Predicted speed-up by batch size" in printed
+
+
+def test_batches_are_filled_with_prompts_that_come_again() -> None:
+    prompts = [Prompt(name, "qa", (1,)) for name in "abcde"]
+    found = [[prompt.id for prompt in one.prompts] for one in advise.in_batches(prompts, 4)]
+    assert found == [["a", "b", "c", "d"], ["e", "a", "b", "c"]]
+    assert [len(one.prompts) for one in advise.in_batches(prompts, 8)] == [8]
 
 
 def test_nothing_to_check_with_is_refused() -> None:

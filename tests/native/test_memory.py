@@ -1,8 +1,15 @@
 """Memory for packed weights: aligned, in pieces that do not overlap, there as long as one is used."""
 
 import gc
+from pathlib import Path
 
+import pytest
+
+from forerun.models.config import DecoderConfig
+from forerun.models.load.checkpoint import open_checkpoint
+from forerun.models.load.gguf import GgufFile
 from forerun.models.native import memory
+from forerun.models.native.target import NativeDecoder
 from tests.native.blocks import needs_native
 
 pytestmark = needs_native
@@ -31,3 +38,17 @@ def test_a_piece_outlives_its_neighbours() -> None:
     gc.collect()
     memory.take_memory(8 << 20).fill_(1)
     assert bool((kept == 9).all())
+
+
+def test_file_and_copy_are_not_in_memory_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's pages are let go of after every layer, not only when all are packed."""
+    from tests.models.tiny_gguf import write_tiny
+
+    checkpoint = open_checkpoint(str(write_tiny(tmp_path / "tiny.gguf")))
+    config = DecoderConfig.from_hf(checkpoint.config)
+    dropped: list[int] = []
+    monkeypatch.setattr(GgufFile, "drop_pages", lambda self: dropped.append(1))
+    NativeDecoder(config, checkpoint.weights, mode="gguf", kv_slots=64)
+    assert len(dropped) == config.layers + 1

@@ -143,6 +143,18 @@ def test_eagle3_can_leave_the_lm_head_to_the_target(tiny: Checkpoint, texts: Pat
     assert len(drafter.head.vocabulary) == 40
 
 
+def test_eagle3_can_be_narrower_than_its_target(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
+    """It begins with the target's LM head in the directions that matter most, learns, and drafts."""
+    assert DecoderConfig.from_hf(tiny.config).width == 32
+    more = {"width": 16, "vocab": 48, "one_byte": True, "fc_norm": True, "norm_output": True}
+    options = options_for("eagle3", tiny, texts, tmp_path / "out", **more)
+    before = untrained(options, tmp_path / "untrained")
+    assert train(options).tokens_per_round > before + 0.1
+    assert tokens_per_round(tiny, "eagle3", tmp_path / "out") > 1.15
+    with pytest.raises(InvalidInput, match="train-head"):
+        replace(options, train_head=False)
+
+
 def test_nonsense_options_are_refused() -> None:
     for wrong in ({"steps": 0}, {"holdout": 0.0}, {"method": "eagle9"}, {"joint": True}):
         with pytest.raises(InvalidInput):

@@ -157,9 +157,10 @@ def _what_to_type(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _checked(found: Mapping[str, Any]) -> Iterator[str]:
-    if check := found.get("check"):
+    for batch, check in found.get("check", {}).get("by_batch", {}).items():
+        size = "" if batch == "1" else f", {batch} at once, {check['drafter']}"
         yield (
-            f"Checked on {check['prompts']} prompts held back: predicted {check['predicted']['value']:.2f}, "
+            f"Checked on {check['prompts']} prompts held back{size}: predicted {check['predicted']['value']:.2f}, "
             f"measured {_times(check['measured'])}; {100 * check['error']:+.0f}%."
         )
 

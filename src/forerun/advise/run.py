@@ -51,7 +51,11 @@ def conclude(
     evidence = gather(llm, cost, used, settings)
     found = document(evidence, setup_of(llm, evidence, settings), llm.engine.target)
     if with_check:
-        found["check"] = check(llm, evidence, held_back, settings)
+        by_batch = {batch: check(llm, evidence, held_back, settings, batch) for batch in settings.batches}
+        found["check"] = {
+            **by_batch[settings.batches[0]],
+            "by_batch": {str(batch): one for batch, one in by_batch.items()},
+        }
     return {**found, "seconds": round(perf_counter() - started, 1)}
 
 
@@ -95,14 +99,19 @@ def split(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def check(
-    llm: LLM, evidence: Evidence, held_back: Sequence[Prompt], settings: Settings, repeats: int = 2
+    llm: LLM,
+    evidence: Evidence,
+    held_back: Sequence[Prompt],
+    settings: Settings,
+    batch: int = 1,
+    repeats: int = 2,
 ) -> dict[str, Any]:
-    """The prediction for batch 1, made without these prompts, against what is measured on them."""
-    best = prospects(evidence, 1)[0]
-    cell = Cell(temperature=settings.temperatures[0])
+    """The prediction for a batch size, made without these prompts, against what is measured on them."""
+    best = prospects(evidence, batch)[0]
+    cell = Cell(temperature=settings.temperatures[0], batch=batch)
     setup = DrafterSetup(best.drafter, best.drafter, best.budget or None)
     contenders = [own_contender(llm, settings, cell, one) for one in (DrafterSetup(PLAIN, "none"), setup)]
-    groups = [Group.of([prompt]) for prompt in held_back]
+    groups = in_batches(held_back, batch)
     warm_up(contenders, groups[0], min(8, settings.max_tokens))
     runs: dict[str, list[Run]] = {contender.name: [] for contender in contenders}
     for run in alternate(contenders, groups, settings.max_tokens, repeats):
@@ -115,6 +124,7 @@ def check(
         by_prompt.setdefault(run.prompt, []).append(pair)
     measured = ratio_interval(list(by_prompt.values()))
     return {
+        "batch": batch,
         "drafter": best.drafter,
         "budget": best.budget,
         "prompts": len(held_back),
@@ -123,3 +133,10 @@ def check(
         "error": round(best.speedup.value / measured.value - 1.0, 4),
         "equal": all(run.texts == base[run.key[1:]].texts for run in runs[setup.name]),
     }
+
+
+def in_batches(prompts: Sequence[Prompt], batch: int) -> list[Group]:
+    """Groups of so many prompts each; where they do not suffice, the first ones come again."""
+    rounds = -(-len(prompts) // batch)
+    again = [prompts[i % len(prompts)] for i in range(rounds * batch)]
+    return [Group.of(again[first : first + batch]) for first in range(0, len(again), batch)]

@@ -44,10 +44,14 @@ def advise(
         bool,
         typer.Option("--check", help="Hold half of the prompts back and measure the prediction on them."),
     ] = False,
+    check_batches: Annotated[
+        str, typer.Option(help="With --check: sequences at once to measure with, by comma.")
+    ] = "1",
     as_json: AsJson = False,
     json_file: Annotated[Path | None, typer.Option("--out", help="Write the document there too.")] = None,
 ) -> None:
     """Say whether drafting pays on your prompts, with what, and up to which load."""
+    from forerun.bench.batches.sweep import parse_batches
     from forerun.bench.settings import Settings, parse_setups
 
     if limit is None:
@@ -56,6 +60,7 @@ def advise(
         model=model, draft_model=draft_model, suite=prompts, limit=limit or None, max_tokens=max_tokens,
         temperatures=(temperature,), budget=budget, dtype=dtype, device=device, threads=threads,
         setups=parse_setups([drafter] if drafter else ["auto"]),
+        batches=tuple(parse_batches(check_batches)) if check else (1,),
     )  # fmt: skip
     from forerun.advise.answer import in_words
     from forerun.advise.run import run_advisor

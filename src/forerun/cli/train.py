@@ -40,6 +40,8 @@ HELP: Mapping[str, str] = {
     "decay": "Weight of each level relative to the one before.",
     "loss": "Distance between laws.",
     "train_head": "An LM head of its own; otherwise the target's rows are used and not stored.",
+    "width": "Width of an EAGLE-3 head; 0 = the target's; narrower ones have an LM head of their own.",
+    "one_byte": "EAGLE-3: write matrices as one byte per weight.",
     "inner": "Width of an EAGLE head's MLP; 0 = the target's.",
     "features": "Hidden layers that EAGLE-3 reads (default: three).",
     "fc_norm": "EAGLE-3.1: norm every feature before they are fused.",

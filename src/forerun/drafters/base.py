@@ -33,6 +33,7 @@ class Parts:
     max_batch: int = 1  # sequences that are decoded at once: what is captured before texts are written
     max_length: int | None = None  # tokens of a sequence; None = the target's
     more_drafts: tuple[Target, ...] = ()  # further ones, for which the first drafts
+    by_host: bool = False  # the host runs it step by step: it is a part of a cascade
 
     def head_folder(self, drafter: str) -> Path:
         """The folder of the trained head that this drafter runs."""

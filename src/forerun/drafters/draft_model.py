@@ -16,7 +16,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from forerun.drafters.base import Parts
+from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.head_drafter import Meter
 from forerun.models.base import Target
 from forerun.noise import DRAFT, draw, exponential, uniform
@@ -75,8 +75,17 @@ class ModelDrafter:
         return Offer((level,), start, chosen=False)
 
     @classmethod
-    def build(cls, parts: Parts) -> ModelDrafter:
-        return cls(parts.checkpoint("draft_model"), parts.target.vocab_size)
+    def build(cls, parts: Parts) -> Drafter:
+        """On the target's device where both models run in our own GPU decoder, else token by token from the host."""
+        draft, vocab_size = parts.checkpoint("draft_model"), parts.target.vocab_size
+        if draft.device.type == "cuda" and not parts.by_host:
+            from forerun.drafters.cuda.model_drafter import on_device
+
+            length = parts.max_length or parts.target.max_length
+            drafter = on_device(parts.target, draft, lambda: cls(draft, vocab_size), parts.max_batch, length)
+            if drafter is not None:
+                return drafter
+        return cls(draft, vocab_size)
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         laws: list[Tensor] = []

@@ -82,6 +82,11 @@ def export_head(folder: Path, out: Path, to: str, head_rows: HeadRows | None, *,
         return flag
     config, weights = read_head(folder)
     _must_be_readable(config, reader, to)
+    if reader.own_head and "embed_proj.weight" in weights:
+        raise InvalidInput(
+            f"this head is narrower than its target and maps the target's embedding to its own width, which {to} "
+            "does not do; train one without --width"
+        )
     if reader.own_head and config.kind == "eagle3" and "lm_head.weight" not in weights:
         if head_rows is None:
             raise InvalidInput(

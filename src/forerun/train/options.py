@@ -12,6 +12,7 @@ METHODS: tuple[Method, ...] = ("medusa", "hydra", "eagle", "eagle3", "hass", "dr
 _RATES: dict[str, float] = {
     "medusa": 1e-3, "hydra": 1e-3, "eagle": 3e-4, "eagle3": 3e-4, "hass": 3e-4, "draft-model": 2e-4,
 }  # fmt: skip
+WIDTHS = 16  # the width of a head is a multiple of this
 _STEPS: dict[str, int] = {"medusa": 4, "hydra": 4, "eagle": 1, "eagle3": 7, "hass": 3, "draft-model": 1}
 
 
@@ -49,6 +50,7 @@ class TrainOptions:
     levels: int = 0  # heads of Medusa and Hydra, training-time steps of EAGLE
     blocks: int = 1  # per Medusa or Hydra head
     layers: int = 4  # of a draft model, pruned from the target
+    width: int = 0  # of an EAGLE-3 head; 0 = the target's. A narrower one has an LM head of its own
     inner: int = 0  # width of the MLP of an EAGLE head; 0 = the target's
     features: tuple[
         int, ...
@@ -56,6 +58,7 @@ class TrainOptions:
     decay: float = 0.8  # weight of each level relative to the one before
     loss: Literal["kl", "lk_hybrid"] = "kl"
     train_head: bool = True  # an LM head of its own; False = the target's rows, stored nowhere
+    one_byte: bool = False  # EAGLE-3: matrices are written as one byte per weight
     fc_norm: bool = False  # EAGLE-3.1
     norm_output: bool = False  # EAGLE-3.1
     joint: bool = False  # Medusa-2: the target is trained with the heads
@@ -76,6 +79,12 @@ class TrainOptions:
         _check(self.levels >= 0, "levels", self.levels, "0 (the recipe's) or more")
         _check(not self.init or self.method != "draft-model", "init", self.init, "not for draft-model")
         _check(not self.joint or self.method == "medusa", "joint", self.joint, "only for medusa")
+        _check(self.width >= 0 and self.width % WIDTHS == 0, "width", self.width, f"multiples of {WIDTHS}")
+        _check(not self.width or self.method == "eagle3", "width", self.width, "only for eagle3")
+        _check(
+            not self.width or self.train_head, "width", self.width, "with an LM head of its own: --train-head"
+        )
+        _check(not self.one_byte or self.method == "eagle3", "one_byte", self.one_byte, "only for eagle3")
 
     @property
     def rate(self) -> float:

@@ -125,10 +125,10 @@ def _truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
 
 def _is_plain_greedy(params: SamplingParams) -> bool:
     """Is the law the argmax of the logits as they are?"""
-    return params.temperature == 0.0 and not _adjusts(params)
+    return params.temperature == 0.0 and not adjusts(params)
 
 
-def _adjusts(params: SamplingParams) -> bool:
+def adjusts(params: SamplingParams) -> bool:
     """Something besides temperature and truncation is set."""
     return bool(params.logit_bias) or _reads_path(params)
 
@@ -167,7 +167,7 @@ def _adjust(
     """Everything before temperature; a copy only where something is set."""
     rows_of: dict[int, list[int]] = {}
     for row, seq in enumerate(seqs):
-        if _adjusts(seq.params):
+        if adjusts(seq.params):
             rows_of.setdefault(seq.id, []).append(row)
     if not rows_of:
         return logits

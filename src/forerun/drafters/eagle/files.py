@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forerun.drafters.eagle.config import NAMES, EagleConfig, Kind
 from forerun.drafters.head_formats import check_weight, read_config, read_tensors, write_config, write_shards
+from forerun.drafters.one_byte import in_bytes, widened
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.heads import kind_of
 
@@ -27,6 +28,7 @@ def read_head(
     """A head's config and weights, under our names; `kind` is what the caller wants to use it as."""
     values, weights = read_config(folder), read_tensors(folder, pickle=pickle)
     weights = {_our_name(name): weight for name, weight in weights.items()}
+    weights = widened(weights)
     kind_found = kind_of(values, lambda: weights)
     if kind_found not in NAMES:
         raise InvalidInput(
@@ -43,15 +45,23 @@ def read_head(
 
 
 def write_head(
-    folder: Path, config: EagleConfig, weights: Mapping[str, Tensor], layout: Layout = "eagle"
+    folder: Path,
+    config: EagleConfig,
+    weights: Mapping[str, Tensor],
+    layout: Layout = "eagle",
+    *,
+    one_byte: bool = False,
 ) -> None:
-    """config.json and safetensors; a head of more than 15 MiB is cut into several files with an index."""
+    """config.json and safetensors; a head of more than 15 MiB is cut into several files with an index.
+
+    `one_byte` writes large matrices as int8 blocks with a scale each: only Forerun reads these.
+    """
     if layout == "speculators" and config.kind != "eagle3":
         raise InvalidInput("the speculators layout is for EAGLE-3 heads; write an EAGLE-1 head as 'eagle'")
     write_config(folder, config.to_json() if layout == "eagle" else config.to_speculators_json())
     prefix = "midlayer." if config.kind == "eagle3" and layout == "eagle" else "layers.0."
     named = {name.replace("midlayer.", prefix): weight.contiguous().cpu() for name, weight in weights.items()}
-    write_shards(folder, named)
+    write_shards(folder, in_bytes(named) if one_byte else named)
 
 
 def check_shapes(config: EagleConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
@@ -64,6 +74,7 @@ def check_shapes(config: EagleConfig, weights: Mapping[str, Tensor], folder: Pat
     rows = config.draft_vocab_size
     optional = {
         "embed_tokens.weight": (config.vocab_size, config.width),
+        "embed_proj.weight": (config.width, config.target_width),
         "lm_head.weight": (rows, config.width),
         "d2t": (rows,),
         "fc.bias": (config.width,),

@@ -65,6 +65,7 @@ class EagleHead:
             self._input_norm = get("input_norm.weight") if config.norm_before_fc else None
             self.vocabulary = vocabulary_of(config, weights).to(self.device)
             self._embedding = maybe("embed_tokens.weight")
+            self._embed_proj = maybe("embed_proj.weight")  # of a head that is narrower than its target
             self._shared = checked_shared(config, weights, shared)
             self._lm_head = matrix(self._own_or_shared_head(maybe("lm_head.weight")))
         rope = RopeConfig("default", config.rope_theta, dims, config.max_length)
@@ -136,7 +137,8 @@ class EagleHead:
         if self._embedding is not None:
             return F.embedding(tokens, self._embedding)
         assert self._shared is not None
-        return self._shared.embed(tokens).to(self.dtype)
+        rows = self._shared.embed(tokens).to(self.dtype)
+        return rows if self._embed_proj is None else F.linear(rows, self._embed_proj)
 
 
 def checked_shared(

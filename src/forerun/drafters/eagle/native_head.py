@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.head import checked_shared, vocabulary_of
-from forerun.drafters.matrix import packed_form
+from forerun.drafters.matrix import Matrix, packed_form
 from forerun.errors import VocabularyMismatch
 from forerun.models.load.quants import Blocks
 from forerun.models.native import head_library
@@ -33,6 +33,8 @@ class NativeHead:
         self._weights, self._kept = weights, list[Tensor]()
         self.vocabulary = vocabulary_of(config, weights)
         self._shared = checked_shared(config, weights, shared)
+        narrows = self._weights.get("embed_proj.weight")  # of a head that is narrower than its target
+        self._embed_proj = None if narrows is None else Matrix(narrows.detach().float())
         self._table = self._embedding_table()
         with torch.no_grad(), torch.inference_mode(False):
             self.struct = self._struct()
@@ -55,7 +57,8 @@ class NativeHead:
                 )
             return None
         assert self._shared is not None
-        return self._shared.embed(torch.tensor(tokens)).float().contiguous()
+        rows = self._shared.embed(torch.tensor(tokens)).float().contiguous()
+        return rows if self._embed_proj is None else self._embed_proj.times(rows)
 
     def _struct(self) -> Head:
         config, at, table = self.config, "midlayer.self_attn.", self._table
@@ -97,6 +100,8 @@ class NativeHead:
         if own is not None:
             return own.detach().float().contiguous()
         assert self._shared is not None
+        if self._embed_proj is not None:
+            return None
         return self._shared.table if table_of(self._shared.table).rows else None
 
     def _lm_head(self) -> Weights:

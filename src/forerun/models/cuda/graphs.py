@@ -69,12 +69,14 @@ class Passes:
         return sum(key.form is not None for key in self._graphs)
 
     @torch.inference_mode()
-    def warm_up(self, hidden: tuple[int, ...], max_batch: int, max_length: int) -> None:
+    def warm_up(
+        self, hidden: tuple[int, ...], max_batch: int, max_length: int, prompts_only: bool = False
+    ) -> None:
         """Capture all sizes that plain rounds, drafts of the host and prompts take, with hidden rows as needed."""
         if not self.capture:
             return
         started, self._layers = perf_counter(), tuple(sorted({*self._layers, *hidden}))
-        jobs = list(menu(max_batch, max_length))
+        jobs = [job for job in menu(max_batch, max_length) if not (prompts_only and job[1])]
         for i, (size, scored, into) in enumerate(jobs):
             progress.info("capturing passes: %d of %d", i + 1, len(jobs))
             self.buffers.send(padding(size))

@@ -37,7 +37,7 @@ class NativeReader:
             min(8, torch.get_num_threads())
         ) as pool:  # packing is C and needs no interpreter
             head = pool.submit(self._linear, self._head_name(), config.vocab_size, config.width)
-            self.layers = (Layer * config.layers)(*pool.map(self._layer, range(config.layers)))
+            self.layers = (Layer * config.layers)(*pool.map(self._layer_once, range(config.layers)))
             self.head = head.result()
         self.kept.append(self.layers)
 
@@ -81,6 +81,13 @@ class NativeReader:
             return self.names.prefix + "embed_tokens.weight"
         names = ("lm_head.weight", "language_model.lm_head.weight")
         return next((name for name in names if name in self.weights), names[0])
+
+    def _layer_once(self, index: int) -> Layer:
+        """Pack a layer, and let go of the file's pages: else file and copy would be in memory side by side."""
+        layer = self._layer(index)
+        if isinstance(self.weights, GgufWeights):
+            self.weights.file.drop_pages()
+        return layer
 
     def _layer(self, index: int) -> Layer:
         config, at = self.config, f"{self.names.prefix}layers.{index}."

@@ -27,12 +27,13 @@ from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.files import write_head
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.train.data.corpus import Batch
-from forerun.train.options import TrainOptions
+from forerun.train.options import WIDTHS, TrainOptions
 from forerun.train.recipes.base import Measured, Output, Reading, read_teacher, shifted
 from forerun.train.recipes.losses import LawLoss
-from forerun.train.recipes.scaling import ScaledLinear, Sizes, fold
+from forerun.train.recipes.scaling import ScaledLinear, Sizes, fold, main_directions
 from forerun.train.teacher import Teacher
 
+HEAD_DIM = 64  # of a head that is narrower than its target, where its width allows it
 SIMULATED = 6  # levels of a simulation, however many steps were learnt
 
 
@@ -159,12 +160,16 @@ class EagleModule(nn.Module):
             self.norm = Norm(config.width, config.norm_eps)
         if own_head:
             self.lm_head = nn.Linear(config.width, config.draft_vocab_size, bias=False)
+        if config.width != config.target_width:
+            self.embed_proj = nn.Linear(config.target_width, config.width, bias=False)
 
     def forward(
         self, embedded: Tensor, features: Tensor, steps: int, detach: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """(rows for the LM head, raw outputs) of every step; embeddings [B, T, D] of token t at t."""
         carried, past = self.fuse(features), list[tuple[Tensor, Tensor]]()
+        if self.config.width != self.config.target_width:
+            embedded = self.embed_proj(embedded)
         for step in range(steps):
             token = shifted(embedded, step + 1)
             if self.config.kind == "eagle":
@@ -254,7 +259,7 @@ class EagleRecipe:
         weights = {name: weight.to(torch.bfloat16) for name, weight in fold(self._module).items()}
         if not self.vocabulary.is_whole:
             weights |= self.vocabulary.tensors()
-        write_head(folder, config, weights)
+        write_head(folder, config, weights, one_byte=self.options.one_byte)
 
     @torch.no_grad()
     def _start(self) -> None:
@@ -263,8 +268,13 @@ class EagleRecipe:
         Nothing of the target's layers: they are made for a residual stream of another size (in a SmolLM2 a
         hundred times that of a head's), and a head that began with one learnt more slowly than from noise.
         """
-        if hasattr(self._module, "lm_head"):
-            self._module.lm_head.weight.copy_(self._truth_head)
+        head, rows = self.config.width, self._truth_head.float()
+        if head != self.config.target_width:
+            basis = main_directions(rows, head)  # [D, width]
+            self._module.lm_head.weight.copy_(rows @ basis)
+            self._module.embed_proj.weight.copy_(basis.t())
+        elif hasattr(self._module, "lm_head"):
+            self._module.lm_head.weight.copy_(rows)
 
 
 def eagle_config(
@@ -273,6 +283,11 @@ def eagle_config(
     """A head shaped like one layer of its target."""
     kind = "eagle3" if options.method == "eagle3" else "eagle"
     read = EagleConfig.from_json({**checkpoint_config, "draft_vocab_size": vocab}, "eagle3")
+    if options.width:  # half as many heads of keys as of queries
+        dims = HEAD_DIM if options.width % (2 * HEAD_DIM) == 0 else WIDTHS
+        heads = options.width // dims
+        sizes = {"width": options.width, "heads": heads, "kv_heads": max(1, heads // 2), "head_dim": dims}
+        read = replace(read, inner=3 * options.width, **sizes)  # type: ignore[arg-type]
     return replace(
         read,
         kind=kind,  # type: ignore[arg-type]

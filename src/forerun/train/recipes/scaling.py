@@ -107,3 +107,9 @@ def unfold(module: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
             if (key := f"{name}.bias") in found:
                 found[key] = found[key] / out[: len(found[key]), 0]
     return found
+
+
+def main_directions(rows: Tensor, count: int) -> Tensor:
+    """[D, count] orthonormal directions in which rows [N, D] vary most, the strongest first."""
+    vectors: Tensor = torch.linalg.eigh(rows.t() @ rows)[1]  # the weakest first
+    return vectors.flip(1)[:, :count]

@@ -30,7 +30,7 @@ from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Size
 from forerun.models.pages import PAGE, TREE_MARGIN
 from forerun.offers import Form
-from forerun.types import Scores, Seq, TreeBatch, TreeForm, Verdict
+from forerun.types import Needs, Scores, Seq, TreeBatch, TreeForm, Verdict
 
 INTEGERS = 1 << 18  # room for the largest draft, and for the pages of all sequences
 
@@ -75,6 +75,10 @@ class DeviceDraft:
     def _longest(self) -> int:
         """Rows of a sequence behind which there is room for a draft."""
         return self.net.model.max_length - DEEPEST
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(tuple(sorted(set(self.feature_fusion.layers))))
 
     def is_ready(self, seq: Seq) -> bool:
         """Are there rows for all tokens of this sequence, and room for a draft behind them?"""

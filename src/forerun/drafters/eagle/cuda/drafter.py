@@ -6,18 +6,18 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from forerun.drafters.eagle.config import Kind, default_layers
 from forerun.drafters.eagle.cuda.capture import capture_menu
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.feature_fusion import make_net, why_not
-from forerun.drafters.eagle.cuda.menu import FORMS, DraftMenu
+from forerun.drafters.eagle.cuda.menu import DraftMenu
 from forerun.drafters.eagle.files import read_head
 from forerun.errors import ForerunError
 from forerun.models.base import Target
 from forerun.models.cuda.target import CudaDecoder
-from forerun.offers import Form, Offer
+from forerun.offers import Form, Menu, Offer
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 if TYPE_CHECKING:
@@ -31,7 +31,27 @@ SHARED = (
 )
 
 
-class DeviceEagle:
+class DraftsOnDevice(Protocol):
+    """What grows trees of chosen tokens on the device: a head (DeviceDraft), or a draft model (drafters.cuda)."""
+
+    @property
+    def menu(self) -> Menu: ...
+    @property
+    def needs(self) -> Needs: ...
+    @property
+    def complete_to(self) -> int: ...
+    def is_ready(self, seq: Seq) -> bool: ...
+    def fitting(self, sequences: int, nodes: int, depth: int, width: int) -> Form | None: ...
+    def knows(self, form: Form, sequences: int) -> bool: ...
+    def propose(self, seqs: Sequence[Seq], form: Form) -> TreeBatch: ...
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None: ...
+    def forget(self, seq: Seq) -> None: ...
+
+
+Draft = TypeVar("Draft", bound=DraftsOnDevice)
+
+
+class DeviceDrafter(Generic[Draft]):
     """Implements forerun.drafters.base.Drafter over a draft on the device and, for other sequences, a plain one.
 
     A sequence keeps its drafter. The device drafts tokens that are chosen, which any verifier accepts by the target's
@@ -43,13 +63,13 @@ class DeviceEagle:
 
     def __init__(
         self,
-        draft: DeviceDraft,
+        draft: Draft,
         make_plain: Callable[[], Drafter],
         *,
         sampled: bool = False,
     ) -> None:
         self.draft, self._make_plain, self._sampled = draft, make_plain, sampled
-        self.needs = Needs(tuple(sorted(set(draft.feature_fusion.layers))))
+        self.needs = draft.needs
         self._plain: Drafter | None = None
         self._failed = False
         self._latest: Form | None = None  # of the last draft
@@ -143,7 +163,9 @@ class DeviceEagle:
         if form is None or self.draft.knows(form, sequences):
             return form
         within = (
-            one for one in FORMS if all(map(int.__le__, one, form)) and self.draft.knows(one, sequences)
+            one
+            for one in self.draft.menu.forms
+            if all(map(int.__le__, one, form)) and self.draft.knows(one, sequences)
         )
         return max(within, default=None)
 
@@ -158,13 +180,15 @@ class DeviceEagle:
         sizes = [(one.nodes, one.depth, one.width) for one in whole or [budget for _, budget in drafting]]
         most = Form(*map(min, zip(*sizes, strict=True)))
         if not whole:
-            meant = [one for one in FORMS if (one.nodes, one.width) == (most.nodes, most.width)]
+            meant = [
+                one for one in self.draft.menu.forms if (one.nodes, one.width) == (most.nodes, most.width)
+            ]
             for one in (*meant, self._latest):
                 if one is not None and one.nodes <= most.nodes and self.draft.knows(one, len(seqs)):
                     return one
             return self._captured_form(len(seqs), most)
         form = self.draft.fitting(len(seqs), *most)
-        if form is not None and form in FORMS and len(seqs) <= self.draft.complete_to:
+        if form is not None and form in self.draft.menu.forms and len(seqs) <= self.draft.complete_to:
             return self._captured_form(len(seqs), form)  # which may not be on the menu of so many
         return form
 
@@ -180,12 +204,16 @@ class DeviceEagle:
         self._failed = True
         reason = (str(error).splitlines() or [""])[0]
         log.warning(
-            "drafting on the device failed, so the head runs plainly: %s: %s", type(error).__name__, reason
+            "drafting on the device failed, so it is done plainly: %s: %s", type(error).__name__, reason
         )
         log.debug("where it failed", exc_info=error)
 
     def _propose_plainly(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         return self.plain.propose(seqs, budgets)
+
+
+class DeviceEagle(DeviceDrafter[DeviceDraft]):
+    """EAGLE heads."""
 
 
 def on_device(

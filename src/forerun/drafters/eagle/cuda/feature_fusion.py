@@ -101,6 +101,10 @@ def _head_weights(
     q, k, v = (weights[f"{at}{name}_proj.weight"] for name in "qkv")
     gates = [weights[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up")]
     own = weights.get("embed_tokens.weight")
+    narrows = weights.get("embed_proj.weight")  # of a head that is narrower than its target
+    if narrows is not None:
+        table = target.model.embedding
+        own = torch.cat([part @ narrows.to(table).t() for part in torch.split(table, 1 << 14)])
     head = weights.get("lm_head.weight")
     mixes, unused = config.kind == "eagle", torch.ones(config.width)
     return HeadWeights(

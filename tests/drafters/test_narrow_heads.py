@@ -1,0 +1,115 @@
+"""Heads that are narrower than their target, and heads in files of one byte per weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
+from forerun.drafters.eagle.cuda.drafter import DeviceEagle
+from forerun.drafters.eagle.cuda.feature_fusion import make_net
+from forerun.drafters.eagle.drafter import EagleDrafter
+from forerun.drafters.eagle.eagle3 import Eagle3Drafter
+from forerun.drafters.eagle.files import read_head, write_head
+from forerun.drafters.eagle.head import EagleHead
+from forerun.drafters.eagle.native_head import NativeHead
+from forerun.drafters.one_byte import BLOCK, in_bytes, widened
+from forerun.errors import InvalidInput
+from forerun.models.cuda.target import CudaDecoder
+from forerun.models.native import head_library
+from forerun.testing import FakeSeq
+from forerun.train.export import export_head
+from forerun.types import Budget, Verdict
+from tests.drafters.rounds import as_lists
+from tests.drafters.tiny_heads import eagle_config, eagle_weights
+from tests.gpu.tiny import VOCAB, make_target
+
+
+def _narrow(target: CudaDecoder, width: int = 32) -> tuple[EagleConfig, dict[str, Tensor]]:
+    """A head of half its target's width; its embedding is a map of the target's."""
+    config = eagle_config("eagle3", VOCAB, width, draft_vocab=120)
+    config = replace(
+        config,
+        head_dim=16,
+        heads=2,
+        kv_heads=1,
+        target_width=target.config.width,
+        layers=(0, 1, 2),
+        max_length=2048,
+    )
+    weights = eagle_weights(config, seed=3)
+    del weights["embed_tokens.weight"]
+    torch.manual_seed(8)
+    weights["embed_proj.weight"] = torch.randn(width, config.target_width) * 0.2
+    return config, weights
+
+
+def _drafters(target: CudaDecoder) -> list[EagleDrafter | DeviceEagle]:
+    """The same head by torch, by the native kernels, on the device, and with its embedding written out."""
+    config, weights = _narrow(target)
+    shared = target.shared()
+    table = shared.embed(torch.arange(VOCAB)) @ weights["embed_proj.weight"].t()
+    whole = {name: weight for name, weight in weights.items() if name != "embed_proj.weight"}
+    plain = Eagle3Drafter(EagleHead(config, {**whole, "embed_tokens.weight": table}, shared))
+    found: list[EagleDrafter | DeviceEagle] = [plain, Eagle3Drafter(EagleHead(config, weights, shared))]
+    if head_library.available():
+        found.append(Eagle3Drafter(NativeHead(config, weights, shared)))
+    return [
+        *found,
+        DeviceEagle(DeviceDraft(*make_net(config, weights, target), capture=False), lambda: plain),
+    ]
+
+
+def test_a_narrow_head_drafts_alike_everywhere() -> None:
+    target = make_target("llama", "cpu")
+    drafters = _drafters(target)
+    seq = FakeSeq(0, [3, 4, 5, 6, 7, 8], max_length=90)
+    trees, scores = target.prefill([seq], drafters[0].needs)
+    budget = Budget(8, 3, 3)
+    found = []
+    for drafter in drafters:
+        drafter.observe([seq], trees, scores, Verdict.whole_chain(trees, [8]))
+        found.append(as_lists(drafter.propose([seq], [budget])))
+    assert len(found[0][0][0]) == 9
+    assert all(one == found[0] for one in found[1:])
+
+
+def test_files_of_one_byte_per_weight(tmp_path: Path) -> None:
+    """A quarter of the bytes of fp32, each number within 0.4% of its block's largest; small parts as they were."""
+    torch.manual_seed(0)
+    config = replace(eagle_config("eagle3", 1000, 128), heads=4, kv_heads=2, head_dim=32)
+    weights = eagle_weights(config)
+    write_head(tmp_path, config, weights, one_byte=True)
+    again, read = read_head(tmp_path)
+    assert again == config
+    assert set(read) == set(weights)
+    for name, weight in weights.items():
+        if weight.dim() == 1:
+            assert torch.equal(read[name], weight), name
+            continue
+        blocks = weight.view(len(weight), -1, BLOCK)
+        error = (read[name].float() - weight).view_as(blocks).abs().amax(-1)
+        assert bool((error <= 0.0085 * blocks.abs().amax(-1)).all()), name  # and bf16's own rounding
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert size < 1.1 * sum(weight.numel() for weight in weights.values())
+
+
+def test_zeros_and_other_tensors_are_kept() -> None:
+    weights = {"a": torch.zeros(256, 64), "d2t": torch.arange(9), "b": torch.randn(3, 5)}
+    stored = in_bytes(weights)
+    assert stored["a"].dtype == torch.int8
+    read = widened(stored)
+    assert torch.equal(read["a"].float(), weights["a"])
+    assert all(torch.equal(read[name], weights[name]) for name in ("d2t", "b"))
+
+
+def test_other_engines_are_told_that_they_cannot_read_it(tmp_path: Path) -> None:
+    config, weights = _narrow(make_target("llama", "cpu"))
+    write_head(tmp_path / "head", config, weights)
+    with pytest.raises(InvalidInput, match="narrower"):
+        export_head(tmp_path / "head", tmp_path / "out", "vllm", None)
