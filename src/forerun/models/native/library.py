@@ -155,6 +155,12 @@ def why_not() -> str | None:
     return _load()[1]
 
 
+def skips_sublayers() -> bool:
+    """Can a pass leave out the attention or the MLP of a layer? Libraries built before this was added cannot."""
+    found = _load()[0]
+    return found is not None and getattr(found, "fr_skips_sublayers", None) is not None
+
+
 def library() -> Any:
     """The loaded library; only to be called where it is available."""
     found, reason = _load()
