@@ -152,6 +152,10 @@ class Decoder(SlotTarget):
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
         self.kv.move(self._accept(seqs, verdict))
 
+    def release(self, seq: Seq) -> None:
+        self.begun.pop(seq.id, None)
+        super().release(seq)
+
     def _hidden_rows(self, needs: Needs, rows: int) -> dict[int, Tensor]:
         return {layer: self._empty_rows(rows) for layer in self._layers(needs)}
 

@@ -97,8 +97,10 @@ class PartialTarget:
             pages, root = chain.extent.pages, chain.length + len(chain.tokens)
             moved = [(root + node, root + i) for i, node in enumerate(path, start=1) if node != i]
             self.whole.kv.move([(_slot(pages, source), _slot(pages, place)) for source, place in moved])
+            chain.rows += [
+                rows[node] for node in (0, *path)
+            ]  # before its tokens: a fault between does no harm
             chain.tokens += [tokens[node] for node in (0, *path)]
-            chain.rows += [rows[node] for node in (0, *path)]
             if self.layers.is_prefix:
                 self.whole.begun[seq.id] = chain
 

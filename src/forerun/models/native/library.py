@@ -157,8 +157,10 @@ def why_not() -> str | None:
 
 def skips_sublayers() -> bool:
     """Can a pass leave out the attention or the MLP of a layer? Libraries built before this was added cannot."""
-    found = _load()[0]
-    return found is not None and getattr(found, "fr_skips_sublayers", None) is not None
+    try:
+        return bool(library()["fr_skips_sublayers"]())
+    except AttributeError:
+        return False
 
 
 def library() -> Any:
