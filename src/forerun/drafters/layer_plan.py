@@ -19,6 +19,7 @@ from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.layer_subset import LayerSubset
 
 FORMAT = "forerun-layers-1"
+PLAN = "plan.json"  # its name in a folder of `forerun train early-exit`
 KEPT = 2 / 3  # of the layers: where an exit is tried when nobody has searched for one
 
 
@@ -41,6 +42,7 @@ def read_plan(given: str, layers: int) -> LayerPlan:
     if re.fullmatch(r"\d+", given):
         return LayerPlan(_subset(given, layers, {"exit": int(given)}))
     path = Path(given).expanduser()
+    path = path / PLAN if path.is_dir() else path
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -24,6 +24,7 @@ from forerun.train.options import TrainOptions
 from forerun.train.provenance import write_provenance
 from forerun.train.recipes.base import Measured, Recipe
 from forerun.train.recipes.draft_model import DraftModelRecipe
+from forerun.train.recipes.early_exit import EarlyExitRecipe
 from forerun.train.recipes.eagle import EagleRecipe, eagle_config
 from forerun.train.recipes.medusa import HeadsRecipe
 from forerun.train.recipes.scaling import Sizes, measure_sizes
@@ -78,6 +79,8 @@ def make_recipe(
         vocabulary = start.vocabulary
     elif 0 < options.vocab < vocab:
         vocabulary = DraftVocabulary.most_frequent(corpus.count_tokens(vocab), options.vocab)
+    if options.method == "early-exit":
+        return EarlyExitRecipe(options, teacher, checkpoint, vocabulary)
     if options.method in ("medusa", "hydra"):
         family = "medusa" if options.method == "medusa" else "hydra"
         shape = HeadsConfig(family, options.depth, options.blocks, width, vocab, target=options.target)  # type: ignore[arg-type]
