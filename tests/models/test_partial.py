@@ -146,6 +146,25 @@ def test_what_was_begun_before_a_commit_or_a_release_is_not_used(tmp_path: Path)
     assert part.cached_tokens(seq) == 6
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_parts_of_a_target_do_not_mistake_each_others_keys_for_their_own(
+    kind: str, tmp_path: Path
+) -> None:
+    """As in a cascade of two: the lower part writes where the upper one's draft is."""
+    target = decoder_of(kind, tmp_path)
+    upper, lower = PartialTarget(target, LayerSubset(2)), PartialTarget(target, SKIPPED)
+    seq = started(target, TEXT[:5])
+    plain = scored(target, seq, TEXT[4:])
+    drafted(upper, seq, TEXT[4:7])
+    drafted(lower, seq, [TEXT[4], 60, 60, 60])
+    view = FakeSeq(seq.id, TEXT[:8], max_length=40)
+    chain = TreeBatch.chains([[TEXT[7]]])
+    upper.score([view], chain, Needs())
+    upper.commit([view], chain, Verdict.whole_chain(chain, [0]))
+    assert not target.begun
+    assert torch.allclose(scored(target, seq, TEXT[4:]), plain, atol=1e-5)
+
+
 def test_a_tree_is_scored_whole(tmp_path: Path) -> None:
     """Its nodes lie elsewhere than those of the chain that was begun."""
     target = decoder_of("torch", tmp_path)

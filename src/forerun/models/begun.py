@@ -27,6 +27,7 @@ class Begun:
     extent: Extent
     length: int  # committed positions before it
     end: int
+    intact: bool = True  # no other part of the target has written where its keys and values are
     tokens: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)  # [D] each
 

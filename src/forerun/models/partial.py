@@ -81,7 +81,12 @@ class PartialTarget:
         tokens, shapes, spans = trees.to_host()[0], trees.topology(), list[Span]()
         for b, seq in enumerate(seqs):
             first, end = trees.starts[b : b + 2]
-            chain = self._chain(seq)
+            chain, other = self._chain(seq), self.whole.begun.get(seq.id)
+            if (
+                other is not None and other is not chain
+            ):  # what another part drafted is about to be overwritten
+                other.intact = False
+                del self.whole.begun[seq.id]
             start = chain.length + len(chain.tokens)
             extent = self.whole.kv.grow(seq.id, start + end - first)
             spans.append(Span(first, end, extent.pages, start, shapes[b]))
@@ -101,7 +106,7 @@ class PartialTarget:
                 rows[node] for node in (0, *path)
             ]  # before its tokens: a fault between does no harm
             chain.tokens += [tokens[node] for node in (0, *path)]
-            if self.layers.is_prefix:
+            if self.layers.is_prefix and chain.intact:
                 self.whole.begun[seq.id] = chain
 
     def truncate(self, seq: Seq, length: int) -> None:

@@ -24,8 +24,8 @@ from forerun.train.options import TrainOptions
 from forerun.train.provenance import write_provenance
 from forerun.train.recipes.base import Measured, Recipe
 from forerun.train.recipes.draft_model import DraftModelRecipe
-from forerun.train.recipes.early_exit import EarlyExitRecipe
 from forerun.train.recipes.eagle import EagleRecipe, eagle_config
+from forerun.train.recipes.early_exit import EarlyExitRecipe
 from forerun.train.recipes.medusa import HeadsRecipe
 from forerun.train.recipes.scaling import Sizes, measure_sizes
 from forerun.train.start import Start, read_start
