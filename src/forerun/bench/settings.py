@@ -3,7 +3,8 @@
 A *setup* is a drafter and its budget: `ngram` leaves the budget to the controller, `ngram:8` drafts eight nodes
 every round whatever they cost, `eagle3=FOLDER` drafts with the head in that folder, `layer_skip=PLAN` with the layers
 of that plan, `draft_model=NAME` with that model (`draft_model>draft_model=SMALL;MEDIUM` with two), `auto` is the
-default when no drafter is named. A *cell* is one combination of verifier, temperature and batch size; every setup runs in every cell, next to the plain loop.
+default when no drafter is named. A *cell* is one combination of verifier, temperature and
+batch size; every setup runs in every cell, next to the plain loop.
 """
 
 from __future__ import annotations
