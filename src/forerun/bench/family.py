@@ -84,18 +84,9 @@ def table_of(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def comparisons(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Speed by task of one drafter over another: suffix over n-gram, and each cascade over its parts."""
+    """Speed by task of one drafter over another: suffix over n-gram, and each cascade over itself less one level."""
     by_task = result["by_task"]
-    pairs = [("suffix", "ngram")]
-    for name in by_task:
-        drafter, equals, files = name.partition("=")
-        levels = drafter.split(">")
-        if len(levels) == 2:
-            pairs += [(name, levels[0]), (name, f"{levels[1]}{equals}{files}")]
-        elif len(levels) > 2:
-            lower, _, last = files.rpartition(";")
-            pairs += [(name, f"{'>'.join(levels[:-1])}={lower}"), (name, f"{'>'.join(levels[1:])}={files}")]
-            pairs += [(name, f"{levels[0]}>{levels[-1]}={last}")]
+    pairs = [("suffix", "ngram"), *((name, part) for name in by_task for part in parts_of(name))]
     return {
         f"{one} / {other}": {
             task: round(cell["speedup"] / by_task[other][task]["speedup"], 3)
@@ -104,6 +95,22 @@ def comparisons(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         for one, other in pairs
         if one in by_task and other in by_task
     }
+
+
+def parts_of(name: str) -> list[str]:
+    """A cascade's name without one of its levels, each in turn; its files go with their levels."""
+    drafters, _, files = name.partition("=")
+    levels = drafters.split(">")
+    if len(levels) < 2:
+        return []
+    given = iter(files.split(";"))
+    pairs = [(level, "" if level in LOOKUPS else next(given, "")) for level in levels]
+    found = []
+    for i in range(len(pairs)):
+        left = pairs[:i] + pairs[i + 1 :]
+        kept = ";".join(file for _, file in left if file)
+        found.append(">".join(level for level, _ in left) + (f"={kept}" if kept else ""))
+    return found
 
 
 def _cell(found: Mapping[str, Any]) -> str:
