@@ -17,9 +17,11 @@ from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import SamplingParams, SpeculativeConfig
+from forerun.train.data.corpus import Batches, Corpus
 from forerun.train.loop import Progress
 from forerun.train.options import METHODS, Method, TrainOptions
-from forerun.train.run import train
+from forerun.train.run import make_recipe, train
+from forerun.train.teacher import ServedTeacher, load_teacher
 from forerun.types import Request
 
 
@@ -150,6 +152,20 @@ def test_an_exit_adapter_starts_as_the_targets_own_exit(
     assert found[2] > found[1]
     with pytest.raises(InvalidInput, match="exit=3 is out of range: 1 to 2 of 3 layers"):
         train(options_for("early-exit", tiny, texts, tmp_path / "3", exit=3))
+
+
+def test_an_exit_adapter_reads_each_text_once_on_a_cpu(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
+    """From the target as it is served; what is kept is what a pass over the padded batch gives."""
+    options = options_for("early-exit", tiny, texts, tmp_path, exit=2)
+    corpus, net = Corpus(texts, max_length=48, holdout=0.15), load_teacher(tiny, torch.device("cpu"))
+    recipe = make_recipe(options, tiny, ServedTeacher(net, lending(tiny)), corpus)
+    batch = Batches(corpus, corpus.training, 768, 0).at(0)
+    features, last = net.features(batch.tokens, (2,))
+    for _ in range(2):
+        reading = recipe.read(batch)
+        for got, wanted in ((reading.features[2], features[2]), (reading.last, last)):
+            assert torch.allclose(got[batch.learnt], wanted[batch.learnt], atol=1e-4)
+        recipe.teacher = ServedTeacher(net, None)  # type: ignore[attr-defined, arg-type]  # it cannot read again
 
 
 def test_eagle3_can_leave_the_lm_head_to_the_target(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from forerun.build import load_target
 from forerun.drafters.eagle.config import EagleConfig, default_layers
 from forerun.drafters.medusa import HeadsConfig
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import MissingDependency
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
+from forerun.params import EngineConfig
 from forerun.train.data.corpus import Batches, Corpus, hash_of
 from forerun.train.data.folder import require_texts
 from forerun.train.loop import Report, Trainer
@@ -29,7 +31,7 @@ from forerun.train.recipes.early_exit import EarlyExitRecipe
 from forerun.train.recipes.medusa import HeadsRecipe
 from forerun.train.recipes.scaling import Sizes, measure_sizes
 from forerun.train.start import Start, read_start
-from forerun.train.teacher import Teacher, device_of, load_teacher
+from forerun.train.teacher import ServedTeacher, Teacher, device_of, load_teacher
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ def train(
     say(corpus.in_words(options.steps * options.batch_tokens))
     checkpoint = open_checkpoint(options.target)
     teacher = load_teacher(checkpoint, device, compiled=options.compile)
+    if options.method == "early-exit" and device.type == "cpu":
+        teacher = ServedTeacher(teacher, load_target(checkpoint, EngineConfig(device="cpu")))
     corpus.must_fit(len(teacher.head))
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)

@@ -75,6 +75,7 @@ class EarlyExitRecipe:
         norm = Named(checkpoint.weights, config, torch.float32, torch.device("cpu")).final_norm()
         self.adapter = AdapterModule(norm.float(), options.rank, config.norm_eps).to(device)
         self._kept: dict[bytes, tuple[Tensor, Tensor]] = {}
+        self._bytes = 0
 
     def module(self) -> nn.Module:
         return self.adapter
@@ -113,14 +114,26 @@ class EarlyExitRecipe:
         if tokens.device.type != "cpu":
             features, last = self.teacher.features(tokens, (self.exit,))
             return features[self.exit], last
-        keys = [row.numpy().tobytes() for row in tokens]
-        if fresh := [i for i, key in enumerate(keys) if key not in self._kept]:
-            features, last = self.teacher.features(tokens[fresh], (self.exit,))
-            found = {keys[i]: (features[self.exit][n], last[n]) for n, i in enumerate(fresh)}
-        else:
-            found = {}
-        size = sum(2 * rows.nbytes for rows, _ in self._kept.values())
-        if size + sum(2 * rows.nbytes for rows, _ in found.values()) <= KEPT_BYTES:
-            self._kept |= found
-        pairs = [self._kept.get(key) or found[key] for key in keys]
-        return torch.stack([rows for rows, _ in pairs]), torch.stack([last for _, last in pairs])
+        texts = [
+            row[: int(row.nonzero().max()) + 1] if row.any() else row[:1] for row in tokens
+        ]  # no padding
+        found = [self._read_once(text) for text in texts]
+        exits, last = (torch.stack([_padded(pair[i], tokens.shape[1]) for pair in found]) for i in (0, 1))
+        return exits, last
+
+    def _read_once(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, D] twice; they are kept while there is room."""
+        key = text.numpy().tobytes()
+        if key in self._kept:
+            return self._kept[key]
+        features, last = self.teacher.features(text[None], (self.exit,))
+        pair = features[self.exit][0], last[0]
+        self._bytes += pair[0].nbytes + pair[1].nbytes
+        if self._bytes <= KEPT_BYTES:
+            self._kept[key] = pair
+        return pair
+
+
+def _padded(rows: Tensor, length: int) -> Tensor:
+    """Rows of zeros behind some rows: [T, D] -> [length, D]."""
+    return torch.nn.functional.pad(rows, (0, 0, 0, length - len(rows)))
