@@ -80,7 +80,7 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
     tokenizer = checkpoint.tokenizer()
     costs = cost_file(checkpoint, settings, cache_folder())
     target = load_target(checkpoint, settings)
-    drafts = [_drafting(load_target(small, settings), tokens, target) for small, tokens in smaller]
+    drafts = [drafting(load_target(small, settings), tokens, target) for small, tokens in smaller]
     first, more = (drafts[0], tuple(drafts[1:])) if drafts else (None, ())
     engine = make_engine(target, tokenizer.eos_ids, speculative, settings, tokenizer, first, costs, more)
     if target.device.type == "cuda":
@@ -89,7 +89,7 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
     return engine, tokenizer
 
 
-def _drafting(model: Target, tokens: TokenMap | None, target: Target) -> Target:
+def drafting(model: Target, tokens: TokenMap | None, target: Target) -> Target:
     """A draft model, in the target's vocabulary."""
     return model if tokens is None else TranslatedTarget(model, tokens.padded(target.vocab_size))
 

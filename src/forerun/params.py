@@ -153,11 +153,11 @@ class SpeculativeConfig:
     controller: str = "adaptive"
     prompt_lookup_max: int = 16  # longest suffix that ngram looks up
     prompt_lookup_min: int = 1
-    # heads: where the target draws, draft from their own law; greedy = always the likeliest
-    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"  # heads: their law at T > 0
     corpus: str | None = None  # a file of `forerun corpus build` that suffix looks up
     shared: bool = False  # suffix, recycling and lookahead learn from earlier requests of the same tenant
     history: str | None = None  # a file that keeps what suffix learnt so; needs shared
+    draft_layers: str | None = None  # a plan of layers that layer_skip runs, or a number of first layers
 
     def __post_init__(self) -> None:
         methods = "greedy", "probabilistic"
@@ -176,6 +176,7 @@ class SpeculativeConfig:
             corpus=_path("corpus", self.corpus),
             shared=as_flag("shared", self.shared),
             history=_path("history", self.history),
+            draft_layers=_path("draft_layers", self.draft_layers),
         )
         if self.history is not None and not self.shared:
             raise InvalidInput("history keeps what requests share; set shared=True as well")

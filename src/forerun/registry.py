@@ -217,6 +217,10 @@ drafters = DrafterRegistry(
             says="Lookahead: n-grams from the target's own guesses, made in spare branches of the tree.",
         ),
         DrafterSpec(
+            "layer_skip", "forerun.drafters.layer_skip:LayerSkipDrafter",
+            says="Self-speculation: some of the target's own layers, on the target's own KV cache.",
+        ),
+        DrafterSpec(
             "draft_model", "forerun.drafters.draft_model:ModelDrafter", "checkpoint",
             vllm="draft_model", sglang="STANDALONE", beside="ngram",
             says="A second, smaller model; with another tokenizer, it drafts the tokens that both have.",

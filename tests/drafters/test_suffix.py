@@ -98,6 +98,13 @@ def test_what_is_drafted() -> None:
     assert ends[0] == [2, 3, 0]
 
 
+def test_a_fixed_budget_is_drafted_whole_however_unlikely() -> None:
+    """As prompt lookup does; what the offer promises ends where it is negligible."""
+    tokens = [1, 2, 3, 4, 5, 6, 30, 1, 7, 8, 9, 10, 11, 31, 1]
+    assert draft(tokens, Budget(5, 5))[0] == [1, 7, 8, 9, 10, 11]
+    assert len(SuffixDrafter().offer(FakeSeq(0, tokens)).free) < 5
+
+
 def test_continuations_that_disagree_make_a_tree() -> None:
     tokens, parents = draft([1, 2, 5, 6, 1, 2, 7, 8, 1, 2], Budget(4, 2, width=2))
     assert {tokens[i]: tokens[parents[i]] for i in range(1, 5)} == {7: 2, 8: 7, 5: 2, 6: 5}

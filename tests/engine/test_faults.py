@@ -161,6 +161,20 @@ def draft_model_scene(folder: Path) -> Scene:
     return Scene(engine, lambda: target.used_slots + draft.used_slots, ("forerun.drafters",))
 
 
+def layer_skip_scene(folder: Path) -> Scene:
+    """The drafter writes into the target's own pages, and the target's pass goes on from what it left there."""
+    target = make_decoder(*save(tiny_llama(3), folder))
+    speculative = SpeculativeConfig(drafter="layer_skip", draft_layers="2", controller="fixed", budget=3)
+    engine = make_engine(target, frozenset({0}), speculative, EngineConfig(), Letters())
+    drafter: Any = engine.drafters.get("layer_skip")
+    return Scene(
+        engine,
+        lambda: not_free(target) + len(target.begun) + len(drafter.draft._chains),
+        ("forerun.drafters", "forerun.models.partial", "forerun.models.begun", "forerun.models.decoder"),
+        unbounded(target),
+    )
+
+
 def cascade_scene(folder: Path) -> Scene:
     target, small, medium = TableLM(40), TableLM(40, seed=1), TableLM(40, seed=2)
     name = "suffix>draft_model>draft_model"
@@ -205,6 +219,7 @@ SCENES: dict[str, Callable[[Path], Scene]] = {
     "draft_model": draft_model_scene,
     "eagle": eagle_scene,
     "cascade": cascade_scene,
+    "layer_skip": layer_skip_scene,
     **{name: learning_scene(name) for name in ("suffix", "recycling", "lookahead")},
 }
 

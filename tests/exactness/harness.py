@@ -21,11 +21,16 @@ from forerun.build import make_engine
 from forerun.engine.engine import Engine
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
+from forerun.testing.partial_table import with_layers
 from forerun.types import Request, TreeBatch
 from forerun.verify.warp import warp
 from tests.drafters.tiny_heads import save_head
 
-COMPOSED = ("ngram>draft_model", "suffix+draft_model")  # beside those that the registry calls best
+COMPOSED = (
+    "ngram>draft_model",
+    "ngram>layer_skip",
+    "suffix+draft_model",
+)  # beside those that the registry calls best
 DRAFTERS = sorted(
     {*COMPOSED, *(name for spec in registry.drafters.specs() for name in (spec.name, spec.best))}
 )
@@ -99,7 +104,7 @@ def engine_for(
         controller="fixed",
     )
     return make_engine(
-        table(vocab),
+        with_layers(table(vocab)),
         stop_ids,
         speculative,
         EngineConfig(max_batch=batch),

@@ -17,9 +17,11 @@ from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import SamplingParams, SpeculativeConfig
+from forerun.train.data.corpus import Batches, Corpus
 from forerun.train.loop import Progress
 from forerun.train.options import METHODS, Method, TrainOptions
-from forerun.train.run import train
+from forerun.train.run import make_recipe, train
+from forerun.train.teacher import ServedTeacher, load_teacher
 from forerun.types import Request
 
 
@@ -56,8 +58,9 @@ def tokens_per_round(tiny: Checkpoint, drafter: str, folder: Path, width: int = 
     """Of real rounds on prompts that no text began with."""
     target = lending(tiny)
     draft = lending(open_checkpoint(str(folder))) if drafter == "draft_model" else None
+    plan = {"draft_layers" if drafter == "layer_skip" else "draft_model": str(folder)}
     speculative = SpeculativeConfig(
-        drafter=drafter, draft_model=str(folder), budget=3 * width, width=width, controller="fixed"
+        drafter=drafter, budget=3 * width, width=width, controller="fixed", **plan
     )
     engine = make_engine(target, frozenset({0}), speculative, draft_target=draft)
     seqs = [
@@ -77,22 +80,25 @@ def test_a_recipe_learns_and_what_it_writes_drafts(
     more: dict[str, object] = {"vocab": 48} if method in ("eagle3", "hydra") else {}
     if method == "medusa":  # one linear map of 32 dimensions cannot permute 60 words
         more = {"blocks": 3, "steps": 200, "eval_every": 200, "lr": 1e-2}
+    if method == "early-exit":
+        more = {"exit": 1, "rank": 24, "lr": 1e-2, "steps": 120, "eval_every": 120}
     options = options_for(method, tiny, texts, tmp_path / "out", **more)
     before = untrained(options, tmp_path / "untrained")
     measured = train(options)
     assert measured.tokens_per_round > before + (0.03 if method == "draft-model" else 0.1)  # it starts well
     assert measured.tree_tokens_per_round >= measured.tokens_per_round
-    drafter = {"hass": "eagle2", "draft-model": "draft_model"}.get(method, method)
+    names = {"hass": "eagle2", "draft-model": "draft_model", "early-exit": "layer_skip"}
+    drafter = names.get(method, method)
     real = tokens_per_round(tiny, drafter, tmp_path / "out")
     assert real > 1.15
-    if drafter != "draft_model":
+    if drafter not in ("draft_model", "layer_skip"):
         assert tokens_per_round(tiny, drafter, tmp_path / "out", width=3) >= real
     record = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert record["arguments"]["method"] == method
     assert len(record["data_hash"]) == 64
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa", "hydra"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa", "hydra", "early-exit"])
 def test_a_run_that_was_killed_has_the_same_losses(
     method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path
 ) -> None:
@@ -131,6 +137,35 @@ def test_medusa_2_writes_the_target_that_learnt_along(tiny: Checkpoint, texts: P
     drift = (moved.weights["model.norm.weight"] - tiny.weights["model.norm.weight"]).abs().max()
     assert 0 < float(drift) < 0.1
     assert (tmp_path / "medusa_lm_head.safetensors").is_file()
+
+
+def test_an_exit_adapter_starts_as_the_targets_own_exit(
+    tiny: Checkpoint, texts: Path, tmp_path: Path
+) -> None:
+    """A step that learns nothing writes a plan that drafts as the bare exit does; a deeper exit drafts better."""
+    found = {}
+    for exit in (1, 2):
+        options = options_for("early-exit", tiny, texts, tmp_path / str(exit), exit=exit, steps=1, lr=1e-12)
+        train(options)
+        found[exit] = tokens_per_round(tiny, "layer_skip", tmp_path / str(exit))
+        assert found[exit] == tokens_per_round(tiny, "layer_skip", Path(str(exit)))
+    assert found[2] > found[1]
+    with pytest.raises(InvalidInput, match="exit=3 is out of range: 1 to 2 of 3 layers"):
+        train(options_for("early-exit", tiny, texts, tmp_path / "3", exit=3))
+
+
+def test_an_exit_adapter_reads_each_text_once_on_a_cpu(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
+    """From the target as it is served; what is kept is what a pass over the padded batch gives."""
+    options = options_for("early-exit", tiny, texts, tmp_path, exit=2)
+    corpus, net = Corpus(texts, max_length=48, holdout=0.15), load_teacher(tiny, torch.device("cpu"))
+    recipe = make_recipe(options, tiny, ServedTeacher(net, lending(tiny)), corpus)
+    batch = Batches(corpus, corpus.training, 768, 0).at(0)
+    features, last = net.features(batch.tokens, (2,))
+    for _ in range(2):
+        reading = recipe.read(batch)
+        for got, wanted in ((reading.features[2], features[2]), (reading.last, last)):
+            assert torch.allclose(got[batch.learnt], wanted[batch.learnt], atol=1e-4)
+        recipe.teacher = ServedTeacher(net, None)  # type: ignore[attr-defined, arg-type]  # it cannot read again
 
 
 def test_eagle3_can_leave_the_lm_head_to_the_target(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -15,13 +16,15 @@ from forerun.bench.measure import Contender, Written
 from forerun.bench.peers.process import Peers
 from forerun.bench.recorder import Recorder
 from forerun.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS, Cell, DrafterSetup, Settings
-from forerun.build import build_drafter
+from forerun.build import build_drafter, draft_models, load_target, token_map
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.control.fixed import budget_of
 from forerun.drafters.base import Drafter, Parts
 from forerun.errors import InvalidInput
 from forerun.llm import LLM
+from forerun.load_engine import drafting
+from forerun.models.base import Target
 from forerun.models.load import checkpoint as loading
 from forerun.models.native.target import NativeDecoder
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
@@ -29,6 +32,9 @@ from forerun.types import Request
 
 if TYPE_CHECKING:
     from forerun.params import Dtype
+
+
+LAYERS = "layer_skip"  # what follows `=` is its plan
 
 
 def load(settings: Settings) -> tuple[LLM, CostModel]:
@@ -41,23 +47,46 @@ def load(settings: Settings) -> tuple[LLM, CostModel]:
     )
     speculative = SpeculativeConfig(draft_model=settings.draft_model, budget=settings.budget)
     llm = LLM.load(settings.model, speculative_config=speculative, config=config)
+    models: dict[str, Target] = {}
     for setup in settings.setups:
         if setup.head is not None:
-            llm.engine.drafters.add(setup.name, build_head(llm, setup))
+            llm.engine.drafters.add(setup.name, build_head(llm, setup, models))
     return llm, fresh_costs(llm)
 
 
-def build_head(llm: LLM, setup: DrafterSetup) -> Drafter:
-    """A drafter with a head of its own, beside the engine's default drafter."""
+def build_head(llm: LLM, setup: DrafterSetup, models: dict[str, Target]) -> Drafter:
+    """A drafter with a head, a plan of layers or second models of its own, beside the engine's default drafter.
+
+    `models` are those that were loaded before; new ones are added.
+    """
     assert setup.drafter is not None
-    spec = registry.drafters.spec(setup.drafter)
-    if spec.needs != "head":
+    assert setup.head is not None
+    spec, engine = registry.drafters.spec(setup.drafter), llm.engine
+    drafts: list[Target] = []
+    speculative = SpeculativeConfig(setup.drafter, draft_model=setup.head)
+    if spec.needs == "checkpoint":
+        names = draft_models(replace(speculative, draft_model=setup.head.replace(";", ",")))
+        models |= {name: _second_model(llm, name) for name in names if name not in models}
+        drafts = [models[name] for name in names]
+    elif LAYERS in spec.name:
+        speculative = SpeculativeConfig(setup.drafter, draft_layers=setup.head)
+    elif spec.needs != "head":
         raise InvalidInput(
             f"the drafter {setup.drafter!r} has no head; write {setup.drafter} without a folder"
         )
-    speculative = SpeculativeConfig(setup.drafter, draft_model=setup.head)
+    first, more = (drafts[0], tuple(drafts[1:])) if drafts else (None, ())
     return build_drafter(
-        spec, Parts(llm.engine.target, None, speculative, llm.engine.max_batch, llm.engine.max_length)
+        spec, Parts(engine.target, first, speculative, engine.max_batch, engine.max_length, more)
+    )
+
+
+def _second_model(llm: LLM, name: str) -> Target:
+    """A model to draft with, in the vocabulary of the one that is loaded."""
+    small, large = (loading.open_checkpoint(model) for model in (name, llm.name))
+    return drafting(
+        load_target(small, EngineConfig(device=llm.engine.target.device.type)),
+        token_map(large, small),
+        llm.engine.target,
     )
 
 

@@ -1,9 +1,10 @@
 """Settings of a benchmark: drafters, conditions to run them under, and a suite of prompts.
 
 A *setup* is a drafter and its budget: `ngram` leaves the budget to the controller, `ngram:8` drafts eight nodes
-every round whatever they cost, `eagle3=FOLDER` drafts with the head in that folder, `auto` is the default when
-no drafter is named. A *cell* is one combination of
-verifier, temperature and batch size; every setup runs in every cell, next to the plain loop.
+every round whatever they cost, `eagle3=FOLDER` drafts with the head in that folder, `layer_skip=PLAN` with the layers
+of that plan, `draft_model=NAME` with that model (`draft_model>draft_model=SMALL;MEDIUM` with two), `auto` is the
+default when no drafter is named. A *cell* is one combination of verifier, temperature and
+batch size; every setup runs in every cell, next to the plain loop.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class DrafterSetup:
     name: str
     drafter: str | None  # None = the engine's default
     budget: int | None = None  # None = the controller decides
-    head: str | None = None  # the folder of its head, where that is not the engine's own
+    head: str | None = None  # its head, plan of layers or second models, where these are not the engine's own
 
     @classmethod
     def parse(cls, text: str) -> DrafterSetup:
@@ -49,12 +50,13 @@ class DrafterSetup:
 
     @classmethod
     def _with_head(cls, text: str) -> DrafterSetup:
-        """`eagle3=folder` or `eagle3:8=folder`, named after the drafter and the folder's last part."""
+        """`eagle3=folder` or `eagle3:8=folder`, named after the drafter and the last part of each path."""
         drafter, _, folder = text.partition("=")
         plain = cls.parse(drafter)
         if plain.drafter is None or not folder:
             raise InvalidInput(f"{text!r} names no head; write eagle3=FOLDER, with the drafter it is for")
-        return cls(f"{drafter}={Path(folder).name}", plain.drafter, plain.budget, folder)
+        short = ";".join(Path(part).name for part in folder.split(";"))
+        return cls(f"{drafter}={short}", plain.drafter, plain.budget, folder)
 
 
 @dataclass(frozen=True, slots=True)

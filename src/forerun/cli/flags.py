@@ -54,6 +54,7 @@ HELP: Mapping[str, str] = {
     "corpus": "A file of `forerun corpus build` that the drafter suffix looks up.",
     "shared": "Let suffix, recycling and lookahead learn from earlier requests.",
     "history": "Keep what suffix learns from requests in this file; needs --shared.",
+    "draft_layers": "What layer_skip runs: a file of `forerun layers search`, or a number of first layers.",
     "dtype": "Number format of weights and activations.",
     "device": "auto, cpu, cuda or one of several: cuda:1.",
     "threads": "CPU threads.",

@@ -37,6 +37,8 @@ HELP: Mapping[str, str] = {
     "levels": "Heads of Medusa and Hydra, training-time steps of EAGLE; 0 is the recipe's.",
     "blocks": "Blocks per Medusa or Hydra head.",
     "layers": "Layers of a draft model, taken from the target.",
+    "exit": "Layers in front of an exit adapter; 0 is two thirds of the target's.",
+    "rank": "Rank of an exit adapter.",
     "decay": "Weight of each level relative to the one before.",
     "loss": "Distance between laws.",
     "train_head": "An LM head of its own; otherwise the target's rows are used and not stored.",

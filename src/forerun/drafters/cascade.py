@@ -44,8 +44,10 @@ class CascadeDrafter(ModelDrafter):
         """`first>second`; of `a>b>c`, a drafts for b."""
         if isinstance(second, CascadeDrafter):
             return cls(cls.compose(first, second.lower), second.upper)
-        if type(second) is not ModelDrafter:
-            raise InvalidInput("what stands right of '>' must be a draft model; write a>draft_model")
+        if not isinstance(second, ModelDrafter):
+            raise InvalidInput(
+                "what stands right of '>' must be a draft model; write a>draft_model, or a>layer_skip"
+            )
         if first.needs.hidden_layers:
             raise InvalidInput("a head drafts for the target it was trained on; left of '>' it cannot draft")
         if isinstance(first, ModelDrafter) and first.draft is second.draft:

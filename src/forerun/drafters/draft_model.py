@@ -69,8 +69,7 @@ class ModelDrafter:
     def offer(self, seq: Seq) -> Offer:
         """A level, and reading the sequence before the first one; a chain that may be sampled, so of fixed length."""
         level = self._meter.seconds or UNMEASURED
-        branch = self._branches.get(seq.id)
-        unread = len(seq.tokens) - max(0, branch.cached if branch is not None else 0)
+        unread = len(seq.tokens) - self.draft.cached_tokens(seq)
         start = unread * (self._reading or READING * level) if unread > CATCH_UP else 0.0
         return Offer((level,), start, chosen=False)
 
@@ -155,6 +154,8 @@ class ModelDrafter:
             agreed += 1
         branch.cached = min(branch.cached, agreed, len(seq.tokens) - 1)
         self.draft.truncate(branch, max(0, branch.cached))
+        # a part of the target has cached what the target has: nothing of it is read again
+        branch.cached = self.draft.cached_tokens(branch) or branch.cached
         branch.tokens, branch.committed = list(seq.tokens), len(seq.tokens)
         return branch
 

@@ -8,6 +8,7 @@ made once per pass, which makes a pass over one node cheap on a CPU.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -15,11 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.models.attention import Span, attend, reach_of, view_of
+from forerun.models.begun import Begun, start_rows, usable
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.finite import check_numbers
+from forerun.models.layer_subset import LayerSubset
 from forerun.models.layers import Rotations, add_linear_, gate, linear, rms_norm, rotate_, softcap_
 from forerun.models.moe import Experts, mix
+from forerun.models.partial import PartialTarget
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import Piece, SlotTarget
 from forerun.topology import chain_of
@@ -51,6 +55,7 @@ class Decoder(SlotTarget):
             self._final_norm = checkpoint.final_norm()
             self._head = checkpoint.head(self._embedding)
         self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
+        self.begun: dict[int, Begun] = {}  # drafted with its own first layers, by sequence
 
     def shared(self) -> SharedWeights:
         return SharedWeights(
@@ -63,7 +68,28 @@ class Decoder(SlotTarget):
             final_norm=self._final_norm,
             rotations=self._rotations,
             config=self.config,
+            partial=partial(PartialTarget, self),
         )
+
+    def run_layers(
+        self, tokens: Sequence[int], spans: Sequence[Span], seqs: Sequence[Seq], layers: LayerSubset
+    ) -> Tensor:
+        """[M, D] what leaves the last of some layers; their keys and values are written as in any pass."""
+        rows = self._empty_rows(len(tokens))
+        self._run(tokens, spans, seqs, {layers.end: rows}, layers=layers)
+        return rows
+
+    def final_norm_of(self, rows: Tensor) -> Tensor:
+        """What the LM head reads, of rows that leave a layer: [M, D] -> [M, D]."""
+        return rms_norm(rows, self._final_norm, self.config.norm_eps)
+
+    def logits_of(self, rows: Tensor) -> Tensor:
+        """[M, V] fp32, the LM head's, of rows that it reads [M, D]."""
+        logits, cap = self._head_product(rows).float(), self.config.logit_softcap
+        return logits if cap is None else softcap_(logits, cap)
+
+    def _head_product(self, rows: Tensor) -> Tensor:
+        return linear(rows, self._head)
 
     @property
     def pass_rows(self) -> int:
@@ -106,7 +132,7 @@ class Decoder(SlotTarget):
             tokens = [*tokens, *(token for piece in pieces for token in piece.tokens)]
         hidden = self._hidden_rows(needs, len(tokens))
         logits = torch.empty(nodes, self.vocab_size, dtype=self._dtype, device=self._device)
-        argmax = self._run(tokens, spans, owners, hidden, logits)
+        argmax = self._run_on(seqs, tokens, spans, owners, hidden, logits)
         if hidden:
             self._keep_rows(hidden, [slot for span in spans for slot in span.slots])
         self._keep_pieces(pieces)
@@ -126,8 +152,33 @@ class Decoder(SlotTarget):
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
         self.kv.move(self._accept(seqs, verdict))
 
+    def release(self, seq: Seq) -> None:
+        self.begun.pop(seq.id, None)
+        super().release(seq)
+
     def _hidden_rows(self, needs: Needs, rows: int) -> dict[int, Tensor]:
         return {layer: self._empty_rows(rows) for layer in self._layers(needs)}
+
+    def _run_on(
+        self,
+        drafted: Sequence[Seq],
+        tokens: Sequence[int],
+        spans: Sequence[Span],
+        seqs: Sequence[Seq],
+        hidden: Mapping[int, Tensor],
+        logits: Tensor,
+    ) -> list[int] | None:
+        """A pass over the trees of these sequences, first of all; what is begun of them is not computed again."""
+        chains = [self.begun.pop(seq.id, None) for seq in drafted]
+        mine = {i: chain for i, chain in enumerate(chains) if chain is not None}
+        ends = {chain.end for chain in mine.values()}
+        mine = {i: chain for i, chain in mine.items() if chain.is_behind(self.kv.extent(drafted[i].id))}
+        done = usable(mine, tokens, spans) if len(ends) == 1 and not hidden else {}
+        if not done:
+            return self._run(tokens, spans, seqs, hidden, logits)
+        rows = start_rows(mine, done, tokens, spans, seqs, self.run_layers)
+        rest = LayerSubset(self.config.layers, first=ends.pop())
+        return self._run(tokens, spans, seqs, hidden, logits, rest, rows)
 
     @torch.inference_mode()
     def _run(
@@ -137,9 +188,12 @@ class Decoder(SlotTarget):
         seqs: Sequence[Seq],
         hidden: Mapping[int, Tensor],
         logits: Tensor | None = None,
+        layers: LayerSubset | None = None,
+        rows: Tensor | None = None,
     ) -> list[int] | None:
         """One pass over M rows; fills the hidden rows, and the logits of the first rows, as many as are given.
 
+        `layers` None = all; `rows` [M, D] enter the first of them, and are overwritten; None = the tokens' embedding.
         Kernels may say where logits are largest.
         """
         config, data = self.config, self.kv.data
@@ -154,12 +208,15 @@ class Decoder(SlotTarget):
         rotations = [self._rope_rotations(i, spans, seqs) for i in range(len(config.ropes))]
         pairs = [rotary[..., : rope.dims].view(*rotary.shape[:2], -1, 2) for rope in config.ropes]
 
-        x = F.embedding(torch.tensor(tokens, device=self._device), self._embedding)  # [M, D]
-        if config.embedding_scale != 1.0:
-            x.mul_(torch.tensor(config.embedding_scale, dtype=self._dtype))
-        for i, block in enumerate(self._blocks):
+        layers = layers or LayerSubset(config.layers)
+        x = self._embedded(tokens) if rows is None else rows  # [M, D]
+        for i in range(layers.first, layers.end):
+            block = self._blocks[i]
             if i in hidden:
                 hidden[i].copy_(x)
+            if i in layers.without_attention:
+                self._add_mlp(x, block, i, layers)
+                continue
             linear(rms_norm(x, block.attention_norm, config.norm_eps), block.qkv, block.qkv_bias, out=qkv)
             if block.qk_norm is not None:
                 rotary.copy_(rms_norm(rotary, block.qk_norm, config.norm_eps))
@@ -168,9 +225,10 @@ class Decoder(SlotTarget):
                 rotate_(pairs[rope], rotations[rope])
             for view in views[config.windows[i]]:
                 attend(i, view, config.attention_scale, config.attention_softcap)
-            self._leave(x, block, found)
-        if config.layers in hidden:
-            hidden[config.layers].copy_(x)
+            self._add_attention(x, block, found)
+            self._add_mlp(x, block, i, layers)
+        if layers.end in hidden:
+            hidden[layers.end].copy_(x)
         if logits is not None or -1 in hidden:
             x = rms_norm(x, self._final_norm, config.norm_eps)
         if -1 in hidden:
@@ -179,13 +237,26 @@ class Decoder(SlotTarget):
             linear(x[: len(logits)], self._head, out=logits)
         return None
 
-    def _leave(self, x: Tensor, block: Block, found: Tensor) -> None:
-        """From the attention output to the end of the layer: everything that works row by row, in place."""
-        eps, activation = self.config.norm_eps, self.config.activation
+    def _embedded(self, tokens: Sequence[int]) -> Tensor:
+        """[M, D] what enters the first layer."""
+        x = F.embedding(torch.tensor(tokens, device=self._device), self._embedding)
+        if self.config.embedding_scale != 1.0:
+            x.mul_(torch.tensor(self.config.embedding_scale, dtype=self._dtype))
+        return x
+
+    def _add_attention(self, x: Tensor, block: Block, found: Tensor) -> None:
+        """From what attention found to the residual stream, in place."""
         if block.after_attention_norm is None:
             add_linear_(x, found, block.o, block.o_bias)
         else:
-            x.add_(rms_norm(linear(found, block.o, block.o_bias), block.after_attention_norm, eps))
+            after = block.after_attention_norm
+            x.add_(rms_norm(linear(found, block.o, block.o_bias), after, self.config.norm_eps))
+
+    def _add_mlp(self, x: Tensor, block: Block, index: int, layers: LayerSubset) -> None:
+        """The rest of a layer, which works row by row, in place; nothing where it is left out."""
+        if index in layers.without_mlp:
+            return
+        eps, activation = self.config.norm_eps, self.config.activation
         rows = rms_norm(x, block.mlp_norm, eps)
         mlp = block.mlp
         if isinstance(mlp, Experts):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,20 @@ from torch import Tensor
 
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.models.config import DecoderConfig
+from forerun.models.layer_subset import LayerSubset
 from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
+
+if TYPE_CHECKING:
+    from forerun.models.base import Target
+
+
+class MakesPartial(Protocol):
+    """Makes a draft model of some of a target's layers, which reads the target's own KV cache."""
+
+    def __call__(self, layers: LayerSubset, leave: Callable[[Tensor], Tensor] | None = None) -> Target:
+        """`leave` turns what leaves the last of them [M, D] into what the LM head reads; None = the final norm."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +47,7 @@ class SharedWeights:
     final_norm: Tensor | None = None  # [D] in front of the LM head, where it is a plain RMS norm
     rotations: Sequence[Rotations] = ()  # rotary tables, one per kind of rope; () = inside the layers
     config: DecoderConfig | None = None  # the target's shape; None where it is not one of our families
+    partial: MakesPartial | None = None  # some of `layers` as a draft model; None where they cannot run apart
 
     @classmethod
     def of(cls, embedding: Tensor, head: Tensor) -> SharedWeights:

@@ -7,13 +7,16 @@ from typing import Literal
 
 from forerun.errors import InvalidInput
 
-Method = Literal["medusa", "hydra", "eagle", "eagle3", "hass", "draft-model"]
-METHODS: tuple[Method, ...] = ("medusa", "hydra", "eagle", "eagle3", "hass", "draft-model")
+Method = Literal["medusa", "hydra", "eagle", "eagle3", "hass", "draft-model", "early-exit"]
+METHODS: tuple[Method, ...] = ("medusa", "hydra", "eagle", "eagle3", "hass", "draft-model", "early-exit")
 _RATES: dict[str, float] = {
     "medusa": 1e-3, "hydra": 1e-3, "eagle": 3e-4, "eagle3": 3e-4, "hass": 3e-4, "draft-model": 2e-4,
+    "early-exit": 2e-3,
+}  # fmt: skip
+_STEPS: dict[str, int] = {
+    "medusa": 4, "hydra": 4, "eagle": 1, "eagle3": 7, "hass": 3, "draft-model": 1, "early-exit": 1,
 }  # fmt: skip
 WIDTHS = 16  # the width of a head is a multiple of this
-_STEPS: dict[str, int] = {"medusa": 4, "hydra": 4, "eagle": 1, "eagle3": 7, "hass": 3, "draft-model": 1}
 
 
 def as_method(name: str) -> Method:
@@ -51,6 +54,8 @@ class TrainOptions:
     blocks: int = 1  # per Medusa or Hydra head
     layers: int = 4  # of a draft model, pruned from the target
     width: int = 0  # of an EAGLE-3 head; 0 = the target's. A narrower one has an LM head of its own
+    exit: int = 0  # layers in front of an exit adapter; 0 = two thirds of the target's
+    rank: int = 128  # of an exit adapter
     inner: int = 0  # width of the MLP of an EAGLE head; 0 = the target's
     features: tuple[
         int, ...
@@ -77,7 +82,10 @@ class TrainOptions:
         _check(0 < self.holdout < 1, "holdout", self.holdout, "above 0, below 1")
         _check(0 <= self.warmup < 1, "warmup", self.warmup, "0 up to 1")
         _check(self.levels >= 0, "levels", self.levels, "0 (the recipe's) or more")
-        _check(not self.init or self.method != "draft-model", "init", self.init, "not for draft-model")
+        _check(self.exit >= 0, "exit", self.exit, "0 (two thirds of the layers) or more")
+        _check(self.rank >= 1, "rank", self.rank, "at least 1")
+        fresh = self.method in ("draft-model", "early-exit")
+        _check(not self.init or not fresh, "init", self.init, f"not for {self.method}")
         _check(not self.joint or self.method == "medusa", "joint", self.joint, "only for medusa")
         _check(self.width >= 0 and self.width % WIDTHS == 0, "width", self.width, f"multiples of {WIDTHS}")
         _check(not self.width or self.method == "eagle3", "width", self.width, "only for eagle3")

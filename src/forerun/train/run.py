@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from forerun.build import load_target
 from forerun.drafters.eagle.config import EagleConfig, default_layers
 from forerun.drafters.medusa import HeadsConfig
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import MissingDependency
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
+from forerun.params import EngineConfig
 from forerun.train.data.corpus import Batches, Corpus, hash_of
 from forerun.train.data.folder import require_texts
 from forerun.train.loop import Report, Trainer
@@ -25,10 +27,11 @@ from forerun.train.provenance import write_provenance
 from forerun.train.recipes.base import Measured, Recipe
 from forerun.train.recipes.draft_model import DraftModelRecipe
 from forerun.train.recipes.eagle import EagleRecipe, eagle_config
+from forerun.train.recipes.early_exit import EarlyExitRecipe
 from forerun.train.recipes.medusa import HeadsRecipe
 from forerun.train.recipes.scaling import Sizes, measure_sizes
 from forerun.train.start import Start, read_start
-from forerun.train.teacher import Teacher, device_of, load_teacher
+from forerun.train.teacher import ServedTeacher, Teacher, device_of, load_teacher
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ def train(
     say(corpus.in_words(options.steps * options.batch_tokens))
     checkpoint = open_checkpoint(options.target)
     teacher = load_teacher(checkpoint, device, compiled=options.compile)
+    if options.method == "early-exit" and device.type == "cpu":
+        teacher = ServedTeacher(teacher, load_target(checkpoint, EngineConfig(device="cpu")))
     corpus.must_fit(len(teacher.head))
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
@@ -78,6 +83,8 @@ def make_recipe(
         vocabulary = start.vocabulary
     elif 0 < options.vocab < vocab:
         vocabulary = DraftVocabulary.most_frequent(corpus.count_tokens(vocab), options.vocab)
+    if options.method == "early-exit":
+        return EarlyExitRecipe(options, teacher, checkpoint, vocabulary)
     if options.method in ("medusa", "hydra"):
         family = "medusa" if options.method == "medusa" else "hydra"
         shape = HeadsConfig(family, options.depth, options.blocks, width, vocab, target=options.target)  # type: ignore[arg-type]

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from forerun.errors import InvalidInput
+from forerun.models.base import Target
 from forerun.models.config import DecoderConfig, supports
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.load.shapes import check_shapes
 from forerun.train.network import CausalNet, is_plain
+from forerun.types import Needs, PlainSeq
 
 
 class Teacher(Protocol):
@@ -86,6 +88,39 @@ class TransformersTeacher:
         out = self.model.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
         last = out.last_hidden_state
         return {i: last if i == -1 else out.hidden_states[i] for i in keep}, last
+
+
+class ServedTeacher:
+    """A target as a CPU serves it: features come from our kernels, several times sooner, and are what drafters see."""
+
+    def __init__(self, weights: Teacher, target: Target) -> None:
+        """Tables are read from another teacher of the same model."""
+        self.weights, self.target = weights, target
+
+    @property
+    def embedding(self) -> Tensor:
+        return self.weights.embedding
+
+    @property
+    def head(self) -> Tensor:
+        return self.weights.head
+
+    @property
+    def layer_count(self) -> int:
+        return self.weights.layer_count
+
+    @torch.no_grad()
+    def features(self, tokens: Tensor, keep: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
+        """Rows of a batch are prompts that are read and forgotten; the last token of a prompt is never read."""
+        needs = Needs(tuple(sorted({*keep, -1})))
+        seqs = [PlainSeq(i, [*row.tolist(), 0], cache_salt=None) for i, row in enumerate(tokens)]
+        try:
+            hidden = self.target.prefill(seqs, needs)[1].hidden
+        finally:
+            for seq in seqs:
+                self.target.release(seq)
+        found = {layer: rows.view(*tokens.shape, -1).clone() for layer, rows in hidden.items()}
+        return {layer: found[layer] for layer in keep}, found[-1]
 
 
 def device_of(name: str) -> torch.device:

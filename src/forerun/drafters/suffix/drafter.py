@@ -27,6 +27,7 @@ from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 REQUEST, PAST, CORPUS = range(3)  # the texts that are searched
 SHORTER = 3  # places of one text that a tree branches from: of the longest match and of shorter ones
 BRANCHES = 64  # nodes of a tree before it is cut to what pays
+ALWAYS = 8  # tokens of a chain that are looked up however unlikely: a fixed budget drafts them all
 
 
 class Step(NamedTuple):
@@ -159,10 +160,10 @@ class SuffixDrafter(LookupDrafter):
                 state.chain, state.source, best = steps, source, worth
 
     def _steps(self, place: Place, own: HitRates, shared: HitRates, stop_ids: frozenset[int]) -> list[Step]:
-        """The likeliest chain from a place on, as long as it is worth drafting; the first token always."""
+        """The likeliest chain from a place on, as long as it is worth drafting; the first few tokens always."""
         steps: list[Step] = []
         survival = 1.0
-        while len(steps) < AT_HAND and survival >= NEGLIGIBLE:
+        while len(steps) < AT_HAND and (survival >= NEGLIGIBLE or len(steps) < ALWAYS):
             found = place.continuations()
             if not found:
                 break

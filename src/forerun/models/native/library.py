@@ -155,6 +155,14 @@ def why_not() -> str | None:
     return _load()[1]
 
 
+def skips_sublayers() -> bool:
+    """Can a pass leave out the attention or the MLP of a layer? Libraries built before this was added cannot."""
+    try:
+        return bool(library()["fr_skips_sublayers"]())
+    except AttributeError:
+        return False
+
+
 def library() -> Any:
     """The loaded library; only to be called where it is available."""
     found, reason = _load()

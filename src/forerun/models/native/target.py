@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,13 +21,15 @@ from forerun.models.attention import Span
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.finite import not_numbers
+from forerun.models.layer_subset import LayerSubset
 from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights
 from forerun.models.native import library as native
 from forerun.models.native.packing import is_packable, table_of, unpack_rows
 from forerun.models.native.pass_rows import Rows, rows_of
-from forerun.models.native.weights import Mode, NativeReader
+from forerun.models.native.weights import Mode, NativeReader, some_layers
+from forerun.models.partial import PartialTarget
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
 from forerun.types import Seq
@@ -97,6 +100,13 @@ class NativeDecoder(Decoder):
         self._decode = native.library().fr_decode
         self._pass = native.Pass()  # filled anew by every pass, but for what seldom changes
         self._known_data: Tensor | None = None  # the KV cache that it points to
+        self._cache_at, self._layer_bytes = (
+            (0, 0),
+            0,
+        )  # keys and values of its first layer, and a layer's size
+        self._all = LayerSubset(config.layers)
+        self._models: dict[LayerSubset, native.Model] = {}  # of some layers only
+        self.begun = {}
         with torch.no_grad(), torch.inference_mode(False):
             reader = NativeReader(config, weights, mode)
             self._model = reader.model()
@@ -133,28 +143,33 @@ class NativeDecoder(Decoder):
         seqs: Sequence[Seq],
         hidden: Mapping[int, Tensor],
         logits: Tensor | None = None,
+        layers: LayerSubset | None = None,
+        rows: Tensor | None = None,
     ) -> list[int] | None:
         """One pass over M rows; fills the hidden rows and logits given, and says where each row of these is largest."""
-        scored, one = 0 if logits is None else len(logits), self._pass
-        rows, x = rows_of(spans), hidden.get(self.config.layers)  # [M, D] what leaves the last layer
+        layers, scored, one = layers or self._all, 0 if logits is None else len(logits), self._pass
+        nodes, x = rows_of(spans), hidden.get(layers.end, rows)  # [M, D] what leaves the last layer
         ids, tops = None, None if logits is None else (ctypes.c_int32 * scored)()
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # C would read what is not there
             raise IndexError(f"tokens {tokens} in a vocabulary of {self.vocab_size}")
-        if self._looks_up:
+        if rows is not None:
+            assert x is rows, "rows that enter a layer are overwritten by those that leave the last"
+        elif self._looks_up:
             ids = (ctypes.c_int64 * len(tokens))(*tokens)
         else:
             embedded = _take(self._embedding_rows, tokens)
             x = embedded if x is None else x.copy_(embedded)
-        table = self._rotations_at(rows, spans, seqs)
+        table = self._rotations_at(nodes, spans, seqs)
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
-        inner = [layer for layer in hidden if 0 <= layer < self.config.layers]
+        inner = [layer for layer in hidden if 0 <= layer < layers.end]
         one.nodes, one.scored = len(tokens), scored
         one.tokens = None if ids is None else ctypes.addressof(ids)
         one.x = None if x is None else x.data_ptr()
         one.cosines, one.sines = table.cosines, table.sines
-        one.position, one.write = rows.position, rows.write
-        rows.set_reach(one.reach)
+        one.position, one.write = nodes.position, nodes.write
+        nodes.set_reach(one.reach)
+        one.keys, one.values = (at + layers.first * self._layer_bytes for at in self._cache_at)
         one.hidden_count = len(inner)
         if inner:
             one.hidden_layers = (ctypes.c_int64 * len(inner))(*inner)
@@ -163,7 +178,7 @@ class NativeDecoder(Decoder):
         one.logits = None if logits is None else logits.data_ptr()
         one.tops = None if tops is None else ctypes.addressof(tops)
         native.match_threads(torch.get_num_threads())
-        if self._decode(ctypes.byref(self._model), ctypes.byref(one)):
+        if self._decode(ctypes.byref(self._model_of(layers)), ctypes.byref(one)):
             raise MemoryError(f"no memory for a pass over {len(tokens)} nodes")
         if tops is None:
             return None
@@ -172,11 +187,29 @@ class NativeDecoder(Decoder):
             raise not_numbers()
         return found
 
+    def _model_of(self, layers: LayerSubset) -> native.Model:
+        """The model's struct, or one of some of its layers."""
+        if layers is self._all:
+            return self._model
+        if layers not in self._models:
+            self._models[layers] = some_layers(self._model, layers)
+        return self._models[layers]
+
+    def _head_product(self, rows: Tensor) -> Tensor:
+        rows = rows.contiguous()
+        logits = rows.new_empty(len(rows), self.vocab_size)
+        native.match_threads(torch.get_num_threads())
+        head = ctypes.byref(self._model.head)
+        if native.library().fr_linear_rows(head, rows.data_ptr(), logits.data_ptr(), len(rows)):
+            raise MemoryError(f"no memory for the logits of {len(rows)} rows")
+        return logits
+
     def _note_cache(self, data: Tensor) -> None:
         """Where keys and values lie from now on; huge pages are asked for before anything is written there."""
         at = data.data_ptr()
         native.library().fr_use_huge_pages(at, data.nbytes)
-        self._pass.keys, self._pass.values = at, at + data.stride(1) * data.element_size()
+        self._cache_at = at, at + data.stride(1) * data.element_size()
+        self._layer_bytes = data.stride(0) * data.element_size()
         self._pass.half = data.dtype == torch.float16
         self._pass.layer_stride, self._pass.head_stride = data.stride(0), data.stride(2)
         self._known_data = data
@@ -195,6 +228,7 @@ class NativeDecoder(Decoder):
             final_norm=self._final_norm,
             rotations=self._rotations,
             config=self.config,
+            partial=partial(PartialTarget, self),
         )
 
     @property

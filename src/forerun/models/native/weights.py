@@ -14,11 +14,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from forerun.errors import DamagedFile
+from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.blocks import Checkpoint
 from forerun.models.config import DecoderConfig
+from forerun.models.layer_subset import LayerSubset
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights, Weights
+from forerun.models.native import library as native
 from forerun.models.native.library import Layer, Model
 from forerun.models.native.library import Weights as Parts
 from forerun.models.native.packing import PackedWeight, pack_blocks, pack_floats, side_by_side
@@ -149,3 +151,19 @@ class NativeReader:
             raise DamagedFile(
                 f"weight {name!r} is {given} but the config says {shape}: are they of one model?"
             )
+
+
+def some_layers(model: Model, layers: LayerSubset) -> Model:
+    """The same model with some of its layers only, over the same weights."""
+    if layers.skips and not native.skips_sublayers():
+        raise InvalidInput(
+            "the native kernels here were built before layers could be skipped: build forerun again"
+        )
+    made = (Layer * (layers.end - layers.first))(*[model.layer[i] for i in range(layers.first, layers.end)])
+    for index in layers.without_attention:
+        made[index - layers.first].attention_norm = None
+    for index in layers.without_mlp:
+        made[index - layers.first].mlp_norm = None
+    part = Model.from_buffer_copy(model)
+    part.layers, part.layer = len(made), made  # the struct keeps the array
+    return part

@@ -41,11 +41,10 @@ static void write_cache(const fr_decoder *m, const fr_pass *p, int64_t layer, co
         }
 }
 
-static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, const buffers *b) {
-    float *x = b->x;
+static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, const buffers *b) {
     const fr_layer *layer = m->layer + i;
     int64_t n = p->nodes, stride = (m->heads + 2 * m->kv_heads) * m->head_dim;
-    fr_rms_norm(x, layer->attention_norm, m->eps, b->normed, n, m->width);
+    fr_rms_norm(b->x, layer->attention_norm, m->eps, b->normed, n, m->width);
     fr_linear(&layer->qkv, b->normed, b->qkv, n, b->quants);
     float *k = b->qkv + m->heads * m->head_dim;
     head_norms(m, layer->q_norm, b->qkv, n, m->heads, stride);
@@ -62,12 +61,20 @@ static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, const bu
     };
     fr_attention(&attention);
     fr_linear(&layer->output, b->attended, b->delta, n, b->quants);
-    fr_add(x, b->delta, n * m->width);
-    fr_rms_norm(x, layer->mlp_norm, m->eps, b->normed, n, m->width);
+    fr_add(b->x, b->delta, n * m->width);
+}
+
+/* A layer without a norm for its attention, or for its MLP, leaves that part out: see fr_skips_sublayers. */
+static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, const buffers *b) {
+    const fr_layer *layer = m->layer + i;
+    int64_t n = p->nodes;
+    if (layer->attention_norm) attend_layer(m, p, i, b);
+    if (!layer->mlp_norm) return;
+    fr_rms_norm(b->x, layer->mlp_norm, m->eps, b->normed, n, m->width);
     fr_linear(&layer->gate_up, b->normed, b->gate_up, n, b->quants);
     fr_swiglu(b->gate_up, b->mlp, n, m->inner);
     fr_linear(&layer->down, b->mlp, b->delta, n, b->quants);
-    fr_add(x, b->delta, n * m->width);
+    fr_add(b->x, b->delta, n * m->width);
 }
 
 static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
@@ -99,6 +106,9 @@ FR_API int64_t fr_layout(void) {
     return FR_ABI * 1000000000ll + (int64_t)sizeof(fr_decoder) * 1000000 + (int64_t)sizeof(fr_layer) * 1000 +
            (int64_t)sizeof(fr_pass);
 }
+
+/* Libraries without this function run every part of every layer. */
+FR_API int fr_skips_sublayers(void) { return 1; }
 
 /* 0 = done, 1 = out of memory. */
 FR_API int fr_decode(const fr_decoder *m, const fr_pass *p) {

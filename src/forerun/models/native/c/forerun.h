@@ -119,7 +119,7 @@ void fr_embed(const fr_table *table, int64_t width, const int64_t *tokens, int64
 
 /* ---- decoder.c: a whole pass ---- */
 typedef struct {
-    const float *attention_norm, *mlp_norm; /* [width] */
+    const float *attention_norm, *mlp_norm; /* [width]; NULL = the layer has no such part */
     const float *q_norm, *k_norm;           /* [head_dim] or NULL */
     fr_weights qkv, output, gate_up, down;
     int64_t window; /* 0 = everything */
@@ -156,6 +156,7 @@ typedef struct {
 } fr_pass;
 
 FR_API int64_t fr_layout(void);
+FR_API int fr_skips_sublayers(void);
 FR_API int fr_decode(const fr_decoder *model, const fr_pass *pass);
 FR_API int fr_linear_rows(const fr_weights *w, const float *x, float *y, int64_t rows);
 

@@ -1,0 +1,151 @@
+"""PartialTarget: some of a target's own layers as a draft model, over the target's own KV cache.
+
+It reads the keys and values that the target has cached of the committed tokens, so it has no cache of its own and no
+prompt to read. What it drafts is written behind them, where the target's pass writes the tree's nodes anyway. Where it
+runs the first layers whole, the target's next pass over the drafted chain starts behind them (forerun.models.begun).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from forerun.models.attention import Span
+from forerun.models.begun import Begun
+from forerun.models.layer_subset import LayerSubset
+from forerun.models.paged import slots_of
+from forerun.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
+
+if TYPE_CHECKING:
+    from forerun.models.decoder import Decoder
+    from forerun.models.shared import SharedWeights
+
+Leave = Callable[
+    [Tensor], Tensor
+]  # [M, D] what leaves the last layer that is run -> [M, D] what the LM head reads
+
+
+class PartialTarget:
+    """Implements forerun.models.base.Target for sequences that the whole target has prefilled, and no others."""
+
+    def __init__(self, whole: Decoder, layers: LayerSubset, leave: Leave | None = None) -> None:
+        """`leave` stands in for the final norm."""
+        self.whole, self.layers = whole, layers
+        self._leave = leave or whole.final_norm_of
+        self._chains: dict[int, Begun] = {}  # what was drafted behind the committed tokens, by sequence
+        self._scored: dict[int, tuple[list[int], Tensor]] = {}  # the last trees: tokens, and rows [M, D]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.whole.vocab_size
+
+    @property
+    def max_length(self) -> int:
+        return self.whole.max_length
+
+    @property
+    def device(self) -> torch.device:
+        return self.whole.device
+
+    @property
+    def used_slots(self) -> int:
+        """All slots are the whole target's."""
+        return 0
+
+    @property
+    def cached_slots(self) -> int:
+        return 0
+
+    @property
+    def slots(self) -> int | None:
+        return self.whole.slots
+
+    @property
+    def pass_rows(self) -> int:
+        return self.whole.pass_rows
+
+    def shared(self) -> SharedWeights | None:
+        return None
+
+    def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
+        """The whole target has read them."""
+        return TreeBatch.chains([[] for _ in seqs], self.device), Scores(None)
+
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        """A pass over trees whose roots follow what was drafted before."""
+        tokens, shapes, spans = trees.to_host()[0], trees.topology(), list[Span]()
+        for b, seq in enumerate(seqs):
+            first, end = trees.starts[b : b + 2]
+            chain, other = self._chain(seq), self.whole.begun.get(seq.id)
+            if (
+                other is not None and other is not chain
+            ):  # what another part drafted is about to be overwritten
+                other.intact = False
+                del self.whole.begun[seq.id]
+            start = chain.length + len(chain.tokens)
+            extent = self.whole.kv.grow(seq.id, start + end - first)
+            spans.append(Span(first, end, extent.pages, start, shapes[b]))
+        rows = self.whole.run_layers(tokens, spans, seqs, self.layers)
+        for seq, span in zip(seqs, spans, strict=True):
+            self._scored[seq.id] = tokens[span.first : span.end], rows[span.first : span.end]
+        return Scores(self.whole.logits_of(self._leave(rows)))
+
+    def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
+        """Root and path follow what was drafted before; their keys and values become neighbours."""
+        for seq, path in zip(seqs, verdict.to_host()[0], strict=True):
+            chain, (tokens, rows) = self._chain(seq), self._scored.pop(seq.id)
+            pages, root = chain.extent.pages, chain.length + len(chain.tokens)
+            moved = [(root + node, root + i) for i, node in enumerate(path, start=1) if node != i]
+            self.whole.kv.move([(_slot(pages, source), _slot(pages, place)) for source, place in moved])
+            chain.rows += [
+                rows[node] for node in (0, *path)
+            ]  # before its tokens: a fault between does no harm
+            chain.tokens += [tokens[node] for node in (0, *path)]
+            if self.layers.is_prefix and chain.intact:
+                self.whole.begun[seq.id] = chain
+
+    def truncate(self, seq: Seq, length: int) -> None:
+        """Forget drafted tokens; what is committed is the whole target's to forget."""
+        chain = self._chains.get(seq.id)
+        if chain is not None:
+            left = max(0, length - chain.length)
+            del chain.tokens[left:], chain.rows[left:]
+
+    def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
+        """Nothing is prepared."""
+
+    def has_room(self, *lengths: int) -> bool:
+        return True
+
+    def make_room(self, seqs: Sequence[Seq], rows: Sequence[int]) -> bool:
+        return self.whole.make_room(seqs, rows)
+
+    def reused_tokens(self, seq: Seq) -> int:
+        return 0
+
+    def cached_tokens(self, seq: Seq) -> int:
+        """All that the whole target has cached, and what was drafted behind it."""
+        if not self.whole.kv.holds(seq.id):
+            return 0
+        chain = self._chain(seq)
+        return chain.length + len(chain.tokens)
+
+    def release(self, seq: Seq) -> None:
+        self._chains.pop(seq.id, None)
+        self._scored.pop(seq.id, None)
+
+    def _chain(self, seq: Seq) -> Begun:
+        """What was drafted behind the committed tokens: nothing, once others were committed."""
+        extent, chain = self.whole.kv.extent(seq.id), self._chains.get(seq.id)
+        if chain is None or not chain.is_behind(extent):
+            chain = self._chains[seq.id] = Begun(extent, extent.length, self.layers.end)
+        return chain
+
+
+def _slot(pages: Sequence[int], position: int) -> int:
+    return slots_of(pages, position, position + 1)[0]

@@ -1,0 +1,139 @@
+"""Recipe for an exit adapter: what leaves one of the target's layers learns to stand in for what leaves the last.
+
+The target is frozen. The layers in front of the exit are its own, so a drafted token has there exactly the row that it
+would have in the target's pass: one level is all there is to learn, and its rate is the rate of every level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from forerun.drafters.exit_adapter import ExitAdapter
+from forerun.drafters.layer_plan import PLAN, LayerPlan, default_plan, write_plan
+from forerun.drafters.vocab import DraftVocabulary
+from forerun.errors import InvalidInput
+from forerun.models.blocks import Checkpoint as Named
+from forerun.models.config import DecoderConfig, supports
+from forerun.models.layer_subset import LayerSubset
+from forerun.models.load.checkpoint import Checkpoint
+from forerun.train.data.corpus import Batch
+from forerun.train.options import TrainOptions
+from forerun.train.recipes.base import Measured, Output, Reading, read_teacher
+from forerun.train.recipes.losses import LawLoss
+from forerun.train.teacher import Teacher
+
+KEPT_BYTES = 4 << 30  # of features: on a CPU a pass of the target costs more than everything behind it
+
+
+class AdapterModule(nn.Module):
+    """An ExitAdapter in training; it starts as the target's own early exit."""
+
+    def __init__(self, final_norm: Tensor, rank: int, eps: float) -> None:
+        super().__init__()
+        width = len(final_norm)
+        self.norm = nn.Parameter(torch.ones(width))
+        self.down = nn.Parameter(torch.randn(rank, width) * width**-0.5)
+        self.up = nn.Parameter(torch.zeros(width, rank))
+        self.final_norm = nn.Parameter(final_norm.clone())
+        self.eps = eps
+
+    def adapter(self) -> ExitAdapter:
+        return ExitAdapter(self.norm, self.down, self.up, self.final_norm, self.eps)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.adapter()(rows)
+
+
+class EarlyExitRecipe:
+    """A norm and a gated low-rank correction behind one of the frozen target's layers."""
+
+    feature_weight = 0.0
+    law_weight = 1.0
+
+    def __init__(
+        self, options: TrainOptions, teacher: Teacher, checkpoint: Checkpoint, vocabulary: DraftVocabulary
+    ) -> None:
+        """A vocabulary smaller than the target's makes steps cheaper; the adapter drafts all tokens in any case."""
+        if not supports(checkpoint.config):
+            raise InvalidInput(
+                "early-exit needs a target of one of our own families: layer_skip runs no other"
+            )
+        config, device = DecoderConfig.from_hf(checkpoint.config), teacher.head.device
+        self.exit = options.exit or default_plan(config.layers).layers.end
+        if not 1 <= self.exit < config.layers:
+            raise InvalidInput(
+                f"exit={self.exit} is out of range: 1 to {config.layers - 1} of {config.layers} layers"
+            )
+        self.options, self.teacher, self.layers = options, teacher, config.layers
+        self.vocabulary = vocabulary.to(device)
+        self.law_loss = LawLoss(options.loss)
+        self._truth_head = self.vocabulary.rows_of(teacher.head)
+        norm = Named(checkpoint.weights, config, torch.float32, torch.device("cpu")).final_norm()
+        self.adapter = AdapterModule(norm.float(), options.rank, config.norm_eps).to(device)
+        self._kept: dict[bytes, tuple[Tensor, Tensor]] = {}
+        self._bytes = 0
+
+    def module(self) -> nn.Module:
+        return self.adapter
+
+    def rates(self) -> dict[str, float]:
+        return {}
+
+    def lm_head(self) -> Tensor:
+        return self._truth_head
+
+    def truth_head(self) -> Tensor:
+        return self._truth_head
+
+    def read(self, batch: Batch) -> Reading:
+        exits, last = self._features(batch.tokens)
+        with torch.no_grad():
+            return read_teacher(({self.exit: exits}, last), self.teacher.head, self.vocabulary)
+
+    def outputs(self, batch: Batch, reading: Reading, noise: torch.Generator | None) -> Iterator[Output]:
+        """One level: what a chain comes to is this level's rate to the power of its length."""
+        rows = reading.features[self.exit]
+        yield Output(self.adapter(rows if torch.is_autocast_enabled(rows.device.type) else rows.float()), 0)
+
+    def export(self, folder: Path, measured: Measured) -> None:
+        """A plan of layers that `forerun generate --drafter layer_skip --draft-layers FOLDER` reads."""
+        notes = {
+            "target": self.options.target,
+            "acceptance": round(measured.rates[0][0], 4),
+            "measured": "greedy agreement per token on held-back text, teacher-forced",
+        }
+        adapter = self.adapter.adapter().to(torch.float32, torch.device("cpu"))
+        write_plan(folder / PLAN, LayerPlan(LayerSubset(self.exit), adapter, notes), self.layers)
+
+    def _features(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, D] what leaves the exit layer and what leaves the last norm; on a CPU every text is read once."""
+        if tokens.device.type != "cpu":
+            features, last = self.teacher.features(tokens, (self.exit,))
+            return features[self.exit], last
+        texts = [
+            row[: int(row.nonzero().max()) + 1] if row.any() else row[:1] for row in tokens
+        ]  # no padding
+        found = [self._read_once(text) for text in texts]
+        exits, last = (torch.stack([_padded(pair[i], tokens.shape[1]) for pair in found]) for i in (0, 1))
+        return exits, last
+
+    def _read_once(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, D] twice; they are kept while there is room."""
+        key = text.numpy().tobytes()
+        if key in self._kept:
+            return self._kept[key]
+        features, last = self.teacher.features(text[None], (self.exit,))
+        pair = features[self.exit][0], last[0]
+        self._bytes += pair[0].nbytes + pair[1].nbytes
+        if self._bytes <= KEPT_BYTES:
+            self._kept[key] = pair
+        return pair
+
+
+def _padded(rows: Tensor, length: int) -> Tensor:
+    """Rows of zeros behind some rows: [T, D] -> [length, D]."""
+    return torch.nn.functional.pad(rows, (0, 0, 0, length - len(rows)))
