@@ -135,7 +135,9 @@ class ModelDrafter:
         if branch is None:
             length = min(seq.max_length, self.draft.max_length)
             fields = (seq.prompt_length, seq.params, seq.seed, length, seq.stop_ids, seq.shares_noise)
-            branch = Branch(seq.id, [], *fields, cache_salt=seq.cache_salt)
+            branch = Branch(
+                seq.id, [], *fields, cache_salt=seq.cache_salt, source=seq.source, rules=seq.rules
+            )
             self._branches[seq.id] = branch
         branch.seed = seq.seed  # that of a cascade's level changes with its rounds
         fresh = seq.tokens[branch.committed :]

@@ -58,8 +58,8 @@ def note_prompts(seqs: Sequence[SequenceState], target: Target, stats: EngineSta
     for seq in seqs:
         if not seq.prompt_seconds:
             reused = target.reused_tokens(seq)
-            found += reused
+            found += reused - len(seq.source)  # the encoder computed these
             seq.note_reuse(reused)
-            stats.count_prompt(len(seq.tokens), reused)
+            stats.count_prompt(len(seq.source) + len(seq.tokens), reused)
         seq.note_prompt(seconds)
     return found
