@@ -4,7 +4,8 @@ Each node is warped with its own path as context, because penalties and bans dep
 would be if the node were accepted. The order and the semantics are transformers': bias,
 repetition penalty, presence and frequency penalties, bad words, min tokens, tokens that the model's own settings
 force, the caller's own processors, temperature, top-k, top-p, min-p. Greedy rows skip the last four. Rows that need
-nothing are handed on as they are, without a copy. No number here overflows: parameters have limits (params.py), processors are checked.
+nothing are handed on as they are, without a copy. No number here overflows: parameters have limits (params.py),
+processors are checked.
 """
 
 from __future__ import annotations
