@@ -27,6 +27,7 @@ class SequenceCache:
             grown[:, :, :, : self.length] = self.data[:, :, :, : self.length]
             self.data = grown
 
+    @torch.inference_mode()  # its tensors are made in that mode
     def keep(self, path: Sequence[int]) -> None:
         """Commit the root and these nodes of the last pass: each moves behind the one before it."""
         places = list(enumerate(path, start=1))
