@@ -57,12 +57,17 @@ def test_a_batch_of_mixed_sources_is_written_as_transformers_writes_each(name: s
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_alone_writes_the_same(name: str) -> None:
     prompts = sources(4, seed=1)
-    texts = write(engine_for(make_target(name, in_torch=True), name), prompts, SamplingParams(max_tokens=TOKENS))
+    texts = write(
+        engine_for(make_target(name, in_torch=True), name), prompts, SamplingParams(max_tokens=TOKENS)
+    )
     assert texts == [reference(name, prompt, TOKENS) for prompt in prompts]
 
 
 def test_penalties_count_the_decoders_tokens_as_transformers_does() -> None:
-    prompts, params = sources(4, seed=2), SamplingParams(max_tokens=TOKENS, repetition_penalty=1.7, min_tokens=6)
+    prompts, params = (
+        sources(4, seed=2),
+        SamplingParams(max_tokens=TOKENS, repetition_penalty=1.7, min_tokens=6),
+    )
     for name in ("t5", "marian"):
         rules = {"repetition_penalty": 1.7, "min_new_tokens": 6}
         wanted = [reference(name, prompt, TOKENS, **rules) for prompt in prompts]
@@ -91,7 +96,10 @@ def test_a_forced_first_token_is_written_first() -> None:
     prompts = sources(3)
     options = {"forced_bos_token_id": 17, "bad_words_ids": [[PAD]]}
     wanted = [reference("marian", prompt, 9, **options) for prompt in prompts]
-    assert write(engine_for(target, "marian", "ngram", budget=4), prompts, SamplingParams(max_tokens=9)) == wanted
+    assert (
+        write(engine_for(target, "marian", "ngram", budget=4), prompts, SamplingParams(max_tokens=9))
+        == wanted
+    )
     assert all(text[0] == 17 for text in wanted)
 
 
@@ -171,7 +179,15 @@ def test_an_output_ends_at_the_decoders_own_limit() -> None:
 
 
 def test_a_config_that_cannot_be_run_is_refused() -> None:
-    config = {"model_type": "t5", "num_layers": 1, "num_heads": 1, "d_model": 8, "vocab_size": 9, "d_ff": 8, "d_kv": 8}
+    config = {
+        "model_type": "t5",
+        "num_layers": 1,
+        "num_heads": 1,
+        "d_model": 8,
+        "vocab_size": 9,
+        "d_ff": 8,
+        "d_kv": 8,
+    }
     config["pad_token_id"] = 0
     assert EncoderDecoderConfig.from_hf(config, {}).source_rules.start == 0
     with pytest.raises(UnsupportedModel, match="tanh"):

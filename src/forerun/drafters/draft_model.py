@@ -126,7 +126,10 @@ class ModelDrafter:
             branch.committed = min(branch.committed, length)
 
     def _depth(self, seq: Seq, budget: Budget) -> int:
-        """How deep to draft: the budget, within the draft model's own context."""
+        """How deep to draft: the budget, within the draft model's own context; 0 if it cannot read the source."""
+        rules = self.draft.source_rules
+        if rules is not None and len(seq.source) > rules.longest:
+            return 0
         return min(budget.depth, budget.nodes, self.draft.max_length - len(seq.tokens) - 1)
 
     def _follow(self, seq: Seq) -> Branch:

@@ -32,8 +32,8 @@ def load_encoder_decoder(
     )
     mode = _MODES.get(dtype) if device.type == "cpu" and native.available() else None
     if mode is None and dtype == "q8":
-        raise InvalidInput(f"dtype='q8' needs a CPU and the native kernels: {native.why_not() or 'use float32'}")
+        raise InvalidInput(
+            f"dtype='q8' needs a CPU and the native kernels: {native.why_not() or 'use float32'}"
+        )
     kept = torch.float32 if mode is not None else torch_dtype(dtype, device)
-    return EncoderDecoder(
-        config, checkpoint.weights, dtype=kept, device=device, mode=mode, kv_slots=kv_slots
-    )
+    return EncoderDecoder(config, checkpoint.weights, dtype=kept, device=device, mode=mode, kv_slots=kv_slots)
