@@ -53,7 +53,7 @@ def _rounded(rows: float) -> int:
 
 
 def note_prompts(seqs: Sequence[SequenceState], target: Target, stats: EngineStats, seconds: float) -> int:
-    """Chunks of these prompts were read in so many seconds; returns how many rows were found instead of computed."""
+    """Chunks of these prompts were read in so many seconds; returns the rows found, less those of sources."""
     found = 0
     for seq in seqs:
         if not seq.prompt_seconds:
