@@ -3,8 +3,9 @@
     python -m forerun.bench.translate opus-en-fr --sentences FILE --count 200 --drafters none,ngram
 
 FILE holds a sentence per line, or JSON lines with `turns`, whose first turn is cut into sentences; without one a few
-sentences of our own are translated. One sentence at a time, every contender in turn, so that what else the machine
-does meets all alike. The last line is one JSON document. Seconds are those of whole calls, from ids to ids.
+sentences of our own are translated. `--batch` sentences at a time, every contender in turn, so that what else the
+machine does meets all alike; `--shared` lets drafters learn from the sentences before. The last line is one JSON
+document. Seconds are those of whole calls, from ids to ids.
 """
 
 from __future__ import annotations
@@ -34,22 +35,25 @@ OWN = (
     "Please send the invoice to accounts@example.com before Friday.",
     "Our laboratory measured the temperature every ten minutes for a year.",
 )
-Translate = Callable[[tuple[int, ...]], tuple[list[int], int]]  # source -> tokens, target passes
+Source = tuple[int, ...]
+Translate = Callable[
+    [Sequence[Source]], tuple[list[list[int]], int]
+]  # sources -> tokens of each, rounds of all
 
 
 @dataclass(slots=True)
 class Tally:
     """What one contender did."""
 
-    seconds: list[float] = field(default_factory=list)  # by sentence
+    seconds: list[float] = field(default_factory=list)  # by call
     tokens: int = 0
-    passes: int = 0
+    rounds: int = 0  # of every sentence
     equal: int = 0  # texts that are those of transformers
 
     def figures(self, sentences: int) -> dict[str, Any]:
         return {
             "tokens_per_second": round(self.tokens / sum(self.seconds), 2),
-            "tokens_per_round": round(self.tokens / self.passes, 3),
+            "tokens_per_round": round(self.tokens / self.rounds, 3),
             "milliseconds_per_token": round(1e3 * sum(self.seconds) / self.tokens, 3),
             "equal": self.equal,
             "of": sentences,
@@ -61,39 +65,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.threads:
         torch.set_num_threads(given.threads)
     sentences = read_sentences(given.sentences, given.count)
-    llms = {name: LLM(given.model, drafter=name) for name in given.drafters.split(",")}
+    config = {"dtype": given.dtype, "max_batch": given.batch}
+    speculative = {"shared": given.shared}
+    llms = {
+        name: LLM(given.model, drafter=name, speculative_config=speculative, config=config)
+        for name in given.drafters.split(",")
+    }
     tokenizer = next(iter(llms.values())).tokenizer
     contenders = {PEER: peer_contender(given.model, given.max_tokens)}
     contenders |= {name: our_contender(llm, given.max_tokens) for name, llm in llms.items()}
     sources = [tuple(tokenizer.encode(sentence)) for sentence in sentences]
     for contender in contenders.values():  # what a first call prepares is not measured
-        contender(sources[0])
-    tallies = measure(contenders, sources)
+        contender([tuple(tokenizer.encode(OWN[0]))])
+    tallies = measure(contenders, sources, given.batch)
     _print(tallies, len(sources))
     conditions = {
-        "model": given.model, "sentences": len(sources), "max_tokens": given.max_tokens, "batch": 1,
+        "model": given.model, "sentences": len(sources), "max_tokens": given.max_tokens, "batch": given.batch,
+        "shared": given.shared, "dtype": given.dtype,
         "threads": torch.get_num_threads(), "load_after": load_average(), **machine_facts(),
     }  # fmt: skip
     figures = {name: tally.figures(len(sources)) for name, tally in tallies.items()}
     print(json.dumps({"translate": figures, "speedup": speedups(tallies), "conditions": conditions}))
 
 
-def measure(contenders: dict[str, Translate], sources: Sequence[tuple[int, ...]]) -> dict[str, Tally]:
+def measure(contenders: dict[str, Translate], sources: Sequence[Source], batch: int = 1) -> dict[str, Tally]:
     """Every sentence by every contender; texts are compared with those of transformers."""
     tallies = {name: Tally() for name in contenders}
-    for number, source in enumerate(sources):
+    for number, first in enumerate(range(0, len(sources), batch)):
         order = list(contenders)
         order = order[number % len(order) :] + order[: number % len(order)]  # nobody is always first
-        texts: dict[str, list[int]] = {}
+        texts: dict[str, list[list[int]]] = {}
         for name in order:
             started = perf_counter()
-            texts[name], passes = contenders[name](source)
+            texts[name], rounds = contenders[name](sources[first : first + batch])
             tally = tallies[name]
             tally.seconds.append(perf_counter() - started)
-            tally.tokens += len(texts[name])
-            tally.passes += passes
-        for name, text in texts.items():
-            tallies[name].equal += text == texts[PEER]
+            tally.tokens += sum(map(len, texts[name]))
+            tally.rounds += rounds
+        for name, found in texts.items():
+            tallies[name].equal += sum(a == b for a, b in zip(found, texts[PEER], strict=True))
     return tallies
 
 
@@ -124,9 +134,9 @@ def read_sentences(file: Path | None, count: int) -> list[str]:
 
 
 def our_contender(llm: LLM, max_tokens: int) -> Translate:
-    def translate(source: tuple[int, ...]) -> tuple[list[int], int]:
-        done = llm.generate(source, max_tokens=max_tokens)
-        return done.token_ids, done.rounds
+    def translate(sources: Sequence[Source]) -> tuple[list[list[int]], int]:
+        done = llm.generate(list(sources), max_tokens=max_tokens)
+        return [one.token_ids for one in done], sum(one.rounds for one in done)
 
     return translate
 
@@ -138,18 +148,19 @@ def peer_contender(model: str, max_tokens: int) -> Translate:
     peer = AutoModelForSeq2SeqLM.from_pretrained(str(find_model(model)), dtype=torch.float32).eval()
     peer.generation_config.max_length = None  # max_new_tokens says it
 
-    def translate(source: tuple[int, ...]) -> tuple[list[int], int]:
-        ids = torch.tensor([source])
+    pad, end = int(peer.config.pad_token_id), int(peer.generation_config.eos_token_id)
+
+    def translate(sources: Sequence[Source]) -> tuple[list[list[int]], int]:
+        longest = max(map(len, sources))
+        ids = torch.tensor([[*source, *[pad] * (longest - len(source))] for source in sources])
+        mask = torch.tensor([[1] * len(source) + [0] * (longest - len(source)) for source in sources])
         with torch.inference_mode():
             found = peer.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                num_beams=1,
-                do_sample=False,
-                max_new_tokens=max_tokens,
+                ids, attention_mask=mask, num_beams=1, do_sample=False, max_new_tokens=max_tokens
             )
-        text = [int(token) for token in found[0][1:]]
-        return text, len(text)
+        rows = [[int(token) for token in row[1:]] for row in found]
+        texts = [row[: row.index(end) + 1] if end in row else row for row in rows]  # pads follow the end
+        return texts, sum(map(len, texts))
 
     return translate
 
@@ -171,6 +182,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sentences", type=Path, help="a sentence per line, or JSON lines with `turns`")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--drafters", default="none,ngram", help="with commas between")
+    parser.add_argument("--batch", type=int, default=1, help="sentences at once, of every contender")
+    parser.add_argument("--shared", action="store_true", help="drafters learn from earlier sentences")
+    parser.add_argument("--dtype", default="float32", help="of our weights: float32 or q8")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, help="of torch and of ours; as many as cores without it")
     return parser

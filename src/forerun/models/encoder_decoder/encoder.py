@@ -1,14 +1,13 @@
-"""The encoder: reads the sources of several requests in one pass, and makes what their decoders attend to.
+"""The encoder: reads sources, and makes what their decoders attend to.
 
-Rows of all sources share the linear layers; attention runs within each source, so that nothing is padded and a
-source's rows do not depend on the others.
+A source is read by itself. It has rows enough to be worth reading the weights for, and so its bits depend on no other:
+in torch the bits of a row depend on how many rows there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,32 +24,25 @@ class Encoder:
         self.config, self.model = config, model
         self._biases: dict[int, Tensor] = {}  # by length
 
-    def read(self, sources: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Of every source [L, 2, H, S, Dh]: keys and values for each decoder layer."""
+    def read(self, source: Sequence[int]) -> Tensor:
+        """[L, 2, H, S, Dh]: keys and values for each decoder layer."""
         config, stack = self.config, self.model.encoder
-        lengths = [len(source) for source in sources]
-        tokens = [token for source in sources for token in source]
-        x = stack.embed(tokens, [i for n in lengths for i in range(n)], config.embedding_scale)
-        biases = [self._bias(length) for length in lengths]
+        x = stack.embed(list(source), list(range(len(source))), config.embedding_scale)
+        bias = self._bias(len(source))
         for layer in stack.layers:
-            x = self._layer(layer, x, lengths, biases)
+            x = self._layer(layer, x, bias)
         if stack.final_norm is not None:
             x = stack.final_norm(x)
-        made = self.model.cross(x).view(
-            len(x), config.decoder.layers, 2, config.decoder.heads, config.head_dim
-        )
-        return [part.permute(1, 2, 3, 0, 4).contiguous() for part in torch.split(made, lengths)]
+        made = self.model.cross(x)
+        shape = len(x), config.decoder.layers, 2, config.decoder.heads, config.head_dim
+        return made.view(shape).permute(1, 2, 3, 0, 4).contiguous()
 
-    def _layer(self, layer: Layer, x: Tensor, lengths: list[int], biases: Sequence[Tensor | None]) -> Tensor:
+    def _layer(self, layer: Layer, x: Tensor, bias: Tensor | None) -> Tensor:
         config, part = self.config, layer.feed_forward
 
         def attend(rows: Tensor) -> Tensor:
             qkv = layer.attention.inputs(rows).view(len(rows), 3, config.encoder.heads, config.head_dim)
-            found = [
-                _attend(own, bias, config.attention_scale)
-                for own, bias in zip(torch.split(qkv, lengths), biases, strict=True)
-            ]
-            return layer.attention.output(torch.cat(found))
+            return layer.attention.output(_attend(qkv, bias, config.attention_scale))
 
         x = apply_part(x, layer.attention.norm, config.norms_first, attend)
         return apply_part(x, part.norm, config.norms_first, lambda rows: feed_forward(rows, part, config))

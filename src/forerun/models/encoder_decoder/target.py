@@ -125,7 +125,7 @@ class EncoderDecoder(UnpagedTarget):
         self._caches.pop(seq.id, None)
 
     def _admit(self, seqs: Sequence[Seq]) -> None:
-        """Read the sources of sequences that are not known yet, all in one pass; all are known then, or none."""
+        """Read the sources of sequences that are not known yet; all are known then, or none."""
         new = [seq for seq in seqs if seq.id not in self._caches]
         if not new:
             return
@@ -135,7 +135,7 @@ class EncoderDecoder(UnpagedTarget):
             raise InvalidInput(f"a source of {too_long} tokens; the encoder reads {rules.longest} at most")
         with torch.inference_mode():
             self._match_threads()
-            made = self._encoder.read(sources)
+            made = [self._encoder.read(source) for source in sources]
         self._caches |= {seq.id: SequenceCache(rows) for seq, rows in zip(new, made, strict=True)}
 
     @torch.inference_mode()

@@ -88,6 +88,8 @@ class Reader:
         mode: FloatMode | None,
     ) -> None:
         self.weights, self.config, self.dtype, self.device, self.mode = weights, config, dtype, device, mode
+        # a source has many rows, which torch multiplies faster; it is read by itself, so its bits are its own
+        self.encoder_mode = None if mode == "float32" else mode
         self.names = _MARIAN if config.family == "marian" else _t5_names(config.gated)
 
     def model(self) -> Model:
@@ -114,25 +116,28 @@ class Reader:
 
     def _layer(self, stack: str, i: int, sizes: StackConfig) -> Layer:
         names, width = self.names, self.config.width
+        mode = self.mode if stack == "decoder" else self.encoder_mode
         at, cross, part = names.layer.format(stack=stack, i=i), None, int(stack == "decoder")
         if part:
-            cross = self._attention(at, names.cross, names.cross_norm, names.projections[:1])
+            cross = self._attention(at, names.cross, names.cross_norm, names.projections[:1], mode)
         return Layer(
-            attention=self._attention(at, names.attention, names.attention_norm, names.projections[:3]),
+            attention=self._attention(at, names.attention, names.attention_norm, names.projections[:3], mode),
             cross=cross,
             feed_forward=FeedForward(
                 norm=self._norm(at + names.feed_forward_norm[part]),
-                up=self._linear([at + name for name in names.up[part]], (sizes.inner, width)),
-                down=self._linear([at + names.down[part]], (width, sizes.inner)),
+                up=self._linear([at + name for name in names.up[part]], (sizes.inner, width), mode),
+                down=self._linear([at + names.down[part]], (width, sizes.inner), mode),
             ),
         )
 
-    def _attention(self, at: str, name: str, norm: str, inputs: tuple[str, ...]) -> Attention:
+    def _attention(
+        self, at: str, name: str, norm: str, inputs: tuple[str, ...], mode: FloatMode | None
+    ) -> Attention:
         width, wide = self.config.width, self._wide()
         return Attention(
             norm=self._norm(at + norm),
-            inputs=self._linear([f"{at}{name}{part}" for part in inputs], (wide, width)),
-            output=self._linear([f"{at}{name}{self.names.projections[3]}"], (width, wide)),
+            inputs=self._linear([f"{at}{name}{part}" for part in inputs], (wide, width), mode),
+            output=self._linear([f"{at}{name}{self.names.projections[3]}"], (width, wide), mode),
         )
 
     def _cross_inputs(self) -> Linear:
@@ -141,7 +146,7 @@ class Reader:
         for i in range(self.config.decoder.layers):
             at = names.layer.format(stack="decoder", i=i) + names.cross
             parts += [at + names.projections[1], at + names.projections[2]]
-        return self._linear(parts, (self._wide(), self.config.width))
+        return self._linear(parts, (self._wide(), self.config.width), self.encoder_mode)
 
     def _wide(self) -> int:
         return self.config.decoder.heads * self.config.head_dim
@@ -181,13 +186,13 @@ class Reader:
             self.config.norm_eps,
         )
 
-    def _linear(self, names: list[str], shape: tuple[int, int]) -> Linear:
+    def _linear(self, names: list[str], shape: tuple[int, int], mode: FloatMode | None) -> Linear:
         """Several weights of one shape that share their input, as one."""
         weight = torch.cat([self._read(f"{name}.weight", shape) for name in names])
         biases = [self._read(f"{name}.bias", shape[:1]) for name in names if f"{name}.bias" in self.weights]
         if biases and len(biases) != len(names):
             raise DamagedFile(f"some of {names[0]!r} and its like have a bias and some have none")
-        return make_linear(weight, torch.cat(biases) if biases else None, self.mode)
+        return make_linear(weight, torch.cat(biases) if biases else None, mode)
 
     def _first(self, names: Sequence[str]) -> str:
         return next((name for name in names if name in self.weights), names[0])
