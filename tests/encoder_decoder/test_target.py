@@ -20,7 +20,16 @@ from forerun.sources import LawRules
 from forerun.testing import check_target
 from forerun.testing.faults import Fault
 from forerun.types import Needs, PlainSeq, Request, TreeBatch
-from tests.encoder_decoder.tiny_models import NAMES, PAD, VOCAB, eos_of, make_target, reference, sources
+from tests.encoder_decoder.tiny_models import (
+    NAMES,
+    PAD,
+    VOCAB,
+    eos_of,
+    make_model,
+    make_target,
+    reference,
+    sources,
+)
 
 TOKENS = 24
 
@@ -52,6 +61,19 @@ def test_a_batch_of_mixed_sources_is_written_as_transformers_writes_each(name: s
     if drafter != "none":
         assert engine.stats.drafted > 0, "nothing was drafted: nothing was shown"
     assert engine.target.used_slots == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name: str) -> None:
+    """Also where scale and bias would not change which token is the likeliest."""
+    source, tokens = sources(1)[0], [make_target(name).source_rules.start, 7, 9, 11]
+    with torch.no_grad():
+        ids = torch.tensor([source])
+        wanted = make_model(name)(input_ids=ids, decoder_input_ids=torch.tensor([tokens])).logits[0]
+    target, seq = make_target(name), PlainSeq(0, tokens[:1], source=source)
+    target.prefill([seq], Needs())
+    got = target.score([seq], TreeBatch.chains([tokens]), Needs()).required_logits
+    assert torch.allclose(got, wanted, atol=2e-4), float((got - wanted).abs().max())
 
 
 @pytest.mark.parametrize("name", NAMES)
