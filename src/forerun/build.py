@@ -196,8 +196,13 @@ def draft_models(speculative: SpeculativeConfig) -> list[str]:
 def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     """Our own decoder where it knows the family, else transformers behind the same protocol."""
     from forerun.models.config import DecoderConfig, supports
+    from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
 
     device = torch.device(_device(config.device))
+    if is_encoder_decoder(checkpoint.config):
+        from forerun.models.encoder_decoder.load import load_encoder_decoder
+
+        return load_encoder_decoder(checkpoint, config.dtype, _dtype, device, config.kv_slots)
     if supports(checkpoint.config):
         from forerun.models.decoder import Decoder
         from forerun.models.kv_budget import allowed_bytes

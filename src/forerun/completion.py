@@ -65,7 +65,7 @@ def completion_of(seq: SequenceState, exact: bool) -> Completion:
         text="".join(event.text for event in seq.events),
         token_ids=[*seq.tokens[seq.prompt_length :]],
         finish_reason=seq.finished or "aborted",
-        prompt_tokens=seq.prompt_length,
+        prompt_tokens=len(seq.request.prompt),
         rounds=stats.rounds,
         tokens_per_round=stats.tokens_per_round,
         accepted_per_position=stats.accepted_per_position,

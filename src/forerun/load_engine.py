@@ -91,6 +91,8 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
 
 def drafting(model: Target, tokens: TokenMap | None, target: Target) -> Target:
     """A draft model, in the target's vocabulary."""
+    if tokens is not None and target.source_rules is not None:
+        raise InvalidInput("a draft model for an encoder-decoder must have the target's own tokenizer")
     return model if tokens is None else TranslatedTarget(model, tokens.padded(target.vocab_size))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forerun.checks import as_token_ids, as_whole, refuse
 from forerun.params import SamplingParams
+from forerun.sources import LawRules
 from forerun.trees import DeviceOutcome as DeviceOutcome
 from forerun.trees import Draws as Draws
 from forerun.trees import TreeBatch as TreeBatch
@@ -50,6 +51,10 @@ class Seq(Protocol):
     def cache_salt(
         self,
     ) -> str | None: ...  # it shares cached prompts with those of the same salt; None = with none
+    @property
+    def source(self) -> Sequence[int]: ...  # what an encoder reads; () where the model is a decoder alone
+    @property
+    def rules(self) -> LawRules | None: ...  # of its laws, beside its parameters
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +70,8 @@ class PlainSeq:
     stop_ids: frozenset[int] = frozenset()
     shares_noise: bool = False
     cache_salt: str | None = None
+    source: Sequence[int] = ()
+    rules: LawRules | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_length < 0:

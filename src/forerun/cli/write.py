@@ -96,6 +96,8 @@ def write_text(
 
 def room_for(llm: LLM, prompt_tokens: int, params: SamplingParams) -> int:
     """How many tokens of what is asked for fit behind a prompt in the context."""
+    if llm.engine.target.source_rules is not None:  # the encoder reads it; a start token is in the context
+        prompt_tokens = 1
     return max(0, min(params.max_tokens, llm.engine.max_length - prompt_tokens))
 
 
@@ -103,6 +105,7 @@ def over_the_context(llm: LLM, prompt_tokens: int, params: SamplingParams) -> st
     """The warning where --max-tokens is more than fits."""
     left = room_for(llm, prompt_tokens, params)
     prompt = f"behind a prompt of {prompt_tokens} tokens" if prompt_tokens else "for prompt and text together"
+    prompt = prompt if llm.engine.target.source_rules is None else "of output"
     limit = f"the context of {llm.engine.max_length} tokens has room for {left} {prompt}"
     return f"--max-tokens {params.max_tokens} is more than fits: {limit}"
 

@@ -45,6 +45,11 @@ class Parts:
         """The second model that this drafter runs."""
         if self.draft is None:
             raise InvalidInput(f"the drafter {drafter!r} needs a second checkpoint; pass draft_model=NAME")
+        if (self.draft.source_rules is None) != (self.target.source_rules is None):
+            raise InvalidInput(
+                "an encoder-decoder drafts for an encoder-decoder, and a decoder for a decoder; "
+                "pass a draft_model of the target's kind, or another drafter"
+            )
         return self.draft
 
 

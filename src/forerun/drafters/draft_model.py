@@ -134,7 +134,10 @@ class ModelDrafter:
             branch.committed = min(branch.committed, length)
 
     def _depth(self, seq: Seq, budget: Budget) -> int:
-        """How deep to draft: the budget, within the draft model's own context."""
+        """How deep to draft: the budget, within the draft model's own context; 0 if it cannot read the source."""
+        rules = self.draft.source_rules
+        if rules is not None and len(seq.source) > rules.longest:
+            return 0
         return min(budget.depth, budget.nodes, self.draft.max_length - len(seq.tokens) - 1)
 
     def _follow(self, seq: Seq) -> Branch:
@@ -143,7 +146,9 @@ class ModelDrafter:
         if branch is None:
             length = min(seq.max_length, self.draft.max_length)
             fields = (seq.prompt_length, seq.params, seq.seed, length, seq.stop_ids, seq.shares_noise)
-            branch = Branch(seq.id, [], *fields, cache_salt=seq.cache_salt)
+            branch = Branch(
+                seq.id, [], *fields, cache_salt=seq.cache_salt, source=seq.source, rules=seq.rules
+            )
             self._branches[seq.id] = branch
         branch.seed = seq.seed  # that of a cascade's level changes with its rounds
         fresh = seq.tokens[branch.committed :]

@@ -4,6 +4,10 @@ The longest recent match wins; where nothing matches, nothing is drafted. The hi
 cost: whether or not a guess was proposed, the committed token shows whether it would have been accepted. There is one
 rate per match length; the i-th token of a guess uses the rate i lengths up, because each right token makes the match
 one longer.
+
+Of an encoder-decoder the source comes first: it is looked up as if it had been written before the output, behind a
+start token of its own. So drafting begins with the source's first tokens, and wherever the output agrees with the
+source it goes on there: aggressive decoding (Ge et al., 2022).
 """
 
 from __future__ import annotations
@@ -70,7 +74,8 @@ class _Sequence:
     """What is kept per sequence."""
 
     rates: HitRates
-    tokens: list[int] = field(default_factory=list)  # the sequence's own, in a list that is quick to read
+    source: int = 0  # tokens in front of the sequence's own: a start token, and what the encoder reads
+    tokens: list[int] = field(default_factory=list)  # these and its own, in a list that is quick to read
     places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # n-gram -> ends, oldest first
     indexed: int = 0  # tokens in the index
     guess: list[int] = field(default_factory=list)  # best continuation at the last proposal
@@ -80,7 +85,7 @@ class _Sequence:
 
 
 class NgramDrafter(LookupDrafter):
-    """Longest recent match of the sequence's end within the sequence itself."""
+    """Longest recent match of the sequence's end within the sequence itself, and within its source."""
 
     def __init__(self, longest: int = 16, shortest: int = 1) -> None:
         self.longest, self.shortest = longest, shortest
@@ -114,6 +119,7 @@ class NgramDrafter(LookupDrafter):
         state = self._sequences.get(seq.id)
         if state is None:
             return
+        length += state.source
         for end in range(state.indexed, max(0, length - 1), -1):
             for n in KEYS:
                 if end >= n:
@@ -140,8 +146,10 @@ class NgramDrafter(LookupDrafter):
         """What is kept for a sequence, updated to its last token."""
         state = self._sequences.get(seq.id)
         if state is None:
-            state = self._sequences[seq.id] = _Sequence(HitRates.empty(self.longest))
-        state.tokens += seq.tokens[len(state.tokens) :]
+            before = [seq.tokens[0], *seq.source] if seq.source else []
+            state = _Sequence(HitRates.empty(self.longest), len(before), before)
+            self._sequences[seq.id] = state
+        state.tokens += seq.tokens[len(state.tokens) - state.source :]
         self._index(state, state.tokens)
         return state
 

@@ -18,6 +18,7 @@ from forerun.drafters.token_map import TokenMap
 from forerun.errors import PromptTooLong
 from forerun.models.base import Target
 from forerun.models.shared import SharedWeights
+from forerun.sources import SourceRules
 from forerun.types import Needs, PlainSeq, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
 
 PIECES = 4  # of the draft model's tokens that one of the target's is thought to take at most
@@ -65,6 +66,10 @@ class TranslatedTarget:
     @property
     def slots(self) -> int | None:
         return self.draft.slots
+
+    @property
+    def source_rules(self) -> SourceRules | None:
+        return self.draft.source_rules
 
     def shared(self) -> SharedWeights | None:
         return None

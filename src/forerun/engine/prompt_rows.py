@@ -53,13 +53,13 @@ def _rounded(rows: float) -> int:
 
 
 def note_prompts(seqs: Sequence[SequenceState], target: Target, stats: EngineStats, seconds: float) -> int:
-    """Chunks of these prompts were read in so many seconds; returns how many rows were found instead of computed."""
+    """Chunks of these prompts were read in so many seconds; returns the rows found, less those of sources."""
     found = 0
     for seq in seqs:
         if not seq.prompt_seconds:
             reused = target.reused_tokens(seq)
-            found += reused
+            found += reused - len(seq.source)  # the encoder computed these
             seq.note_reuse(reused)
-            stats.count_prompt(len(seq.tokens), reused)
+            stats.count_prompt(len(seq.source) + len(seq.tokens), reused)
         seq.note_prompt(seconds)
     return found

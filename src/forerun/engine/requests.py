@@ -8,18 +8,23 @@ from forerun.engine.detokenize import Detokenizer
 from forerun.engine.sequence import SequenceState, Tokens
 from forerun.errors import InvalidInput, PromptTooLong
 from forerun.noise import fresh_seed
+from forerun.sources import SourceRules
 from forerun.types import Request
 
 if TYPE_CHECKING:
     from forerun.engine.engine import Engine
 
 
-def check_request(request: Request, vocab: int, longest: int, has_tokenizer: bool) -> None:
-    """Raise unless an engine of this vocabulary and context can serve it."""
+def check_request(
+    request: Request, vocab: int, longest: int, has_tokenizer: bool, source: SourceRules | None = None
+) -> None:
+    """Raise unless an engine of this vocabulary and context can serve it; `source` is an encoder-decoder's."""
     length = len(request.prompt)
     if not length:
         raise InvalidInput("the prompt is empty; give at least one token")
-    if length >= longest:
+    if source is not None and length > source.longest:
+        raise PromptTooLong(f"the source has {length} tokens; the encoder reads {source.longest}: shorten it")
+    if source is None and length >= longest:
         limit = f"the context of {longest} leaves no room to answer; shorten it"
         raise PromptTooLong(f"the prompt has {length} tokens; {limit}")
     if min(request.prompt) < 0 or max(request.prompt) >= vocab:
@@ -34,7 +39,9 @@ def check_request(request: Request, vocab: int, longest: int, has_tokenizer: boo
 
 def new_sequence(engine: Engine, request: Request, seq_id: int) -> SequenceState:
     """The sequence of a request, if the engine can serve it; nothing is changed."""
-    check_request(request, engine.target.vocab_size, engine.max_length, engine.tokenizer is not None)
+    source = engine.target.source_rules
+    check_request(request, engine.target.vocab_size, engine.max_length, engine.tokenizer is not None, source)
+    start = request.prompt if source is None else (source.start,)
     params, drafter = request.params, request.drafter or engine.default_drafter
     engine.drafters.get(drafter)  # an unknown or unloadable one is the caller's error, now
     verifier = request.verifier or engine.default_verifier
@@ -44,13 +51,14 @@ def new_sequence(engine: Engine, request: Request, seq_id: int) -> SequenceState
         id=seq_id,
         request=request,
         seed=fresh_seed() if params.seed is None else params.seed,
-        max_length=min(len(request.prompt) + params.max_tokens, engine.max_length),
+        max_length=min(len(start) + params.max_tokens, engine.max_length),
         stop_ids=(frozenset() if params.ignore_eos else engine.stop_ids) | frozenset(params.stop_token_ids),
         drafter=drafter,
         verifier=verifier,
         shares_noise=engine.verifiers.get(verifier).shares_noise,
         detokenizer=Detokenizer(engine.tokenizer, params.stop),
-        tokens=Tokens(request.prompt),
-        prompt_length=len(request.prompt),
+        tokens=Tokens(start),
+        prompt_length=len(start),
         drafting=drafter,
+        source_rules=source,
     )

@@ -48,7 +48,7 @@ class Scheduler:
             if rows <= 0 or not self.target.has_room(*lengths) or is_too_long(self.target, seq):
                 break
             new.append(seq)
-            rows -= len(seq.tokens) - 1
+            rows -= len(seq.source) + len(seq.tokens) - 1
         return [*old, *new]
 
     def begin(self, readers: Sequence[SequenceState]) -> None:

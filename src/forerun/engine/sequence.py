@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 from forerun.engine.detokenize import Detokenizer
 from forerun.engine.metrics import RoundCounts, SequenceStats
 from forerun.params import SamplingParams
+from forerun.sources import LawRules, SourceRules
 from forerun.types import Event, FinishReason, Request
 
 
@@ -45,6 +46,7 @@ class SequenceState:
     tokens: Tokens
     prompt_length: int
     drafting: str  # the drafter's name, or the plain one's where it has failed
+    source_rules: SourceRules | None = None  # the target's: its prompt is then what the encoder reads
     rounds: list[RoundCounts] = field(default_factory=list)  # the counts of each
     events: list[Event] = field(default_factory=list)  # all so far
     made: float = field(default_factory=perf_counter)  # when it was submitted
@@ -62,6 +64,14 @@ class SequenceState:
     @property
     def cache_salt(self) -> str | None:
         return self.request.cache_salt
+
+    @property
+    def source(self) -> tuple[int, ...]:
+        return () if self.source_rules is None else self.request.prompt
+
+    @property
+    def rules(self) -> LawRules | None:
+        return None if self.source_rules is None else self.source_rules.laws
 
     @property
     def stats(self) -> SequenceStats:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from forerun.models.shared import SharedWeights
+from forerun.sources import SourceRules
 from forerun.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 
 
@@ -45,6 +46,11 @@ class Target(Protocol):
     @property
     def slots(self) -> int | None:
         """Slots that there can be in all: no sequence can be longer; None = no limit."""
+        ...
+
+    @property
+    def source_rules(self) -> SourceRules | None:
+        """What an encoder-decoder asks of requests, whose prompts are its sources; None = a decoder alone."""
         ...
 
     def shared(self) -> SharedWeights | None:

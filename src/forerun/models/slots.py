@@ -18,6 +18,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.kv_budget import slot_bytes
 from forerun.models.paged import Extent, PagedKV
 from forerun.models.pages import TREE_MARGIN, pages_for, start_digest
+from forerun.sources import SourceRules
 from forerun.types import Needs, Seq, Verdict, first_rows, offsets
 
 
@@ -81,6 +82,10 @@ class SlotTarget:
     @property
     def slots(self) -> int | None:
         return self.kv.most
+
+    @property
+    def source_rules(self) -> SourceRules | None:
+        return None
 
     def truncate(self, seq: Seq, length: int) -> None:
         self.kv.truncate(seq.id, length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from forerun.sources import SourceRules
 from forerun.types import Needs, Seq
 
 
@@ -21,6 +22,10 @@ class UnpagedTarget(ABC):
     @property
     def cached_slots(self) -> int:
         return 0
+
+    @property
+    def source_rules(self) -> SourceRules | None:
+        return None
 
     def reused_tokens(self, seq: Seq) -> int:
         return 0

@@ -74,6 +74,11 @@ class Backend:
         return self._engine.max_length
 
     @property
+    def has_encoder(self) -> bool:
+        """Is a prompt what an encoder reads? Then it takes no room in the context of the text."""
+        return self._engine.target.source_rules is not None
+
+    @property
     def max_batch(self) -> int:
         return self._engine.max_batch
 

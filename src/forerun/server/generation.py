@@ -50,7 +50,7 @@ class Timing:
 
 def make_jobs(
     body: Generation,
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Sequence[tuple[tuple[int, ...], int]],  # and how much of the context each takes
     processors: Sequence[LawProcessor],
     context: int,
     most: int,
@@ -66,8 +66,8 @@ def make_jobs(
             param="best_of",
         )
     jobs = []
-    for number, prompt in enumerate(prompts):
-        options = sampling_of(body, len(prompt), context) | drafting_of(body)
+    for number, (prompt, taken) in enumerate(prompts):
+        options = sampling_of(body, taken, context) | drafting_of(body)
         if processors:
             options["processors"] = tuple(processors)
         if body.stream and body.stream_options is not None and body.stream_options.include_rejected:

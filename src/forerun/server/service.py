@@ -120,7 +120,9 @@ class Service:
         processors: Sequence[LawProcessor] = (),
     ) -> list[Job]:
         processors = processors or self.grammars.processors_for(body.response_format)
-        return make_jobs(body, prompts, processors, self.backend.max_length, self.settings.max_choices)
+        taken = [1 if self.backend.has_encoder else len(prompt) for prompt in prompts]  # 1 = a start token
+        limits = self.backend.max_length, self.settings.max_choices
+        return make_jobs(body, list(zip(prompts, taken, strict=True)), processors, *limits)
 
     async def write(self, body: Generation, answer: Answer, jobs: list[Job]) -> dict[str, Any]:
         """The whole answer of a request."""

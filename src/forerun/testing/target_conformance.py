@@ -117,7 +117,8 @@ def _join(
 
 def _new_seq(rng: random.Random, id: int, vocab_size: int, length: int = 0) -> FakeSeq:
     tokens = [rng.randrange(vocab_size) for _ in range(length or rng.randint(2, 14))]
-    return FakeSeq(id, tokens, seed=rng.getrandbits(32))
+    source = random.Random(id).choices(range(vocab_size), k=1 + id % 7)  # for those that read one
+    return FakeSeq(id, tokens, seed=rng.getrandbits(32), source=source)
 
 
 def _rewrite(rng: random.Random, target: Target, seq: FakeSeq, needs: Needs) -> None:
@@ -180,7 +181,8 @@ def _compare(
     for b, seq in enumerate(seqs):
         tokens, parents = tree_of(trees, b)
         for i in range(len(tokens)):
-            alone = FakeSeq(next(ids) + (1 << 40), seq.tokens + [tokens[j] for j in path_to(parents, i)])
+            path = [tokens[j] for j in path_to(parents, i)]
+            alone = FakeSeq(next(ids) + (1 << 40), seq.tokens + path, source=seq.source)
             _prefill(plain, [alone], needs)
             root = TreeBatch.chains([alone.tokens[-1:]], plain.device)
             wanted = plain.score([alone], root, needs)

@@ -2,9 +2,10 @@
 
 Each node is warped with its own path as context, because penalties and bans depend on the sequence as it
 would be if the node were accepted. The order and the semantics are transformers': bias,
-repetition penalty, presence and frequency penalties, bad words, min tokens, the caller's own processors,
-temperature, top-k, top-p, min-p. Greedy rows skip the last four. Rows that need nothing are handed on as they
-are, without a copy. No number here overflows: parameters have limits (params.py), processors are checked.
+repetition penalty, presence and frequency penalties, bad words, min tokens, tokens that the model's own settings
+force, the caller's own processors, temperature, top-k, top-p, min-p. Greedy rows skip the last four. Rows that need
+nothing are handed on as they are, without a copy. No number here overflows: parameters have limits (params.py),
+processors are checked.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from forerun.params import SamplingParams
+from forerun.sources import LawRules
 from forerun.types import Laws, Seq, TokenLogprob, TreeBatch
 from forerun.verify.processors import process_block
 from forerun.verify.truncation import keep_top_k, keep_top_p, keep_within_min_p
@@ -31,7 +33,7 @@ _AS_IS = (1.0, 0, 1.0, 0.0)  # temperature, top-k, top-p, min-p that change noth
 def warp(logits: Tensor, seqs: Sequence[Seq], trees: TreeBatch) -> Laws:
     """The law after every node [M, V] of every tree."""
     for seq in seqs:
-        if not _is_plain_greedy(seq.params):
+        if not _is_plain_greedy(seq):
             break
     else:
         return Laws(logits, (True,) * len(seqs), plain_greedy=True)
@@ -39,7 +41,7 @@ def warp(logits: Tensor, seqs: Sequence[Seq], trees: TreeBatch) -> Laws:
     owners = [seq for seq, size in zip(seqs, trees.sizes(), strict=True) for _ in range(size)]
     failures: dict[int, str] = {}
     rows = warp_rows(logits, owners, _paths(seqs, trees), failures)
-    impossible = _impossible(rows, [row for row, seq in enumerate(owners) if _bans(seq.params)], failures)
+    impossible = _impossible(rows, [row for row, seq in enumerate(owners) if _bans(seq)], failures)
     if impossible:
         rows = rows.clone()
         rows[list(impossible)] = 0.0  # any law: a sequence that reaches this node ends with an error
@@ -123,19 +125,26 @@ def _truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
     return logits
 
 
-def _is_plain_greedy(params: SamplingParams) -> bool:
+def _is_plain_greedy(seq: Seq) -> bool:
     """Is the law the argmax of the logits as they are?"""
-    return params.temperature == 0.0 and not adjusts(params)
+    return seq.params.temperature == 0.0 and not adjusts(seq)
 
 
-def adjusts(params: SamplingParams) -> bool:
+def adjusts(seq: Seq) -> bool:
     """Something besides temperature and truncation is set."""
-    return bool(params.logit_bias) or _reads_path(params)
+    return bool(seq.params.logit_bias) or _reads_path(seq)
 
 
-def _bans(params: SamplingParams) -> bool:
+def _bans(seq: Seq) -> bool:
     """Can every token become impossible?"""
-    return bool(params.bad_words or params.min_tokens or params.logit_bias or params.processors)
+    params = seq.params
+    return bool(
+        params.bad_words
+        or params.min_tokens
+        or params.logit_bias
+        or params.processors
+        or seq.rules is not None
+    )
 
 
 def _impossible(log_weights: Tensor, rows: list[int], failures: Mapping[int, str]) -> dict[int, str]:
@@ -147,14 +156,16 @@ def _impossible(log_weights: Tensor, rows: list[int], failures: Mapping[int, str
     return {row: failures.get(row, NOTHING_LEFT) for row in dead}
 
 
-def _reads_path(params: SamplingParams) -> bool:
+def _reads_path(seq: Seq) -> bool:
+    params = seq.params
     penalties = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-    return bool(penalties or params.bad_words or params.min_tokens or params.processors)
+    bans = params.bad_words or params.min_tokens or seq.rules is not None
+    return bool(penalties or bans or params.processors)
 
 
 def _paths(seqs: Sequence[Seq], trees: TreeBatch) -> list[list[int]]:
     """[M] the tokens from below the root down to each node; left empty where nothing reads them."""
-    if not any(_reads_path(seq.params) for seq in seqs):
+    if not any(_reads_path(seq) for seq in seqs):
         return [[]] * trees.nodes
     tokens = trees.to_host()[0]
     shapes = zip(trees.starts, trees.topology(), strict=False)
@@ -167,7 +178,7 @@ def _adjust(
     """Everything before temperature; a copy only where something is set."""
     rows_of: dict[int, list[int]] = {}
     for row, seq in enumerate(seqs):
-        if adjusts(seq.params):
+        if adjusts(seq):
             rows_of.setdefault(seq.id, []).append(row)
     if not rows_of:
         return logits
@@ -178,6 +189,8 @@ def _adjust(
         _add_bias(block, seq.params)
         _penalise(block, seq, mine)
         _ban(block, seq, mine)
+        if seq.rules is not None:
+            _force(block, seq, mine, seq.rules)
         if seq.params.processors:
             failed = process_block(block, seq, mine)
             failures |= {rows[row]: why for row, why in failed.items()}
@@ -220,12 +233,25 @@ def _ban(block: Tensor, seq: Seq, paths: Sequence[Sequence[int]]) -> None:
     """Bad words where their beginning has just been written; stop tokens while the output is too short."""
     written = len(seq.tokens) - seq.prompt_length
     stops = [token for token in seq.stop_ids if token < block.shape[-1]]
-    longest = max((len(word) for word in seq.params.bad_words), default=0)
+    bad_words = [*seq.params.bad_words, *(() if seq.rules is None else seq.rules.bad_words)]
+    longest = max((len(word) for word in bad_words), default=0)
     tail = seq.tokens[-longest:] if longest else []
     for row, path in enumerate(paths):
         if written + len(path) < seq.params.min_tokens:
             block[row, stops] = _BANNED
         context = [*tail, *path]
-        for *start, last in seq.params.bad_words:
+        for *start, last in bad_words:
             if last < block.shape[-1] and context[len(context) - len(start) :] == start:
                 block[row, last] = _BANNED
+
+
+def _force(block: Tensor, seq: Seq, paths: Sequence[Sequence[int]], rules: LawRules) -> None:
+    """The only token that may be written at the first place, or at the last, where the model's settings name one."""
+    written, most = len(seq.tokens) - seq.prompt_length, seq.max_length - seq.prompt_length
+    last = None if seq.params.ignore_eos else rules.last
+    for row, path in enumerate(paths):
+        place = written + len(path)
+        token = last if place == most - 1 and last is not None else rules.first if place == 0 else None
+        if token is not None:
+            block[row] = _BANNED
+            block[row, token] = 0.0

@@ -34,7 +34,7 @@ class DeviceModelDrafter(DeviceDrafter[ModelDraft]):
     """
 
     def _grows(self, seq: Seq) -> bool:
-        return not adjusts(seq.params)
+        return not adjusts(seq)
 
 
 def on_device(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from forerun.errors import DamagedFile, MissingDependency, ModelNotFound, UnknownName
+from forerun.models.load.known_folders import FOLDERS, fetch_folder, find_folder
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 _PIECE = 1 << 20
@@ -71,21 +72,25 @@ def cache_folder() -> Path:
 
 
 def known_models() -> list[KnownModel]:
-    return [
+    """Files first: the default is one."""
+    files = [
         KnownModel(name, source.description, source.size, source.licence, _present(source))
         for name, source in _SOURCES.items()
+    ]
+    return files + [
+        KnownModel(name, folder.description, folder.size, folder.licence, find_folder(name, cache_folder()))
+        for name, folder in FOLDERS.items()
     ]
 
 
 def find_known(name: str) -> Path | None:
-    """The file of a known model; None for an unknown name, ModelNotFound if it must be pulled first."""
-    source = _SOURCES.get(name)
-    if source is None:
+    """The file or folder of a known model; None for an unknown name, ModelNotFound if it must be pulled first."""
+    if name not in _SOURCES and name not in FOLDERS:
         return None
-    path = _present(source)
+    path = next(model.path for model in known_models() if model.name == name)
     if path is None:
         raise ModelNotFound(
-            f"model {name!r} is not in {_home(source).parent}; run: forerun models pull {name}"
+            f"model {name!r} is not in {cache_folder() / 'models'}; run: forerun models pull {name}"
         )
     return path
 
@@ -96,11 +101,13 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     Several pulls may run at the same time: each works in a folder of its own, and the finished file appears
     under its name in one step.
     """
-    source = _SOURCES.get(name)
+    if name in FOLDERS:
+        return find_folder(name, cache_folder()) or fetch_folder(name, cache_folder())
+    source, names = _SOURCES.get(name), [*_SOURCES, *FOLDERS]
     if source is None:
-        near = difflib.get_close_matches(name, _SOURCES, n=1)
+        near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UnknownName(f"unknown model {name!r}; {hint}models that can be pulled: {', '.join(_SOURCES)}")
+        raise UnknownName(f"unknown model {name!r}; {hint}models that can be pulled: {', '.join(names)}")
     home = _home(source)
     if _present(source) is None:
         report = progress or (lambda done, total: None)

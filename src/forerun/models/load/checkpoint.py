@@ -1,7 +1,7 @@
 """A checkpoint by name: a known model, a .gguf file, a Hugging Face folder, or an id on the hub.
 
 Opening is cheap: configuration and tensor names are read, weights and tokenizer are loaded when asked for.
-Nothing is ever unpickled.
+Nothing is ever unpickled, but for tensors of an encoder-decoder (pickled.py).
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
 from forerun.models.load.catalog import cache_folder
 from forerun.models.load.gguf import GgufFile
 from forerun.models.load.gguf_families import config_of, origins_of
 from forerun.models.load.locate import find_model
+from forerun.models.load.marian_tokenizer import MarianTokenizer
 from forerun.models.load.metadata import Metadata
+from forerun.models.load.pickled import FILE, PickledWeights
 from forerun.models.load.tokenizer import Tokenizer, read_json, tokenizer_from_folder, tokenizer_from_gguf
 from forerun.models.load.weights import GgufWeights, SafetensorsWeights, Weights
 
@@ -54,5 +57,17 @@ def _open_gguf(name: str, path: Path) -> Checkpoint:
 
 def _open_folder(name: str, folder: Path) -> Checkpoint:
     config = read_json(folder / "config.json")
-    weights = SafetensorsWeights(folder)
-    return Checkpoint(name, folder, config, weights, cache(lambda: tokenizer_from_folder(folder, config)))
+    return Checkpoint(
+        name, folder, config, _weights_of(folder, config), cache(lambda: _tokenizer_of(folder, config))
+    )
+
+
+def _weights_of(folder: Path, config: dict[str, Any]) -> Weights:
+    pickled = (folder / FILE).is_file() and not any(folder.glob("*.safetensors"))
+    return PickledWeights(folder) if pickled and is_encoder_decoder(config) else SafetensorsWeights(folder)
+
+
+def _tokenizer_of(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    if (folder / "source.spm").is_file() and not (folder / "tokenizer.json").is_file():
+        return MarianTokenizer(folder, config)
+    return tokenizer_from_folder(folder, config)

@@ -20,6 +20,8 @@ _HUB_FILES = [
     "*.jinja",
     "tokenizer.model",
     "*.tiktoken",
+    "*.spm",
+    "spiece.model",
     "merges.txt",
     "vocab.txt",
 ]

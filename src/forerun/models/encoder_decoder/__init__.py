@@ -1,0 +1,1 @@
+"""Encoder-decoder targets: the T5 and Marian families, with tree attention in the decoder."""

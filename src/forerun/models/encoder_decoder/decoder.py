@@ -1,0 +1,138 @@
+"""One pass of the decoder over nodes of several sequences: attention to their ancestors and to their sources.
+
+Every node's attention is computed by itself, over exactly the keys that it would see in plain decoding and in their
+order. So its bits are the same in a tree, in a chain and alone; the linear layers see to the rest (linear.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.models.encoder_decoder.cache import SequenceCache
+from forerun.models.encoder_decoder.config import EncoderDecoderConfig
+from forerun.models.encoder_decoder.layers import Layer, apply_part, feed_forward
+from forerun.models.encoder_decoder.positions import decoder_bias
+from forerun.models.encoder_decoder.weights import Model
+from forerun.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The nodes of one sequence in a pass: rows `first` to `end`."""
+
+    first: int
+    end: int
+    cache: SequenceCache
+    shape: Topology
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """What one node sees in every layer: the first `seen` slots, or these slots where they do not lie in a row."""
+
+    row: int
+    cache: SequenceCache
+    seen: int
+    slots: Tensor | None
+    bias: Tensor | None  # [1, H, 1, N]
+
+
+class DecoderPass:
+    """Runs passes; what it keeps between them is T5's table of distances."""
+
+    def __init__(self, config: EncoderDecoderConfig, model: Model) -> None:
+        self.config, self.model = config, model
+        self._distances = torch.empty(0, 0)  # [H, N]
+
+    def run(self, tokens: list[int], spans: Sequence[Span], hidden: Mapping[int, Tensor]) -> Tensor:
+        """[M, D] the rows that leave the decoder; fills the hidden rows asked for."""
+        config, stack = self.config, self.model.decoder
+        last = config.max_length - 1  # what is drafted past the context is never accepted
+        places = [min(s.cache.length + depth, last) for s in spans for depth in s.shape.depths]
+        x = stack.embed(tokens, places, config.embedding_scale)
+        for span in spans:
+            span.cache.reserve(span.end - span.first)
+        nodes = [node for span in spans for node in self._nodes(span)]
+        for i, layer in enumerate(stack.layers):
+            if i in hidden:
+                hidden[i].copy_(x)
+            x = self._layer(i, layer, x, spans, nodes)
+        if config.decoder.layers in hidden:
+            hidden[config.decoder.layers].copy_(x)
+        if stack.final_norm is not None:
+            x = stack.final_norm(x)
+        if -1 in hidden:
+            hidden[-1].copy_(x)
+        return x
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """[M, V] in fp32."""
+        scale, bias = self.config.head_scale, self.model.head_bias
+        found = self.model.head(rows if scale == 1.0 else rows * scale)
+        return (found if bias is None else found.add_(bias)).float()
+
+    def _layer(
+        self, i: int, layer: Layer, x: Tensor, spans: Sequence[Span], nodes: Sequence[_Node]
+    ) -> Tensor:
+        config, cross, part = self.config, layer.cross, layer.feed_forward
+        assert cross is not None, "a decoder layer attends to the source"
+        heads, size, first = config.decoder.heads, config.head_dim, config.norms_first
+
+        def attend(rows: Tensor) -> Tensor:
+            qkv = layer.attention.inputs(rows).view(len(rows), 3, heads, size)
+            for span in spans:
+                start, made = span.cache.length, qkv[span.first : span.end, 1:]  # [M_b, 2, H, Dh]
+                span.cache.data[i, :, :, start : start + len(made)] = made.permute(1, 2, 0, 3)
+            found = torch.empty_like(rows[:, :1]).expand(-1, heads * size).contiguous()
+            for node in nodes:
+                found[node.row] = self._attend(i, node, qkv[node.row, 0])
+            return layer.attention.output(found)
+
+        def attend_source(rows: Tensor) -> Tensor:
+            queries = cross.inputs(rows).view(len(rows), heads, 1, size)
+            found = [self._attend_source(i, span, queries[span.first : span.end]) for span in spans]
+            return cross.output(torch.cat(found))
+
+        x = apply_part(x, layer.attention.norm, first, attend)
+        x = apply_part(x, cross.norm, first, attend_source)
+        return apply_part(x, part.norm, first, lambda rows: feed_forward(rows, part, config))
+
+    def _attend(self, i: int, node: _Node, query: Tensor) -> Tensor:
+        """[H, Dh] of one node -> [H Dh]."""
+        data = node.cache.data[i]
+        seen = data[:, :, : node.seen] if node.slots is None else data.index_select(2, node.slots)
+        keys, values = seen.unsqueeze(1).unbind(0)
+        found = F.scaled_dot_product_attention(
+            query[None, :, None], keys, values, attn_mask=node.bias, scale=self.config.attention_scale
+        )
+        return found.reshape(-1)
+
+    def _attend_source(self, i: int, span: Span, queries: Tensor) -> Tensor:
+        """[M_b, H, 1, Dh] -> [M_b, H Dh]: every node is a batch of its own, on the same keys."""
+        keys, values = span.cache.source[i].unsqueeze(1).expand(-1, len(queries), -1, -1, -1).unbind(0)
+        found = F.scaled_dot_product_attention(queries, keys, values, scale=self.config.attention_scale)
+        return found.reshape(len(queries), -1)
+
+    def _nodes(self, span: Span) -> list[_Node]:
+        cache, nodes = span.cache, list[_Node]()
+        for i, path in enumerate(span.shape.paths):
+            seen, slots = cache.length + len(path), None
+            if path[-1] != len(path) - 1:  # an ancestor is missing in between: not the nodes 0 to i
+                slots = torch.tensor(
+                    [*range(cache.length), *(cache.length + node for node in path)], device=cache.data.device
+                )
+            nodes.append(_Node(span.first + i, cache, seen, slots, self._bias(seen)))
+        return nodes
+
+    def _bias(self, seen: int) -> Tensor | None:
+        table, relative = self.model.decoder.bias, self.config.relative
+        if table is None or relative is None:
+            return None
+        if self._distances.shape[1] < seen:
+            self._distances = decoder_bias(table, 2 * seen, relative)
+        return self._distances[None, :, None, -seen:]

@@ -1,0 +1,162 @@
+"""EncoderDecoder: a T5 or Marian model as a Target. The encoder reads a request's source once, when it is prefilled.
+
+The tokens of a sequence are the decoder's: its start token, and what was written. Keys and values of the source are
+kept beside them and shared by all nodes of its trees. A sequence that was released, after a round that failed, is read
+again from its source. A sequence without a source, such as the cost model's probes, gets one of a single token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from forerun.errors import InvalidInput
+from forerun.models.encoder_decoder.cache import SequenceCache
+from forerun.models.encoder_decoder.config import EncoderDecoderConfig
+from forerun.models.encoder_decoder.decoder import DecoderPass, Span
+from forerun.models.encoder_decoder.encoder import Encoder
+from forerun.models.encoder_decoder.weights import Reader
+from forerun.models.finite import check_numbers
+from forerun.models.native import library as native
+from forerun.models.native.packing import FloatMode
+from forerun.models.shared import SharedWeights
+from forerun.models.unpaged import UnpagedTarget
+from forerun.sources import SourceRules
+from forerun.topology import chain_of
+from forerun.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows, offsets
+
+CHUNK = 512  # rows of prompts per pass
+
+
+class EncoderDecoder(UnpagedTarget):
+    """Implements forerun.models.base.Target. `kv_slots` limits the decoder's tokens; sources come on top."""
+
+    def __init__(
+        self,
+        config: EncoderDecoderConfig,
+        weights: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        mode: FloatMode | None = None,  # of the native kernels; None = torch
+        kv_slots: int | None = None,
+    ) -> None:
+        self.config, self._dtype, self._device = config, dtype, torch.device(device)
+        self.slots, self._promised, self._mode = kv_slots, 0, mode
+        with torch.no_grad(), torch.inference_mode(False):
+            model = Reader(weights, config, dtype, self._device, mode).model()
+        self._encoder, self._decoder = Encoder(config, model), DecoderPass(config, model)
+        self._caches: dict[int, SequenceCache] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_length(self) -> int:
+        return self.config.max_length
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def used_slots(self) -> int:
+        return sum(cache.length for cache in self._caches.values())
+
+    @property
+    def source_rules(self) -> SourceRules:
+        return self.config.source_rules
+
+    def shared(self) -> SharedWeights | None:
+        """No head is made for these families."""
+        return None
+
+    @property
+    def pass_rows(self) -> int:
+        return CHUNK
+
+    def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
+        """Encode the sources of new sequences, and cache the tokens that a sequence read again has written."""
+        self._admit(seqs)
+        fresh = [seq.tokens[self._caches[seq.id].length : -1] for seq in seqs]
+        fresh = fresh if rows is None else first_rows(fresh, rows)
+        starts = offsets([len(tokens) for tokens in fresh])
+        hidden = self._empty_rows(needs, starts[-1])
+        for seq, tokens, start in zip(seqs, fresh, starts, strict=False):
+            cache = self._caches[seq.id]
+            for first in range(0, len(tokens), CHUNK):
+                some, at = tokens[first : first + CHUNK], start + first
+                into = {layer: out[at : at + len(some)] for layer, out in hidden.items()}
+                self._run(some, [Span(0, len(some), cache, chain_of(len(some)))], into)
+                cache.length += len(some)
+        return TreeBatch.chains(fresh, self._device), Scores(None, hidden)
+
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        """One pass over every node; sources of new sequences are encoded before it."""
+        read = None if prompts is None else self.prefill(prompts.seqs, needs, prompts.rows)
+        self._admit(seqs)
+        tokens, shapes, starts = trees.to_host()[0], trees.topology(), trees.starts
+        spans = [
+            Span(starts[b], starts[b + 1], self._caches[seq.id], shapes[b]) for b, seq in enumerate(seqs)
+        ]
+        hidden = self._empty_rows(needs, trees.nodes)
+        rows = self._run(tokens, spans, hidden)
+        return Scores(check_numbers(self._logits(rows)), hidden, read=read)
+
+    def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
+        for seq, path in zip(seqs, verdict.to_host()[0], strict=True):
+            self._caches[seq.id].keep(path)
+        self._promised = 0
+
+    def truncate(self, seq: Seq, length: int) -> None:
+        if seq.id in self._caches:
+            self._caches[seq.id].truncate(length)
+
+    def cached_tokens(self, seq: Seq) -> int:
+        cache = self._caches.get(seq.id)
+        return 0 if cache is None else cache.length
+
+    def release(self, seq: Seq) -> None:
+        self._caches.pop(seq.id, None)
+
+    def _admit(self, seqs: Sequence[Seq]) -> None:
+        """Read the sources of sequences that are not known yet; all are known then, or none."""
+        new = [seq for seq in seqs if seq.id not in self._caches]
+        if not new:
+            return
+        rules = self.source_rules
+        sources = [tuple(seq.source) or (rules.start,) for seq in new]
+        if too_long := next((len(source) for source in sources if len(source) > rules.longest), None):
+            raise InvalidInput(f"a source of {too_long} tokens; the encoder reads {rules.longest} at most")
+        with torch.inference_mode():
+            self._match_threads()
+            made = [self._encoder.read(source) for source in sources]
+        self._caches |= {seq.id: SequenceCache(rows) for seq, rows in zip(new, made, strict=True)}
+
+    @torch.inference_mode()
+    def _run(self, tokens: list[int], spans: Sequence[Span], hidden: Mapping[int, Tensor]) -> Tensor:
+        self._match_threads()
+        return self._decoder.run(tokens, spans, hidden)
+
+    @torch.inference_mode()
+    def _logits(self, rows: Tensor) -> Tensor:
+        return self._decoder.logits(rows)
+
+    def _match_threads(self) -> None:
+        if self._mode is not None:
+            native.match_threads(torch.get_num_threads())
+
+    def _empty_rows(self, needs: Needs, count: int) -> dict[int, Tensor]:
+        """[count, D] for every hidden layer needed: i = what enters layer i, -1 = what leaves the last norm."""
+        for layer in needs.hidden_layers:
+            if not -1 <= layer <= self.config.decoder.layers:
+                raise InvalidInput(f"hidden layer {layer} is not one of -1 to {self.config.decoder.layers}")
+        shape = count, self.config.width
+        return {
+            layer: torch.empty(shape, dtype=self._dtype, device=self._device) for layer in needs.hidden_layers
+        }
