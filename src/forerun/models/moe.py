@@ -33,27 +33,37 @@ class Experts:
 
 
 def mix(x: Tensor, experts: Experts, config: MoeConfig, activation: Activation) -> Tensor:
-    """[M, D] -> [M, D]: the picked experts' outputs, weighted by the router."""
-    laws = linear(x, experts.router).softmax(-1, dtype=torch.float32)  # [M, E]
-    weights, picked = laws.topk(config.per_token, dim=-1)  # [M, K]
-    if config.renormalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    weights = weights.to(x.dtype)
-    out = torch.zeros_like(x)
-    for expert, places in _by_expert(picked).items():
-        rows, ranks = torch.tensor(places, device=x.device).unbind(1)
-        inner = gate(linear(x[rows], experts.gate_up[expert]), activation)
-        out.index_add_(0, rows, linear(inner, experts.down[expert]) * weights[rows, ranks].unsqueeze(1))
+    """[M, D] -> [M, D]: the picked experts' outputs, weighted by the router, added up in the order of their numbers.
+
+    Rows are sorted by expert, so that each expert that some row picked is read for all of its rows at once.
+    """
+    weights, picked = route(x, experts.router, config)  # [M, K]
+    order = picked.flatten().argsort(stable=True)  # pairs of row and rank, by expert
+    rows = x[order // config.per_token]
+    found = torch.empty_like(rows)
+    counts = torch.bincount(picked.flatten(), minlength=config.experts).tolist()
+    first = 0
+    for expert, count in enumerate(counts):
+        if count:
+            own = slice(first, first + count)
+            inner = gate(linear(rows[own], experts.gate_up[expert]), activation)
+            found[own] = linear(inner, experts.down[expert])
+            first += count
+    by_rank = torch.empty_like(found).index_copy_(0, order, found).view(len(x), config.per_token, -1)
+    out = by_rank[:, 0] * weights[:, :1]
+    for rank in range(1, config.per_token):
+        out += by_rank[:, rank] * weights[:, rank : rank + 1]
     if experts.shared is not None and experts.shared_gate is not None:
         inner = gate(linear(x, experts.shared.gate_up), activation)
         out += linear(inner, experts.shared.down) * linear(x, experts.shared_gate).sigmoid()
     return out
 
 
-def _by_expert(picked: Tensor) -> dict[int, list[tuple[int, int]]]:
-    """Expert -> the (row, rank) pairs that picked it, experts in order."""
-    places: dict[int, list[tuple[int, int]]] = {}
-    for row, chosen in enumerate(picked.tolist()):
-        for rank, expert in enumerate(chosen):
-            places.setdefault(expert, []).append((row, rank))
-    return dict(sorted(places.items()))
+def route(x: Tensor, router: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
+    """[M, K] the weights of the experts that each row picks, and their numbers, which ascend."""
+    laws = linear(x, router).softmax(-1, dtype=torch.float32)  # [M, E]
+    weights, picked = laws.topk(config.per_token, dim=-1)
+    if config.renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    picked, order = picked.sort(-1)
+    return weights.gather(-1, order).to(x.dtype), picked
