@@ -27,7 +27,7 @@ static int64_t most_rows(const fr_experts *e, int64_t rows) {
 }
 
 /* Lay everything out from `memory` on, and return how many bytes that is. */
-static size_t lay_out(const fr_experts *e, int64_t rows, int64_t width, char *memory, room *r) {
+static size_t lay_out(const fr_experts *e, int64_t rows, int64_t width, void *memory, room *r) {
     int64_t most = most_rows(e, rows), pairs = rows * e->per_token, shared = e->shared_inner;
     int64_t inner = larger(most * e->inner, rows * shared);
     struct {
@@ -45,7 +45,7 @@ static size_t lay_out(const fr_experts *e, int64_t rows, int64_t width, char *me
     };
     size_t used = 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
-        *parts[i].at = memory + used;
+        *parts[i].at = (void *)((uintptr_t)memory + used);
         used += (size_t)(parts[i].bytes + 63) / 64 * 64;
     }
     return used;
