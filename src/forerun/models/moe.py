@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,21 +39,13 @@ def mix(x: Tensor, experts: Experts, config: MoeConfig, activation: Activation) 
     Rows are sorted by expert, so that each expert that some row picked is read for all of its rows at once.
     """
     weights, picked = route(x, experts.router, config)  # [M, K]
-    order = picked.flatten().argsort(stable=True)  # pairs of row and rank, by expert
-    rows = x[order // config.per_token]
-    found = torch.empty_like(rows)
-    counts = torch.bincount(picked.flatten(), minlength=config.experts).tolist()
-    first = 0
-    for expert, count in enumerate(counts):
-        if count:
-            own = slice(first, first + count)
-            inner = gate(linear(rows[own], experts.gate_up[expert]), activation)
-            found[own] = linear(inner, experts.down[expert])
-            first += count
-    by_rank = torch.empty_like(found).index_copy_(0, order, found).view(len(x), config.per_token, -1)
-    out = by_rank[:, 0] * weights[:, :1]
+    found = x.new_empty(len(x), config.per_token, x.shape[1])
+    for expert, rows, ranks in by_expert(picked, config.experts):
+        inner = gate(linear(x[rows], experts.gate_up[expert]), activation)
+        found[rows, ranks] = linear(inner, experts.down[expert])
+    out = found[:, 0] * weights[:, :1]
     for rank in range(1, config.per_token):
-        out += by_rank[:, rank] * weights[:, rank : rank + 1]
+        out += found[:, rank] * weights[:, rank : rank + 1]
     if experts.shared is not None and experts.shared_gate is not None:
         inner = gate(linear(x, experts.shared.gate_up), activation)
         out += linear(inner, experts.shared.down) * linear(x, experts.shared_gate).sigmoid()
@@ -67,3 +60,12 @@ def route(x: Tensor, router: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]
         weights = weights / weights.sum(-1, keepdim=True)
     picked, order = picked.sort(-1)
     return weights.gather(-1, order).to(x.dtype), picked
+
+
+def by_expert(picked: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Every expert that some row picked, in order, with the rows that did and the rank it has for each."""
+    order = picked.flatten().argsort(stable=True)
+    counts: list[int] = torch.bincount(picked.flatten(), minlength=experts).tolist()
+    for expert, pairs in enumerate(torch.split(order, counts)):
+        if len(pairs):
+            yield expert, pairs // picked.shape[1], pairs % picked.shape[1]
