@@ -4,7 +4,7 @@
 
 Bytes are the tokens. The default model answers prompts of the built-in suite; both models then learn that text from
 scratch with transformers, the mixture with its own loss for balanced experts. A few minutes on two cores, and half a
-megabyte. Each folder has config.json, model.safetensors and text.txt, a stretch of the text that was held out.
+megabyte. The folder gets `mixture`, `dense` and text.txt, a stretch of the text that was held out.
 """
 
 from __future__ import annotations
@@ -67,30 +67,30 @@ def train(model: Any, data: Tensor, steps: int) -> float:
     return float(loss.detach())
 
 
-def save(model: Any, held_out: bytes, folder: Path) -> None:
+def save(model: Any, folder: Path) -> None:
     """In 16 bits, as checkpoints come."""
-    model.config.torch_dtype = "float16"
     model.half().save_pretrained(folder)
     settings = json.loads((folder / "config.json").read_text())
     settings["output_router_logits"] = False
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     (folder / "generation_config.json").unlink(missing_ok=True)
-    (folder / "text.txt").write_bytes(held_out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.tiny_moe", description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=160, help="written per prompt")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--tokens", type=int, default=200, help="written per prompt")
+    parser.add_argument("--steps", type=int, default=350)
     flags = parser.parse_args()
     text = write_text(flags.prompts, flags.tokens)
     print(f"{len(text)} bytes of text", flush=True)
+    flags.folder.mkdir(parents=True, exist_ok=True)
+    (flags.folder / "text.txt").write_bytes(text[-HELD_OUT:])
     data = torch.tensor(list(text[:-HELD_OUT]))
     for name, model in make_models().items():
         loss = train(model, data, flags.steps)
-        save(model, text[-HELD_OUT:], flags.folder / name)
+        save(model, flags.folder / name)
         print(f"{name}: {loss:.3f} nats per byte, {model.num_parameters()} parameters", flush=True)
 
 
