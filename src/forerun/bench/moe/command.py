@@ -18,7 +18,7 @@ import torch
 
 from forerun.bench.machine import load_average, machine_facts
 from forerun.bench.moe.passes import NODES, Passes, Text, chance, measure_passes
-from forerun.bench.moe.rates import ADAPTIVE, Rate, best_budget, measure_rates, pays_up_to
+from forerun.bench.moe.rates import ADAPTIVE, BUDGETS, Rate, best_budget, measure_rates, pays_up_to
 from forerun.bench.moe.twins import llm_of, make_mixture, make_twin
 from forerun.bench.suites import load_suite
 from forerun.llm import LLM
@@ -38,6 +38,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafter", default="eagle3")
     parser.add_argument("--prompts", type=int, default=8, help="texts that are measured on")
     parser.add_argument("--tokens", type=int, default=64, help="written per text")
+    parser.add_argument(
+        "--budgets", type=int, nargs="*", default=BUDGETS, help="beside 0 and the controller's own"
+    )
     flags, load = parser.parse_args(words), load_average()
     torch.set_num_threads(1)
     checkpoint = open_checkpoint(flags.model)
@@ -50,7 +53,10 @@ def main(words: Sequence[str] | None = None) -> int:
     llms = {name: llm_of(checkpoint, target, flags.drafter) for name, target in targets.items()}
     texts = [Text(prompt, _answer(llms["mixture"], prompt, flags.tokens)) for prompt in mine]
     passes = {name: measure_passes(target, texts) for name, target in targets.items()}
-    rates = {name: measure_rates(llm, texts, flags.tokens) for name, llm in llms.items()}
+    budgets = sorted({0, *flags.budgets} - {ADAPTIVE})
+    rates = {
+        name: measure_rates(llm, texts, flags.tokens, (*budgets, ADAPTIVE)) for name, llm in llms.items()
+    }
     show_passes(passes, flags.experts, flags.per_token)
     for name, (found, same) in rates.items():
         show_rates(name, found, same)

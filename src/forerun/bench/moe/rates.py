@@ -34,7 +34,7 @@ class Rate:
 
 
 def measure_rates(
-    llm: LLM, texts: Sequence[Text], tokens: int, budgets: Sequence[int] = (*BUDGETS, ADAPTIVE)
+    llm: LLM, texts: Sequence[Text], tokens: int, budgets: Sequence[int]
 ) -> tuple[dict[int, Rate], bool]:
     """By budget; every text runs at all settings before the next, and all settings must write the same tokens.
 
