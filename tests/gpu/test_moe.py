@@ -17,8 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.build import make_engine
 from forerun.errors import UnsupportedModel
 from forerun.models.config import DecoderConfig, MoeConfig
-from forerun.models.cuda.network import check_supported
+from forerun.models.cuda.network import Run, check_supported
 from forerun.models.cuda.packed import WeightKind, pack, times
+from forerun.models.cuda.plan import Size
+from forerun.models.cuda.pool import make_steps
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.moe import route
 from forerun.params import SamplingParams, SpeculativeConfig
@@ -221,7 +223,7 @@ def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool) 
     )
     kernels.pick[(rows,)](
         logits, slots, picked, weights, gates, E=experts, E_UP=wide, OUTPUTS_UP=columns, EACH=each,
-        RENORMALISE=renormalise, SHARED=True,
+        EACH_UP=1 << (each - 1).bit_length(), RENORMALISE=renormalise, SHARED=True,
     )  # fmt: skip
     kernels.sort_pairs[(experts,)](picked, order, starts, ends, rows * each, BLOCK=32)
     wanted = torch.nn.functional.rms_norm(x, (width,), norm, 1e-5)
@@ -305,3 +307,39 @@ def test_combining_kernel() -> None:
     tiles = wanted.double().square().view(rows, -1, tile).sum(-1)
     torch.testing.assert_close(squares[:, : width // tile], tiles, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(inverses, (wanted.square().mean(-1) + 1e-5).rsqrt(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_a_layer_by_kernels_is_the_layer_in_torch(name: str) -> None:
+    """All launches of a layer with experts, padding included."""
+    device = _where()
+    from forerun.models.cuda.experts_fused import ExpertBuffers, Left
+
+    rows, tile, dtype = 6, 16, torch.float32 if INTERPRETED else torch.bfloat16
+    plain = make_target(name, str(device), dtype, "torch")
+    model, buffers = plain.model, plain.buffers
+    run = Run.of(Size(rows, 8, 1), buffers.ints)
+    run.slots[:] = torch.tensor([4, 9, -1, 0, 7, -1], dtype=torch.int32)
+    steps = make_steps("torch", model, buffers, plain.kv.data)
+    start = torch.randn(rows, model.config.width, generator=torch.Generator().manual_seed(2)).to(device)
+    layer, eps = model.layers[0], model.config.norm_eps
+    assert layer.experts is not None
+    buffers.x[:rows] = start
+    steps.gate(run, 0)
+    steps.leave_mlp(run, 0)
+    wanted = buffers.x[:rows].clone()
+    room, x = ExpertBuffers(model), start.clone()
+    squares = torch.zeros(rows, 32, dtype=torch.float64, device=device)
+    left = Left(
+        torch.zeros(rows, x.shape[1], dtype=dtype, device=device),
+        squares,
+        squares.new_zeros(rows).float(),
+        tile,
+    )
+    room.enter(run, x, layer.mlp_norm, layer.experts, eps)
+    room.leave(run, x, model.next_norm(0), layer.experts, eps, left)
+    most = 1e-4 if INTERPRETED else 0.1
+    torch.testing.assert_close(x, wanted, atol=most, rtol=most)
+    assert torch.equal(x[2], start[2])  # padding stays
+    assert not torch.equal(x[1], start[1])
+    torch.testing.assert_close(squares.sum(1).float(), wanted.square().sum(1), atol=most, rtol=most)

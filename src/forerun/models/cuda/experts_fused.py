@@ -52,8 +52,10 @@ class FusedExpertSteps(FusedSteps):
 
     def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
         super().__init__(model, buffers, kv)
-        self.wide = None  # norms are handed on in one way: tile by tile
         self.room_for_experts = ExpertBuffers(model)
+
+    def _wide_products(self) -> None:
+        """None: norms are handed on in one way, tile by tile."""
 
     def gate(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]
@@ -69,14 +71,19 @@ class FusedExpertSteps(FusedSteps):
         if experts is None:
             super().leave_mlp(run, layer)
             return
-        room, config = self.room_for_experts, self.model.config
-        room.leave(run, experts)
-        kernels_experts.combine[(run.size.rows,)](
-            room.found, room.weights, room.shared, room.gates, run.slots, self.buffers.x, self.buffers.rows,
-            self.squares, self.inverses, self.model.next_norm(layer), config.norm_eps, WIDTH=self.width,
-            UP=power_of_two(self.width), BN=self.norm_tile, TILES_UP=self.norm_columns, EACH=room.moe.per_token,
-            SHARED=experts.shared_down is not None, num_warps=8, enable_fp_fusion=False,
-        )  # fmt: skip
+        left = Left(self.buffers.rows, self.squares, self.inverses, self.norm_tile)
+        norm, eps = self.model.next_norm(layer), self.model.config.norm_eps
+        self.room_for_experts.leave(run, self.buffers.x, norm, experts, eps, left)
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a layer leaves for the next norm."""
+
+    rows: Tensor  # [MAX_ROWS, D] times the norm's weight
+    squares: Tensor  # [MAX_ROWS, T] sums by tile of columns, fp64
+    inverses: Tensor  # [MAX_ROWS]
+    tile: int
 
 
 class ExpertBuffers:
@@ -120,8 +127,8 @@ class ExpertBuffers:
         kernels_experts.pick[(rows,)](
             self.logits, run.slots, self.picked, self.weights, self.gates, E=moe.experts,
             E_UP=power_of_two(moe.experts), OUTPUTS_UP=self.columns, EACH=moe.per_token,
-            RENORMALISE=moe.renormalise, SHARED=experts.shared_gate_up is not None, num_warps=1,
-            enable_fp_fusion=False,
+            EACH_UP=power_of_two(moe.per_token), RENORMALISE=moe.renormalise,
+            SHARED=experts.shared_gate_up is not None, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
         pairs = rows * moe.per_token
         kernels_experts.sort_pairs[(moe.experts,)](
@@ -129,13 +136,20 @@ class ExpertBuffers:
         )
         self._product(rows, self.normed, experts.gate_up, self.inner, gated=True, each=moe.per_token)
 
-    def leave(self, run: Run, experts: ExpertWeights) -> None:
-        """The outputs of every pair, and of the shared expert."""
+    def leave(
+        self, run: Run, x: Tensor, norm: Tensor, experts: ExpertWeights, eps: float, left: Left
+    ) -> None:
+        """The outputs of every pair and of the shared expert, added to the residual stream."""
         rows = run.size.rows
         self._product(rows, self.inner, experts.down, self.found, gated=False, each=1)
         if experts.shared_gate_up is not None and experts.shared_down is not None:
             self._product(rows, self.normed, experts.shared_gate_up, self.inner, gated=True, each=0)
             self._product(rows, self.inner, experts.shared_down, self.shared, gated=False, each=0)
+        kernels_experts.combine[(rows,)](
+            self.found, self.weights, self.shared, self.gates, run.slots, x, left.rows, left.squares, left.inverses,
+            norm, eps, WIDTH=self.width, UP=power_of_two(self.width), BN=left.tile, TILES_UP=left.squares.shape[1],
+            EACH=self.moe.per_token, SHARED=experts.shared_down is not None, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
 
     def _product(
         self, rows: int, given: Tensor, weight: Weight, out: Tensor, *, gated: bool, each: int

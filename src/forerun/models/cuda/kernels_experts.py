@@ -34,24 +34,24 @@ def route(x, norm, router, normed, logits, eps, OUTPUTS: tl.constexpr, OUTPUTS_U
 
 @triton.jit
 def pick(logits, slots, picked, weights, gates, E: tl.constexpr, E_UP: tl.constexpr, OUTPUTS_UP: tl.constexpr,
-         EACH: tl.constexpr, RENORMALISE: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
+         EACH: tl.constexpr, EACH_UP: tl.constexpr, RENORMALISE: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
     """The likeliest experts of one row, the first on a tie; padding picks expert E, which is none."""
-    m, e = tl.program_id(0), tl.arange(0, E_UP)
+    m, e, rank = tl.program_id(0), tl.arange(0, E_UP), tl.arange(0, EACH_UP)
     live = tl.load(slots + m) >= 0
     row = tl.load(logits + m * OUTPUTS_UP + e, mask=e < E, other=float("-inf"))
     law = tl.exp(row - tl.max(row, 0))
-    law = law / tl.sum(law, 0)
-    left, kept = tl.where(e < E, law, -1.0), 0.0
+    left = tl.where(e < E, law / tl.sum(law, 0), -1.0)
+    chosen, shares = rank * 0, rank * 0.0
     for i in tl.static_range(EACH):
         most = tl.max(left, 0)
         best = tl.minimum(tl.min(tl.where(left == most, e, E_UP), 0), E - 1)  # NaN equals nothing: the last
-        tl.store(picked + m * EACH + i, tl.where(live, best, E))
-        tl.store(weights + m * EACH + i, most)
+        chosen = tl.where(rank == i, best, chosen)
+        shares = tl.where(rank == i, most, shares)
         left = tl.where(e == best, -1.0, left)
-        kept += most
     if RENORMALISE:
-        for i in tl.static_range(EACH):
-            tl.store(weights + m * EACH + i, tl.load(weights + m * EACH + i) / kept)
+        shares = shares / tl.sum(shares, 0)
+    tl.store(picked + m * EACH + rank, tl.where(live, chosen, E), mask=rank < EACH)
+    tl.store(weights + m * EACH + rank, shares, mask=rank < EACH)
     if SHARED:
         tl.store(gates + m, 1.0 / (1.0 + tl.exp(-tl.load(logits + m * OUTPUTS_UP + E))))
 
@@ -60,7 +60,7 @@ def pick(logits, slots, picked, weights, gates, E: tl.constexpr, E_UP: tl.conste
 def sort_pairs(picked, order, starts, ends, pairs, BLOCK: tl.constexpr):
     """The pairs (row and rank) that picked one expert, in order, behind those of the experts before it."""
     expert, at = tl.program_id(0), tl.arange(0, BLOCK)
-    before, own = 0, 0
+    before, own = expert * 0, expert * 0
     for first in range(0, pairs, BLOCK):
         chosen = tl.load(picked + first + at, mask=first + at < pairs, other=1 << 30)
         before += tl.sum((chosen < expert).to(tl.int32), 0)
