@@ -221,6 +221,7 @@ static int check_decoder(const char *path, int key_heads, int half, int64_t wind
 }
 
 int check_heads(void); /* check_head.c */
+int check_experts(void); /* check_experts.c */
 
 int main(void) {
     int bad = check_heads() | check_halves();
@@ -240,6 +241,8 @@ int main(void) {
             for (int i = 0; fr_variant(i); i++)
                 if (!fr_choose(fr_variant(i))) bad |= check_decoder(fr_variant(i), heads, n / 9, windows[n % 9], wanted, 0);
         }
+    for (int i = 0; fr_variant(i); i++)
+        if (!fr_choose(fr_variant(i)) && check_experts()) bad = 1, printf("experts differ on %s\n", fr_variant(i));
     for (int i = 0; fr_variant(i); i++)
         if (fr_has(fr_variant(i))) puts(fr_variant(i));
     fr_set_threads(1);

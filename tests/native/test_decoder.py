@@ -26,7 +26,7 @@ pytestmark = needs_native
 LENGTH = 22
 FAMILIES_HERE = [
     "llama2", "llama3.1", "llama-biases", "smollm2", "mistral", "qwen2", "qwen2-window", "qwen3", "smollm3",
-    "smollm3-window", "phi3", "phi3-longrope",
+    "smollm3-window", "phi3", "phi3-longrope", "mixtral", "qwen2_moe", "qwen3_moe",
 ]  # fmt: skip
 Checkpoint = tuple[dict[str, Any], dict[str, Tensor]]
 
@@ -48,7 +48,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def test_every_other_family_is_left_to_torch() -> None:
     for name, settings in FAMILIES.items():
-        kinds = ("gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe")
+        kinds = ("gemma2", "gemma3_text")
         config = DecoderConfig.from_hf(make_reference(name).config.to_dict()) if settings else None
         assert config is not None
         assert NativeDecoder.supports(config) == (settings["model_type"] not in kinds)
@@ -133,7 +133,9 @@ def test_prompts_in_pieces_have_the_same_bits(
     assert torch.equal(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "smollm3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "phi3", "smollm3", "mixtral", "qwen2_moe", "qwen3_moe"]
+)
 def test_gguf_files_keep_their_own_types(family: str, tmp_path: Path) -> None:
     """Against torch with the dequantised weights: only the rows' rounding to int8 differs, where it is used."""
     opened = open_checkpoint(str(write_tiny(tmp_path / "tiny.gguf", family)))

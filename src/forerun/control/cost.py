@@ -13,10 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from statistics import median_low
 from time import perf_counter
 
 import numpy as np
 
+from forerun.control.probe_text import has_experts, probe_text
 from forerun.models.base import Target
 from forerun.types import Needs, PlainSeq, TreeBatch
 
@@ -25,7 +27,6 @@ QUICK = (1, 2, 4, 8, 16)  # at load: what a controller needs, in about a second
 WIDE = (*QUICK, 32, 64, 96, 128, 192, 256, 384, 512, 1024)  # a GPU: the trees of a whole batch in one pass
 TOGETHER = 32  # nodes of one sequence while measuring: wider passes are over several sequences
 CONTEXT = 128  # tokens cached while measuring
-STRIDE = 7919  # a prime, so that tokens of a chain differ
 RECENT = 0.2  # weight of the last round in what prompts took beside it
 FEW, MANY = 3.0, 30.0  # rounds that a less specific ratio counts for, and that a ratio remembers
 
@@ -152,21 +153,28 @@ class CostModel:
 
     @classmethod
     def measure(cls, target: Target, sizes: Sequence[int] = SIZES, repeats: int = 3) -> CostModel:
-        """Time passes over chains of several sizes on scratch sequences; the best of a few, as noise only adds."""
-        probes = scratch_sequences(target, max(sizes))
+        """Time passes over chains of several sizes on scratch sequences; the best of a few, as noise only adds.
+
+        Where nodes wake experts, passes over other tokens cost something else: then the median of twice as many.
+        """
+        text, experts = probe_text(target, max(sizes)), has_experts(target)
+        probes = scratch_sequences(target, max(sizes), text)
         sizes = [size for size in sizes if size <= TOGETHER * len(probes) or size <= 64]
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
         try:
             target.prefill(probes, Needs())
-            for repeat in range(repeats + 1):
+            for repeat in range((2 * repeats if experts else repeats) + 1):
                 for size in sizes:
-                    spent = _time_pass(target, probes[: max(1, size // TOGETHER if size > 64 else 1)], size)
+                    at = repeat * size % len(text)
+                    some = probes[: max(1, size // TOGETHER if size > 64 else 1)]
+                    spent = _time_pass(target, some, size, text[at:] + text[:at])
                     if repeat:  # the first round warms up
                         seconds[size].append(spent)
         finally:
             for probe in probes:
                 target.release(probe)
-        return cls({size: min(times) for size, times in seconds.items()})
+        settle = median_low if experts else min
+        return cls({size: settle(times) for size, times in seconds.items()})
 
     @classmethod
     def measure_or_load(cls, target: Target, file: Path | None) -> CostModel:
@@ -188,7 +196,7 @@ class CostModel:
         return model
 
 
-def scratch_sequences(target: Target, rows: int) -> list[PlainSeq]:
+def scratch_sequences(target: Target, rows: int, text: Sequence[int]) -> list[PlainSeq]:
     """Sequences to measure passes of up to so many rows on, with ids that no engine gives; as many as there is room."""
     context = max(2, min(CONTEXT, target.max_length - min(rows, 64) - 1))
     while context > 2 and not target.has_room(context + 1):
@@ -196,15 +204,16 @@ def scratch_sequences(target: Target, rows: int) -> list[PlainSeq]:
     wanted = rows // TOGETHER if rows > 64 else 1
     while wanted > 1 and not target.has_room(*[context + 1] * wanted):
         wanted //= 2
-    return [PlainSeq(-1 - i, [1] * context, max_length=context + 1) for i in range(wanted)]
+    before = [text[i % len(text)] for i in range(context)]
+    return [PlainSeq(-1 - i, before.copy(), max_length=context + 1) for i in range(wanted)]
 
 
-def _time_pass(target: Target, probes: Sequence[PlainSeq], rows: int) -> float:
-    """Seconds of one pass over so many rows, of these sequences together."""
-    # tokens that differ: in a mixture of experts every node then uses its own experts, as in real text
+def _time_pass(target: Target, probes: Sequence[PlainSeq], rows: int, text: Sequence[int]) -> float:
+    """Seconds of one pass over so many rows of a text, of these sequences together."""
     each = rows // len(probes)
-    tokens = [(1 + STRIDE * i) % target.vocab_size for i in range(each * len(probes))]
-    chains = [tokens[i * each : (i + 1) * each] for i in range(len(probes))]
+    chains = [[text[(i * each + j) % len(text)] for j in range(each)] for i in range(len(probes))]
+    for probe, chain in zip(probes, chains, strict=True):
+        probe.tokens[-1] = chain[0]  # the root: it is not cached
     trees = TreeBatch.chains(chains, target.device)
     started = perf_counter()
     scores = target.score(probes, trees, Needs())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,27 +34,38 @@ class Experts:
 
 
 def mix(x: Tensor, experts: Experts, config: MoeConfig, activation: Activation) -> Tensor:
-    """[M, D] -> [M, D]: the picked experts' outputs, weighted by the router."""
-    laws = linear(x, experts.router).softmax(-1, dtype=torch.float32)  # [M, E]
-    weights, picked = laws.topk(config.per_token, dim=-1)  # [M, K]
-    if config.renormalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    weights = weights.to(x.dtype)
-    out = torch.zeros_like(x)
-    for expert, places in _by_expert(picked).items():
-        rows, ranks = torch.tensor(places, device=x.device).unbind(1)
+    """[M, D] -> [M, D]: the picked experts' outputs, weighted by the router, added up in the order of their numbers.
+
+    Rows are sorted by expert, so that each expert that some row picked is read for all of its rows at once.
+    """
+    weights, picked = route(x, experts.router, config)  # [M, K]
+    found = x.new_empty(len(x), config.per_token, x.shape[1])
+    for expert, rows, ranks in by_expert(picked, config.experts):
         inner = gate(linear(x[rows], experts.gate_up[expert]), activation)
-        out.index_add_(0, rows, linear(inner, experts.down[expert]) * weights[rows, ranks].unsqueeze(1))
+        found[rows, ranks] = linear(inner, experts.down[expert])
+    out = found[:, 0] * weights[:, :1]
+    for rank in range(1, config.per_token):
+        out += found[:, rank] * weights[:, rank : rank + 1]
     if experts.shared is not None and experts.shared_gate is not None:
         inner = gate(linear(x, experts.shared.gate_up), activation)
         out += linear(inner, experts.shared.down) * linear(x, experts.shared_gate).sigmoid()
     return out
 
 
-def _by_expert(picked: Tensor) -> dict[int, list[tuple[int, int]]]:
-    """Expert -> the (row, rank) pairs that picked it, experts in order."""
-    places: dict[int, list[tuple[int, int]]] = {}
-    for row, chosen in enumerate(picked.tolist()):
-        for rank, expert in enumerate(chosen):
-            places.setdefault(expert, []).append((row, rank))
-    return dict(sorted(places.items()))
+def route(x: Tensor, router: Tensor, config: MoeConfig) -> tuple[Tensor, Tensor]:
+    """[M, K] the weights of the experts that each row picks, and their numbers, which ascend."""
+    laws = linear(x, router).softmax(-1, dtype=torch.float32)  # [M, E]
+    weights, picked = laws.topk(config.per_token, dim=-1)
+    if config.renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    picked, order = picked.sort(-1)
+    return weights.gather(-1, order).to(x.dtype), picked
+
+
+def by_expert(picked: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Every expert that some row picked, in order, with the rows that did and the rank it has for each."""
+    order = picked.flatten().argsort(stable=True)
+    counts: list[int] = torch.bincount(picked.flatten(), minlength=experts).tolist()
+    for expert, pairs in enumerate(torch.split(order, counts)):
+        if len(pairs):
+            yield expert, pairs // picked.shape[1], pairs % picked.shape[1]

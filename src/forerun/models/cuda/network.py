@@ -16,25 +16,27 @@ from torch import Tensor
 from forerun.errors import UnsupportedModel
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
-from forerun.models.cuda.packed import Weight, WeightKind, pack
+from forerun.models.cuda.expert_weights import ExpertWeights, stack_experts
+from forerun.models.cuda.packed import Weight, WeightKind, interleaved, pack
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, Size
-from forerun.models.moe import Mlp
+from forerun.models.moe import Experts
 from forerun.models.pages import TREE_MARGIN
 from forerun.models.rope import frequencies
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def check_supported(config: DecoderConfig) -> None:
     """UnsupportedModel says what the GPU decoder cannot run; the plain decoder may."""
-    reason = ""
-    if config.family not in _FAMILIES or config.moe is not None:
+    reason, moe = "", config.moe
+    widths = [config.width, config.inner, *((moe.inner, moe.shared_inner or 0) if moe is not None else ())]
+    if config.family not in _FAMILIES:
         reason = f"family {config.family!r} is not one of {', '.join(_FAMILIES)}"
     elif config.head_dim not in HEAD_DIMS:
         reason = f"head_dim={config.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
-    elif config.width % 16 or config.inner % 16:
-        reason = f"width {config.width} and inner width {config.inner} must be multiples of 16"
+    elif any(width % 16 for width in widths):
+        reason = f"widths {', '.join(map(str, widths))} must be multiples of 16"
     elif any(rope.kind in ("dynamic", "longrope") for rope in config.ropes):
         reason = f"rope {config.ropes[0].kind!r} depends on the length of the sequence"
     elif config.activation != "silu":
@@ -53,10 +55,11 @@ class Layer:
     qk_norm: Tensor | None  # [H + Hkv, Dh]
     o: Weight  # [D, H Dh]
     mlp_norm: Tensor
-    gate_up: Weight  # [2I, D]
+    gate_up: Weight  # [2I, D], or those of all experts
     down: Weight  # [D, I]
     rope: Tensor | None  # [P, R, 2] fp32 cosine and sine; None = no positions in this layer
     window: int  # positions a node sees, itself included; 0 = all
+    experts: ExpertWeights | None = None
 
 
 class Model:
@@ -91,9 +94,16 @@ class Model:
         return self.final_norm if layer + 1 == len(self.layers) else self.layers[layer + 1].attention_norm
 
     def _layer(self, block: Block, index: int, rope: Tensor | None) -> Layer:
-        mlp = block.mlp
-        assert isinstance(mlp, Mlp)
-        if block.o_bias is not None or mlp.gate_up_bias is not None or mlp.down_bias is not None:
+        mlp, moe, experts = block.mlp, self.config.moe, None
+        if isinstance(mlp, Experts):
+            assert moe is not None
+            experts = stack_experts(mlp, moe, self.kind)
+            gate_up, down = experts.gate_up, experts.down
+            biases: tuple[Tensor | None, ...] = (block.o_bias,)
+        else:
+            gate_up, down = pack(interleaved(mlp.gate_up), self.kind), pack(mlp.down, self.kind)
+            biases = block.o_bias, mlp.gate_up_bias, mlp.down_bias
+        if any(bias is not None for bias in biases):
             raise UnsupportedModel(
                 "the GPU decoder has no biases behind attention and feed-forward layers; use the plain decoder"
             )
@@ -104,10 +114,11 @@ class Model:
             qk_norm=None if block.qk_norm is None else block.qk_norm.contiguous(),
             o=pack(block.o, self.kind),
             mlp_norm=block.mlp_norm,
-            gate_up=pack(interleaved(mlp.gate_up), self.kind),
-            down=pack(mlp.down, self.kind),
+            gate_up=gate_up,
+            down=down,
             rope=rope,
             window=self.config.windows[index] or 0,
+            experts=experts,
         )
 
     def _rope(self, index: int) -> Tensor:
@@ -116,11 +127,6 @@ class Model:
         positions = torch.arange(self.max_length + TREE_MARGIN, dtype=torch.float32, device=self.device)
         angles = positions[:, None] * rates.to(self.device)
         return torch.stack((angles.cos(), angles.sin()), -1).mul_(magnitude).contiguous()
-
-
-def interleaved(gate_up: Tensor) -> Tensor:
-    """[2I, D], all gates and then all ups, as gate and up interleaved."""
-    return gate_up.view(2, -1, gate_up.shape[1]).transpose(0, 1).reshape(gate_up.shape)
 
 
 class Buffers:

@@ -58,6 +58,11 @@ def pack(weight: Tensor, kind: WeightKind) -> Weight:
     return Packed(data.contiguous(), scales)
 
 
+def interleaved(gate_up: Tensor) -> Tensor:
+    """[2I, D], all gates and then all ups, as gate and up interleaved."""
+    return gate_up.view(2, -1, gate_up.shape[1]).transpose(0, 1).reshape(gate_up.shape)
+
+
 def times(rows: Tensor, weight: Weight) -> Tensor:
     """rows [M, K] by a weight [N, K], in plain torch."""
     if isinstance(weight, Tensor):

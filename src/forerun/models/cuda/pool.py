@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import InvalidInput, MissingDependency
+from forerun.models.cuda.experts_plain import PlainExpertSteps
 from forerun.models.cuda.network import Buffers, Model, Steps
 from forerun.models.cuda.plain import PlainSteps
 from forerun.models.kv_budget import allowed_bytes, slot_bytes
@@ -45,8 +46,13 @@ def pick_kernels(kernels: Kind, device: torch.device, dtype: torch.dtype) -> Lit
 
 def make_steps(kernels: Literal["triton", "torch"], model: Model, buffers: Buffers, kv: Tensor) -> Steps:
     """The steps of a pass, by these kernels."""
+    routed = model.config.moe is not None
     if kernels == "torch":
-        return PlainSteps(model, buffers, kv)
+        return PlainExpertSteps(model, buffers, kv) if routed else PlainSteps(model, buffers, kv)
+    if routed:
+        from forerun.models.cuda.experts_fused import FusedExpertSteps
+
+        return FusedExpertSteps(model, buffers, kv)
     from forerun.models.cuda.fused import FusedSteps
 
     return FusedSteps(model, buffers, kv)

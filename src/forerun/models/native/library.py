@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 BLOCK = 32  # inputs per block of packed kinds
 _MOST_PARTS = 3
-ABI = 5  # a change of the structs or of the kernels: what was measured with another counts no more
+ABI = 7  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 
 Fields = list[tuple[str, Any]]
@@ -48,6 +48,18 @@ class Weights(Structure):
     _fields_: ClassVar[Fields] = [("count", c_int64), ("part", Weight * _MOST_PARTS)]
 
 
+class Experts(Structure):
+    """fr_experts: a router, the experts it picks from, and one that every row goes through."""
+
+    _fields_: ClassVar[Fields] = [
+        *[(name, c_int64) for name in ("count", "per_token", "inner", "renormalise", "shared_inner")],
+        ("router", Weights),
+        ("gate_up", POINTER(Weights)),
+        ("down", POINTER(Weights)),
+        *[(name, Weights) for name in ("shared_gate_up", "shared_down", "shared_gate")],
+    ]
+
+
 class Layer(Structure):
     """fr_layer."""
 
@@ -56,6 +68,7 @@ class Layer(Structure):
         *[(name, Weights) for name in ("qkv", "output", "gate_up", "down")],
         ("window", c_int64),
         ("rotate", c_int64),
+        ("experts", POINTER(Experts)),
     ]
 
 
@@ -110,6 +123,7 @@ class Pass(Structure):
         ("normed", c_void_p),
         ("logits", c_void_p),
         ("tops", c_void_p),
+        ("woken", c_void_p),
     ]
 
 

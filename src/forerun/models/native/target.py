@@ -99,6 +99,8 @@ class NativeDecoder(Decoder):
         self.mode = mode
         self._decode = native.library().fr_decode
         self._pass = native.Pass()  # filled anew by every pass, but for what seldom changes
+        self._woken = (ctypes.c_int32 * config.layers)()
+        self._pass.woken = ctypes.addressof(self._woken)
         self._known_data: Tensor | None = None  # the KV cache that it points to
         self._cache_at, self._layer_bytes = (
             (0, 0),
@@ -112,7 +114,7 @@ class NativeDecoder(Decoder):
             self._model = reader.model()
             self._embedding_rows, self._head_rows = reader.embedding(), reader.head_table()
             self._final_norm = reader.names.final_norm()
-            self._kept = reader.kept
+            self._kept, self._asleep = reader.kept, sum(reader.asleep)
         self._model.embedding = table_of(self._embedding_rows)
         self._looks_up = bool(self._model.embedding.rows)  # the kernels themselves, token by token
         if isinstance(weights, GgufWeights):
@@ -125,7 +127,6 @@ class NativeDecoder(Decoder):
         """Is it made of the parts that the kernels have?"""
         return (
             config.activation == "silu"
-            and config.moe is None
             and config.attention_softcap is None
             and config.logit_softcap is None
             and config.embedding_scale == 1.0
@@ -233,8 +234,13 @@ class NativeDecoder(Decoder):
 
     @property
     def weight_bytes(self) -> int:
-        """What a pass over one node reads."""
-        return sum(tensor.nbytes for tensor in self._kept if isinstance(tensor, Tensor))
+        """What a pass over one node reads; of experts, those that one node picks."""
+        return sum(tensor.nbytes for tensor in self._kept if isinstance(tensor, Tensor)) - self._asleep
+
+    @property
+    def woken(self) -> list[int]:
+        """By layer, how many experts the last pass read; empty where the model has none."""
+        return [] if self.config.moe is None else self._woken[:]
 
     def _rotations_at(self, rows: Rows, spans: Sequence[Span], seqs: Sequence[Seq]) -> Table:
         """Cosines and sines, and the rows' places in them."""

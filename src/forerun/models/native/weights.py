@@ -9,19 +9,19 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.blocks import Checkpoint
-from forerun.models.config import DecoderConfig
+from forerun.models.config import DecoderConfig, MoeConfig
 from forerun.models.layer_subset import LayerSubset
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights, Weights
 from forerun.models.native import library as native
-from forerun.models.native.library import Layer, Model
+from forerun.models.native.library import Experts, Layer, Model
 from forerun.models.native.library import Weights as Parts
 from forerun.models.native.packing import PackedWeight, pack_blocks, pack_floats, side_by_side
 
@@ -34,7 +34,8 @@ class NativeReader:
     def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], mode: Mode) -> None:
         self.config, self.weights, self.mode = config, weights, mode
         self.names = Checkpoint(weights, config, torch.float32, torch.device("cpu"))
-        self.kept: list[Tensor | ctypes.Array[Layer]] = []
+        self.kept: list[Tensor | ctypes.Array[Layer] | ctypes.Array[Parts] | Experts] = []
+        self.asleep = list[int]()  # by layer: bytes of the experts that a pass over one node does not read
         with ThreadPoolExecutor(
             min(8, torch.get_num_threads())
         ) as pool:  # packing is C and needs no interpreter
@@ -96,7 +97,6 @@ class NativeReader:
         window, rope = config.windows[index], config.layer_ropes[index]
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         sizes = {"q": queries, "k": keys, "v": keys}
-        gates = {"gate": config.inner, "up": config.inner}
         return Layer(
             attention_norm=self._vector(at + "input_layernorm.weight", config.width),
             mlp_norm=self._vector(at + "post_attention_layernorm.weight", config.width),
@@ -104,11 +104,57 @@ class NativeReader:
             k_norm=self._vector(at + "self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
             qkv=self._projection(at + "self_attn.", "qkv", sizes, config.width),
             output=self._projection(at + "self_attn.", "o", {"o": config.width}, queries),
-            gate_up=self._projection(at + "mlp.", "gate_up", gates, config.width),
-            down=self._projection(at + "mlp.", "down", {"down": config.width}, config.inner),
             window=window or 0,
             rotate=rope is not None,
+            **(self._experts(at) if config.sparse[index] else self._mlp(at + "mlp.", config.inner)),
         )
+
+    def _mlp(self, at: str, inner: int) -> dict[str, Any]:
+        gates, width = {"gate": inner, "up": inner}, self.config.width
+        return {
+            "gate_up": self._projection(at, "gate_up", gates, width),
+            "down": self._projection(at, "down", {"down": width}, inner),
+        }
+
+    def _experts(self, at: str) -> dict[str, Any]:
+        """Experts one by one, as on disk, or stacked, as transformers holds them."""
+        moe = self.config.moe
+        assert moe is not None
+        at += "block_sparse_moe." if f"{at}block_sparse_moe.gate.weight" in self.weights else "mlp."
+        packed = [self._expert(at, i, moe) for i in range(moe.experts)]
+        arrays = [(Parts * moe.experts)(*map(side_by_side, parts)) for parts in zip(*packed, strict=True)]
+        found = Experts(moe.experts, moe.per_token, moe.inner, moe.renormalise, moe.shared_inner or 0)
+        found.router = self._router(at + "gate.weight", moe.experts)
+        found.gate_up, found.down = arrays
+        if moe.shared_inner is not None:
+            shared = self._mlp(at + "shared_expert.", moe.shared_inner)
+            found.shared_gate_up, found.shared_down = shared["gate_up"], shared["down"]
+            found.shared_gate = self._router(at + "shared_expert_gate.weight", 1)
+        size = sum(part.data.nbytes for parts in packed for some in parts for part in some)
+        self.asleep.append(size * (moe.experts - moe.per_token) // moe.experts)
+        self.kept.extend((*arrays, found))
+        return {"experts": ctypes.pointer(found)}
+
+    def _router(self, name: str, outputs: int) -> Parts:
+        """In float32 whatever the mode: it is small, and a rounded one would pick other experts."""
+        self._check(name, (outputs, self.config.width))
+        packed = pack_floats(self.weights[name].detach(), "float32")
+        self.kept.append(packed.data)
+        return side_by_side([packed])
+
+    def _expert(self, at: str, index: int, moe: MoeConfig) -> tuple[list[PackedWeight], list[PackedWeight]]:
+        """Gate and up, and down, of one expert."""
+        width, inner = self.config.width, moe.inner
+        if (stacked := at + "experts.gate_up_proj") in self.weights:
+            self._check(stacked, (moe.experts, 2 * inner, width))
+            self._check(at + "experts.down_proj", (moe.experts, width, inner))
+            both = self._pack(self.weights[stacked][index], None)
+            return [both], [self._pack(self.weights[at + "experts.down_proj"][index], None)]
+        old_names = f"{at}experts.0.w1.weight" in self.weights
+        names = ("w1", "w3", "w2") if old_names else ("gate_proj", "up_proj", "down_proj")
+        gate, up, down = (f"{at}experts.{index}.{name}.weight" for name in names)
+        into = [self._linear(name, inner, width) for name in (gate, up)]
+        return into, [self._linear(down, width, inner)]
 
     def _projection(self, at: str, fused: str, sizes: dict[str, int], inputs: int) -> Parts:
         """Weights that share their input; Phi-3 stores them as one."""
@@ -126,9 +172,15 @@ class NativeReader:
             bias = self.weights[bias_name].detach()
         if self.mode == "gguf":
             assert isinstance(self.weights, GgufWeights)
-            packed = pack_blocks(self.weights.blocks(name), bias)
+            return self._pack(self.weights.blocks(name), bias)
+        return self._pack(self.weights[name], bias)
+
+    def _pack(self, weight: Tensor | Blocks, bias: Tensor | None) -> PackedWeight:
+        if isinstance(weight, Blocks):
+            packed = pack_blocks(weight, bias)
         else:
-            packed = pack_floats(self.weights[name].detach(), self.mode, bias)
+            assert self.mode != "gguf"
+            packed = pack_floats(weight.detach(), self.mode, bias)
         self.kept.extend(tensor for tensor in (packed.data, packed.bias) if tensor is not None)
         return packed
 

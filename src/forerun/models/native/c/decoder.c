@@ -1,18 +1,18 @@
 /* A whole pass of a Llama-shaped decoder over the nodes of a round, in one call.
  *
- * norm, q/k/v, (norms of q and k), rotary positions, keys and values into their slots, attention, output, norm, SwiGLU,
- * and the head at the end. Families with other parts run in torch.
+ * norm, q/k/v, (norms of q and k), rotary positions, keys and values into their slots, attention, output, norm, SwiGLU
+ * or experts (experts.c), and the head at the end. Families with other parts run in torch.
  */
 #include "forerun.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUFFERS = 9, FR_ABI = 5 };
+enum { BUFFERS = 9, FR_ABI = 7 };
 
 typedef struct {
     float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores;
-    void *quants;
+    void *quants, *experts;
     int32_t *tiles;
     int64_t tile_count;
 } buffers;
@@ -71,9 +71,14 @@ static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, const bu
     if (layer->attention_norm) attend_layer(m, p, i, b);
     if (!layer->mlp_norm) return;
     fr_rms_norm(b->x, layer->mlp_norm, m->eps, b->normed, n, m->width);
-    fr_linear(&layer->gate_up, b->normed, b->gate_up, n, b->quants);
-    fr_swiglu(b->gate_up, b->mlp, n, m->inner);
-    fr_linear(&layer->down, b->mlp, b->delta, n, b->quants);
+    if (layer->experts) {
+        int64_t woken = fr_run_experts(layer->experts, b->normed, b->delta, n, m->width, b->experts);
+        if (p->woken) p->woken[i] = (int32_t)woken;
+    } else {
+        fr_linear(&layer->gate_up, b->normed, b->gate_up, n, b->quants);
+        fr_swiglu(b->gate_up, b->mlp, n, m->inner);
+        fr_linear(&layer->down, b->mlp, b->delta, n, b->quants);
+    }
     fr_add(b->x, b->delta, n * m->width);
 }
 
@@ -87,7 +92,13 @@ static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
                                2 * n * m->heads / m->kv_heads};
     void **at[BUFFERS] = {(void **)&b->x, (void **)&b->normed, (void **)&b->qkv, (void **)&b->attended, (void **)&b->gate_up,
                           (void **)&b->mlp, (void **)&b->delta, (void **)&b->scores, (void **)&b->tiles};
-    size_t bytes = fr_quants_bytes(n, widest);
+    size_t quants = (fr_quants_bytes(n, widest) + 63) / 64 * 64, bytes = quants, experts = 0;
+    for (int64_t i = 0; i < m->layers; i++)
+        if (m->layer[i].experts) {
+            size_t more = fr_experts_bytes(m->layer[i].experts, n, m->width);
+            if (more > experts) experts = more;
+        }
+    bytes += experts;
     for (int i = 0; i < BUFFERS; i++) bytes += (size_t)(floats[i] + 15) / 16 * 64;
     char *block = malloc(bytes + 64), *next = block;
     if (!block) return NULL;
@@ -98,6 +109,7 @@ static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
     }
     if (p->x) b->x = p->x;
     b->quants = next;
+    b->experts = next + quants;
     return block;
 }
 

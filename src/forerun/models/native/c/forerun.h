@@ -117,13 +117,27 @@ typedef struct {
 /* out[count, width] = the rows of these tokens; the caller has checked that they are there. */
 void fr_embed(const fr_table *table, int64_t width, const int64_t *tokens, int64_t count, float *out);
 
+/* ---- experts.c: feed-forward layers whose router picks a few experts per row ---- */
+typedef struct {
+    int64_t count, per_token, inner;
+    int64_t renormalise;              /* the weights of a row's experts sum to one */
+    int64_t shared_inner;             /* of the expert that every row goes through; 0 = there is none */
+    fr_weights router;                /* [count, width] */
+    const fr_weights *gate_up, *down; /* [count] */
+    fr_weights shared_gate_up, shared_down, shared_gate; /* the last: [1, width] */
+} fr_experts;
+size_t fr_experts_bytes(const fr_experts *e, int64_t rows, int64_t width);
+/* delta[rows, width] = the experts' outputs; scratch holds fr_experts_bytes. Returns how many experts were read. */
+int64_t fr_run_experts(const fr_experts *e, const float *x, float *delta, int64_t rows, int64_t width, void *scratch);
+
 /* ---- decoder.c: a whole pass ---- */
 typedef struct {
     const float *attention_norm, *mlp_norm; /* [width]; NULL = the layer has no such part */
     const float *q_norm, *k_norm;           /* [head_dim] or NULL */
     fr_weights qkv, output, gate_up, down;
-    int64_t window; /* 0 = everything */
-    int64_t rotate; /* 0: this layer has no positions */
+    int64_t window;            /* 0 = everything */
+    int64_t rotate;            /* 0: this layer has no positions */
+    const fr_experts *experts; /* in place of gate_up and down, or NULL */
 } fr_layer;
 
 typedef struct {
@@ -153,6 +167,7 @@ typedef struct {
     float *normed; /* [nodes, width] after the last norm, or NULL */
     float *logits; /* [scored, vocab] or NULL */
     int32_t *tops; /* [scored] where each row of logits is largest, the first on a tie, -1 = it holds NaN; or NULL */
+    int32_t *woken; /* [layers] how many experts the layer read, or NULL */
 } fr_pass;
 
 FR_API int64_t fr_layout(void);

@@ -50,6 +50,64 @@ void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void
     fr_parallel(run_panels, &job, panels, grain < least ? least : grain > 32 * least ? 32 * least : grain);
 }
 
+typedef struct {
+    const fr_segment *segments;
+    int64_t count, inputs, stride;
+    const float *x;
+    float *y;
+    fr_quants quants;
+    fr_quantize_range quantize; /* NULL where no weight is packed */
+} segments_job;
+
+static void quantize_segments(void *arg, int64_t begin, int64_t end, int worker) {
+    (void)worker;
+    const segments_job *job = arg;
+    for (const fr_segment *s = job->segments + begin; s < job->segments + end; s++)
+        job->quantize(&job->quants, job->x, s->first, s->first + s->rows);
+}
+
+/* Panels are numbered through all segments; a range may span several. */
+static void run_segments(void *arg, int64_t begin, int64_t end, int worker) {
+    const segments_job *job = arg;
+    int64_t low = 0, high = job->count, blocks = job->inputs / FR_BLOCK;
+    while (high - low > 1) { /* the last segment that begins no later */
+        int64_t middle = (low + high) / 2;
+        if (job->segments[middle].before <= begin) low = middle;
+        else high = middle;
+    }
+    for (int64_t i = low; i < job->count && job->segments[i].before < end; i++) {
+        const fr_segment *s = job->segments + i;
+        linear_job one = {.weights = s->w, .x = job->x + s->first * job->inputs, .y = job->y + s->first * job->stride,
+                          .rows = s->rows, .stride = job->stride};
+        if (job->quantize) one.q = job->quants.groups + s->first / FR_GROUP * blocks;
+        if (job->quants.tiles && fr_uses_tiles(s->rows)) one.tiles = job->quants.tiles + s->first / FR_TILE_ROWS * blocks;
+        run_panels(&one, begin > s->before ? begin - s->before : 0, end - s->before, worker);
+    }
+}
+
+void fr_linear_segments(fr_segment *segments, int64_t count, const float *x, float *y, int64_t room, void *scratch) {
+    const fr_weights *first = segments->w;
+    segments_job job = {.segments = segments, .count = count, .inputs = first->part[0].inputs, .x = x, .y = y};
+    int64_t panels = 0, longest = 0;
+    for (int64_t i = 0; i < first->count; i++) {
+        job.stride += first->part[i].outputs;
+        if (first->part[i].kind > FR_BF16) job.quantize = fr_chosen_quantize();
+    }
+    for (int64_t i = 0; i < count; i++) {
+        segments[i].before = panels;
+        if (segments[i].rows > longest) longest = segments[i].rows;
+        for (int64_t j = 0; j < segments[i].w->count; j++) panels += panels_of(&segments[i].w->part[j]);
+    }
+    if (job.quantize) {
+        job.quants = fr_quants_in(scratch, room, job.inputs);
+        if (!fr_uses_tiles(longest)) job.quants.tiles = NULL;
+        fr_parallel(quantize_segments, &job, count, 1);
+    }
+    int64_t grain = panels / (fr_threads() * 4), least = 16 / fr_width(first->part[0].kind);
+    if (least < 1) least = 1;
+    fr_parallel(run_segments, &job, panels, grain < least ? least : grain > 32 * least ? 32 * least : grain);
+}
+
 /* One linear layer on its own, for families that run in torch. 0 = done, 1 = out of memory. */
 FR_API int fr_linear_rows(const fr_weights *w, const float *x, float *y, int64_t rows) {
     void *scratch = malloc(fr_quants_bytes(rows, w->part[0].inputs));

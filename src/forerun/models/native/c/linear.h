@@ -128,10 +128,23 @@ typedef void (*fr_quantize_range)(const fr_quants *to, const float *x, int64_t b
 void fr_quantize(const fr_quants *to, const float *x, int64_t begin, int64_t end); /* fills no tiles */
 void fr_quantize_avx512(const fr_quants *to, const float *x, int64_t begin, int64_t end);
 size_t fr_quants_bytes(int64_t rows, int64_t inputs);
+fr_quants fr_quants_in(void *scratch, int64_t rows, int64_t inputs); /* laid out, not filled */
 fr_quants fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, void *scratch);
 
 /* y[rows, sum of outputs] = x[rows, inputs] W^T + bias; scratch holds fr_quants_bytes(rows, inputs). */
 void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void *scratch);
+
+/* Rows first .. first + rows, which one expert's weights multiply. */
+typedef struct {
+    const fr_weights *w;
+    int64_t first, rows;
+    int64_t before; /* panels of the segments before it: fr_linear_segments fills it in */
+} fr_segment;
+/* How many rows apart segments begin: a multiple of this. */
+enum { FR_APART = FR_TILE_ROWS };
+/* The same by segments, each with its own weights: each weight is read once. `room` rows are laid out in x and y, and
+ * scratch holds fr_quants_bytes(room, inputs). */
+void fr_linear_segments(fr_segment *segments, int64_t count, const float *x, float *y, int64_t room, void *scratch);
 
 /* A range of one weight's panels, begin .. end; y's rows are `stride` apart. */
 typedef struct {

@@ -73,9 +73,14 @@ static void quantize_range(void *arg, int64_t begin, int64_t end, int worker) {
     job->quantize(&job->to, job->x, begin, end);
 }
 
+fr_quants fr_quants_in(void *scratch, int64_t rows, int64_t inputs) {
+    fr_quants to = {scratch, NULL, rows, inputs / FR_BLOCK};
+    if (fr_uses_tiles(rows)) to.tiles = (fr_tile *)((char *)scratch + groups_bytes(rows, inputs));
+    return to;
+}
+
 fr_quants fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, void *scratch) {
-    quantize_job job = {{scratch, NULL, rows, inputs / FR_BLOCK}, x, fr_chosen_quantize()};
-    if (fr_uses_tiles(rows)) job.to.tiles = (fr_tile *)((char *)scratch + groups_bytes(rows, inputs));
+    quantize_job job = {fr_quants_in(scratch, rows, inputs), x, fr_chosen_quantize()};
     fr_parallel(quantize_range, &job, rows, FR_GROUP); /* few rows are done before a worker would wake */
     return job.to;
 }

@@ -1,0 +1,77 @@
+"""Tokens per CPU second at fixed budgets, without drafting, and with the controller deciding; and what that says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import process_time
+
+from forerun.bench.moe.passes import Text
+from forerun.llm import LLM
+from forerun.params import SamplingParams
+from forerun.types import Budget
+
+BUDGETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
+DEEPEST, WIDEST = 7, 10
+ADAPTIVE = -1  # in place of a budget: the controller decides
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """One setting over all texts."""
+
+    tokens: int
+    rounds: float
+    seconds: float  # of CPU
+
+    @property
+    def per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def per_round(self) -> float:
+        return self.tokens / self.rounds
+
+
+def measure_rates(
+    llm: LLM, texts: Sequence[Text], tokens: int, budgets: Sequence[int]
+) -> tuple[dict[int, Rate], bool]:
+    """By budget; every text runs at all settings before the next, and all settings must write the same tokens.
+
+    Prompts are read beforehand and found in the prefix cache, so that what is timed is decoding.
+    """
+    found = {budget: Rate(0, 0.0, 0.0) for budget in budgets}
+    params, same = SamplingParams(max_tokens=tokens, ignore_eos=True), True
+    for text in texts:
+        llm.generate(text.prompt, SamplingParams(max_tokens=2))
+        written = set()
+        for budget in budgets:
+            started = process_time()
+            done = _write(llm, text.prompt, params, budget)
+            spent, before = process_time() - started, found[budget]
+            found[budget] = Rate(before.tokens + tokens, before.rounds + done[1], before.seconds + spent)
+            written.add(tuple(done[0]))
+        same = same and len(written) == 1
+    return found, same
+
+
+def _write(llm: LLM, prompt: list[int], params: SamplingParams, budget: int) -> tuple[list[int], int]:
+    if budget == 0:
+        done = llm.generate(prompt, params, drafter="none")
+    elif budget == ADAPTIVE:
+        done = llm.generate(prompt, params)
+    else:
+        done = llm.generate(prompt, params, budget=Budget(budget, min(budget, DEEPEST), WIDEST))
+    return done.token_ids, done.rounds
+
+
+def best_budget(rates: dict[int, Rate]) -> int:
+    """The budget with most tokens per second; 0 = drafting does not pay."""
+    fixed = {budget: rate for budget, rate in rates.items() if budget != ADAPTIVE}
+    return max(fixed, key=lambda budget: fixed[budget].per_second)
+
+
+def pays_up_to(rates: dict[int, Rate]) -> int:
+    """The largest budget that is no slower than plain decoding; 0 = none."""
+    plain = rates[0].per_second
+    return max((b for b, rate in rates.items() if b > 0 and rate.per_second >= plain), default=0)

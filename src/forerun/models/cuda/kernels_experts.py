@@ -1,0 +1,133 @@
+"""Triton: layers of experts. A router picks experts by row, rows are sorted by expert, and each expert is read once.
+
+The grid of the products has a place for every expert and for as many blocks of rows as one expert could get; programs
+without rows end at once. So the sizes of all launches follow from the number of rows of a pass, whatever is picked,
+and a pass can be captured as a graph. A row's bits depend on that row alone: a program of the router sees one row, the
+sums of a product run along the depth in one order, and a row's experts are added up from the likeliest to the last.
+"""
+
+# mypy: ignore-errors
+# The bodies are Triton's language, not Python: types and operators mean something else there.
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def route(x, norm, router, normed, logits, eps, OUTPUTS: tl.constexpr, OUTPUTS_UP: tl.constexpr, WIDTH: tl.constexpr,
+          UP: tl.constexpr, EB: tl.constexpr):  # fmt: skip
+    """The norm of one row, and EB of the router's outputs for it."""
+    m, first = tl.program_id(0), tl.program_id(1) * EB
+    n, e = tl.arange(0, UP), first + tl.arange(0, EB)
+    inside = n < WIDTH
+    row = tl.load(x + m * WIDTH + n, mask=inside, other=0.0)
+    scale = tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)
+    weight = tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
+    given = (row * scale * weight).to(normed.dtype.element_ty)
+    if first == 0:
+        tl.store(normed + m * WIDTH + n, given, mask=inside)
+    there = (e < OUTPUTS)[:, None] & inside[None, :]
+    weights = tl.load(router + e[:, None] * WIDTH + n[None, :], mask=there, other=0.0).to(tl.float32)
+    found = tl.sum(weights * given.to(tl.float32)[None, :], 1)
+    tl.store(logits + m * OUTPUTS_UP + e, found, mask=e < OUTPUTS)
+
+
+@triton.jit
+def pick(logits, slots, picked, weights, gates, E: tl.constexpr, E_UP: tl.constexpr, OUTPUTS_UP: tl.constexpr,
+         EACH: tl.constexpr, EACH_UP: tl.constexpr, RENORMALISE: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
+    """The likeliest experts of one row, the first on a tie; padding picks expert E, which is none."""
+    m, e, rank = tl.program_id(0), tl.arange(0, E_UP), tl.arange(0, EACH_UP)
+    live = tl.load(slots + m) >= 0
+    row = tl.load(logits + m * OUTPUTS_UP + e, mask=e < E, other=float("-inf"))
+    law = tl.exp(row - tl.max(row, 0))
+    left = tl.where(e < E, law / tl.sum(law, 0), -1.0)
+    chosen, shares = rank * 0, rank * 0.0
+    for i in tl.static_range(EACH):
+        most = tl.max(left, 0)
+        best = tl.minimum(tl.min(tl.where(left == most, e, E_UP), 0), E - 1)  # NaN equals nothing: the last
+        chosen = tl.where(rank == i, best, chosen)
+        shares = tl.where(rank == i, most, shares)
+        left = tl.where(e == best, -1.0, left)
+    if RENORMALISE:
+        shares = shares / tl.sum(shares, 0)
+    tl.store(picked + m * EACH + rank, tl.where(live, chosen, E), mask=rank < EACH)
+    tl.store(weights + m * EACH + rank, shares, mask=rank < EACH)
+    if SHARED:
+        tl.store(gates + m, 1.0 / (1.0 + tl.exp(-tl.load(logits + m * OUTPUTS_UP + E))))
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def sort_pairs(picked, order, starts, ends, pairs, BLOCK: tl.constexpr):
+    """The pairs (row and rank) that picked one expert, in order, behind those of the experts before it."""
+    expert, at = tl.program_id(0), tl.arange(0, BLOCK)
+    before, own = expert * 0, expert * 0
+    for first in range(0, pairs, BLOCK):
+        chosen = tl.load(picked + first + at, mask=first + at < pairs, other=1 << 30)
+        before += tl.sum((chosen < expert).to(tl.int32), 0)
+        own += tl.sum((chosen == expert).to(tl.int32), 0)
+    tl.store(starts + expert, before)
+    tl.store(ends + expert, before + own)
+    for first in range(0, pairs, BLOCK):
+        chosen = tl.load(picked + first + at, mask=first + at < pairs, other=1 << 30)
+        mine = (chosen == expert).to(tl.int32)
+        tl.store(order + before + tl.cumsum(mine, 0) - 1, first + at, mask=mine > 0)
+        before += tl.sum(mine, 0)
+
+
+@triton.jit
+def grouped(rows, w, scales, order, starts, ends, out, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr,
+            BK: tl.constexpr, MT: tl.constexpr, EACH: tl.constexpr, GATED: tl.constexpr, W8: tl.constexpr):  # fmt: skip
+    """A tile of one expert's outputs for a block of its pairs; pair p reads row p // EACH and writes row p.
+
+    GATED: outputs are gate and up in turn, and leave as silu(gate) * up.
+    """
+    block, tile, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, end = tl.load(starts + expert) + block * MT, tl.load(ends + expert)
+    if first < end:
+        places = first + tl.arange(0, MT)
+        live = places < end
+        pair = tl.load(order + places, mask=live, other=0).to(tl.int64)
+        n, ks = tl.arange(0, BN), tl.arange(0, BK)
+        start = w + (expert.to(tl.int64) * N + tile * BN) * K
+        weight = start + n[:, None] * K + ks[None, :]
+        source = rows + (pair // EACH)[:, None] * K + ks[None, :]
+        acc = tl.zeros((BN, MT), dtype=tl.float32)
+        for k in range(0, K, BK):
+            left = tl.load(weight + k, eviction_policy="evict_first")
+            right = tl.load(source + k, mask=live[:, None], other=0.0)
+            acc = tl.dot(left.to(right.dtype), tl.trans(right), acc)
+        if W8:
+            acc = acc * tl.load(scales + expert * N + tile * BN + n)[:, None]
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, (BN // 2, 2, MT)), (0, 2, 1)))
+            half = tile * (BN // 2) + tl.arange(0, BN // 2)
+            inner = gate / (1.0 + tl.exp(-gate)) * up
+            into = out + pair[None, :] * (N // 2) + half[:, None]
+            tl.store(into, inner.to(out.dtype.element_ty), mask=live[None, :])
+        else:
+            tl.store(out + pair[None, :] * N + (tile * BN + n)[:, None], acc, mask=live[None, :])
+
+
+@triton.jit
+def combine(found, weights, shared, gates, slots, x, out, squares, inverses, norm, eps, WIDTH: tl.constexpr,
+            UP: tl.constexpr, BN: tl.constexpr, TILES_UP: tl.constexpr, EACH: tl.constexpr,
+            SHARED: tl.constexpr):  # fmt: skip
+    """Add one row's experts to the residual stream, and leave what the next norm needs, in both ways."""
+    m, n = tl.program_id(0), tl.arange(0, UP)
+    inside = n < WIDTH
+    live = inside & (tl.load(slots + m) >= 0)  # padding: nobody wrote its experts' outputs
+    total = tl.zeros((UP,), dtype=tl.float32)
+    for i in tl.static_range(EACH):
+        pair = (m * EACH + i).to(tl.int64)
+        total += tl.load(weights + pair) * tl.load(found + pair * WIDTH + n, mask=live, other=0.0)
+    if SHARED:
+        total += tl.load(gates + m) * tl.load(shared + m * WIDTH + n, mask=live, other=0.0)
+    row = tl.load(x + m * WIDTH + n, mask=inside, other=0.0)
+    row += tl.where(live, total, 0.0)
+    tl.store(x + m * WIDTH + n, row, mask=inside)
+    scaled = row * tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + m * WIDTH + n, scaled.to(out.dtype.element_ty), mask=inside)
+    wide, tile = row.to(tl.float64), tl.arange(0, UP // BN)
+    sums = tl.sum(tl.reshape(wide * wide, (UP // BN, BN)), axis=1)
+    tl.store(squares + m * TILES_UP + tile, sums, mask=tile < WIDTH // BN)
+    tl.store(inverses + m, tl.rsqrt(tl.sum(wide * wide, 0).to(tl.float32) / WIDTH + eps))

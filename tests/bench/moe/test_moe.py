@@ -1,0 +1,67 @@
+"""The benchmark of experts on a tiny model: its twins have one function, and its figures say what was measured."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.bench.moe.command import document, show_passes, show_rates
+from forerun.bench.moe.passes import NODES, Passes, Text, measure_passes
+from forerun.bench.moe.rates import ADAPTIVE, BUDGETS, Rate, best_budget, measure_rates, pays_up_to
+from forerun.bench.moe.twins import llm_of, make_mixture, make_twin
+from forerun.models.load.checkpoint import open_checkpoint
+from tests.models.tiny_checkpoints import score_chain
+from tests.models.tiny_gguf import VOCAB, write_tiny
+from tests.native.blocks import needs_native
+
+pytestmark = needs_native
+
+
+def _text(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def test_twins_write_the_same_and_figures_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opened = open_checkpoint(str(write_tiny(tmp_path / "tiny.gguf", "llama")))
+    mixture = make_mixture(opened, [_text(i, 40) for i in range(6)], experts=6, per_token=2, mode="float32")
+    twin = make_twin(opened, per_token=2, mode="float32")
+    got, wanted = (score_chain(target, _text(9, 30), 5, 60) for target in (mixture, twin))
+    torch.testing.assert_close(got, wanted, atol=1e-3, rtol=1e-3)
+
+    texts = [Text(_text(50 + i, 6), _text(60 + i, 40)) for i in range(3)]
+    passes = {"mixture": measure_passes(mixture, texts), "dense twin": measure_passes(twin, texts)}
+    woken = passes["mixture"].woken
+    assert woken[1] == 2
+    assert woken[1] < woken[4] <= woken[32] <= 6
+    assert passes["dense twin"].woken == {}
+    assert mixture.used_slots == 0
+
+    budgets = (0, 2, ADAPTIVE)
+    rates = {}
+    for name, target in (("mixture", mixture), ("dense twin", twin)):
+        rates[name] = measure_rates(llm_of(opened, target, "ngram"), texts[:2], 12, budgets)
+        assert rates[name][1]  # texts are equal
+        assert rates[name][0][0].per_round == pytest.approx(1.0, abs=0.1)
+    show_passes(passes, 6, 2)
+    show_rates("mixture", *rates["mixture"])
+    printed = capsys.readouterr().out
+    assert "adaptive" in printed
+    assert len(printed.splitlines()) == 1 + len(NODES) + 1 + len(budgets) + 1
+    found = json.loads(json.dumps(document(passes, rates, {})))
+    assert set(found["mixture"]["tokens_per_s"]) == {"0", "2", "-1"}
+
+
+def test_what_rates_say() -> None:
+    def rate(per_second: float) -> Rate:
+        return Rate(100, 50.0, 100 / per_second)
+
+    speeds = dict(zip(BUDGETS, (10, 12, 14, 13, 11, 9, 8, 10.5, 7, 6), strict=True))
+    rates = {budget: rate(speed) for budget, speed in speeds.items()} | {ADAPTIVE: rate(99)}
+    assert best_budget(rates) == 2
+    assert pays_up_to(rates) == 12
+    poor = {budget: rate(10 - budget / 10) for budget in BUDGETS}
+    assert (best_budget(poor), pays_up_to(poor)) == (0, 0)
+    assert Passes({}, {1: 1.0}).woken == {}

@@ -1,0 +1,40 @@
+"""The controller on the cost curve of a mixture of experts: the second node is dear, the sixteenth nearly free."""
+
+import pytest
+
+from forerun.bench.moe.passes import chance
+from forerun.control.cost import CostModel
+from forerun.testing.control_simulator import Make, Simulation, TextKind
+from forerun.types import Budget
+from tests.control.test_following import EVEN, best_fixed
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def curve(experts: int, per_token: int, share: float) -> CostModel:
+    """Passes of which experts take `share` at one node, and where every node costs 2% beside."""
+    woken = {size: chance(experts, per_token, size) / per_token for size in SIZES}
+    return CostModel({size: 1.0 - share + share * woken[size] + 0.02 * (size - 1) for size in SIZES})
+
+
+CURVES = {"8 of which 2": curve(8, 2, 0.7), "128 of which 8": curve(128, 8, 0.7)}
+
+
+def test_woken_experts_by_chance() -> None:
+    assert chance(8, 2, 1) == pytest.approx(2.0)
+    assert chance(8, 2, 2) == pytest.approx(3.5)
+    assert chance(128, 8, 10_000) == pytest.approx(128.0)
+
+
+@pytest.mark.parametrize("cost", CURVES.values(), ids=CURVES)
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("make", [Make(0.1), Make(0.1, chosen=False, stops=False)], ids=["head", "model"])
+def test_it_never_settles_below_plain_and_finds_most_of_the_gain(
+    cost: CostModel, acceptance: float, make: Make
+) -> None:
+    simulation, kind = Simulation(cost, make, nodes=32, width=4), TextKind(acceptance, spread=EVEN)
+    simulation.speed(kind, 150)
+    speed = simulation.speed(kind, 1500)
+    assert speed >= 0.97
+    chains = [Budget(n, n, 1) for n in (1, 2, 4, 8, 16)]
+    assert speed >= 0.8 * max(1.0, best_fixed(cost, make, kind, chains))

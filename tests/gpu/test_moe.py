@@ -1,0 +1,345 @@
+"""Experts on the GPU decoder: plain steps against transformers on a CPU, the kernels against plain steps and for bits.
+
+The kernels also run on a CPU in Triton's interpreter: TRITON_INTERPRET=1 python -m pytest tests/gpu/test_moe.py
+"""
+
+import importlib.util
+import os
+import random
+from functools import partial
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from forerun.build import make_engine
+from forerun.errors import UnsupportedModel
+from forerun.models.config import DecoderConfig, MoeConfig
+from forerun.models.cuda.network import Run, check_supported
+from forerun.models.cuda.packed import WeightKind, pack, times
+from forerun.models.cuda.plan import Size
+from forerun.models.cuda.pool import make_steps
+from forerun.models.cuda.target import CudaDecoder
+from forerun.models.moe import route
+from forerun.params import SamplingParams, SpeculativeConfig
+from forerun.testing import FakeSeq, check_target, path_to, random_tree
+from forerun.types import Needs, Request, TreeBatch
+from forerun.verify.greedy import device_walk
+from tests.exactness.harness import run
+from tests.gpu.tiny import need_cuda, weights_of
+
+VOCAB = 200
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+_MANY = {"num_experts": 24, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
+SHAPES: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe", "shared_expert_intermediate_size": 80, "mlp_only_layers": [1], **_MANY,
+    },
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 32, "norm_topk_prob": True, **_MANY},
+    "large": {  # tiles of 64 outputs
+        "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 1024,
+        "intermediate_size": 4352, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
+        "num_hidden_layers": 2,
+    },
+}  # fmt: skip
+SMALL = [name for name in SHAPES if name != "large"]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+
+
+def make_reference(name: str) -> Any:
+    settings = {**_BASE, **SHAPES[name]}
+    torch.manual_seed(sorted(SHAPES).index(name))
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            weight.normal_(0.0, 0.6 / weight.shape[-1] ** 0.5 if weight.dim() > 1 else 0.2)
+            if key.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight")):
+                weight.mul_(4.0)  # routings that are no near-ties
+            if "norm" in key:
+                weight.add_(1.0)
+    return model
+
+
+def make_target(
+    name: str,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    kernels: Literal["auto", "triton", "torch"] = "auto",
+    kind: WeightKind = "plain",
+) -> CudaDecoder:
+    config, weights = weights_of(make_reference(name))
+    return CudaDecoder(
+        config, weights, dtype=dtype, device=device, kv_slots=20_000, kernels=kernels, weight_kind=kind,
+        greedy_walk=device_walk(torch.device(device)),
+    )  # fmt: skip
+
+
+def _text(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_plain_steps_make_a_target(name: str) -> None:
+    needs, make = Needs((-1, 0, 1)), partial(make_target, name, "cpu")
+    check_target(make, vocab_size=VOCAB, rounds=3, nodes=10, needs=needs, seed=len(name))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_plain_steps_have_the_logits_of_transformers(name: str) -> None:
+    model, target = make_reference(name), make_target(name, "cpu")
+    _compare(model, target, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_have_the_logits_of_transformers(name: str) -> None:
+    need_cuda()
+    _compare(make_reference(name), make_target(name, "cuda", torch.bfloat16, "triton"), 0.15)
+
+
+def _compare(model: Any, target: CudaDecoder, most: float) -> None:
+    tokens = torch.randint(VOCAB, (1, 150), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = model(tokens, use_cache=False).logits[0, 139:]
+    seq = FakeSeq(1, tokens[0, :140].tolist())
+    target.prefill([seq], Needs())
+    got = target.score([seq], TreeBatch.chains([tokens[0, 139:].tolist()]), Needs()).required_logits.cpu()
+    off = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert float(off.median()) < most  # in 16 bits, a near-tie of the router may fall otherwise
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_texts_are_those_of_generate(name: str) -> None:
+    model, target, rng = make_reference(name), make_target(name, "cpu"), random.Random(5)
+    prompts = [tuple(_text(rng, length)) for length in (6, 11)]
+    wanted = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+        wanted.append(out[0, len(prompt) :].tolist())
+    requests = [Request(prompt, SamplingParams(max_tokens=16)) for prompt in prompts]
+    for drafter in ("none", "ngram"):
+        engine = make_engine(target, frozenset(), SpeculativeConfig(drafter, budget=6, controller="fixed"))
+        assert run(engine, requests)[0] == wanted
+
+
+def test_widths_that_tiles_do_not_fit_are_refused() -> None:
+    settings = {**_BASE, **SHAPES["qwen3_moe"], "moe_intermediate_size": 40}
+    with pytest.raises(UnsupportedModel, match="multiples of 16"):
+        check_supported(DecoderConfig.from_hf(settings))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_make_a_target(name: str) -> None:
+    need_cuda()
+    check_target(  # bits do not depend on company, so the tolerance is zero
+        lambda: make_target(name, "cuda", torch.bfloat16, "triton"),
+        vocab_size=VOCAB,
+        rounds=4,
+        nodes=12,
+        needs=Needs((-1, 1)),
+        seed=len(name),
+        atol=0.0,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
+    need_cuda()
+    rng = random.Random(7)
+    target, alone = (make_target(name, "cuda", torch.bfloat16, "triton") for _ in range(2))
+    seqs = [FakeSeq(i, _text(rng, length), max_length=2000) for i, length in enumerate([2, 129, 700, 60])]
+    target.prefill(seqs, Needs())
+    for nodes in (1, 7, 24, 100):
+        grown = [random_tree(rng, seq.tokens[-1], VOCAB, nodes) for seq in seqs]
+        trees = TreeBatch.trees(grown)
+        logits = target.score(seqs, trees, Needs()).required_logits.clone()
+        for b, (seq, (tokens, parents)) in enumerate(zip(seqs, grown, strict=True)):
+            node = rng.randrange(len(tokens))
+            path = [tokens[i] for i in path_to(parents, node)]
+            plain = FakeSeq(100, [*seq.tokens, *path], max_length=2000)
+            alone.prefill([plain], Needs())
+            root = alone.score([plain], TreeBatch.chains([plain.tokens[-1:]]), Needs()).required_logits
+            assert torch.equal(root[0], logits[trees.starts[b] + node]), (nodes, b, node)
+            alone.release(plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_weights_of_one_byte_come_near(kind: WeightKind) -> None:
+    need_cuda()
+    _compare(make_reference("mixtral"), make_target("mixtral", "cuda", torch.bfloat16, "triton", kind), 0.25)
+
+
+# the kernels one by one, in the interpreter or on a GPU
+
+
+def _where() -> torch.device:
+    if INTERPRETED:
+        return torch.device("cpu")
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        pytest.skip("needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1)")
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize(("experts", "each", "rows"), [(5, 2, 1), (24, 4, 7), (24, 4, 33), (3, 3, 70)])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool) -> None:
+    device, width = _where(), 48
+    from forerun.models.cuda import kernels_experts as kernels
+
+    torch.manual_seed(rows)
+    x, norm = torch.randn(rows, width, device=device), torch.rand(width, device=device) + 0.5
+    router = torch.randn(experts + 1, width, device=device)
+    slots = torch.arange(rows, dtype=torch.int32, device=device)
+    slots[rows // 2 + 1 :: 5] = -1  # padding
+    columns, wide = 1 << experts.bit_length(), 1 << (experts - 1).bit_length()
+    normed, logits = torch.zeros_like(x), torch.zeros(rows, columns, device=device)
+    picked = torch.zeros(rows * each, dtype=torch.int32, device=device)
+    weights, gates = torch.zeros(rows * each, device=device), torch.zeros(rows, device=device)
+    order, (starts, ends) = torch.full_like(picked, -1), picked.new_zeros(2, experts)
+    kernels.route[(rows, -(-(experts + 1) // 4))](
+        x,
+        norm,
+        router,
+        normed,
+        logits,
+        1e-5,
+        OUTPUTS=experts + 1,
+        OUTPUTS_UP=columns,
+        WIDTH=width,
+        UP=64,
+        EB=4,
+    )
+    kernels.pick[(rows,)](
+        logits, slots, picked, weights, gates, E=experts, E_UP=wide, OUTPUTS_UP=columns, EACH=each,
+        EACH_UP=1 << (each - 1).bit_length(), RENORMALISE=renormalise, SHARED=True,
+    )  # fmt: skip
+    kernels.sort_pairs[(experts,)](picked, order, starts, ends, rows * each, BLOCK=32)
+    wanted = torch.nn.functional.rms_norm(x, (width,), norm, 1e-5)
+    torch.testing.assert_close(normed, wanted, atol=1e-5, rtol=1e-5)
+    moe = MoeConfig(experts, each, 1, renormalise, None)
+    law, chosen = route(wanted, router[:experts], moe)
+    for m in range(rows):
+        found = dict(
+            zip(picked.view(rows, each)[m].tolist(), weights.view(rows, each)[m].tolist(), strict=True)
+        )
+        if int(slots[m]) < 0:
+            assert set(found) == {experts}
+            continue
+        assert sorted(found) == chosen[m].tolist()
+        torch.testing.assert_close([found[e] for e in sorted(found)], law[m].tolist(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(gates, (wanted @ router[-1]).sigmoid(), atol=1e-5, rtol=1e-4)
+    live = [p for p, e in enumerate(picked.tolist()) if e < experts]
+    assert order[: len(live)].tolist() == sorted(live, key=lambda p: (int(picked[p]), p))
+    for e in range(experts):
+        assert all(int(picked[p]) == e for p in order[int(starts[e]) : int(ends[e])].tolist())
+    assert int(ends[-1]) == len(live)
+
+
+@pytest.mark.parametrize("kind", ["plain", "int8"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("block", [16, 32])
+def test_grouped_product(gated: bool, block: int, kind: WeightKind) -> None:
+    device = _where()
+    from forerun.models.cuda import kernels_experts as kernels
+
+    torch.manual_seed(3)
+    experts, each, rows, outputs, depth = 4, 2 if gated else 1, 21, 32, 48
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    given = torch.randn(rows, depth, device=device).to(dtype)
+    stacked = (torch.randn(experts * outputs, depth, device=device) / 7).to(dtype)
+    weight = pack(stacked, kind)
+    picks = torch.stack(
+        [torch.randperm(experts - 1)[:each] for _ in range(rows)]
+    ).flatten()  # nobody picks the last
+    order = picks.argsort(stable=True).to(device, torch.int32)
+    counts = torch.bincount(picks, minlength=experts).cumsum(0).to(device, torch.int32)
+    starts = torch.cat((counts.new_zeros(1), counts[:-1]))
+    columns = outputs // 2 if gated else outputs
+    out = torch.full((rows * each, columns), 7.0, device=device, dtype=dtype if gated else torch.float32)
+    data, scales = (weight, counts) if isinstance(weight, Tensor) else (weight.data, weight.scales)
+    kernels.grouped[(-(-rows // block), outputs // 16, experts)](
+        given, data, scales, order, starts, counts, out, N=outputs, K=depth, BN=16, BK=16, MT=block, EACH=each,
+        GATED=gated, W8=kind != "plain",
+    )  # fmt: skip
+    wide = stacked if isinstance(weight, Tensor) else weight[torch.arange(experts * outputs, device=device)]
+    for pair, expert in enumerate(picks.tolist()):
+        row = times(
+            given[pair // each, None].float(), wide[expert * outputs : (expert + 1) * outputs].float()
+        )[0]
+        wanted = torch.nn.functional.silu(row[0::2]) * row[1::2] if gated else row
+        most = 1e-5 if INTERPRETED else 0.03
+        torch.testing.assert_close(out[pair].float(), wanted, atol=most, rtol=most)
+
+
+def test_combining_kernel() -> None:
+    device, width, rows, each, tile = _where(), 48, 6, 3, 16
+    from forerun.models.cuda import kernels_experts as kernels
+
+    torch.manual_seed(4)
+    found, x = torch.randn(rows * each, width, device=device), torch.randn(rows, width, device=device)
+    weights, gates = torch.rand(rows * each, device=device), torch.rand(rows, device=device)
+    shared, norm = torch.randn(rows, width, device=device), torch.rand(width, device=device)
+    slots = torch.tensor([3, -1, 0, 9, 4, -1], dtype=torch.int32, device=device)
+    live = (slots >= 0)[:, None]
+    found[1 * each : 2 * each] = float("nan")  # what nobody wrote
+    sums = (found.view(rows, each, width) * weights.view(rows, each, 1)).sum(1) + gates[:, None] * shared
+    wanted = x + torch.where(live, sums, 0.0)
+    out, inverses = torch.zeros_like(x), torch.zeros(rows, device=device)
+    squares = torch.zeros(rows, 32, dtype=torch.float64, device=device)
+    kernels.combine[(rows,)](
+        found, weights, shared, gates, slots, x, out, squares, inverses, norm, 1e-5, WIDTH=width, UP=64, BN=tile,
+        TILES_UP=32, EACH=each, SHARED=True,
+    )  # fmt: skip
+    torch.testing.assert_close(x, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, wanted * norm, atol=1e-5, rtol=1e-5)
+    tiles = wanted.double().square().view(rows, -1, tile).sum(-1)
+    torch.testing.assert_close(squares[:, : width // tile], tiles, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(inverses, (wanted.square().mean(-1) + 1e-5).rsqrt(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_a_layer_by_kernels_is_the_layer_in_torch(name: str) -> None:
+    """All launches of a layer with experts, padding included."""
+    device = _where()
+    from forerun.models.cuda.experts_fused import ExpertBuffers, Left
+
+    rows, tile, dtype = 6, 16, torch.float32 if INTERPRETED else torch.bfloat16
+    plain = make_target(name, str(device), dtype, "torch")
+    model, buffers = plain.model, plain.buffers
+    run = Run.of(Size(rows, 8, 1), buffers.ints)
+    run.slots[:] = torch.tensor([4, 9, -1, 0, 7, -1], dtype=torch.int32)
+    steps = make_steps("torch", model, buffers, plain.kv.data)
+    start = torch.randn(rows, model.config.width, generator=torch.Generator().manual_seed(2)).to(device)
+    layer, eps = model.layers[0], model.config.norm_eps
+    assert layer.experts is not None
+    buffers.x[:rows] = start
+    steps.gate(run, 0)
+    steps.leave_mlp(run, 0)
+    wanted = buffers.x[:rows].clone()
+    room, x = ExpertBuffers(model), start.clone()
+    squares = torch.zeros(rows, 32, dtype=torch.float64, device=device)
+    left = Left(
+        torch.zeros(rows, x.shape[1], dtype=dtype, device=device),
+        squares,
+        squares.new_zeros(rows).float(),
+        tile,
+    )
+    room.enter(run, x, layer.mlp_norm, layer.experts, eps)
+    room.leave(run, x, model.next_norm(0), layer.experts, eps, left)
+    most = 1e-4 if INTERPRETED else 0.1
+    torch.testing.assert_close(x, wanted, atol=most, rtol=most)
+    assert torch.equal(x[2], start[2])  # padding stays
+    assert not torch.equal(x[1], start[1])
+    torch.testing.assert_close(squares.sum(1).float(), wanted.square().sum(1), atol=most, rtol=most)

@@ -1,0 +1,77 @@
+/* The experts' kernels by themselves, on exact-sized buffers: packed and plain weights, with and without a shared expert.
+ *
+ * Called by check.c on every path; 0 where a row has the same bits alone and beside others, and where no more experts
+ * are read than were picked.
+ */
+#include "forerun.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { WIDTH = 64, INNER = 32, SHARED = 96, EXPERTS = 7, PICKED = 3, ROWS = 45, Q8_0 = 8, BLOCK_BYTES = 34 };
+
+static uint32_t state = 9;
+static uint32_t next(void) { return state = state * 1664525u + 1013904223u; }
+
+static float *floats(int64_t count) {
+    float *p = malloc((size_t)count * sizeof(float));
+    for (int64_t i = 0; i < count; i++) p[i] = (float)(next() >> 8) / (1 << 23) - 1.0f;
+    return p;
+}
+
+static fr_weight new_weight(int packed, int outputs, int inputs) {
+    if (!packed) return (fr_weight){FR_F32, outputs, inputs, floats((int64_t)outputs * inputs), NULL};
+    int64_t row = inputs / FR_BLOCK * BLOCK_BYTES, bytes = outputs * row;
+    uint8_t *raw = malloc((size_t)bytes);
+    for (int64_t i = 0; i < bytes; i++) {
+        raw[i] = (uint8_t)(next() >> 24);
+        if (i % BLOCK_BYTES < 2) raw[i] = i % BLOCK_BYTES ? 0x18 : raw[i]; /* a small scale */
+    }
+    fr_weight w = {fr_packed_kind(Q8_0), outputs, inputs, NULL, NULL};
+    void *data = malloc((size_t)fr_packed_bytes(w.kind, outputs, inputs));
+    fr_pack(Q8_0, raw, row, outputs, inputs, data);
+    w.data = data;
+    free(raw);
+    return w;
+}
+
+static fr_weights one(fr_weight w) { return (fr_weights){1, {w}}; }
+
+static void drop(fr_weights *w) {
+    for (int64_t i = 0; i < w->count; i++) free((void *)w->part[i].data);
+}
+
+static int64_t run(const fr_experts *e, const float *x, float *out, int64_t rows) {
+    void *scratch = malloc(fr_experts_bytes(e, rows, WIDTH));
+    int64_t woken = fr_run_experts(e, x, out, rows, WIDTH, scratch);
+    free(scratch);
+    return woken;
+}
+
+static int check_kind(int packed, int shared) {
+    fr_weights into[EXPERTS], out[EXPERTS];
+    for (int i = 0; i < EXPERTS; i++) {
+        into[i] = (fr_weights){2, {new_weight(packed, INNER, WIDTH), new_weight(packed, INNER, WIDTH)}};
+        out[i] = one(new_weight(packed, WIDTH, INNER));
+    }
+    fr_experts e = {.count = EXPERTS, .per_token = PICKED, .inner = INNER, .renormalise = !shared, .gate_up = into, .down = out};
+    e.router = one(new_weight(0, EXPERTS, WIDTH));
+    if (shared) {
+        e.shared_inner = SHARED;
+        e.shared_gate_up = one(new_weight(packed, 2 * SHARED, WIDTH));
+        e.shared_down = one(new_weight(packed, WIDTH, SHARED));
+        e.shared_gate = one(new_weight(0, 1, WIDTH));
+    }
+    float *x = floats(ROWS * WIDTH), *together = floats(ROWS * WIDTH), *alone = floats(WIDTH);
+    int bad = run(&e, x, together, ROWS) > EXPERTS;
+    for (int r = 0; r < ROWS; r++) {
+        bad |= run(&e, x + r * WIDTH, alone, 1) != PICKED;
+        bad |= memcmp(alone, together + r * WIDTH, WIDTH * sizeof(float)) != 0;
+    }
+    for (int i = 0; i < EXPERTS; i++) drop(into + i), drop(out + i);
+    drop(&e.router), drop(&e.shared_gate_up), drop(&e.shared_down), drop(&e.shared_gate);
+    free(x), free(together), free(alone);
+    return bad;
+}
+
+int check_experts(void) { return check_kind(0, 0) | check_kind(1, 0) | check_kind(0, 1) | check_kind(1, 1); }
