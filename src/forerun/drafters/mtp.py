@@ -6,8 +6,8 @@ again on its own output to draft further, so all else is as in EAGLE-1. Of sever
 
 Names are read in two styles. DeepSeek-V3 puts the layer behind the target's last (`model.layers.L.enorm`, `hnorm`,
 `eh_proj`, `shared_head.norm`, `shared_head.head`), and a step reads the output of the one before it as it is.
-Qwen3-Next has `mtp.pre_fc_norm_embedding`, `mtp.pre_fc_norm_hidden`, `mtp.fc`, `mtp.layers.0`, `mtp.norm`, and a step reads
-the normed output. Layers of another kind (compressed or gated attention, experts) are refused.
+Qwen3-Next has `mtp.pre_fc_norm_embedding`, `mtp.pre_fc_norm_hidden`, `mtp.fc`, `mtp.layers.0`, `mtp.norm`, and a
+step reads the normed output. Layers of another kind (compressed or gated attention, experts) are refused.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def load_mtp(folder: Path, target: Target) -> MtpHead:
 
 
 def read_mtp(folder: Path) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """Shape and weights under our names: fc, enorm, hnorm, midlayer.*, norm; embedding and LM head where they are there."""
+    """Shape and weights under our names: fc, enorm, hnorm, midlayer.*, norm; embedding and LM head where stored."""
     values = read_config(folder)
     weights, qwen = _read_layer(folder)
     _must_be_plain(folder, values, weights)
@@ -152,7 +152,7 @@ def expected_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
     width, inner, dim = config.width, config.inner, config.head_dim
     q, kv, at = config.heads * dim, config.kv_heads * dim, "midlayer."
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, 2 * width)}
-    shapes |= {name: (width,) for name in ("enorm.weight", "hnorm.weight", "norm.weight")}
+    shapes |= dict.fromkeys(("enorm.weight", "hnorm.weight", "norm.weight"), (width,))
     shapes |= {f"{at}{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
     shapes |= {f"{at}self_attn.{name}_norm.weight": (dim,) for name in "qk"}
     return shapes | {

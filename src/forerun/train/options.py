@@ -7,12 +7,17 @@ from typing import Literal
 
 from forerun.errors import InvalidInput
 
-Method = Literal["medusa", "hydra", "eagle", "eagle3", "hass", "draft-model"]
-METHODS: tuple[Method, ...] = ("medusa", "hydra", "eagle", "eagle3", "hass", "draft-model")
+Method = Literal["medusa", "hydra", "eagle", "eagle3", "hass", "mtp", "dflash", "dspark", "draft-model"]
+METHODS: tuple[Method, ...] = (
+    "medusa", "hydra", "eagle", "eagle3", "hass", "mtp", "dflash", "dspark", "draft-model",
+)  # fmt: skip
 _RATES: dict[str, float] = {
     "medusa": 1e-3, "hydra": 1e-3, "eagle": 3e-4, "eagle3": 3e-4, "hass": 3e-4, "draft-model": 2e-4,
+    "mtp": 1e-3, "dflash": 1e-3, "dspark": 1e-3,
 }  # fmt: skip
-_STEPS: dict[str, int] = {"medusa": 4, "hydra": 4, "eagle": 1, "eagle3": 7, "hass": 3, "draft-model": 1}
+_STEPS: dict[str, int] = {
+    "medusa": 4, "hydra": 4, "eagle": 1, "eagle3": 7, "hass": 3, "draft-model": 1, "mtp": 4, "dflash": 8, "dspark": 8,
+}  # fmt: skip
 
 
 def as_method(name: str) -> Method:
@@ -46,19 +51,22 @@ class TrainOptions:
     weight_decay: float = 0.0
     seed: int = 0
     vocab: int = 0  # size of the draft vocabulary; 0 = all of the target's
-    levels: int = 0  # heads of Medusa and Hydra, training-time steps of EAGLE
+    levels: int = 0  # heads of Medusa and Hydra, training-time steps of EAGLE and MTP, tokens of a block
     blocks: int = 1  # per Medusa or Hydra head
-    layers: int = 4  # of a draft model, pruned from the target
-    inner: int = 0  # width of the MLP of an EAGLE head; 0 = the target's
+    layers: int = 4  # of a draft model, pruned from the target; of a block drafter
+    inner: int = 0  # width of the MLP of an EAGLE, MTP or block drafter's layer; 0 = the target's
     features: tuple[
         int, ...
-    ] = ()  # hidden layers that EAGLE-3 reads; none named = three, low, middle and high
+    ] = ()  # hidden layers that EAGLE-3 reads, none named = three; a block drafter, none named = five
     decay: float = 0.8  # weight of each level relative to the one before
     loss: Literal["kl", "lk_hybrid"] = "kl"
     train_head: bool = True  # an LM head of its own; False = the target's rows, stored nowhere
     fc_norm: bool = False  # EAGLE-3.1
     norm_output: bool = False  # EAGLE-3.1
     joint: bool = False  # Medusa-2: the target is trained with the heads
+    anchors: float = 0.5  # share of the answers' tokens at which blocks start, per step
+    rank: int = 64  # of DSpark's Markov head
+    stored: Literal["bfloat16", "int8"] = "bfloat16"  # how a block drafter is written
     holdout: float = 0.02  # share of the prompts that are held back
     eval_every: int = 200
     eval_batches: int = 4
@@ -74,6 +82,9 @@ class TrainOptions:
         _check(0 < self.holdout < 1, "holdout", self.holdout, "above 0, below 1")
         _check(0 <= self.warmup < 1, "warmup", self.warmup, "0 up to 1")
         _check(self.levels >= 0, "levels", self.levels, "0 (the recipe's) or more")
+        _check(0 < self.anchors <= 1, "anchors", self.anchors, "above 0, up to 1")
+        _check(self.rank >= 1, "rank", self.rank, "at least 1")
+        _check(self.layers >= 1, "layers", self.layers, "at least 1")
         _check(not self.init or self.method != "draft-model", "init", self.init, "not for draft-model")
         _check(not self.joint or self.method == "medusa", "joint", self.joint, "only for medusa")
 

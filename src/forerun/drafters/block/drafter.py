@@ -1,7 +1,7 @@
 """DFlashDrafter and DSparkDrafter: drafters that make a whole block in one pass over the target's features.
 
-DFlash guesses every position by itself; a tree is grown from these laws, the likeliest paths first. DSpark adds what the
-token before says of the next (a Markov head), and a confidence head that decides how many positions are kept.
+DFlash guesses every position by itself; a tree is grown from these laws, the likeliest paths first. DSpark adds what
+the token before says of the next (a Markov head), and a confidence head that decides how many positions are kept.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Block drafters on disk: the authors' names of weights, in bfloat16 or in int8 with a scale per row.
 
-Embedding and LM head may be absent: the target shares its own. DSpark's Markov head is stored as the authors have it, two
-tables of a row per token (`markov_w1`, `markov_w2`), or as what this package trains: two small matrices (`down`, `up`)
-which make the same tables out of the target's embedding and LM head, at a hundredth of the bytes.
+Embedding and LM head may be absent: the target shares its own. DSpark's Markov head is stored as the authors have it,
+two tables of a row per token (`markov_w1`, `markov_w2`), or as what this package trains: two small matrices (`down`,
+`up`) which make the same tables out of the target's embedding and LM head, at a hundredth of the bytes.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class BlockRunner:
 
 
 class BlockSteps:
-    """The draft of one batch: laws of all positions from one pass, corrected by the token before where there is a head."""
+    """The draft of one batch: laws of all positions from one pass, corrected by the token before in DSpark."""
 
     def __init__(self, head: BlockHead, rows: Tensor, roots: Tensor) -> None:
         self.head, self.levels = head, 1
