@@ -119,19 +119,13 @@ class BlockModule(nn.Module):
         self.hidden_norm = Norm(width, config.norm_eps)
         self.layers = nn.ModuleList([BlockLayer(config) for _ in range(config.depth)])
         self.norm = Norm(width, config.norm_eps)
-        with torch.no_grad():
-            self.norm.weight.copy_(
-                sizes.feature
-            )  # rows for the target's LM head have the size of the target's
         if rank:
             down, up = ScaledLinear(width, rank), nn.Linear(rank, width, bias=False)
             down.scale(reads=sizes.token)
             nn.init.zeros_(up.weight)
             self.markov_head = nn.ModuleDict({"down": down, "up": up})
         if config.confidence:
-            judge = ScaledLinear(width + rank, 1, bias=True)
-            judge.scale(reads=torch.cat((sizes.feature, torch.ones(rank))))
-            self.confidence_head = nn.ModuleDict({"proj": judge})
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width + rank, 1)})
         dims = torch.arange(0, config.head_dim, 2).float() / config.head_dim
         self.register_buffer("rates", config.rope_theta**-dims, persistent=False)
 

@@ -36,11 +36,8 @@ class MtpModule(nn.Module):
         self.midlayer = EagleLayer(config, Sizes.ones(width))
         self.midlayer.input_layernorm = Norm(width, config.norm_eps)
         self.norm = Norm(width, config.norm_eps)
-        with (
-            torch.no_grad()
-        ):  # dimensions of the target's rows are very unequal: made equal when read, and back
+        with torch.no_grad():  # dimensions of the target's rows are very unequal: made equal when read
             self.hnorm.weight.copy_(sizes.row / sizes.feature)
-            self.norm.weight.copy_(sizes.feature)
 
     def forward(
         self, embedded: Tensor, features: Tensor, steps: int, detach: bool
