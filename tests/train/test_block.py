@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.drafters.block.candidates import BlockCandidates
 from forerun.drafters.block.drafter import DFlashDrafter, DSparkDrafter, load_block
 from forerun.drafters.block.files import read_block, write_block
+from forerun.drafters.block.runner import BlockSteps
 from forerun.drafters.head_formats import read_config, write_config
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import Checkpoint
+from forerun.params import SamplingParams
 from forerun.testing import FakeSeq
 from forerun.train.data.corpus import Batch, Batches, Corpus
 from forerun.train.export import export_head, rows_of_target
@@ -85,7 +88,7 @@ def test_what_is_learnt_is_what_drafts(kind: Method, tiny: Checkpoint, texts: Pa
         text = batch.tokens[row].tolist()
         seq = show(drafter, target, text[: anchor + 1])
         drafter._runner.read([seq], [drafter._sequences[0]])
-        steps = drafter._runner.begin([seq], 4)
+        steps = BlockSteps(drafter.head, drafter._runner.begin([seq]), [seq], least=0.0)
         for level, output in enumerate(outputs):
             tokens = torch.tensor([[text[anchor + level]]]) if level else None
             logits = steps.first() if tokens is None else steps.after(torch.tensor([[0]]), tokens)[:, 0]
@@ -101,6 +104,37 @@ def test_what_is_learnt_is_what_drafts(kind: Method, tiny: Checkpoint, texts: Pa
                     torch.testing.assert_close(steps.sure, sure, rtol=2e-3, atol=2e-3)
         drafter.forget(seq)
     assert compared >= 12
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("heat", [0.0, 0.7])
+@torch.no_grad()
+def test_candidates_are_the_whole_laws_where_none_is_left_out(
+    kind: Method, heat: float, tiny: Checkpoint, texts: Path, tmp_path: Path
+) -> None:
+    """Log-probabilities that trees grow from, for all levels at once, against one position after another."""
+    recipe, target = recipe_for(kind, tiny, texts, tmp_path), lending(tiny)
+    drafter = drafting(kind, written(recipe, tmp_path), target)
+    seq = show(drafter, target, [3, 7, 9, 4, 8])
+    seq.params = SamplingParams(temperature=heat)
+    drafter._runner.read([seq], [drafter._sequences[0]])
+    rows = drafter._runner.begin([seq])
+    found, steps = (
+        BlockCandidates(drafter.head, rows, [seq]),
+        BlockSteps(drafter.head, rows, [seq], least=0.0),
+    )
+    few = BlockCandidates(drafter.head, rows, [seq], count=8)
+    (values, tokens), logits = found.roots(3)[0], steps.first()
+    assert few.roots(3)[0][1] == tokens
+    for level in range(3):
+        wanted = (logits / (heat or 1.0)).log_softmax(-1).topk(3)
+        sure = None if steps.sure is None else float(steps.sure[0, 0].log())
+        shift = 0.0 if sure is None else sure - float(wanted.values[0, 0])
+        assert tokens == drafter.head.vocabulary.ids[wanted.indices[0]].tolist()
+        torch.testing.assert_close(torch.tensor(values), wanted.values[0] + shift, rtol=1e-3, atol=1e-3)
+        after = tokens[level % 3]
+        values, tokens = found.below([[(0, after)]], 3)[0]
+        logits = steps.after(torch.tensor([[0]]), torch.tensor([[after]]))[:, 0]
 
 
 @pytest.mark.parametrize("wrong", ["anchor", "block"])
@@ -212,7 +246,7 @@ def test_what_vllm_gets_drafts_the_same(kind: Method, tiny: Checkpoint, texts: P
         drafter = drafting(kind, one, target)
         seq = show(drafter, target, [3, 7, 9, 4, 8])
         drafter._runner.read([seq], [drafter._sequences[0]])
-        steps = drafter._runner.begin([seq], 4)
+        steps = BlockSteps(drafter.head, drafter._runner.begin([seq]), [seq], least=0.0)
         drafts.append(torch.cat((steps.first(), steps.after(torch.tensor([[0]]), torch.tensor([[5]]))[:, 0])))
     torch.testing.assert_close(drafts[0], drafts[1], rtol=0.05, atol=0.15)  # one of them in bfloat16
 

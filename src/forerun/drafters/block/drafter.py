@@ -13,10 +13,11 @@ from pathlib import Path
 from torch import Tensor
 
 from forerun.drafters.base import Parts
+from forerun.drafters.block.candidates import BlockCandidates
 from forerun.drafters.block.config import BlockKind
 from forerun.drafters.block.files import read_block
 from forerun.drafters.block.head import BlockHead
-from forerun.drafters.block.runner import BlockRanks, BlockRunner, BlockSteps
+from forerun.drafters.block.runner import BlockRunner, BlockSteps
 from forerun.drafters.head_drafter import (
     UNMEASURED,
     Calibration,
@@ -86,17 +87,18 @@ class DFlashDrafter:
                 continue
             some = [seqs[b] for b in which]
             limits = [replace(budgets[b], depth=min(budgets[b].depth, config.levels)) for b in which]
-            steps = self._begin(some, limits)
-            self._growth.start()
+            deepest = max(limit.depth for limit in limits)
+            hidden = self._run(some)[:, :deepest]
             if drawn:
-                steps.stops = True
+                self._growth.start()
+                steps = BlockSteps(self.head, hidden, some)
                 grown, came_from, laws = sample_trees(steps, some, limits, self.head.vocabulary)
+                self._growth.stop(deepest)
             else:
-                grown = self._grow(steps, some, limits)
+                grown = self._grow(hidden, some, limits)
                 came_from = [[-1] * len(tree[0]) for tree in grown]
             for b, tree, sources in zip(which, grown, came_from, strict=True):
                 trees[b], rows[b] = tree, sources
-            self._growth.stop(steps.levels)
         return lay_out(trees, rows, laws)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
@@ -110,7 +112,7 @@ class DFlashDrafter:
     def _draws(self, seq: Seq) -> bool:
         return self.sampled and is_drawn(seq)
 
-    def _begin(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> BlockSteps:
+    def _run(self, seqs: Sequence[Seq]) -> Tensor:
         """Read the new rows of these sequences and run their blocks; reading a prompt is not booked as a pass."""
         sequences = [self._sequences[seq.id] for seq in seqs]
         unread = sum(len(observed.tokens) for observed in sequences)
@@ -119,12 +121,15 @@ class DFlashDrafter:
         if unread > PROMPT * len(sequences):
             self._reading = self._pass.elapsed() / unread
             self._pass.start()
-        steps = self._runner.begin(seqs, max(budget.depth for budget in budgets))
+        rows = self._runner.begin(seqs)
         self._pass.stop(1)
-        return steps
+        return rows
 
-    def _grow(self, steps: BlockSteps, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
-        trees, expected = grow_ranked(BlockRanks(steps, seqs), seqs, budgets, self._calibration)
+    def _grow(self, rows: Tensor, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
+        self._growth.start()
+        candidates = BlockCandidates(self.head, rows, seqs)
+        trees, expected = grow_ranked(candidates, seqs, budgets, self._calibration)
+        self._growth.stop(rows.shape[1])
         self._expected |= {seq.id: tokens for seq, tokens in zip(seqs, expected, strict=True)}
         return trees
 

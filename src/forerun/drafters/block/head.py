@@ -95,7 +95,8 @@ class BlockHead:
         table, up = maybe("markov_head.markov_w2.weight"), maybe("markov_head.up.weight")
         if up is not None:
             table = head @ up
-        self._markov_table = None if table is None or not self.config.markov_rank else Matrix(table)
+        self._markov_columns = table if self.config.markov_rank else None  # [Vd, rank]
+        self._markov_table = None if self._markov_columns is None else Matrix(self._markov_columns)
         weight = maybe("confidence_head.proj.weight") if self.config.confidence else None
         self._confidence = None if weight is None else weight.float()[0]
         self._confidence_bias = maybe("confidence_head.proj.bias")
@@ -153,6 +154,11 @@ class BlockHead:
         """[N, Vd] what is added to the logits behind previous tokens."""
         assert self._markov_table is not None
         return self._markov_table.times(previous).float()
+
+    def markov_columns(self, places: Tensor) -> Tensor:
+        """[.., rank] of rows of the draft vocabulary: `markov` times these is the bias of each."""
+        assert self._markov_columns is not None
+        return self._markov_columns[places]
 
     def confidence(self, rows: Tensor, previous: Tensor) -> Tensor | None:
         """[N] how likely the likeliest token is accepted, if those before it are; None without a confidence head."""

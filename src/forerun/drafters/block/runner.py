@@ -15,7 +15,6 @@ from forerun.drafters.base import NEGLIGIBLE
 from forerun.drafters.block.head import BlockHead
 from forerun.drafters.eagle.torch_runner import attend_to
 from forerun.drafters.head_drafter import ObservedRows
-from forerun.drafters.tree_growth import LogitRanks, Ranked
 from forerun.types import Seq
 
 CHUNK = 512  # rows per pass while prompts are read
@@ -83,8 +82,8 @@ class BlockRunner:
             self.cache.data[:, :, at[0, part], at[1, part]] = self.head.context(whole[part], at[1, part])
 
     @torch.no_grad()
-    def begin(self, seqs: Sequence[Seq], levels: int) -> BlockSteps:
-        """One pass over a block for each of these sequences; the result drafts so many levels at most."""
+    def begin(self, seqs: Sequence[Seq]) -> Tensor:
+        """One pass over a block for each of these sequences: predicting rows [B, levels, D]."""
         head, ids = self.head, [seq.id for seq in seqs]
         lengths = [self.cache.lengths[i] for i in ids]
         base, size = max(lengths), head.config.rows
@@ -102,22 +101,25 @@ class BlockRunner:
             return attend_to(torch.unflatten(q, 0, shape), kv[:, layer].transpose(2, 3), mask)
 
         roots = torch.tensor([seq.tokens[-1] for seq in seqs], device=head.device)
-        return BlockSteps(head, head.run(roots, starts, attend)[:, :levels], roots)
+        return head.run(roots, starts, attend)
 
     def forget(self, seq_id: int) -> None:
         self.cache.release(seq_id)
 
 
 class BlockSteps:
-    """The draft of one batch: laws of all positions from one pass, corrected by the token before in DSpark."""
+    """A draft to be drawn: whole laws of all positions from one pass, corrected by the token before in DSpark.
 
-    def __init__(self, head: BlockHead, rows: Tensor, roots: Tensor) -> None:
-        self.head, self.levels = head, 1
-        self._rows, self._roots = rows, roots  # [B, levels, D], [B]
+    Where a confidence head finds that too little is reached nothing is drawn: the laws are impossible there.
+    """
+
+    def __init__(self, head: BlockHead, rows: Tensor, seqs: Sequence[Seq], least: float = NEGLIGIBLE) -> None:
+        """Predicting rows [B, levels, D] of one pass."""
+        self.head, self.levels, self._least = head, 1, least
+        self._rows, self._roots = rows, torch.tensor([seq.tokens[-1] for seq in seqs], device=rows.device)
         self._base = torch.unflatten(head.logits(rows.flatten(0, 1)), 0, rows.shape[:2])  # [B, levels, Vd]
         self._reach = torch.ones(len(rows), 1, device=rows.device)  # [B, W] of the last frontier
         self.sure: Tensor | None = None  # [B, W] confidence of what follows it
-        self.stops = False  # logits are impossible where too little is reached: nothing is drawn there
 
     @torch.no_grad()
     def first(self) -> Tensor:
@@ -142,28 +144,6 @@ class BlockSteps:
         if sure is not None:
             self.sure = sure.view(shape)
             self._reach = self._reach * self.sure
-            if self.stops and level:
-                logits = logits.masked_fill((self._reach < NEGLIGIBLE)[..., None], -torch.inf)
+            if level:
+                logits = logits.masked_fill((self._reach < self._least)[..., None], -torch.inf)
         return logits
-
-
-class BlockRanks(LogitRanks):
-    """Likeliest tokens, whose values follow the confidence head where there is one.
-
-    The head says how likely the first of a node's tokens is accepted; the others keep their share of it.
-    """
-
-    def __init__(self, steps: BlockSteps, seqs: Sequence[Seq]) -> None:
-        super().__init__(steps, seqs, steps.head.vocabulary)
-        self._block = steps
-
-    def _ranked(self, logits: Tensor, count: int) -> list[Ranked]:
-        found = super()._ranked(logits, count)
-        if self._block.sure is None:
-            return found
-        logs = self._block.sure.clamp(1e-6, 1.0).log().tolist()  # [B][W]
-        shifted = []
-        for (values, tokens), sure in zip(found, logs, strict=True):
-            moved = [value + sure[i // count] - values[i - i % count] for i, value in enumerate(values)]
-            shifted.append((moved, tokens))
-        return shifted
