@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters.block.candidates import BlockCandidates
 from forerun.drafters.block.drafter import DFlashDrafter, DSparkDrafter, load_block
 from forerun.drafters.block.files import read_block, write_block
 from forerun.drafters.block.runner import BlockSteps
@@ -16,7 +15,6 @@ from forerun.drafters.head_formats import read_config, write_config
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import Checkpoint
-from forerun.params import SamplingParams
 from forerun.testing import FakeSeq
 from forerun.train.data.corpus import Batch, Batches, Corpus
 from forerun.train.export import export_head, rows_of_target
@@ -27,7 +25,7 @@ from forerun.train.recipes.block_network import attend_blocks
 from forerun.train.recipes.scaling import fold
 from forerun.train.run import make_recipe
 from forerun.train.teacher import load_teacher
-from forerun.types import Budget, Needs, Verdict
+from forerun.types import Needs, Verdict
 from tests.drafters.tiny_heads import save_head
 from tests.train.test_recipes import lending, options_for
 
@@ -106,37 +104,6 @@ def test_what_is_learnt_is_what_drafts(kind: Method, tiny: Checkpoint, texts: Pa
     assert compared >= 12
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-@pytest.mark.parametrize("heat", [0.0, 0.7])
-@torch.no_grad()
-def test_candidates_are_the_whole_laws_where_none_is_left_out(
-    kind: Method, heat: float, tiny: Checkpoint, texts: Path, tmp_path: Path
-) -> None:
-    """Log-probabilities that trees grow from, for all levels at once, against one position after another."""
-    recipe, target = recipe_for(kind, tiny, texts, tmp_path), lending(tiny)
-    drafter = drafting(kind, written(recipe, tmp_path), target)
-    seq = show(drafter, target, [3, 7, 9, 4, 8])
-    seq.params = SamplingParams(temperature=heat)
-    drafter._runner.read([seq], [drafter._sequences[0]])
-    rows = drafter._runner.begin([seq])
-    found, steps = (
-        BlockCandidates(drafter.head, rows, [seq]),
-        BlockSteps(drafter.head, rows, [seq], least=0.0),
-    )
-    few = BlockCandidates(drafter.head, rows, [seq], count=8)
-    (values, tokens), logits = found.roots(3)[0], steps.first()
-    assert few.roots(3)[0][1] == tokens
-    for level in range(3):
-        wanted = (logits / (heat or 1.0)).log_softmax(-1).topk(3)
-        sure = None if steps.sure is None else float(steps.sure[0, 0].log())
-        shift = 0.0 if sure is None else sure - float(wanted.values[0, 0])
-        assert tokens == drafter.head.vocabulary.ids[wanted.indices[0]].tolist()
-        torch.testing.assert_close(torch.tensor(values), wanted.values[0] + shift, rtol=1e-3, atol=1e-3)
-        after = tokens[level % 3]
-        values, tokens = found.below([[(0, after)]], 3)[0]
-        logits = steps.after(torch.tensor([[0]]), torch.tensor([[after]]))[:, 0]
-
-
 @pytest.mark.parametrize("wrong", ["anchor", "block"])
 def test_a_block_sees_the_context_before_its_anchor_and_itself(wrong: str) -> None:
     """Against attention written out row by row; with another anchor, or another block's keys, it differs."""
@@ -199,26 +166,6 @@ def test_int8_is_half_the_file_and_nearly_the_same(
             step = weight.float().abs().amax(-1, keepdim=True) / 127 if weight.dim() == 2 else 0.0
             assert bool(((back[name].float() - weight.float()).abs() <= 0.51 * step + 1e-6).all()), name
     assert torch.equal(back["fc.weight"], weights["fc.weight"])  # unequal columns are not rounded together
-
-
-def test_a_confidence_head_ends_a_draft(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
-    """Where it is unsure, positions that would not pay are left out; where it is sure, none is."""
-    recipe, target = recipe_for("dspark", tiny, texts, tmp_path), lending(tiny)
-    counts = {}
-    for name, bias in (("sure", 9.0), ("unsure", -1.0)):
-        with torch.no_grad():
-            recipe.module().get_parameter("confidence_head.proj.weight").zero_()
-            recipe.module().get_parameter("confidence_head.proj.bias").fill_(bias)
-        drafter = drafting("dspark", written(recipe, tmp_path / name), target)
-        seq = show(drafter, target, [3, 7, 9, 4, 8])
-        price = tuple(1.0 + 0.1 * n for n in range(9))
-        trees = drafter.propose([seq], [Budget(4, 4, price=price)])
-        counts[name] = len(trees.tokens) - 1
-        expected = drafter.offer(seq).expected
-        assert expected is not None
-        assert abs(expected - {"sure": 4.0, "unsure": 0.269 + 0.072}[name]) < 0.1
-    assert counts["sure"] == 4
-    assert 1 <= counts["unsure"] < 4
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

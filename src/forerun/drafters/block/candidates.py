@@ -15,7 +15,6 @@ from torch import Tensor
 from forerun.drafters.block.head import BlockHead
 from forerun.drafters.draft_law import DraftLaw, likeliest
 from forerun.drafters.tree_growth import Frontier, Ranked
-from forerun.types import Seq
 
 CANDIDATES = 64
 
@@ -23,21 +22,9 @@ CANDIDATES = 64
 class BlockCandidates:
     """The draft of one batch, as the growth of trees asks for it (tree_growth.Ranks)."""
 
-    def __init__(self, head: BlockHead, rows: Tensor, seqs: Sequence[Seq], count: int = CANDIDATES) -> None:
-        """Predicting rows [B, levels, D] of one pass."""
-        roots = torch.tensor([seq.tokens[-1] for seq in seqs], device=rows.device)
-        logits = torch.unflatten(head.logits(rows.flatten(0, 1)), 0, rows.shape[:2])  # [B, L, Vd]
-        law = DraftLaw(seqs, head.vocabulary, logits.device)
-        if law.changes:
-            parts = [law.applied(logits[:, level, None], level) for level in range(rows.shape[1])]
-            logits = torch.cat(parts, 1)
-        self.size = min(count, logits.shape[-1])
-        values, places = likeliest(logits, self.size)  # [B, L, K]
-        tokens = head.vocabulary.ids[places]
-        if head.has_markov:
-            scored = corrected(head, rows, roots, values, places, tokens, law.factors)
-        else:
-            scored = values[:, :, None]  # [B, L, 1, K]: whatever comes before
+    def __init__(self, scored: Tensor, tokens: Tensor) -> None:
+        """As `candidates_of` makes them; this waits for the device."""
+        self.size = tokens.shape[-1]
         self._scored, self._level = scored.cpu(), 0
         self._tokens: list[list[list[int]]] = tokens.tolist()
         self._ranked: tuple[Tensor, Tensor] | None = None
@@ -63,6 +50,26 @@ class BlockCandidates:
         return values, [here[place] for place in places]
 
 
+def candidates_of(
+    head: BlockHead, rows: Tensor, roots: Tensor, law: DraftLaw | None, count: int = CANDIDATES
+) -> tuple[Tensor, Tensor]:
+    """Of predicting rows [B, L, D] behind roots [B]: tokens [B, L, K], and log-confidences of each behind each of the
+    level before [B, L, K, K], or [B, L, 1, K] where what comes before does not matter.
+
+    Under a law with temperatures or noise; None = as the head says.
+    """
+    logits = torch.unflatten(head.logits(rows.flatten(0, 1)), 0, rows.shape[:2])  # [B, L, Vd]
+    if law is not None and law.changes:
+        parts = [law.applied(logits[:, level, None], level) for level in range(rows.shape[1])]
+        logits = torch.cat(parts, 1)
+    values, places = likeliest(logits, min(count, logits.shape[-1]))  # [B, L, K]
+    tokens = head.vocabulary.ids[places]
+    if not head.has_markov:
+        return values[:, :, None], tokens
+    factors = None if law is None else law.factors
+    return corrected(head, rows, roots, values, places, tokens, factors), tokens
+
+
 def corrected(
     head: BlockHead,
     rows: Tensor,
@@ -85,10 +92,9 @@ def corrected(
     moved = values[:, :, None] + bias
     others = (1.0 - values.exp().sum(-1)).clamp(min=0.0)[:, :, None, None]  # what is no candidate
     scored = moved - (others + moved.exp().sum(-1, keepdim=True)).log()
-    wide = rows[:, :, None].expand(-1, -1, count, -1).flatten(0, 2)
-    sure = head.confidence(wide, previous.flatten(0, 2))
+    sure = head.confidence(rows[:, :, None], previous)  # [B, L, K]
     if sure is None:
         return scored
     # the confidence is that of the likeliest; the others keep their share of it
-    log_sure = sure.clamp(1e-6, 1.0).log().view(*before.shape, 1)
+    log_sure = sure.clamp(1e-6, 1.0).log()[..., None]
     return scored - scored.amax(-1, keepdim=True) + log_sure

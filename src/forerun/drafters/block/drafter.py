@@ -16,6 +16,7 @@ from forerun.drafters.base import Parts
 from forerun.drafters.block.candidates import BlockCandidates
 from forerun.drafters.block.config import BlockKind
 from forerun.drafters.block.files import read_block
+from forerun.drafters.block.graphs import GraphRunner
 from forerun.drafters.block.head import BlockHead
 from forerun.drafters.block.runner import BlockRunner, BlockSteps
 from forerun.drafters.head_drafter import (
@@ -49,7 +50,7 @@ class DFlashDrafter:
         self.head, self.sampled = head, sampled
         self.needs = Needs(tuple(sorted(set(head.config.layers))))
         self._sequences: dict[int, ObservedRows] = {}
-        self._runner = BlockRunner(head)
+        self._runner = GraphRunner(head) if head.device.type == "cuda" else BlockRunner(head)
         self._pass, self._growth = Meter(), Meter()
         self._reading = 0.0  # seconds per row of a prompt
         self._expected: dict[int, float] = {}  # tokens of the last draft that should be accepted
@@ -88,15 +89,19 @@ class DFlashDrafter:
             some = [seqs[b] for b in which]
             limits = [replace(budgets[b], depth=min(budgets[b].depth, config.levels)) for b in which]
             deepest = max(limit.depth for limit in limits)
-            hidden = self._run(some)[:, :deepest]
+            self._read(some)
             if drawn:
+                steps = BlockSteps(self.head, self._runner.begin(some)[:, :deepest], some)
+                self._pass.stop(1)
                 self._growth.start()
-                steps = BlockSteps(self.head, hidden, some)
                 grown, came_from, laws = sample_trees(steps, some, limits, self.head.vocabulary)
-                self._growth.stop(deepest)
             else:
-                grown = self._grow(hidden, some, limits)
+                candidates = self._runner.candidates(some, deepest)
+                self._pass.stop(1)
+                self._growth.start()
+                grown = self._grow(candidates, some, limits)
                 came_from = [[-1] * len(tree[0]) for tree in grown]
+            self._growth.stop(deepest)
             for b, tree, sources in zip(which, grown, came_from, strict=True):
                 trees[b], rows[b] = tree, sources
         return lay_out(trees, rows, laws)
@@ -112,8 +117,8 @@ class DFlashDrafter:
     def _draws(self, seq: Seq) -> bool:
         return self.sampled and is_drawn(seq)
 
-    def _run(self, seqs: Sequence[Seq]) -> Tensor:
-        """Read the new rows of these sequences and run their blocks; reading a prompt is not booked as a pass."""
+    def _read(self, seqs: Sequence[Seq]) -> None:
+        """Read the new rows of these sequences, and start the clock: reading a prompt is not booked as a pass."""
         sequences = [self._sequences[seq.id] for seq in seqs]
         unread = sum(len(observed.tokens) for observed in sequences)
         self._pass.start()
@@ -121,15 +126,11 @@ class DFlashDrafter:
         if unread > PROMPT * len(sequences):
             self._reading = self._pass.elapsed() / unread
             self._pass.start()
-        rows = self._runner.begin(seqs)
-        self._pass.stop(1)
-        return rows
 
-    def _grow(self, rows: Tensor, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
-        self._growth.start()
-        candidates = BlockCandidates(self.head, rows, seqs)
+    def _grow(
+        self, candidates: BlockCandidates, seqs: Sequence[Seq], budgets: Sequence[Budget]
+    ) -> list[Tree]:
         trees, expected = grow_ranked(candidates, seqs, budgets, self._calibration)
-        self._growth.stop(rows.shape[1])
         self._expected |= {seq.id: tokens for seq, tokens in zip(seqs, expected, strict=True)}
         return trees
 

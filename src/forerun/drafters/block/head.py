@@ -20,6 +20,7 @@ from forerun.models.layers import Rotations, gate, pair_up, rms_norm, rotate_
 from forerun.models.rope import RopeConfig
 from forerun.models.shared import SharedWeights
 
+_EMBEDDED = 8192  # tokens whose rows of the Markov head are made at a time
 Attend = Callable[
     [int, Tensor, Tensor, Tensor], Tensor
 ]  # layer, q [N, H, Dh], k, v [N, Hkv, Dh] -> [N, H Dh]
@@ -90,8 +91,11 @@ class BlockHead:
 
     def _read_markov(self, maybe: Callable[[str], Tensor | None], head: Tensor) -> None:
         """The table of previous tokens, or what makes it of the embedding; and its columns for the vocabulary."""
-        self._markov_rows = maybe("markov_head.markov_w1.weight")
-        self._markov_down = maybe("markov_head.down.weight")
+        self._markov_rows, down = maybe("markov_head.markov_w1.weight"), maybe("markov_head.down.weight")
+        if down is not None:
+            ids = torch.arange(self.config.vocab_size, device=self.device)
+            parts = [F.linear(self._embed(some), down) for some in ids.split(_EMBEDDED)]  # type: ignore[no-untyped-call]
+            self._markov_rows = torch.cat(parts)
         table, up = maybe("markov_head.markov_w2.weight"), maybe("markov_head.up.weight")
         if up is not None:
             table = head @ up
@@ -145,10 +149,8 @@ class BlockHead:
 
     def markov(self, tokens: Tensor) -> Tensor:
         """[N, rank] what the Markov head knows of a previous token."""
-        if self._markov_rows is not None:
-            return F.embedding(tokens, self._markov_rows)
-        assert self._markov_down is not None
-        return F.linear(self._embed(tokens), self._markov_down)
+        assert self._markov_rows is not None
+        return F.embedding(tokens, self._markov_rows)
 
     def bias(self, previous: Tensor) -> Tensor:
         """[N, Vd] what is added to the logits behind previous tokens."""
@@ -161,10 +163,14 @@ class BlockHead:
         return self._markov_columns[places]
 
     def confidence(self, rows: Tensor, previous: Tensor) -> Tensor | None:
-        """[N] how likely the likeliest token is accepted, if those before it are; None without a confidence head."""
+        """How likely the likeliest token is accepted, if those before it are; None without a confidence head.
+
+        Of rows [.., D] and what is known of the tokens before them [.., rank], which may be more to a row.
+        """
         if self._confidence is None:
             return None
-        score = torch.cat((rows, previous), -1).float() @ self._confidence
+        width = self.config.width
+        score = rows.float() @ self._confidence[:width] + previous.float() @ self._confidence[width:]
         return torch.sigmoid(
             score if self._confidence_bias is None else score + self._confidence_bias.float()
         )

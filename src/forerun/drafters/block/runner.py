@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import NEGLIGIBLE
+from forerun.drafters.block.candidates import BlockCandidates, candidates_of
 from forerun.drafters.block.head import BlockHead
+from forerun.drafters.draft_law import DraftLaw
 from forerun.drafters.eagle.torch_runner import attend_to
 from forerun.drafters.head_drafter import ObservedRows
 from forerun.types import Seq
@@ -102,6 +104,14 @@ class BlockRunner:
 
         roots = torch.tensor([seq.tokens[-1] for seq in seqs], device=head.device)
         return head.run(roots, starts, attend)
+
+    @torch.no_grad()
+    def candidates(self, seqs: Sequence[Seq], levels: int) -> BlockCandidates:
+        """One pass over a block for each of these sequences, as trees are grown from it; so many levels at most."""
+        rows = self.begin(seqs)[:, :levels]
+        roots = torch.tensor([seq.tokens[-1] for seq in seqs], device=self.head.device)
+        law = DraftLaw(seqs, self.head.vocabulary, self.head.device)
+        return BlockCandidates(*candidates_of(self.head, rows, roots, law))
 
     def forget(self, seq_id: int) -> None:
         self.cache.release(seq_id)
