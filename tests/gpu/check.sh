@@ -1,6 +1,6 @@
 #!/bin/sh
 # What needs a GPU, in two commands of about two minutes each (mostly compiling, the first time).
-#   sh tests/gpu/check.sh tests OUT                 the GPU tests in six processes; the end of each log is printed
+#   sh tests/gpu/check.sh tests OUT                 the GPU tests in seven processes; the end of each log is printed
 #   sh tests/gpu/check.sh bench OUT [arguments]     a short benchmark; arguments go to forerun.bench.gpu
 # OUT gets the logs, bench.json and passes.png. PYTHON names the interpreter.
 what=$1 out=$2
@@ -21,8 +21,9 @@ if [ "$what" = tests ]; then
     check packed tests/gpu/test_packed.py -m gpu &
     check plain tests/gpu/test_plain_rounds.py tests/gpu/test_mixed.py -m gpu &
     check bits tests/gpu/test_bits.py -k "smollm2 or large" &
+    check block tests/gpu/test_block.py -m gpu &
     wait
-    for name in grown draft captured packed plain bits; do
+    for name in grown draft captured packed plain bits block; do
         echo "== $name"
         tail -n 16 "$out/$name.log"
     done
