@@ -86,7 +86,7 @@ def test_what_is_learnt_is_what_drafts(kind: Method, tiny: Checkpoint, texts: Pa
         text = batch.tokens[row].tolist()
         seq = show(drafter, target, text[: anchor + 1])
         drafter._runner.read([seq], [drafter._sequences[0]])
-        steps = BlockSteps(drafter.head, drafter._runner.begin([seq]), [seq], least=0.0)
+        steps = BlockSteps(drafter.head, drafter._runner.begin([seq]), [seq])
         for level, output in enumerate(outputs):
             tokens = torch.tensor([[text[anchor + level]]]) if level else None
             logits = steps.first() if tokens is None else steps.after(torch.tensor([[0]]), tokens)[:, 0]
@@ -193,7 +193,7 @@ def test_what_vllm_gets_drafts_the_same(kind: Method, tiny: Checkpoint, texts: P
         drafter = drafting(kind, one, target)
         seq = show(drafter, target, [3, 7, 9, 4, 8])
         drafter._runner.read([seq], [drafter._sequences[0]])
-        steps = BlockSteps(drafter.head, drafter._runner.begin([seq]), [seq], least=0.0)
+        steps = BlockSteps(drafter.head, drafter._runner.begin([seq]), [seq])
         drafts.append(torch.cat((steps.first(), steps.after(torch.tensor([[0]]), torch.tensor([[5]]))[:, 0])))
     torch.testing.assert_close(drafts[0], drafts[1], rtol=0.05, atol=0.15)  # one of them in bfloat16
 

@@ -34,7 +34,7 @@ def test_candidates_are_the_whole_laws_where_none_is_left_out(
     seq.params = SamplingParams(temperature=heat)
     drafter._runner.read([seq], [drafter._sequences[0]])
     rows = drafter._runner.begin([seq])
-    steps = BlockSteps(drafter.head, rows, [seq], least=0.0)
+    steps = BlockSteps(drafter.head, rows, [seq])
     law = DraftLaw([seq], drafter.head.vocabulary, drafter.head.device)
     found, few = (
         BlockCandidates(*candidates_of(drafter.head, rows, torch.tensor([8]), law, count))

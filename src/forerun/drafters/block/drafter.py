@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from forerun.drafters.base import Parts
+from forerun.drafters.base import NEGLIGIBLE, Parts
 from forerun.drafters.block.candidates import BlockCandidates
 from forerun.drafters.block.config import BlockKind
 from forerun.drafters.block.files import read_block
@@ -45,6 +45,7 @@ class DFlashDrafter:
     """A block drafter; its tokens are chosen, or drawn from the laws of the positions where that is wanted."""
 
     kind: BlockKind = "dflash"
+    least = NEGLIGIBLE  # a drawn draft ends where a confidence head expects less to be reached
 
     def __init__(self, head: BlockHead, *, sampled: bool = False) -> None:
         self.head, self.sampled = head, sampled
@@ -91,7 +92,7 @@ class DFlashDrafter:
             deepest = max(limit.depth for limit in limits)
             self._read(some)
             if drawn:
-                steps = BlockSteps(self.head, self._runner.begin(some)[:, :deepest], some)
+                steps = BlockSteps(self.head, self._runner.begin(some)[:, :deepest], some, self.least)
                 self._pass.stop(1)
                 self._growth.start()
                 grown, came_from, laws = sample_trees(steps, some, limits, self.head.vocabulary)

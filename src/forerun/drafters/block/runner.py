@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forerun.drafters.base import NEGLIGIBLE
 from forerun.drafters.block.candidates import BlockCandidates, candidates_of
 from forerun.drafters.block.head import BlockHead
 from forerun.drafters.draft_law import DraftLaw
@@ -123,7 +122,7 @@ class BlockSteps:
     Where a confidence head finds that too little is reached nothing is drawn: the laws are impossible there.
     """
 
-    def __init__(self, head: BlockHead, rows: Tensor, seqs: Sequence[Seq], least: float = NEGLIGIBLE) -> None:
+    def __init__(self, head: BlockHead, rows: Tensor, seqs: Sequence[Seq], least: float = 0.0) -> None:
         """Predicting rows [B, levels, D] of one pass."""
         self.head, self.levels, self._least = head, 1, least
         self._rows, self._roots = rows, torch.tensor([seq.tokens[-1] for seq in seqs], device=rows.device)
