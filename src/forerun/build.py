@@ -27,7 +27,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool, VerifierPool
 from forerun.engine.sequence import SequenceState
 from forerun.errors import InvalidInput, UnsupportedModel
-from forerun.heads import find_head, open_head
+from forerun.heads import carries_mtp, find_head, open_head
 from forerun.models.base import Target
 from forerun.offers import Offer
 from forerun.params import EngineConfig, SpeculativeConfig
@@ -161,6 +161,8 @@ def choose_drafter(
             default = "auto" if _device(device).startswith("cpu") else bundled.drafter
             chosen = default if drafter == "auto" else drafter
             return replace(speculative, drafter=chosen, draft_model=str(bundled.path))
+        if drafter == "mtp" and carries_mtp(checkpoint.weights):
+            return replace(speculative, draft_model=str(checkpoint.path))
     return replace(speculative, drafter="ngram") if drafter == "auto" else speculative
 
 

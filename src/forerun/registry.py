@@ -251,6 +251,20 @@ drafters = DrafterRegistry(
             "hydra", "forerun.drafters.hydra:HydraDrafter", "head", ("hydra",),
             says="Hydra: heads on the last hidden row that see the tokens drafted before them.",
         ),
+        DrafterSpec(
+            "dspark", "forerun.drafters.block.drafter:DSparkDrafter", "head", ("dspark",),
+            vllm="dspark", sglang="DSPARK",
+            says="DSpark: DFlash's block, corrected by the token before, and cut where a head is not confident.",
+        ),
+        DrafterSpec(
+            "dflash", "forerun.drafters.block.drafter:DFlashDrafter", "head", ("dflash",),
+            vllm="dflash", sglang="DFLASH",
+            says="DFlash: one pass over mask tokens drafts a whole block from five of the target's layers.",
+        ),
+        DrafterSpec(
+            "mtp", "forerun.drafters.mtp:MtpDrafter", "head", ("mtp",), vllm="mtp", sglang="NEXTN",
+            says="MTP: the multi-token-prediction layer that a checkpoint brings, or one trained for it.",
+        ),
     ],
     aliases={
         "hybrid": "ngram+draft_model",

@@ -15,14 +15,24 @@ from tokenizers import decoders, models, pre_tokenizers
 from forerun.train.data.corpus import Text, write_shard
 from forerun.train.run import train
 from tests.damaged.formats import FAMILIES, HEADS, train_options
-from tests.drafters.tiny_heads import eagle_config, eagle_weights, heads_config, heads_weights
+from tests.drafters.tiny_heads import (
+    block_config,
+    block_weights,
+    eagle_config,
+    eagle_weights,
+    heads_config,
+    heads_weights,
+    mtp_weights,
+)
 from tests.models.tiny_checkpoints import VOCAB, make_reference, save
 
 
 def make_material(folder: Path) -> Path:
     """Everything that tests.damaged.formats names."""
+    from forerun.drafters.block.files import write_block
     from forerun.drafters.eagle.files import write_head
     from forerun.drafters.medusa import write_heads
+    from forerun.drafters.mtp import write_mtp
     from tests.models.tiny_gguf import write_tiny
 
     for family in ("llama", "qwen2_moe", "gemma3_text", "phi3"):
@@ -37,6 +47,12 @@ def make_material(folder: Path) -> Path:
         if name in ("medusa", "hydra"):
             heads = heads_config("medusa" if name == "medusa" else "hydra", VOCAB, width=32, blocks=1)
             write_heads(folder / name / "head", heads, heads_weights(heads, own=name == "medusa"))
+        elif name in ("dflash", "dspark"):
+            block = block_config("dflash" if name == "dflash" else "dspark", VOCAB, width=32)
+            write_block(folder / name / "head", block, block_weights(block))
+        elif name == "mtp":
+            layer = eagle_config("mtp", VOCAB, width=32)
+            write_mtp(folder / name / "head", layer, mtp_weights(layer))
         else:
             kind: Any = name
             config = eagle_config(kind, VOCAB, width=32, draft_vocab=VOCAB - 2 if name == "eagle3" else None)

@@ -6,6 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from forerun.drafters.block.config import BlockKind
+from forerun.drafters.block.drafter import DFlashDrafter
+from forerun.drafters.block.files import read_block, write_block
+from forerun.drafters.block.head import BlockHead
+from forerun.drafters.block.inflate import inflate_block, inflate_block_folder
 from forerun.drafters.eagle.config import Kind
 from forerun.drafters.eagle.drafter import EagleDrafter
 from forerun.drafters.eagle.eagle2 import Eagle2Drafter
@@ -18,7 +23,7 @@ from forerun.models.inflate import Shape
 from forerun.testing import FakeSeq
 from forerun.types import Budget, Scores, TreeBatch, Verdict
 from tests.drafters.rounds import as_lists
-from tests.drafters.tiny_heads import eagle_config, eagle_weights
+from tests.drafters.tiny_heads import block_config, block_weights, eagle_config, eagle_weights
 
 VOCAB, WIDTH = 23, 16
 SHAPE = Shape(width=40, layers=5, heads=12, kv_heads=4, head_dim=8, inner=70)
@@ -26,6 +31,31 @@ SHAPE = Shape(width=40, layers=5, heads=12, kv_heads=4, head_dim=8, inner=70)
 
 def drafter_of(head: EagleHead) -> EagleDrafter:
     return (Eagle3Drafter if head.config.kind == "eagle3" else Eagle2Drafter)(head)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_an_inflated_block_drafter_drafts_the_same_trees(kind: BlockKind, tmp_path: Path) -> None:
+    config = block_config(kind, VOCAB, WIDTH, VOCAB - 4)
+    weights = block_weights(config, seed=3)
+    write_block(tmp_path / "small", config, weights)
+    inflate_block_folder(tmp_path / "small", SHAPE, tmp_path / "large")
+    assert read_block(tmp_path / "large")[0].feature_width == 3 * SHAPE.width
+    larger, large_weights = inflate_block(config, weights, SHAPE, dtype=torch.float32)
+    torch.manual_seed(1)
+    tokens, rows = torch.randint(VOCAB, (9,)).tolist(), torch.randn(8, 3, WIDTH)
+    found = []
+    for settings, values, width in ((config, weights, WIDTH), (larger, large_weights, SHAPE.width)):
+        drafter = DFlashDrafter(BlockHead(settings, values, None))
+        hidden = {
+            layer: torch.nn.functional.pad(rows[:, i], (0, width - WIDTH))
+            for i, layer in enumerate(config.layers)
+        }
+        seq, chain = FakeSeq(0, tokens), TreeBatch.chains([tokens[:-1]])
+        drafter.observe([seq], chain, Scores(None, hidden), Verdict.whole_chain(chain, [tokens[-1]]))
+        found.append((as_lists(drafter.propose([seq], [Budget(12, 4, 3)])), drafter.offer(seq).expected))
+    assert found[0][0] == found[1][0]
+    assert len(found[0][0][0][0]) == 13
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-3)
 
 
 @pytest.mark.parametrize(

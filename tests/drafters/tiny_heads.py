@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from forerun import registry
+from forerun.drafters import mtp
+from forerun.drafters.block import files as block_files
+from forerun.drafters.block.config import BlockConfig, BlockKind
+from forerun.drafters.block.files import write_block
 from forerun.drafters.eagle.config import EagleConfig, Kind
 from forerun.drafters.eagle.files import expected_shapes, write_head
 from forerun.drafters.medusa import Family, HeadsConfig, write_heads
@@ -29,7 +34,7 @@ def eagle_config(
         head_dim=4,
         vocab_size=vocab,
         draft_vocab_size=draft_vocab or vocab,
-        layers=(-1,) if kind == "eagle" else (1, 2, 3),
+        layers=(1, 2, 3) if kind == "eagle3" else (-1,),
         target_width=width,
         max_length=1 << 20,
         **more,
@@ -37,6 +42,13 @@ def eagle_config(
 
 
 def eagle_weights(config: EagleConfig, seed: int = 0, borrows: bool = False) -> dict[str, Tensor]:
+    shapes = expected_shapes(config)
+    return random_weights(shapes, config.vocab_size, config.draft_vocab_size, config.width, seed, borrows)
+
+
+def random_weights(
+    shapes: Mapping[str, tuple[int, ...]], vocab: int, draft_vocab: int, width: int, seed: int, borrows: bool
+) -> dict[str, Tensor]:
     """Random weights, large enough that everything matters; norms near one."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -44,15 +56,13 @@ def eagle_weights(config: EagleConfig, seed: int = 0, borrows: bool = False) -> 
         scale = 0.1 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5
         return torch.randn(shape, generator=generator) * scale + (1.0 if len(shape) == 1 else 0.0)
 
-    weights = {name: random(shape) for name, shape in expected_shapes(config).items()}
+    weights = {name: random(shape) for name, shape in shapes.items()}
     if not borrows:
-        weights["embed_tokens.weight"] = torch.randn(config.vocab_size, config.width, generator=generator)
-        weights["lm_head.weight"] = 1.5 * torch.randn(
-            config.draft_vocab_size, config.width, generator=generator
-        )
-    if config.draft_vocab_size < config.vocab_size:
-        counts = torch.rand(config.vocab_size, generator=generator) * 1000
-        weights |= DraftVocabulary.most_frequent(counts, config.draft_vocab_size).tensors()
+        weights["embed_tokens.weight"] = torch.randn(vocab, width, generator=generator)
+        weights["lm_head.weight"] = 1.5 * torch.randn(draft_vocab, width, generator=generator)
+    if draft_vocab < vocab:
+        counts = torch.rand(vocab, generator=generator) * 1000
+        weights |= DraftVocabulary.most_frequent(counts, draft_vocab).tensors()
     return weights
 
 
@@ -82,12 +92,51 @@ def heads_weights(config: HeadsConfig, seed: int = 0, own: bool = False) -> dict
     return weights
 
 
+def block_config(kind: BlockKind, vocab: int, width: int = 8, draft_vocab: int | None = None) -> BlockConfig:
+    return BlockConfig(
+        kind=kind,
+        width=width,
+        inner=2 * width,
+        heads=4,
+        kv_heads=2,
+        head_dim=4,
+        depth=2,
+        vocab_size=vocab,
+        draft_vocab_size=draft_vocab or vocab,
+        layers=(1, 2, 3),
+        target_width=width,
+        rows=6,
+        mask_token=vocab - 1,
+        markov_rank=3 if kind == "dspark" else 0,
+        confidence=kind == "dspark",
+        max_length=1 << 20,
+    )
+
+
+def block_weights(
+    config: BlockConfig, seed: int = 0, *, tables: bool = False, borrows: bool = False
+) -> dict[str, Tensor]:
+    shapes = block_files.expected_shapes(config, tables=tables)
+    return random_weights(shapes, config.vocab_size, config.draft_vocab_size, config.width, seed, borrows)
+
+
+def mtp_weights(config: EagleConfig, seed: int = 0, borrows: bool = False) -> dict[str, Tensor]:
+    shapes = mtp.expected_shapes(config)
+    return random_weights(shapes, config.vocab_size, config.draft_vocab_size, config.width, seed, borrows)
+
+
 def save_head(drafter: str, folder: Path, vocab: int) -> Path:
     """Random weights for a drafter, on disk."""
     seed = zlib.crc32(drafter.encode())
     if drafter in ("medusa", "hydra"):
         heads = heads_config("medusa" if drafter == "medusa" else "hydra", vocab)
         write_heads(folder, heads, heads_weights(heads, seed, own=drafter == "medusa"))
+    elif drafter in ("dflash", "dspark"):
+        block = block_config("dflash" if drafter == "dflash" else "dspark", vocab, draft_vocab=vocab - 2)
+        write_block(folder, block, block_weights(block, seed))
+    elif drafter == "mtp":
+        layer = eagle_config("mtp", vocab)
+        mtp.write_mtp(folder, layer, mtp_weights(layer, seed))
     else:
         kind: Kind = "eagle3" if drafter == "eagle3" else "eagle"
         config = eagle_config(kind, vocab, draft_vocab=vocab - 2 if kind == "eagle3" else None)

@@ -22,8 +22,9 @@ if [ "$what" = tests ]; then
     check models tests/gpu/test_draft_model.py -m gpu &
     check plain tests/gpu/test_plain_rounds.py tests/gpu/test_mixed.py -m gpu &
     check bits tests/gpu/test_bits.py -k "smollm2 or large" &
+    check block tests/gpu/test_block.py -m gpu &
     wait
-    for name in grown draft captured packed models plain bits; do
+    for name in grown draft captured packed models plain bits block; do
         echo "== $name"
         tail -n 16 "$out/$name.log"
     done

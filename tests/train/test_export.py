@@ -106,7 +106,7 @@ def test_a_head_that_reads_back_otherwise_is_reported(
         export_head(borrowing_head(tmp_path / "a"), tmp_path / "b", "vllm", rows)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "medusa", "hydra"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "medusa", "hydra", "dflash", "dspark", "mtp"])
 @pytest.mark.parametrize("engine", READERS)
 def test_every_kind_and_engine_either_fits_or_is_refused(name: str, engine: str, tmp_path: Path) -> None:
     save_head(name, tmp_path / "a", VOCAB)

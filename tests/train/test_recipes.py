@@ -98,7 +98,7 @@ def test_a_recipe_learns_and_what_it_writes_drafts(
     assert len(record["data_hash"]) == 64
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa", "hydra", "early-exit"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa", "hydra", "early-exit", "mtp", "dspark"])
 def test_a_run_that_was_killed_has_the_same_losses(
     method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path
 ) -> None:

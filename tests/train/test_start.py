@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.drafters.block.files import read_block
 from forerun.drafters.eagle.files import read_head
 from forerun.drafters.medusa import read_heads
+from forerun.drafters.mtp import read_mtp
 from forerun.errors import InvalidInput
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.data.corpus import Batches, Corpus
@@ -23,7 +25,7 @@ from forerun.train.start import read_start
 from forerun.train.teacher import Teacher, load_teacher
 from tests.train.test_recipes import options_for
 
-HEADS: list[Method] = ["eagle", "hass", "eagle3", "medusa", "hydra"]
+HEADS: list[Method] = ["eagle", "hass", "eagle3", "medusa", "hydra", "mtp", "dspark"]
 
 
 def begun(options: TrainOptions, tiny: Checkpoint, teacher: Teacher) -> Recipe:
@@ -60,8 +62,10 @@ def test_a_run_starts_as_the_head_it_is_given(
     recipe = begun(again, tiny, teacher)
     if method in ("medusa", "hydra"):
         written = read_heads(tmp_path / "a", "medusa" if method == "medusa" else "hydra")[1]
+    elif method == "dspark":
+        written = read_block(tmp_path / "a")[1]
     else:
-        config, written = read_head(tmp_path / "a")
+        config, written = read_mtp(tmp_path / "a") if method == "mtp" else read_head(tmp_path / "a")
         assert len(config.rates) == 6  # as deep a simulation for one step as for six
     folded = half(fold(recipe.module()))
     assert all(torch.equal(folded[name], written[name]) for name in folded)

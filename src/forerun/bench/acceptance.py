@@ -3,9 +3,9 @@
     python -m forerun.bench.acceptance --target M --suite builtin --drafters runs/eagle3,suffix,recycling
 
 A drafter is named by the folder of its head or draft model, or by its name where it needs none. Each drafts a chain of
-five and a tree of at most 60 nodes (`--nodes`; a draft model only chains), at the temperatures given, in batches;
-verdicts are the exact verifier's. Above temperature 0 heads draw what they draft from
-their own law; with `--chosen` they draft the likeliest there too. No timing is taken, so it may share its machine.
+five (`--length`) and a tree of at most 60 nodes (`--nodes`; a draft model only chains), at the temperatures given, in
+batches; verdicts are the exact verifier's. Above temperature 0 heads draw what they draft from their own law; with
+`--chosen` they draft the likeliest there too. No timing is taken, so it may share its machine.
 The last line is one JSON document. It needs torch and transformers only.
 """
 
@@ -46,6 +46,7 @@ def measure(
     chosen: bool = False,
     only: str = "",
     nodes: int = 60,
+    length: int = 5,
 ) -> list[dict[str, Any]]:
     """One row per shape and temperature: tokens per round by task and in all."""
     drafter = drafter_of(folder)
@@ -55,9 +56,9 @@ def measure(
     )  # fmt: skip
     llm = LLM.load(target, speculative_config=fixed, config=config)
     chains = only == "chain" or drafter == "draft_model"
-    shapes = {"chain of 5": Budget(5, 5, 1)}
+    shapes = {f"chain of {length}": Budget(length, length, 1)}
     if not chains:
-        shapes[f"tree of {nodes}"] = Budget(nodes, 7, 10)
+        shapes[f"tree of {nodes}"] = Budget(nodes, max(7, length), 10)
     rows = []
     for heat in temperatures:
         params = SamplingParams(max_tokens=tokens, temperature=heat, seed=SEED if heat else None)
@@ -95,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--nodes", type=int, default=60, help="of a tree at most")
+    parser.add_argument("--length", type=int, default=5, help="of a chain")
     parser.add_argument("--only", choices=["chain"], default="", help="no trees")
     parser.add_argument("--chosen", action="store_true", help="draft the likeliest at any temperature")
     parser.add_argument("--device", default="auto")
@@ -113,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             given.chosen,
             given.only,
             given.nodes,
+            given.length,
         )
     conditions = {"suite": Path(given.suite).name, "prompts": len(items), "max_tokens": given.max_tokens}
     made = datetime.now(UTC).isoformat(timespec="seconds")

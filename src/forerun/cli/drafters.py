@@ -89,7 +89,8 @@ def export_drafter(
     with Console(stderr=True).status(f"writing {out}"):
         from forerun.train.export import export_head, rows_of_target
 
-        flag = export_head(folder, out, to, rows_of_target(target), tokens=tokens)
+        rows, embedded = rows_of_target(target), rows_of_target(target, embedding=True)
+        flag = export_head(folder, out, to, rows, embed_rows=embedded, tokens=tokens)
     print(f"{out} is written and reads back as it should. Use it with:\n{flag}")
 
 

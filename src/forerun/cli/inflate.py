@@ -25,9 +25,13 @@ def inflate(
 
     wanted = find_shape(shape)
     if head is not None:
+        from forerun.drafters.block.inflate import inflate_block_folder
         from forerun.drafters.eagle.inflate_head import inflate_head_folder
+        from forerun.heads import open_head
 
-        print(inflate_head_folder(head, wanted, folder))
+        found = open_head(head)
+        block = found is not None and found.kind in ("dflash", "dspark")
+        print((inflate_block_folder if block else inflate_head_folder)(head, wanted, folder))
         return
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"inflating {model} to {shape}", total=None)

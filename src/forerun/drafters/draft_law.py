@@ -28,6 +28,16 @@ class DraftLaw:
             self._cool = torch.tensor([1.0 / t if t else 1.0 for t in hot], device=device)[:, None, None]
         self._noisy = [has_noise(seq) for seq in seqs]
 
+    @property
+    def changes(self) -> bool:
+        """Does any sequence have a temperature or noise?"""
+        return self._cool is not None or any(self._noisy)
+
+    @property
+    def factors(self) -> Tensor | None:
+        """[B, 1, 1] what logits are multiplied by; None = nothing."""
+        return self._cool
+
     def applied(self, logits: Tensor, level: int) -> Tensor:
         """Logits [B, W, Vd] of what follows a node at depth `level`."""
         if self._cool is not None:

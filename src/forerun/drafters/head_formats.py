@@ -6,7 +6,7 @@ Nothing is unpickled unless the caller says so, and then as weights only. A fold
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     return values
 
 
-def read_tensors(folder: Path, *, pickle: bool = False) -> dict[str, Tensor]:
-    """Every tensor of a folder's safetensors files; of its pickles only where that was asked for."""
+def read_tensors(
+    folder: Path, *, pickle: bool = False, wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, Tensor]:
+    """The tensors of a folder's safetensors files that are wanted; of its pickles only where that was asked for."""
     tensors: dict[str, Tensor] = {}
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                tensors |= {name: opened.get_tensor(name) for name in opened.keys() if wanted(name)}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise DamagedFile(f"{file} cannot be read ({brief(error)}); fetch it again") from None
     pickles = [] if files else sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])
@@ -63,7 +65,7 @@ def read_tensors(folder: Path, *, pickle: bool = False) -> dict[str, Tensor]:
         )
     for file in pickles:
         tensors |= torch.load(file, map_location="cpu", weights_only=True)
-    if not tensors:
+    if not files and not pickles:
         raise ModelNotFound(f"{folder} holds no safetensors file; give the folder of a trained head")
     return tensors
 

@@ -23,6 +23,7 @@ from forerun.errors import InvalidInput
 
 BOX = Path(__file__).parent
 _FAMILIES = ("medusa", "hydra")  # config.json counts their heads
+_BLOCKS = ("dspark", "dflash")  # config.json names their model
 _FORMAT = re.compile(r"([._-](i?q\d\w*|b?f16|fp16|f32|fp32))?(\.gguf)?$")
 
 
@@ -141,12 +142,23 @@ def kind_of(values: Mapping[str, Any], weights: Callable[[], Iterable[str]]) -> 
     names = " ".join(map(str, listed)).lower() if isinstance(listed, list) else ""
     if speculators := values.get("speculators_model_type"):
         return str(speculators)
+    for family in _BLOCKS:
+        if family in names or f"{family}_config" in values:
+            return family
     if "eagle" in names:
         return "eagle3" if "eagle3" in names else "eagle"
-    found = set(weights())  # EAGLE-1's authors call theirs an ordinary model
+    found = set(weights())
+    if carries_mtp(found) and "norm.weight" not in found:
+        return "mtp"  # the layer alone: a whole model that has one is a model
+    # EAGLE-1's authors call theirs an ordinary model
     if "fc.weight" in found and any("self_attn" in name for name in found):
         return "eagle3" if any(name.endswith("hidden_norm.weight") for name in found) else "eagle"
     return None
+
+
+def carries_mtp(names: Iterable[str]) -> bool:
+    """Is there a multi-token-prediction layer among weights of these names?"""
+    return any(name.endswith(("eh_proj.weight", "mtp.fc.weight")) for name in names)
 
 
 def _weights_in(folder: Path) -> set[str]:

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forerun.build import load_target, make_engine
+from forerun.drafters.block.config import NAMES as BLOCKS
+from forerun.drafters.block.files import read_block
 from forerun.drafters.eagle.config import NAMES
 from forerun.drafters.eagle.files import read_head
 from forerun.drafters.medusa import read_heads
+from forerun.drafters.mtp import read_mtp
 from forerun.engine.driver import Driver
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.heads import open_head
@@ -79,21 +82,31 @@ def _compare(folder: Path, kind: str, target: Target) -> tuple[str, str]:
         heads, _ = read_heads(folder, "medusa" if kind == "medusa" else "hydra", vocab_size=target.vocab_size)
         _check_vocabulary(heads.vocab_size, target, heads.target)
         return f"{heads.count} heads of {heads.blocks} blocks, {heads.width} wide", heads.target
-    config, _ = read_head(folder)
+    if kind in ("dflash", "dspark"):
+        block, _ = read_block(folder)
+        _check_vocabulary(block.vocab_size, target, block.target)
+        _check_layers(block.layers, target, block.target)
+        layers = f"{block.depth} layers of width {block.width}, {block.levels} tokens a pass"
+        return f"{BLOCKS[kind]}, {layers}, reads layers {', '.join(map(str, block.layers))}", block.target
+    config, _ = read_mtp(folder) if kind == "mtp" else read_head(folder)
     _check_vocabulary(config.vocab_size, target, config.target)
-    shared = target.shared()
-    count = 0 if shared is None else len(shared.layers)
-    beyond = [layer for layer in config.layers if count and layer > count]
-    if beyond:
-        raise InvalidInput(
-            f"the head reads layer {beyond[0]} and the target has {count}: it was trained for another target "
-            f"({config.target or 'unnamed'})"
-        )
+    _check_layers(config.layers, target, config.target)
     layers = (
-        "the last row" if kind == "eagle" else f"layers {', '.join(map(str, config.layers)) or 'by default'}"
+        "the last row" if kind != "eagle3" else f"layers {', '.join(map(str, config.layers)) or 'by default'}"
     )
     size = f"{config.width} wide, {config.draft_vocab_size} of {config.vocab_size} tokens"
     return f"{NAMES[config.kind]}, {size}, reads {layers}", config.target
+
+
+def _check_layers(layers: Sequence[int], target: Target, trained_for: str) -> None:
+    shared = target.shared()
+    count = 0 if shared is None else len(shared.layers)
+    beyond = [layer for layer in layers if count and layer > count]
+    if beyond:
+        raise InvalidInput(
+            f"the head reads layer {beyond[0]} and the target has {count}: it was trained for another target "
+            f"({trained_for or 'unnamed'})"
+        )
 
 
 def _check_vocabulary(size: int, target: Target, trained_for: str) -> None:

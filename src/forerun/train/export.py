@@ -19,10 +19,13 @@ from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.files import Layout, read_head, write_head
 from forerun.drafters.head_formats import read_config, write_config
 from forerun.drafters.medusa import read_heads, write_heads
+from forerun.drafters.mtp import read_mtp, write_mtp
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.train.check import kind_of_head
+from forerun.train.export_block import copy_block, export_block
 
+OTHERS = ("medusa", "hydra", "dflash", "dspark", "mtp")  # kinds with files of their own
 HeadRows = Callable[[Tensor], Tensor]  # rows of the target's LM head, by token
 
 
@@ -45,6 +48,7 @@ READERS = {
         "eagle",
         "vllm serve TARGET --speculative-config "
         '\'{{"method": "{method}", "model": "{folder}", "num_speculative_tokens": {tokens}}}\'',
+        kinds=("eagle", "eagle3", "dflash", "dspark"),
     ),
     "sglang": Reader(
         "eagle",
@@ -61,24 +65,36 @@ READERS = {
     "eagle": Reader(
         "eagle",
         "forerun generate --drafter {method} --draft-model {folder}",
-        kinds=("eagle", "eagle3", "medusa", "hydra"),
+        kinds=("eagle", "eagle3", "medusa", "hydra", "dflash", "dspark", "mtp"),
         own_head=False,
     ),
 }
 
 
-def export_head(folder: Path, out: Path, to: str, head_rows: HeadRows | None, *, tokens: int = 5) -> str:
+def export_head(
+    folder: Path,
+    out: Path,
+    to: str,
+    head_rows: HeadRows | None,
+    *,
+    embed_rows: HeadRows | None = None,
+    tokens: int = 5,
+) -> str:
     """Write a head as an engine reads it, read it back, and return how to use it there.
 
-    `head_rows` gives the LM head rows that the head borrows from its target; None where no target is at hand.
+    `head_rows` gives the LM head rows that the head borrows from its target, `embed_rows` those of the embedding; None
+    where no target is at hand.
     """
     reader, kind = _reader(to), kind_of_head(folder)
     if kind not in reader.kinds:
         raise InvalidInput(f"{to} reads no {kind} heads; it reads {', '.join(reader.kinds)}")
     names = {"folder": out, "method": kind, "tokens": tokens, "nodes": tokens + 1}
     flag = reader.flag.format(algorithm="EAGLE3" if kind == "eagle3" else "EAGLE", **names)
-    if kind in ("medusa", "hydra"):
-        _copy_heads(folder, out, kind, pickle=False)
+    if kind in ("dflash", "dspark") and to == "vllm":
+        export_block(folder, out, head_rows, embed_rows)
+        return flag
+    if kind in OTHERS:
+        _copy_head(folder, out, kind, pickle=False)
         return flag
     config, weights = read_head(folder)
     _must_be_readable(config, reader, to)
@@ -107,8 +123,8 @@ def export_head(folder: Path, out: Path, to: str, head_rows: HeadRows | None, *,
 def import_head(folder: Path, out: Path, source: str, *, pickle: bool = False) -> None:
     """Take a head over from another engine: safetensors in the authors' layout, layers in our count."""
     reader, kind = _reader(source), kind_of_head(folder, pickle=pickle)
-    if kind in ("medusa", "hydra"):
-        _copy_heads(folder, out, kind, pickle=pickle)
+    if kind in OTHERS:
+        _copy_head(folder, out, kind, pickle=pickle)
         return
     config, weights = read_head(folder, pickle=pickle)
     config = _shift_layers(config, -reader.layer_shift)
@@ -116,12 +132,13 @@ def import_head(folder: Path, out: Path, source: str, *, pickle: bool = False) -
     _read_back(out, config, weights)
 
 
-def rows_of_target(model: str) -> HeadRows:
-    """The LM head rows of a model, read when asked for; a tied head's are those of the embedding."""
+def rows_of_target(model: str, *, embedding: bool = False) -> HeadRows:
+    """LM head rows of a model (or of its embedding), read when asked for; a tied head's are the embedding's."""
 
     def rows(ids: Tensor) -> Tensor:
         weights = open_checkpoint(model).weights
-        name = "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"
+        untied = "lm_head.weight" in weights and not embedding
+        name = "lm_head.weight" if untied else "model.embed_tokens.weight"
         return weights[name][ids]
 
     return rows
@@ -197,5 +214,11 @@ def _read_back(out: Path, config: EagleConfig, weights: dict[str, Tensor]) -> No
         raise DamagedFile(f"{out} was written, but reads back otherwise ({what}); is the disk full?")
 
 
-def _copy_heads(folder: Path, out: Path, kind: str, *, pickle: bool) -> None:
+def _copy_head(folder: Path, out: Path, kind: str, *, pickle: bool) -> None:
+    if kind in ("dflash", "dspark"):
+        copy_block(folder, out, pickle=pickle)
+        return
+    if kind == "mtp":
+        write_mtp(out, *read_mtp(folder))
+        return
     write_heads(out, *read_heads(folder, "medusa" if kind == "medusa" else "hydra", pickle=pickle))

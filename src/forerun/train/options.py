@@ -7,15 +7,21 @@ from typing import Literal
 
 from forerun.errors import InvalidInput
 
-Method = Literal["medusa", "hydra", "eagle", "eagle3", "hass", "draft-model", "early-exit"]
-METHODS: tuple[Method, ...] = ("medusa", "hydra", "eagle", "eagle3", "hass", "draft-model", "early-exit")
+Method = Literal[
+    "medusa", "hydra", "eagle", "eagle3", "hass", "mtp", "dflash", "dspark", "draft-model", "early-exit"
+]  # fmt: skip
+METHODS: tuple[Method, ...] = (
+    "medusa", "hydra", "eagle", "eagle3", "hass", "mtp", "dflash", "dspark", "draft-model", "early-exit",
+)  # fmt: skip
 _RATES: dict[str, float] = {
     "medusa": 1e-3, "hydra": 1e-3, "eagle": 3e-4, "eagle3": 3e-4, "hass": 3e-4, "draft-model": 2e-4,
-    "early-exit": 2e-3,
+    "early-exit": 2e-3, "mtp": 1e-3, "dflash": 1e-3, "dspark": 1e-3,
 }  # fmt: skip
 _STEPS: dict[str, int] = {
-    "medusa": 4, "hydra": 4, "eagle": 1, "eagle3": 7, "hass": 3, "draft-model": 1, "early-exit": 1,
+    "medusa": 4, "hydra": 4, "eagle": 1, "eagle3": 7, "hass": 3, "draft-model": 1, "early-exit": 1, "mtp": 4,
+    "dflash": 8, "dspark": 8,
 }  # fmt: skip
+_RANKS: dict[str, int] = {"early-exit": 128, "dspark": 64}
 WIDTHS = 16  # the width of a head is a multiple of this
 
 
@@ -50,16 +56,16 @@ class TrainOptions:
     weight_decay: float = 0.0
     seed: int = 0
     vocab: int = 0  # size of the draft vocabulary; 0 = all of the target's
-    levels: int = 0  # heads of Medusa and Hydra, training-time steps of EAGLE
+    levels: int = 0  # heads of Medusa and Hydra, training-time steps of EAGLE and MTP, tokens of a block
     blocks: int = 1  # per Medusa or Hydra head
-    layers: int = 4  # of a draft model, pruned from the target
+    layers: int = 4  # of a draft model, pruned from the target; of a block drafter
     width: int = 0  # of an EAGLE-3 head; 0 = the target's. A narrower one has an LM head of its own
     exit: int = 0  # layers in front of an exit adapter; 0 = two thirds of the target's
-    rank: int = 128  # of an exit adapter
-    inner: int = 0  # width of the MLP of an EAGLE head; 0 = the target's
+    rank: int = 0  # of an exit adapter, or of DSpark's Markov head; 0 = the recipe's
+    inner: int = 0  # width of the MLP of an EAGLE, MTP or block drafter's layer; 0 = the target's
     features: tuple[
         int, ...
-    ] = ()  # hidden layers that EAGLE-3 reads; none named = three, low, middle and high
+    ] = ()  # hidden layers that EAGLE-3 reads, none named = three; a block drafter, none named = five
     decay: float = 0.8  # weight of each level relative to the one before
     loss: Literal["kl", "lk_hybrid"] = "kl"
     train_head: bool = True  # an LM head of its own; False = the target's rows, stored nowhere
@@ -67,6 +73,8 @@ class TrainOptions:
     fc_norm: bool = False  # EAGLE-3.1
     norm_output: bool = False  # EAGLE-3.1
     joint: bool = False  # Medusa-2: the target is trained with the heads
+    anchors: float = 0.5  # share of the answers' tokens at which blocks start, per step
+    stored: Literal["bfloat16", "int8"] = "bfloat16"  # how a block drafter is written
     holdout: float = 0.02  # share of the prompts that are held back
     eval_every: int = 200
     eval_batches: int = 4
@@ -83,7 +91,9 @@ class TrainOptions:
         _check(0 <= self.warmup < 1, "warmup", self.warmup, "0 up to 1")
         _check(self.levels >= 0, "levels", self.levels, "0 (the recipe's) or more")
         _check(self.exit >= 0, "exit", self.exit, "0 (two thirds of the layers) or more")
-        _check(self.rank >= 1, "rank", self.rank, "at least 1")
+        _check(self.rank >= 0, "rank", self.rank, "0 (the recipe's) or more")
+        _check(0 < self.anchors <= 1, "anchors", self.anchors, "above 0, up to 1")
+        _check(self.layers >= 1, "layers", self.layers, "at least 1")
         fresh = self.method in ("draft-model", "early-exit")
         _check(not self.init or not fresh, "init", self.init, f"not for {self.method}")
         _check(not self.joint or self.method == "medusa", "joint", self.joint, "only for medusa")
@@ -93,6 +103,11 @@ class TrainOptions:
             not self.width or self.train_head, "width", self.width, "with an LM head of its own: --train-head"
         )
         _check(not self.one_byte or self.method == "eagle3", "one_byte", self.one_byte, "only for eagle3")
+
+    @property
+    def own_rank(self) -> int:
+        """Of what has low rank in this recipe."""
+        return self.rank or _RANKS.get(self.method, 0)
 
     @property
     def rate(self) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from forerun.build import load_target
+from forerun.drafters.block.config import BlockConfig
 from forerun.drafters.eagle.config import EagleConfig, default_layers
 from forerun.drafters.medusa import HeadsConfig
 from forerun.drafters.vocab import DraftVocabulary
@@ -25,11 +26,13 @@ from forerun.train.loop import Report, Trainer
 from forerun.train.options import TrainOptions
 from forerun.train.provenance import write_provenance
 from forerun.train.recipes.base import Measured, Recipe
+from forerun.train.recipes.block import BlockRecipe, block_config
 from forerun.train.recipes.draft_model import DraftModelRecipe
 from forerun.train.recipes.eagle import EagleRecipe, eagle_config
 from forerun.train.recipes.early_exit import EarlyExitRecipe
 from forerun.train.recipes.medusa import HeadsRecipe
-from forerun.train.recipes.scaling import Sizes, measure_sizes
+from forerun.train.recipes.mtp import MtpRecipe
+from forerun.train.recipes.scaling import Sizes, measure_features, measure_sizes
 from forerun.train.start import Start, read_start
 from forerun.train.teacher import ServedTeacher, Teacher, device_of, load_teacher
 
@@ -94,6 +97,8 @@ def make_recipe(
         if start is not None:
             start.fill(heads.heads, teacher.embedding)
         return heads
+    if options.method in ("dflash", "dspark"):
+        return _block_recipe(options, checkpoint, teacher, corpus, vocabulary, start)
     theirs = start.config if start is not None and isinstance(start.config, EagleConfig) else None
     layers = options.features or (() if theirs is None else theirs.layers)
     config = eagle_config(
@@ -103,11 +108,35 @@ def make_recipe(
         config = replace(config, inner=theirs.inner)
     if start is not None:
         start.must_fit(config)
-    sizes = _sizes(options, teacher, corpus) if config.kind == "eagle" else None
-    eagle = EagleRecipe(options, teacher, config, vocabulary, sizes)
+    sizes = None if config.kind == "eagle3" else _sizes(options, teacher, corpus)
+    if config.kind == "mtp" and sizes is not None:
+        eagle: EagleRecipe = MtpRecipe(options, teacher, config, vocabulary, sizes)
+    else:
+        eagle = EagleRecipe(options, teacher, config, vocabulary, sizes)
     if start is not None:
         start.fill(eagle.module(), teacher.embedding)
     return eagle
+
+
+def _block_recipe(
+    options: TrainOptions,
+    checkpoint: Checkpoint,
+    teacher: Teacher,
+    corpus: Corpus,
+    vocabulary: DraftVocabulary,
+    start: Start | None,
+) -> Recipe:
+    counts = corpus.count_tokens(len(teacher.head))
+    config = block_config(options, checkpoint.config, teacher.layer_count, counts, len(vocabulary))
+    if start is not None and isinstance(start.config, BlockConfig):
+        config = replace(config, mask_token=start.config.mask_token)
+        start.must_fit(config)
+    first = Batches(corpus, corpus.training, options.batch_tokens, options.seed).at(0)
+    features = measure_features(teacher, first, config.layers)
+    block = BlockRecipe(options, teacher, config, vocabulary, measure_sizes(teacher, first), features)
+    if start is not None:
+        start.fill(block.module(), teacher.embedding)
+    return block
 
 
 def _sizes(options: TrainOptions, teacher: Teacher, corpus: Corpus) -> Sizes:

@@ -69,10 +69,15 @@ def _ranks(recipe: Recipe, batch: Batch, chunk: int) -> tuple[Tensor, Tensor]:
     outputs = list(recipe.outputs(batch, recipe.read(batch), None))
     inside = torch.stack([shifted(batch.learnt, output.shift + 1) for output in outputs]).all(0)  # [B, T]
     usable = inside.to(batch.tokens.device)
+    if outputs[0].at is not None:  # a recipe that names its rows names the same ones for every level
+        kept = torch.zeros_like(usable.flatten())
+        kept[outputs[0].at] = True
+        usable = usable & kept.view(usable.shape)
     head, ids = recipe.lm_head(), recipe.vocabulary.ids.to(batch.tokens.device)
     ranks, sure = [], []
     for output in outputs:
-        rows, truth = output.rows[usable], shifted(batch.tokens, output.shift + 1)[usable]
+        rows = output.rows[usable] if output.at is None else output.rows[usable.flatten()[output.at]]
+        truth = shifted(batch.tokens, output.shift + 1)[usable]
         parts = []
         for low in range(0, len(rows), chunk):
             logits = (rows[low : low + chunk].to(head.dtype) @ head.t()).float()

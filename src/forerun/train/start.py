@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forerun.drafters.block.config import BlockConfig
+from forerun.drafters.block.files import read_block
 from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.files import read_head
 from forerun.drafters.eagle.head import vocabulary_of
 from forerun.drafters.head_formats import read_config, read_tensors
 from forerun.drafters.medusa import HeadsConfig, read_heads
+from forerun.drafters.mtp import read_mtp
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import InvalidInput
 from forerun.heads import kind_of
@@ -36,11 +39,11 @@ class Start:
     """A finished head to start from."""
 
     folder: Path
-    config: EagleConfig | HeadsConfig
+    config: EagleConfig | HeadsConfig | BlockConfig
     weights: dict[str, Tensor]  # as files hold them
     vocabulary: DraftVocabulary
 
-    def must_fit(self, config: EagleConfig | HeadsConfig) -> None:
+    def must_fit(self, config: EagleConfig | HeadsConfig | BlockConfig) -> None:
         """Raise where the run's head is another than this one."""
         for name in config.__slots__:
             theirs, ours = getattr(self.config, name), getattr(config, name)
@@ -93,8 +96,12 @@ def read_start(options: TrainOptions, width: int, vocab_size: int) -> Start | No
         heads, weights = read_heads(folder, options.method, width, vocab_size)
         rows = len(weights["d2t"]) if "d2t" in weights else heads.vocab_size
         start = Start(folder, heads, weights, DraftVocabulary.from_file(weights, rows, heads.vocab_size))
+    elif options.method == "dflash" or options.method == "dspark":
+        block, weights = read_block(folder, kind=options.method)
+        rows = block.draft_vocab_size
+        start = Start(folder, block, weights, DraftVocabulary.from_file(weights, rows, block.vocab_size))
     else:
-        config, weights = read_head(folder)
+        config, weights = read_mtp(folder) if options.method == "mtp" else read_head(folder)
         start = Start(folder, config, weights, vocabulary_of(config, weights))
     if options.vocab not in (0, len(start.vocabulary)):
         _refuse(folder, f"a draft vocabulary of {len(start.vocabulary)}", f"vocab={options.vocab}")
@@ -102,7 +109,7 @@ def read_start(options: TrainOptions, width: int, vocab_size: int) -> Start | No
 
 
 def _family_of(method: str) -> str:
-    return method if method in ("medusa", "hydra") else "eagle"
+    return "eagle" if method in ("eagle", "eagle3", "hass") else method
 
 
 def _refuse(folder: Path, theirs: str, ours: str) -> None:

@@ -1,8 +1,9 @@
 """EagleConfig: an EAGLE head's shape, the features it reads, and its measured acceptance.
 
-Two kinds. EAGLE-1 (`eagle`) reads the target's last hidden row and predicts the next one, so that the target's
+Three kinds. EAGLE-1 (`eagle`) reads the target's last hidden row and predicts the next one, so that the target's
 own LM head turns it into a law. EAGLE-3 (`eagle3`) reads the inputs of three layers, keeps its own LM head, over
-a reduced vocabulary, and predicts no feature. EAGLE-2 is EAGLE-1's head with a dynamic tree.
+a reduced vocabulary, and predicts no feature. EAGLE-2 is EAGLE-1's head with a dynamic tree. A multi-token-prediction
+layer (`mtp`, forerun.drafters.mtp) reads what EAGLE-1 does, behind norms.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from forerun.drafters.head_drafter import Calibration
 from forerun.drafters.head_formats import rates_in, settings_in, size_in
 from forerun.errors import DamagedFile, brief
 
-Kind = Literal["eagle", "eagle3"]
-NAMES: Mapping[str, str] = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
+Kind = Literal["eagle", "eagle3", "mtp"]
+NAMES: Mapping[str, str] = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3", "mtp": "MTP"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class EagleConfig:
                 head_dim=size_in(shape, "head_dim", max(1, width // heads)),
                 vocab_size=size_in(shape, "vocab_size"),
                 draft_vocab_size=size_in(values, "draft_vocab_size", size_in(shape, "vocab_size")),
-                layers=(-1,) if kind == "eagle" else tuple(int(layer) for layer in ids),
+                layers=tuple(int(layer) for layer in ids) if kind == "eagle3" else (-1,),
                 target_width=size_in(values, "target_hidden_size", width),
                 norm_eps=float(shape.get("rms_norm_eps") or 1e-5),
                 rope_theta=float(shape.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
@@ -118,7 +119,7 @@ class EagleConfig:
         }
 
     def _eagle3_settings(self) -> dict[str, Any]:
-        if self.kind == "eagle":
+        if self.kind != "eagle3":
             return {}
         return {
             "eagle_aux_hidden_state_layer_ids": list(self.layers),

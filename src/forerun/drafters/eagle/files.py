@@ -30,7 +30,7 @@ def read_head(
     weights = {_our_name(name): weight for name, weight in weights.items()}
     weights = widened(weights)
     kind_found = kind_of(values, lambda: weights)
-    if kind_found not in NAMES:
+    if kind_found not in ("eagle", "eagle3"):
         raise InvalidInput(
             f"{folder} holds no EAGLE head (no fc and layer in it); try `forerun drafters check`"
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forerun.drafters.block.config import BlockConfig
 from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.files import read_head, write_head
 from forerun.errors import UnsupportedModel
@@ -27,7 +28,7 @@ class HeadInflater:
     """Makes the weights of a larger head one by one."""
 
     def __init__(
-        self, config: EagleConfig, shape: Shape, dtype: torch.dtype, device: torch.device | str
+        self, config: EagleConfig | BlockConfig, shape: Shape, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         if config.target_width != config.width:
             raise UnsupportedModel(

@@ -26,13 +26,15 @@ from forerun.train.recipes.losses import LawLoss
 class Output:
     """A prediction of one token further ahead."""
 
-    rows: Tensor  # [B, T, D], ready for the LM head
+    rows: Tensor  # [B, T, D], ready for the LM head; [N, D] of the rows named in `at`
     shift: int
     weight: float = 1.0
     features: Tensor | None = (
         None  # [B, T, D] a prediction of the target's own rows, where the recipe has one
     )
     unit: Tensor | None = None  # [D] what a gap between features is measured in
+    at: Tensor | None = None  # [N] which rows of [B T] it predicts from; None = all
+    aside: Tensor | None = None  # a further loss, of what is learnt beside the law
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +110,13 @@ def loss_of(recipe: Recipe, batch: Batch, noise: torch.Generator | None) -> tupl
     first: Tensor | None = None
     last = reading.last.flatten(0, 1)
     for output in recipe.outputs(batch, reading, noise):
-        said = learnt_rows(batch, output.shift)  # prompts and padding need no logits
+        rows, said = rows_of(batch, output)  # prompts and padding need no logits
         spoken = said + output.shift  # the target's rows for the same tokens; never past a sequence's end
         weights = torch.ones(len(said), device=said.device)
         if reading.inside is not None:
             weights = reading.inside.flatten()[spoken].float()
         count = weights.sum().clamp(min=1.0)
-        rows, truth = output.rows.flatten(0, 1)[said], last[spoken]
+        truth = last[spoken]
         loss, accepted = recipe.law_loss(rows, head, truth, truth_head, weights)
         part = recipe.law_weight * loss / count
         if output.features is not None and recipe.feature_weight:
@@ -122,10 +124,20 @@ def loss_of(recipe: Recipe, batch: Batch, noise: torch.Generator | None) -> tupl
             guess, wanted = output.features.flatten(0, 1)[said].float() / unit, truth.float() / unit
             gaps = F.smooth_l1_loss(guess, wanted, reduction="none").mean(-1)
             part = part + recipe.feature_weight * gaps.sum() / max(1, len(said))
+        if output.aside is not None:
+            part = part + output.aside
         total = total + output.weight * part
         first = accepted / count if first is None else first
     assert first is not None, "a recipe has at least one output"
     return total, first
+
+
+def rows_of(batch: Batch, output: Output) -> tuple[Tensor, Tensor]:
+    """An output's rows [N, D] that predict a token to be learnt, and which of [B T] they are."""
+    if output.at is not None:
+        return output.rows, output.at
+    said = learnt_rows(batch, output.shift)
+    return output.rows.flatten(0, 1)[said], said
 
 
 def shifted(values: Tensor, shift: int) -> Tensor:

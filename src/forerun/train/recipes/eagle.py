@@ -251,7 +251,7 @@ class EagleRecipe:
         rolled = self._module(embedded, features, steps, detach)
         for step, (rows, out) in enumerate(rolled):
             predicted = out if self.config.kind == "eagle" else None
-            weight = self.options.decay**step if self.config.kind == "eagle3" else 1.0
+            weight = 1.0 if self.config.kind == "eagle" else self.options.decay**step
             yield Output(rows, step + 1, weight, predicted, self._unit)
 
     def export(self, folder: Path, measured: Measured) -> None:
@@ -281,7 +281,7 @@ def eagle_config(
     options: TrainOptions, checkpoint_config: dict[str, object], layers: tuple[int, ...], vocab: int
 ) -> EagleConfig:
     """A head shaped like one layer of its target."""
-    kind = "eagle3" if options.method == "eagle3" else "eagle"
+    kind = options.method if options.method in ("eagle3", "mtp") else "eagle"
     read = EagleConfig.from_json({**checkpoint_config, "draft_vocab_size": vocab}, "eagle3")
     if options.width:  # half as many heads of keys as of queries
         dims = HEAD_DIM if options.width % (2 * HEAD_DIM) == 0 else WIDTHS
@@ -290,7 +290,7 @@ def eagle_config(
         read = replace(read, inner=3 * options.width, **sizes)  # type: ignore[arg-type]
     return replace(
         read,
-        kind=kind,  # type: ignore[arg-type]
+        kind=kind,
         inner=options.inner or read.inner,
         layers=layers if kind == "eagle3" else (-1,),
         fc_norm=options.fc_norm,

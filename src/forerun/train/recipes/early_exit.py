@@ -73,7 +73,7 @@ class EarlyExitRecipe:
         self.law_loss = LawLoss(options.loss)
         self._truth_head = self.vocabulary.rows_of(teacher.head)
         norm = Named(checkpoint.weights, config, torch.float32, torch.device("cpu")).final_norm()
-        self.adapter = AdapterModule(norm.float(), options.rank, config.norm_eps).to(device)
+        self.adapter = AdapterModule(norm.float(), options.own_rank, config.norm_eps).to(device)
         self._kept: dict[bytes, tuple[Tensor, Tensor]] = {}
         self._bytes = 0
 

@@ -9,6 +9,7 @@ another kind of machine, has the same ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,15 @@ def measure_sizes(teacher: Teacher, batch: Batch) -> Sizes:
     rows = last[batch.learnt.to(device)].float()
     token = teacher.embedding.float().square().mean().sqrt().expand(rows.shape[-1])
     return Sizes(_power_of_two(token), _power_of_two(rows.square().mean(0).sqrt()))
+
+
+@torch.no_grad()
+def measure_features(teacher: Teacher, batch: Batch, layers: Sequence[int]) -> Tensor:
+    """[F] sizes of the features of these layers, side by side, on one batch."""
+    device = teacher.head.device
+    kept, _ = teacher.features(batch.tokens.to(device), layers)
+    rows = torch.cat([kept[layer] for layer in layers], -1)[batch.learnt.to(device)].float()
+    return _power_of_two(rows.square().mean(0).sqrt())
 
 
 def _power_of_two(sizes: Tensor) -> Tensor:

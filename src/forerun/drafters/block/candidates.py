@@ -1,0 +1,100 @@
+"""Candidates of a block: the likeliest tokens of each position, and how likely each is behind those of the one before.
+
+All of it comes from one pass, so it is computed for all levels at once and read by the host once; the tree is then
+grown there. A Markov head corrects only these candidates: what it would lift from below the first 64 is left out, and
+what all other tokens weigh together stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.block.head import BlockHead
+from forerun.drafters.draft_law import DraftLaw, likeliest
+from forerun.drafters.tree_growth import Frontier, Ranked
+
+CANDIDATES = 64
+
+
+class BlockCandidates:
+    """The draft of one batch, as the growth of trees asks for it (tree_growth.Ranks)."""
+
+    def __init__(self, scored: Tensor, tokens: Tensor) -> None:
+        """As `candidates_of` makes them; this waits for the device."""
+        self.size = tokens.shape[-1]
+        self._scored, self._level = scored.cpu(), 0
+        self._tokens: list[list[list[int]]] = tokens.tolist()
+        self._ranked: tuple[Tensor, Tensor] | None = None
+
+    def roots(self, count: int) -> list[Ranked]:
+        self._ranked = self._scored.topk(count)  # [B, L, P, count]
+        return [self._children(b, [0], count) for b in range(len(self._tokens))]
+
+    def below(self, frontiers: Sequence[Frontier], count: int) -> list[Ranked]:
+        self._level += 1
+        found = []
+        for b, frontier in enumerate(frontiers):
+            before = self._tokens[b][self._level - 1]
+            found.append(self._children(b, [before.index(token) for _, token in frontier], count))
+        return found
+
+    def _children(self, b: int, parents: list[int], count: int) -> Ranked:
+        """Of each parent, by its place among the candidates of the level before."""
+        assert self._ranked is not None
+        some = [place if self._scored.shape[2] > 1 else 0 for place in parents]
+        values, places = (part[b, self._level, some].flatten().tolist() for part in self._ranked)
+        here = self._tokens[b][self._level]
+        return values, [here[place] for place in places]
+
+
+def candidates_of(
+    head: BlockHead, rows: Tensor, roots: Tensor, law: DraftLaw | None, count: int = CANDIDATES
+) -> tuple[Tensor, Tensor]:
+    """Of predicting rows [B, L, D] behind roots [B]: tokens [B, L, K], and log-confidences of each behind each of the
+    level before [B, L, K, K], or [B, L, 1, K] where what comes before does not matter.
+
+    Under a law with temperatures or noise; None = as the head says.
+    """
+    logits = torch.unflatten(head.logits(rows.flatten(0, 1)), 0, rows.shape[:2])  # [B, L, Vd]
+    if law is not None and law.changes:
+        parts = [law.applied(logits[:, level, None], level) for level in range(rows.shape[1])]
+        logits = torch.cat(parts, 1)
+    values, places = likeliest(logits, min(count, logits.shape[-1]))  # [B, L, K]
+    tokens = head.vocabulary.ids[places]
+    if not head.has_markov:
+        return values[:, :, None], tokens
+    factors = None if law is None else law.factors
+    return corrected(head, rows, roots, values, places, tokens, factors), tokens
+
+
+def corrected(
+    head: BlockHead,
+    rows: Tensor,
+    roots: Tensor,
+    values: Tensor,
+    places: Tensor,
+    tokens: Tensor,
+    factors: Tensor | None,
+) -> Tensor:
+    """Log-confidences [B, L, K, K] of candidates behind each candidate of the level before; the root's all alike.
+
+    `values` [B, L, K] are their log-probabilities by position alone, `places` and `tokens` which they are.
+    """
+    count = tokens.shape[-1]
+    before = torch.cat((roots[:, None, None].expand(-1, 1, count), tokens[:, :-1]), 1)  # [B, L, K]
+    previous = torch.unflatten(head.markov(before.flatten()), 0, before.shape)  # [B, L, K, rank]
+    bias = (previous @ head.markov_columns(places).transpose(-1, -2)).float()  # [B, L, K, K]
+    if factors is not None:
+        bias = bias * factors[..., None]
+    moved = values[:, :, None] + bias
+    others = (1.0 - values.exp().sum(-1)).clamp(min=0.0)[:, :, None, None]  # what is no candidate
+    scored = moved - (others + moved.exp().sum(-1, keepdim=True)).log()
+    sure = head.confidence(rows[:, :, None], previous)  # [B, L, K]
+    if sure is None:
+        return scored
+    # the confidence is that of the likeliest; the others keep their share of it
+    log_sure = sure.clamp(1e-6, 1.0).log()[..., None]
+    return scored - scored.amax(-1, keepdim=True) + log_sure

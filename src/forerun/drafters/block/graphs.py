@@ -1,0 +1,98 @@
+"""GraphRunner: a block draft on a GPU as one captured graph, from the roots to the candidates that the host reads.
+
+A graph is replayed for one number of sequences and one number of slots, a power of two; lengths, roots and rows of the
+cache are its inputs, so it holds as texts grow. It reads the cache where it lies, and is captured anew where the cache
+had to grow. Drafts under a temperature or noise run operation by operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.block.candidates import BlockCandidates, candidates_of
+from forerun.drafters.block.head import BlockHead
+from forerun.drafters.block.runner import BlockRunner
+from forerun.drafters.draft_law import DraftLaw
+from forerun.drafters.eagle.torch_runner import attend_to
+from forerun.types import Seq
+
+FEWEST = 256  # slots of the smallest graph
+MOST = 16  # sequences of the largest graph; more run operation by operation
+_WARM = 3  # runs before a capture, in which libraries make their choices
+
+
+class GraphRunner(BlockRunner):
+    """The same drafts as BlockRunner's."""
+
+    def __init__(self, head: BlockHead) -> None:
+        super().__init__(head)
+        self._graphs: dict[tuple[int, int, int], tuple[Any, Tensor, Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def candidates(self, seqs: Sequence[Seq], levels: int) -> BlockCandidates:
+        law = DraftLaw(seqs, self.head.vocabulary, self.head.device)
+        if law.changes or len(seqs) > MOST or self.head.device.type != "cuda":
+            return super().candidates(seqs, levels)
+        inputs = self.inputs(seqs)
+        slots = self.slots_for(seqs)
+        key = len(seqs), slots, self.cache.data.data_ptr()
+        if key not in self._graphs:
+            if any(kept[2] != key[2] for kept in self._graphs):
+                self._graphs.clear()  # they read a cache that is no more
+            self._graphs[key] = self._captured(inputs, slots)
+        graph, given, scored, tokens = self._graphs[key]
+        given.copy_(inputs, non_blocking=True)
+        graph.replay()
+        return BlockCandidates(scored[:, :levels], tokens[:, :levels])
+
+    def inputs(self, seqs: Sequence[Seq]) -> Tensor:
+        """[3, B] roots, lengths, and rows of the cache."""
+        cache = self.cache
+        columns = [(seq.tokens[-1], cache.lengths[seq.id], cache.rows[seq.id]) for seq in seqs]
+        return torch.tensor(columns, device=self.head.device).t().contiguous()
+
+    def slots_for(self, seqs: Sequence[Seq]) -> int:
+        """Slots that hold every context and a block behind it; the cache grows to as many."""
+        need = max(self.cache.lengths[seq.id] for seq in seqs) + self.head.config.rows
+        slots = FEWEST
+        while slots < need:
+            slots *= 2
+        self.cache.admit(seqs[0].id, slots)
+        return slots
+
+    def static(self, inputs: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+        """Scores and tokens of the candidates, whose shapes depend on the number of sequences and slots alone."""
+        head, (roots, lengths, rows) = self.head, inputs
+        count, size = len(roots), head.config.rows
+        kv = self.cache.data[:, :, :, :slots].index_select(2, rows)  # [2, L, B, S, Hkv, Dh]
+        places = lengths[:, None] + torch.arange(size, device=head.device)  # [B, R]
+        which = torch.arange(count, device=head.device)[:, None]
+        seen = torch.arange(slots, device=head.device) < lengths[:, None] + size
+        mask = seen[:, None, None]  # [B, 1, 1, S]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            kv[0, layer, which, places] = torch.unflatten(k, 0, (count, size))
+            kv[1, layer, which, places] = torch.unflatten(v, 0, (count, size))
+            return attend_to(torch.unflatten(q, 0, (count, size)), kv[:, layer].transpose(2, 3), mask)
+
+        return candidates_of(head, head.run(roots, lengths, attend), roots, None)
+
+    def _captured(self, inputs: Tensor, slots: int) -> tuple[Any, Tensor, Tensor, Tensor]:
+        """The graph, where its inputs go, and where its outputs lie."""
+        given = inputs.clone()
+        run: Callable[[], tuple[Tensor, Tensor]] = lambda: self.static(given, slots)  # noqa: E731
+        make_stream: Any = torch.cuda.Stream
+        side = make_stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            scored, tokens = run()
+        return graph, given, scored, tokens

@@ -1,0 +1,69 @@
+"""Drawn drafts of block drafters: the law of the text stays the target's, also where confidence ends a draft."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from forerun.drafters.block import drafter as block_drafter
+from forerun.drafters.block.drafter import DFlashDrafter
+from forerun.drafters.tree_sampling import sample_trees
+from forerun.engine.engine import Engine
+from tests.exactness.harness import SETTINGS, chi_square_p, engine_for, joint_law, sample_texts, table
+
+VOCAB, LENGTH, PROMPT, TEXTS = 6, 3, (1, 2, 3, 1, 2, 3, 1, 2), 1000
+
+
+def engine_of(drafter: str, shape: str, least: float, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr(block_drafter, "wants_sampling", lambda speculative: True)
+    monkeypatch.setattr(DFlashDrafter, "least", least)
+    engine = engine_for(drafter, "exact", shape, VOCAB, frozenset())
+    assert isinstance(engine.drafters.get(drafter), DFlashDrafter)
+    return engine
+
+
+def likelihood(engine: Engine) -> float:
+    params = replace(SETTINGS["T=0.8"], max_tokens=LENGTH)
+    counts = sample_texts(engine, PROMPT, params, TEXTS)
+    return chi_square_p(counts, joint_law(table(VOCAB), PROMPT, params, LENGTH))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drafter", "shape", "least"),
+    [("dflash", "chain", 0.0), ("dspark", "chain", 0.005), ("dspark", "tree", 0.02)],
+)
+def test_the_law_of_the_text_is_the_targets(
+    drafter: str, shape: str, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = list[int]()
+
+    def counted(*given: Any) -> Any:
+        found = sample_trees(*given)
+        ends.extend(len(tree[0]) for tree in found[0])
+        return found
+
+    monkeypatch.setattr(block_drafter, "sample_trees", counted)
+    assert likelihood(engine_of(drafter, shape, least, monkeypatch)) > 1e-4
+    assert len(ends) > 100
+    if least:
+        assert len(set(ends)) > 1  # some drafts ended early, and not all at one length
+
+
+@pytest.mark.slow
+def test_negative_control_a_token_dropped_for_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same check of drafts that are cut where the *drawn* token is not liked, which changes the law."""
+
+    def dropped(*given: Any) -> Any:
+        trees, rows, laws = sample_trees(*given)
+        for tree, came_from in zip(trees, rows, strict=True):
+            while len(tree[0]) > 1 and tree[0][-1] % 2:
+                tree[0].pop()
+                tree[1].pop()
+                came_from.pop()
+        return trees, rows, laws
+
+    monkeypatch.setattr(block_drafter, "sample_trees", dropped)
+    assert likelihood(engine_of("dspark", "chain", 0.0, monkeypatch)) < 1e-6

@@ -1,0 +1,223 @@
+"""Block drafters: what is learnt is what drafts, blocks see what they may, and files hold what was learnt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.drafters.block.drafter import DFlashDrafter, DSparkDrafter, load_block
+from forerun.drafters.block.files import read_block, write_block
+from forerun.drafters.block.runner import BlockSteps
+from forerun.drafters.head_formats import read_config, write_config
+from forerun.errors import DamagedFile, InvalidInput
+from forerun.models.decoder import Decoder
+from forerun.models.load.checkpoint import Checkpoint
+from forerun.testing import FakeSeq
+from forerun.train.data.corpus import Batch, Batches, Corpus
+from forerun.train.export import export_head, rows_of_target
+from forerun.train.options import Method
+from forerun.train.recipes.base import shifted
+from forerun.train.recipes.block import BlockRecipe, choose_anchors
+from forerun.train.recipes.block_network import attend_blocks
+from forerun.train.recipes.scaling import fold
+from forerun.train.run import make_recipe
+from forerun.train.teacher import load_teacher
+from forerun.types import Needs, Verdict
+from tests.drafters.tiny_heads import save_head
+from tests.train.test_recipes import lending, options_for
+
+BLOCKS: list[Method] = ["dflash", "dspark"]
+
+
+def recipe_for(method: Method, tiny: Checkpoint, texts: Path, out: Path, **more: object) -> BlockRecipe:
+    """A drafter of two layers, at its beginning, with every weight away from zero and one."""
+    options = options_for(method, tiny, texts, out, layers=2, vocab=40, levels=4, **more)
+    teacher = load_teacher(tiny, torch.device("cpu"))
+    corpus = Corpus(options.data, max_length=options.max_length, holdout=options.holdout)
+    torch.manual_seed(1)
+    recipe = make_recipe(options, tiny, teacher, corpus)
+    assert isinstance(recipe, BlockRecipe)
+    with torch.no_grad():
+        for parameter in recipe.module().parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter) * parameter.abs().mean().clamp(min=0.1))
+    return recipe
+
+
+def one_batch(texts: Path) -> Batch:
+    corpus = Corpus(str(texts), max_length=48, holdout=0.15)
+    return Batches(corpus, corpus.held_back, 128, 0).at(0)
+
+
+def written(recipe: BlockRecipe, folder: Path) -> Path:
+    weights = {name: weight.clone() for name, weight in fold(recipe.module()).items()}
+    write_block(folder, recipe.config, weights | recipe.vocabulary.tensors())
+    return folder
+
+
+def drafting(kind: Method, folder: Path, target: Decoder) -> DFlashDrafter:
+    cls = DFlashDrafter if kind == "dflash" else DSparkDrafter
+    return cls(load_block(folder, target, cls.kind))
+
+
+def show(drafter: DFlashDrafter, target: Decoder, tokens: list[int]) -> FakeSeq:
+    """The drafter after it observed these tokens as a prompt."""
+    seq = FakeSeq(0, tokens)
+    trees, scores = target.prefill([seq], Needs(drafter.needs.hidden_layers))
+    drafter.observe([seq], trees, scores, Verdict.whole_chain(trees, [tokens[-1]]))
+    target.release(seq)
+    return seq
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@torch.no_grad()
+def test_what_is_learnt_is_what_drafts(kind: Method, tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
+    """Logits of a block in training, anchor by anchor, against those of the drafter behind the same text."""
+    recipe, batch = recipe_for(kind, tiny, texts, tmp_path, anchors=1.0), one_batch(texts)
+    target = lending(tiny)
+    drafter = drafting(kind, written(recipe, tmp_path), target)
+    head, outputs = recipe.lm_head(), list(recipe.outputs(batch, recipe.read(batch), None))
+    assert len(outputs) == 4
+    compared = 0
+    for place in outputs[0].at[:: len(outputs[0].at) // 5].tolist():  # type: ignore[index, union-attr]
+        row, anchor = divmod(place, batch.tokens.shape[1])
+        text = batch.tokens[row].tolist()
+        seq = show(drafter, target, text[: anchor + 1])
+        drafter._runner.read([seq], [drafter._sequences[0]])
+        steps = BlockSteps(drafter.head, drafter._runner.begin([seq]), [seq])
+        for level, output in enumerate(outputs):
+            tokens = torch.tensor([[text[anchor + level]]]) if level else None
+            logits = steps.first() if tokens is None else steps.after(torch.tensor([[0]]), tokens)[:, 0]
+            where = (output.at == place).nonzero()  # type: ignore[union-attr]
+            if len(where):
+                wanted = output.rows[where[0]] @ head.t()
+                torch.testing.assert_close(logits, wanted, rtol=2e-3, atol=2e-3)
+                compared += 1
+                if kind == "dspark":
+                    judge = recipe.module().get_submodule("confidence_head.proj")
+                    sure = torch.sigmoid(judge(output.rows[where[0]]))
+                    assert steps.sure is not None
+                    torch.testing.assert_close(steps.sure, sure, rtol=2e-3, atol=2e-3)
+        drafter.forget(seq)
+    assert compared >= 12
+
+
+@pytest.mark.parametrize("wrong", ["anchor", "block"])
+def test_a_block_sees_the_context_before_its_anchor_and_itself(wrong: str) -> None:
+    """Against attention written out row by row; with another anchor, or another block's keys, it differs."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q, k, v = random(2, 4, 6, 8), random(2, 2, 6, 8), random(2, 2, 6, 8)  # two blocks of three rows
+    past, kept, anchors = random(2, 2, 5, 8), random(2, 2, 5, 8), torch.tensor([[0, 3], [2, 5]])
+
+    def by_hand(anchors: Tensor, swap: bool = False) -> Tensor:
+        found = torch.zeros(2, 6, 4, 8)
+        for b in range(2):
+            for row in range(6):
+                block = slice(0, 3) if (row < 3) != swap else slice(3, 6)
+                for head in range(4):
+                    length = int(anchors[b, row // 3])
+                    keys = torch.cat((past[b, head // 2, :length], k[b, head // 2, block]))
+                    values = torch.cat((kept[b, head // 2, :length], v[b, head // 2, block]))
+                    weights = (keys @ q[b, head, row] / 8**0.5).softmax(-1)
+                    found[b, row, head] = weights @ values
+        return found.flatten(2)
+
+    found = attend_blocks(q, k, v, past, kept, anchors)
+    torch.testing.assert_close(found, by_hand(anchors))
+    other = by_hand(anchors.clamp(max=4)) if wrong == "anchor" else by_hand(anchors, swap=True)
+    assert not torch.allclose(found, other, atol=1e-3)
+
+
+def test_anchors_are_chosen_before_tokens_to_be_learnt() -> None:
+    learnt = torch.zeros(3, 40, dtype=torch.bool)
+    learnt[0, 10:30], learnt[1, 20:24], learnt[2, 1:40] = True, True, True
+    anchors = choose_anchors(learnt, 0.5, seed=3)
+    assert anchors.shape == (3, 24)  # half of 39, in eights
+    assert bool((anchors.diff(dim=1) > 0).all())
+    useful = shifted(learnt, 1).gather(1, anchors)
+    assert useful.sum(1).tolist() == [20, 4, 24]
+    assert choose_anchors(learnt, 0.5, seed=3).equal(anchors)
+    assert not choose_anchors(learnt, 0.5, seed=4).equal(anchors)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_int8_is_half_the_file_and_nearly_the_same(
+    kind: Method, tiny: Checkpoint, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forerun.drafters.block.files._SMALLEST", 64)
+    recipe = recipe_for(kind, tiny, texts, tmp_path)
+    weights = {name: weight.to(torch.bfloat16) for name, weight in fold(recipe.module()).items()}
+    weights |= recipe.vocabulary.tensors()
+    write_block(tmp_path / "whole", recipe.config, weights)
+    write_block(tmp_path / "small", recipe.config, weights, "int8")
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("whole", "small")]
+    assert sizes[1] < 0.75 * sizes[0]
+    config, back = read_block(tmp_path / "small")
+    assert config == recipe.config
+    assert back.keys() == weights.keys()
+    for name, weight in weights.items():
+        if weight.is_floating_point():
+            step = weight.float().abs().amax(-1, keepdim=True) / 127 if weight.dim() == 2 else 0.0
+            assert bool(((back[name].float() - weight.float()).abs() <= 0.51 * step + 1e-6).all()), name
+    assert torch.equal(back["fc.weight"], weights["fc.weight"])  # unequal columns are not rounded together
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@torch.no_grad()
+def test_what_vllm_gets_drafts_the_same(kind: Method, tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
+    """Whole tables in place of the small matrices, LM head rows of its own, and keys that vLLM reads."""
+    recipe, target = recipe_for(kind, tiny, texts, tmp_path), lending(tiny)
+    folder, name = written(recipe, tmp_path / "ours"), str(tiny.path)
+    with pytest.raises(InvalidInput, match="--target"):
+        export_head(folder, tmp_path / "theirs", "vllm", None)
+    rows = {"head_rows": rows_of_target(name), "embed_rows": rows_of_target(name, embedding=True)}
+    flag = export_head(folder, tmp_path / "theirs", "vllm", **rows)  # type: ignore[arg-type]
+    assert f'"method": "{kind}"' in flag
+    values, (config, weights) = read_config(tmp_path / "theirs"), read_block(tmp_path / "theirs")
+    nested = values.get("dflash_config", values)
+    assert nested["target_layer_ids"] == [layer - 1 for layer in recipe.config.layers]
+    assert nested["mask_token_id"] == recipe.config.mask_token
+    assert "forerun" not in values
+    assert weights["lm_head.weight"].shape == (40, config.width)
+    if kind == "dspark":
+        assert values["architectures"] == ["Qwen3DSparkModel"]
+        assert weights["markov_head.markov_w1.weight"].shape == (config.vocab_size, config.markov_rank)
+    drafts = []
+    for one in (folder, tmp_path / "theirs"):
+        drafter = drafting(kind, one, target)
+        seq = show(drafter, target, [3, 7, 9, 4, 8])
+        drafter._runner.read([seq], [drafter._sequences[0]])
+        steps = BlockSteps(drafter.head, drafter._runner.begin([seq]), [seq])
+        drafts.append(torch.cat((steps.first(), steps.after(torch.tensor([[0]]), torch.tensor([[5]]))[:, 0])))
+    torch.testing.assert_close(drafts[0], drafts[1], rtol=0.05, atol=0.15)  # one of them in bfloat16
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("is_causal", True, "causal attention"),
+        ("layer_types", ["sliding_attention"], "sliding windows"),
+        ("markov_head_type", "gated", "Markov head of the type 'gated'"),
+        ("mask_token_id", 99999, "mask_token_id"),
+    ],
+)
+def test_variants_that_compute_something_else_are_refused(
+    key: str, value: object, words: str, tmp_path: Path
+) -> None:
+    save_head("dspark", tmp_path, 24)
+    read_block(tmp_path)
+    write_config(tmp_path, {**read_config(tmp_path), key: value})
+    with pytest.raises(DamagedFile, match=words):
+        read_block(tmp_path)
+
+
+def test_a_head_of_the_other_kind_is_named(tmp_path: Path) -> None:
+    save_head("dspark", tmp_path, 24)
+    with pytest.raises(InvalidInput, match="use drafter='dspark'"):
+        read_block(tmp_path, kind="dflash")
