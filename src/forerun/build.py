@@ -197,6 +197,10 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     from forerun.models.config import DecoderConfig, supports
 
     device = torch.device(_device(config.device))
+    if config.tensor_parallel_size > 1:
+        from forerun.models.parallel.launch import load_parallel
+
+        return load_parallel(checkpoint, config, device)
     if supports(checkpoint.config):
         from forerun.models.decoder import Decoder
         from forerun.models.kv_budget import allowed_bytes

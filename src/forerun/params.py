@@ -199,6 +199,7 @@ class EngineConfig:
     kv_slots: int | None = None  # tokens the KV cache holds in all; None = by kv_memory
     kv_memory: int | float | str | None = None  # of the KV cache: bytes, 8GB, 0.5 or 50% of what is free
     threads: int | None = None  # CPU threads; None = one per core
+    tensor_parallel_size: int = 1  # processes, each on a GPU of its own, that a model is split over
 
     def __post_init__(self) -> None:
         dtype, device = self.dtype, self.device
@@ -215,6 +216,7 @@ class EngineConfig:
             kv_slots=_at_least("kv_slots", self.kv_slots, 2),
             kv_memory=as_memory("kv_memory", self.kv_memory),
             threads=None if self.threads is None else as_whole("threads", self.threads, 1, 4096),
+            tensor_parallel_size=as_whole("tensor_parallel_size", self.tensor_parallel_size, 1, 64),
         )
 
     __repr__ = short_repr

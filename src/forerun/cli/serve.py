@@ -57,6 +57,7 @@ def serve(
     dtype: Annotated[str, typer.Option(help="Number format.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(help="Processes that the model is split over.")] = 1,
     drain_seconds: Annotated[float, typer.Option(help="Seconds to end running texts after SIGTERM.")] = 30.0,
     client_seconds: ClientSeconds = 60.0,
     hang_seconds: HangSeconds = 120.0,
@@ -73,7 +74,8 @@ def serve(
         restart=restart, log_prompts=log_prompts, share_prefixes=share_prefixes,
     )  # fmt: skip
     engine = {"dtype": dtype, "device": device, "max_length": max_model_len, "max_batch": max_num_seqs,
-              "kv_slots": kv_slots, "kv_memory": kv_memory, "threads": threads}  # fmt: skip
+              "kv_slots": kv_slots, "kv_memory": kv_memory, "threads": threads,
+              "tensor_parallel_size": tensor_parallel_size}  # fmt: skip
     drafting = {
         "drafter": drafter,
         "draft_model": draft_model,

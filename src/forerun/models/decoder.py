@@ -176,8 +176,11 @@ class Decoder(SlotTarget):
         if -1 in hidden:
             hidden[-1].copy_(x)
         if logits is not None:
-            linear(x[: len(logits)], self._head, out=logits)
+            self._fill_logits(x[: len(logits)], logits)
         return None
+
+    def _fill_logits(self, x: Tensor, logits: Tensor) -> None:
+        linear(x, self._head, out=logits)
 
     def _leave(self, x: Tensor, block: Block, found: Tensor) -> None:
         """From the attention output to the end of the layer: everything that works row by row, in place."""

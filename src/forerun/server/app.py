@@ -77,6 +77,8 @@ async def _watch(service: Service) -> None:
                 log.warning("the engine had ended and was started again")
             elif not service.active:  # who waited has been told
                 service.must_replace = True
+        if settings.restart and backend.lost_process is not None and not service.active:
+            service.must_replace = True
 
 
 def _check_key(gate: Gate) -> Callable[[Request], Awaitable[None]]:

@@ -16,6 +16,7 @@ from forerun.engine.metrics import Form
 from forerun.engine.progress import prompt_progress
 from forerun.errors import ForerunError
 from forerun.heads import heads_in_the_box
+from forerun.models.base import ServedByProcesses
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.types import Event
 
@@ -110,9 +111,15 @@ class Backend:
         """Why the engine cannot answer; None while it can."""
         failure = self._llm.failure
         if failure is None:
-            return None
+            return self.lost_process
         said = str(failure) if isinstance(failure, EngineHangs) else type(failure).__name__
         return f"the engine ended: {said}"
+
+    @property
+    def lost_process(self) -> str | None:
+        """Which of the processes that the model is split over has ended; None where all run, or there is but one."""
+        target = self._engine.target
+        return target.problem if isinstance(target, ServedByProcesses) else None
 
     def looks_hung(self, patience: float) -> bool:
         """Was there work, and neither a round nor a prompt that was read on, for so many seconds? Asked often."""
