@@ -29,8 +29,10 @@ from forerun.errors import InvalidInput
 from forerun.law_processor import LawProcessor
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "q8", "gguf"]
-LARGEST_BIAS = 1e9  # fp32 has room for it at the lowest temperature, and no logit comes near it
-LARGEST_PENALTY = 1e3
+LARGEST_BIAS, LARGEST_PENALTY = (
+    1e9,
+    1e3,
+)  # fp32 has room for them at the lowest temperature; no logit comes near
 SPELLINGS = {  # what others call the fields of SamplingParams
     "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "min_new_tokens": "min_tokens",
     "repeat_penalty": "repetition_penalty", "stop_strings": "stop", "bad_words_ids": "bad_words",
@@ -205,8 +207,7 @@ class EngineConfig:
         dtype, device = self.dtype, self.device
         if type(dtype).__module__ == "torch":  # torch.float32 is what its name says
             dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
-        if type(device).__name__ == "device":
-            device = str(device)
+        device = str(device) if type(device).__name__ == "device" else device
         _store(
             self,
             dtype=as_name("dtype", dtype, get_args(Dtype)),
