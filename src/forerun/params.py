@@ -29,10 +29,7 @@ from forerun.errors import InvalidInput
 from forerun.law_processor import LawProcessor
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "q8", "gguf"]
-LARGEST_BIAS, LARGEST_PENALTY = (
-    1e9,
-    1e3,
-)  # fp32 has room for them at the lowest temperature; no logit comes near
+LARGEST_BIAS, LARGEST_PENALTY = 1e9, 1e3  # at the lowest temperature fp32 still has room for them
 SPELLINGS = {  # what others call the fields of SamplingParams
     "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "min_new_tokens": "min_tokens",
     "repeat_penalty": "repetition_penalty", "stop_strings": "stop", "bad_words_ids": "bad_words",

@@ -43,8 +43,10 @@ class Worker:
 
     def __init__(self, rank: int, size: int, job: dict[str, Any]) -> None:
         self._name = f"rank {rank} of {size}"
-        package = str(Path(__file__).parents[3])
-        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [
+            str(Path(__file__).parents[3]),
+            *filter(None, sys.path),
+        ]  # it imports what this process would
         self.process = subprocess.Popen(
             [sys.executable, "-m", "forerun.models.parallel.worker", json.dumps(job | {"rank": rank})],
             stdin=subprocess.PIPE,
