@@ -26,7 +26,7 @@ from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool, VerifierPool
 from forerun.engine.sequence import SequenceState
-from forerun.errors import InvalidInput, UnsupportedModel
+from forerun.errors import InvalidInput, UnknownName, UnsupportedModel
 from forerun.heads import find_head, open_head
 from forerun.models.base import Target
 from forerun.offers import Offer
@@ -61,11 +61,12 @@ def make_engine(
         speculative, head = settle(speculative, target, draft_target is not None, cost_file, build)
     parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length, more_drafts)
 
-    def make_drafter(name: str) -> Drafter:
+    def make_drafter(name: str, head: str | None = None) -> Drafter:
         spec = registry.drafters.spec(name)  # an old name is the same drafter, not a second one
-        return build_drafter(spec, parts) if spec.name == name else drafters.get(spec.name)
+        own = parts if head is None else replace(parts, speculative=replace(speculative, draft_model=head))
+        return build_drafter(spec, own) if spec.name == name else drafters.get(spec.name)
 
-    drafters = DrafterPool(make_drafter, target.vocab_size)
+    drafters = DrafterPool(make_drafter, target.vocab_size, runs_head)
     if head is not None:
         drafters.add(speculative.drafter, head)
     return Engine(
@@ -166,6 +167,13 @@ def choose_drafter(
 def needs_head(drafter: str) -> bool:
     """Does this drafter run a trained head?"""
     return registry.drafters.spec(drafter).needs == "head"
+
+
+def runs_head(drafter: str) -> bool:
+    """The same of a name in a pool, which may be one that no registry knows, or another name of a drafter."""
+    with suppress(UnknownName):
+        return registry.drafters.spec(drafter).name == drafter and needs_head(drafter)
+    return False
 
 
 def _names_of(checkpoint: Checkpoint) -> list[str]:
