@@ -111,6 +111,9 @@ def test_what_is_missing_is_said(target: str, tmp_path: Path, caplog: pytest.Log
         read_recordings(tmp_path, 64)
     given = ["refresh", "--target", target, "--data", str(tmp_path), "--out", str(tmp_path / "out")]
     assert main(given) == 2
+    assert "holds no recorded texts" in caplog.text
+    (tmp_path / "traffic-a.jsonl").touch()
+    assert main(given) == 2
     assert "no head comes with the package" in caplog.text
 
 

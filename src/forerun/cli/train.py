@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forerun.cli.loading import check_model
-from forerun.train.data.folder import require_texts
+from forerun.train.data.folder import require_recordings, require_texts
 from forerun.train.options import METHODS, TrainOptions, as_method
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ def train(
     check_model(given["target"])
     console = Console(stderr=True)
     if method == "refresh":
+        require_recordings(given["data"])
         with console.status(f"loading {given['target']}"):
             from forerun.train.refresh import DEFAULTS, refresh
         steps = given.get("steps", DEFAULTS["steps"])

@@ -18,6 +18,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from forerun.errors import ForerunError
+from forerun.train.data.folder import require_recordings, require_texts
 from forerun.train.options import METHODS, DataOptions, TrainOptions
 
 if TYPE_CHECKING:
@@ -73,15 +74,15 @@ def _run(values: Mapping[str, Any]) -> None:
             log.info("%s, %.0f tokens/s%s%s", head, at.tokens_per_second, shown, tree)
 
     if values["method"] == "refresh":
+        require_recordings(values["data"])
         from forerun.train.refresh import refresh
 
         log.info("%s", refresh({k: v for k, v in values.items() if k != "method"}, say, log.info))
         return
-    from forerun.train.data.folder import require_texts
-    from forerun.train.run import train
-
     options = TrainOptions(**values)
     require_texts(options)
+    from forerun.train.run import train
+
     train(options, say, log.info)
 
 

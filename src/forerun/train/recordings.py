@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import InvalidInput, ModelNotFound
+from forerun.errors import InvalidInput
 from forerun.train.data.corpus import Text, write_shard
+from forerun.train.data.folder import require_recordings
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,7 @@ class Recorded:
 
 def read_recordings(folder: Path, max_length: int) -> Recorded:
     """All texts of a folder; a prompt and its answer that occur again count once."""
-    files = sorted(folder.glob("traffic-*.jsonl"))
-    if not files:
-        raise ModelNotFound(
-            f"{folder} holds no recorded texts; start the server with `--record {folder}` and send "
-            'requests with "record": true'
-        )
+    files = require_recordings(folder)
     texts, seen = list[Text](), set[tuple[int, ...]]()
     unreadable = repeats = tokens = rounds = 0
     for line in _lines(files):
