@@ -195,9 +195,9 @@ def test_close_ends_the_processes(two: LLM) -> None:
     """The last test: nothing can be asked of it afterwards."""
     pid, workers = workers_of(two).pids[0], workers_of(two)
     assert is_running(pid)
+    assert not workers.store.parent.exists()  # already: a program that is killed leaves no file behind
     two.close()
     assert not is_running(pid)
-    assert not workers.store.parent.exists()
     two.close()
     with pytest.raises(ModelError, match="was closed"):
         two.generate("abc", max_tokens=4)

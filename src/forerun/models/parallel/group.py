@@ -38,6 +38,7 @@ class Group:
         else:
             self._tensors = _gloo(dist.PrefixStore("tensors", shared), part, PATIENCE)
         self._plan = torch.zeros(PLAN, dtype=torch.int64)
+        self.sum_in_order(torch.zeros(1, 1, device=device))  # behind it all ranks are connected
 
     def send_plan(self, numbers: Sequence[int]) -> None:
         """Rank 0: to all others."""

@@ -121,6 +121,10 @@ class Workers:
         if problem is not None:
             raise ModelError(problem)
 
+    def forget_store(self) -> None:
+        """All are connected: a program that is killed leaves no file behind. NCCL may look into it again."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def end_after_failure(self) -> str | None:
         """A pass has failed: end all, and say which of them was the first to go."""
         for worker in self._workers:
@@ -138,7 +142,7 @@ class Workers:
             worker.close()
         for worker in self._workers:
             worker.reap()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.forget_store()
 
 
 def load_parallel(
@@ -174,6 +178,8 @@ def load_parallel(
         )  # fmt: skip
         workers.wait_until_ready()
         target.join(Group(workers.store, Part(0, size), backend, devices[0]), workers)
+        if backend == "gloo":
+            workers.forget_store()
     except BaseException:
         workers.close()
         raise
