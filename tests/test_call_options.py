@@ -244,7 +244,7 @@ def test_a_model_is_loaded_by_its_name(smollm2_path: str) -> None:
         ({"drafter": 5}, "drafter=5 is out of range: a name"),
         ({"kv_slots": -5}, "kv_slots=-5 is out of range: at least 2"),
         ({"draft_modell": "x"}, "unknown option of LLM 'draft_modell'; did you mean 'draft_model'?"),
-        ({"tensor_parallel_size": 2}, "unknown option of LLM 'tensor_parallel_size'"),
+        ({"pipeline_parallel_size": 2}, "unknown option of LLM 'pipeline_parallel_size'"),
         ({"speculative_config": "ngram"}, "pass drafter='ngram'"),
         ({"speculative_config": {"metod": "ngram"}}, "did you mean 'method'?"),
         ({"dtype": "float"}, "dtype='float' is out of range: one of auto, float32"),

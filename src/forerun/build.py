@@ -26,7 +26,7 @@ from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool, VerifierPool
 from forerun.engine.sequence import SequenceState
-from forerun.errors import InvalidInput, UnsupportedModel
+from forerun.errors import InvalidInput, UnknownName, UnsupportedModel
 from forerun.heads import carries_mtp, find_head, open_head
 from forerun.models.base import Target
 from forerun.offers import Offer
@@ -61,11 +61,12 @@ def make_engine(
         speculative, head = settle(speculative, target, draft_target is not None, cost_file, build)
     parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length, more_drafts)
 
-    def make_drafter(name: str) -> Drafter:
+    def make_drafter(name: str, head: str | None = None) -> Drafter:
         spec = registry.drafters.spec(name)  # an old name is the same drafter, not a second one
-        return build_drafter(spec, parts) if spec.name == name else drafters.get(spec.name)
+        own = parts if head is None else replace(parts, speculative=replace(speculative, draft_model=head))
+        return build_drafter(spec, own) if spec.name == name else drafters.get(spec.name)
 
-    drafters = DrafterPool(make_drafter, target.vocab_size)
+    drafters = DrafterPool(make_drafter, target.vocab_size, runs_head)
     if head is not None:
         drafters.add(speculative.drafter, head)
     return Engine(
@@ -171,6 +172,13 @@ def needs_head(drafter: str) -> bool:
     return registry.drafters.spec(drafter).needs == "head"
 
 
+def runs_head(drafter: str) -> bool:
+    """The same of a name in a pool, which may be one that no registry knows, or another name of a drafter."""
+    with suppress(UnknownName):
+        return registry.drafters.spec(drafter).name == drafter and needs_head(drafter)
+    return False
+
+
 def _names_of(checkpoint: Checkpoint) -> list[str]:
     """What a model may be called: as asked for, by its file, and by the short name of that file."""
     from forerun.models.load.catalog import known_models
@@ -201,6 +209,10 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
 
     device = torch.device(_device(config.device))
+    if config.tensor_parallel_size > 1:
+        from forerun.models.parallel.launch import load_parallel
+
+        return load_parallel(checkpoint, config, device)
     if is_encoder_decoder(checkpoint.config):
         from forerun.models.encoder_decoder.load import load_encoder_decoder
 

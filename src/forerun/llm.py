@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from forerun.call_options import Options, Params, in_shape, make_request, make_requests
@@ -17,6 +18,7 @@ from forerun.engine.driver import Driver
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
 from forerun.load_engine import LoadOptions, load_engine
+from forerun.models.base import ServedByProcesses
 from forerun.prompts import (
     Conversation,
     Prompt,
@@ -67,6 +69,19 @@ class LLM:
     def load(cls, model: str | PathLike[str] = "smollm2", **options: Unpack[LoadOptions]) -> LLM:
         """The same as `LLM(model, ...)`."""
         return cls(model, **options)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes that a model is split over; without any there is nothing to end."""
+        if isinstance(self.engine.target, ServedByProcesses):
+            self.engine.target.close()
 
     def __repr__(self) -> str:
         return f"LLM({self.name!r}, drafter={self.engine.default_drafter!r})"

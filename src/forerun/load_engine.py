@@ -58,6 +58,7 @@ class LoadOptions(TypedDict, total=False):
     kv_slots: int | None
     kv_memory: int | float | str | None
     threads: int | None
+    tensor_parallel_size: int | None
 
 
 def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
@@ -72,6 +73,8 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
     checkpoint = open_checkpoint(name)
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    elif settings.tensor_parallel_size > 1:  # ranks on one CPU share its cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // settings.tensor_parallel_size))
     speculative = choose_drafter(speculative, checkpoint, settings.device)
     smaller = []
     if speculative.draft_model is not None and drafts_with_checkpoint(speculative.drafter):
@@ -80,7 +83,8 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
     tokenizer = checkpoint.tokenizer()
     costs = cost_file(checkpoint, settings, cache_folder())
     target = load_target(checkpoint, settings)
-    drafts = [drafting(load_target(small, settings), tokens, target) for small, tokens in smaller]
+    alone = replace(settings, tensor_parallel_size=1)  # a draft model is small: rank 0 runs it
+    drafts = [drafting(load_target(small, alone), tokens, target) for small, tokens in smaller]
     first, more = (drafts[0], tuple(drafts[1:])) if drafts else (None, ())
     engine = make_engine(target, tokenizer.eos_ids, speculative, settings, tokenizer, first, costs, more)
     if target.device.type == "cuda":
@@ -104,7 +108,7 @@ def cost_file(checkpoint: Checkpoint, config: EngineConfig, cache: Path) -> Path
     facts = (
         str(checkpoint.path.resolve()), stat.st_size, int(stat.st_mtime), config.dtype, config.device,
         torch.get_num_threads(), torch.__version__, platform.machine(), platform.node(), os.cpu_count(), isa(), ABI,
-        os.environ.get("OMP_WAIT_POLICY"),
+        os.environ.get("OMP_WAIT_POLICY"), *([config.tensor_parallel_size] if config.tensor_parallel_size > 1 else []),
     )  # fmt: skip
     return cache / "costs" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
 

@@ -29,8 +29,7 @@ from forerun.errors import InvalidInput
 from forerun.law_processor import LawProcessor
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "q8", "gguf"]
-LARGEST_BIAS = 1e9  # fp32 has room for it at the lowest temperature, and no logit comes near it
-LARGEST_PENALTY = 1e3
+LARGEST_BIAS, LARGEST_PENALTY = 1e9, 1e3  # at the lowest temperature fp32 still has room for them
 SPELLINGS = {  # what others call the fields of SamplingParams
     "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "min_new_tokens": "min_tokens",
     "repeat_penalty": "repetition_penalty", "stop_strings": "stop", "bad_words_ids": "bad_words",
@@ -200,13 +199,13 @@ class EngineConfig:
     kv_slots: int | None = None  # tokens the KV cache holds in all; None = by kv_memory
     kv_memory: int | float | str | None = None  # of the KV cache: bytes, 8GB, 0.5 or 50% of what is free
     threads: int | None = None  # CPU threads; None = one per core
+    tensor_parallel_size: int = 1  # processes, each on a GPU of its own, that a model is split over
 
     def __post_init__(self) -> None:
         dtype, device = self.dtype, self.device
         if type(dtype).__module__ == "torch":  # torch.float32 is what its name says
             dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
-        if type(device).__name__ == "device":
-            device = str(device)
+        device = str(device) if type(device).__name__ == "device" else device
         _store(
             self,
             dtype=as_name("dtype", dtype, get_args(Dtype)),
@@ -216,6 +215,7 @@ class EngineConfig:
             kv_slots=_at_least("kv_slots", self.kv_slots, 2),
             kv_memory=as_memory("kv_memory", self.kv_memory),
             threads=None if self.threads is None else as_whole("threads", self.threads, 1, 4096),
+            tensor_parallel_size=as_whole("tensor_parallel_size", self.tensor_parallel_size, 1, 64),
         )
 
     __repr__ = short_repr

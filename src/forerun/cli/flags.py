@@ -59,6 +59,7 @@ HELP: Mapping[str, str] = {
     "device": "auto, cpu, cuda or one of several: cuda:1.",
     "threads": "CPU threads.",
     "max_length": "Prompt and output together, in tokens.",
+    "tensor_parallel_size": "Processes that the model is split over, each on a GPU of its own.",
 }
 _DEFAULTS_IN_WORDS = {
     "budget": "what pays",

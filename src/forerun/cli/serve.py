@@ -12,6 +12,7 @@ import typer
 from forerun.cli import loading
 from forerun.cli.flags import TraceFile
 from forerun.errors import InvalidInput
+from forerun.heads.versions import HeadVersions
 from forerun.server.settings import LOOPBACK, ServerSettings, read_keys
 
 ClientSeconds = Annotated[
@@ -28,6 +29,10 @@ Keys = Annotated[list[str] | None, typer.Option(help="A key that clients must se
 Memory = Annotated[
     str | None, typer.Option(help="Memory of the KV cache: 8GB, or a share of what is free as 50%.")
 ]
+Record = Annotated[
+    Path | None, typer.Option(help='Keep texts of requests that say "record": true there, for training.')
+]
+Heads = Annotated[Path | None, typer.Option(help="Versions of a head; its link `current` is followed.")]
 SharePrefixes = Annotated[bool, typer.Option("--share-prefixes", help="Let API keys share cached prompts.")]
 
 
@@ -57,6 +62,7 @@ def serve(
     dtype: Annotated[str, typer.Option(help="Number format.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(help="Processes that the model is split over.")] = 1,
     drain_seconds: Annotated[float, typer.Option(help="Seconds to end running texts after SIGTERM.")] = 30.0,
     client_seconds: ClientSeconds = 60.0,
     hang_seconds: HangSeconds = 120.0,
@@ -64,6 +70,8 @@ def serve(
     trace: TraceFile = None,
     log_prompts: LogPrompts = False,
     share_prefixes: SharePrefixes = False,
+    record: Record = None,
+    heads: Heads = None,
 ) -> None:
     """Serve a model over HTTP, as the OpenAI API has it."""
     keys = (*(api_key or ()), *(read_keys(api_key_file) if api_key_file is not None else ()))
@@ -71,12 +79,14 @@ def serve(
         tuple(served_model_name or [model]), host, port, keys, max_queue, rate_limit=rate_limit,
         deadline=deadline, drain_seconds=drain_seconds, client_seconds=client_seconds, hang_seconds=hang_seconds,
         restart=restart, log_prompts=log_prompts, share_prefixes=share_prefixes,
+        record=record, heads=heads,
     )  # fmt: skip
     engine = {"dtype": dtype, "device": device, "max_length": max_model_len, "max_batch": max_num_seqs,
-              "kv_slots": kv_slots, "kv_memory": kv_memory, "threads": threads}  # fmt: skip
+              "kv_slots": kv_slots, "kv_memory": kv_memory, "threads": threads,
+              "tensor_parallel_size": tensor_parallel_size}  # fmt: skip
     drafting = {
         "drafter": drafter,
-        "draft_model": draft_model,
+        "draft_model": _head_of(heads, draft_model),
         "speculative_config": _parse(speculative_config),
     }
     _load_and_run(model, settings, engine, drafting, trace)
@@ -99,6 +109,15 @@ def _load_and_run(
     said = f"serving {settings.model_names[0]} at {where}; Ctrl-C ends it"
     with loading.traced(llm, trace):
         run(llm, settings, listener, lambda: typer.echo(said, err=True))
+
+
+def _head_of(heads: Path | None, draft_model: str | None) -> str | None:
+    """What to draft with: the version that a folder of heads is at, if one was given."""
+    if heads is None:
+        return draft_model
+    if draft_model is not None:
+        raise InvalidInput("--heads and --draft-model both name a head; give one of them")
+    return str(HeadVersions(heads).must_have_current())
 
 
 def _parse(text: str | None) -> dict[str, Any] | None:

@@ -7,18 +7,21 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from forerun.cli.loading import check_model
-from forerun.train.data.folder import require_texts
+from forerun.train.data.folder import require_recordings, require_texts
 from forerun.train.options import METHODS, TrainOptions, as_method
 
 if TYPE_CHECKING:
     from forerun.train.loop import Progress as TrainProgress
+    from forerun.train.loop import Report
+
+T = TypeVar("T")
 
 HELP: Mapping[str, str] = {
     "target": "The model to draft for: a known name, a .gguf file, a Hugging Face folder, or a hub id.",
@@ -115,18 +118,35 @@ def _choice(name: str, choices: Sequence[str]) -> Any:
 @with_options(TrainOptions, HELP)
 def train(
     given: Mapping[str, Any],
-    method: Annotated[str, typer.Argument(help=f"One of {', '.join(METHODS)}.", show_default=False)],
+    method: Annotated[str, typer.Argument(help=f"{', '.join(METHODS)}, or refresh.", show_default=False)],
 ) -> None:
-    """Train a drafter: one process, features made on the fly, nothing kept but the drafter and a checkpoint."""
-    options = TrainOptions(method=as_method(method), **given)
-    check_model(options.target)
-    require_texts(options)
+    """Train a drafter: one process, features made on the fly, nothing kept but the drafter and a checkpoint.
+
+    `refresh` trains a head further on texts that a server recorded (--data, of `serve --record`), compares it with the
+    one before, and adds it to a folder of versions (--out, of `serve --heads`).
+    """
+    check_model(given["target"])
     console = Console(stderr=True)
+    if method == "refresh":
+        require_recordings(given["data"])
+        with console.status(f"loading {given['target']}"):
+            from forerun.train.refresh import DEFAULTS, refresh
+        steps = given.get("steps", DEFAULTS["steps"])
+        print(_shown("refresh", steps, console, lambda report, say: refresh(given, report, say)))
+        return
+    options = TrainOptions(method=as_method(method), **given)
+    require_texts(options)
     with console.status(f"loading {options.target}"):
         from forerun.train.run import train as run
+    measured = _shown(method, options.steps, console, lambda report, say: run(options, report, say))
+    print(f"{options.out}: {measured.tokens_per_round:.3f} tokens per round on held-back text (simulated)")
+
+
+def _shown(name: str, steps: int, console: Console, work: Callable[[Report, Callable[[str], None]], T]) -> T:
+    """Do it with a progress bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task(options.method, total=options.steps)
+        task = bar.add_task(name, total=steps)
         simulated = ""
 
         def show(at: TrainProgress) -> None:
@@ -137,5 +157,4 @@ def train(
             words = f"loss {at.loss:.3f} · acceptance {at.acceptance:.2f} · {speed}{simulated}"
             bar.update(task, completed=at.step, description=words)
 
-        measured = run(options, show, bar.console.print)
-    print(f"{options.out}: {measured.tokens_per_round:.3f} tokens per round on held-back text (simulated)")
+        return work(show, bar.console.print)

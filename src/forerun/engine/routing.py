@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from itertools import count
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
 from forerun.drafters.none import NoDrafter
 from forerun.engine.sequence import SequenceState
 from forerun.engine.tree_check import check_trees
+from forerun.errors import InvalidInput
 from forerun.noise import Noise
 from forerun.types import Budget, Greedy, Laws, Needs, Scores, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
@@ -39,18 +41,52 @@ def _groups(names: Sequence[str]) -> dict[str, list[int]]:
     return groups
 
 
+class MakesDrafter(Protocol):
+    """Builds a drafter by name; with `head`, the folder of another head than the one that was configured."""
+
+    def __call__(self, name: str, head: str | None = None) -> Drafter: ...
+
+
 class DrafterPool:
     """Drafters by name, made when first asked for."""
 
-    def __init__(self, make: Callable[[str], Drafter], vocab_size: int) -> None:
-        self._make, self._vocab_size = make, vocab_size
+    def __init__(
+        self, make: MakesDrafter, vocab_size: int, runs_head: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        self._make, self._vocab_size, self._runs_head = make, vocab_size, runs_head
         self._made: dict[str, Drafter] = {SWITCHED_OFF: NoDrafter()}
         self._failed: set[str] = set()
+        self._head: str | None = None  # the folder of a head that was swapped in; None = the configured one
+        self._retired: dict[
+            str, set[int]
+        ] = {}  # drafters with a former head, and the sequences that have them
 
     def get(self, name: str) -> Drafter:
         if name not in self._made:
-            self._made[name] = self._make(name)
+            self._made[name] = self._make(name, self._head) if self._head is not None else self._make(name)
         return self._made[name]
+
+    def swap_head(self, head: str, seqs: Sequence[SequenceState]) -> None:
+        """Draft with the head in this folder from now on; `seqs`, of which drafters hold rows, keep the former one.
+
+        All drafters that run a head are built before any is replaced: where one cannot be, nothing has changed.
+        """
+        names = [name for name in self._made if name and name not in self._retired and self._runs_head(name)]
+        if not names:
+            raise InvalidInput("no drafter in use runs a trained head; start with one, as draft_model=FOLDER")
+        fresh = {name: self._make(name, head) for name in names}
+        for name, drafter in fresh.items():
+            former = self._made[name]
+            known_as = [other for other, made in self._made.items() if made is former]
+            users = [seq for seq in seqs if seq.drafting in known_as]
+            if users:
+                kept = next(f"{name}@{i}" for i in count(1) if f"{name}@{i}" not in self._made)
+                self._made[kept], self._retired[kept] = former, {seq.id for seq in users}
+                for seq in users:
+                    seq.draft_with(kept)
+            self._made |= dict.fromkeys(known_as, drafter)
+            self._failed -= set(known_as)
+        self._head = head
 
     def add(self, name: str, drafter: Drafter) -> None:
         """Put a drafter behind a name of its own, such as a second head of one kind."""
@@ -95,6 +131,11 @@ class DrafterPool:
         for name in {seq.drafting, seq.drafter}:
             if name in self._made:
                 self._forget(name, seq)
+        if seq.drafting in self._retired:
+            self._retired[seq.drafting].discard(seq.id)
+            if not self._retired[seq.drafting]:
+                del self._retired[seq.drafting], self._made[seq.drafting]
+            seq.draft_with(seq.drafter)  # if it is read again, the new one sees all of it
 
     def ask(self, seq: SequenceState, question: Callable[[Drafter], T]) -> T:
         """What a sequence's drafter answers; one that raises is switched off, and the plain one is asked."""

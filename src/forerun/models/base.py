@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -121,4 +121,18 @@ class Target(Protocol):
         Called after a pass over it has failed at any point, too: it must then free whatever was taken, leave other
         sequences as they are, and, where it is interrupted itself, do the rest when it is called again.
         """
+        ...
+
+
+@runtime_checkable
+class ServedByProcesses(Protocol):
+    """A target that other processes compute a part of: they may end, and they are to be ended."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why it cannot compute any more; None while it can. May be asked from any thread."""
+        ...
+
+    def close(self) -> None:
+        """End the other processes; later passes raise. A second call changes nothing."""
         ...

@@ -234,7 +234,7 @@ class Decoder(SlotTarget):
         if -1 in hidden:
             hidden[-1].copy_(x)
         if logits is not None:
-            linear(x[: len(logits)], self._head, out=logits)
+            self._fill_logits(x[: len(logits)], logits)
         return None
 
     def _embedded(self, tokens: Sequence[int]) -> Tensor:
@@ -243,6 +243,9 @@ class Decoder(SlotTarget):
         if self.config.embedding_scale != 1.0:
             x.mul_(torch.tensor(self.config.embedding_scale, dtype=self._dtype))
         return x
+
+    def _fill_logits(self, x: Tensor, logits: Tensor) -> None:
+        linear(x, self._head, out=logits)
 
     def _add_attention(self, x: Tensor, block: Block, found: Tensor) -> None:
         """From what attention found to the residual stream, in place."""

@@ -97,6 +97,8 @@ class PagedKV:
         with torch.inference_mode(False):  # written in every mode
             self.data = torch.empty(layers, 2, kv_heads, pages * PAGE, head_dim, dtype=dtype, device=device)
         self._extents: dict[int, Extent] = {}
+        # slots copied since it was emptied, for processes with parts of the cache; None = there are none
+        self.journal: list[list[tuple[int, int]]] | None = None
 
     @property
     def used(self) -> int:
@@ -214,6 +216,8 @@ class PagedKV:
         """Copy slots, in all layers. A path moves towards its root: no slot is written before it was read."""
         if not moves:
             return
+        if self.journal is not None:  # first: what is copied and not noted would be lost
+            self.journal.append(list(moves))
         if self.data.device.type == "cpu":
             for source, place in moves:  # quicker than a gather, for the few that there are
                 self.data.select(3, place).copy_(self.data.select(3, source))
@@ -254,6 +258,9 @@ class PagedKV:
         self._find_room(extent.id, 1)
         exchanged = self.pool.replace(extent.id, index)
         assert exchanged is not None
+        if self.journal is not None:
+            pages = (range(page * PAGE, (page + 1) * PAGE) for page in exchanged)
+            self.journal.append(list(zip(*pages, strict=True)))
         source, place = (slice(page * PAGE, (page + 1) * PAGE) for page in exchanged)
         self.data[:, :, :, place] = self.data[:, :, :, source]
         for rows in self.hidden.values():

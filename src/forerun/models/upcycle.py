@@ -20,7 +20,8 @@ from forerun.errors import InvalidInput, UnsupportedModel
 from forerun.models.blocks import Block
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.layers import add_linear_, rms_norm
+from forerun.models.layer_subset import LayerSubset
+from forerun.models.layers import rms_norm
 from forerun.types import Needs, PlainSeq
 
 _EXPERT = re.compile(r"(model\.layers\.\d+\.)block_sparse_moe\.experts\.\d+\.(w[123])\.weight")
@@ -114,9 +115,7 @@ class _Listener(Decoder):
     def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], **where: Any) -> None:
         super().__init__(config, weights, **where)
         self.heard = [[] for _ in range(config.layers)]
-        self._place = {id(block): i for i, block in enumerate(self._blocks)}
 
-    def _leave(self, x: Tensor, block: Block, found: Tensor) -> None:
-        after = add_linear_(x.clone(), found, block.o, block.o_bias)
-        self.heard[self._place[id(block)]].append(rms_norm(after, block.mlp_norm, self.config.norm_eps))
-        super()._leave(x, block, found)
+    def _add_mlp(self, x: Tensor, block: Block, index: int, layers: LayerSubset) -> None:
+        self.heard[index].append(rms_norm(x, block.mlp_norm, self.config.norm_eps))
+        super()._add_mlp(x, block, index, layers)

@@ -45,10 +45,11 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        watch = asyncio.create_task(_watch(service))
+        tasks = [asyncio.create_task(_watch(service)), asyncio.create_task(_follow_heads(service))]
         yield
         service.draining = True
-        watch.cancel()
+        for task in tasks:
+            task.cancel()
         await backend.close()
 
     app = FastAPI(title="Forerun", version=__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None)
@@ -77,6 +78,16 @@ async def _watch(service: Service) -> None:
                 log.warning("the engine had ended and was started again")
             elif not service.active:  # who waited has been told
                 service.must_replace = True
+        if settings.restart and backend.lost_process is not None and not service.active:
+            service.must_replace = True
+
+
+async def _follow_heads(service: Service) -> None:
+    """Swap heads as the link says; apart from the watch, which must see an engine that hangs in the meantime."""
+    while service.head_watch is not None:
+        await asyncio.sleep(POLL)
+        if service.backend.problem is None:
+            await service.head_watch.check()
 
 
 def _check_key(gate: Gate) -> Callable[[Request], Awaitable[None]]:

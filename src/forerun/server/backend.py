@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from forerun import registry
 from forerun.async_llm import AsyncLLM
 from forerun.completion import Completion
+from forerun.engine.head_swap import HeadSwap
 from forerun.engine.metrics import Form
 from forerun.engine.progress import prompt_progress
 from forerun.errors import ForerunError
 from forerun.heads import heads_in_the_box
+from forerun.models.base import ServedByProcesses
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.types import Event
 
@@ -115,9 +119,15 @@ class Backend:
         """Why the engine cannot answer; None while it can."""
         failure = self._llm.failure
         if failure is None:
-            return None
+            return self.lost_process
         said = str(failure) if isinstance(failure, EngineHangs) else type(failure).__name__
         return f"the engine ended: {said}"
+
+    @property
+    def lost_process(self) -> str | None:
+        """Which of the processes that the model is split over has ended; None where all run, or there is but one."""
+        target = self._engine.target
+        return target.problem if isinstance(target, ServedByProcesses) else None
 
     def looks_hung(self, patience: float) -> bool:
         """Was there work, and neither a round nor a prompt that was read on, for so many seconds? Asked often."""
@@ -130,6 +140,14 @@ class Backend:
     def give_up(self) -> None:
         """Whoever waits gets an error, and nobody else is served: the engine's thread cannot be ended from outside."""
         self._llm.fail(EngineHangs("the engine makes no progress; the request was given up"))
+
+    async def swap_head(self, folder: Path) -> None:
+        """Draft with the head in this folder from now on; raises, and changes nothing, where it cannot be used."""
+        order = HeadSwap(folder)
+        self._llm.llm.driver.post(order, at_once=False)
+        while not order.done.is_set():
+            await asyncio.sleep(0.005)
+        order.raise_error()
 
     async def restart(self) -> bool:
         """Start a new engine thread where the old one has ended; False where it has not, and hangs."""

@@ -120,6 +120,9 @@ class Generation(_Body):
     speculative: Speculative | Literal["off", "on"] | bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
+    record: bool | None = Field(
+        None, description="may prompt and answer be kept to train drafters? Only where the server records"
+    )
 
 
 class CompletionRequest(Generation):

@@ -17,7 +17,9 @@ from forerun.server.answers import Answer, Found
 from forerun.server.errors import ApiError
 from forerun.server.generation import Job, Timing, make_jobs, write_all
 from forerun.server.grammar import Grammars
+from forerun.server.head_watch import HeadWatch
 from forerun.server.metrics import Metrics
+from forerun.server.record import Recorder
 from forerun.server.schemas import ChatRequest, CompletionRequest, Generation
 from forerun.server.settings import ServerSettings
 from forerun.server.tools import find_calls, must_call
@@ -38,6 +40,10 @@ class Service:
         self.model = settings.model_names[0]
         self.metrics = Metrics(backend, self.model)
         self.grammars = Grammars(backend.tokenizer, backend.vocab_size)
+        self.recorder = None if settings.record is None else Recorder(settings.record)
+        self.head_watch = (
+            None if settings.heads is None else HeadWatch(settings.heads, backend.drafter, backend.swap_head)
+        )
         self.draining = False
         self.must_replace = False  # the engine hangs: the process is to start anew
         self.started = monotonic()
@@ -59,6 +65,7 @@ class Service:
             "read": load.read, "preemptions": load.preemptions, "rounds": load.rounds, "tokens": load.tokens,
             "sequence_rounds": load.sequence_rounds, "forms": dict(load.forms),
             "accepted_per_position": load.accepted_per_position,
+            "head": None if self.head_watch is None else self.head_watch.running.name,
         }  # fmt: skip
 
     @contextmanager
@@ -162,7 +169,10 @@ class Service:
         self, jobs: list[Job], answer: Answer
     ) -> AsyncGenerator[tuple[int, Event | Completion]]:
         """The texts of all jobs as they grow, in metrics, log and trace: those that end and those that are dropped."""
-        timings = {job.index: Timing(answer.arrived) for job in jobs}
+        timings, prompts = (
+            {job.index: Timing(answer.arrived) for job in jobs},
+            {job.index: job for job in jobs},
+        )
         left = set(timings)
         try:
             async with aclosing(self._texts(jobs)) as items:
@@ -171,6 +181,7 @@ class Service:
                     if isinstance(item, Completion):
                         left.discard(index)
                         self._count(item, timings[index], answer)
+                        self._record(prompts[index], item, answer)
                     yield index, item
         except InvalidInput:
             raise
@@ -199,6 +210,13 @@ class Service:
                 except ForerunError as error:
                     raise (_leaving() if self.draining else error) from None
                 yield news
+
+    def _record(self, job: Job, done: Completion, answer: Answer) -> None:
+        """Keep a text for training, where server and request both say so."""
+        if self.head_watch is not None:
+            self.head_watch.observe(done, answer.arrived)
+        if self.recorder is not None and answer.body.record is True:
+            self.recorder.write(job.prompt, done, answer.body.temperature)
 
     def _offers_tools(self, body: Generation) -> bool:
         return isinstance(body, ChatRequest) and bool(body.tools) and body.tool_choice != "none"

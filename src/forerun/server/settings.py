@@ -31,6 +31,8 @@ class ServerSettings:
     share_prefixes: bool = (
         False  # do API keys share cached prompts? How long an answer takes may tell that one is
     )
+    record: Path | None = None  # where texts of requests that say "record": true are kept for training
+    heads: Path | None = None  # versions of a head, whose link `current` is followed
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):

@@ -2,6 +2,7 @@
 
     python -m forerun.train eagle3 --target smollm2 --data DIR --out DIR --steps 4000
     python -m forerun.train data --target smollm2 --out DIR --own-prompts 20000
+    python -m forerun.train refresh --target smollm2 --data RECORDED --out VERSIONS
 
 The flags are the fields of the option classes; progress is logged. `forerun train` and `forerun data make` do the
 same, with progress bars.
@@ -14,10 +15,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from time import monotonic
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from forerun.errors import ForerunError
+from forerun.train.data.folder import require_recordings, require_texts
 from forerun.train.options import METHODS, DataOptions, TrainOptions
+
+if TYPE_CHECKING:
+    from forerun.train.loop import Progress
 
 log = logging.getLogger("forerun.train")
 SAY_EVERY = 5.0  # seconds
@@ -27,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns 0 on success."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     parser = argparse.ArgumentParser(prog="python -m forerun.train", description=__doc__.split("\n")[0])
-    parser.add_argument("method", choices=[*METHODS, "data"])
+    parser.add_argument("method", choices=[*METHODS, "data", "refresh"])
     known, _ = parser.parse_known_args(arguments)
     owner: type[Any] = DataOptions if known.method == "data" else TrainOptions
     for field in fields(owner):
@@ -60,12 +65,6 @@ def _run(values: Mapping[str, Any]) -> None:
 
         make_data(DataOptions(**{k: v for k, v in values.items() if k != "method"}), say_data, log.info)
         return
-    from forerun.train.data.folder import require_texts
-
-    options = TrainOptions(**values)
-    require_texts(options)
-    from forerun.train.loop import Progress
-    from forerun.train.run import train
 
     def say(at: Progress) -> None:
         if due(at.tokens_per_round is not None):
@@ -73,6 +72,16 @@ def _run(values: Mapping[str, Any]) -> None:
             tree = "" if at.tree_tokens_per_round is None else f" (tree {at.tree_tokens_per_round:.3f})"
             head = f"step {at.step}/{at.steps}, loss {at.loss:.4f}, acceptance {at.acceptance:.3f}"
             log.info("%s, %.0f tokens/s%s%s", head, at.tokens_per_second, shown, tree)
+
+    if values["method"] == "refresh":
+        require_recordings(values["data"])
+        from forerun.train.refresh import refresh
+
+        log.info("%s", refresh({k: v for k, v in values.items() if k != "method"}, say, log.info))
+        return
+    options = TrainOptions(**values)
+    require_texts(options)
+    from forerun.train.run import train
 
     train(options, say, log.info)
 

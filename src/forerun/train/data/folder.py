@@ -34,6 +34,17 @@ def require_texts(options: TrainOptions) -> None:
             )
 
 
+def require_recordings(folder: str | Path) -> list[Path]:
+    """The files of a server's recorded texts; raises where there are none."""
+    files = sorted(Path(folder).glob("traffic-*.jsonl"))
+    if not files:
+        raise ModelNotFound(
+            f"{folder} holds no recorded texts; start the server with `--record {folder}` and send "
+            'requests with "record": true'
+        )
+    return files
+
+
 def wanted_tokens(options: TrainOptions) -> str:
     """How much text a run reads."""
     total = options.steps * options.batch_tokens

@@ -1,0 +1,212 @@
+"""ParallelDecoder: one rank's part of a decoder; rank 0's is a Target, the others replay its passes.
+
+Every rank holds the residual stream whole. After attention, and after the feed-forward layer, the ranks' parts are
+added in the order of the ranks; so hidden rows need not be gathered, and drafters run on rank 0 alone. The embedding is
+on every rank, the LM head is cut by vocabulary and its logits are put together on rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.errors import ModelError, brief
+from forerun.models.attention import Span
+from forerun.models.blocks import Block, Checkpoint
+from forerun.models.config import DecoderConfig
+from forerun.models.decoder import Decoder
+from forerun.models.layer_subset import LayerSubset
+from forerun.models.layers import gate, linear, rms_norm
+from forerun.models.moe import Experts, mix
+from forerun.models.parallel.group import Group
+from forerun.models.parallel.pass_thread import PassThread
+from forerun.models.parallel.plan import PassPlan
+from forerun.models.parallel.split import Part, SplitWeights, config_of
+from forerun.models.shared import SharedWeights
+from forerun.types import PlainSeq, Seq
+
+
+class ParallelDecoder(Decoder):
+    """The layers of one rank. `group` must be set before the first pass."""
+
+    group: Group
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Mapping[str, Tensor],
+        part: Part,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_slots: int | None = None,
+        kv_memory: int | None = None,
+    ) -> None:
+        self.part, self.whole = part, config
+        super().__init__(
+            config_of(config, part), SplitWeights(weights, config, part),
+            dtype=dtype, device=device, kv_slots=kv_slots, kv_memory=kv_memory,
+        )  # fmt: skip
+        rows = self._head[part.of(config.vocab_size)]
+        self._head = rows if config.tied else rows.clone()  # a view would keep all of them
+        self._widths = [other.count(config.vocab_size) for other in part.all]
+
+    def _add_attention(self, x: Tensor, block: Block, found: Tensor) -> None:
+        """As on one rank, with the sum over inputs made of the ranks' parts."""
+        self._add(x, linear(found, block.o), block.o_bias, block.after_attention_norm)
+
+    def _add_mlp(self, x: Tensor, block: Block, index: int, layers: LayerSubset) -> None:
+        if index in layers.without_mlp:
+            return
+        rows = rms_norm(x, block.mlp_norm, self.config.norm_eps)
+        mlp, activation = block.mlp, self.config.activation
+        if isinstance(mlp, Experts):
+            assert self.config.moe is not None
+            self._add(x, mix(rows, mlp, self.config.moe, activation), None, None)
+            return
+        inner = gate(linear(rows, mlp.gate_up, mlp.gate_up_bias), activation)
+        self._add(x, linear(inner, mlp.down), mlp.down_bias, block.after_mlp_norm)
+
+    def _add(self, x: Tensor, mine: Tensor, bias: Tensor | None, norm: Tensor | None) -> None:
+        total = self.group.sum_in_order(mine)
+        if bias is not None:
+            total.add_(bias)
+        x.add_(total if norm is None else rms_norm(total, norm, self.config.norm_eps))
+
+    def _fill_logits(self, x: Tensor, logits: Tensor) -> None:
+        whole = self.group.join_columns(linear(x, self._head), self._widths)
+        if whole is not None:
+            logits.copy_(whole)
+
+
+class Others(Protocol):
+    """The processes of the other ranks, as rank 0 sees them."""
+
+    def problem(self) -> str | None:
+        """Which of them has ended, and why; None while all run."""
+        ...
+
+    def end_after_failure(self) -> str | None:
+        """End them all; which of them had ended by itself, if one had."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ParallelTarget(ParallelDecoder):
+    """Rank 0: implements forerun.models.base.Target, and ServedByProcesses, for all ranks."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Mapping[str, Tensor],
+        part: Part,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_slots: int | None,
+        kv_memory: int | None,
+    ) -> None:
+        super().__init__(
+            config, weights, part, dtype=dtype, device=device, kv_slots=kv_slots, kv_memory=kv_memory
+        )
+        self._weights = weights
+        self._thread = PassThread()
+        self._broken: str | None = None
+        self._others: Others | None = None
+        self.kv.journal = []
+
+    def join(self, group: Group, others: Others | None) -> None:
+        """Connect it with the other ranks, if there are any."""
+        self.group, self._others = group, others
+
+    @property
+    def problem(self) -> str | None:
+        return self._broken or (None if self._others is None else self._others.problem())
+
+    def close(self) -> None:
+        self._broken = self._broken or "the model was closed; load it again"
+        self._thread.close()
+        if self._others is not None:
+            self._others.close()
+
+    def shared(self) -> SharedWeights:
+        """The model's own shape; rows of the LM head, of which this rank has a part, come from the checkpoint."""
+        own = super().shared()
+        return replace(own, config=self.whole, head_rows=lambda ids: self._lm_head[ids.to(self._device)])
+
+    @cached_property
+    def _lm_head(self) -> Tensor:
+        if self.whole.tied:
+            return self._embedding
+        with torch.no_grad(), torch.inference_mode(False):
+            return Checkpoint(self._weights, self.whole, self._dtype, self._device).head(self._embedding)
+
+    def _run(
+        self,
+        tokens: Sequence[int],
+        spans: Sequence[Span],
+        seqs: Sequence[Seq],
+        hidden: Mapping[int, Tensor],
+        logits: Tensor | None = None,
+        layers: LayerSubset | None = None,
+        rows: Tensor | None = None,
+    ) -> list[int] | None:
+        """The pass on all ranks. It happens whole or not at all: one that an error splits ends them."""
+        if self.problem is not None:
+            raise ModelError(self.problem)
+        if layers is not None or rows is not None:
+            raise UnsupportedModel("a part of the layers (layer_skip) cannot be run where layers are split over processes")
+        if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # would end all ranks
+            raise IndexError(f"tokens {tokens} in a vocabulary of {self.vocab_size}")
+        limits = [self._lengths[seq.id] for seq in seqs]
+
+        def work() -> None:
+            journal, self.kv.journal = self.kv.journal or [], []
+            scored = 0 if logits is None else len(logits)
+            plan = PassPlan(self.kv.capacity, journal, tokens, spans, limits, scored)
+            try:
+                self.group.send_plan(plan.to_numbers())
+                super(ParallelTarget, self)._run(tokens, spans, seqs, hidden, logits)
+            except BaseException as error:
+                found = None if self._others is None else self._others.end_after_failure()
+                self._broken = found or f"rank 0 of {self.part.size} failed: {brief(error)}"
+                raise ModelError(self._broken) from error
+
+        self._thread.run(work)
+        return None
+
+
+class ParallelFollower(ParallelDecoder):
+    """Another rank: no requests, no pages; it computes what plans say."""
+
+    def serve(self) -> None:
+        """Replay passes until the process is ended."""
+        while True:
+            self.replay(PassPlan.from_numbers(self.group.receive_plan()))
+
+    def replay(self, plan: PassPlan) -> None:
+        """Bring the KV cache to where rank 0's is, and compute this rank's part of the pass."""
+        self._have_slots(plan.slots)
+        with torch.inference_mode():
+            for copies in plan.copies:
+                self.kv.move(copies)
+        self._lengths = dict(enumerate(plan.limits))
+        seqs = [PlainSeq(i, []) for i in range(len(plan.spans))]
+        logits = None
+        if plan.scored:
+            logits = torch.empty(plan.scored, 0, dtype=self._dtype, device=self._device)
+        self._run(plan.tokens, plan.spans, seqs, {}, logits)
+
+    def _have_slots(self, slots: int) -> None:
+        old = self.kv.data
+        if slots > old.shape[3]:
+            with torch.inference_mode(False):
+                larger = old.new_empty(*old.shape[:3], slots, old.shape[4])
+                larger[:, :, :, : old.shape[3]] = old
+            self.kv.data = larger

@@ -1,0 +1,182 @@
+"""Train a head further on recorded traffic, compare it with the one before, and publish it where it is better.
+
+The texts of `forerun serve --record` are what the target itself wrote for real prompts: on-policy data. A part of the
+prompts is held back; both heads draft for these in the engine, and tokens per round decide. Every result is a version
+of its own (forerun.heads.versions), and a server that follows the folder swaps it in. Copies of texts are not kept.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from forerun.build import load_target, make_engine
+from forerun.drafters.eagle.files import read_head
+from forerun.drafters.medusa import read_heads
+from forerun.engine.driver import Driver
+from forerun.errors import InvalidInput
+from forerun.heads import find_head
+from forerun.heads.versions import HeadVersions
+from forerun.models.base import Target
+from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.train.check import kind_of_head
+from forerun.train.data.corpus import Corpus
+from forerun.train.loop import Report
+from forerun.train.options import TrainOptions, as_method
+from forerun.train.recordings import read_recordings, write_shards
+from forerun.train.run import train
+from forerun.types import Request
+
+log = logging.getLogger(__name__)
+DEFAULTS: Mapping[str, Any] = {"steps": 100, "batch_tokens": 2048, "holdout": 0.2, "save_every": 1 << 30}
+LEVELS, BUDGET = (
+    5,
+    5,
+)  # training-time steps of an EAGLE head, and drafted tokens a round when heads are compared
+MOST_TEXTS = 48  # held-back ones that are written to compare
+RESAMPLES = 2000
+
+Counts = list[tuple[int, int]]  # per text: tokens, rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Refreshed:
+    """What a refresh came to."""
+
+    version: str
+    former: str
+    before: float  # tokens per round of the former head on held-back prompts
+    after: float
+    low: float  # of after / before, 95%
+    high: float
+    texts: int  # held back
+    published: bool
+
+    def __str__(self) -> str:
+        change = f"{self.after / self.before:.3f}x ({self.low:.3f} to {self.high:.3f})"
+        found = f"{self.before:.3f} -> {self.after:.3f} tokens per round, {change}, on {self.texts} held-back texts"
+        verdict = "published" if self.published else f"not better: {self.former} stays"
+        return f"{self.version}: {found}; {verdict}"
+
+
+def refresh(
+    given: Mapping[str, Any],
+    report: Report = lambda progress: None,
+    say: Callable[[str], None] = log.info,
+) -> Refreshed:
+    """`given` has fields of TrainOptions: `data` is a folder of recorded texts, `out` one of versions of a head."""
+    versions = HeadVersions(Path(given["out"]))
+    checkpoint = open_checkpoint(given["target"])
+    former = _former(versions, given.get("init"), checkpoint)
+    name = versions.next_name()
+    part = versions.folder / f".{name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        options = _options(given, former, part)
+        recorded = read_recordings(Path(given["data"]), options.max_length)
+        say(
+            f"{len(recorded.texts)} recorded texts ({recorded.repeats} repeats, {recorded.unreadable} unreadable), "
+            f"{recorded.tokens_per_round:.2f} tokens per round as served"
+        )
+        write_shards(recorded, Path(options.data))
+        train(options, report, say)
+        held_back = _held_back(options)
+        target = load_target(checkpoint, EngineConfig(device=options.device))
+        stops = checkpoint.tokenizer().eos_ids
+        counts = [count_rounds(head, target, stops, held_back) for head in (former, part)]
+        found = _weigh(name, former.name, *counts)
+        shutil.rmtree(options.data)
+        shutil.rmtree(part / "checkpoint", ignore_errors=True)
+        (part / "refresh.json").write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
+        part.rename(versions.folder / name)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    if found.published:
+        versions.publish(name)
+    return found
+
+
+def _former(versions: HeadVersions, init: str | None, checkpoint: Checkpoint) -> Path:
+    """The head to start from: the one named, else the current version, else the package's; version 1 where none is."""
+    current = versions.current()
+    if init is None and current is not None:
+        return current
+    if init is None:
+        boxed = find_head(checkpoint.config, [checkpoint.name, checkpoint.path.name])
+        if boxed is None:
+            raise InvalidInput(
+                f"no head comes with the package for {checkpoint.name}; name one to start from: --init FOLDER"
+            )
+        init = str(boxed.path)
+    kind_of_head(Path(init))  # raises where it is none
+    if current is not None:
+        return Path(init)
+    name = versions.next_name()
+    shutil.copytree(init, versions.folder / name)  # what a new head is rolled back to
+    versions.publish(name)
+    return versions.folder / name
+
+
+def _options(given: Mapping[str, Any], head: Path, out: Path) -> TrainOptions:
+    """A run that starts from this head, in its shape."""
+    kind, shape = kind_of_head(head), dict[str, Any]()
+    if kind in ("medusa", "hydra"):
+        heads, _ = read_heads(head, "medusa" if kind == "medusa" else "hydra")
+        shape = {"levels": heads.count, "blocks": heads.blocks}
+    else:
+        config, weights = read_head(head)
+        shape = {
+            "fc_norm": config.fc_norm, "norm_output": config.norm_output, "features": config.layers,
+            "train_head": "lm_head.weight" in weights, "levels": LEVELS if kind == "eagle3" else 0,
+        }  # fmt: skip
+    wanted = {**DEFAULTS, **shape, **given}
+    wanted |= {"method": as_method(kind), "init": str(head), "data": str(out / "data"), "out": str(out)}
+    wanted.setdefault("eval_every", wanted["steps"])
+    options = TrainOptions(**wanted)
+    if "lr" not in given:  # a third of the recipe's: the head is finished already
+        options = TrainOptions(**{**wanted, "lr": options.rate / 3})
+    return options
+
+
+def _held_back(options: TrainOptions) -> list[tuple[tuple[int, ...], int]]:
+    """Prompts that were not learnt from, each with the length of its answer."""
+    corpus = Corpus(options.data, max_length=options.max_length, holdout=options.holdout)
+    spans = random.Random(options.seed).sample(corpus.held_back, min(MOST_TEXTS, len(corpus.held_back)))
+    return [(tuple(corpus.tokens[first:answer].tolist()), end - answer) for first, end, answer in spans]
+
+
+def count_rounds(
+    head: Path, target: Target, stops: frozenset[int], prompts: Sequence[tuple[tuple[int, ...], int]]
+) -> Counts:
+    """Tokens and rounds of each prompt's greedy answer, drafted by this head in chains of a fixed length."""
+    speculative = SpeculativeConfig(
+        drafter=kind_of_head(head), draft_model=str(head), budget=BUDGET, controller="fixed"
+    )
+    engine = make_engine(target, stops, speculative, EngineConfig(max_batch=8))
+    requests = [
+        Request(prompt, SamplingParams(max_tokens=length, temperature=0)) for prompt, length in prompts
+    ]
+    return [(seq.stats.tokens, seq.stats.rounds) for seq in Driver(engine).write(requests)]
+
+
+def _weigh(version: str, former: str, before: Counts, after: Counts) -> Refreshed:
+    """Tokens per round of both, and the interval of their ratio: texts are drawn again and again, in pairs."""
+    chance, texts = random.Random(0), range(len(before))
+    ratios = []
+    for _ in range(RESAMPLES):
+        drawn = chance.choices(texts, k=len(before))
+        ratios.append(_rate([after[i] for i in drawn]) / _rate([before[i] for i in drawn]))
+    ratios.sort()
+    low, high = ratios[RESAMPLES // 40], ratios[-RESAMPLES // 40]
+    return Refreshed(version, former, _rate(before), _rate(after), low, high, len(before), low > 1.0)
+
+
+def _rate(counts: Counts) -> float:
+    return sum(tokens for tokens, _ in counts) / max(1, sum(rounds for _, rounds in counts))

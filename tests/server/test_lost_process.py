@@ -1,0 +1,40 @@
+"""A server whose model is split over processes, one of which dies: requests get an error, `/health` says which."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import cast
+
+import httpx
+
+from forerun import LLM
+from forerun.models.parallel.decoder import ParallelTarget
+from forerun.models.parallel.launch import Workers
+from forerun.server.settings import ServerSettings
+from tests.models.tiny_folder import make_tiny_folder
+from tests.server.conftest import start
+
+
+def test_health_says_which_process_has_ended(tmp_path: Path) -> None:
+    with LLM(make_tiny_folder(tmp_path), tensor_parallel_size=2, drafter="ngram") as llm:
+        assert isinstance(llm.engine.target, ParallelTarget)
+        workers = cast(Workers, llm.engine.target._others)
+        server, thread, url = start(llm, ServerSettings(("tiny",)))
+        body = {"prompt": "abc abc abc", "max_tokens": 8, "temperature": 0}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+        os.kill(workers.pids[0], signal.SIGKILL)
+        until = time.monotonic() + 10
+        while (health := httpx.get(f"{url}/health")).status_code == 200 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert health.status_code == 503
+        assert "rank 1 of 2 has ended (status -9)" in health.json()["reason"]
+        assert httpx.get(f"{url}/ready").status_code == 503
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+        assert answer.status_code == 500
+        assert "rank 1 of 2" in answer.json()["error"]["message"]
+        server.should_exit = True
+        thread.join(10)
