@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
+from forerun import __version__, registry
 from forerun.cluster.settings import APPLICATION, FRONT, REPLICA, ClusterSettings
 from forerun.errors import MissingDependency
 
@@ -22,10 +25,13 @@ def app(args: dict[str, Any]) -> Any:
     from forerun.cluster.front import Front
     from forerun.cluster.replica import Replica
 
-    settings = ClusterSettings.from_dict(args)
+    settings = _settled(ClusterSettings.from_dict(args))
     server = settings.server_settings(with_keys=False)
     # what is in the arguments makes a new version of a replica, and the drafter must not
     own = replace(settings, drafter=None, replicas=1, max_replicas=None).as_dict()
+    version = sha256(json.dumps([__version__, own], sort_keys=True).encode()).hexdigest()[:16]
+    # without a version of ours, every `serve.run` would replace all replicas
+    same: dict[str, Any] = {"version": version, "_internal": True}
     batch = int(settings.load.get("max_batch", 8))
     replica = serve.deployment(Replica).options(
         name=REPLICA,
@@ -37,9 +43,10 @@ def app(args: dict[str, Any]) -> Any:
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
         request_router_config=RequestRouterConfig(
-            request_router_class="forerun.cluster.router.PrefixRouter", request_router_kwargs={}
+            request_router_class="forerun.cluster.router.PrefixRouter", request_router_kwargs={"batch": batch}
         ),
         **_how_many(settings),
+        **same,
     )
     front = serve.deployment(serve.ingress()(Front)).options(
         name=FRONT,
@@ -49,8 +56,17 @@ def app(args: dict[str, Any]) -> Any:
         graceful_shutdown_timeout_s=server.drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2.0,
+        **same,
     )
     return front.bind(replica.bind(own), own)
+
+
+def _settled(settings: ClusterSettings) -> ClusterSettings:
+    """A drafter that runs a checkpoint is loaded with the model; only others can be changed in a running replica."""
+    named = settings.drafter
+    if named is None or named == "auto" or registry.drafters.spec(named).needs == "nothing":
+        return settings
+    return replace(settings, drafter=None, load={**settings.load, "drafter": named})
 
 
 def _how_many(settings: ClusterSettings) -> dict[str, Any]:
@@ -72,7 +88,11 @@ def _how_many(settings: ClusterSettings) -> dict[str, Any]:
 
 
 def config_of(settings: ClusterSettings) -> dict[str, Any]:
-    """What `serve deploy` reads, as `serve build` writes it; the model's settings are its `args`."""
+    """What `serve deploy` reads, as `serve build` writes it; the model's settings are its `args`.
+
+    The drafter stands apart: a change of it alone restarts no replica, a change of `args` replaces all in turn.
+    """
+    settings = _settled(settings)
     server = settings.server_settings(with_keys=False)
     return {
         "proxy_location": "EveryNode",
@@ -83,7 +103,8 @@ def config_of(settings: ClusterSettings) -> dict[str, Any]:
                 "route_prefix": "/",
                 "import_path": IMPORT_PATH,
                 "runtime_env": {},
-                "args": settings.as_dict(),
+                "args": replace(settings, drafter=None).as_dict(),
+                "deployments": [{"name": REPLICA, "user_config": {"drafter": settings.drafter}}],
             }
         ],
     }

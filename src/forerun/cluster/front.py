@@ -26,9 +26,7 @@ class Front:
     async def __init__(self, replicas: Any, args: Mapping[str, Any]) -> None:
         self._settings = ClusterSettings.from_dict(args)
         first = await replicas.report.remote()  # waits until there is a replica
-        self._backend = ClusterBackend(
-            replicas, open_checkpoint(self._settings.model).tokenizer(), first
-        )
+        self._backend = ClusterBackend(replicas, open_checkpoint(self._settings.model).tokenizer(), first)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Ray Serve once this object is made."""

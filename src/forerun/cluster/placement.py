@@ -1,8 +1,9 @@
 """Which replica a request should go to: the one that has most of its prompt cached, else the least loaded.
 
 What replicas hold is not asked for but remembered: where each prompt was sent, in blocks of tokens, each named by
-itself and all before it. A replica that holds a prompt and has much more to do than another is passed over, because
-reading a prompt anew costs less than waiting behind a queue.
+itself and all before it. A cached prompt is worth as much as some texts that the replica has more than another, by its
+length: a chat template that all requests share must not bring all of them to one replica. And no text waits for a place
+in a batch while another replica has one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 BLOCK = 16  # tokens
 MOST_BLOCKS = 1 << 16  # remembered per replica: a million tokens
 MOST_SESSIONS = 1 << 14
-SLACK = 4  # texts that the replica which holds a prompt may have more than the least loaded one
+WORTH = 16  # cached blocks that make up for one more text in the batch
+MOST_WORTH = 4.0  # texts that a cached prompt of any length makes up for
 
 
 def blocks_of(prompt: Sequence[int], salt: str = "") -> list[int]:
@@ -30,7 +32,7 @@ def blocks_of(prompt: Sequence[int], salt: str = "") -> list[int]:
 class Placement:
     """Where prompts and sessions were sent. Replicas are named by anything hashable."""
 
-    slack: int = SLACK
+    batch: int = 8  # texts that a replica writes at once
     _held: dict[Hashable, OrderedDict[int, None]] = field(default_factory=dict)
     _sessions: OrderedDict[str, Hashable] = field(default_factory=OrderedDict)
 
@@ -72,12 +74,11 @@ class Placement:
         self, loads: Mapping[Hashable, float], blocks: Sequence[int], session: str | None = None
     ) -> list[Hashable]:
         """The replicas of `loads` (texts there), best first."""
-        least = min(loads.values(), default=0.0)
         home = self._sessions.get(session) if session is not None else None
 
-        def badness(replica: Hashable) -> tuple[bool, int, bool, float]:
-            held = self.held(replica, blocks)
-            too_busy = loads[replica] > least + self.slack
-            return too_busy, 0 if too_busy else -held, replica != home, loads[replica]
+        def badness(replica: Hashable) -> tuple[bool, float, float]:
+            load = loads[replica]
+            worth = min(MOST_WORTH, self.held(replica, blocks) / WORTH + (replica == home))
+            return load >= self.batch, load - worth, load
 
         return sorted(loads, key=badness)
