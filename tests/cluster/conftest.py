@@ -37,5 +37,5 @@ def cluster(smollm2_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
         patch.delenv("RAY_ADDRESS", raising=False)
         patch.setenv("RAY_DEDUP_LOGS", "0")
         patch.setenv("PYTHONPATH", os.pathsep.join(["src", os.environ.get("PYTHONPATH", "")]))
-        with running(SETTINGS, num_cpus=4, object_store_memory=80 << 20) as url:
+        with running(SETTINGS, num_cpus=6, object_store_memory=80 << 20) as url:
             yield Cluster(url, SETTINGS)

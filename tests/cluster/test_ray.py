@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ pytest.importorskip("httpx")
 import httpx
 
 from forerun import LLM
+from forerun.train.data.make import DataProgress, make_data
+from forerun.train.options import DataOptions
 from tests.cluster.conftest import Cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.ray]
@@ -179,3 +182,34 @@ def test_another_drafter_is_taken_without_a_restart_and_streams_go_on(
     assert text == llm.chat(body["messages"], max_tokens=LONG, temperature=0, ignore_eos=True).text
     assert drafter() == "recycling"
     assert pids <= {each["pid"] for each in http.get("/replicas").json()["replicas"]}
+
+
+def test_many_workers_make_the_shards_of_one_machine(cluster: Cluster, tmp_path: Path) -> None:
+    from forerun.cluster.data import ray_writer
+
+    def options(name: str) -> DataOptions:
+        return DataOptions(
+            "smollm2", str(tmp_path / name), own_prompts=5, openings=("Tell me", "Why"), temperatures=(0.0, 1.0),
+            max_prompt=40, max_length=72, batch=2, shard_tokens=250, device="cpu",
+        )  # fmt: skip
+
+    def shards(name: str) -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in sorted((tmp_path / name).glob("shard-*"))}
+
+    make_data(options("one"))
+    stopped: list[int] = []
+
+    def interrupt(at: DataProgress) -> None:
+        stopped.append(at.done)
+        if at.stage == "answers" and at.done == 6:
+            raise KeyboardInterrupt
+
+    with ray_writer(options("many"), workers=2) as write:
+        with pytest.raises(KeyboardInterrupt):
+            make_data(options("many"), interrupt, write=write)
+        assert 0 < len(shards("many")) < len(shards("one"))
+        make_data(options("many"), write=write)  # goes on where it was
+    assert len(shards("one")) >= 3
+    assert shards("many") == shards("one")
+    read = [(tmp_path / name / "prompts.jsonl").read_text() for name in ("one", "many")]
+    assert read[0] == read[1]

@@ -29,8 +29,13 @@ def test_wanted(running: int, waiting: float, shares: list[float], wanted: int) 
 
 
 def context(**values: Any) -> Any:
-    plain = {"aggregated_metrics": {"waiting": {"r": 0.0}, "kv_share": {"r": 0.0}}, "total_queued_requests": 0.0,
-             "running_replicas": ["r"], "capacity_adjusted_max_replicas": 4, "capacity_adjusted_min_replicas": 1}  # fmt: skip
+    plain = {
+        "aggregated_metrics": {"waiting": {"r": 0.0}, "kv_share": {"r": 0.0}},
+        "total_queued_requests": 0.0,
+        "running_replicas": ["r"],
+        "capacity_adjusted_max_replicas": 4,
+        "capacity_adjusted_min_replicas": 1,
+    }
     return SimpleNamespace(**{**plain, **values})
 
 

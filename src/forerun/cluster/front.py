@@ -23,14 +23,14 @@ SESSION = "x-session-id"  # requests with the same value go to the same replica 
 class Front:
     """Answers HTTP. Ray Serve's proxies hand requests to it."""
 
-    async def __init__(self, replicas: Any, args: Mapping[str, Any]) -> None:
-        self._settings = ClusterSettings.from_dict(args)
-        first = await replicas.report.remote()  # waits until there is a replica
-        self._backend = ClusterBackend(replicas, open_checkpoint(self._settings.model).tokenizer(), first)
+    def __init__(self, replicas: Any, args: Mapping[str, Any]) -> None:
+        self._replicas, self._settings = replicas, ClusterSettings.from_dict(args)
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Called by Ray Serve once this object is made."""
-        return front_app(self._backend, self._settings)
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Called by Ray Serve once this object is made; waits until there is a replica."""
+        first = await self._replicas.report.remote()
+        tokenizer = open_checkpoint(self._settings.model).tokenizer()
+        return front_app(ClusterBackend(self._replicas, tokenizer, first), self._settings)
 
 
 def front_app(backend: ClusterBackend, settings: ClusterSettings) -> FastAPI:

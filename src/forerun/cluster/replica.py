@@ -40,7 +40,7 @@ Item = Begun | Ended | Event | Completion
 class Replica:
     """Writes texts. Its methods are called through a Ray Serve handle."""
 
-    async def __init__(self, args: Mapping[str, Any]) -> None:
+    def __init__(self, args: Mapping[str, Any]) -> None:
         import ray
         from ray import serve
 

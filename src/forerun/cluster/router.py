@@ -15,7 +15,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from forerun.cluster.placement import Placement, blocks_of
 
 
-class PrefixRouter(RequestRouter):
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Sends a request to the replica that holds its prompt, else to the least loaded one."""
 
     def initialize_state(self, **kwargs: Any) -> None:
