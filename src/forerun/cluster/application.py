@@ -81,8 +81,8 @@ def _how_many(settings: ClusterSettings) -> dict[str, Any]:
     )
     scaling = AutoscalingConfig(
         min_replicas=settings.replicas, max_replicas=settings.most, upscale_delay_s=settings.upscale_seconds,
-        downscale_delay_s=settings.downscale_seconds, look_back_period_s=max(2.0, settings.upscale_seconds),
-        policy=policy,
+        downscale_delay_s=settings.downscale_seconds, look_back_period_s=max(4.0, settings.upscale_seconds),
+        metrics_interval_s=2.0, policy=policy,
     )  # fmt: skip
     return {"autoscaling_config": scaling}
 

@@ -23,7 +23,7 @@ from forerun.bench.serve.load import arrivals
 from forerun.bench.serve.stream_client import Endpoint
 from forerun.llm import LLM
 from forerun.plan.measure import measure, prompts_of, setups_for
-from forerun.plan.profile import PLAIN, Profile
+from forerun.plan.profile import Profile
 from forerun.plan.simulate import Ask, simulate
 
 WITHIN = 0.15
@@ -31,12 +31,16 @@ FIXED = 4  # the budget of bench-serve's mode `fixed`
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure, forecast, compare; 1 if a forecast of throughput is off by more than 15%, drift taken out."""
+    """Measure, forecast, compare; 1 if a forecast of throughput is off by more than 15%, drift taken out.
+
+    Drift is how much longer one request alone took beside the server than it should have by the profile.
+    """
     flags = _parse(words)
     llm = LLM.load(flags.model, max_batch=8)
-    modes = dict(zip(("off", "adaptive", "fixed"), setups_for(llm, [FIXED]), strict=True))
+    setups = setups_for(llm, [FIXED] if flags.fixed else [])
+    modes = dict(zip(("off", "adaptive", "fixed"), setups, strict=False))
     batches = [int(size) for size in flags.batches.split(",")]
-    profile = measure(llm, batches=batches, max_tokens=flags.max_tokens, setups=setups_for(llm, [FIXED]))
+    profile = measure(llm, batches=batches, max_tokens=flags.max_tokens, setups=setups)
     lengths = [len(prompt) for prompt in prompts_of(llm, count=flags.requests)]
     asked = [
         "--requests", str(flags.requests), "--max-tokens", str(flags.max_tokens), "--loads", flags.loads,
@@ -70,10 +74,10 @@ def forecast(
     ]
     drift = found["alone_seconds"] / (sum(alone) / len(alone))
     rows = []
-    for row in found["rows"]:
+    for row in (row for row in found["rows"] if row["mode"] in modes):
         times = arrivals(row["rate"], row["requests"], seed)
         asks = [Ask(at, length, answer) for at, length in zip(times, lengths, strict=True)]
-        setup = modes.get(row["mode"], PLAIN)
+        setup = modes[row["mode"]]
         raw, same = (simulate(profile, setup, asks, 8, slower) for slower in (1.0, drift))
         measured = row["tokens_per_second"]
         rows.append({
@@ -93,6 +97,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--loads", default="0.5,2,4", help="rates, as multiples of what one client gets")
     parser.add_argument("--batches", default="1,2,4,8")
+    parser.add_argument("--fixed", action="store_true", help="also the mode with a fixed budget")
     return parser.parse_args(words)
 
 

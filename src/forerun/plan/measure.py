@@ -14,7 +14,7 @@ from forerun.llm import LLM
 from forerun.plan.profile import Profile, points_of
 
 PROMPTS = 8
-PER_PLACE = 3  # texts for each place in a batch
+PER_PLACE = 2  # texts for each place in a batch
 
 
 def setups_for(llm: LLM, budgets: Sequence[int] = ()) -> dict[str, Setup]:
