@@ -96,7 +96,14 @@ def test_an_unknown_drafter_is_refused_before_anything_is_started() -> None:
 
 def test_flags_become_settings() -> None:
     server = ServerSettings(("name",), port=9000, max_queue=5)
-    load = {"device": "cpu", "max_batch": 4, "drafter": "ngram", "draft_model": None, "dtype": "auto", "threads": None}
+    load = {
+        "device": "cpu",
+        "max_batch": 4,
+        "drafter": "ngram",
+        "draft_model": None,
+        "dtype": "auto",
+        "threads": None,
+    }
     found = cluster_settings("smollm2", server, load, {"replicas": 2, "max_replicas": None, "gpus": None})
     assert (found.replicas, found.most, found.drafter, found.gpus) == (2, 2, "ngram", 0.0)
     assert found.load == {"device": "cpu", "max_batch": 4, "threads": found.load["threads"]}
