@@ -91,6 +91,8 @@ def serve(
     if replicas == 1 and (max_replicas or 1) == 1 and write_config is None:
         _load_and_run(model, settings, engine, drafting, trace)
         return
+    if trace is not None:
+        raise InvalidInput("--trace writes the rounds of one engine; leave it out with several replicas")
     from forerun.cli.serve_replicas import serve_replicas
 
     many = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus_per_replica}

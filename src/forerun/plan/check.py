@@ -13,7 +13,6 @@ import asyncio
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -26,7 +25,7 @@ from forerun.bench.suites import load_suite
 from forerun.errors import InvalidInput
 from forerun.llm import LLM
 from forerun.plan.contention import Contention, newest_child
-from forerun.plan.measure import measure, prompts_of, setups_for
+from forerun.plan.measure import measure, prompts_of
 from forerun.plan.profile import Profile
 from forerun.plan.simulate import Ask, simulate
 
@@ -39,7 +38,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, forecast, compare; 1 if a forecast of throughput is off by more than 15%."""
     flags = _parse(words)
     llm = LLM.load(flags.model, max_batch=BATCH)
-    profile = quiet_profile(llm, flags)
+    batches = [int(size) for size in flags.batches.split(",")]
+    profile = measure(llm, batches=batches, max_tokens=flags.max_tokens, repeats=flags.repeats)
     modes = dict(zip(("off", "on"), profile.setups, strict=True))
     lengths = [len(prompt) for prompt in prompts_of(llm, count=flags.requests)]
     with serving(flags.model, f"--max-num-seqs {BATCH}") as url:
@@ -56,26 +56,6 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"{said}, others made it {row['slowdown']:.1f} times slower", file=sys.stderr)
     print(json.dumps(document))
     return 0 if document["worst"] <= WITHIN else 1
-
-
-def quiet_profile(llm: LLM, flags: argparse.Namespace) -> Profile:
-    """The profile as it would be with the cores to ourselves."""
-    contention, slower = Contention(), dict[tuple[str, int], float]()
-
-    def note(row: Row) -> None:
-        slower[row["setup"], row["batch"]] = contention.slowdown()
-
-    batches = [int(size) for size in flags.batches.split(",")]
-    found = measure(llm, batches=batches, max_tokens=flags.max_tokens, setups=setups_for(llm), say=note)
-    points = [
-        replace(
-            point,
-            decode_seconds=point.decode_seconds / slower[point.setup, point.batch],
-            prompt_seconds=point.prompt_seconds / slower[point.setup, point.batch],
-        )
-        for point in found.points
-    ]
-    return replace(found, points=tuple(points))
 
 
 async def under_load(flags: argparse.Namespace, endpoint: Endpoint, contention: Contention) -> list[Row]:
@@ -120,6 +100,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--loads", default="1,4", help="rates, as multiples of what one client gets")
     parser.add_argument("--batches", default="1,2,4,8")
+    parser.add_argument("--repeats", type=int, default=2, help="of the profile")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(words)
 
