@@ -20,7 +20,7 @@ from forerun.models.native.target import NativeDecoder
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
 from forerun.train.data.corpus import Corpus
-from forerun.train.data.make import _writer, write_answers, write_prompts, write_with_engine
+from forerun.train.data.make import write_answers, write_prompts, write_with_engine, writer_for
 from forerun.train.data.prompts import around_user_turn, read_prompts
 from forerun.train.data.writer import Order, Written
 from forerun.train.options import DataOptions
@@ -213,7 +213,7 @@ def test_a_cpu_writes_with_the_engine_many_texts_a_pass(
     written: dict[int, list[list[int]]] = {}
     for batch in (8, 3):
         passes.clear()
-        write = _writer(whole, DataOptions("t", "o", batch=batch, device="cpu"))
+        write = writer_for(whole, DataOptions("t", "o", batch=batch, device="cpu"))
         texts = {text.order.number: text.tokens for text in write(orders)}
         written[batch] = [texts[i] for i in range(8)]
         assert max(passes) == batch

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,7 +15,7 @@ from forerun.cli.train import with_options
 from forerun.train.options import DataOptions
 
 if TYPE_CHECKING:
-    from forerun.train.data.make import DataProgress
+    from forerun.train.data.make import DataProgress, Write
 
 HELP: Mapping[str, str] = {
     "target": "The model that writes: a known name, a .gguf file, a Hugging Face folder, or a hub id.",
@@ -41,8 +42,13 @@ def _data() -> None:
     """Texts to train drafters on."""
 
 
+OnRay = Annotated[bool, typer.Option("--ray", help="Write with workers on a Ray cluster: the same shards.")]
+Workers = Annotated[int, typer.Option(help="With --ray: workers, each with the target in memory.")]
+Gpus = Annotated[float, typer.Option(help="With --ray: GPUs of a worker.")]
+
+
 @with_options(DataOptions, HELP)
-def make(given: Mapping[str, Any]) -> None:
+def make(given: Mapping[str, Any], ray: OnRay = False, workers: Workers = 2, gpus: Gpus = 0.0) -> None:
     """Have the target write prompts and answer them at several temperatures."""
     options = DataOptions(**given)
     check_model(options.target)
@@ -58,8 +64,15 @@ def make(given: Mapping[str, Any]) -> None:
                 tasks[at.stage] = bar.add_task(at.stage, total=at.total)
             bar.update(tasks[at.stage], completed=at.done, description=f"{at.stage} · {at.tokens} tokens")
 
-        folder = make_data(options, show, bar.console.print)
+        with _many(options, workers, gpus) if ray else nullcontext() as write:
+            folder = make_data(options, show, bar.console.print, write)
     print(f"texts are in {folder}")
+
+
+def _many(options: DataOptions, workers: int, gpus: float) -> AbstractContextManager[Write]:
+    from forerun.cluster.data import ray_writer
+
+    return ray_writer(options, workers, gpus)
 
 
 data.command()(make)

@@ -34,24 +34,29 @@ Record = Annotated[
 ]
 Heads = Annotated[Path | None, typer.Option(help="Versions of a head; its link `current` is followed.")]
 SharePrefixes = Annotated[bool, typer.Option("--share-prefixes", help="Let API keys share cached prompts.")]
+Model = Annotated[str, typer.Argument(help="Name, GGUF file, folder or hub id.", show_default=True)]
+Drafting = Annotated[str | None, typer.Option(help="Drafting as JSON, in our names or vLLM's.")]
+Names = Annotated[list[str] | None, typer.Option(help="What clients may call the model; the first is shown.")]
+Replicas = Annotated[int, typer.Option(help="Engines that share the work, by Ray Serve; 1 needs no Ray.")]
+MaxReplicas = Annotated[
+    int | None, typer.Option(help="Up to so many where queue and KV use ask for them; default: --replicas.")
+]
+PerReplica = Annotated[float | None, typer.Option(help="GPUs of a replica; default: 1 where it runs on one.")]
+WriteConfig = Annotated[
+    Path | None, typer.Option(help="Write a config file for `serve deploy` or KubeRay, and serve nothing.")
+]
 
 
 def serve(
-    model: Annotated[
-        str, typer.Argument(help="Name, GGUF file, folder or hub id.", show_default=True)
-    ] = "smollm2",
+    model: Model = "smollm2",
     drafter: Annotated[str | None, typer.Option(help="Drafter of requests that name none.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model, or a head's folder.")] = None,
-    speculative_config: Annotated[
-        str | None, typer.Option(help="Drafting as JSON, in our names or vLLM's.")
-    ] = None,
+    speculative_config: Drafting = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = LOOPBACK,
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     api_key: Keys = None,
     api_key_file: Annotated[Path | None, typer.Option(help="Keys, one a line.")] = None,
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What clients may call the model; the first is shown.")
-    ] = None,
+    served_model_name: Names = None,
     max_model_len: Annotated[int | None, typer.Option(help="Prompt and answer together, in tokens.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences written together.")] = 8,
     kv_slots: Annotated[int | None, typer.Option(help="Tokens that the KV cache holds in all.")] = None,
@@ -72,6 +77,10 @@ def serve(
     share_prefixes: SharePrefixes = False,
     record: Record = None,
     heads: Heads = None,
+    replicas: Replicas = 1,
+    max_replicas: MaxReplicas = None,
+    gpus_per_replica: PerReplica = None,
+    write_config: WriteConfig = None,
 ) -> None:
     """Serve a model over HTTP, as the OpenAI API has it."""
     keys = (*(api_key or ()), *(read_keys(api_key_file) if api_key_file is not None else ()))
@@ -89,7 +98,15 @@ def serve(
         "draft_model": _head_of(heads, draft_model),
         "speculative_config": _parse(speculative_config),
     }
-    _load_and_run(model, settings, engine, drafting, trace)
+    if replicas == 1 and (max_replicas or 1) == 1 and write_config is None:
+        _load_and_run(model, settings, engine, drafting, trace)
+        return
+    if trace is not None:
+        raise InvalidInput("--trace writes the rounds of one engine; leave it out with several replicas")
+    from forerun.cli.serve_replicas import serve_replicas
+
+    many = {"replicas": replicas, "max_replicas": max_replicas, "gpus": gpus_per_replica}
+    serve_replicas(model, settings, {**engine, **drafting}, many, api_key_file, write_config)
 
 
 def _load_and_run(

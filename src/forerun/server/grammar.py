@@ -41,7 +41,7 @@ class Grammars:
             raise InvalidInput("response_format of type json_schema needs a json_schema with a schema")
         else:
             schema = wanted.json_schema.schema_
-        return self._held_to(schema)
+        return self.held_to(schema)
 
     def processors_for_call(self, tools: Sequence[FunctionSpec]) -> list[LawProcessor]:
         """What holds a text to a call of one of these functions."""
@@ -52,9 +52,10 @@ class Grammars:
             }
             for tool in tools
         ]  # fmt: skip
-        return self._held_to({"anyOf": calls})
+        return self.held_to({"anyOf": calls})
 
-    def _held_to(self, schema: Any) -> list[LawProcessor]:
+    def held_to(self, schema: Any) -> list[LawProcessor]:
+        """What holds a text to a JSON schema; raises where the schema cannot be used."""
         return [AllowByState(self._compile(json.dumps(schema, sort_keys=True)))]
 
     def _compiled(self, schema: str) -> _State:

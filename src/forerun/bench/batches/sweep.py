@@ -153,6 +153,7 @@ class Sweep:
         return {
             "texts": len(prompts),
             "distinct": len(set(prompts)),
+            "prompt_tokens": sum(map(len, prompts)),
             "tokens": call.tokens,
             "seconds": round(call.seconds, 4),
             "tokens_per_s": round(rate, 2),

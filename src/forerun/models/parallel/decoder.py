@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from forerun.errors import ModelError, brief
+from forerun.errors import ModelError, UnsupportedModel, brief
 from forerun.models.attention import Span
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig

@@ -56,11 +56,19 @@ Report = Callable[[DataProgress], None]
 Say = Callable[[str], None]
 
 
-def make_data(options: DataOptions, report: Report = lambda progress: None, say: Say = log.info) -> Path:
-    """Prompts and answers into `options.out`; `say` is told what was dropped and what was written."""
+def make_data(
+    options: DataOptions,
+    report: Report = lambda progress: None,
+    say: Say = log.info,
+    write: Write | None = None,
+) -> Path:
+    """Prompts and answers into `options.out`; `say` is told what was dropped and what was written.
+
+    `write` writes the texts, in any order, instead of this process: `forerun.cluster.data` has one for many workers.
+    """
     checkpoint = open_checkpoint(options.target)
     tokenizer = checkpoint.tokenizer()
-    write = _writer(checkpoint, options)
+    write = write or writer_for(checkpoint, options)
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     prompts = write_prompts(options, tokenizer, write, folder, report, say)
@@ -72,11 +80,15 @@ def make_data(options: DataOptions, report: Report = lambda progress: None, say:
     return folder
 
 
-def _writer(checkpoint: Checkpoint, options: DataOptions) -> Write:
-    """On a GPU one static batch where the family is plain; else the engine, which has the native kernels of a CPU."""
+def writer_for(checkpoint: Checkpoint, options: DataOptions, by_order: bool = False) -> Write:
+    """On a GPU one static batch where the family is plain; else the engine, which has the native kernels of a CPU.
+
+    `by_order` asks for texts that are a function of their orders alone: by the engine, because the rows of a
+    static batch share their random numbers.
+    """
     stops, device = checkpoint.tokenizer().eos_ids, device_of(options.device)
     plain = supports(checkpoint.config) and is_plain(DecoderConfig.from_hf(checkpoint.config))
-    if plain and device.type != "cpu":
+    if plain and device.type != "cpu" and not by_order:
         net = load_net(checkpoint, device)
         length = options.max_length
         return BatchWriter(net, stops, rows=options.batch, max_length=length, seed=options.seed).write
@@ -106,6 +118,18 @@ def write_with_engine(engine: Engine, orders: Iterable[Order], seed: int = 0) ->
         if event.finished:
             del running[place]
             yield Written(order, tokens, event.finished == "stop")
+
+
+def in_order(written: Iterable[Written], orders: Iterable[Order]) -> Iterator[Written]:
+    """What was written, in the order of the orders: so folders do not depend on which text ended first."""
+    waiting, wanted = dict[int, Written](), iter([order.number for order in orders])
+    number = next(wanted, None)
+    for each in written:
+        waiting[each.order.number] = each
+        while number is not None and number in waiting:
+            yield waiting.pop(number)
+            number = next(wanted, None)
+    assert not waiting, "a text was written that nobody had ordered"
 
 
 def write_prompts(
@@ -156,12 +180,12 @@ def _own_prompts(
             f"max_prompt={options.max_prompt} leaves no room for a prompt: the chat template and the opening take "
             f"{longest} tokens; raise --max-prompt"
         )
-    orders = (Order(starts[i % len(starts)], 1.0, options.max_prompt, i) for i in range(options.own_prompts))
+    orders = [Order(starts[i % len(starts)], 1.0, options.max_prompt, i) for i in range(options.own_prompts)]
     tokens, unfinished = (
         0,
         f"did not end within --max-prompt {options.max_prompt} ({turns} of it the template)",
     )
-    for done, written in enumerate(write(orders), start=1):
+    for done, written in enumerate(in_order(write(orders), orders), start=1):
         text = tokenizer.decode(written.tokens[turns:]).strip()
         tokens += len(written.tokens) - len(written.order.prompt)
         opened = bool(options.openings[written.order.number % len(starts)])
@@ -216,7 +240,7 @@ def write_answers(
     orders = [order for order in ordered if order.number not in known]
     texts: list[Text] = []
     tokens = held = 0
-    for done, written in enumerate(write(orders), start=1):
+    for done, written in enumerate(in_order(write(orders), orders), start=1):
         order, answer = written.order, len(written.tokens) - len(written.order.prompt)
         texts.append(Text(written.tokens, len(order.prompt), order.temperature, order.number))
         tokens, held = tokens + answer, held + len(written.tokens)

@@ -1,0 +1,128 @@
+"""`forerun plan`: how many replicas a load wants, which drafter, and what a million tokens cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from forerun.cli.flags import DEFAULT_MODEL, AsJson
+from forerun.errors import InvalidInput
+from forerun.plan.advice import Choice, Load, Range
+from forerun.plan.advice import plan as make_plan
+from forerun.plan.profile import PLAIN, Profile, built_in, read_profile
+
+Rate = Annotated[float, typer.Option(help="Requests a second, in all.")]
+Prompt = Annotated[int, typer.Option(help="Tokens of a prompt.")]
+Answer = Annotated[int, typer.Option(help="Tokens of an answer.")]
+Model = Annotated[str | None, typer.Option("--model", help="With --gpu: 8b. With --measure: any model.")]
+Price = Annotated[
+    float | None, typer.Option(help="Of one machine or GPU for an hour; default: hours are shown.")
+]
+File = Annotated[
+    Path | None, typer.Option(help="A profile of --save, or the JSON of make bench-cpu or bench-gpu.")
+]
+
+
+def plan(
+    rate: Rate,
+    prompt: Prompt,
+    answer: Answer,
+    gpu: Annotated[str | None, typer.Option(help="A GPU that was measured before: h200.")] = None,
+    which: Model = None,  # not `model`: 8b is no checkpoint
+    file: File = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure on this machine first.")] = False,
+    save: Annotated[Path | None, typer.Option(help="With --measure: keep what was measured there.")] = None,
+    price: Price = None,
+    first_seconds: Annotated[float, typer.Option(help="99 of 100 answers begin within.")] = 2.0,
+    token_seconds: Annotated[float, typer.Option(help="Per token of one answer, on average.")] = 0.1,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a deployment from measured times: a simulation of requests that come at random."""
+    load = Load(rate, prompt, answer, first_seconds, token_seconds)
+    if price is not None and not price > 0:
+        raise InvalidInput(f"--price {price} must be above 0")
+    profile = _profile(gpu, which, file, measure, save, prompt + answer)
+    choices = make_plan(profile, load)
+    if as_json:
+        document = {"what": "forerun-plan", "schema": 1, "load": asdict(load), "machine": profile.machine,
+                    "model": profile.model, "source": profile.source, "price": price,
+                    "choices": [{**asdict(c), "full_hours": asdict(c.full_hours)} for c in choices]}  # fmt: skip
+        print(json.dumps(document))
+        return
+    _show(profile, choices, price)
+
+
+def _profile(
+    gpu: str | None, model: str | None, file: Path | None, measured: bool, save: Path | None, length: int
+) -> Profile:
+    """The one source that was named."""
+    if sum((gpu is not None, file is not None, measured)) != 1:
+        raise InvalidInput("say where times come from: --gpu h200 --model 8b, --file FILE, or --measure")
+    if gpu is not None:
+        return built_in(gpu.lower(), (model or "8b").lower())
+    if file is not None:
+        return read_profile(file)
+    from forerun.cli.loading import check_model
+
+    check_model(model or DEFAULT_MODEL)
+    from forerun.llm import LLM
+    from forerun.plan.measure import measure
+
+    llm = LLM.load(model or DEFAULT_MODEL, max_length=max(2048, length))
+    profile = measure(llm)
+    if save is not None:
+        save.write_text(profile.to_json(), encoding="utf-8")
+    return profile
+
+
+def _show(profile: Profile, choices: list[Choice], price: float | None) -> None:
+    unit = "cost of a million tokens" if price is not None else "hours for a million tokens"
+    table = Table(title=f"{profile.model} on {profile.machine}")
+    for name in (
+        "drafter",
+        "batch",
+        "replicas",
+        "tokens/s of one",
+        unit,
+        "at full load",
+        "TTFT p99",
+        "per token",
+        "used",
+    ):
+        table.add_column(name, justify="left" if name == "drafter" else "right")
+    for choice in choices:
+        note = "" if choice.reaches else " (too slow)"
+        table.add_row(
+            choice.setup + note, str(choice.batch), _range(choice.replicas, "{:.0f}"),
+            _range(choice.capacity, "{:.0f}"), _range(choice.gpu_hours, "{:.3g}", price or 1.0),
+            _range(choice.full_hours, "{:.3g}", price or 1.0),
+            f"{choice.ttft_p99:.2f} s", f"{1e3 * choice.token_seconds:.1f} ms", f"{choice.used:.0%}",
+        )  # fmt: skip
+    Console(width=150).print(table)
+    print(_verdict(choices, price))
+    print(f"Brackets: as far as the intervals of what was measured reach. Source: {profile.source}.")
+
+
+def _verdict(choices: list[Choice], price: float | None) -> str:
+    best, plain = choices[0], next(choice for choice in choices if choice.setup == PLAIN)
+    if not best.reaches:
+        return "No drafter reaches the times that were asked for; raise --first-seconds or --token-seconds."
+    unit = "" if price is not None else " machine hours"
+    cost, without = ((price or 1.0) * c.gpu_hours.value for c in (best, plain))
+    drafts = "no speculation" if best.setup == PLAIN else f"the drafter {best.setup}"
+    return (
+        f"Take {best.replicas.value:.0f} replicas with {drafts}, {best.batch} sequences at once: {cost:.3g}{unit} "
+        f"for a million tokens; without speculation {plain.replicas.value:.0f} replicas and {without:.3g}{unit}. "
+        f"One replica of it writes {best.capacity.value / plain.capacity.value:.2f}x what plain decoding writes."
+    )
+
+
+def _range(figure: Range, form: str, times: float = 1.0) -> str:
+    value, low, high = (form.format(times * each) for each in (figure.value, figure.low, figure.high))
+    return value if low == high else f"{value} ({low}-{high})"

@@ -1,0 +1,1 @@
+"""Several machines: the server as a Ray Serve application, and training data made by many workers."""
