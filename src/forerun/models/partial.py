@@ -64,6 +64,10 @@ class PartialTarget:
         return self.whole.slots
 
     @property
+    def source_rules(self) -> None:
+        return None
+
+    @property
     def pass_rows(self) -> int:
         return self.whole.pass_rows
 

@@ -161,7 +161,9 @@ class ParallelTarget(ParallelDecoder):
         if self.problem is not None:
             raise ModelError(self.problem)
         if layers is not None or rows is not None:
-            raise UnsupportedModel("a part of the layers (layer_skip) cannot be run where layers are split over processes")
+            raise UnsupportedModel(
+                "a part of the layers (layer_skip) cannot be run where layers are split over processes"
+            )
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # would end all ranks
             raise IndexError(f"tokens {tokens} in a vocabulary of {self.vocab_size}")
         limits = [self._lengths[seq.id] for seq in seqs]
