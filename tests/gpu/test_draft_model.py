@@ -1,20 +1,23 @@
 """Chains that a draft model drafts on the device are those that the host drafts with it, token by token."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from forerun.build import make_engine
-from forerun.drafters.base import Parts
+from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.cuda.chain_plan import DEEPEST
 from forerun.drafters.cuda.model_draft import IN_VAIN, ModelDraft
 from forerun.drafters.cuda.model_drafter import DeviceModelDrafter, capture_chains
 from forerun.drafters.draft_model import ModelDrafter
+from forerun.drafters.hybrid import HybridDrafter
+from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool
+from forerun.models.cuda import graphs
 from forerun.models.cuda.target import CudaDecoder
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
@@ -122,7 +125,7 @@ def _texts(engine: Engine, params: SamplingParams, count: int = 3) -> list[tuple
 
 
 def _engine(
-    target: CudaDecoder, drafter: DeviceModelDrafter | None, controller: str = "fixed", max_batch: int = 4
+    target: CudaDecoder, drafter: Drafter | None, controller: str = "fixed", max_batch: int = 4
 ) -> Engine:
     name = "none" if drafter is None else "ngram"
     engine = make_engine(
@@ -148,6 +151,46 @@ def test_texts_are_those_without_drafts(device: str, controller: str, temperatur
     assert not engine.drafters._failed
     assert not drafter._failed
     assert target.used_slots == draft.used_slots == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("controller", ["fixed", "adaptive"])
+def test_beside_look_ups_texts_are_the_same_and_nothing_is_held(device: str, controller: str) -> None:
+    """Rounds of look-ups, of chains, and of chains with look-ups added to them."""
+    target, draft = _targets(device, 1, 2)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    wanted = _texts(_engine(target, None), params)
+    drafter = _drafter(draft, target if device == "cuda" else None)
+    engine = _engine(target, HybridDrafter(NgramDrafter(), drafter), controller)
+    assert _texts(engine, params) == wanted
+    assert not drafter._failed
+    assert not engine.drafters._failed
+    assert target.used_slots == draft.used_slots == 0
+
+
+class Again:
+    """Stands for a graph where there is no GPU: what was captured is done again, whatever is asked for by then."""
+
+    def __init__(self, work: Callable[[], None], *_: object) -> None:
+        self.replay = work
+        work()
+
+
+def test_all_that_drafts_need_is_captured_when_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft, other = _targets("cpu", 1, 2, 2)
+    wanted = _texts(_engine(target, None), SamplingParams(max_tokens=24, ignore_eos=True))
+    monkeypatch.setattr(graphs, "capture", Again)
+    model = ModelDraft(draft, VOCAB)
+    target.passes.capture = draft.passes.capture = model.graphs.replays.capture = True
+    assert capture_chains(model, target, 4, 256) > 0.0
+    drafter = DeviceModelDrafter(model, lambda: ModelDrafter(other, VOCAB))
+    assert all(0.0 < model.menu.seconds(form, 3) < float("inf") for form in model.menu.forms)
+    assert model.knows(model.menu.forms[-1], 3)
+    known = model.graphs.replays.captured, draft.passes.captured, target.passes.captured_grown
+    assert min(known) > 0
+    assert _texts(_engine(target, drafter), SamplingParams(max_tokens=24, ignore_eos=True)) == wanted
+    assert not drafter._failed
+    assert (model.graphs.replays.captured, draft.passes.captured, target.passes.captured_grown) == known
 
 
 @pytest.mark.gpu
