@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 
 from forerun import LLM
 from forerun.completion import Completion
@@ -14,7 +18,7 @@ from forerun.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.marian_tokenizer import MarianTokenizer
 from tests.encoder_decoder.marian_folder import make_folder
-from tests.encoder_decoder.tiny_models import reference
+from tests.encoder_decoder.tiny_models import VOCAB, make_model, reference
 
 TEXTS = ["the cat sees a dog.", "The  bigger dogs ", "zebra", "", "a\u6f22 cat"]
 
@@ -41,6 +45,18 @@ def test_a_folder_translates_as_transformers_does(llm: LLM, folder: Path, tmp_pa
     assert last.text == done[0].text == "".join(event.text for event in events)  # type: ignore[union-attr]
     safe = LLM(make_folder(tmp_path, pickled=False), drafter="none")
     assert [one.text for one in safe.generate(TEXTS[:2], max_tokens=20)] == [one.text for one in done]
+
+
+def test_a_t5_folder_with_a_tokenizer_of_its_own_writes_text(tmp_path: Path) -> None:
+    make_model("t5").save_pretrained(tmp_path)
+    words = {"<pad>": 0, "</s>": 1} | {f"w{i}": i for i in range(2, VOCAB)}
+    backend = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    done = LLM(tmp_path).generate("w5 w6 w7", max_tokens=12)
+    assert done.token_ids == reference("t5", (5, 6, 7, 1), 12)
+    assert done.text.split()[0] == f"w{done.token_ids[0]}"
 
 
 def test_q8_weights_load_and_drafting_changes_no_text(folder: Path) -> None:
