@@ -116,6 +116,18 @@ def _compare(model: Any, target: CudaDecoder, most: float) -> None:
     assert float(off.median()) < most  # in 16 bits, a near-tie of the router may fall otherwise
 
 
+def test_padding_wakes_no_expert() -> None:
+    """Rows of padding are never read, so what they pick must cost nothing: their stream stays as it was."""
+    target = make_target("mixtral", "cpu")
+    run_of_six = Run.of(Size(6, 8, 1), target.buffers.ints)
+    run_of_six.slots[:] = torch.tensor([4, 9, -1, 0, 7, -1], dtype=torch.int32)
+    target.buffers.x[:6] = 1.0
+    steps = make_steps("torch", target.model, target.buffers, target.kv.data)
+    steps.leave_mlp(run_of_six, 0)
+    changed = (target.buffers.x[:6] != 1.0).any(-1).tolist()
+    assert changed == [True, True, False, True, True, False]
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_texts_are_those_of_generate(name: str) -> None:
     model, target, rng = make_reference(name), make_target(name, "cpu"), random.Random(5)

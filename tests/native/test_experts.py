@@ -165,3 +165,23 @@ def test_numbers_that_are_not_finite_pick_experts_all_the_same(folder: Path) -> 
     target.prefill([seq], Needs())
     with pytest.raises(ForerunError):
         target.score([seq], TreeBatch.chains([[2, 3, 4]]), Needs())
+
+
+def test_gguf_files_of_experts_run_natively_in_their_own_types(tmp_path: Path) -> None:
+    from forerun.build import load_target
+    from forerun.models.load.checkpoint import open_checkpoint
+    from forerun.params import EngineConfig
+    from tests.models.tiny_gguf import write_tiny
+
+    opened = open_checkpoint(str(write_tiny(tmp_path / "tiny.gguf", "qwen2_moe")))
+    target, alone = (load_target(opened, EngineConfig(device="cpu")) for _ in range(2))
+    assert isinstance(target, NativeDecoder)
+    assert isinstance(alone, NativeDecoder)
+    assert target.mode == "gguf"
+    rng = random.Random(1)
+    seq = FakeSeq(0, [rng.randrange(24) for _ in range(9)], max_length=LENGTH)
+    target.prefill([seq], Needs())
+    chain = [seq.tokens[-1], *(rng.randrange(24) for _ in range(19))]
+    logits = target.score([seq], TreeBatch.chains([chain]), Needs()).required_logits
+    for node in (0, 5, 19):
+        assert _root(alone, seq.tokens[:-1] + chain[: node + 1]) == _hash(logits[node])
