@@ -10,13 +10,16 @@ import torch
 from forerun.bench.moe.command import document, show_passes, show_rates
 from forerun.bench.moe.passes import NODES, Passes, Text, measure_passes
 from forerun.bench.moe.rates import ADAPTIVE, BUDGETS, Rate, best_budget, measure_rates, pays_up_to
-from forerun.bench.moe.twins import llm_of, make_mixture, make_twin
+from forerun.bench.moe.twins import Place, llm_of, make_mixture, make_twin
+from forerun.models.inflate import PRESETS, Shape
 from forerun.models.load.checkpoint import open_checkpoint
 from tests.models.tiny_checkpoints import score_chain
 from tests.models.tiny_gguf import VOCAB, write_tiny
 from tests.native.blocks import needs_native
 
 pytestmark = needs_native
+
+PLACE = Place(mode="float32")
 
 
 def _text(seed: int, length: int) -> list[int]:
@@ -26,8 +29,8 @@ def _text(seed: int, length: int) -> list[int]:
 
 def test_twins_write_the_same_and_figures_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     opened = open_checkpoint(str(write_tiny(tmp_path / "tiny.gguf", "llama")))
-    mixture = make_mixture(opened, [_text(i, 40) for i in range(6)], experts=6, per_token=2, mode="float32")
-    twin = make_twin(opened, per_token=2, mode="float32")
+    mixture = make_mixture(opened, [_text(i, 40) for i in range(6)], 6, 2, PLACE)
+    twin = make_twin(opened, 2, PLACE)
     got, wanted = (score_chain(target, _text(9, 30), 5, 60) for target in (mixture, twin))
     torch.testing.assert_close(got, wanted, atol=1e-3, rtol=1e-3)
 
@@ -52,6 +55,19 @@ def test_twins_write_the_same_and_figures_add_up(tmp_path: Path, capsys: pytest.
     assert len(printed.splitlines()) == 1 + len(NODES) + 1 + len(budgets) + 1
     found = json.loads(json.dumps(document(passes, rates, {})))
     assert set(found["mixture"]["tokens_per_s"]) == {"0", "2", "-1"}
+
+
+def test_a_larger_mixture_has_the_same_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        PRESETS, "tiny", Shape(width=96, layers=4, heads=6, kv_heads=3, head_dim=16, inner=128)
+    )
+    opened = open_checkpoint(str(write_tiny(tmp_path / "tiny.gguf", "llama")))
+    texts, large = [_text(i, 40) for i in range(6)], Place(mode="float32", size="tiny")
+    targets = [make_mixture(opened, texts, 6, 2, place) for place in (PLACE, large)]
+    targets.append(make_twin(opened, 2, large))
+    got = [score_chain(target, _text(9, 30), 5, 60) for target in targets]  # type: ignore[arg-type]
+    torch.testing.assert_close(got[1], got[0], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(got[2], got[0], atol=1e-3, rtol=1e-3)
 
 
 def test_what_rates_say() -> None:

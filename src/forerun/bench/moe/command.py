@@ -3,8 +3,9 @@
     python -m forerun.bench.moe --experts 8 --per-token 2
 
 Both are made from a small model and write its text (twins.py), so acceptance is that of a real model and nearly equal,
-and what differs is what nodes cost. One thread and CPU seconds: the machine may be shared, though its caches are too.
-Texts are greedy answers to prompts of the built-in suite. The last line is one JSON document.
+and what differs is what nodes cost. On a CPU one thread and CPU seconds: the machine may be shared, though its caches
+are too. On a GPU (`--device cuda --size 1b --drafter ngram`) the clock, and experts are not counted. Texts are greedy
+answers to prompts of the built-in suite. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from math import nan
 from typing import Any
 
 import torch
@@ -19,9 +21,10 @@ import torch
 from forerun.bench.machine import load_average, machine_facts
 from forerun.bench.moe.passes import NODES, Passes, Text, chance, measure_passes
 from forerun.bench.moe.rates import ADAPTIVE, BUDGETS, Rate, best_budget, measure_rates, pays_up_to
-from forerun.bench.moe.twins import llm_of, make_mixture, make_twin
+from forerun.bench.moe.twins import Place, llm_of, make_mixture, make_twin
 from forerun.bench.suites import load_suite
 from forerun.llm import LLM
+from forerun.models.inflate import PRESETS
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.params import SamplingParams
 
@@ -34,7 +37,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2", help="a small Llama model")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--per-token", type=int, default=2)
-    parser.add_argument("--mode", choices=["q8", "bfloat16", "float32"], default="q8")
+    parser.add_argument("--mode", choices=["q8", "bfloat16", "float32"], default="q8", help="on a CPU")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--size", choices=["", *PRESETS], default="", help="make both larger first")
     parser.add_argument("--drafter", default="eagle3")
     parser.add_argument("--prompts", type=int, default=8, help="texts that are measured on")
     parser.add_argument("--tokens", type=int, default=64, help="written per text")
@@ -48,8 +53,9 @@ def main(words: Sequence[str] | None = None) -> int:
     prompts = [list(tokenizer.chat_ids(list(item.messages))) for item in load_suite(limit=3)]
     prompts = sorted(prompts, key=len)[: 2 * flags.prompts]
     mine, others = prompts[::2], [prompt[:ROUTER_TOKENS] for prompt in prompts[1::2]]
-    mixture = make_mixture(checkpoint, others, flags.experts, flags.per_token, flags.mode)
-    targets = {"mixture": mixture, "dense twin": make_twin(checkpoint, flags.per_token, flags.mode)}
+    place = Place(flags.device, flags.mode, flags.size)
+    mixture = make_mixture(checkpoint, others, flags.experts, flags.per_token, place)
+    targets = {"mixture": mixture, "dense twin": make_twin(checkpoint, flags.per_token, place)}
     llms = {name: llm_of(checkpoint, target, flags.drafter) for name, target in targets.items()}
     texts = [Text(prompt, _answer(llms["mixture"], prompt, flags.tokens)) for prompt in mine]
     passes = {name: measure_passes(target, texts) for name, target in targets.items()}
@@ -75,16 +81,17 @@ def show_passes(passes: dict[str, Passes], experts: int, per_token: int) -> None
     print(f"{'nodes':>5} {'woken':>6} {'chance':>7} {'mixture ms':>11} {'x':>5} {'dense ms':>9} {'x':>5}")
     for size in NODES:
         ours, theirs = mixture.seconds[size], twin.seconds[size]
+        woken, most = mixture.woken.get(size, nan), chance(experts, per_token, size)
         print(
-            f"{size:>5} {mixture.woken[size]:>6.2f} {chance(experts, per_token, size):>7.2f} {ours * 1e3:>11.2f} "
-            f"{ours / mixture.seconds[1]:>5.2f} {theirs * 1e3:>9.2f} {theirs / twin.seconds[1]:>5.2f}"
+            f"{size:>5} {woken:>6.2f} {most:>7.2f} {ours * 1e3:>11.2f} {ours / mixture.seconds[1]:>5.2f} "
+            f"{theirs * 1e3:>9.2f} {theirs / twin.seconds[1]:>5.2f}"
         )
 
 
 def show_rates(name: str, rates: dict[int, Rate], same: bool) -> None:
     """A line for each budget."""
     plain = rates[0].per_second
-    print(f"{name}: budget, tokens per round, tokens per CPU second, times plain")
+    print(f"{name}: budget, tokens per round, tokens per second, times plain")
     for budget, rate in rates.items():
         label = "adaptive" if budget == ADAPTIVE else str(budget)
         ratio = rate.per_second / plain

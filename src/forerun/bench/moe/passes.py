@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
-from time import process_time
+from time import perf_counter, process_time
 
+import torch
+
+from forerun.models.base import Target
 from forerun.models.native.target import NativeDecoder
 from forerun.types import Needs, PlainSeq, TreeBatch
 
@@ -25,12 +28,26 @@ class Text:
 class Passes:
     """By number of nodes."""
 
-    woken: dict[int, float]  # experts per layer; {} where there are none
-    seconds: dict[int, float]  # of CPU
+    woken: dict[int, float]  # experts per layer; {} where there are none, or a GPU alone knows
+    seconds: dict[int, float]  # of `seconds_now`
 
 
-def measure_passes(target: NativeDecoder, texts: Sequence[Text], nodes: Sequence[int] = NODES) -> Passes:
-    """Every text in turn, from another place of its answer for every size; medians of CPU seconds."""
+def seconds_now(device: torch.device) -> float:
+    """CPU seconds of this process; with a GPU, the clock when it has done its work."""
+    if device.type == "cpu":
+        return process_time()
+    torch.cuda.synchronize(device)
+    return perf_counter()
+
+
+def measure_passes(target: Target, texts: Sequence[Text], nodes: Sequence[int] = NODES) -> Passes:
+    """Every text in turn, from another place of its answer for every size; medians."""
+    if target.device.type != "cpu":  # the first pass of a size captures it
+        warm = PlainSeq(-1, texts[0].prompt + texts[0].answer[:1], max_length=4096)
+        target.prefill([warm], Needs())
+        for size in nodes:
+            target.score([warm], TreeBatch.chains([texts[0].answer[:size]]), Needs())
+        target.release(warm)
     woken: dict[int, list[float]] = {size: [] for size in nodes}
     seconds: dict[int, list[float]] = {size: [] for size in nodes}
     for i, text in enumerate(texts):
@@ -40,14 +57,14 @@ def measure_passes(target: NativeDecoder, texts: Sequence[Text], nodes: Sequence
             seq = PlainSeq(i, text.prompt + text.answer[:begin], max_length=4096)
             target.prefill([seq], Needs())
             chain = TreeBatch.chains([text.answer[begin - 1 : begin - 1 + size]])
-            started = process_time()
+            started = seconds_now(target.device)
             target.score([seq], chain, Needs())
-            seconds[size].append(process_time() - started)
-            woken[size].append(mean(target.woken or [0]))
+            seconds[size].append(seconds_now(target.device) - started)
+            if isinstance(target, NativeDecoder) and target.woken:
+                woken[size].append(mean(target.woken))
             target.release(seq)
-    experts = target.config.moe is not None
     return Passes(
-        {size: mean(found) for size, found in woken.items()} if experts else {},
+        {size: mean(found) for size, found in woken.items() if found},
         {size: median(spent) for size, spent in seconds.items()},
     )
 

@@ -1,12 +1,11 @@
-"""Tokens per CPU second at fixed budgets, without drafting, and with the controller deciding; and what that says."""
+"""Tokens per second at fixed budgets, without drafting, and with the controller deciding; and what that says."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import process_time
 
-from forerun.bench.moe.passes import Text
+from forerun.bench.moe.passes import Text, seconds_now
 from forerun.llm import LLM
 from forerun.params import SamplingParams
 from forerun.types import Budget
@@ -22,7 +21,7 @@ class Rate:
 
     tokens: int
     rounds: float
-    seconds: float  # of CPU
+    seconds: float  # of CPU, or of the clock with a GPU
 
     @property
     def per_second(self) -> float:
@@ -46,9 +45,9 @@ def measure_rates(
         llm.generate(text.prompt, SamplingParams(max_tokens=2))
         written = set()
         for budget in budgets:
-            started = process_time()
+            started = seconds_now(llm.engine.target.device)
             done = _write(llm, text.prompt, params, budget)
-            spent, before = process_time() - started, found[budget]
+            spent, before = seconds_now(llm.engine.target.device) - started, found[budget]
             found[budget] = Rate(before.tokens + tokens, before.rounds + done[1], before.seconds + spent)
             written.add(tuple(done[0]))
         same = same and len(written) == 1
