@@ -14,6 +14,7 @@ from forerun.engine.engine import Engine
 from tests.exactness.harness import SETTINGS, chi_square_p, engine_for, joint_law, sample_texts, table
 
 VOCAB, LENGTH, PROMPT, TEXTS = 6, 3, (1, 2, 3, 1, 2, 3, 1, 2), 1000
+LIKED = 3  # a token that this head drafts more often than the target says it
 
 
 def engine_of(drafter: str, shape: str, least: float, monkeypatch: pytest.MonkeyPatch) -> Engine:
@@ -59,11 +60,11 @@ def test_negative_control_a_token_dropped_for_what_it_is(monkeypatch: pytest.Mon
     def dropped(*given: Any) -> Any:
         trees, rows, laws = sample_trees(*given)
         for tree, came_from in zip(trees, rows, strict=True):
-            while len(tree[0]) > 1 and tree[0][-1] % 2:
+            while len(tree[0]) > 1 and tree[0][-1] != LIKED:
                 tree[0].pop()
                 tree[1].pop()
                 came_from.pop()
         return trees, rows, laws
 
     monkeypatch.setattr(block_drafter, "sample_trees", dropped)
-    assert likelihood(engine_of("dspark", "chain", 0.0, monkeypatch)) < 1e-6
+    assert likelihood(engine_of("dflash", "chain", 0.0, monkeypatch)) < 1e-5
