@@ -97,3 +97,19 @@ def test_what_a_graph_replays_is_the_same_draft(
     assert not torch.allclose(
         other, runner.static(runner.inputs(seqs[:1]), 256)[0], atol=1e-3
     )  # lengths matter
+
+
+def test_the_offer_of_one_pass(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
+    """The first level costs the pass, further ones only their part in growing the tree; a prompt is read first."""
+    target = lending(tiny)
+    drafter = drafting("dspark", written(recipe_for("dspark", tiny, texts, tmp_path), tmp_path), target)
+    drafter._pass.seconds, drafter._growth.seconds, drafter._reading = 0.5, 0.01, 0.002
+    seq = show(drafter, target, [1 + i % 50 for i in range(41)])
+    offer = drafter.offer(seq)
+    assert offer.until(1) == pytest.approx(0.51)
+    assert offer.until(4) == pytest.approx(0.54)
+    assert offer.start == pytest.approx(40 * 0.002)
+    assert offer.chosen
+    drafter.propose([seq], [Budget(3, 3)])
+    assert drafter.offer(seq).start == 0.0
+    assert drafter.offer(seq).expected is not None

@@ -39,7 +39,7 @@ class GraphRunner(BlockRunner):
             return super().candidates(seqs, levels)
         inputs = self.inputs(seqs)
         slots = self.slots_for(seqs)
-        key = len(seqs), slots, self.cache.data.data_ptr()
+        key = len(seqs), slots, self.cache.grown
         if key not in self._graphs:
             if any(kept[2] != key[2] for kept in self._graphs):
                 self._graphs.clear()  # they read a cache that is no more

@@ -30,6 +30,7 @@ class ContextCache:
         self.data = torch.zeros(2, config.depth, 0, 0, *self._tail, dtype=head.dtype, device=head.device)
         self.rows: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
+        self.grown = 0  # how often the data moved
 
     def admit(self, seq_id: int, slots: int) -> None:
         """A row for a sequence, with room for so many slots."""
@@ -42,7 +43,7 @@ class ContextCache:
             wide = slots + slots // 2 if slots > have else have
             data = self.data.new_zeros(2, depth, max(need, rows), wide, *self._tail)
             data[:, :, :rows, :have] = self.data
-            self.data = data
+            self.data, self.grown = data, self.grown + 1
 
     def release(self, seq_id: int) -> None:
         self.rows.pop(seq_id, None)
