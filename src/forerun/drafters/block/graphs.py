@@ -21,6 +21,7 @@ from forerun.drafters.eagle.torch_runner import attend_to
 from forerun.types import Seq
 
 FEWEST = 256  # slots of the smallest graph
+RESERVED = 1024  # slots of each sequence from the start: where the cache grows, graphs are captured anew
 MOST = 16  # sequences of the largest graph; more run operation by operation
 _WARM = 3  # runs before a capture, in which libraries make their choices
 
@@ -30,6 +31,7 @@ class GraphRunner(BlockRunner):
 
     def __init__(self, head: BlockHead) -> None:
         super().__init__(head)
+        self.cache.reserve(MOST, RESERVED)
         self._graphs: dict[tuple[int, int, int], tuple[Any, Tensor, Tensor, Tensor]] = {}
 
     @torch.no_grad()

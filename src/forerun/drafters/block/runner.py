@@ -37,12 +37,16 @@ class ContextCache:
         if seq_id not in self.rows:
             free = set(range(len(self.rows) + 1)) - set(self.rows.values())
             self.rows[seq_id], self.lengths[seq_id] = min(free), 0
-        _, depth, rows, have, *_ = self.data.shape
-        need = self.rows[seq_id] + 1
-        if need > rows or slots > have:
-            wide = slots + slots // 2 if slots > have else have
-            data = self.data.new_zeros(2, depth, max(need, rows), wide, *self._tail)
-            data[:, :, :rows, :have] = self.data
+        self.reserve(self.rows[seq_id] + 1, slots)
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Room for so many rows of so many slots; what there is grows twofold at least, so that it moves seldom."""
+        _, depth, have, wide, *_ = self.data.shape
+        if rows > have or slots > wide:
+            more = max(rows, 2 * have) if rows > have else have
+            wider = max(slots, 2 * wide) if slots > wide else wide
+            data = self.data.new_zeros(2, depth, more, wider, *self._tail)
+            data[:, :, :have, :wide] = self.data
             self.data, self.grown = data, self.grown + 1
 
     def release(self, seq_id: int) -> None:
