@@ -57,6 +57,34 @@ def test_the_longer_part_wins_and_a_session_is_worth_one_text() -> None:
     assert table.ranked({"a": 0.5, "b": 0.0}, blocks_of((1, 2, 3)), "yours")[0] == "b"
 
 
+def test_requests_that_come_at_once_are_spread() -> None:
+    table = Placement(batch=4)
+    table.note("a", blocks_of(LONG[:BLOCK]))  # a template that all share
+    chosen = []
+    for i in range(6):
+        best = table.ranked(table.loads(["a", "b"], f"r{i}", 0.0), blocks_of(LONG[:BLOCK]))[0]
+        table.promise(f"r{i}", best, 0.0)
+        chosen.append(best)
+    assert sorted(chosen) == ["a"] * 3 + ["b"] * 3
+
+
+def test_a_promise_is_forgotten_and_a_start_is_not() -> None:
+    table = Placement()
+    table.promise("one", "a", 0.0)
+    table.promise("two", "a", 0.0)
+    assert table.loads(["a"], "one", 1.0) == {"a": 1.0}  # itself does not count
+    table.start("one", "b")
+    assert table.loads(["a", "b"], "", 100.0) == {"a": 0.0, "b": 1.0}
+    table.end("of somebody else", "b")
+    table.end("one", "a")  # turned away there, before it went to b
+    assert table.loads(["b"], "", 100.0) == {"b": 1.0}
+    table.end("one", "b")
+    assert table.loads(["b"], "", 100.0) == {"b": 0.0}
+    table.start("three", "b")
+    table.forget("b")
+    assert table.loads(["b"], "", 100.0) == {"b": 0.0}
+
+
 def test_replicas_that_are_gone_hold_nothing() -> None:
     table = Placement()
     table.note("a", blocks_of(LONG), "mine")

@@ -8,13 +8,14 @@ in a batch while another replica has one.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 BLOCK = 16  # tokens
 MOST_BLOCKS = 1 << 16  # remembered per replica: a million tokens
 MOST_SESSIONS = 1 << 14
+PROMISED = 2.0  # seconds that a choice counts before the request has gone there
 WORTH = 16  # cached blocks that make up for one more text in the batch
 MOST_WORTH = 4.0  # texts that a cached prompt of any length makes up for
 
@@ -33,6 +34,9 @@ class Placement:
     """Where prompts and sessions were sent. Replicas are named by anything hashable."""
 
     batch: int = 8  # texts that a replica writes at once
+    _sent: dict[str, tuple[Hashable, float | None]] = field(
+        default_factory=dict
+    )  # request: replica, until when
     _held: dict[Hashable, OrderedDict[int, None]] = field(default_factory=dict)
     _sessions: OrderedDict[str, Hashable] = field(default_factory=OrderedDict)
 
@@ -53,15 +57,38 @@ class Placement:
     def forget(self, replica: Hashable) -> None:
         """The replica is gone, and its cache with it."""
         self._held.pop(replica, None)
+        for request in [name for name, (place, _) in self._sent.items() if place == replica]:
+            del self._sent[request]
         for session in [name for name, place in self._sessions.items() if place == replica]:
             del self._sessions[session]
 
     def keep_only(self, replicas: Iterable[Hashable]) -> None:
         """These replicas are left."""
         there = set(replicas)
-        for replica in [*self._held, *self._sessions.values()]:
+        sent = [place for place, _ in self._sent.values()]
+        for replica in {*self._held, *self._sessions.values(), *sent}:
             if replica not in there:
                 self.forget(replica)
+
+    def promise(self, request: str, replica: Hashable, now: float) -> None:
+        """A request should go there: it counts as there for a moment, so that those beside it go elsewhere."""
+        self._sent[request] = replica, now + PROMISED
+
+    def start(self, request: str, replica: Hashable) -> None:
+        """A request has gone there."""
+        self._sent[request] = replica, None
+
+    def end(self, request: str, replica: Hashable) -> None:
+        """It is done there, or was turned away there and may be elsewhere by now; others are none of ours."""
+        if request in self._sent and self._sent[request][0] == replica:
+            del self._sent[request]
+
+    def loads(self, replicas: Iterable[Hashable], request: str, now: float) -> dict[Hashable, float]:
+        """Texts of each replica, but for the one in question."""
+        for name in [name for name, (_, until) in self._sent.items() if until is not None and until < now]:
+            del self._sent[name]
+        counts = Counter(replica for name, (replica, _) in self._sent.items() if name != request)
+        return {replica: float(counts[replica]) for replica in replicas}
 
     def held(self, replica: Hashable, blocks: Sequence[int]) -> int:
         """How many blocks from the front of a prompt the replica was sent before."""
