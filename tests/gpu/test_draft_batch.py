@@ -260,6 +260,38 @@ def test_a_draft_that_was_started_survives_a_leave_and_a_join(monkeypatch: pytes
     assert len(launched) == 8, "another form is"
 
 
+def test_whoever_is_read_beside_a_round_is_drafted_for_with_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next draft starts when a round ends: it includes sequences whose prompts were read in the same pass."""
+    launched, launch = list[list[int]](), DeviceDraft._launch
+    monkeypatch.setattr(
+        DeviceDraft,
+        "_launch",
+        lambda self, places, wanted, form: (
+            launched.append([seq_id for seq_id, _ in wanted]),
+            launch(self, places, wanted, form),
+        )[1],
+    )
+    target = make_target("llama", "cpu")
+    drafter = both_drafters(target, borrows=True)[0]
+    engine = _engine("cpu", drafter, target, 4)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    ids = [engine.submit(Request((3, 4, 5), params, drafter="device", budget=Budget(3, 3))) for _ in range(1)]
+    for prompt in ((9, 8, 7, 6), (2, 5, 11)):
+        engine.step()
+        ids.append(engine.submit(Request(prompt, params, drafter="device", budget=Budget(3, 3))))
+    engine.step()
+    engine.step()
+    assert [0, 1] in launched
+    assert [0, 1, 2] in launched
+    assert [1] not in launched
+    assert [2] not in launched
+    while engine.busy:
+        engine.step()
+    assert not drafter.draft._joining
+
+
 def test_a_sequence_at_its_last_token_keeps_the_batch_on_the_device() -> None:
     batch = Batch()
     batch.join(4, 30, 9, 6, 7)

@@ -169,8 +169,10 @@ class Engine:
         clock.lap("verdict")
         clock.settle(trees, scores)
         self.target.commit(seqs, trees, verdict)
-        self.drafters.observe(seqs, trees, scores, verdict)
         rows = self._observe_prompts(readers, *scores.read, clock.started) if scores.read is not None else 0
+        self.drafters.observe(
+            seqs, trees, scores, verdict
+        )  # behind prompts: the next draft may be for those too
         parts = clock.seconds, (spent := perf_counter() - clock.started), rows, scores.delayed
         advances, outcome = outcome_of(seqs, trees, laws, verdict, *parts)
         pending.advances = advances  # from here on the round has happened

@@ -225,7 +225,9 @@ class Replays:
         elif name in self._graphs:
             self._graphs[name].replay()
         else:
+            started = perf_counter()
             self._graphs[name] = capture(work, self.device, self._pool)
+            log.info("captured %s in %.3f s", name, perf_counter() - started)
 
 
 def capture(work: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:

@@ -4,8 +4,9 @@
 bucket, a graph that reads the rows of the last round with the target's true features, runs the head level by level and
 leaves the trees in the buffers that the target's pass reads. The host sends one array of integers and reads nothing:
 the verdict says what was accepted. Then the next draft starts at once, in the form of the last: the device drafts while
-the host ends the round. If a sequence then leaves, its tree is dropped; if one joins, it alone is drafted for; another
-form is drafted anew. The same code runs step by step where nothing is captured.
+the host ends the round; sequences whose prompts were read in the same pass are drafted for with the others. If a
+sequence then leaves, its tree is dropped; if another joins, it alone is drafted for; another form is drafted anew. The
+same code runs step by step where nothing is captured.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class DeviceDraft:
         self._captured: dict[Form, set[int]] = {}  # buckets that have a graph
         self._last: DraftForm | None = None
         self._ahead: Ahead | None = None
+        self._joining: list[Seq] = []  # whose prompts were read since the last round
 
     @property
     def _longest(self) -> int:
@@ -126,8 +128,12 @@ class DeviceDraft:
         self.rows.observe(seqs, trees, scores, verdict)
         if trees.form is not None and self._last is not None:
             self._go_ahead(seqs, verdict, self._last.shape)
+            self._joining = []
+        else:
+            self._joining = [*self._joining, *filter(self.is_ready, seqs)]
 
     def forget(self, seq: Seq) -> None:
+        self._joining = [one for one in self._joining if one.id != seq.id]
         self.rows.forget(seq.id)
 
     def rehearse(self, form: Form, bucket: int, farthest: int) -> TreeForm:
@@ -160,6 +166,7 @@ class DeviceDraft:
             for seq, path, root in zip(seqs, paths, bonus, strict=True)
             if len(seq.tokens) + len(path) + 1 < seq.max_length
         ]
+        going += [(seq, seq.tokens[-1]) for seq in self._joining if self.is_ready(seq)]
         if not going or not self.knows(form, len(going)):
             return
         states, wanted = self.rows.states, [(seq.id, root) for seq, root in going]
