@@ -96,6 +96,8 @@ def test_gains_by_hand() -> None:
     shares, cost = Shares(0.1, 0.1, 0.2), CostModel({1: 1.0, 2: 1.5, 3: 2.0})
     exits = gains(LayerSubset(2), (0.5, 0.25), shares, cost)
     assert exits == pytest.approx((1.5 / (0.4 + 0.6 * 1.5 + 0.6), 1.75 / (0.4 + 0.6 * 2.0 + 1.2)))
+    noisy = CostModel({1: 1.0, 2: 0.5, 3: 0.6})  # a pass over more nodes is never cheaper
+    assert gains(LayerSubset(2), (0.5,), shares, noisy) == pytest.approx((1.5 / (1.0 + 0.6),))
     skips = LayerSubset(4, without_attention=frozenset({0, 1}), without_mlp=frozenset({0, 1}))
     assert gains(skips, (0.5,), shares, cost) == pytest.approx((1.5 / (1.5 + 0.6),))
     assert Shares.of(make_config()).head + LAYERS * sum(shares_of(make_config())) == pytest.approx(1.0)

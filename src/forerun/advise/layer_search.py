@@ -1,6 +1,6 @@
 """`forerun layers search`: which layers of a model draft best for it on a user's prompts.
 
-Early exits are tried one by one. Then each attention and each MLP is left out alone, which ranks them; the least missed
+Early exits are tried first, up to fifteen. Then each attention and each MLP is left out alone, which ranks them; the least missed
 are left out together, more and more of them; and from the best of these, single ones are exchanged at random until the
 time is up. Candidates are compared by the speed that they would have here: what would be accepted (forerun.advise.
 layer_windows) and what passes cost. (Draft & Verify searches skip sets by Bayesian optimisation, SWIFT online.)
@@ -31,7 +31,7 @@ from forerun.params import SamplingParams
 
 FEW = 24  # windows that rank single sublayers
 MOST = 96  # windows that candidates are compared on
-STEPS = 15  # sizes of skip sets that are tried
+STEPS = 15  # sizes of skip sets, and early exits, that are tried
 
 Sublayer = tuple[str, int]  # "attention" or "mlp", and the layer
 
@@ -87,13 +87,13 @@ class Judge:
 
 
 def search(judge: Judge, seconds: float, seed: int = 0) -> Candidate:
-    """The best candidate that was found in about so many seconds; at least every early exit is tried."""
+    """The best candidate that was found in about so many seconds; early exits are tried in any case."""
     started, rng = perf_counter(), random.Random(seed)
 
     def has_time() -> bool:
         return perf_counter() - started < seconds
 
-    for end in range(1, judge.layers):
+    for end in sizes(judge.layers):
         judge.judge(LayerSubset(end))
     ranked = rank(judge, has_time)
     for size in sizes(len(ranked)):
@@ -124,8 +124,8 @@ def sublayers(layers: int) -> Iterator[Sublayer]:
 
 
 def sizes(count: int) -> list[int]:
-    """How many to leave out: up to nearly all, evenly."""
-    return sorted({max(1, round(count * i / (STEPS + 1))) for i in range(1, STEPS + 1)})
+    """How many of these to try: from few to nearly all, evenly."""
+    return sorted({min(count - 1, max(1, round(count * i / (STEPS + 1)))) for i in range(1, STEPS + 1)})
 
 
 def without(layers: int, some: Sequence[Sublayer]) -> LayerSubset:

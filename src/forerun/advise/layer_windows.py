@@ -98,9 +98,12 @@ def gains(
     """How many times faster than plain decoding chains of 1, 2, ... tokens would be, by what passes cost here."""
     plain, run = cost.pass_seconds(1), shares.layers(layers)
     begun = run if layers.is_prefix else 0.0  # of the target's pass: only one row goes through these layers
-    found, expected = [], 1.0
+    found, expected, ratio = [], 1.0, 1.0
     for depth, share in enumerate(reached, start=1):
         expected += share
-        passed = begun + (1.0 - begun) * cost.pass_seconds(depth + 1) / plain
+        ratio = max(
+            ratio, cost.pass_seconds(depth + 1) / plain
+        )  # on a busy machine t(2) may seem less than t(1)
+        passed = begun + (1.0 - begun) * ratio
         found.append(expected / (passed + depth * (run + shares.head)))
     return tuple(found)

@@ -74,7 +74,7 @@ class EarlyExitRecipe:
         self._truth_head = self.vocabulary.rows_of(teacher.head)
         norm = Named(checkpoint.weights, config, torch.float32, torch.device("cpu")).final_norm()
         self.adapter = AdapterModule(norm.float(), options.own_rank, config.norm_eps).to(device)
-        self._kept: dict[bytes, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[bytes, Reading] = {}
         self._bytes = 0
 
     def module(self) -> nn.Module:
@@ -90,9 +90,34 @@ class EarlyExitRecipe:
         return self._truth_head
 
     def read(self, batch: Batch) -> Reading:
-        exits, last = self._features(batch.tokens)
-        with torch.no_grad():
-            return read_teacher(({self.exit: exits}, last), self.teacher.head, self.vocabulary)
+        if batch.tokens.device.type != "cpu":
+            return self._read_whole(batch.tokens)
+        rows = batch.tokens
+        texts = [row[: int(row.nonzero().max()) + 1] if row.any() else row[:1] for row in rows]  # no padding
+        found = [self._read_once(text) for text in texts]
+        exits, last = (
+            torch.stack([_padded(one, rows.shape[1]) for one in some])
+            for some in ([one.features[self.exit][0] for one in found], [one.last[0] for one in found])
+        )
+        inside = [one.inside[0, :, None] for one in found if one.inside is not None]
+        known = torch.stack([_padded(one, rows.shape[1])[:, 0] for one in inside]) if inside else None
+        return Reading({self.exit: exits}, last, known)
+
+    @torch.no_grad()
+    def _read_whole(self, tokens: Tensor) -> Reading:
+        kept = self.teacher.features(tokens, (self.exit,))
+        return read_teacher(kept, self.teacher.head, self.vocabulary)
+
+    def _read_once(self, text: Tensor) -> Reading:
+        """Of one text, without padding: on a CPU it is kept while there is room."""
+        key = text.numpy().tobytes()
+        if key in self._kept:
+            return self._kept[key]
+        reading = self._read_whole(text[None])
+        self._bytes += 2 * reading.last.nbytes
+        if self._bytes <= KEPT_BYTES:
+            self._kept[key] = reading
+        return reading
 
     def outputs(self, batch: Batch, reading: Reading, noise: torch.Generator | None) -> Iterator[Output]:
         """One level: what a chain comes to is this level's rate to the power of its length."""
@@ -108,30 +133,6 @@ class EarlyExitRecipe:
         }
         adapter = self.adapter.adapter().to(torch.float32, torch.device("cpu"))
         write_plan(folder / PLAN, LayerPlan(LayerSubset(self.exit), adapter, notes), self.layers)
-
-    def _features(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, D] what leaves the exit layer and what leaves the last norm; on a CPU every text is read once."""
-        if tokens.device.type != "cpu":
-            features, last = self.teacher.features(tokens, (self.exit,))
-            return features[self.exit], last
-        texts = [
-            row[: int(row.nonzero().max()) + 1] if row.any() else row[:1] for row in tokens
-        ]  # no padding
-        found = [self._read_once(text) for text in texts]
-        exits, last = (torch.stack([_padded(pair[i], tokens.shape[1]) for pair in found]) for i in (0, 1))
-        return exits, last
-
-    def _read_once(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, D] twice; they are kept while there is room."""
-        key = text.numpy().tobytes()
-        if key in self._kept:
-            return self._kept[key]
-        features, last = self.teacher.features(text[None], (self.exit,))
-        pair = features[self.exit][0], last[0]
-        self._bytes += pair[0].nbytes + pair[1].nbytes
-        if self._bytes <= KEPT_BYTES:
-            self._kept[key] = pair
-        return pair
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:
