@@ -14,7 +14,7 @@ from forerun.models.parallel.plan import PassPlan
 from forerun.models.parallel.split import Part, SplitWeights, check_split, config_of
 from forerun.testing import FakeSeq, check_target
 from forerun.topology import chain_of, topology_of
-from forerun.types import Needs, TreeBatch
+from forerun.types import Needs, TreeBatch, Verdict
 from tests.models.parallel_threads import connect, parallel_target
 from tests.models.tiny_checkpoints import VOCAB, make_decoder, make_reference, save
 
@@ -35,6 +35,29 @@ def test_two_ranks_compute_what_one_computes(family: str, tmp_path: Path) -> Non
         check_target(lambda: next(targets), vocab_size=VOCAB, needs=NEEDS, rounds=4, atol=2e-4)
 
 
+def test_what_rank_0_copies_every_rank_copies(tmp_path: Path) -> None:
+    """An accepted path that moves next to its root, and a page that another text shares up to its middle."""
+    config, weights = save(make_reference("llama2"), tmp_path)
+    one = make_decoder(config, weights)
+    with parallel_target(config, weights, tmp_path) as target:
+        found = []
+        for decoder in (target, one):
+            seq = FakeSeq(1, list(range(1, 30)), cache_salt="")
+            decoder.prefill([seq], Needs())
+            trees = TreeBatch.trees([([29, 5, 6, 7, 8, 9], [-1, 0, 0, 1, 2, 4])])
+            decoder.score([seq], trees, Needs())
+            decoder.commit([seq], trees, Verdict.of([[2, 4, 5]], [10], "cpu"))  # 6, 8, 9 are at 2, 4 and 5
+            seq.tokens += [6, 8, 9, 10]
+            after = decoder.score([seq], TreeBatch.chains([[10]]), Needs()).required_logits.clone()
+            decoder.release(seq)
+            other = FakeSeq(2, [*seq.tokens[:20], 40, 41], cache_salt="")
+            decoder.prefill([other], Needs())
+            assert decoder.reused_tokens(other) == 20
+            shared = decoder.score([other], TreeBatch.chains([[41]]), Needs()).required_logits
+            found.append(torch.cat([after, shared]))
+        assert torch.allclose(*found, atol=2e-4)
+
+
 def test_uneven_parts(tmp_path: Path) -> None:
     """Four KV heads, an inner width of 44 and 61 words on three ranks: nothing is divisible."""
     config, weights = save(make_reference("llama2"), tmp_path)
@@ -50,7 +73,7 @@ def test_runs_are_equal_in_every_bit(tmp_path: Path) -> None:
     for run in range(2):
         (tmp_path / str(run)).mkdir()
         with parallel_target(config, weights, tmp_path / str(run)) as target:
-            seq = FakeSeq(1, list(range(1, 30)))
+            seq = FakeSeq(1, list(range(1, 30)), cache_salt="")
             target.prefill([seq], Needs())
             found.append(target.score([seq], TreeBatch.chains([[29, 3, 4, 5]]), NEEDS))
     first, second = found

@@ -87,7 +87,10 @@ async def _follow_heads(service: Service) -> None:
     while service.head_watch is not None:
         await asyncio.sleep(POLL)
         if service.backend.problem is None:
-            await service.head_watch.check()
+            try:
+                await service.head_watch.check()
+            except Exception:  # a version that was deleted, say: what drafts now goes on
+                log.exception("the heads could not be followed")
 
 
 def _check_key(gate: Gate) -> Callable[[Request], Awaitable[None]]:
