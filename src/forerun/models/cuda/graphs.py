@@ -8,6 +8,7 @@ plain pass that follows another) is launched apart, or captured with the pass wh
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
@@ -231,10 +232,19 @@ class Replays:
 
 
 def capture(work: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
-    """A graph of some work, which is done once on the way: that compiles kernels and makes buffers when needed."""
+    """A graph of some work, which is done once on the way: that compiles kernels and makes buffers when needed.
+
+    No garbage is collected meanwhile: graphs of a model that is no longer used cannot be freed during a capture.
+    """
     graph = torch.cuda.CUDAGraph()
     work()
     torch.cuda.synchronize(device)
-    with torch.cuda.graph(graph, pool=pool):
-        work()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            work()
+    finally:
+        if collects:
+            gc.enable()
     return graph
