@@ -206,7 +206,7 @@ def draft_models(speculative: SpeculativeConfig) -> list[str]:
 def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     """Our own decoder where it knows the family, else transformers behind the same protocol."""
     from forerun.models.config import DecoderConfig, supports
-    from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
+    from forerun.models.encoder_decoder.load import is_encoder_decoder, load_encoder_decoder
 
     device = torch.device(_device(config.device))
     if config.tensor_parallel_size > 1:
@@ -214,8 +214,6 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
 
         return load_parallel(checkpoint, config, device)
     if is_encoder_decoder(checkpoint.config):
-        from forerun.models.encoder_decoder.load import load_encoder_decoder
-
         return load_encoder_decoder(checkpoint, config.dtype, _dtype, device, config.kv_slots)
     if supports(checkpoint.config):
         from forerun.models.decoder import Decoder
@@ -223,8 +221,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
         from forerun.models.load.shapes import check_shapes
         from forerun.models.native.target import NativeDecoder, choose_mode
 
-        family = DecoderConfig.from_hf(checkpoint.config)
-        share = as_memory("kv_memory", config.kv_memory)
+        family, share = DecoderConfig.from_hf(checkpoint.config), as_memory("kv_memory", config.kv_memory)
         memory = allowed_bytes(share, device)
         check_shapes(family, checkpoint.weights)
         if device.type == "cpu":

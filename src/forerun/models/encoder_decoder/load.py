@@ -8,12 +8,14 @@ import torch
 
 from forerun.errors import InvalidInput
 from forerun.models.encoder_decoder.config import EncoderDecoderConfig
+from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
 from forerun.models.encoder_decoder.target import EncoderDecoder
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.load.tokenizer import read_json
 from forerun.models.native import library as native
 from forerun.models.native.packing import FloatMode
 
+__all__ = ["is_encoder_decoder", "load_encoder_decoder"]
 _MODES: dict[str, FloatMode] = {"auto": "float32", "float32": "float32", "q8": "q8"}
 
 
