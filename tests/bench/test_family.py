@@ -48,6 +48,13 @@ def test_cascades_are_compared_with_their_parts() -> None:
     }  # fmt: skip
 
 
+def test_the_parts_of_a_cascade_have_its_budget() -> None:
+    parts = ["draft_model:5=m", "ngram:5"]
+    assert family.parts_of("ngram>draft_model:5=m") == parts
+    assert family.parts_of("ngram:5") == []
+    assert [DrafterSetup.parse(part).budget for part in parts] == [5, 5]
+
+
 def test_the_command_prints_a_table_for_each_suite(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], suite: str, tmp_path: Path
 ) -> None:

@@ -98,8 +98,9 @@ def comparisons(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def parts_of(name: str) -> list[str]:
-    """A cascade's name without one of its levels, each in turn; its files go with their levels."""
+    """A cascade's name without one of its levels, each in turn; its files go with their levels, its budget stays."""
     drafters, _, files = name.partition("=")
+    drafters, colon, nodes = drafters.partition(":")
     levels = drafters.split(">")
     if len(levels) < 2:
         return []
@@ -109,7 +110,7 @@ def parts_of(name: str) -> list[str]:
     for i in range(len(pairs)):
         left = pairs[:i] + pairs[i + 1 :]
         kept = ";".join(file for _, file in left if file)
-        found.append(">".join(level for level, _ in left) + (f"={kept}" if kept else ""))
+        found.append(">".join(level for level, _ in left) + colon + nodes + (f"={kept}" if kept else ""))
     return found
 
 
