@@ -231,7 +231,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
                     family, checkpoint.weights, mode=mode, kv_slots=config.kv_slots, kv_memory=memory
                 )
         dtype = _dtype(config.dtype, device)
-        if device.type == "cuda" and dtype != torch.float32 and family.moe is None:  # experts: docs/moe.md
+        if device.type == "cuda" and dtype != torch.float32:
             from forerun.models.cuda.packed import WeightKind
             from forerun.models.cuda.target import CudaDecoder
             from forerun.verify.greedy import device_walk

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.build import make_engine
 from forerun.errors import UnsupportedModel
 from forerun.models.config import DecoderConfig, MoeConfig
+from forerun.models.cuda import network
 from forerun.models.cuda.network import Run, check_supported
 from forerun.models.cuda.packed import WeightKind, pack, times
 from forerun.models.cuda.plan import Size
@@ -31,6 +32,14 @@ from tests.exactness.harness import run
 from tests.gpu.tiny import need_cuda, weights_of
 
 VOCAB = 200
+
+
+@pytest.fixture(autouse=True)
+def experts_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not used until the test of their bits passes on a real GPU."""
+    monkeypatch.setattr(network, "EXPERTS_ON_GPU", True)
+
+
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
@@ -165,6 +174,7 @@ def test_kernels_make_a_target(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.xfail(reason="failed on an H200, for all three families: see EXPERTS_ON_GPU", strict=True)
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
     need_cuda()

@@ -58,18 +58,17 @@ class Engine:
         max_batch: int = 8,
         max_length: int | None = None,
         prompt_rows: int | None = None,
-        launches_ahead: bool | None = None,
     ) -> None:
-        """`launches_ahead`: launch a round before the events of the last are returned; None = on a GPU."""
         self.target, self.drafters, self.verifiers, self.controller = target, drafters, verifiers, controller
         self.default_drafter, self.default_verifier = default_drafter, default_verifier
-        self.stop_ids, self.tokenizer = stop_ids, tokenizer
+        self.stop_ids, self.tokenizer, self._next_id = stop_ids, tokenizer, 0
         self.max_length = min(target.max_length, max_length or target.max_length)
         self.scheduler = Scheduler(target, max_batch)
         self.prompt_rows = PromptRows(target.device.type, target.pass_rows, prompt_rows)
         self.stats = EngineStats()
-        self._next_id = 0
-        self.launches_ahead = target.device.type == "cuda" if launches_ahead is None else launches_ahead
+        self.launches_ahead = (
+            target.device.type == "cuda"
+        )  # a round before the events of the last are returned
         self._pending: Pending | None = None
         self._ahead: Launched | None = None  # the next round
         self._unread: list[Event] = []  # of what was completed and not returned yet
