@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.eagle.cuda.capture import contexts_of, jobs_of
-from forerun.drafters.eagle.cuda.draft_plan import BUCKETS, Lanes, aligned, bucket_of, extent_of, plan_draft
+from forerun.drafters.eagle.cuda.draft_plan import BUCKETS, Lane, aligned, bucket_of, extent_of, plan_draft
 from forerun.drafters.eagle.cuda.menu import FORMS, ROWS, DraftMenu, forms_for
 from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, cut_trees, grow_level
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, splits_to
@@ -120,22 +120,9 @@ def test_ancestors_lead_from_the_first_level_to_the_node() -> None:
 
 
 GROUP = 16  # nodes of an attention group
-
-
-def lanes_of(*rows: tuple[int, list[int], list[int], int, int]) -> Lanes:
-    """Of each: its root, the tokens after its unread rows, its pages, the position of the first, its ring."""
-    roots, tokens, pages, first, rings = zip(*rows, strict=True)
-    after, table = np.zeros((len(rows), 24)), np.zeros((len(rows), max(map(len, pages))))
-    for b, some in enumerate(tokens):
-        after[b, [(first[b] + i) % 24 for i in range(len(some))]] = some
-        table[b, : len(pages[b])] = pages[b]
-    parts = roots, first, [*map(len, tokens)], after, rings, table, [*map(len, pages)]
-    return Lanes(*(np.array(part, dtype=np.int32) for part in parts))
-
-
-FIRST, SECOND = (11, [4, 5], [9], 7, 48), (12, [6], [5, 2], 62, 72)
-LANES = lanes_of(FIRST, SECOND)
-OTHERS = lanes_of((5, [1], [7], 20, 0), (6, [2, 3], [3], 23, 24))
+PAGES = [np.array(pages, dtype=np.int32) for pages in ([9], [5, 2], [7], [3])]
+LANES = [Lane(11, [4, 5], PAGES[0], 7, 48, 24), Lane(12, [6], PAGES[1], 62, 72, 24)]
+OTHERS = [Lane(5, [1], PAGES[2], 20, 0, 24), Lane(6, [2, 3], PAGES[3], 23, 24, 24)]
 NINE, FIVE, TWO = (64 * page for page in (9, 5, 2))  # first slots
 
 
@@ -151,7 +138,7 @@ def test_the_integers_of_a_draft(shape: Form) -> None:
     assert slots[mine].tolist() == [NINE + 7, NINE + 8]
     assert sources[mine].tolist() == [48 + 7, 48 + 8]
     assert (tokens[other], positions[other], slots[other], sources[other]) == (6, 62, FIVE + 62, 72 + 62 % 24)
-    pads = [slots[b * other + i] for b, fresh in enumerate(LANES.fresh) for i in range(fresh, other)]
+    pads = [slots[b * other + i] for b, lane in enumerate(LANES) for i in range(len(lane.tokens), other)]
     assert set(pads) <= {-1}  # nothing is written there
     at, count = form.last_at, aligned(2)
     roots, ends, last = ints[at : at + 3 * count].reshape(3, count)[:, :2].tolist()
@@ -213,7 +200,7 @@ def test_levels_do_not_overlap() -> None:
 def test_the_largest_drafts_fit_the_integers() -> None:
     for bucket in BUCKETS:
         for shape in forms_for(bucket):
-            form, _ = plan_draft(lanes_of(*[FIRST] * bucket), shape, 4)
+            form, _ = plan_draft([LANES[0]] * bucket, shape, 4)
             assert MAX_ROWS + form.ancestors_at(shape.depth, 4) < 1 << 17
             assert form.caught.rows <= MAX_ROWS
             assert form.level(4).rows <= MAX_ROWS

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,8 +13,8 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle
+from forerun.drafters.eagle.cuda.feature_rows import ROOM
 from forerun.drafters.eagle.cuda.menu import FORMS
-from forerun.drafters.eagle.cuda.row_states import PADDING, ROOM
 from forerun.drafters.eagle.drafter import EagleDrafter
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
@@ -226,7 +225,7 @@ def test_a_prompt_is_read_when_it_is_prefilled(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(rows, "_keep", lambda *given: (passes.append(len(given[0])), keep(*given))[1])
     batch.join(300, 5, 180)
     assert passes == [299 + 179], "short prompts wait for the draft, which reads as many rows anyway"
-    assert rows.states.unread(np.array([rows.states.place_of(b) for b in range(3)])).tolist() == [0, 4, 0]
+    assert [state.seen - state.read for state in map(rows.get, range(3)) if state] == [0, 4, 0]
     batch.round(Budget(3, 3))
     assert len(passes) == 1, "nothing is read again"
     batch.join(2)
@@ -326,8 +325,7 @@ def test_a_prompt_of_one_token_and_one_that_is_too_long_ride_along() -> None:
 
 def test_more_sequences_than_there_are_places_are_written_without_drafts() -> None:
     batch = Batch()
-    states = batch.ours.draft.rows.states
-    states._free = states._free[-2:]
+    batch.ours.draft.rows._free = batch.ours.draft.rows._free[-2:]
     batch.join(4, 5, 6)
     assert batch.ours.draft.rows.held == 2
     ours = batch.ours.propose(batch.seqs, [Budget(3, 3)] * 3)
@@ -375,7 +373,7 @@ def test_a_rehearsal_changes_nothing() -> None:
     draft.rows.rehearse_reading()
     after = target.kv.data.clone(), draft.net.kv.clone(), draft.rows.rows.clone()
     assert torch.equal(before[0].nan_to_num(), after[0].nan_to_num())
-    padding = int(draft.rows.states.counts[PADDING]) * PAGE  # the first slots of all
+    padding = len(draft.rows._padding.pages) * PAGE  # the first slots of all
     mine, then = (data[:, :, :, padding:].nan_to_num() for data in (before[1], after[1]))
     assert torch.equal(mine, then)
     assert torch.equal(before[2][:-1], after[2][:-1]), "all but the row for what is dropped"

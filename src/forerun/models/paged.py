@@ -27,7 +27,6 @@ class Extent:
     """One sequence's positions: on which pages they lie, and how many of them, from the start, are committed."""
 
     __slots__ = (
-        "_table",
         "digests",
         "found",
         "id",
@@ -47,14 +46,6 @@ class Extent:
         self.layers = frozenset(layers)  # hidden layers whose rows were kept for all positions so far
         self.digests: list[bytes] = []  # after each page that is named
         self.writable = 0  # positions below this, behind the committed ones, may be written: see PagedKV.grow
-        self._table: tuple[tuple[int, ...], Ints] = (), np.zeros(0, dtype=np.int32)
-
-    def table(self) -> Ints:
-        """Its pages as an array, which is kept until they change."""
-        pages = self.pages
-        if self._table[0] is not pages:
-            self._table = pages, np.array(pages, dtype=np.int32)
-        return self._table[1]
 
     @property
     def pages(self) -> tuple[int, ...]:

@@ -30,14 +30,13 @@ from forerun.models.cuda.plan import (
     Span,
     Template,
 )
-from forerun.models.paged import Ints
 from forerun.models.pages import PAGE
 from forerun.topology import trace
-from forerun.types import GreedyWalk, TreeBatch, TreeForm, Verdict
+from forerun.types import GreedyWalk, TreeBatch, TreeForm, Verdict, offsets
 
 
 def plan_grown(
-    places: Sequence[tuple[Ints, int]],
+    places: Sequence[tuple[Sequence[int], int]],
     form: TreeForm,
     group_nodes: int,
     prompts: Sequence[Span] = (),
@@ -54,24 +53,27 @@ def plan_grown(
         chunks.add(span, group_nodes)
     own = form.trees * _groups_per_tree(form, group_nodes)
     rows, groups = form.rows + len(chunks.tokens), own + len(chunks.groups)
-    lengths, counts = np.zeros((2, form.trees), dtype=np.int32)  # padding has none
-    lengths[:real] = [length for _, length in places]
-    counts[:real] = [len(pages) for pages, _ in places]
-    need = Need(rows, groups, max(max(farthest, int(lengths.max())) + form.depth, *chunks.positions, 0))
+    farthest = max(farthest, 0, *(length for _, length in places)) + form.depth
+    need = Need(rows, groups, max(farthest, 0, *chunks.positions))
     size = size_for(need) if prompts else need.rounded()
     template = _layout(form, group_nodes, size.rows, size.groups)
-    starts, at = np.cumsum(counts, dtype=np.int32) - counts, MAX_ROWS + len(template)
-    ints = template.fill(lengths, form.depth, (at + starts) * (counts > 0))
-    tables = np.concatenate([*(pages for pages, _ in places), np.array(chunks.pages, dtype=np.int32)])
+    starts, at = offsets([len(pages) for pages, _ in places]), MAX_ROWS + len(template)
+    pads = form.trees - real
+    ints = template.fill(
+        [*((0, n) for _, n in places), *[(0, 0)] * pads],
+        form.depth,
+        [*(at + start for start in starts[:-1]), *[0] * pads],
+    )
+    tables = np.array([page for pages, _ in places for page in pages] + chunks.pages, dtype=np.int32)
     if real:  # nodes are written behind the committed positions, in their own order
-        written = lengths[:real, None] + np.arange(form.nodes, dtype=np.int32)
-        found = tables[starts[:real, None] + written // PAGE] * PAGE + written % PAGE
+        written = np.array([n for _, n in places])[:, None] + np.arange(form.nodes)
+        found = tables[np.array(starts[:-1])[:, None] + written // PAGE] * PAGE + written % PAGE
         ints[2 * size.rows : 2 * size.rows + real * form.nodes] = found.ravel()
-    if real < form.trees:  # padding is written nowhere and attends to nothing
+    if pads:  # padding is written nowhere and attends to nothing
         first = 3 * size.rows + FIELDS * real * _groups_per_tree(form, group_nodes)
         ints[first : 3 * size.rows + FIELDS * size.groups] = 0
     if prompts:
-        chunks.write_chains(ints, size, own, at + len(tables) - len(chunks.pages))
+        chunks.write_chains(ints, size, own, at + starts[-1])
     return Plan(size, rows, np.concatenate((ints, tables)))
 
 
@@ -94,7 +96,7 @@ def _layout(form: TreeForm, group_nodes: int, rows: int, groups: int) -> Templat
         template.add_groups(tree, nodes, group_nodes, ancestors, form.depth + 1)
     template.pad_to(3 * rows + FIELDS * groups + form.rows * (form.depth + 1))
     for tree in range(form.trees):
-        template.add(tree, 0, 1)
+        template.add(tree, 0, 0, 1)
     return template
 
 

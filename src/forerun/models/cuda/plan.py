@@ -202,7 +202,8 @@ def _pack(size: Size, rows: Rows) -> Ints:
 class Template:
     """Integers that are sums of a few numbers of their own tree: laid out once, filled in by one product.
 
-    A tree's numbers are (1, length, split in which it starts, split behind its deepest node, where its pages start).
+    A tree's numbers are (1, base slot, length, split in which it starts, split behind its deepest node, where its pages
+    start). A sequence whose slots lie in a row from its base slot on has no pages: 0.
     """
 
     def __init__(self) -> None:
@@ -214,7 +215,7 @@ class Template:
 
     def add(self, tree: int, *factors: int) -> None:
         """One integer: so many times each of the tree's numbers."""
-        self._rows.append((tree, *factors, *[0] * (5 - len(factors))))
+        self._rows.append((tree, *factors, *[0] * (6 - len(factors))))
 
     def add_groups(
         self, tree: int, rows: Sequence[int], group_nodes: int, ancestors: int | None, steps: int
@@ -224,35 +225,36 @@ class Template:
         None = a chain, whose nodes share everything. What a split beyond a node's own position gives is never
         read. Where no split is wholly committed, the shared groups are empty.
         """
-        start, behind = (0, 0, 1), (0, 0, 0, 1)
         for low in range(0, len(rows), group_nodes):
             count = min(group_nodes, len(rows) - low)
-            self._add_group((0,), behind if ancestors is None else start, tree, rows[low], count, 0)
+            end = (0, 0, 0, 0, 1) if ancestors is None else (0, 0, 0, 1, 0)
+            self._add_group((0, 0, 0, 0, 0), end, tree, rows[low], count, 0)
         for row in rows if ancestors is not None else ():
-            self._add_group(start, behind, tree, row, 1, (ancestors or 0) + row * steps)
+            self._add_group((0, 0, 0, 1, 0), (0, 0, 0, 0, 1), tree, row, 1, (ancestors or 0) + row * steps)
 
     def _add_group(
         self, low: tuple[int, ...], high: tuple[int, ...], tree: int, row: int, count: int, ancestors: int
     ) -> None:
-        for factors in (low, high, (row,), (count,), (0,), (0, 1), (ancestors,), (0, 0, 0, 0, 1)):
+        for factors in (low, high, (row,), (count,), (0, 1), (0, 0, 1), (ancestors,), (0, 0, 0, 0, 0, 1)):
             self.add(tree, *factors)
 
     def pad_to(self, size: int, value: int = 0) -> None:
         for _ in range(size - len(self)):
             self.add(0, value)
 
-    def fill(self, lengths: Ints, depth: int, pages: Ints) -> Ints:
-        """For trees behind so many positions that are so deep; `pages`: where those of each start."""
+    def fill(self, places: Sequence[tuple[int, int]], depth: int, pages: Sequence[int] | None = None) -> Ints:
+        """For trees at these base slots and lengths that are so deep; `pages`: where those of each start."""
         if self._ready is None:
             table = np.array(self._rows, dtype=np.int32)
             self._ready = np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1:].T)
         trees, factors = self._ready
-        numbers = np.empty((5, len(lengths)), dtype=np.int32)
-        numbers[0], numbers[1], numbers[4] = 1, lengths, pages
-        numbers[2], numbers[3] = splits_of(lengths), splits_of(lengths + depth) + 1
-        if len(lengths) == 1:
-            return np.dot(numbers[:, 0], factors)  # type: ignore[no-any-return]
-        found: Ints = (numbers[:, trees] * factors).sum(0, dtype=np.int32)
+        numbers = [
+            (1, base, n, split_of(n), split_of(n + depth) + 1, at)
+            for (base, n), at in zip(places, pages or [0] * len(places), strict=True)
+        ]
+        if len(places) == 1:
+            return np.dot(np.array(numbers[0], dtype=np.int32), factors)  # type: ignore[no-any-return]
+        found: Ints = (np.array(numbers, dtype=np.int32)[trees].T * factors).sum(0, dtype=np.int32)
         return found
 
 

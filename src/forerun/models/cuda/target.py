@@ -195,7 +195,7 @@ class CudaDecoder(SlotTarget):
     ) -> tuple[Scores, dict[int, Tensor]]:
         """Trees grown on the device: nothing is read, and all results stay in the buffers until the next pass."""
         extents = [self._extent_for(seq, form.nodes) for seq in seqs]
-        places = [(extent.table(), extent.length) for extent in extents]
+        places = [(extent.pages, extent.length) for extent in extents]
         plan = plan_grown(places, form, self._group_nodes, chunks, size_for=self.passes.scored_size)
         self.grown.take(trees, form)
         self.passes.run_grown(plan, layers, form)

@@ -24,12 +24,11 @@ from forerun.drafters.eagle.cuda.feature_rows import DEEPEST, FeatureRows
 from forerun.drafters.eagle.cuda.head import HeadNet
 from forerun.drafters.eagle.cuda.integers import SentInts
 from forerun.drafters.eagle.cuda.menu import DraftMenu
-from forerun.drafters.eagle.cuda.row_states import PADDING
 from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, cut_trees, grow_level
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Size
-from forerun.models.pages import PAGE, TREE_MARGIN
+from forerun.models.pages import TREE_MARGIN
 from forerun.offers import Form
 from forerun.types import Needs, Scores, Seq, TreeBatch, TreeForm, Verdict
 
@@ -74,18 +73,13 @@ class DeviceDraft:
         self._joining: list[Seq] = []  # whose prompts were read since the last round
 
     @property
-    def _longest(self) -> int:
-        """Rows of a sequence behind which there is room for a draft."""
-        return self.net.model.max_length - DEEPEST
-
-    @property
     def needs(self) -> Needs:
         return Needs(tuple(sorted(set(self.feature_fusion.layers))))
 
     def is_ready(self, seq: Seq) -> bool:
         """Are there rows for all tokens of this sequence, and room for a draft behind them?"""
-        place, seen = self.rows.states.place_of(seq.id), len(seq.tokens) - 1
-        return place != PADDING and 0 < seen <= self._longest and self.rows.states.seen[place] == seen
+        state, longest = self.rows.get(seq.id), self.net.model.max_length - DEEPEST
+        return state is not None and 0 < state.seen == len(seq.tokens) - 1 <= longest
 
     def fitting(self, sequences: int, nodes: int, depth: int, width: int) -> Form | None:
         """A form as large as asked for, cut to the rows of a pass and the slots behind each sequence; None = none."""
@@ -113,7 +107,7 @@ class DeviceDraft:
         missing = [one for one in wanted if one not in known]
         trees = TreeForm(self._bucket(form, len(seqs)), form.nodes + 1, form.depth, chain=form.width == 1)
         if len(missing) == len(wanted):
-            self._launch([self._place(seq) for seq in seqs], wanted, form)
+            self._launch([self._state(seq) for seq in seqs], wanted, form)
         elif missing or list(known) != wanted:
             self._rearrange(seqs, known, missing, form)
         tokens, parents = self._tree_ints[:, : len(wanted) * trees.nodes]
@@ -138,7 +132,7 @@ class DeviceDraft:
 
     def rehearse(self, form: Form, bucket: int, farthest: int) -> TreeForm:
         """Capture the draft of a form for so many sequences, in contexts up to `farthest`, and time it."""
-        lanes = self.rows.states.lanes([PADDING] * bucket, [0] * bucket)
+        lanes = [self.rows.lane(None, 0)] * bucket
         planned, ints = plan_draft(lanes, form, self._group_nodes, farthest)
         self.ints.send(ints)
         self._last = planned
@@ -149,9 +143,9 @@ class DeviceDraft:
         self._last, self._ahead = None, None  # whose trees were overwritten
         return planned.trees
 
-    def _place(self, seq: Seq) -> int:
-        """Whose rows to draft from."""
-        return self.rows.states.place_of(seq.id) if self.is_ready(seq) else PADDING
+    def _state(self, seq: Seq) -> int | None:
+        """Whose rows to draft from; None = padding."""
+        return seq.id if self.is_ready(seq) else None
 
     def _bucket(self, form: Form, sequences: int) -> int:
         """The smallest batch size with a graph of this form, or the one that it would be captured for."""
@@ -169,33 +163,29 @@ class DeviceDraft:
         going += [(seq, seq.tokens[-1]) for seq in self._joining if self.is_ready(seq)]
         if not going or not self.knows(form, len(going)):
             return
-        states, wanted = self.rows.states, [(seq.id, root) for seq, root in going]
-        places = [states.place_of(seq_id) for seq_id, _ in wanted]
-        seen = states.seen[places]
-        if not ((seen > 0) & (seen <= self._longest)).all():
-            places = [
-                at if 0 < rows <= self._longest else PADDING for at, rows in zip(places, seen, strict=True)
-            ]
-        if any(place != PADDING for place in places):
-            self._launch(places, wanted, form)
+        longest = self.net.model.max_length - DEEPEST
+        wanted, states = [(seq.id, root) for seq, root in going], list[int | None]()
+        for seq, _ in going:
+            state = self.rows.get(seq.id)
+            states.append(seq.id if state is not None and 0 < state.seen <= longest else None)
+        if any(state is not None for state in states):
+            self._launch(states, wanted, form)
             self._ahead = Ahead({one: i for i, one in enumerate(wanted)}, form)
 
-    def _launch(self, places: list[int], wanted: Sequence[Wanted], form: Form) -> None:
+    def _launch(self, owners: Sequence[int | None], wanted: Sequence[Wanted], form: Form) -> None:
         """Draft for some sequences; their rows count as read, since whatever follows runs behind this."""
-        states, behind = self.rows.states, (form.depth - 1) * form.width
-        ends = states.seen[places] + behind
-        if (ends > PAGE * states.counts[places]).any():
-            places = [
-                at if states.has_room(at, int(end)) else PADDING for at, end in zip(places, ends, strict=True)
-            ]
-        self.rows.read_ahead(places, form.depth + 1)
-        pads = self._bucket(form, len(places)) - len(places)
-        lanes = states.lanes([*places, *[PADDING] * pads], [*(root for _, root in wanted), *[0] * pads])
+        states = [None if owner is None else self.rows.get(owner) for owner in owners]
+        behind = (form.depth - 1) * form.width
+        states = [one if one and self.rows.has_room(one, one.seen + behind) else None for one in states]
+        real = [state for state in states if state is not None]
+        self.rows.read_ahead(real, form.depth + 1)
+        lanes = [self.rows.lane(state, root) for state, (_, root) in zip(states, wanted, strict=True)]
+        lanes += [self.rows.lane(None, 0)] * (self._bucket(form, len(lanes)) - len(lanes))
         self._last, ints = plan_draft(lanes, form, self._group_nodes)
         self.ints.send(ints)
         self.replay_last()
-        states.read[places] = states.seen[places]
-        states.read[PADDING] = 0
+        for state in real:
+            state.read = state.seen
 
     def _rearrange(
         self, seqs: Sequence[Seq], known: dict[Wanted, int], missing: Sequence[Wanted], form: Form
@@ -206,7 +196,7 @@ class DeviceDraft:
         if missing:
             trees = trees.clone()
             by_id = {seq.id: seq for seq in seqs}
-            self._launch([self._place(by_id[seq_id]) for seq_id, _ in missing], missing, form)
+            self._launch([self._state(by_id[seq_id]) for seq_id, _ in missing], missing, form)
             fresh = self._tree_ints[:, : len(missing) * nodes].view(2, -1, nodes)
             trees = torch.cat((trees, fresh), 1)
         places = known | {one: len(known) + i for i, one in enumerate(missing)}

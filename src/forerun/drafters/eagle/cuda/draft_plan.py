@@ -10,6 +10,7 @@ sequence of one row, with slots of its own, so that nothing has to be treated ap
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -26,28 +27,15 @@ BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)  # batch sizes t
 MOST = BUCKETS[-1]  # sequences in one draft
 
 
-class Lanes(NamedTuple):
-    """What a draft must know of its B sequences: their unread rows, at least one of each, and where they are."""
+class Lane(NamedTuple):
+    """What a draft must know of one sequence: its unread rows, at least one, and where they are."""
 
-    roots: Ints  # [B] the last tokens
-    first: Ints  # [B] positions of the first unread rows
-    fresh: Ints  # [B] how many there are
-    after: Ints  # [B, room] the token after the row of position t, at t % room
-    rings: (
-        Ints  # [B] places of the rows of position 0 among all feature rows, of which each sequence has `room`
-    )
-    pages: Ints  # [B, n] of the head's slots, by position; with room for the draft
-    counts: Ints  # [B] how many of these there are
-
-    @property
-    def room(self) -> int:
-        return self.after.shape[1]
-
-    def slots(self, positions: Ints) -> Ints:
-        """Of positions [B, n] of every sequence."""
-        rows = np.arange(len(self.roots))[:, None]
-        found: Ints = self.pages[rows, positions // PAGE] * PAGE + positions % PAGE
-        return found
+    root: int  # the last token
+    tokens: Sequence[int]  # after each of these rows
+    pages: Ints  # of the head's slots, by position; with room for the draft
+    first: int  # position of the first of these rows
+    ring: int  # place of its position 0 among all feature rows
+    room: int  # feature rows that a sequence has, used again and again
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,65 +101,78 @@ def bucket_of(batch: int) -> int:
     return round_up(batch, BUCKETS)
 
 
-def plan_draft(lanes: Lanes, shape: Form, group_nodes: int, farthest: int = 0) -> tuple[DraftForm, Ints]:
+def plan_draft(
+    lanes: Sequence[Lane], shape: Form, group_nodes: int, farthest: int = 0
+) -> tuple[DraftForm, Ints]:
     """The integers of a draft for as many lanes as a bucket has, padding included.
 
     `farthest` asks for as many splits as a context that long needs.
     """
-    ends, depth, count = lanes.first + lanes.fresh, shape.depth, len(lanes.roots)
-    form = DraftForm(count, shape, splits_to(max(farthest, int(ends.max())) + depth))
-    at, inside = form.pages_at(group_nodes), np.arange(lanes.pages.shape[1]) < lanes.counts[:, None]
-    pages = lanes.pages[inside]
-    ints = np.zeros(at + len(pages), dtype=np.int32)
-    ints[at:] = pages
-    splits = splits_of(ends + np.array([[-1], [0], [depth]], dtype=np.int32))
-    first, places = (
-        form.level_at(0, group_nodes),
-        np.cumsum(lanes.counts, dtype=np.int32) - lanes.counts + (MAX_ROWS + at),
+    numbers = [(lane.first, len(lane.tokens), lane.ring, lane.room, len(lane.pages)) for lane in lanes]
+    table = np.array(numbers, dtype=np.int32).T
+    ends, depth = table[0] + table[1], shape.depth
+    form = DraftForm(len(lanes), shape, splits_to(max(farthest, int(ends.max())) + depth))
+    tables = Tables(
+        np.concatenate([lane.pages for lane in lanes]), np.cumsum(table[4], dtype=np.int32) - table[4]
     )
-    _catch_up(ints[:first], lanes, form)
-    last = ints[first - FIELDS * count : first].reshape(-1, FIELDS)
-    last[:, 1], last[:, 2], last[:, 3] = splits[0] + 1, np.arange(count), 1
+    at = form.pages_at(group_nodes)
+    ints = np.zeros(at + len(tables.pages), dtype=np.int32)
+    ints[at:] = tables.pages
+    splits = splits_of(ends + np.array([[-1], [0], [depth]], dtype=np.int32))
+    first, places = form.level_at(0, group_nodes), tables.starts + (MAX_ROWS + at)
+    _catch_up(ints[:first], lanes, table[:, :, None], tables, form)
+    last = ints[first - FIELDS * len(lanes) : first].reshape(-1, FIELDS)
+    last[:, 1], last[:, 2], last[:, 3] = splits[0] + 1, np.arange(len(lanes)), 1
     last[:, 5], last[:, 7] = ends, places
     if depth > 1:
         levels = ints[first : form.level_at(depth - 1, group_nodes)].reshape(depth - 1, -1)
-        _levels(levels, form, group_nodes, lanes, splits[1:])
+        _levels(levels, form, group_nodes, tables, ends, splits[1:])
         rows = aligned(form.level(group_nodes).rows)
-        groups = levels[:, 3 * rows :].reshape(depth - 1, count, -1, FIELDS)
+        groups = levels[:, 3 * rows :].reshape(depth - 1, len(lanes), -1, FIELDS)
         groups[..., 5], groups[..., 7] = ends[:, None], places[:, None]
     return form, ints
 
 
-def _catch_up(ints: Ints, lanes: Lanes, form: DraftForm) -> None:
+class Tables(NamedTuple):
+    """The pages of all sequences, one after another, and where each sequence's start."""
+
+    pages: Ints
+    starts: Ints
+
+    def slots(self, positions: Ints) -> Ints:
+        """Of positions [B, n] of every sequence."""
+        found: Ints = self.pages[self.starts[:, None] + positions // PAGE] * PAGE + positions % PAGE
+        return found
+
+
+def _catch_up(ints: Ints, lanes: Sequence[Lane], table: Ints, tables: Tables, form: DraftForm) -> None:
     """[tokens | positions | slots | sources] of the unread rows, pads written nowhere; of `last_at` all but groups."""
     count, behind, rows = form.sequences, form.behind, aligned(form.caught.rows)
-    first, fresh = lanes.first[:, None], lanes.fresh[:, None]
+    first, fresh, ring, room, _ = table
     inside = np.arange(behind, dtype=np.int32) < fresh  # [B, behind]
-    at: Ints = np.where(inside, first + np.arange(behind, dtype=np.int32), 0)
-    around: Ints = at % lanes.room
+    at = (first + np.arange(behind, dtype=np.int32)) * inside
     parts = ints[: 4 * rows].reshape(4, rows)[:, : count * behind]
-    parts[0] = (np.take_along_axis(lanes.after, around, 1) * inside).ravel()
+    parts[0, inside.ravel()] = [token for lane in lanes for token in lane.tokens]
     parts[1] = at.ravel()
-    parts[2] = np.where(inside, lanes.slots(at), -1).ravel()
-    parts[3] = (lanes.rings[:, None] + around).ravel()
+    parts[2] = np.where(inside, tables.slots(at), -1).ravel()
+    parts[3] = (ring + at % room).ravel()
     roots, lasts, positions = ints[form.last_at :][: 3 * aligned(count)].reshape(3, -1)[:, :count]
-    roots[:] = lanes.roots
-    lasts[:] = np.arange(count, dtype=np.int32) * behind + lanes.fresh - 1
-    positions[:] = lanes.first + lanes.fresh - 1
+    roots[:] = [lane.root for lane in lanes]
+    lasts[:] = np.arange(count, dtype=np.int32) * behind + fresh[:, 0] - 1
+    positions[:] = (first + fresh)[:, 0] - 1
 
 
-def _levels(ints: Ints, form: DraftForm, group_nodes: int, lanes: Lanes, splits: Ints) -> None:
-    """Of every level [tokens | positions | slots | groups].
+def _levels(ints: Ints, form: DraftForm, group_nodes: int, tables: Tables, ends: Ints, splits: Ints) -> None:
+    """Of every level [tokens | positions | slots | groups], of sequences that are so long.
 
     `splits`: those in which their drafts start, and end at the latest.
     """
     count, width, size = len(ints), form.shape.width, form.level(group_nodes)
     ints[:], rows = _same_of_levels(form, group_nodes), aligned(size.rows)
-    ends = lanes.first + lanes.fresh
     steps = np.arange(count, dtype=np.int32)[:, None]
     ints[:, rows : rows + size.rows] = np.repeat(ends, width) + steps
     places: Ints = np.arange(count * width, dtype=np.int32)
-    slots = lanes.slots(ends[:, None] + places)  # [B, levels width]
+    slots = tables.slots(ends[:, None] + places)  # [B, levels width]
     ints[:, 2 * rows : 2 * rows + size.rows] = (
         slots.reshape(-1, count, width).swapaxes(0, 1).reshape(count, -1)
     )

@@ -5,71 +5,58 @@ a round one indexed copy appends the rows of root and path of all sequences, whi
 A draft reads rows by their places. Keys and values of a head depend on a row alone, so rows that no draft starts from
 are read in passes of their own, many sequences at once: prompts when they are prefilled, and the rows of sequences that
 do not draft when their places are used up.
-
-What is known of the sequences is kept in arrays (row_states.py), so that a round of many takes as long as one of few.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.drafters.eagle.cuda.draft_plan import MOST, Lanes
+from forerun.drafters.eagle.cuda.draft_plan import MOST, Lane
 from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
 from forerun.drafters.eagle.cuda.head import HeadNet
 from forerun.drafters.eagle.cuda.integers import SentInts
-from forerun.drafters.eagle.cuda.row_states import PADDING, ROOM, RowStates
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, Size, round_up
 from forerun.models.paged import Ints
+from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
 from forerun.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 
 DEEPEST = 16  # levels of a draft
+ROOM = 24  # feature rows of a sequence; a round adds at most DEEPEST + 1
 PASSES = (64, 256, MAX_ROWS)  # rows of a pass that reads for keys and values alone
+PADDING = -1  # whose slots padding has
+NO_PAGES: Ints = np.zeros(0, dtype=np.int32)
 
 
-class Fresh(NamedTuple):
-    """Rows of a pass, R of them, that B sequences get: root and path of each."""
+@dataclass(slots=True)
+class RowState:
+    """What is known of one sequence's rows. Row t belongs to token t, and comes with the token after it."""
 
-    places: Ints  # [B] of the sequences
-    counts: Ints  # [B] rows of each
-    owners: Ints  # [R] which of the B
-    rows: Ints  # [R] of the pass
-    after: Ints  # [R] the token after each
-    at: Ints  # [R] position
+    seq_id: int
+    place: int  # which ROOM rows it owns
+    pages: Ints  # of its slots, by position
+    after: list[int] = field(default_factory=list)  # the token after each row that was observed
+    read: int = 0  # rows whose keys and values are in the head's slots, or were sent there
 
-    @classmethod
-    def of(
-        cls, places: Ints, firsts: Ints, paths: Sequence[Sequence[int]], bonus: Sequence[int], tokens: Ints
-    ) -> Fresh:
-        """From where the trees of these places start, their accepted nodes, and what follows those."""
-        counts = np.array([1 + len(path) for path in paths], dtype=np.int32)
-        owners = np.repeat(np.arange(len(paths), dtype=np.int32), counts)
-        ends = np.cumsum(counts, dtype=np.int32)
-        rows = firsts[owners]
-        below = np.ones(len(rows), dtype=bool)
-        below[ends - counts] = False
-        rows[below] += np.fromiter(chain.from_iterable(paths), np.int32, len(rows) - len(paths))
-        after = np.empty_like(rows)
-        after[:-1], after[ends - 1] = tokens[rows[1:]], bonus
-        within = np.arange(len(rows), dtype=np.int32) - (ends - counts)[owners]
-        return cls(places, counts, owners, rows, after, within)
+    @property
+    def seen(self) -> int:
+        """Rows that were observed."""
+        return len(self.after)
 
-    def behind(self, seen: Ints) -> Fresh:
-        """The same behind so many rows of each sequence."""
-        return self._replace(at=self.at + seen[self.owners])
+    def slots(self, first: int, end: int) -> list[int]:
+        """Of positions that it has pages for."""
+        at = np.arange(first, end)
+        found: list[int] = (self.pages[at // PAGE] * PAGE + at % PAGE).tolist()
+        return found
 
-    def select(self, which: np.ndarray[Any, Any]) -> Fresh:
-        """Some of the rows."""
-        return self._replace(
-            owners=self.owners[which], rows=self.rows[which], after=self.after[which], at=self.at[which]
-        )
+
+Fresh = tuple[RowState, Sequence[int], list[int]]  # rows of a pass, and the token after each
 
 
 class FeatureRows:
@@ -78,90 +65,123 @@ class FeatureRows:
     def __init__(self, net: HeadNet, fusion: FeatureFusion, replays: Replays, ints: SentInts) -> None:
         self.net, self.fusion, self._replays, self._ints = net, fusion, replays, ints
         device, width = net.model.device, fusion.feature_width
-        self.states = RowStates(net.pool)
-        self._dropped = (MOST + 1) * ROOM  # a row that is never read; those of PADDING are always zero
+        self._states: dict[int, RowState] = {}
+        self._left_out: set[int] = set()  # sequences for which there was no room
+        self._free = list(range(MOST))[::-1]
+        self._zeros, self._dropped = MOST * ROOM, MOST * ROOM + 1  # rows: always zero, and never read
         self._places = SentInts(device, 2 * MOST * (DEEPEST + 1), torch.long)
         with torch.inference_mode(False):
-            self.rows = torch.zeros(self._dropped + 1, width, dtype=net.model.dtype, device=device)
+            self.rows = torch.zeros(MOST * ROOM + 2, width, dtype=net.model.dtype, device=device)
             self._passing = torch.zeros(MAX_ROWS, width, dtype=net.model.dtype, device=device)
+        self._padding = RowState(PADDING, 0, NO_PAGES)
+        self.has_room(self._padding, TREE_MARGIN)
 
     @property
     def held(self) -> int:
         """Sequences that have places."""
-        return self.states.held
+        return len(self._states)
+
+    def get(self, seq_id: int) -> RowState | None:
+        return self._states.get(seq_id)
+
+    def lane(self, state: RowState | None, root: int) -> Lane:
+        """What a draft must know of a sequence; None = padding."""
+        if state is None or not state.seen:
+            return Lane(root, (0,), self._padding.pages, 0, self._zeros, ROOM)
+        first = min(state.read, len(state.after) - 1)  # the last row in any case: the draft starts from it
+        return Lane(root, state.after[first:], state.pages, first, state.place * ROOM, ROOM)
 
     def forget(self, seq_id: int) -> None:
-        self.states.forget(seq_id)
+        self._left_out.discard(seq_id)
+        state = self._states.pop(seq_id, None)
+        if state is not None:
+            self._free.append(state.place)
+            self.net.pool.release(seq_id)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Add the rows of root and path of every tree; long ones, which are prompts, are read at once."""
-        states, (paths, bonus), starts = self.states, verdict.to_host(), trees.starts
-        places = states.admit(seqs, [1 + len(path) for path in paths])
-        kept = [
-            b for b, place in enumerate(places) if place != PADDING and starts[b + 1] > starts[b]
-        ]  # not those that there is no room for, and prompts of one token, of which nothing went through the target
-        if not kept:
-            return
-        if len(kept) < len(seqs):
-            places, paths, bonus = places[kept], [paths[b] for b in kept], [bonus[b] for b in kept]
-        firsts = np.array(starts[:-1], dtype=np.int32)[kept]
-        fresh = Fresh.of(places, firsts, paths, bonus, np.array(trees.to_host()[0], dtype=np.int32))
+        tokens, (paths, bonus) = trees.to_host()[0], verdict.to_host()
+        fresh = list[Fresh]()
+        spans = zip(trees.starts, trees.starts[1:], strict=False)
+        for seq, (first, end), path, last in zip(seqs, spans, paths, bonus, strict=True):
+            state = self._states.get(seq.id)
+            if state is None or state.seen + len(path) >= PAGE * len(state.pages):
+                state = self._admit(seq, len(path) + 1)
+            if state is None or first == end:
+                continue  # no room for it, or a prompt of one token: nothing went through the target
+            rows = [first, *[first + node for node in path]]
+            fresh.append((state, rows, [*[tokens[row] for row in rows[1:]], last]))
         hidden = [scores.hidden[layer] for layer in self.fusion.layers]
         self._make_places(fresh)
-        fresh = fresh.behind(states.seen[places])
-        is_long = fresh.counts > DEEPEST + 1
-        if is_long.any():
-            self._read_passed(fresh.select(np.flatnonzero(is_long[fresh.owners])), hidden)
-        states.seen[places] += fresh.counts
-        seen = states.seen[places]
-        states.read[places] = np.where(is_long, seen, states.read[places])
-        last = np.where(is_long, 1, fresh.counts)[fresh.owners]  # rows to keep of each
-        fresh = fresh.select(np.flatnonzero(fresh.at >= seen[fresh.owners] - last))
-        owners, around = places[fresh.owners], fresh.at % ROOM
-        states.after[owners, around] = fresh.after
-        self._append(
-            hidden, fresh.rows, owners * ROOM + around, trees.form if verdict.outcome is not None else None
-        )
+        self._read_passed([one for one in fresh if len(one[1]) > DEEPEST + 1], hidden)
+        sources, places = list[int](), list[int]()
+        for state, passed, after in fresh:
+            state.after += after
+            seen, kept = state.seen, len(passed)
+            if kept > DEEPEST + 1:
+                state.read, kept = seen, 1
+            sources += passed[-kept:]
+            first = state.place * ROOM
+            places += [first + t % ROOM for t in range(seen - kept, seen)]
+        if sources:
+            self._append(hidden, sources, places, trees.form if verdict.outcome is not None else None)
 
-    def lanes(self, places: Sequence[int], roots: Sequence[int]) -> Lanes:
-        """What a draft must know of these sequences."""
-        return self.states.lanes(places, roots)
-
-    def read_ahead(self, places: Sequence[int], behind: int) -> None:
+    def read_ahead(self, states: Sequence[RowState], behind: int) -> None:
         """Read what is more than a draft takes, so that at most `behind` rows are left of each sequence."""
-        at = np.array(places, dtype=np.int32)
-        at = at[self.states.unread(at) > behind]
-        if len(at):
-            self._read_places(at, self.states.seen[at] - behind)
+        spans = [
+            (state, state.read, state.seen - behind) for state in states if state.seen - state.read > behind
+        ]
+        self._read_places(spans)
 
     def rehearse(self, scores: Scores, form: TreeForm) -> None:
         """Capture the copy behind rounds of a form; what is copied is dropped."""
-        none = np.zeros(0, dtype=np.int32)
-        self._append([scores.hidden[layer] for layer in self.fusion.layers], none, none, form)
+        self._append([scores.hidden[layer] for layer in self.fusion.layers], [], [], form)
 
     def rehearse_reading(self) -> None:
         """Capture the passes that read for keys and values; they write to no slot."""
-        none = np.zeros(0, dtype=np.int32)
         for rows in PASSES:
-            self._keep(none, none, none, rows)
+            self._keep([], [], [], rows)
 
-    def _make_places(self, coming: Fresh) -> None:
+    def has_room(self, state: RowState, positions: int) -> bool:
+        """Give a sequence pages for so many positions; False = there are too few."""
+        more = pages_for(positions) - len(state.pages)
+        if more > 0:
+            if not self.net.pool.take(state.seq_id, more):
+                return False
+            state.pages = np.array(self.net.pool.held[state.seq_id], dtype=np.int32)
+        return True
+
+    def _admit(self, seq: Seq, rows: int) -> RowState | None:
+        """A sequence with places and pages for so many more rows; None where there are none, until it is forgotten."""
+        state = self._states.get(seq.id)
+        if state is None and self._free and seq.id not in self._left_out:
+            state = self._states[seq.id] = RowState(seq.id, self._free.pop(), NO_PAGES)
+        if state is not None and not self.has_room(state, state.seen + rows):
+            self.forget(seq.id)
+            state = None
+        if state is None:
+            self._left_out.add(seq.id)
+        return state
+
+    def _make_places(self, coming: Sequence[Fresh]) -> None:
         """Where new rows would overwrite unread ones, read these first; of all sequences that have many."""
-        wanted = self.states.unread(coming.places) + coming.counts
-        if (wanted > ROOM).any():
-            full = coming.places[wanted > ROOM // 2]
-            self._read_places(full, self.states.seen[full])
+        counts = [(state, state.seen - state.read, len(rows)) for state, rows, _ in coming]
+        if any(unread + rows > ROOM for _, unread, rows in counts):
+            full = [state for state, unread, rows in counts if unread + rows > ROOM // 2]
+            self._read_places([(state, state.read, state.seen) for state in full])
 
-    def _append(self, hidden: list[Tensor], sources: Ints, places: Ints, form: TreeForm | None) -> None:
+    def _append(
+        self, hidden: list[Tensor], sources: list[int], places: list[int], form: TreeForm | None
+    ) -> None:
         """One indexed copy; behind trees of a form the rows lie in the target's buffers, and the copy is captured."""
         if form is None:
-            self._places.send(np.concatenate((sources, places)))
+            self._places.send(np.array((sources, places), dtype=np.int64))
             self._copy(hidden, len(sources))
             return
         count = form.trees * (form.depth + 1)
         both = np.zeros((2, count), dtype=np.int64)
         both[1] = self._dropped
-        both[0, : len(sources)], both[1, : len(sources)] = sources, places
+        both[:, : len(sources)] = sources, places
         self._places.send(both)
         self._replays.do(("append", form), lambda: self._copy(hidden, count))
 
@@ -170,42 +190,41 @@ class FeatureRows:
         parts = [rows.index_select(0, sources) for rows in hidden]
         self.rows.index_copy_(0, places, torch.cat(parts, -1))
 
-    def _read_places(self, places: Ints, ends: Ints) -> None:
-        """Read rows of the buffer for keys and values: the unread ones of each sequence, to before an end."""
-        counts = ends - self.states.read[places]
-        owners = np.repeat(places, counts)
-        within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        at = self.states.read[owners] + within.astype(np.int32)
-        tokens, slots = self.states.after[owners, at % ROOM], self.states.slots(owners, at)
-        for low in range(0, len(owners), MAX_ROWS):
-            some = slice(low, low + MAX_ROWS)
-            now = owners[some] * ROOM + at[some] % ROOM
-            self._places.send(now)
-            torch.index_select(self.rows, 0, self._places.all[: len(now)], out=self._passing[: len(now)])
-            self._keep(tokens[some], at[some], slots[some])
-        self.states.read[places] = np.maximum(self.states.read[places], ends)
+    def _read_places(self, spans: Sequence[tuple[RowState, int, int]]) -> None:
+        """Read rows of the buffer for keys and values: of each sequence those from one to before another."""
+        flat = [(state, t) for state, low, high in spans for t in range(low, high)]
+        for low in range(0, len(flat), MAX_ROWS):
+            some = flat[low : low + MAX_ROWS]
+            self._places.send(np.array([state.place * ROOM + t % ROOM for state, t in some], dtype=np.int64))
+            torch.index_select(self.rows, 0, self._places.all[: len(some)], out=self._passing[: len(some)])
+            slots = [int(state.pages[t // PAGE]) * PAGE + t % PAGE for state, t in some]
+            self._keep([state.after[t] for state, t in some], [t for _, t in some], slots)
+        for state, _, high in spans:
+            state.read = max(state.read, high)
 
-    def _read_passed(self, fresh: Fresh, hidden: list[Tensor]) -> None:
+    def _read_passed(self, fresh: Sequence[Fresh], hidden: list[Tensor]) -> None:
         """Read rows of a pass for keys and values, before they are counted as seen."""
-        slots = self.states.slots(fresh.places[fresh.owners], fresh.at)
-        for low in range(0, len(fresh.rows), MAX_ROWS):
+        rows = [row for _, mine, _ in fresh for row in mine]
+        tokens = [token for _, _, after in fresh for token in after]
+        at = [state.seen + i for state, mine, _ in fresh for i in range(len(mine))]
+        slots = [slot for state, mine, _ in fresh for slot in state.slots(state.seen, state.seen + len(mine))]
+        for low in range(0, len(rows), MAX_ROWS):
             some = slice(low, low + MAX_ROWS)
-            now = fresh.rows[some]
+            now = rows[some]
             if now[-1] - now[0] == len(now) - 1:  # rows follow each other: no gather
                 parts = [layer[now[0] : now[-1] + 1] for layer in hidden]
             else:
-                index = torch.from_numpy(now).to(self.rows.device)
+                index = torch.tensor(now, device=self.rows.device)
                 parts = [layer.index_select(0, index) for layer in hidden]
             torch.cat(parts, -1, out=self._passing[: len(now)])
-            self._keep(fresh.after[some], fresh.at[some], slots[some])
+            self._keep(tokens[some], at[some], slots[some])
 
-    def _keep(self, tokens: Ints, at: Ints, slots: Ints, rows: int = 0) -> None:
+    def _keep(self, tokens: Sequence[int], at: Sequence[int], slots: Sequence[int], rows: int = 0) -> None:
         """Write keys and values of the first rows of `_passing`."""
         rows = rows or round_up(len(tokens), PASSES)
         ints = np.zeros((3, rows), dtype=np.int32)
         ints[2] = -1
-        for row, values in zip(ints, (tokens, at, slots), strict=True):
-            row[: len(tokens)] = values
+        ints[:, : len(tokens)] = tokens, at, slots
         self._ints.send(ints)
         self._replays.do(("keep", rows), lambda: self._pass(rows))
 
