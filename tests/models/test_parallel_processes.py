@@ -128,8 +128,9 @@ def test_a_worker_that_dies_in_mid_pass_ends_its_request(folder: str) -> None:
 def test_no_process_is_left_by_a_program_that_ends(folder: str) -> None:
     """Ctrl-C is survived where the program goes on, and a program that is killed takes its workers along."""
     script = """
-        import sys
+        import signal, sys
         from forerun import LLM
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with Ctrl-C ignored
         llm = LLM(sys.argv[1], tensor_parallel_size=2, drafter="none")
         print(*llm.engine.target._others.pids, flush=True)
         while True:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
@@ -20,7 +21,7 @@ from forerun.cluster.loads import Loads, Report
 from forerun.cluster.replica import Begun, Ended
 from forerun.cluster.resume import Replay, StreamLost, can_resume, with_seed
 from forerun.completion import Completion
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, UnsupportedModel
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.server.backend import Backend, Load
 from forerun.types import Event
@@ -54,6 +55,10 @@ class ClusterBackend(Backend):
         return self._facts.max_length
 
     @property
+    def has_encoder(self) -> bool:
+        return self._facts.has_encoder
+
+    @property
     def max_batch(self) -> int:
         """Of all replicas together."""
         return self._facts.max_batch * max(1, len(self.loads.usable()))
@@ -72,6 +77,13 @@ class ClusterBackend(Backend):
     @property
     def problem(self) -> str | None:
         return None if self.loads.usable() else "no replica answers"
+
+    @property
+    def lost_process(self) -> str | None:
+        return None  # a replica that has lost one says so itself
+
+    async def swap_head(self, folder: Path) -> None:
+        raise UnsupportedModel("--heads works with one replica; with several, give each the head by `update`")
 
     def looks_hung(self, patience: float) -> bool:
         return False  # each replica looks for itself

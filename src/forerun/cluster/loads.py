@@ -24,6 +24,7 @@ class Report:
     vocab_size: int
     max_length: int
     max_batch: int
+    has_encoder: bool
     problem: str | None
     load: Load
 
