@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from forerun.offers import at_depth
 
@@ -76,8 +77,9 @@ def allocate(offers: Sequence[Levels], price: Callable[[int], float]) -> list[in
     return depths
 
 
+@lru_cache(maxsize=256)  # prices and costs change rarely, and every idle round asks
 def shortest_that_pays(
-    price: Sequence[float], costs: Sequence[float], acceptance: float = BEST_ACCEPTANCE
+    price: tuple[float, ...], costs: tuple[float, ...], acceptance: float = BEST_ACCEPTANCE
 ) -> int:
     """The shortest chain that beats a plain pass at this acceptance; 0 where none does."""
     gain, survival = price[0], 1.0

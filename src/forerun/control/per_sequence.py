@@ -209,7 +209,7 @@ class SequencePlanner:
         levels = Levels(survivals, costs, max(1.0, record.nodes) if offer.chosen else 1.0)
         depth, gain = best_depth(levels, listed.price)
         if offer.stops:  # what it gains by stopping in time shows only in its rounds
-            least = 2 * shortest_that_pays(listed.price, costs)  # less could not pay at any confidence
+            least = 2 * shortest_that_pays(listed.price, tuple(costs))  # less could not pay at any confidence
             depth, gain = min(listed.deepest, max(depth + 1, least)), record.mean_gain
         elif offer.chosen:  # the nodes it left out were not tested, so its rates are too high
             gain = min(gain, record.mean_gain)
@@ -253,7 +253,7 @@ class SequencePlanner:
         """The shortest draft that could pay, and what it costs in plain rounds if all of it is rejected."""
         offer, plain = option.offer, self.cost.pass_seconds(batch, batch)
         price = self._price(batch, 1.0, 0).price
-        costs = [seconds * batch / costly / plain for seconds in offer.seconds]
+        costs = tuple([seconds * batch / costly / plain for seconds in offer.seconds])
         length = shortest_that_pays(price, costs)
         worst = price[length] - 1.0 + total(costs, length) + offer.start * batch / plain
         return length, worst / batch

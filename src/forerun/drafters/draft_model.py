@@ -87,9 +87,11 @@ class ModelDrafter:
         return cls(draft, vocab_size)
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        wanted = [b for b, seq in enumerate(seqs) if self._depth(seq, budgets[b]) > 0]
+        if not wanted:
+            return TreeBatch.chains([seq.tokens[-1:] for seq in seqs])
         laws: list[Tensor] = []
         trees = [Growth([seq.tokens[-1]], [-1], [-1]) for seq in seqs]
-        wanted = [b for b, seq in enumerate(seqs) if self._depth(seq, budgets[b]) > 0]
         branches = {b: self._follow(seqs[b]) for b in wanted}
         branches = {b: branch for b, branch in branches.items() if not branch.foreign}
         live = list(branches)
