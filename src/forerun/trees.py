@@ -7,10 +7,10 @@ arithmetic on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +59,10 @@ class TreeBatch:
         "device",
         "device_seconds",
         "drawn_from",
+        "follows",
         "form",
+        "grower",
+        "members",
         "starts",
     )
 
@@ -72,9 +75,13 @@ class TreeBatch:
         device: torch.device | str = _CPU,  # of lists: where their tensors will be
         form: TreeForm | None = None,  # of trees that a device has grown: all that the host knows of them
         device_seconds: float = 0.0,  # that the device still takes to grow them
+        grower: GrowsNext | None = None,  # what could grow the next trees before these were read
+        follows: tuple[int, ...] | None = None,  # [B] of trees grown so: which of the last trees was whose; -1 = new
+        members: Sequence[int] | None = None,  # [B] which trees of the form these are; None = the first
     ) -> None:
         self.starts, self.drawn_from, self.form = starts, drawn_from, form
-        self.device_seconds = device_seconds
+        self.device_seconds, self.grower, self.follows = device_seconds, grower, follows
+        self.members = range(len(starts) - 1) if members is None else members
         self._topologies: list[Topology] | None = None
         self._lists: tuple[list[int], list[int]] | None = None
         self._tensors: tuple[Tensor, Tensor] | None = None
@@ -152,6 +159,15 @@ class TreeBatch:
             drawn = Draws(drawn.laws, drawn.rows[nodes.to(drawn.rows.device)], drawn.replace)
         return TreeBatch(self.tokens[nodes], self.parents[nodes], offsets([sizes[b] for b in which]), drawn)
 
+    def kept(self, which: Sequence[int]) -> TreeBatch:
+        """Some trees of a form, which were read; the device knows them as it did."""
+        (tokens, parents), starts, form = self.to_host(), self.starts, self.form
+        assert form is not None, "others are selected"
+        rows = [row for b in which for row in range(starts[b], starts[b + 1])]
+        some = [tokens[row] for row in rows], [parents[row] for row in rows]
+        members = [self.members[b] for b in which]
+        return TreeBatch(*some, form.starts(len(which)), None, self.device, form, members=members)
+
     def nodes_of(self, which: Sequence[int]) -> Tensor:
         """[M'] indices into the M nodes of the trees named."""
         spans = [torch.arange(self.starts[b], self.starts[b + 1]) for b in which]
@@ -187,11 +203,34 @@ class TreeBatch:
         return TreeBatch(tokens, parents, offsets([len(row) for row, _ in rows]), drawn_from, device)
 
 
+class GrowsNext(Protocol):
+    """Grows trees on a device behind trees whose verdict the host has not read."""
+
+    def follow(
+        self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
+    ) -> TreeBatch | None:
+        """The next trees, of sequences (`forerun.types.Seq`) and their trees among the last; -1 = they had none.
+
+        `hidden` are the rows of the pass over the last trees. None = these have to be read first.
+        """
+        ...
+
+
 class DeviceOutcome(Protocol):
     """A verdict in the memory of the device that decided it, valid until that target's next pass over trees.
 
     The tensors keep their addresses, so that what reads them can be captured in a graph.
     """
+
+    @property
+    def is_latest(self) -> bool:
+        """Is it still there? Else a pass that follows it was launched."""
+        ...
+
+    @property
+    def is_moved(self) -> bool:
+        """Were its `moves` made already?"""
+        ...
 
     def moves(self) -> tuple[Tensor, Tensor]:
         """Two of [B depth]: the KV slots of the paths, and where they belong; a slot that stays moves onto itself."""
@@ -216,10 +255,16 @@ class Verdict:
         self._device: torch.device | str = paths.device
 
     @classmethod
-    def of(cls, paths: Sequence[Sequence[int]], bonus: Sequence[int], device: torch.device | str) -> Verdict:
+    def of(
+        cls,
+        paths: Sequence[Sequence[int]],
+        bonus: Sequence[int],
+        device: torch.device | str,
+        outcome: DeviceOutcome | None = None,
+    ) -> Verdict:
         verdict = cls.__new__(cls)
         verdict._lists, verdict._tensors = ([list(path) for path in paths], list(bonus)), None
-        verdict._device, verdict.outcome = device, None
+        verdict._device, verdict.outcome = device, outcome
         return verdict
 
     @classmethod
@@ -249,6 +294,11 @@ class Verdict:
             rows = _ints(padded, self._device).view(len(paths), longest)
             self._tensors = rows, lengths, _ints(bonus, self._device)
         return self._tensors
+
+    def kept(self, which: Sequence[int]) -> Verdict:
+        """On some of the trees."""
+        paths, bonus = self.to_host()
+        return Verdict.of([paths[b] for b in which], [bonus[b] for b in which], self._device, self.outcome)
 
     def path(self, b: int) -> list[int]:
         return self.to_host()[0][b]

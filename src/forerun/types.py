@@ -189,6 +189,7 @@ class Budget:
     )
     level: float = 0.0  # of drafting one more level
     source: Source = "any"  # free = only what costs nothing | costly = the drafter that must run | any
+    repeats: int = 0  # further rounds that may start under this plan before the one before them is known
 
     @property
     def runs(self) -> bool:

@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.eagle.cuda.capture import contexts_of, jobs_of
-from forerun.drafters.eagle.cuda.draft_plan import BUCKETS, Lane, aligned, bucket_of, extent_of, plan_draft
+from forerun.drafters.eagle.cuda.draft_plan import (
+    BUCKETS,
+    DraftForm,
+    Lane,
+    aligned,
+    bucket_of,
+    complete,
+    extent_of,
+    plan_draft,
+)
+from forerun.models.cuda.grown import LastRound
+from forerun.models.paged import Ints
 from forerun.drafters.eagle.cuda.menu import FORMS, ROWS, DraftMenu, forms_for
 from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, cut_trees, grow_level
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, splits_to
@@ -121,14 +132,42 @@ def test_ancestors_lead_from_the_first_level_to_the_node() -> None:
 
 GROUP = 16  # nodes of an attention group
 PAGES = [np.array(pages, dtype=np.int32) for pages in ([9], [5, 2], [7], [3])]
-LANES = [Lane(11, [4, 5], PAGES[0], 7, 48, 24), Lane(12, [6], PAGES[1], 62, 72, 24)]
-OTHERS = [Lane(5, [1], PAGES[2], 20, 0, 24), Lane(6, [2, 3], PAGES[3], 23, 24, 24)]
+LANES = [Lane(11, [4, 5], PAGES[0], 7, 48), Lane(12, [6], PAGES[1], 62, 72)]
+OTHERS = [Lane(5, [1], PAGES[2], 20, 0), Lane(6, [2, 3], PAGES[3], 23, 24)]
 NINE, FIVE, TWO = (64 * page for page in (9, 5, 2))  # first slots
+
+
+def drafted(
+    lanes: list[Lane], shape: Form, last: LastRound | None = None, **more: int
+) -> tuple[DraftForm, Ints]:
+    """The plan as the device completes it."""
+    form, sent = plan_draft(lanes, shape, GROUP, **more)
+    at = MAX_ROWS + form.sent_at(GROUP)
+    ints = torch.zeros(at + len(sent), dtype=torch.int32)
+    ints[at:] = torch.from_numpy(sent)
+    complete(ints, form, GROUP, last or LastRound(CPU))
+    return form, ints[MAX_ROWS:].numpy()
+
+
+@pytest.mark.parametrize("shape", [Form(4, 4, 1), Form(8, 3, 3), Form(1, 1, 1)])
+def test_a_draft_behind_an_unread_round_is_the_one_behind_that_round_read(shape: Form) -> None:
+    last = LastRound(CPU)
+    last.accepted[1], last.accepted[2] = 1, 0
+    last.tokens[1, :2], last.tokens[2, :1] = torch.tensor([4, 5]), torch.tensor([6])
+    known = [LANES[0]._replace(root=5), LANES[1]._replace(root=6)]
+    unread = [lane._replace(root=0, tokens=(), follows=tree) for lane, tree in zip(known, (1, 2), strict=True)]
+    one, wanted = drafted(known, shape, last)
+    other, found = drafted(unread, shape, last)
+    assert one == other
+    end = one.sent_at(GROUP)
+    assert np.array_equal(found[:end], wanted[:end])
+    last.accepted[1] = 0
+    assert not np.array_equal(drafted(unread, shape, last)[1][:end], wanted[:end]), "a path not so long is another"
 
 
 @pytest.mark.parametrize("shape", [Form(4, 4, 1), Form(8, 3, 3), Form(1, 1, 1)])
 def test_the_integers_of_a_draft(shape: Form) -> None:
-    form, ints = plan_draft(LANES, shape, GROUP)
+    form, ints = drafted(LANES, shape)
     assert (form.sequences, form.shape, form.behind) == (2, shape, shape.depth + 1)
     rows = aligned(2 * form.behind)
     tokens, positions, slots, sources = ints[: 4 * rows].reshape(4, rows)[:, : 2 * form.behind]
@@ -150,28 +189,28 @@ def test_the_integers_of_a_draft(shape: Form) -> None:
     assert groups == [[0, 1, 0, 1, 0, 9, 0, tables[0]], [0, 1, 1, 1, 0, 63, 0, tables[1]]]
     for level in range(shape.depth - 1):
         size, first, width = form.level(GROUP), form.level_at(level, GROUP), shape.width
-        drafted = ints[first : first + extent_of(size)]
+        own = ints[first : first + extent_of(size)]
         rows = aligned(size.rows)
-        assert drafted[rows : rows + 2 * width].tolist() == [9 + level] * width + [63 + level] * width
+        assert own[rows : rows + 2 * width].tolist() == [9 + level] * width + [63 + level] * width
         at = [level * width + i for i in range(width)]
         behind = [*(NINE + 9 + i for i in at), *(FIVE + 63 if i == 0 else TWO + i - 1 for i in at)]
-        assert drafted[2 * rows : 2 * rows + 2 * width].tolist() == behind, (
+        assert own[2 * rows : 2 * rows + 2 * width].tolist() == behind, (
             "the second goes on, on its next page"
         )
-        owners = drafted[3 * rows :].reshape(2, -1, FIELDS)
+        owners = own[3 * rows :].reshape(2, -1, FIELDS)
         assert (owners[0, :, 7] == tables[0]).all()
         assert (owners[1, :, 7] == tables[1]).all()
 
 
 def test_feature_rows_are_used_again() -> None:
-    form, ints = plan_draft(OTHERS, Form(2, 2, 1), GROUP)
+    form, ints = drafted(OTHERS, Form(2, 2, 1))
     first = form.sources_at + form.behind
     assert ints[first : first + 2].tolist() == [24 + 23, 24 + 0]
 
 
 def test_drafts_that_agree_in_form_are_replays_of_one_graph() -> None:
-    one, ints = plan_draft(LANES, Form(8, 3, 3), GROUP)
-    other, others = plan_draft(OTHERS, Form(8, 3, 3), GROUP)
+    one, ints = drafted(LANES, Form(8, 3, 3))
+    other, others = drafted(OTHERS, Form(8, 3, 3))
     assert one == other
     pages = one.pages_at(GROUP)
     assert len(ints) - pages == 3
@@ -184,7 +223,7 @@ def test_drafts_that_agree_in_form_are_replays_of_one_graph() -> None:
 
 
 def test_levels_do_not_overlap() -> None:
-    form, ints = plan_draft(LANES, Form(24, 5, 6), GROUP)
+    form, ints = drafted(LANES, Form(24, 5, 6))
     size, depth = form.level(GROUP), form.shape.depth
     starts = [form.level_at(level, GROUP) for level in range(depth - 1)]
     sizes = {later - earlier for earlier, later in itertools.pairwise(starts)}

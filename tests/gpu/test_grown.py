@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.models.cuda.grown import GrownBuffers, plan_grown
+from forerun.models.cuda.grown import GrownBuffers, Place, plan_grown
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.paged import slots_of
 from forerun.models.pages import PAGE
@@ -55,15 +55,15 @@ def test_the_device_completes_what_the_host_lays_out(seed: int, group_nodes: int
     )
     trees = _random_trees(rng, form, 3)
     lengths = [rng.choice([0, 5, 127, 128, 1020, 4090]) for _ in range(3)]
-    places = [(rng.sample(range(1000 * b, 1000 * b + 99), 70), length) for b, length in enumerate(lengths)]
+    places = [Place(rng.sample(range(1000 * b, 1000 * b + 99), 70), length) for b, length in enumerate(lengths)]
     plan = plan_grown(places, form, group_nodes)
     ints = torch.from_numpy(np.concatenate((np.arange(MAX_ROWS, dtype=np.int32), plan.ints)))
-    buffers = GrownBuffers(torch.device("cpu"), walk_by_torch)
+    buffers = GrownBuffers(torch.device("cpu"), walk_by_torch, group_nodes)
     buffers.take(_grown(trees, form, "cpu"), form)
     buffers.fill(ints, plan.size, form)
     buffers.fill(ints, plan.size, form)  # a replay: nothing may add up
     wanted = []
-    for (pages, length), (_, parents) in zip(places, trees, strict=True):
+    for (pages, length, _), (_, parents) in zip(places, trees, strict=True):
         slots = slots_of(pages, 0, 70 * PAGE)
         for node in range(form.nodes):
             path = [0, *path_to(parents, node)]
@@ -76,6 +76,55 @@ def test_the_device_completes_what_the_host_lays_out(seed: int, group_nodes: int
     written = filled[2 * plan.size.rows : 3 * plan.size.rows].tolist()
     assert written[:real] == [way[-1] for way in wanted], "a node is written where it sees itself"
     assert all(slot == -1 for slot in written[real:])
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_trees_behind_an_unread_round_lie_where_they_would_if_it_had_been_read(chain: bool) -> None:
+    """The host gives lengths before that round, and its trees: the device adds root and path."""
+    rng, form = random.Random(7), TreeForm(4, 6, 5 if chain else 3, chain=chain)
+    trees, accepted = _random_trees(rng, form, 4), [0, 2, 3, 1]
+    lengths, follows = [5, 126, 1021, 4094], [2, -1, 0, 1]
+    pages = [rng.sample(range(1000 * b, 1000 * b + 99), 70) for b in range(4)]
+    known = [n + (accepted[tree] + 1 if tree >= 0 else 0) for n, tree in zip(lengths, follows, strict=True)]
+    found = []
+    for at, behind in ((lengths, follows), (known, [-1] * 4), (lengths, [-1] * 4)):
+        plan = plan_grown([Place(*one) for one in zip(pages, at, behind, strict=True)], form, 16, farthest=5000)
+        ints = torch.from_numpy(np.concatenate((np.arange(MAX_ROWS, dtype=np.int32), plan.ints)))
+        buffers = GrownBuffers(torch.device("cpu"), walk_by_torch, 16)
+        buffers.last.accepted[:4] = torch.tensor(accepted)
+        buffers.take(_grown(trees, form, "cpu"), form)
+        buffers.fill(ints, plan.size, form)
+        found.append(ints[: -3 * 4 - 4 * 70].tolist())  # all but what the host has sent
+    assert found[0] == found[1]
+    assert found[0] != found[2], "a round that adds nothing is another"
+
+
+def test_what_a_round_decided_is_kept_for_the_next() -> None:
+    form, buffers = TreeForm(2, 4, 3), GrownBuffers(torch.device("cpu"), walk_by_torch, 16)
+    trees = _grown([([9, 5, 6, 7], [-1, 0, 0, 2]), ([8, 5, 6, 7], [-1, 0, 1, 0])], form, "cpu")
+    plan = plan_grown([Place([7, 2], 62), Place([3], 4)], form, 16)
+    ints = torch.from_numpy(np.concatenate((np.arange(MAX_ROWS, dtype=np.int32), plan.ints)))
+    buffers.take(trees, form)
+    buffers.fill(ints, plan.size, form)
+    logits = torch.zeros(form.rows, 10)
+    logits[0, 6] = logits[2, 7] = logits[3, 1] = logits[4, 4] = 1.0
+    buffers.decide(ints, plan.size, form, logits)
+    last = buffers.last
+    assert last.accepted[:2].tolist() == [2, 0]
+    assert last.tokens[0, :3].tolist() == [6, 7, 1], "the path, then the bonus"
+    assert last.tokens[1, :1].tolist() == [4]
+    assert last.rows[0, :3].tolist() == [0, 2, 3]
+    assert last.rows[1, :1].tolist() == [4]
+    first = buffers.send(form)
+    second = buffers.send(form)
+    assert settled_tokens(buffers, trees, form, first) == settled_tokens(buffers, trees, form, second) == [1, 4]
+    buffers.send(form)
+    with pytest.raises(RuntimeError, match="overwritten"):
+        buffers.read(trees, form, first)
+
+
+def settled_tokens(buffers: GrownBuffers, trees: TreeBatch, form: TreeForm, number: int) -> list[int]:
+    return buffers.read(trees, form, number).to_host()[1]
 
 
 def test_ways_lead_from_the_root() -> None:
@@ -94,7 +143,12 @@ def test_kernels_do_what_torch_does(seed: int) -> None:
     real = rng.randint(1, 4)
     trees = _grown(_random_trees(rng, form, real), form, "cuda")
     plan = plan_grown(
-        [([9 - b, b, 20 + b, 11 * b, 77 - b, 50 + b, 99 - b], 100 * b + 7) for b in range(real)], form, 16
+        [
+            Place([9 - b, b, 20 + b, 11 * b, 77 - b, 50 + b, 99 - b], 100 * b + 7, b % 3 - 1)
+            for b in range(real)
+        ],
+        form,
+        16,
     )
     logits = torch.randn(form.rows, VOCAB, device=device)
     for b in range(real):  # some of what the target says is there
@@ -104,13 +158,16 @@ def test_kernels_do_what_torch_does(seed: int) -> None:
                 logits[b * form.nodes + int(trees.parents[row]), int(trees.tokens[row])] = 9.0 + rng.random()
     found = []
     for fused in (False, True):
-        buffers = GrownBuffers(device, device_walk(device) if fused else walk_by_torch, fused)
+        buffers = GrownBuffers(device, device_walk(device) if fused else walk_by_torch, 16, fused)
         ints = torch.cat((torch.arange(MAX_ROWS, dtype=torch.int32), torch.from_numpy(plan.ints))).to(device)
         buffers.take(trees, form)
-        buffers.fill(ints, plan.size, form)
+        buffers.last.accepted[:3] = torch.tensor([1, 0, 2])
+        buffers.fill(ints, plan.size, form)  # two of them follow the last round
         buffers.decide(ints, plan.size, form, logits)
-        found.append((ints, buffers.outcome, buffers.moves))
-    for name, plain, by_kernel in zip(("ints", "outcome", "moves"), *found, strict=True):
+        last = buffers.last
+        found.append((ints, buffers.outcome, buffers.moves, last.accepted, last.tokens, last.rows))
+    names = "ints", "outcome", "moves", "accepted", "tokens", "rows"
+    for name, plain, by_kernel in zip(names, *found, strict=True):
         assert torch.equal(plain, by_kernel), name
 
 
@@ -226,9 +283,9 @@ def _plant(target: object, seq: FakeSeq, tokens: list[int], parents: list[int], 
 
 def test_padding_moves_no_slot_of_others() -> None:
     """What is decided about padding is nobody's path: its moves repeat those of the first tree, or change nothing."""
-    form, buffers = TreeForm(3, 4, 3), GrownBuffers(torch.device("cpu"), walk_by_torch)
+    form, buffers = TreeForm(3, 4, 3), GrownBuffers(torch.device("cpu"), walk_by_torch, 16)
     tokens, parents = [9, 5, 6, 7], [-1, 0, 0, 2]
-    for places in ([([7, 2], 62)], []):  # two nodes on each of two pages
+    for places in ([Place([7, 2], 62)], []):  # two nodes on each of two pages
         plan = plan_grown(places, form, 16)
         ints = torch.cat((torch.arange(MAX_ROWS, dtype=torch.int32), torch.from_numpy(plan.ints)))
         if places:

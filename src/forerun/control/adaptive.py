@@ -21,6 +21,7 @@ from forerun.offers import NEVER, Form, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
+REPEATS = 8  # rounds that follow under one plan, on a device that goes on before a round was read
 FREE_CHAINS = Form(0, 1, 0)  # stands for n-gram chains of any length, whose nodes vary
 
 
@@ -31,11 +32,14 @@ class Decision:
     chooser: FormChooser
     ids: tuple[int, ...]
     promise: Promise
+    beside: bool  # others could draft at no cost: to be asked in every round
 
     def budget(self) -> Budget:
         """The same for each of them."""
-        form = self.promise.form
-        return Budget(form.nodes, form.depth, form.width, source="costly") if form.nodes else NOTHING
+        form, repeats = self.promise.form, 0 if self.chooser.insists or self.beside else REPEATS
+        if not form.nodes:
+            return NOTHING
+        return Budget(form.nodes, form.depth, form.width, source="costly", repeats=repeats)
 
 
 class AdaptiveController:
@@ -120,13 +124,13 @@ class AdaptiveController:
             chooser = self._choosers[id(menu)] = FormChooser(
                 menu, self.cost, self.allowance, self.planner.nodes, self.planner.width
             )
-        promise = chooser.choose(ids, batch)
-        if not chooser.insists and any(offer.free for offer in offers):
+        promise, beside = chooser.choose(ids, batch), any([offer.free for offer in offers])  # noqa: C419
+        if not chooser.insists and beside:
             nodes, accepted = self.planner.free_chains(offers, batch)
             free = chooser.promise_of(FREE_CHAINS, batch + nodes, batch, batch + accepted)
             if nodes and free.rate > promise.rate:
                 promise = free
-        return Decision(chooser, ids, promise)
+        return Decision(chooser, ids, promise, beside)
 
     def _observe_menu(self, decision: Decision, outcome: Round) -> None:
         """Book what the round gained or lost against plain decoding, and learn what its form brings and takes."""

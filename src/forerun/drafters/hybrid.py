@@ -118,7 +118,8 @@ class HybridDrafter:
             if state.parting is not None:
                 nodes = [0, *paths[b]]
                 _count_parting(state, dict(zip(nodes, committed[b], strict=True)))
-        if not (self._is_crowded and all([seq.id in self._sequences for seq in seqs])):  # noqa: C419 - quicker
+        known = trees.form is not None or all([seq.id in self._sequences for seq in seqs])  # noqa: C419 - quicker
+        if not (self._is_crowded and known):
             self.first.observe(seqs, trees, scores, verdict)
         self.second.observe(seqs, trees, scores, verdict)
 

@@ -6,8 +6,9 @@ A round happens whole or not at all. Its result is computed first (`Advance`) an
 repeated where it was interrupted. A round that fails before that is rolled back by recomputation: its sequences give
 their caches back and queue again with the tokens that they have. One thread at a time: see forerun.engine.driver.
 
-Where the target works beside the host (a GPU), a round is launched as soon as the last one is written: events are
-returned, and new requests taken, while the device is at work. The next step then finishes it.
+Where the target works beside the host (a GPU), a round is launched as soon as the last one is written, or even before
+it was read (forerun.engine.following): events are returned, and new requests taken, while the device is at work. The
+next step then finishes it.
 
 A request waits, is read, and runs. Prompts are read in chunks: by themselves while nobody runs, else in the pass that
 scores the trees of those that do, few enough rows at a time that these hardly notice (`PromptRows`).
@@ -23,6 +24,7 @@ from time import perf_counter
 from forerun.control.base import Controller
 from forerun.engine.budgets import cut_budgets
 from forerun.engine.detokenize import Decodes
+from forerun.engine.following import next_round
 from forerun.engine.metrics import EngineStats
 from forerun.engine.outcome import outcome_of
 from forerun.engine.pending import Launched, Pending
@@ -69,8 +71,10 @@ class Engine:
         self.launches_ahead = (
             target.device.type == "cuda"
         )  # a round before the events of the last are returned
+        self.follows_unread = self.launches_ahead  # and before the last was read, where that can be
         self._pending: Pending | None = None
         self._ahead: Launched | None = None  # the next round
+        self._following: Launched | None = None  # the one behind it
         self._unread: list[Event] = []  # of what was completed and not returned yet
 
     @property
@@ -110,12 +114,14 @@ class Engine:
             if self._ahead is None:
                 self._start_round()
             if self._ahead is not None:
+                self._follow(self._ahead)
                 self._finish(self._ahead)
-                if self.launches_ahead:
+                if self._ahead is None and self.launches_ahead:
                     self._start_round(reads=False)
         except Exception as error:
             self._after_failure(error)
         except BaseException:
+            self._following = None
             self._recover()
             raise
         events, self._unread = self._unread, []
@@ -125,7 +131,7 @@ class Engine:
         """Finish a round that was launched: then nothing is under way. Its events are returned by the next step."""
         try:
             self._recover()
-            if self._ahead is not None:
+            while self._ahead is not None:
                 self._finish(self._ahead)
         except Exception as error:
             self._after_failure(error)
@@ -151,15 +157,41 @@ class Engine:
         self.scheduler.begin(readers)
         trees = self.drafters.propose(seqs, budgets)
         clock.lap("draft")
-        prompts = Prompts(readers, rows) if readers else None
-        scores = self.target.score(seqs, trees, self.drafters.needs(pending.seqs), prompts)
+        scores = self.score(seqs, trees, readers, rows)
         clock.lap("pass")
-        self._ahead = Launched(pending, seqs, readers, trees, scores, clock)
+        repeats = min([budget.repeats for budget in budgets])
+        self._ahead = Launched(pending, seqs, readers, trees, scores, clock, repeats)
         self._pending = None  # last: whatever interrupts a launch undoes it
+
+    def _follow(self, launched: Launched) -> None:
+        """Launch the round behind this one, where that can be done before this one is read."""
+        if not self.follows_unread:
+            return
+        try:
+            self._following = next_round(self, launched)
+        except Exception as error:
+            self.follows_unread = False
+            log.warning("rounds are read before the next one starts, as one failed that was not: %r", error)
+            raise
+        self._pending = None
+
+    def hold(self, seqs: Sequence[SequenceState]) -> None:
+        """Undo the rounds of these sequences if what is done next is interrupted."""
+        self._pending = Pending([*{seq.id: seq for seq in seqs}.values()])
+
+    def score(
+        self, seqs: Sequence[SequenceState], trees: TreeBatch, readers: Sequence[SequenceState], rows: int
+    ) -> Scores:
+        """The pass of a round, which also reads so many rows of prompts; drafters observe these at once."""
+        needs = self.drafters.needs([*seqs, *readers])
+        scores = self.target.score(seqs, trees, needs, Prompts(readers, rows) if readers else None)
+        if scores.read is not None:
+            self._observe_prompts(readers, *scores.read)
+        return scores
 
     def _finish(self, launched: Launched) -> None:
         """Verify, commit, observe and emit; all of it or nothing."""
-        pending, seqs, readers, trees, scores, clock = launched
+        pending, seqs, readers, trees, scores, clock, _ = launched
         self._pending, self._ahead = pending, None
         clock.lap("host")
         laws = warp(scores.required_logits, seqs, trees)
@@ -167,11 +199,10 @@ class Engine:
         verdict = self.verifiers.verify(seqs, trees, laws, noise, scores.greedy)
         clock.lap("verdict")
         clock.settle(trees, scores)
+        seqs, trees, verdict = launched.without_ended(verdict)
         self.target.commit(seqs, trees, verdict)
-        rows = self._observe_prompts(readers, *scores.read, clock.started) if scores.read is not None else 0
-        self.drafters.observe(
-            seqs, trees, scores, verdict
-        )  # behind prompts: the next draft may be for those too
+        rows = self._note_prompts(readers, scores.read[0], clock.started) if scores.read is not None else 0
+        self.drafters.observe(seqs, trees, scores, verdict)
         parts = clock.seconds, (spent := perf_counter() - clock.started), rows, scores.delayed
         advances, outcome = outcome_of(seqs, trees, laws, verdict, *parts)
         pending.advances = advances  # from here on the round has happened
@@ -182,6 +213,8 @@ class Engine:
         self._complete(advances)
         self.prompt_rows.observe(spent, rows)
         self.stats.count(outcome, sum(len(advance.tokens) for advance in advances), clock)
+        following, self._following = self._following, None
+        self._ahead = None if following is None else following.begun(self.stats.clock())
 
     def submit(self, request: Request) -> int:
         """Queue a request; its id names it in events."""
@@ -225,15 +258,17 @@ class Engine:
         self._pending = Pending(seqs)
         self.scheduler.begin(seqs)
         chains, scores = self.target.prefill(seqs, self.drafters.needs(seqs), rows)
-        self.stats.count_prompts(scores, self._observe_prompts(seqs, chains, scores, clock.started), clock)
+        self._observe_prompts(seqs, chains, scores)
+        self.stats.count_prompts(scores, self._note_prompts(seqs, chains, clock.started), clock)
         self._pending = None
 
-    def _observe_prompts(
-        self, seqs: Sequence[SequenceState], chains: TreeBatch, scores: Scores, started: float
-    ) -> int:
-        """A chunk is a chain that was accepted whole, and the prompt's next token follows it; the rows computed."""
+    def _observe_prompts(self, seqs: Sequence[SequenceState], chains: TreeBatch, scores: Scores) -> None:
+        """A chunk is a chain that was accepted whole, and the prompt's next token follows it."""
         following = [seq.tokens[self.target.cached_tokens(seq)] for seq in seqs]
         self.drafters.observe(seqs, chains, scores, Verdict.whole_chain(chains, following))
+
+    def _note_prompts(self, seqs: Sequence[SequenceState], chains: TreeBatch, started: float) -> int:
+        """The rows of prompts that were computed since then."""
         return chains.nodes - note_prompts(seqs, self.target, self.stats, perf_counter() - started)
 
     def _send_back(self, seq: SequenceState) -> None:
@@ -273,13 +308,14 @@ class Engine:
         for seq in seqs:
             self._forget(seq)
         self.scheduler.queue_again(seqs)
-        self._pending = self._ahead = None
+        self._pending = self._ahead = self._following = None
 
     def _after_failure(self, error: Exception) -> None:
         """Try again with half as many at once; a sequence that fails twice, alone, ends with the error."""
         pending = self._pending
         if pending is None:
             raise error  # no round was under way: trying again would fail again
+        self._following = None
         if pending.advances is not None:
             log.warning("a round was completed, but an observer of it failed: %r", error)
             self._recover()

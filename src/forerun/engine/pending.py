@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from forerun.engine.round_clock import RoundClock
 from forerun.engine.sequence import Advance, SequenceState
-from forerun.types import Scores, TreeBatch
+from forerun.types import Scores, TreeBatch, Verdict
 
 
 class Pending:
@@ -28,3 +28,18 @@ class Launched(NamedTuple):
     trees: TreeBatch
     scores: Scores
     clock: RoundClock
+    repeats: int  # further rounds that may start before this one is known
+
+    def begun(self, clock: RoundClock) -> Launched | None:
+        """The round before it has ended: what is left of this one. None = all of its sequences ended with that."""
+        going = [seq for seq in self.pending.seqs if seq.finished is None]
+        if all(seq.finished is not None for seq in self.seqs):
+            return None
+        return self._replace(pending=Pending(going), clock=clock)
+
+    def without_ended(self, verdict: Verdict) -> tuple[list[SequenceState], TreeBatch, Verdict]:
+        """Its sequences, trees and verdict, less those that had ended before it was known."""
+        going = [b for b, seq in enumerate(self.seqs) if seq.finished is None]
+        if len(going) == len(self.seqs):
+            return self.seqs, self.trees, verdict
+        return [self.seqs[b] for b in going], self.trees.kept(going), verdict.kept(going)

@@ -33,7 +33,7 @@ _AS_IS = (1.0, 0, 1.0, 0.0)  # temperature, top-k, top-p, min-p that change noth
 def warp(logits: Tensor, seqs: Sequence[Seq], trees: TreeBatch) -> Laws:
     """The law after every node [M, V] of every tree."""
     for seq in seqs:
-        if not _is_plain_greedy(seq):
+        if not is_plain_greedy(seq):
             break
     else:
         return Laws(logits, (True,) * len(seqs), plain_greedy=True)
@@ -125,7 +125,7 @@ def _truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
     return logits
 
 
-def _is_plain_greedy(seq: Seq) -> bool:
+def is_plain_greedy(seq: Seq) -> bool:
     """Is the law the argmax of the logits as they are?"""
     return seq.params.temperature == 0.0 and not adjusts(seq)
 

@@ -1,9 +1,10 @@
 """Passes over trees that were grown on the device: from their parents to a pass, from its argmax to the verdict.
 
-The host knows the sizes and slots of such trees, but not their tokens and parents. So it lays out the pass for any
-tree of that size, with room for as many ancestors as the tree may be deep, and the device fills in the rest: tokens,
-positions and ancestors before the pass, the path of the argmax after it. The host reads all of it at once, at the end
-of the round. Everything here is a few torch operations on small integers, made to be captured in a graph.
+The host knows the sizes of such trees and the pages of their sequences, but not their tokens and parents; and where the
+last round was not read yet, not even how long the sequences are: then it gives the length before that round, and which
+tree of it was the sequence's. The device fills in the rest: tokens, positions, slots, ancestors and groups before the
+pass, the path of the argmax after it. The host reads all of it at once, when it wants to know. Everything here is one
+kernel before the pass and one after it on a GPU, and the same in a few torch operations elsewhere.
 
 A form may have more trees than there are sequences: the last ones are padding, so that few forms serve all batches.
 Padding is written to no slot and attends to nothing; what is decided about it is dropped.
@@ -13,37 +14,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.models.cuda.plan import (
-    FIELDS,
-    MAX_ROWS,
-    Need,
-    Plan,
-    Rows,
-    Size,
-    SizeFor,
-    Span,
-    Template,
-)
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Need, Plan, Rows, Size, SizeFor, Span, splits_at
 from forerun.models.pages import PAGE
 from forerun.topology import trace
 from forerun.types import GreedyWalk, TreeBatch, TreeForm, Verdict, offsets
 
+STEPS = 17  # root and path of the deepest tree whose outcome can be followed before it was read
+TURNS = 2  # outcomes that the host has not read yet, at most
+
+
+class Place(NamedTuple):
+    """Where a tree is written: behind so many committed positions of its sequence."""
+
+    pages: Sequence[int]
+    length: int
+    follows: int = -1  # its tree in the last round, which was not read: that adds root and path to the length
+
 
 def plan_grown(
-    places: Sequence[tuple[Sequence[int], int]],
+    places: Sequence[Place],
     form: TreeForm,
     group_nodes: int,
     prompts: Sequence[Span] = (),
     farthest: int = 0,
     size_for: SizeFor = Need.rounded,
 ) -> Plan:
-    """A pass over trees whose content is on the device; `places` has every real tree's pages and length.
+    """A pass over trees whose content is on the device; there is a place for every real tree.
 
     Chunks of prompts follow behind the trees' rows: the host knows all about them, and `size_for` gives the size of
     such a pass. `farthest` asks for as many splits as a context that long needs.
@@ -51,66 +53,52 @@ def plan_grown(
     chunks, real = Rows(form.rows), len(places)
     for span in prompts:
         chunks.add(span, group_nodes)
-    own = form.trees * _groups_per_tree(form, group_nodes)
+    own = form.trees * groups_per_tree(form, group_nodes)
     rows, groups = form.rows + len(chunks.tokens), own + len(chunks.groups)
-    farthest = max(farthest, 0, *(length for _, length in places)) + form.depth
+    ends = [length + (form.depth + 1 if follows >= 0 else 0) for _, length, follows in places]
+    farthest = max(farthest, 0, *ends) + form.depth
     need = Need(rows, groups, max(farthest, 0, *chunks.positions))
     size = size_for(need) if prompts else need.rounded()
-    template = _layout(form, group_nodes, size.rows, size.groups)
-    starts, at = offsets([len(pages) for pages, _ in places]), MAX_ROWS + len(template)
-    pads = form.trees - real
-    ints = template.fill(
-        [*((0, n) for _, n in places), *[(0, 0)] * pads],
-        form.depth,
-        [*(at + start for start in starts[:-1]), *[0] * pads],
-    )
-    tables = np.array([page for pages, _ in places for page in pages] + chunks.pages, dtype=np.int32)
-    if real:  # nodes are written behind the committed positions, in their own order
-        written = np.array([n for _, n in places])[:, None] + np.arange(form.nodes)
-        found = tables[np.array(starts[:-1])[:, None] + written // PAGE] * PAGE + written % PAGE
-        ints[2 * size.rows : 2 * size.rows + real * form.nodes] = found.ravel()
-    if pads:  # padding is written nowhere and attends to nothing
-        first = 3 * size.rows + FIELDS * real * _groups_per_tree(form, group_nodes)
-        ints[first : 3 * size.rows + FIELDS * size.groups] = 0
+    at = Places.of(size, form)
+    ints = np.zeros(at.pages - MAX_ROWS, dtype=np.int32)
+    ints[2 * size.rows : 3 * size.rows] = -1
+    starts = offsets([len(pages) for pages, _, _ in places])
+    table = ints[at.lengths - MAX_ROWS :].reshape(3, form.trees)
+    table[1] = -1
+    table = table[:, :real]
+    table[0] = [length for _, length, _ in places]
+    table[1] = [follows for _, _, follows in places]
+    table[2] = [at.pages + start for start in starts[:-1]]
     if prompts:
-        chunks.write_chains(ints, size, own, at + starts[-1])
-    return Plan(size, rows, np.concatenate((ints, tables)))
+        chunks.write_chains(ints, size, own, at.pages + starts[-1])
+    tables = [page for pages, _, _ in places for page in pages] + chunks.pages
+    return Plan(size, rows, np.concatenate((ints, np.array(tables, dtype=np.int32))))
 
 
-def _groups_per_tree(form: TreeForm, group_nodes: int) -> int:
+def groups_per_tree(form: TreeForm, group_nodes: int) -> int:
+    """Groups of nodes that share what they attend to; and, in trees that branch, one of each node's own."""
     return -(-form.nodes // group_nodes) + (0 if form.chain else form.nodes)
-
-
-@lru_cache(maxsize=256)
-def _layout(form: TreeForm, group_nodes: int, rows: int, groups: int) -> Template:
-    """[tokens | positions | slots | groups | ancestors [M, depth + 1] | lengths [B]].
-
-    Tokens, positions and ancestors are for `fill`, which also reads the lengths; slots depend on the pages.
-    """
-    template = Template()
-    template.pad_to(2 * rows)
-    template.pad_to(3 * rows, -1)
-    ancestors = None if form.chain else MAX_ROWS + 3 * rows + FIELDS * groups
-    for tree in range(form.trees):
-        nodes = range(tree * form.nodes, (tree + 1) * form.nodes)
-        template.add_groups(tree, nodes, group_nodes, ancestors, form.depth + 1)
-    template.pad_to(3 * rows + FIELDS * groups + form.rows * (form.depth + 1))
-    for tree in range(form.trees):
-        template.add(tree, 0, 0, 1)
-    return template
 
 
 class GrownBuffers:
     """Buffers for grown trees as input of a pass, and for its outcome until the host reads it."""
 
-    def __init__(self, device: torch.device, walk: GreedyWalk, fused: bool | None = None) -> None:
-        self.walk = walk
+    def __init__(
+        self, device: torch.device, walk: GreedyWalk, group_nodes: int, fused: bool | None = None
+    ) -> None:
+        self.walk, self.group_nodes = walk, group_nodes
         self.fused = device.type == "cuda" if fused is None else fused  # by kernels, or in plain torch
+        self.passes = 0  # that were decided
+        self.form: TreeForm | None = None  # of the last
+        self.moved = 0  # the last pass whose paths were moved to their places
+        on_gpu = device.type == "cuda"
         with torch.inference_mode(False):
             self.tree_ints = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)  # tokens and parents
             self.outcome = torch.zeros(8 * MAX_ROWS, dtype=torch.long, device=device)
             self.moves = torch.zeros(2, 4 * MAX_ROWS, dtype=torch.long, device=device)
-            self._host = torch.zeros(8 * MAX_ROWS, dtype=torch.long, pin_memory=device.type == "cuda")
+            self.last = LastRound(device)
+            self._host = [torch.zeros(8 * MAX_ROWS, dtype=torch.long, pin_memory=on_gpu) for _ in range(TURNS)]
+        self._sent = [torch.cuda.Event() if on_gpu else None for _ in self._host]  # type: ignore[no-untyped-call]
 
     def take(self, trees: TreeBatch, form: TreeForm) -> None:
         """Copy the trees in; padding gets the first tree once more, which is a tree like any other."""
@@ -132,16 +120,44 @@ class GrownBuffers:
             from forerun.models.cuda import kernels_grown
 
             kernels_grown.place[(form.trees, form.nodes)](
-                self.tree_ints, ints, MAX_ROWS, places.positions, places.ancestors, places.lengths,
-                self.tree_ints.stride(0), form.nodes, form.depth, num_warps=1,
+                self.tree_ints, ints, self.last.accepted, MAX_ROWS, places.positions, places.slots, places.groups,
+                places.ancestors, places.lengths, self.tree_ints.stride(0), form.trees, form.nodes, form.depth,
+                self.group_nodes, groups_per_tree(form, self.group_nodes), int(form.chain), num_warps=1,
             )  # fmt: skip
             return
         tokens, parents = self._trees(form)
         depths, ancestors = trace(parents, form.depth)
-        positions = ints[places.lengths :][: form.trees, None] + depths
+        given, follows, starts = ints[places.lengths :][: 3 * form.trees].view(3, form.trees).clone()
+        lengths = given + self.last.added(follows)
+        written = lengths[:, None] + torch.arange(form.nodes, device=ints.device)
+        slots = ints[starts[:, None] + written // PAGE] * PAGE + written % PAGE
+        real = (starts > 0)[:, None]
         ints[MAX_ROWS : MAX_ROWS + form.rows].copy_(tokens.flatten())
-        ints[places.positions : places.positions + form.rows].copy_(positions.flatten())
+        ints[places.positions : places.positions + form.rows].copy_((lengths[:, None] + depths).flatten())
+        ints[places.slots : places.slots + form.rows].copy_(torch.where(real, slots, -1).flatten())
         ints[places.ancestors : places.lengths].copy_(ancestors.flatten())
+        groups = torch.where(real[..., None], self._groups(form, lengths, starts, places), 0).flatten()
+        ints[places.groups : places.groups + len(groups)].copy_(groups)
+
+    def _groups(self, form: TreeForm, lengths: Tensor, starts: Tensor, places: Places) -> Tensor:
+        """[B, groups, FIELDS] committed tokens are shared; where a tree branches, every node attends alone from the
+        split on in which the tree starts. Fields: models/cuda/plan.py.
+        """
+        trees, nodes = torch.arange(form.trees, device=lengths.device), form.nodes
+        own, shared = splits_at(lengths), -(-nodes // self.group_nodes)
+        behind = splits_at(lengths + form.depth) + 1
+        groups = lengths.new_zeros(form.trees, groups_per_tree(form, self.group_nodes), FIELDS)
+        first = torch.arange(0, nodes, self.group_nodes, device=lengths.device)
+        groups[:, :shared, 1] = (behind if form.chain else own)[:, None]
+        groups[:, :shared, 2] = (trees[:, None] * nodes + first).int()
+        groups[:, :shared, 3] = (nodes - first).clamp(max=self.group_nodes).int()
+        if not form.chain:
+            rows = (trees[:, None] * nodes + torch.arange(nodes, device=lengths.device)).int()
+            groups[:, shared:, 0], groups[:, shared:, 1] = own[:, None], behind[:, None]
+            groups[:, shared:, 2], groups[:, shared:, 3] = rows, 1
+            groups[:, shared:, 6] = places.ancestors + rows * (form.depth + 1)
+        groups[..., 5], groups[..., 7] = lengths[:, None], starts[:, None]
+        return groups
 
     def decide(self, ints: Tensor, size: Size, form: TreeForm, logits: Tensor) -> None:
         """The verdict, and which slots it moves: root and path behind each other, the rest onto itself."""
@@ -154,12 +170,13 @@ class GrownBuffers:
             from forerun.models.cuda import kernels_grown
 
             kernels_grown.record[(form.trees,)](
-                self.tree_ints, ints, self.outcome, self.moves, places.slots, self.tree_ints.stride(0),
-                self.moves.stride(0), form.rows, form.nodes, form.depth,
-                N_UP=1 << max(2, (form.nodes - 1).bit_length()), STEPS_UP=1 << max(2, form.depth.bit_length()),
-                num_warps=4,
+                self.tree_ints, ints, self.outcome, self.moves, self.last.accepted, self.last.tokens, self.last.rows,
+                places.slots, self.tree_ints.stride(0), self.moves.stride(0), form.rows, form.nodes, form.depth,
+                STEPS, N_UP=1 << max(2, (form.nodes - 1).bit_length()),
+                STEPS_UP=1 << max(2, form.depth.bit_length()), num_warps=4,
             )  # fmt: skip
             return
+        self.last.note(trees[0], paths, accepted, bonus)
         self.outcome[: 2 * form.rows].copy_(trees.flatten())
         slots = ints[places.slots :][: form.rows].view(form.trees, form.nodes).long()
         steps = (
@@ -172,17 +189,27 @@ class GrownBuffers:
         moves = torch.where(real[:1], moves, 0)  # and if that is padding too, nothing
         self.moves[:, : form.trees * form.depth].copy_(moves.flatten(1))
 
-    def read(self, trees: TreeBatch, form: TreeForm) -> Verdict:
-        """The verdict, and the trees with it: the one time in a round that the host waits."""
-        size = _length(form)
-        self._host[:size].copy_(self.outcome[:size], non_blocking=True)
-        if self.outcome.device.type == "cuda":
-            torch.cuda.current_stream(self.outcome.device).synchronize()
-        values = self._host[:size].clone()  # the buffer is written again in the next round
+    def send(self, form: TreeForm) -> int:
+        """The pass was launched: let its outcome be copied to the host, behind it. Returns the number of the pass."""
+        self.passes, self.form = self.passes + 1, form
+        turn, size = self.passes % TURNS, _length(form)
+        self._host[turn][:size].copy_(self.outcome[:size], non_blocking=True)
+        if (sent := self._sent[turn]) is not None:
+            sent.record()
+        return self.passes
+
+    def read(self, trees: TreeBatch, form: TreeForm, number: int) -> Verdict:
+        """The verdict of a pass, and its trees: the one time in a round that the host waits, for no later pass."""
+        if self.passes - number >= TURNS:
+            raise RuntimeError("the outcome of a pass was overwritten by those that follow it")
+        turn = number % TURNS
+        if (sent := self._sent[turn]) is not None:
+            sent.synchronize()
+        values = self._host[turn][: _length(form)].clone()  # the buffer is written again
         tokens, parents = values[: 2 * form.rows].view(2, -1)[:, : trees.nodes].tolist()
         trees.note_host(tokens, parents)
         paths, accepted, bonus = (part[: len(trees)] for part in _split(values, form))
-        return Verdict(paths, accepted, bonus, Outcome(self, form))
+        return Verdict(paths, accepted, bonus, Outcome(self, form, number))
 
     def _decided(self, form: TreeForm) -> tuple[Tensor, Tensor, Tensor]:
         """Where paths [B, depth], accepted [B] and bonus [B] go."""
@@ -193,20 +220,49 @@ class GrownBuffers:
         return trees[0], trees[1]
 
 
+class LastRound:
+    """What the last pass over grown trees decided, at places that do not depend on the form."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.accepted = torch.zeros(MAX_ROWS, dtype=torch.long, device=device)  # by tree
+        self.tokens = torch.zeros(MAX_ROWS, STEPS, dtype=torch.long, device=device)  # of the path, then the bonus
+        self.rows = torch.zeros(MAX_ROWS, STEPS, dtype=torch.long, device=device)  # of root and path in the pass
+
+    def added(self, follows: Tensor) -> Tensor:
+        """[B] positions that the last round added to sequences whose trees in it were these; -1 = none."""
+        return torch.where(follows < 0, 0, self.accepted[follows.clamp(min=0).long()] + 1).int()
+
+    def note(self, tokens: Tensor, paths: Tensor, accepted: Tensor, bonus: Tensor) -> None:
+        """Of trees [B, N]: paths [B, depth], accepted [B] and bonus [B]."""
+        trees, nodes = tokens.shape
+        if paths.shape[1] >= STEPS:
+            return  # too deep to be followed
+        nexts = torch.cat((paths, paths.new_full((trees, 1), -1)), 1)
+        steps = torch.arange(nexts.shape[1], device=paths.device)
+        found = tokens.gather(1, nexts.clamp(min=0))
+        self.accepted[:trees] = accepted
+        self.tokens[:trees, : len(steps)] = torch.where(steps == accepted[:, None], bonus[:, None], found)
+        first = torch.arange(trees, device=paths.device)[:, None] * nodes
+        self.rows[:trees, : len(steps)] = first + torch.cat((paths.new_zeros(trees, 1), paths.clamp(min=0)), 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Places:
     """Where the parts of a pass over grown trees start among all integers; tokens start at MAX_ROWS."""
 
     positions: int
     slots: int
-    ancestors: int
-    lengths: int
+    groups: int
+    ancestors: int  # [M, depth + 1]
+    lengths: int  # [B], then [B] the trees that they follow, then [B] where their pages start; 0 = padding
+    pages: int
 
     @classmethod
     def of(cls, size: Size, form: TreeForm) -> Places:
-        behind = MAX_ROWS + 3 * size.rows + FIELDS * size.groups
+        first, rows = MAX_ROWS + size.rows, size.rows
+        behind = first + 2 * rows + FIELDS * size.groups
         lengths = behind + form.rows * (form.depth + 1)
-        return cls(MAX_ROWS + size.rows, MAX_ROWS + 2 * size.rows, behind, lengths)
+        return cls(first, first + rows, first + 2 * rows, behind, lengths, lengths + 3 * form.trees)
 
 
 def _length(form: TreeForm) -> int:
@@ -226,6 +282,15 @@ class Outcome:
 
     buffers: GrownBuffers
     form: TreeForm
+    number: int  # of the pass
+
+    @property
+    def is_latest(self) -> bool:
+        return self.number == self.buffers.passes
+
+    @property
+    def is_moved(self) -> bool:
+        return self.number <= self.buffers.moved
 
     def moves(self) -> tuple[Tensor, Tensor]:
         sources, places = self.buffers.moves[:, : self.form.trees * self.form.depth]

@@ -12,19 +12,38 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["positions_at", "ancestors_at", "lengths_at", "N", "DEPTH"])
-def place(
-    tree_ints,
-    ints,
-    tokens_at,
-    positions_at,
-    ancestors_at,
-    lengths_at,
-    stride,
-    N,
-    DEPTH,
-):
-    """One node: its token, its position, and the nodes from the root down to itself, by depth."""
+PAGE = tl.constexpr(64)  # positions; models/pages.py
+FIELDS = tl.constexpr(8)  # of a group; models/cuda/plan.py
+
+
+@triton.jit
+def split_at(position):
+    """models/cuda/plan.py: split_of."""
+    far = tl.where(position < 4096, 8 + ((position - 1024) >> 8), 20 + ((position - 4096) >> 10))
+    return tl.where(position < 1024, position >> 7, far)
+
+
+@triton.jit
+def write_group(group, low, high, row, count, length, ancestors, pages):
+    tl.store(group, low)
+    tl.store(group + 1, high)
+    tl.store(group + 2, row)
+    tl.store(group + 3, count)
+    tl.store(group + 4, 0)
+    tl.store(group + 5, length)
+    tl.store(group + 6, ancestors)
+    tl.store(group + 7, pages)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "positions_at", "slots_at", "groups_at", "ancestors_at", "lengths_at",
+        "B", "N", "DEPTH", "GROUP", "GROUPS", "CHAIN",
+    ]
+)  # fmt: skip
+def place(tree_ints, ints, accepted, tokens_at, positions_at, slots_at, groups_at, ancestors_at, lengths_at, stride,
+          B, N, DEPTH, GROUP, GROUPS, CHAIN):  # fmt: skip
+    """One node: its token, position and slot, the nodes from the root down to itself, and its groups."""
     b, i = tl.program_id(0), tl.program_id(1)
     row = b * N + i
     parents = tree_ints + stride + b * N
@@ -33,20 +52,40 @@ def place(
         up = tl.load(parents + node).to(tl.int32)
         depth += (up >= 0).to(tl.int32)
         node = tl.maximum(up, 0)  # above the root is the root, whose parent is -1 again
+    follows = tl.load(ints + lengths_at + B + b)
+    pages = tl.load(ints + lengths_at + 2 * B + b)
+    real = (pages > 0).to(tl.int32)
+    added = tl.load(accepted + tl.maximum(follows, 0)).to(tl.int32) + 1
+    length = tl.load(ints + lengths_at + b) + tl.where(follows < 0, 0, added)
+    written = length + i
+    slot = tl.load(ints + pages + written // PAGE) * PAGE + written % PAGE
     tl.store(ints + tokens_at + row, tl.load(tree_ints + row).to(tl.int32))
-    tl.store(ints + positions_at + row, tl.load(ints + lengths_at + b) + depth)
+    tl.store(ints + positions_at + row, length + depth)
+    tl.store(ints + slots_at + row, tl.where(real > 0, slot, -1))
     ancestors = ints + ancestors_at + row * (DEPTH + 1)
     node = i
     for j in range(DEPTH + 1):
         inside = j <= depth
         tl.store(ancestors + tl.where(inside, depth - j, j), tl.where(inside, node, i))
         node = tl.maximum(tl.load(parents + node).to(tl.int32), 0)
+    own, behind = split_at(length), split_at(length + DEPTH) + 1
+    shared = (N + GROUP - 1) // GROUP
+    groups = ints + groups_at + b * GROUPS * FIELDS
+    if i < shared:  # the node's number stands for that of a shared group
+        high = tl.where(CHAIN > 0, behind, own)
+        count = tl.minimum(GROUP, N - i * GROUP)
+        write_group(groups + i * FIELDS, 0, real * high, real * (b * N + i * GROUP), real * count,
+                    real * length, 0, pages)  # fmt: skip
+    if CHAIN == 0:
+        write_group(groups + (shared + i) * FIELDS, real * own, real * behind, real * row, real,
+                    real * length, real * (ancestors_at + row * (DEPTH + 1)), pages)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["slots_at", "rows", "N", "DEPTH"])
-def record(tree_ints, ints, outcome, moves, slots_at, stride, move_stride, rows, N, DEPTH,
-           N_UP: tl.constexpr, STEPS_UP: tl.constexpr):  # fmt: skip
-    """One tree whose path is decided: the tree beside its path, for the host, and where the path's slots go.
+@triton.jit(do_not_specialize=["slots_at", "rows", "N", "DEPTH", "STEPS"])
+def record(tree_ints, ints, outcome, moves, last_accepted, last_tokens, last_rows, slots_at, stride, move_stride,
+           rows, N, DEPTH, STEPS, N_UP: tl.constexpr, STEPS_UP: tl.constexpr):  # fmt: skip
+    """One tree whose path is decided: the tree beside its path, for the host; where the path's slots go; and root,
+    path and bonus for what follows before the host has read them.
 
     Padding, whose root has no slot, does what the first tree does: writing the same twice changes nothing.
     """
@@ -68,3 +107,14 @@ def record(tree_ints, ints, outcome, moves, slots_at, stride, move_stride, rows,
     place = tl.load(slots + step, mask=below, other=0).to(tl.int64)
     tl.store(move, tl.where(real, source, 0), mask=below)
     tl.store(move + move_stride, tl.where(real, place, 0), mask=below)
+    if DEPTH < STEPS:
+        trees = rows // N
+        accepted = tl.load(outcome + 2 * rows + trees * DEPTH + b)
+        bonus = tl.load(outcome + 2 * rows + trees * DEPTH + trees + b)
+        own = tl.load(outcome + 2 * rows + b * DEPTH + s - 1, mask=below, other=0)
+        child = tl.load(outcome + 2 * rows + b * DEPTH + s, mask=s < DEPTH, other=-1)
+        token = tl.load(tree_ints + b * N + tl.maximum(child, 0))
+        steps = s <= DEPTH
+        tl.store(last_accepted + b, accepted)
+        tl.store(last_tokens + b * STEPS + s, tl.where(s == accepted, bonus, token), mask=steps)
+        tl.store(last_rows + b * STEPS + s, b * N + tl.maximum(own, 0), mask=steps)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from forerun.models.paged import Ints, slots_of
 from forerun.topology import Topology
@@ -38,6 +40,12 @@ def splits_of(positions: Ints) -> Ints:
     """`split_of` of many positions."""
     far = np.where(positions < 4096, 8 + ((positions - 1024) >> 8), 20 + ((positions - 4096) >> 10))
     return np.where(positions < 1024, positions >> 7, far)
+
+
+def splits_at(positions: Tensor) -> Tensor:
+    """`split_of` of many positions on a device."""
+    far = torch.where(positions < 4096, 8 + ((positions - 1024) >> 8), 20 + ((positions - 4096) >> 10))
+    return torch.where(positions < 1024, positions >> 7, far)
 
 
 def split_start(split: int) -> int:
@@ -197,65 +205,6 @@ def _pack(size: Size, rows: Rows) -> Ints:
     ints[behind:end] = rows.ancestors
     ints[end:] = rows.pages
     return ints
-
-
-class Template:
-    """Integers that are sums of a few numbers of their own tree: laid out once, filled in by one product.
-
-    A tree's numbers are (1, base slot, length, split in which it starts, split behind its deepest node, where its pages
-    start). A sequence whose slots lie in a row from its base slot on has no pages: 0.
-    """
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[int, ...]] = []  # tree, then a factor for each of its numbers
-        self._ready: tuple[Ints, Ints] | None = None
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def add(self, tree: int, *factors: int) -> None:
-        """One integer: so many times each of the tree's numbers."""
-        self._rows.append((tree, *factors, *[0] * (6 - len(factors))))
-
-    def add_groups(
-        self, tree: int, rows: Sequence[int], group_nodes: int, ancestors: int | None, steps: int
-    ) -> None:
-        """The groups of one tree's rows, which share committed tokens; `ancestors`: where those of the first row start.
-
-        None = a chain, whose nodes share everything. What a split beyond a node's own position gives is never
-        read. Where no split is wholly committed, the shared groups are empty.
-        """
-        for low in range(0, len(rows), group_nodes):
-            count = min(group_nodes, len(rows) - low)
-            end = (0, 0, 0, 0, 1) if ancestors is None else (0, 0, 0, 1, 0)
-            self._add_group((0, 0, 0, 0, 0), end, tree, rows[low], count, 0)
-        for row in rows if ancestors is not None else ():
-            self._add_group((0, 0, 0, 1, 0), (0, 0, 0, 0, 1), tree, row, 1, (ancestors or 0) + row * steps)
-
-    def _add_group(
-        self, low: tuple[int, ...], high: tuple[int, ...], tree: int, row: int, count: int, ancestors: int
-    ) -> None:
-        for factors in (low, high, (row,), (count,), (0, 1), (0, 0, 1), (ancestors,), (0, 0, 0, 0, 0, 1)):
-            self.add(tree, *factors)
-
-    def pad_to(self, size: int, value: int = 0) -> None:
-        for _ in range(size - len(self)):
-            self.add(0, value)
-
-    def fill(self, places: Sequence[tuple[int, int]], depth: int, pages: Sequence[int] | None = None) -> Ints:
-        """For trees at these base slots and lengths that are so deep; `pages`: where those of each start."""
-        if self._ready is None:
-            table = np.array(self._rows, dtype=np.int32)
-            self._ready = np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1:].T)
-        trees, factors = self._ready
-        numbers = [
-            (1, base, n, split_of(n), split_of(n + depth) + 1, at)
-            for (base, n), at in zip(places, pages or [0] * len(places), strict=True)
-        ]
-        if len(places) == 1:
-            return np.dot(np.array(numbers[0], dtype=np.int32), factors)  # type: ignore[no-any-return]
-        found: Ints = (np.array(numbers, dtype=np.int32)[trees].T * factors).sum(0, dtype=np.int32)
-        return found
 
 
 def round_up(count: int, sizes: Sequence[int]) -> int:

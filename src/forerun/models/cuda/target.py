@@ -18,7 +18,7 @@ from forerun.errors import ForerunError
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.chunks import Found, chunks_of, fitting_rows, joined, rows_of
 from forerun.models.cuda.graphs import Passes, Replays
-from forerun.models.cuda.grown import GrownBuffers, Outcome, plan_grown
+from forerun.models.cuda.grown import GrownBuffers, Outcome, Place, plan_grown
 from forerun.models.cuda.network import Buffers, Model
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.pass_clock import timed
@@ -60,9 +60,9 @@ class CudaDecoder(SlotTarget):
         super().__init__(config, dtype=dtype, device=self.model.device, kv_slots=slots)
         self.kernels = pick_kernels(kernels, self._device, dtype)
         steps = make_steps(self.kernels, self.model, self.buffers, self.kv.data)
-        self.grown = GrownBuffers(self._device, greedy_walk)
-        self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=self.kernels == "triton")
         self._group_nodes = _QUERIES // (1 << (config.heads // config.kv_heads - 1).bit_length())
+        self.grown = GrownBuffers(self._device, greedy_walk, self._group_nodes)
+        self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=self.kernels == "triton")
         self.plain = PlainRounds(
             self.passes.plain,
             self.buffers,
@@ -164,6 +164,8 @@ class CudaDecoder(SlotTarget):
             except ForerunError:
                 raise
             except Exception as error:  # compiling or capturing: the same trees can be scored like all others
+                if trees.follows is not None:  # but not where the host does not know what they are behind
+                    raise
                 self._takes_grown = False
                 log.warning("trees on the device are read by the host, as their own pass failed: %r", error)
         found, spans = Found(layers), list[Span]()
@@ -194,19 +196,40 @@ class CudaDecoder(SlotTarget):
         chunks: Sequence[Span],
     ) -> tuple[Scores, dict[int, Tensor]]:
         """Trees grown on the device: nothing is read, and all results stay in the buffers until the next pass."""
-        extents = [self._extent_for(seq, form.nodes) for seq in seqs]
-        places = [(extent.pages, extent.length) for extent in extents]
+        places = self._places(seqs, trees, form)
         plan = plan_grown(places, form, self._group_nodes, chunks, size_for=self.passes.scored_size)
         self.grown.take(trees, form)
         self.passes.run_grown(plan, layers, form)
+        number = self.grown.send(form)
         self._keep_buffers(plan, layers)
+        if trees.follows is not None:  # all are greedy; and before sequences that have ended give their pages back
+            self._move_decided()
         rows = {layer: self.buffers.hidden(layer) for layer in layers}
         hidden = {
             layer: found[: form.rows] for layer, found in rows.items()
         }  # padding too: graphs read all of it
         behind = {layer: found[form.rows : plan.rows].clone() for layer, found in rows.items() if chunks}
         logits = self.buffers.logits[: trees.nodes]
-        return Scores(logits, hidden, Greedy(verdict=lambda: self.grown.read(trees, form))), behind
+        return Scores(logits, hidden, Greedy(verdict=lambda: self.grown.read(trees, form, number))), behind
+
+    def _places(self, seqs: Sequence[Seq], trees: TreeBatch, form: TreeForm) -> list[Place]:
+        """Where trees go; behind trees that were not read, once the paths of those have moved to their places."""
+        if trees.follows is None:
+            extents = [self._extent_for(seq, form.nodes) for seq in seqs]
+            return [Place(extent.pages, extent.length) for extent in extents]
+        before = self.grown.form
+        assert before is not None, "trees follow others"
+        self._move_decided()
+        extents = [self._extent_for(seq, form.nodes + before.depth + 1) for seq in seqs]
+        return [Place(one.pages, one.length, tree) for one, tree in zip(extents, trees.follows, strict=True)]
+
+    def _move_decided(self) -> None:
+        """Move the paths of the last pass to their places, if that was not done."""
+        grown = self.grown
+        if grown.form is not None and grown.moved < grown.passes:
+            if not grown.form.chain:  # whose paths are where they belong
+                self._move(grown.form, Outcome(grown, grown.form, grown.passes))
+            grown.moved = grown.passes
 
     @torch.no_grad()
     def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
@@ -226,7 +249,7 @@ class CudaDecoder(SlotTarget):
         self.grown.take_padding(form)
         self.passes.run_grown(plan, layers, form)
         self._keep_buffers(plan, layers)
-        self._move(form, Outcome(self.grown, form))
+        self._move(form, Outcome(self.grown, form, self.grown.passes))
         return Scores(None, {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers})
 
     def _roots(self, seqs: Sequence[Seq], tokens: Sequence[int], further: int) -> list[Span]:
@@ -250,10 +273,10 @@ class CudaDecoder(SlotTarget):
         """Paths that are already in place cost nothing; all others move in one call, in all layers."""
         moves = self._accept(seqs, verdict)
         outcome = verdict.outcome
-        if moves and outcome is not None:
-            self._move(trees.form, outcome)  # which slots, the device itself has computed
-        else:
+        if outcome is None:
             self.kv.move(moves)
+        elif moves and not outcome.is_moved:
+            self._move_decided()  # which slots, the device itself has computed
 
     def _move(self, form: TreeForm | None, outcome: DeviceOutcome) -> None:
         name = "move", form, tuple(self.kv.hidden)

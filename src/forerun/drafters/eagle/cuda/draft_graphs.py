@@ -11,21 +11,22 @@ same code runs step by step where nothing is captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from forerun.drafters.eagle.cuda.draft_plan import MOST, DraftForm, aligned, bucket_of, plan_draft
+from forerun.drafters.eagle.cuda.draft_plan import MOST, DraftForm, Lane, aligned, bucket_of, complete, plan_draft
 from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
-from forerun.drafters.eagle.cuda.feature_rows import DEEPEST, FeatureRows
+from forerun.drafters.eagle.cuda.feature_rows import DEEPEST, FeatureRows, RowState
 from forerun.drafters.eagle.cuda.head import HeadNet
 from forerun.drafters.eagle.cuda.integers import SentInts
 from forerun.drafters.eagle.cuda.menu import DraftMenu
 from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, cut_trees, grow_level
 from forerun.models.cuda.graphs import Replays
+from forerun.models.cuda.grown import STEPS, LastRound
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Size
 from forerun.models.pages import TREE_MARGIN
@@ -53,16 +54,17 @@ class DeviceDraft:
         net: HeadNet,
         feature_fusion: FeatureFusion,
         head_output: HeadOutput,
+        last: LastRound,
         *,
         capture: bool,
         menu: DraftMenu | None = None,
     ) -> None:
-        self.net, self.feature_fusion, self.head_output = net, feature_fusion, head_output
+        self.net, self.feature_fusion, self.head_output, self._decided = net, feature_fusion, head_output, last
         self.menu = menu or DraftMenu()
         device, config = net.model.device, net.model.config
         self.replays = Replays(device, capture=capture)
         self.ints = SentInts(device, INTEGERS, torch.int32, first=MAX_ROWS)
-        self.rows = FeatureRows(net, feature_fusion, self.replays, self.ints)
+        self.rows = FeatureRows(net, feature_fusion, last, self.replays, self.ints)
         self._group_nodes = 64 // (1 << (config.heads // config.kv_heads - 1).bit_length())
         with torch.inference_mode(False):
             self._tree_ints = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)
@@ -110,9 +112,51 @@ class DeviceDraft:
             self._launch([self._state(seq) for seq in seqs], wanted, form)
         elif missing or list(known) != wanted:
             self._rearrange(seqs, known, missing, form)
-        tokens, parents = self._tree_ints[:, : len(wanted) * trees.nodes]
-        seconds = self.menu.drafting(form, len(seqs))
-        return TreeBatch(tokens, parents, trees.starts(len(wanted)), form=trees, device_seconds=seconds)
+        return self._batch(trees, form, len(wanted))
+
+    def _batch(
+        self, trees: TreeForm, form: Form, count: int, follows: tuple[int, ...] | None = None
+    ) -> TreeBatch:
+        tokens, parents = self._tree_ints[:, : count * trees.nodes]
+        seconds = self.menu.drafting(form, count)
+        more = {"form": trees, "device_seconds": seconds}
+        return TreeBatch(tokens, parents, trees.starts(count), **more, grower=self, follows=follows)
+
+    def follow(
+        self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
+    ) -> TreeBatch | None:
+        """Draft behind trees that were not read, in their form: see forerun.trees.GrowsNext."""
+        last, grown = self._last, trees.form
+        if last is None or grown is None or last.trees != grown or grown.depth >= STEPS:
+            return None
+        form, new = last.shape, [self.rows.get(seq.id) for seq, tree in going if tree < 0]
+        if len(going) > MOST or not self.knows(form, len(going)):
+            return None
+        self.rows.read_ahead([state for state in new if state is not None], form.depth + 1)
+        lanes, owners = list[Lane](), dict[int, RowState]()
+        for seq, tree in going:
+            state = self.rows.get(seq.id) if self.is_ready(seq) else None
+            if state is not None and tree >= 0:
+                owners[tree] = state
+            elif tree >= 0:
+                return None
+            if state is not None and not self._has_room(state, 0 if tree < 0 else form.depth + 1, last.below):
+                return None
+            lanes.append(self.rows.lane(state, seq.tokens[-1], tree))
+        self.rows.append_decided(owners, [hidden[layer] for layer in self.feature_fusion.layers], grown)
+        self._send(self._padded(lanes, form), form)
+        for state in new:
+            if state is not None:
+                state.read = state.seen
+        self._ahead, self._joining = None, []
+        assert self._last is not None
+        return self._batch(self._last.trees, form, len(going), tuple(tree for _, tree in going))
+
+    def _has_room(self, state: RowState, unknown: int, below: int) -> bool:
+        """For as many more rows as the last round may have added, and the draft below them; all before are read."""
+        end = state.seen + unknown
+        fits = not unknown or state.read == state.seen
+        return fits and end + DEEPEST <= self.net.model.max_length and self.rows.has_room(state, end + below)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Keep the rows of root and path, and start the next draft in the form of the last."""
@@ -120,6 +164,8 @@ class DeviceDraft:
         if self._ahead is not None and any(seq_id in ids for seq_id, _ in self._ahead.trees):
             self._ahead = None  # nobody asked for it
         self.rows.observe(seqs, trees, scores, verdict)
+        if verdict.outcome is not None and not verdict.outcome.is_latest:
+            return  # the next draft, and the pass over its trees, are under way
         if trees.form is not None and self._last is not None:
             self._go_ahead(seqs, verdict, self._last.shape)
             self._joining = []
@@ -133,10 +179,7 @@ class DeviceDraft:
     def rehearse(self, form: Form, bucket: int, farthest: int) -> TreeForm:
         """Capture the draft of a form for so many sequences, in contexts up to `farthest`, and time it."""
         lanes = [self.rows.lane(None, 0)] * bucket
-        planned, ints = plan_draft(lanes, form, self._group_nodes, farthest)
-        self.ints.send(ints)
-        self._last = planned
-        self.replay_last()
+        planned = self._send(lanes, form, farthest)  # all of them padding
         if self.replays.capture:
             self.menu.note(bucket, form, self._time())
         self._captured.setdefault(form, set()).add(bucket)
@@ -175,17 +218,25 @@ class DeviceDraft:
     def _launch(self, owners: Sequence[int | None], wanted: Sequence[Wanted], form: Form) -> None:
         """Draft for some sequences; their rows count as read, since whatever follows runs behind this."""
         states = [None if owner is None else self.rows.get(owner) for owner in owners]
-        behind = (form.depth - 1) * form.width
-        states = [one if one and self.rows.has_room(one, one.seen + behind) else None for one in states]
+        below = (form.depth - 1) * form.width
+        states = [one if one and self.rows.has_room(one, one.seen + below) else None for one in states]
         real = [state for state in states if state is not None]
         self.rows.read_ahead(real, form.depth + 1)
         lanes = [self.rows.lane(state, root) for state, (_, root) in zip(states, wanted, strict=True)]
-        lanes += [self.rows.lane(None, 0)] * (self._bucket(form, len(lanes)) - len(lanes))
-        self._last, ints = plan_draft(lanes, form, self._group_nodes)
-        self.ints.send(ints)
-        self.replay_last()
+        self._send(self._padded(lanes, form), form)
         for state in real:
             state.read = state.seen
+
+    def _padded(self, lanes: list[Lane], form: Form) -> list[Lane]:
+        return [*lanes, *[self.rows.lane(None, 0)] * (self._bucket(form, len(lanes)) - len(lanes))]
+
+    def _send(self, lanes: Sequence[Lane], form: Form, farthest: int = 0) -> DraftForm:
+        """Draft for as many lanes as a bucket has."""
+        planned, ints = plan_draft(lanes, form, self._group_nodes, farthest)
+        self.ints.send(ints, planned.sent_at(self._group_nodes))
+        self._last = planned
+        self.replay_last()
+        return planned
 
     def _rearrange(
         self, seqs: Sequence[Seq], known: dict[Wanted, int], missing: Sequence[Wanted], form: Form
@@ -205,6 +256,7 @@ class DeviceDraft:
 
     def _draft(self, form: DraftForm) -> None:
         """From the rows of the last round to trees."""
+        complete(self.ints.all, form, self._group_nodes, self._decided)
         net, shape, count, trees = self.net, form.shape, form.sequences, form.trees
         ints, sources = self.ints.all, MAX_ROWS + form.sources_at
         features = self.rows.rows.index_select(0, ints[sources : sources + form.caught.rows])

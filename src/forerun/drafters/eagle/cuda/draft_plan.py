@@ -1,8 +1,9 @@
-"""The plan of a GPU draft: one array of integers for the device, laid out once per form and batch bucket.
+"""The plan of a GPU draft: a few integers of every sequence from the host, all others worked out on the device.
 
 First the rows that the head has not read yet, for their keys and values; then the last row of each sequence, from which
-its draft starts; then one pass per level; then, behind room for ancestors, the pages of all sequences. Positions, slots
-and groups follow from a sequence's pages and length. The device fills in the tokens of the levels and the ancestors.
+its draft starts; then one pass per level; then, behind room for ancestors, what the host sends: of every sequence its
+unread rows and where they are, and its pages. Where the last round was not read yet, the host does not know these rows:
+then it names the sequence's tree in that round, and the device takes root and path from there.
 
 Batch sizes are rounded up to a few buckets. Padding takes the place of the sequences that are missing: all of it is one
 sequence of one row, with slots of its own, so that nothing has to be treated apart.
@@ -16,8 +17,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Size, round_up, splits_of, splits_to
+from forerun.models.cuda.grown import LastRound
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Size, round_up, splits_at, splits_to
 from forerun.models.paged import Ints
 from forerun.models.pages import PAGE
 from forerun.offers import Form
@@ -25,6 +29,8 @@ from forerun.types import TreeForm
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)  # batch sizes that have graphs
 MOST = BUCKETS[-1]  # sequences in one draft
+ROOM = 24  # feature rows that a sequence has, used again and again: row t lies at its place t % ROOM
+KNOWN = 6  # integers of a sequence that the host sends, beside its unread tokens and its pages
 
 
 class Lane(NamedTuple):
@@ -35,7 +41,7 @@ class Lane(NamedTuple):
     pages: Ints  # of the head's slots, by position; with room for the draft
     first: int  # position of the first of these rows
     ring: int  # place of its position 0 among all feature rows
-    room: int  # feature rows that a sequence has, used again and again
+    follows: int = -1  # its tree in the last round, which was not read: root and tokens are to be taken from there
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,11 @@ class DraftForm:
     def behind(self) -> int:
         """Unread rows per sequence, at most: root and path of the last round."""
         return self.shape.depth + 1
+
+    @property
+    def below(self) -> int:
+        """Positions behind the last row that a draft writes."""
+        return (self.shape.depth - 1) * self.shape.width
 
     @property
     def caught(self) -> Size:
@@ -86,9 +97,13 @@ class DraftForm:
         first = self.last_at + 3 * aligned(self.sequences) + FIELDS * self.sequences
         return first + level * extent_of(self.level(group_nodes))
 
-    def pages_at(self, group_nodes: int) -> int:
-        """Behind all ancestors."""
+    def sent_at(self, group_nodes: int) -> int:
+        """What the host sends lies behind all ancestors."""
         return self.ancestors_at(self.shape.depth - 1, group_nodes)
+
+    def pages_at(self, group_nodes: int) -> int:
+        """The last of what it sends."""
+        return self.sent_at(group_nodes) + self.sequences * (KNOWN + self.behind)
 
     def ancestors_at(self, level: int, group_nodes: int) -> int:
         """Level i has i + 1 steps per node."""
@@ -104,89 +119,118 @@ def bucket_of(batch: int) -> int:
 def plan_draft(
     lanes: Sequence[Lane], shape: Form, group_nodes: int, farthest: int = 0
 ) -> tuple[DraftForm, Ints]:
-    """The integers of a draft for as many lanes as a bucket has, padding included.
+    """What is sent of as many lanes as a bucket has, padding included: [KNOWN, B], unread tokens [B, behind], pages.
 
     `farthest` asks for as many splits as a context that long needs.
     """
-    numbers = [(lane.first, len(lane.tokens), lane.ring, lane.room, len(lane.pages)) for lane in lanes]
-    table = np.array(numbers, dtype=np.int32).T
-    ends, depth = table[0] + table[1], shape.depth
-    form = DraftForm(len(lanes), shape, splits_to(max(farthest, int(ends.max())) + depth))
-    tables = Tables(
-        np.concatenate([lane.pages for lane in lanes]), np.cumsum(table[4], dtype=np.int32) - table[4]
-    )
-    at = form.pages_at(group_nodes)
-    ints = np.zeros(at + len(tables.pages), dtype=np.int32)
-    ints[at:] = tables.pages
-    splits = splits_of(ends + np.array([[-1], [0], [depth]], dtype=np.int32))
-    first, places = form.level_at(0, group_nodes), tables.starts + (MAX_ROWS + at)
-    _catch_up(ints[:first], lanes, table[:, :, None], tables, form)
-    last = ints[first - FIELDS * len(lanes) : first].reshape(-1, FIELDS)
-    last[:, 1], last[:, 2], last[:, 3] = splits[0] + 1, np.arange(len(lanes)), 1
-    last[:, 5], last[:, 7] = ends, places
-    if depth > 1:
-        levels = ints[first : form.level_at(depth - 1, group_nodes)].reshape(depth - 1, -1)
-        _levels(levels, form, group_nodes, tables, ends, splits[1:])
-        rows = aligned(form.level(group_nodes).rows)
-        groups = levels[:, 3 * rows :].reshape(depth - 1, len(lanes), -1, FIELDS)
-        groups[..., 5], groups[..., 7] = ends[:, None], places[:, None]
+    count, behind = len(lanes), shape.depth + 1
+    ends = [one.first + (len(one.tokens) if one.follows < 0 else behind) for one in lanes]
+    form = DraftForm(count, shape, splits_to(max(farthest, *ends) + shape.depth))
+    at, pages = MAX_ROWS + form.pages_at(group_nodes), np.concatenate([lane.pages for lane in lanes])
+    ints = np.zeros(count * (KNOWN + behind) + len(pages), dtype=np.int32)
+    table, unread = ints[: KNOWN * count].reshape(KNOWN, count), ints[KNOWN * count :]
+    for b, (root, tokens, own, first, ring, follows) in enumerate(lanes):
+        table[:, b] = first, len(tokens), ring, at, root, follows
+        unread[b * behind : b * behind + len(tokens)] = tokens
+        at += len(own)
+    unread[count * behind :] = pages
     return form, ints
 
 
-class Tables(NamedTuple):
-    """The pages of all sequences, one after another, and where each sequence's start."""
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What the host has sent of all sequences of a draft, completed by what the last round decided."""
 
-    pages: Ints
-    starts: Ints
+    first: Tensor  # [B] int32, as all of these
+    fresh: Tensor  # [B] unread rows
+    ring: Tensor
+    starts: Tensor  # [B] where each sequence's pages start among all integers
+    tokens: Tensor  # [B, behind]
+    roots: Tensor  # [B]
 
-    def slots(self, positions: Ints) -> Ints:
+    @classmethod
+    def of(cls, ints: Tensor, form: DraftForm, group_nodes: int, last: LastRound) -> Sent:
+        count, at = form.sequences, MAX_ROWS + form.sent_at(group_nodes)
+        first, known, ring, starts, root, follows = ints[at : at + KNOWN * count].view(KNOWN, count)
+        given = ints[at + KNOWN * count :][: count * form.behind].view(count, form.behind)
+        decided, trees = follows >= 0, follows.clamp(min=0).long()
+        fresh = torch.where(decided, last.accepted[trees] + 1, known)
+        tokens = torch.where(decided[:, None], last.tokens[trees, : form.behind], given)
+        roots = torch.where(decided, tokens.gather(1, (fresh - 1)[:, None])[:, 0], root)
+        return cls(first, fresh.int(), ring, starts, tokens, roots)
+
+    def slots(self, ints: Tensor, positions: Tensor) -> Tensor:
         """Of positions [B, n] of every sequence."""
-        found: Ints = self.pages[self.starts[:, None] + positions // PAGE] * PAGE + positions % PAGE
-        return found
+        return ints[self.starts[:, None] + positions // PAGE] * PAGE + positions % PAGE
 
 
-def _catch_up(ints: Ints, lanes: Sequence[Lane], table: Ints, tables: Tables, form: DraftForm) -> None:
-    """[tokens | positions | slots | sources] of the unread rows, pads written nowhere; of `last_at` all but groups."""
+def complete(ints: Tensor, form: DraftForm, group_nodes: int, last: LastRound) -> None:
+    """Work out all integers of a draft from what was sent, on the device."""
+    sent = Sent.of(ints, form, group_nodes, last)
+    ends = sent.first + sent.fresh
+    own = ints[MAX_ROWS : MAX_ROWS + form.level_at(form.shape.depth - 1, group_nodes)]
+    _catch_up(ints, own, form, sent, ends)
+    if form.shape.depth > 1:
+        _levels(ints, own[form.level_at(0, group_nodes) :], form, group_nodes, sent, ends)
+
+
+def _catch_up(ints: Tensor, own: Tensor, form: DraftForm, sent: Sent, ends: Tensor) -> None:
+    """[tokens | positions | slots | sources] of the unread rows, pads written nowhere; then the last rows."""
     count, behind, rows = form.sequences, form.behind, aligned(form.caught.rows)
-    first, fresh, ring, room, _ = table
-    inside = np.arange(behind, dtype=np.int32) < fresh  # [B, behind]
-    at = (first + np.arange(behind, dtype=np.int32)) * inside
-    parts = ints[: 4 * rows].reshape(4, rows)[:, : count * behind]
-    parts[0, inside.ravel()] = [token for lane in lanes for token in lane.tokens]
-    parts[1] = at.ravel()
-    parts[2] = np.where(inside, tables.slots(at), -1).ravel()
-    parts[3] = (ring + at % room).ravel()
-    roots, lasts, positions = ints[form.last_at :][: 3 * aligned(count)].reshape(3, -1)[:, :count]
-    roots[:] = [lane.root for lane in lanes]
-    lasts[:] = np.arange(count, dtype=np.int32) * behind + fresh[:, 0] - 1
-    positions[:] = (first + fresh)[:, 0] - 1
+    steps = torch.arange(behind, dtype=torch.int32, device=ints.device)
+    inside = steps < sent.fresh[:, None]  # [B, behind]
+    at = (sent.first[:, None] + steps) * inside
+    parts = own[: 4 * rows].view(4, rows)[:, : count * behind].view(4, count, behind)
+    parts[0] = torch.where(inside, sent.tokens, 0)
+    parts[1] = at
+    parts[2] = torch.where(inside, sent.slots(ints, at), -1)
+    parts[3] = sent.ring[:, None] + at % ROOM
+    wide, lanes = aligned(count), torch.arange(count, dtype=torch.int32, device=ints.device)
+    roots, lasts, positions = own[form.last_at :][: 3 * wide].view(3, wide)[:, :count]
+    roots.copy_(sent.roots)
+    lasts.copy_(lanes * behind + sent.fresh - 1)
+    positions.copy_(ends - 1)
+    groups = own[form.last_at + 3 * wide :][: FIELDS * count].view(count, FIELDS)
+    fields = splits_at(ends - 1) + 1, lanes, torch.ones_like(lanes), ends, sent.starts
+    groups.copy_(_fields((1, 2, 3, 5, 7), fields))
 
 
-def _levels(ints: Ints, form: DraftForm, group_nodes: int, tables: Tables, ends: Ints, splits: Ints) -> None:
-    """Of every level [tokens | positions | slots | groups], of sequences that are so long.
-
-    `splits`: those in which their drafts start, and end at the latest.
-    """
-    count, width, size = len(ints), form.shape.width, form.level(group_nodes)
-    ints[:], rows = _same_of_levels(form, group_nodes), aligned(size.rows)
-    steps = np.arange(count, dtype=np.int32)[:, None]
-    ints[:, rows : rows + size.rows] = np.repeat(ends, width) + steps
-    places: Ints = np.arange(count * width, dtype=np.int32)
-    slots = tables.slots(ends[:, None] + places)  # [B, levels width]
-    ints[:, 2 * rows : 2 * rows + size.rows] = (
-        slots.reshape(-1, count, width).swapaxes(0, 1).reshape(count, -1)
-    )
-    groups = ints[:, 3 * rows :].reshape(count, form.sequences, -1, FIELDS)
-    start, behind, shared = splits[0, :, None], splits[1, :, None] + 1, -(-width // group_nodes)
+def _levels(
+    ints: Tensor, own: Tensor, form: DraftForm, group_nodes: int, sent: Sent, ends: Tensor
+) -> None:
+    """Of every level [tokens | positions | slots | groups]."""
+    count, width, size = form.shape.depth - 1, form.shape.width, form.level(group_nodes)
+    rows, levels = aligned(size.rows), own.view(count, -1)
+    levels.copy_(_same_of_levels(form, group_nodes, ints.device))
+    steps = torch.arange(count, dtype=torch.int32, device=ints.device)
+    positions = levels[:, rows : rows + size.rows].view(count, -1, width)
+    positions.copy_((ends + steps[:, None])[..., None].expand_as(positions))
+    places = torch.arange(count * width, dtype=torch.int32, device=ints.device)
+    slots = sent.slots(ints, ends[:, None] + places).view(-1, count, width)
+    levels[:, 2 * rows : 2 * rows + size.rows].view(count, -1, width).copy_(slots.transpose(0, 1))
+    groups = levels[:, 3 * rows :].view(count, form.sequences, -1, FIELDS)
+    start, behind = splits_at(ends)[:, None], splits_at(ends + form.shape.depth)[:, None] + 1
+    shared = -(-width // group_nodes)
     if width == 1:  # nodes of a chain share everything
         groups[..., 1] = behind
     else:  # committed tokens are shared; from the split in which the tree starts, every node attends alone
-        groups[:, :, :shared, 1] = groups[:, :, shared:, 0] = start
+        groups[:, :, :shared, 1] = start
+        groups[:, :, shared:, 0] = start
         groups[:, :, shared:, 1] = behind
+    groups[..., 5] = ends[:, None]
+    groups[..., 7] = sent.starts[:, None]
+
+
+def _fields(which: Sequence[int], values: Sequence[Tensor]) -> Tensor:
+    """Groups that have these fields, and no others."""
+    columns = [torch.zeros_like(values[0])] * FIELDS
+    for field, value in zip(which, values, strict=True):
+        columns[field] = value
+    return torch.stack(columns, -1)
 
 
 @lru_cache(maxsize=512)
-def _same_of_levels(form: DraftForm, group_nodes: int) -> Ints:
+def _same_of_levels(form: DraftForm, group_nodes: int, device: torch.device) -> Tensor:
     """[levels, integers of one] the groups' rows and ancestors, which are the same in every draft."""
     width, size = form.shape.width, form.level(group_nodes)
     ints = np.zeros((form.shape.depth - 1, extent_of(size)), dtype=np.int32)
@@ -199,7 +243,8 @@ def _same_of_levels(form: DraftForm, group_nodes: int) -> Ints:
             groups[b, :, 3] = [*(min(group_nodes, width - node) for node in low), *[1] * len(alone)]
             first = MAX_ROWS + form.ancestors_at(level, group_nodes)
             groups[b, len(low) :, 6] = [first + (b * width + node) * (level + 1) for node in alone]
-    return ints
+    with torch.inference_mode(False):
+        return torch.from_numpy(ints).to(device)
 
 
 def extent_of(size: Size) -> int:

@@ -16,6 +16,7 @@ from forerun.drafters.vocab import DraftVocabulary
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import HEAD_DIMS
 from forerun.models.cuda.packed import WeightKind, interleaved
+from forerun.models.cuda.grown import LastRound
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.layers import pair_up
 from forerun.models.pages import TREE_MARGIN
@@ -76,7 +77,7 @@ def make_net(
     weights: Mapping[str, Tensor],
     target: CudaDecoder,
     kind: WeightKind | None = None,
-) -> tuple[HeadNet, FeatureFusion, HeadOutput]:
+) -> tuple[HeadNet, FeatureFusion, HeadOutput, LastRound]:
     """A head for a target; weights of one byte by default where the head is wide and kernels can read them."""
     if kind is None:
         bytes_pay = config.kind == "eagle3" and config.width >= WIDE and target.kernels == "triton"
@@ -91,7 +92,7 @@ def make_net(
     net = HeadNet(model, target.kv.capacity + MORE_SLOTS, target.kernels)
     worth = config.calibration
     head_output = HeadOutput(vocabulary.ids, math.log(worth.scale), worth.power)
-    return net, FeatureFusion(config, weights, model), head_output
+    return net, FeatureFusion(config, weights, model), head_output, target.grown.last
 
 
 def _head_weights(

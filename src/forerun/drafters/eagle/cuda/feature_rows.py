@@ -9,26 +9,26 @@ do not draft when their places are used up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.drafters.eagle.cuda.draft_plan import MOST, Lane
+from forerun.drafters.eagle.cuda.draft_plan import MOST, ROOM, Lane
 from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
 from forerun.drafters.eagle.cuda.head import HeadNet
 from forerun.drafters.eagle.cuda.integers import SentInts
 from forerun.models.cuda.graphs import Replays
+from forerun.models.cuda.grown import LastRound
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, Size, round_up
 from forerun.models.paged import Ints
 from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
 from forerun.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 
-DEEPEST = 16  # levels of a draft
-ROOM = 24  # feature rows of a sequence; a round adds at most DEEPEST + 1
+DEEPEST = 16  # levels of a draft; a round adds at most one row more, which is less than ROOM
 PASSES = (64, 256, MAX_ROWS)  # rows of a pass that reads for keys and values alone
 PADDING = -1  # whose slots padding has
 NO_PAGES: Ints = np.zeros(0, dtype=np.int32)
@@ -62,8 +62,10 @@ Fresh = tuple[RowState, Sequence[int], list[int]]  # rows of a pass, and the tok
 class FeatureRows:
     """The rows of all sequences of one head, and its slots."""
 
-    def __init__(self, net: HeadNet, fusion: FeatureFusion, replays: Replays, ints: SentInts) -> None:
-        self.net, self.fusion, self._replays, self._ints = net, fusion, replays, ints
+    def __init__(
+        self, net: HeadNet, fusion: FeatureFusion, last: LastRound, replays: Replays, ints: SentInts
+    ) -> None:
+        self.net, self.fusion, self._last, self._replays, self._ints = net, fusion, last, replays, ints
         device, width = net.model.device, fusion.feature_width
         self._states: dict[int, RowState] = {}
         self._left_out: set[int] = set()  # sequences for which there was no room
@@ -84,12 +86,14 @@ class FeatureRows:
     def get(self, seq_id: int) -> RowState | None:
         return self._states.get(seq_id)
 
-    def lane(self, state: RowState | None, root: int) -> Lane:
-        """What a draft must know of a sequence; None = padding."""
+    def lane(self, state: RowState | None, root: int, follows: int = -1) -> Lane:
+        """What a draft must know of a sequence, or of its tree in a round that was not read; None = padding."""
         if state is None or not state.seen:
-            return Lane(root, (0,), self._padding.pages, 0, self._zeros, ROOM)
+            return Lane(root, (0,), self._padding.pages, 0, self._zeros)
+        if follows >= 0:
+            return Lane(0, (), state.pages, state.seen, state.place * ROOM, follows)
         first = min(state.read, len(state.after) - 1)  # the last row in any case: the draft starts from it
-        return Lane(root, state.after[first:], state.pages, first, state.place * ROOM, ROOM)
+        return Lane(root, state.after[first:], state.pages, first, state.place * ROOM)
 
     def forget(self, seq_id: int) -> None:
         self._left_out.discard(seq_id)
@@ -99,11 +103,16 @@ class FeatureRows:
             self.net.pool.release(seq_id)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        """Add the rows of root and path of every tree; long ones, which are prompts, are read at once."""
+        """Add the rows of root and path of every tree; long ones, which are prompts, are read at once.
+
+        Where the next draft was started before this round was read, they were added, and read, on the device.
+        """
+        outcome, owners = verdict.outcome, dict[int, RowState]()
+        followed = outcome is not None and not outcome.is_latest
         tokens, (paths, bonus) = trees.to_host()[0], verdict.to_host()
         fresh = list[Fresh]()
         spans = zip(trees.starts, trees.starts[1:], strict=False)
-        for seq, (first, end), path, last in zip(seqs, spans, paths, bonus, strict=True):
+        for b, (seq, (first, end), path, last) in enumerate(zip(seqs, spans, paths, bonus, strict=True)):
             state = self._states.get(seq.id)
             if state is None or state.seen + len(path) >= PAGE * len(state.pages):
                 state = self._admit(seq, len(path) + 1)
@@ -111,8 +120,23 @@ class FeatureRows:
                 continue  # no room for it, or a prompt of one token: nothing went through the target
             rows = [first, *[first + node for node in path]]
             fresh.append((state, rows, [*[tokens[row] for row in rows[1:]], last]))
+            owners[trees.members[b]] = state
+        if followed:
+            for state, _, after in fresh:
+                state.after += after
+                state.read = state.seen
+            return
         hidden = [scores.hidden[layer] for layer in self.fusion.layers]
         self._make_places(fresh)
+        if outcome is not None and trees.form is not None:
+            self.append_decided(owners, hidden, trees.form)
+            for state, _, after in fresh:
+                state.after += after
+        else:
+            self._append_passed(fresh, hidden)
+
+    def _append_passed(self, fresh: Sequence[Fresh], hidden: list[Tensor]) -> None:
+        """Of passes whose verdict the host has."""
         self._read_passed([one for one in fresh if len(one[1]) > DEEPEST + 1], hidden)
         sources, places = list[int](), list[int]()
         for state, passed, after in fresh:
@@ -124,7 +148,30 @@ class FeatureRows:
             first = state.place * ROOM
             places += [first + t % ROOM for t in range(seen - kept, seen)]
         if sources:
-            self._append(hidden, sources, places, trees.form if verdict.outcome is not None else None)
+            self._places.send(np.array((sources, places), dtype=np.int64))
+            self._copy(hidden, *self._places.all[: 2 * len(sources)].view(2, -1))
+
+    def append_decided(self, owners: Mapping[int, RowState], hidden: list[Tensor], form: TreeForm) -> None:
+        """The rows of root and path of trees of a form, by what the device has decided; whoever owns none is left out.
+
+        The rows lie in the target's buffers, so the copy is captured.
+        """
+        sent = np.full((2, form.trees), -1, dtype=np.int64)
+        for tree, state in owners.items():
+            sent[:, tree] = state.place * ROOM, state.seen
+        self._places.send(sent)
+        self._replays.do(("append", form), lambda: self._copy_decided(hidden, form))
+
+    def _copy_decided(self, hidden: list[Tensor], form: TreeForm) -> None:
+        first, seen = self._places.all[: 2 * form.trees].view(2, -1, 1)
+        steps = torch.arange(form.depth + 1, device=first.device)
+        kept = (steps <= self._last.accepted[: form.trees, None]) & (first >= 0)
+        places = torch.where(kept, first + (seen + steps) % ROOM, self._dropped)
+        self._copy(hidden, self._last.rows[: form.trees, : form.depth + 1].flatten(), places.flatten())
+
+    def _copy(self, hidden: list[Tensor], sources: Tensor, places: Tensor) -> None:
+        parts = [rows.index_select(0, sources) for rows in hidden]
+        self.rows.index_copy_(0, places, torch.cat(parts, -1))
 
     def read_ahead(self, states: Sequence[RowState], behind: int) -> None:
         """Read what is more than a draft takes, so that at most `behind` rows are left of each sequence."""
@@ -135,7 +182,7 @@ class FeatureRows:
 
     def rehearse(self, scores: Scores, form: TreeForm) -> None:
         """Capture the copy behind rounds of a form; what is copied is dropped."""
-        self._append([scores.hidden[layer] for layer in self.fusion.layers], [], [], form)
+        self.append_decided({}, [scores.hidden[layer] for layer in self.fusion.layers], form)
 
     def rehearse_reading(self) -> None:
         """Capture the passes that read for keys and values; they write to no slot."""
@@ -169,26 +216,6 @@ class FeatureRows:
         if any(unread + rows > ROOM for _, unread, rows in counts):
             full = [state for state, unread, rows in counts if unread + rows > ROOM // 2]
             self._read_places([(state, state.read, state.seen) for state in full])
-
-    def _append(
-        self, hidden: list[Tensor], sources: list[int], places: list[int], form: TreeForm | None
-    ) -> None:
-        """One indexed copy; behind trees of a form the rows lie in the target's buffers, and the copy is captured."""
-        if form is None:
-            self._places.send(np.array((sources, places), dtype=np.int64))
-            self._copy(hidden, len(sources))
-            return
-        count = form.trees * (form.depth + 1)
-        both = np.zeros((2, count), dtype=np.int64)
-        both[1] = self._dropped
-        both[:, : len(sources)] = sources, places
-        self._places.send(both)
-        self._replays.do(("append", form), lambda: self._copy(hidden, count))
-
-    def _copy(self, hidden: list[Tensor], count: int) -> None:
-        sources, places = self._places.all[: 2 * count].view(2, count)
-        parts = [rows.index_select(0, sources) for rows in hidden]
-        self.rows.index_copy_(0, places, torch.cat(parts, -1))
 
     def _read_places(self, spans: Sequence[tuple[RowState, int, int]]) -> None:
         """Read rows of the buffer for keys and values: of each sequence those from one to before another."""

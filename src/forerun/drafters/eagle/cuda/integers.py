@@ -25,16 +25,19 @@ class SentInts:
         self._sent: list[Any] = [torch.cuda.Event() if on_gpu else None for _ in self._pages]  # type: ignore[no-untyped-call]
         self._turn = 0
 
-    def send(self, ints: np.ndarray[Any, Any]) -> None:
-        """Copied in the order of the device's work; waits only if the copy of PAGES calls ago is not done."""
-        size = ints.size
-        if self._first + size > len(self.all):
+    def send(self, ints: np.ndarray[Any, Any], at: int = 0) -> None:
+        """Copied behind `first`, or `at` places further, in the order of the device's work.
+
+        Waits only if the copy of PAGES calls ago is not done.
+        """
+        first, size = self._first + at, ints.size
+        if first + size > len(self.all):
             raise InvalidInput(f"a draft of {size} integers is too large; lower the budget or the batch")
         self._turn = (self._turn + 1) % PAGES
         page, sent = self._pages[self._turn], self._sent[self._turn]
         if sent is not None:
             sent.synchronize()
         page.numpy()[:size] = ints.ravel()
-        self.all[self._first : self._first + size].copy_(page[:size], non_blocking=True)
+        self.all[first : first + size].copy_(page[:size], non_blocking=True)
         if sent is not None:
             sent.record()

@@ -1,0 +1,70 @@
+"""The next round, started before the last one was read: the device then never waits for the host.
+
+Where trees were grown on a device and all sequences are greedy, the device itself decides what is accepted, and what
+grew the trees can go on from there (`TreeBatch.grower`). So the next draft and the pass over it are launched while the
+last pass is still running; the host reads that one meanwhile. Sequences turn out to have ended: their trees in the
+round that follows are dropped. Everything a pass writes lies behind what is committed, so that a round that follows can
+be forgotten at any time. The controller's plan stands for as many rounds as it says (`Budget.repeats`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from forerun.engine.pending import Launched, Pending
+from forerun.engine.sequence import SequenceState
+from forerun.types import Prompts
+from forerun.verify.warp import is_plain_greedy
+
+if TYPE_CHECKING:
+    from forerun.engine.engine import Engine
+
+Going = list[tuple[SequenceState, int]]  # sequences, and their trees in the last round; -1 = they had none
+
+
+def next_round(engine: Engine, last: Launched) -> Launched | None:
+    """Launch the round behind one that was not read; None = it must be read first.
+
+    Whatever interrupts it undoes the last round too: the engine holds both as pending meanwhile.
+    """
+    trees, form = last.trees, last.trees.form
+    if last.repeats <= 0 or form is None or trees.grower is None or last.scores.greedy is None:
+        return None
+    engine.scheduler.start_those_read()  # whose prompts the last pass has completed
+    going = _going(last, engine.running)
+    seqs = [seq for seq, _ in going]
+    if not any(tree >= 0 for _, tree in going) or not _may_follow(engine, seqs):
+        return None
+    both = [*last.pending.seqs, *(seq for seq, tree in going if tree < 0)]
+    engine.hold(both)
+    rows = form.nodes + form.depth + 1
+    grown = None
+    if engine.target.make_room(seqs, [rows] * len(seqs)):
+        grown = trees.grower.follow(going, trees, last.scores.hidden)
+    if grown is None:
+        return None
+    rows = engine.prompt_rows.rows(len(seqs), engine.scheduler.could_start)
+    readers = engine.scheduler.next_readers(rows) if engine.scheduler.has_prompts else []
+    engine.hold([*both, *readers])
+    engine.scheduler.begin(readers)
+    scores = engine.score(seqs, grown, readers, rows)
+    return Launched(Pending([*seqs, *readers]), seqs, readers, grown, scores, last.clock, last.repeats - 1)
+
+
+def _going(last: Launched, running: Sequence[SequenceState]) -> Going:
+    """All that run but those whom one more token ends."""
+    places = {seq.id: tree for tree, seq in enumerate(last.seqs)}
+    going = [(seq, places.get(seq.id, -1)) for seq in running]
+    return [(seq, tree) for seq, tree in going if tree < 0 or len(seq.tokens) + 1 < seq.max_length]
+
+
+def _may_follow(engine: Engine, seqs: Sequence[SequenceState]) -> bool:
+    """Does the device decide about all of them, and does one drafter serve them?"""
+    if len({seq.drafting for seq in seqs}) > 1:
+        return False
+    if not all(engine.verifiers.get(name).exact for name in {seq.verifier for seq in seqs}):
+        return False
+    return all(
+        is_plain_greedy(seq) and seq.params.logprobs is None and seq.request.budget is None for seq in seqs
+    )

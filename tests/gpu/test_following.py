@@ -1,0 +1,236 @@
+"""Rounds that start before the last one was read: same texts, same trees, whoever joins, ends or fails meanwhile."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from forerun.build import make_engine
+from forerun.drafters.hybrid import HybridDrafter
+from forerun.drafters.ngram import NgramDrafter
+from forerun.engine import engine as engine_module
+from forerun.engine.engine import Engine
+from forerun.engine.following import next_round
+from forerun.engine.pending import Launched
+from forerun.engine.prompt_rows import PromptRows
+from forerun.models.cuda.target import CudaDecoder
+from forerun.offers import Form
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.types import Budget, Request, Round, Seq
+from tests.gpu.heads import both_drafters
+from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
+
+
+class Forms:
+    """A controller whose form changes now and then, and whose plans stand for a few rounds."""
+
+    def __init__(self, forms: Sequence[Form | None], repeats: int, seed: int = 0) -> None:
+        self.forms, self.repeats, self.rng = forms, repeats, random.Random(seed)
+
+    def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
+        form = self.rng.choice(self.forms)
+        budget = Budget(0, 0) if form is None else Budget(*form, repeats=self.rng.randint(0, self.repeats))
+        return [budget] * len(seqs)
+
+    def observe(self, outcome: Round) -> None:
+        pass
+
+    def forget(self, seq: Seq) -> None:
+        pass
+
+
+class Watched:
+    """Counts the rounds that were launched behind an unread one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.followed = self.asked = 0
+        monkeypatch.setattr(engine_module, "next_round", self._next)
+
+    def _next(self, engine: Engine, last: Launched) -> Launched | None:
+        self.asked += 1
+        found = next_round(engine, last)
+        self.followed += found is not None
+        return found
+
+
+def make(target: CudaDecoder, forms: Forms, *, follows: bool, batch: int = 4, lookup: bool = False) -> Engine:
+    speculative = SpeculativeConfig(drafter="none", controller="fixed")
+    config = EngineConfig(max_batch=batch)
+    engine = make_engine(target, frozenset({1}), speculative, config)
+    drafter = both_drafters(target, borrows=True)[0]
+    engine.drafters.add("device", HybridDrafter(NgramDrafter(), drafter) if lookup else drafter)
+    engine.controller, engine.prompt_rows = forms, PromptRows("cpu", target.pass_rows, 16)
+    engine.launches_ahead = engine.follows_unread = follows
+    return engine
+
+
+def requests(count: int, draw: int, drafter: str = "device", **params: object) -> list[Request]:
+    rng = random.Random(draw)
+    made = []
+    for _ in range(count):
+        prompt = [rng.randrange(2, VOCAB) for _ in range(rng.choice((1, 3, 20, 70)))]
+        made.append(Request(prompt, SamplingParams(max_tokens=rng.randint(1, 40), **params), drafter=drafter))
+    return made
+
+
+def write(engine: Engine, some: Sequence[Request], seed: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Texts, and the accepted nodes of each round; requests come at any time."""
+    rng, waiting = random.Random(seed), list(some)
+    texts, accepted = dict[int, list[int]](), dict[int, list[int]]()
+    while waiting or engine.busy:
+        for _ in range(rng.choice((0, 0, 1, 2)) if engine.busy else 1):
+            if waiting:
+                number = engine.submit(waiting.pop(0))
+                texts[number], accepted[number] = [], []
+        for event in engine.step():
+            assert event.error is None
+            texts[event.seq_id] += event.tokens
+            accepted[event.seq_id].append(event.accepted)
+    assert engine._ahead is engine._pending is engine._following is None
+    assert engine.target.used_slots == 0
+    return [texts[key] for key in sorted(texts)], [accepted[key] for key in sorted(accepted)]
+
+
+def plain_texts(target: CudaDecoder, some: Sequence[Request]) -> list[list[int]]:
+    return write(make(target, Forms([None], 0), follows=False), some, 0)[0]
+
+
+def willing_target(device: str = "cpu", words: int = 8, **more: int) -> CudaDecoder:
+    """A target that says few different tokens, so that much of what is drafted is accepted; 1 ends a text."""
+    target = make_target("llama", device, **more)
+    target.model.head[words:] = 0.0
+    return target
+
+
+CHAIN, TREE, WIDE = Form(3, 3, 1), Form(8, 3, 3), Form(20, 4, 6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("forms", [[CHAIN], [WIDE], [CHAIN, TREE, WIDE, None]])
+def test_texts_are_those_of_plain_decoding(
+    device: str, forms: list[Form | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_cuda(device)
+    target, some = willing_target(device), requests(9, 3)
+    wanted, watched = plain_texts(target, some), Watched(monkeypatch)
+    assert write(make(target, Forms(forms, 6), follows=True), some, 5)[0] == wanted
+    assert 20 < watched.followed < watched.asked
+
+
+@pytest.mark.parametrize("form", [CHAIN, WIDE])
+def test_drafts_are_those_of_rounds_that_were_read(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, positions and slots of a head follow from what the device has decided: else less would be accepted."""
+    target, some = willing_target(words=5), [one for one in requests(9, 4) if len(one.prompt) > 1]
+    target.model.head[1] = 0.0  # texts go on
+    watched, found = Watched(monkeypatch), []
+    for follows in (False, True):
+        found.append(write(make(target, Forms([form], 9), follows=follows), some, 6))
+    assert found[0][0] == found[1][0]
+    apart = [[one[:-1] for one in accepted] for _, accepted in found]  # a draft is cut at the end of its text
+    assert apart[0] == apart[1]
+    assert watched.followed > 20
+    assert sum(map(sum, found[0][1])) > 20, "something is accepted"
+
+
+def test_a_composition_follows_too_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, some = willing_target(), requests(10, 4)
+    wanted, watched = plain_texts(target, some), Watched(monkeypatch)
+    assert write(make(target, Forms([WIDE, CHAIN], 5), follows=True, lookup=True), some, 5)[0] == wanted
+    assert watched.followed > 10
+
+
+@pytest.mark.parametrize("more", [{"temperature": 1.0, "seed": 3}, {"logprobs": 1}, {"logit_bias": {5: 1.0}}])
+def test_what_the_device_does_not_decide_is_read_first(
+    more: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, some = willing_target(), requests(5, 4, **more)
+    wanted, watched = plain_texts(target, some), Watched(monkeypatch)
+    assert write(make(target, Forms([CHAIN], 9), follows=True), some, 5)[0] == wanted
+    assert watched.asked > 0
+    assert watched.followed == 0
+
+
+def test_one_request_among_greedy_ones_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = willing_target()
+    some = [*requests(4, 4), *requests(2, 5, logprobs=2), *requests(4, 6)]
+    wanted, watched = plain_texts(target, some), Watched(monkeypatch)
+    assert write(make(target, Forms([TREE], 9), follows=True), some, 5)[0] == wanted
+    assert 0 < watched.followed < watched.asked
+
+
+PLACES = ["propose", "append", "draft", "score", "prompts", "verdict", "commit", "observe", "outcome", "controller"]
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_failure_anywhere_leaves_texts_as_they_are(
+    place: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round that was not read, the one that follows it, or both are computed again."""
+    target, some = willing_target(), requests(5, 8)
+    wanted = plain_texts(target, some)
+    for count in (1, 2) if place in ("propose", "prompts") else (2, 7):
+        engine, left = make(target, Forms([TREE], 9), follows=True), [count]
+        target._takes_grown = True  # until a pass over grown trees fails
+        drafter = engine.drafters.get("device")
+        owner, name = {
+            "propose": (engine.drafters, "propose"), "append": (drafter.draft.rows, "append_decided"),
+            "draft": (drafter.draft, "_send"), "score": (target, "_score_grown"),
+            "prompts": (engine, "_observe_prompts"), "verdict": (target.grown, "read"), "commit": (target, "commit"),
+            "observe": (engine.drafters, "observe"), "outcome": (engine_module, "outcome_of"),
+            "controller": (engine.controller, "observe"),
+        }[place]  # fmt: skip
+        real = getattr(owner, name)
+
+        def failing(*args: object, **more: object) -> object:
+            left[0] -= 1
+            if left[0] == 0:
+                raise kind(f"in {place}")
+            return real(*args, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, failing)
+            texts = write_through(engine, some)
+        assert left[0] <= 0, f"it has not failed: {left}"
+        assert texts == wanted
+        assert target.used_slots == 0
+
+
+def write_through(engine: Engine, some: Sequence[Request]) -> list[list[int]]:
+    """All at once; an interrupt is raised, and the next call goes on."""
+    seqs = [engine.find(engine.submit(one)) for one in some]
+    while engine.busy:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            continue
+    return [seq.tokens[seq.prompt_length :] for seq in seqs if seq is not None]
+
+
+def test_whoever_is_aborted_leaves_a_round_that_follows() -> None:
+    target, some = willing_target(), requests(6, 8)
+    wanted = plain_texts(target, some)
+    for steps in range(1, 14, 3):
+        engine = make(target, Forms([TREE], 9), follows=True)
+        seqs = [engine.find(engine.submit(one)) for one in some]
+        for _ in range(steps):
+            engine.step()
+        engine.abort(2)
+        while engine.busy:
+            engine.step()
+        texts = [seq.tokens[seq.prompt_length :] for seq in seqs if seq is not None]
+        assert [text for i, text in enumerate(texts) if i != 2] == [text for i, text in enumerate(wanted) if i != 2]
+        assert texts[2] == wanted[2][: len(texts[2])]
+        assert target.used_slots == 0
+
+
+def test_a_store_that_is_full_is_no_reason_to_write_over_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pages are short, sequences are sent back and read again; no round follows into pages that are not there."""
+    some = requests(9, 11)
+    wanted = plain_texts(willing_target(), some)
+    target, watched = willing_target(kv_slots=64 * 9), Watched(monkeypatch)
+    engine = make(target, Forms([WIDE], 9), follows=True, batch=6)
+    assert write(engine, some, 5)[0] == wanted
+    assert watched.followed > 0
