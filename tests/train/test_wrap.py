@@ -19,7 +19,7 @@ from forerun.train.data.corpus import Text, write_shard
 from forerun.train.data.make import write_answers, write_prompts
 from forerun.train.data.passages import LEAST, Passage, read_passages
 from forerun.train.data.prompts import Prompt, Renderer, as_messages
-from forerun.train.data.wordings import SHARES
+from forerun.train.data.wordings import CODE_SHARES, SHARES
 from forerun.train.data.wrap import Wrapper
 from forerun.train.data.writer import Order, Written
 from forerun.train.options import DataOptions
@@ -184,6 +184,47 @@ def test_prompts_hold_passages_and_what_was_asked(tmp_path: Path) -> None:
         else:
             assert sum(first in messages[0]["content"] for first in firsts) in range(1, 5)
             assert (wrapped.kind == "retrieve") == ("Tell me about number" in messages[0]["content"])
+
+
+def program(number: int, lines: int = 8) -> str:
+    """An answer with code in it, as a chat model writes it."""
+    body = "\n".join(f"    step{i} = {speech(77 * number + i, 2).lower()!r}" for i in range(lines))
+    return f"{speech(number, 40)}\n\n```python\ndef work{number}(x):\n{body}\n```\n\n{speech(500 + number, 30)}"
+
+
+def test_code_is_edited_and_the_prompt_holds_all_of_it() -> None:
+    words = Vocabulary()
+    texts = [program(i) for i in range(80)]
+    passages = [Passage(text, len(words.encode(text)), ({"role": "user", "content": "?"},)) for text in texts]
+    made = list(Wrapper(words, passages, 600, 0).wrap(80))
+    kinds = Counter(wrapped.kind for wrapped in made)
+    assert set(kinds) == set(CODE_SHARES)
+    for kind, share in CODE_SHARES.items():
+        assert kinds[kind] == pytest.approx(share * 80, abs=3), kind
+    pieces = [text.split("\n\n")[1] for text in texts]
+    for wrapped in made:
+        if wrapped.kind == "edit":
+            asked = as_messages(wrapped.prompt)[0]["content"]
+            held = [i for i, piece in enumerate(pieces) if piece in asked]
+            assert len(held) == 1
+            about = asked.replace(pieces[held[0]], "")
+            assert all(line not in about for line in texts[held[0]].split("\n\n")[::2])  # no prose around it
+            assert "{" not in about
+            assert set(re.findall(r"work\d+", about)) <= {f"work{held[0]}"}
+
+
+def test_prose_and_scraps_of_code_are_not_edited() -> None:
+    prose, scrap, nameless = (
+        Passage(text, 100, ({"role": "user", "content": "?"},))
+        for text in (speech(1, 90), program(1, lines=1), "```sql\nSELECT a\nFROM {b}\nWHERE c\n  AND d;\n```")
+    )
+    assert prose.code() is None
+    assert scrap.code() is None
+    assert nameless.code() == nameless.text
+    made = list(Wrapper(Vocabulary(), [nameless], 600, 0).wrap(1))
+    assert made[0].kind == "edit"
+    assert nameless.text in str(made[0].prompt)
+    assert "``" not in str(made[0].prompt).replace("```", "")  # no instruction about a name that is not there
 
 
 def test_the_seed_alone_decides(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from forerun.train.data.folder import shards_of
 from forerun.train.data.prompts import Chats, Novelty, Prompt, as_messages
 
 LEAST = 60  # tokens of a passage
+_FENCED = re.compile(r"```[\w+#-]*\n.*?\n```", re.DOTALL)
+_LEAST_LINES = 5  # of code that can be edited, with its fences
 _SENTENCE_ENDS = re.compile(r"(?<=[^\d\s][.!?])\s+|\n\s*\n")  # "1." begins an item and ends nothing
 
 _EVASIVE = re.compile(  # answers about the assistant itself hold nothing to ask about
@@ -55,6 +57,11 @@ class Passage:
         if not fitting:
             return self
         return Passage(self.text[: fitting[-1]], round(fitting[-1] / scale), self.asked)
+
+    def code(self) -> str | None:
+        """Its longest piece of code, between fences; None where there is none worth editing."""
+        longest: str = max(_FENCED.findall(self.text), key=len, default="")
+        return longest if longest.count("\n") + 1 >= _LEAST_LINES else None
 
     def sentences(self) -> list[str]:
         """Answers that make sense on their own."""

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-SHARES: Mapping[str, float] = {  # of the prompts that are made from passages
+SHARES: Mapping[str, float] = {  # of the prompts that are made from passages of prose
     "summarise": 0.24,
     "retrieve": 0.24,
     "turns": 0.16,
-    "translate": 0.12,
-    "sentence": 0.08,
-    "rework": 0.10,
+    "translate": 0.10,
+    "sentence": 0.06,
+    "rework": 0.08,
+    "point": 0.04,
+    "extract": 0.08,
+}
+CODE_SHARES: Mapping[str, float] = {  # of those made from passages that hold code
+    "edit": 0.60,
+    "turns": 0.20,
+    "retrieve": 0.08,
+    "rework": 0.06,
     "point": 0.06,
 }
 LANGUAGES: Sequence[str] = ("German", "French", "Spanish", "Chinese")
@@ -95,4 +103,28 @@ FOLLOW_UPS: Sequence[str] = (
     "Are you sure? Check your answer step by step.",
     "What should I read or try next?",
     "Now write it as a short poem.",
+)
+EXTRACT: Sequence[str] = (
+    "List what this text says as a JSON object. Reply with JSON alone.\n\n{text}",
+    "{text}\n\nConvert the information above to JSON.",
+    "Turn this into a JSON array with one object per item, each with a name and a description.\n\n{text}",
+    "Which names, numbers and dates are in the text? Answer as JSON with three lists.\n\n{text}",
+    "{text}\n\nMake a Markdown table of this.",
+    "Write the content of this text as YAML:\n\n{text}",
+)
+EDIT: Sequence[str] = (  # {name} is a function or class of the code
+    "Add a comment or docstring to every function. Print the complete code again.\n\n{code}",
+    "{code}\n\nPut in type hints where they are missing and show me the full result.",
+    "I do not like the name `{name}`. Call it `run_{name}` and give me the new version of everything.\n\n{code}",
+    "{code}\n\nWhat if an argument is empty or missing? Handle that in `{name}`, leave the rest alone, print it all.",
+    "Find the mistake in this code, if there is one, and reply with the corrected program.\n\n{code}",
+    "Can you clean this up? Same behaviour, same names, whole program please.\n\n{code}",
+    "{code}\n\nLog one line at the beginning of `{name}`. Code only, no explanation.",
+    "Give `{name}` one more optional parameter, `verbose`, which prints what happens. Show the entire code.\n\n{code}",
+    "{code}\n\nRepeat this code without its comments and blank lines.",
+    "Write unit tests for this code.\n\n{code}",
+    "Explain this code step by step, quoting the lines that you talk about.\n\n{code}",
+    "{code}\n\nMake it faster if that is possible, and say what you changed.",
+    "Rewrite the code below as a class with methods. Keep the logic.\n\n{code}",
+    "Port this to another programming language of your choice:\n\n{code}",
 )

@@ -1,4 +1,4 @@
-"""Make long prompts from passages: a text to summarise, to translate or to search, or a conversation to continue.
+"""Make long prompts from passages: a text to summarise or to search, code to edit, a conversation to continue.
 
 Summaries, translations and answers from documents follow long prompts, which a target seldom writes well and which
 cost a step per token to write. Here the passages exist already, and only the wording is added. Kinds come in
@@ -8,6 +8,7 @@ fixed shares, lengths vary, and all is a function of the passages and the seed.
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ FRAME = 40  # tokens kept free for the wording
 _SHORT, _SHORT_SHARE = 250, 1 / 3  # this share of the prompts is meant to stay below so many tokens
 _LABEL = 8  # tokens that a further passage costs beside its text
 _LOOKS = 12  # other passages to try, for some that fit beside the first
+_NAMED = re.compile(r"\b(?:def|function|class|func|fn)\s+([A-Za-z_]\w*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Wrapper:
             "sentence": self._sentence,
             "rework": lambda passage, room: self._about(wordings.REWORK, passage, room),
             "point": lambda passage, room: self._about(wordings.POINT, passage, room),
+            "extract": lambda passage, room: self._about(wordings.EXTRACT, passage, room),
+            "edit": self._edit,
         }
 
     def wrap(self, count: int) -> Iterator[Wrapped]:
@@ -55,13 +59,17 @@ class Wrapper:
         return islice(self._series(), count)
 
     def _series(self) -> Iterator[Wrapped]:
-        made, novelty = Counter[str](), {kind: Novelty() for kind in wordings.SHARES}
+        prose, code = Counter[str](), Counter[str]()  # how many were made of either
+        novelty = {kind: Novelty() for kind in self._makers}
         short = 0
         for _ in wordings.SHARES:
             for passage in self._random.sample(self.passages, len(self.passages)):
+                made, shares = (
+                    (prose, wordings.SHARES) if passage.code() is None else (code, wordings.CODE_SHARES)
+                )
                 total = made.total() + 1
-                lacking = {kind: made[kind] - share * total for kind, share in wordings.SHARES.items()}
-                goal = self._goal(short < _SHORT_SHARE * total)
+                lacking = {kind: made[kind] - share * total for kind, share in shares.items()}
+                goal = self._goal(short < _SHORT_SHARE * (prose.total() + code.total() + 1))
                 for kind in sorted(lacking, key=lacking.__getitem__):
                     wrapped = self._try(kind, passage, goal)
                     if wrapped and novelty[wrapped.kind].is_new(_words(wrapped.prompt)):
@@ -127,6 +135,16 @@ class Wrapper:
             return None
         words, text = self._random.choice(wordings.SENTENCE), self._random.choice(sentences)
         return words.format(text=text, language=self._language())
+
+    def _edit(self, passage: Passage, room: int) -> Prompt | None:
+        """Code alone and what to change in it: most of the answer is in the prompt."""
+        code = passage.code()
+        if code is None:
+            return None
+        names = _NAMED.findall(code)
+        fitting = [words for words in wordings.EDIT if names or "{name}" not in words]
+        name = self._random.choice(names) if names else ""
+        return self._random.choice(fitting).replace("{name}", name).replace("{code}", code)
 
     def _about(self, words: Sequence[str], passage: Passage, room: int) -> Prompt:
         text = passage.shortened(room).text
