@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from forerun.testing import TableLM
 from forerun.types import Request
 from tests.drafters.tiny_heads import HEADS, eagle_config, eagle_weights, save_head
 
+MOST_BYTES = 20_000_000  # of a head that comes with the package
 MODEL = {"hidden_size": 8, "vocab_size": 24, "num_hidden_layers": 4}
 
 
@@ -107,6 +109,24 @@ def test_the_box_is_read_and_may_be_empty(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     assert [head.path.name for head in heads_in_the_box(tmp_path)] == ["a", "b"]
     assert all(isinstance(head, HeadFolder) and head.target for head in heads_in_the_box())
+
+
+@pytest.mark.parametrize("head", heads_in_the_box(), ids=lambda head: head.path.name)
+def test_heads_of_the_box_are_small_and_fit_one_model_only(head: HeadFolder) -> None:
+    """A head is found by its target's name, however that model is packed, and by no other size of the family."""
+    assert head.size < MOST_BYTES
+    assert "/" not in head.target
+    record = json.loads((head.path / "provenance.json").read_text(encoding="utf-8"))
+    assert "/" not in record["arguments"]["target"]
+    config = {"hidden_size": head.width, "vocab_size": head.vocab_size, "num_hidden_layers": head.layers}
+    bare = re.sub(r"([.-]Q\d\w*)?(\.gguf)?$", "", head.target, flags=re.IGNORECASE)
+    size = re.search(r"\d+(\.\d+)?[mb]\b", bare.lower())
+    assert size is not None, "the name says how large the model is"
+    for name in (bare, f"Org/{bare.upper()}", f"{bare}-q8_0.gguf", f"/models/{bare.lower()}.Q4_K_M.gguf"):
+        assert head.fits(config, [name]), name
+        assert not head.fits(config, [name.lower().replace(size[0], f"9{size[0]}")])
+        assert not head.fits({**config, "hidden_size": 99}, [name])
+    assert head.kind == "medusa" or len(head.rates) >= 5  # else `auto` cannot weigh it on a CPU
 
 
 class Named:

@@ -189,7 +189,9 @@ def test_prompts_hold_passages_and_what_was_asked(tmp_path: Path) -> None:
 def program(number: int, lines: int = 8) -> str:
     """An answer with code in it, as a chat model writes it."""
     body = "\n".join(f"    step{i} = {speech(77 * number + i, 2).lower()!r}" for i in range(lines))
-    return f"{speech(number, 40)}\n\n```python\ndef work{number}(x):\n{body}\n```\n\n{speech(500 + number, 30)}"
+    return (
+        f"{speech(number, 40)}\n\n```python\ndef work{number}(x):\n{body}\n```\n\n{speech(500 + number, 30)}"
+    )
 
 
 def test_code_is_edited_and_the_prompt_holds_all_of_it() -> None:
