@@ -1,4 +1,4 @@
-"""The head for Qwen2.5-Coder-1.5B that comes with the package: found by itself, accepted, and the text is the plain one.
+"""The head for Qwen2.5-Coder-1.5B that comes with the package: found by itself, accepted, texts as without it.
 
 It needs that model's file (docs/tutorial-train-and-serve.md), in a folder that FORERUN_MODELS names or in the cache;
 elsewhere these tests are skipped.
