@@ -44,6 +44,26 @@ def test_a_tensor_larger_than_a_chunk_has_no_seam(name: str) -> None:
     np.testing.assert_array_equal(dequantize(blocks).numpy(), reference(blocks))
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_everything_happens_on_the_device_that_was_asked_for(name: str) -> None:
+    """`meta` tensors have no data, and any step that stayed on the CPU would fail beside them."""
+    found = dequantize(random_blocks(name, 3), "meta")
+    assert found.device.type == "meta"
+    assert found.shape == dequantize(random_blocks(name, 3)).shape
+    assert found.dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OURS + BORROWED)
+def test_a_gpu_unpacks_the_same_bits(name: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    blocks = random_blocks(name, 4097)
+    found = dequantize(blocks, "cuda")
+    assert found.device.type == "cuda"
+    np.testing.assert_array_equal(found.cpu().numpy(), dequantize(blocks).numpy())
+
+
 def test_layouts_are_those_of_the_gguf_package() -> None:
     sizes = {int(kind): size for kind, size in gguf.constants.GGML_QUANT_SIZES.items()}
     for kind, layout in LAYOUTS.items():

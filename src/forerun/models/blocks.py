@@ -16,6 +16,7 @@ from torch import Tensor
 from forerun.errors import DamagedFile
 from forerun.models.config import DecoderConfig
 from forerun.models.layers import pair_up
+from forerun.models.load.weights import GgufWeights
 from forerun.models.moe import Experts, Mlp
 
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
@@ -43,6 +44,8 @@ class Checkpoint:
     def __init__(
         self, weights: Mapping[str, Tensor], config: DecoderConfig, dtype: torch.dtype, device: torch.device
     ) -> None:
+        if isinstance(weights, GgufWeights):
+            weights = weights.on(device)
         self.weights, self.config, self.dtype, self.device = weights, config, dtype, device
         self.prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in weights), "model.")
 

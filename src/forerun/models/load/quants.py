@@ -74,18 +74,23 @@ class Blocks:
     data: Tensor  # [bytes] uint8, contiguous
 
 
-def dequantize(blocks: Blocks) -> Tensor:
-    """The weights of a tensor, in float32 and in memory of their own."""
+def dequantize(blocks: Blocks, device: torch.device | str = "cpu") -> Tensor:
+    """The weights of a tensor, in float32 and in memory of their own on a device.
+
+    They are unpacked there: a matrix that takes a CPU ten seconds takes a GPU as long as the copy of its packed bytes.
+    """
     layout = LAYOUTS[blocks.kind]
     if layout.name in _PLAIN:
-        return blocks.data.clone().view(_PLAIN[layout.name]).to(torch.float32).view(blocks.shape)
-    unpack = _UNPACKERS.get(layout.name) or _gguf_unpacker(blocks.kind, layout)
-    packed = blocks.data.view(-1, layout.bytes)  # [n, bytes]
-    weights = torch.empty(len(packed), layout.weights)
+        return blocks.data.clone().view(_PLAIN[layout.name]).to(device, torch.float32).view(blocks.shape)
+    data, unpack = blocks.data.to(device), _UNPACKERS.get(layout.name)
+    if unpack is None:  # the gguf package unpacks on the CPU
+        data, unpack = blocks.data, _gguf_unpacker(blocks.kind, layout)
+    packed = data.view(-1, layout.bytes)  # [n, bytes]
+    weights = torch.empty(len(packed), layout.weights, device=packed.device)
     step = _CHUNK // layout.weights
     for start in range(0, len(packed), step):
         unpack(packed[start : start + step], weights[start : start + step])
-    return weights.view(blocks.shape)
+    return weights.view(blocks.shape).to(device)
 
 
 def _gguf_unpacker(kind: int, layout: Layout) -> Callable[[Tensor, Tensor], None]:
@@ -122,14 +127,14 @@ def _nibbles(packed: Tensor, out: Tensor) -> None:
 
 
 def _four_bits(packed: Tensor) -> Tensor:
-    codes = torch.empty(len(packed), 32, dtype=torch.uint8)
+    codes = torch.empty(len(packed), 32, dtype=torch.uint8, device=packed.device)
     _nibbles(packed, codes)
     return codes
 
 
 def _fifth_bit(packed: Tensor) -> Tensor:
     """Bit i of four bytes as 16 or 0, for weight i of 32: [n, 4] -> [n, 32]."""
-    shifts = torch.arange(8, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> shifts) & 1).view(-1, 32) << 4
 
 
@@ -153,7 +158,7 @@ _UNEVEN_STEPS = torch.tensor(
 
 
 def _iq4_nl(packed: Tensor, out: Tensor) -> None:
-    torch.mul(_UNEVEN_STEPS[_four_bits(packed[:, 2:]).long()], _half(packed, 0), out=out)
+    torch.mul(_UNEVEN_STEPS.to(packed.device)[_four_bits(packed[:, 2:]).long()], _half(packed, 0), out=out)
 
 
 def _q5_0(packed: Tensor, out: Tensor) -> None:
@@ -176,7 +181,7 @@ def _six_bit_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 def _k_codes(packed: Tensor) -> Tensor:
     """128 bytes of nibbles in runs of 32: low nibbles are one group of weights, high ones the next."""
-    codes = torch.empty(len(packed), 4, 64, dtype=torch.uint8)
+    codes = torch.empty(len(packed), 4, 64, dtype=torch.uint8, device=packed.device)
     _nibbles(packed.reshape(-1, 4, 32), codes)
     return codes.view(-1, 8, 32)
 
@@ -193,15 +198,15 @@ def _q4_k(packed: Tensor, out: Tensor) -> None:
 
 
 def _q5_k(packed: Tensor, out: Tensor) -> None:
-    shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device).view(1, 8, 1)
     high = ((packed[:, 16:48].unsqueeze(1) >> shifts) & 1) << 4  # [n, 8, 32]
     _scale_groups(packed, _k_codes(packed[:, 48:]) | high, out)
 
 
 def _q6_k(packed: Tensor, out: Tensor) -> None:
-    low = torch.empty(len(packed), 2, 128, dtype=torch.uint8)
+    low = torch.empty(len(packed), 2, 128, dtype=torch.uint8, device=packed.device)
     _nibbles(packed[:, :128].reshape(-1, 2, 64), low)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=packed.device).view(1, 1, 4, 1)
     high = ((packed[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4  # [n, 2, 4, 32]
     codes = (low.view(-1, 2, 4, 32) | high).view(torch.int8).view(-1, 16, 16) - 32
     scales = _half(packed, 208) * packed[:, 192:208].view(torch.int8)

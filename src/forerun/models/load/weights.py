@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -30,8 +31,14 @@ class Weights(Mapping[str, Tensor]):
 class GgufWeights(Weights):
     """From a GGUF file. `blocks` gives a weight still quantised, its rows in Hugging Face's order."""
 
-    def __init__(self, file: GgufFile, origins: dict[str, Origin]) -> None:
-        self.file, self.origins = file, origins
+    def __init__(
+        self, file: GgufFile, origins: dict[str, Origin], device: torch.device | str = "cpu"
+    ) -> None:
+        self.file, self.origins, self.device = file, origins, device
+
+    def on(self, device: torch.device | str) -> GgufWeights:
+        """The same, dequantised on a device when asked for."""
+        return GgufWeights(self.file, self.origins, device)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.origins)
@@ -67,7 +74,7 @@ class GgufWeights(Weights):
         return Blocks(packed.kind, shape, data)
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = dequantize(self.blocks(name))
+        weight = dequantize(self.blocks(name), self.device)
         return weight - 1 if self.origins[name].plus_one else weight
 
 
