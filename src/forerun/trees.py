@@ -1,4 +1,4 @@
-"""Tree batches and verdicts: the drafted trees of a round laid end to end, and the accepted paths through them.
+"""Tree batches: the drafted trees of a round laid end to end. Verdicts on them are in verdicts.py.
 
 Both are made of lists or of tensors, and the other form is made when it is asked for. On a CPU a whole round needs no
 tensor of small integers: between two passes, which evict the CPU caches, making or reading one costs more than all the
@@ -76,7 +76,8 @@ class TreeBatch:
         form: TreeForm | None = None,  # of trees that a device has grown: all that the host knows of them
         device_seconds: float = 0.0,  # that the device still takes to grow them
         grower: GrowsNext | None = None,  # what could grow the next trees before these were read
-        follows: tuple[int, ...] | None = None,  # [B] of trees grown so: which of the last trees was whose; -1 = new
+        follows: tuple[int, ...]
+        | None = None,  # [B] of trees grown so: which of the last trees was whose; -1 = new
         members: Sequence[int] | None = None,  # [B] which trees of the form these are; None = the first
     ) -> None:
         self.starts, self.drawn_from, self.form = starts, drawn_from, form
@@ -103,7 +104,7 @@ class TreeBatch:
         if self._tensors is None:
             assert self._lists is not None, "trees are made of one or the other"
             tokens, parents = self._lists
-            self._tensors = _ints(tokens, self.device), _ints(parents, self.device)
+            self._tensors = ints_of(tokens, self.device), ints_of(parents, self.device)
         return self._tensors
 
     def __len__(self) -> int:
@@ -216,101 +217,6 @@ class GrowsNext(Protocol):
         ...
 
 
-class DeviceOutcome(Protocol):
-    """A verdict in the memory of the device that decided it, valid until that target's next pass over trees.
-
-    The tensors keep their addresses, so that what reads them can be captured in a graph.
-    """
-
-    @property
-    def is_latest(self) -> bool:
-        """Is it still there? Else a pass that follows it was launched."""
-        ...
-
-    @property
-    def is_moved(self) -> bool:
-        """Were its `moves` made already?"""
-        ...
-
-    def moves(self) -> tuple[Tensor, Tensor]:
-        """Two of [B depth]: the KV slots of the paths, and where they belong; a slot that stays moves onto itself."""
-        ...
-
-
-class Verdict:
-    """The verifier's decision: per tree, the accepted nodes below the root and the bonus token."""
-
-    __slots__ = ("_device", "_lists", "_tensors", "outcome")
-
-    def __init__(
-        self,
-        paths: Tensor,  # [B, P] node index within its tree, by depth; -1 past the end
-        accepted: Tensor,  # [B] how many nodes each path has
-        bonus: Tensor,  # [B] the target's token after the path
-        outcome: DeviceOutcome | None = None,  # the same on the target's device, where that decided
-    ) -> None:
-        self.outcome = outcome
-        self._tensors: tuple[Tensor, Tensor, Tensor] | None = (paths, accepted, bonus)
-        self._lists: tuple[list[list[int]], list[int]] | None = None
-        self._device: torch.device | str = paths.device
-
-    @classmethod
-    def of(
-        cls,
-        paths: Sequence[Sequence[int]],
-        bonus: Sequence[int],
-        device: torch.device | str,
-        outcome: DeviceOutcome | None = None,
-    ) -> Verdict:
-        verdict = cls.__new__(cls)
-        verdict._lists, verdict._tensors = ([list(path) for path in paths], list(bonus)), None
-        verdict._device, verdict.outcome = device, outcome
-        return verdict
-
-    @classmethod
-    def whole_chain(cls, trees: TreeBatch, bonus: Sequence[int]) -> Verdict:
-        """Every node accepted: the verdict of a prompt on itself."""
-        return cls.of([range(1, size) for size in trees.sizes()], bonus, trees.device)
-
-    @property
-    def paths(self) -> Tensor:
-        return self._as_tensors()[0]
-
-    @property
-    def accepted(self) -> Tensor:
-        return self._as_tensors()[1]
-
-    @property
-    def bonus(self) -> Tensor:
-        return self._as_tensors()[2]
-
-    def _as_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        if self._tensors is None:
-            assert self._lists is not None, "a verdict is made of one or the other"
-            paths, bonus = self._lists
-            longest = max((len(path) for path in paths), default=0)
-            padded = [[*path, *[-1] * (longest - len(path))] for path in paths]
-            lengths = _ints([len(path) for path in paths], self._device)
-            rows = _ints(padded, self._device).view(len(paths), longest)
-            self._tensors = rows, lengths, _ints(bonus, self._device)
-        return self._tensors
-
-    def kept(self, which: Sequence[int]) -> Verdict:
-        """On some of the trees."""
-        paths, bonus = self.to_host()
-        return Verdict.of([paths[b] for b in which], [bonus[b] for b in which], self._device, self.outcome)
-
-    def path(self, b: int) -> list[int]:
-        return self.to_host()[0][b]
-
-    def to_host(self) -> tuple[list[list[int]], list[int]]:
-        """All paths, cut to their lengths, and all bonus tokens, to be read only: the one read of a round."""
-        if self._lists is None:
-            rows = zip(self.paths.tolist(), self.accepted.tolist(), strict=True)
-            self._lists = [path[:length] for path, length in rows], self.bonus.tolist()
-        return self._lists
-
-
 def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
     """(0, s0, s0+s1, ...): where each of several pieces laid end to end starts, and the total."""
     return (0, *accumulate(sizes))
@@ -341,5 +247,5 @@ def _join_draws(parts: Sequence[TreeBatch]) -> Draws | None:
     return Draws(torch.cat(laws), torch.cat(rows), drawn[0].replace)
 
 
-def _ints(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
+def ints_of(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
     return torch.tensor(values, dtype=torch.long, device=device)

@@ -17,12 +17,12 @@ from torch import Tensor
 from forerun.checks import as_token_ids, as_whole, refuse
 from forerun.params import SamplingParams
 from forerun.sources import LawRules
-from forerun.trees import DeviceOutcome as DeviceOutcome
 from forerun.trees import Draws as Draws
 from forerun.trees import TreeBatch as TreeBatch
 from forerun.trees import TreeForm as TreeForm
-from forerun.trees import Verdict as Verdict
 from forerun.trees import offsets as offsets
+from forerun.verdicts import DeviceOutcome as DeviceOutcome
+from forerun.verdicts import Verdict as Verdict
 
 FinishReason = Literal["stop", "length", "aborted", "error"]
 Source = Literal["free", "costly", "any"]

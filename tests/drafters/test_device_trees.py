@@ -21,11 +21,11 @@ from forerun.drafters.eagle.cuda.draft_plan import (
     extent_of,
     plan_draft,
 )
-from forerun.models.cuda.grown import LastRound
-from forerun.models.paged import Ints
 from forerun.drafters.eagle.cuda.menu import FORMS, ROWS, DraftMenu, forms_for
 from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, cut_trees, grow_level
+from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, splits_to
+from forerun.models.paged import Ints
 from forerun.offers import Form
 
 VOCAB, WIDTH, DEPTH = 11, 3, 3
@@ -155,14 +155,18 @@ def test_a_draft_behind_an_unread_round_is_the_one_behind_that_round_read(shape:
     last.accepted[1], last.accepted[2] = 1, 0
     last.tokens[1, :2], last.tokens[2, :1] = torch.tensor([4, 5]), torch.tensor([6])
     known = [LANES[0]._replace(root=5), LANES[1]._replace(root=6)]
-    unread = [lane._replace(root=0, tokens=(), follows=tree) for lane, tree in zip(known, (1, 2), strict=True)]
+    unread = [
+        lane._replace(root=0, tokens=(), follows=tree) for lane, tree in zip(known, (1, 2), strict=True)
+    ]
     one, wanted = drafted(known, shape, last)
     other, found = drafted(unread, shape, last)
     assert one == other
     end = one.sent_at(GROUP)
     assert np.array_equal(found[:end], wanted[:end])
     last.accepted[1] = 0
-    assert not np.array_equal(drafted(unread, shape, last)[1][:end], wanted[:end]), "a path not so long is another"
+    assert not np.array_equal(drafted(unread, shape, last)[1][:end], wanted[:end]), (
+        "a path not so long is another"
+    )
 
 
 @pytest.mark.parametrize("shape", [Form(4, 4, 1), Form(8, 3, 3), Form(1, 1, 1)])
@@ -194,9 +198,7 @@ def test_the_integers_of_a_draft(shape: Form) -> None:
         assert own[rows : rows + 2 * width].tolist() == [9 + level] * width + [63 + level] * width
         at = [level * width + i for i in range(width)]
         behind = [*(NINE + 9 + i for i in at), *(FIVE + 63 if i == 0 else TWO + i - 1 for i in at)]
-        assert own[2 * rows : 2 * rows + 2 * width].tolist() == behind, (
-            "the second goes on, on its next page"
-        )
+        assert own[2 * rows : 2 * rows + 2 * width].tolist() == behind, "the second goes on, on its next page"
         owners = own[3 * rows :].reshape(2, -1, FIELDS)
         assert (owners[0, :, 7] == tables[0]).all()
         assert (owners[1, :, 7] == tables[1]).all()

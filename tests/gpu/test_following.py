@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -11,6 +11,7 @@ from forerun.build import make_engine
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine import engine as engine_module
+from forerun.engine import following
 from forerun.engine.engine import Engine
 from forerun.engine.following import next_round
 from forerun.engine.pending import Launched
@@ -46,7 +47,7 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.followed = self.asked = 0
-        monkeypatch.setattr(engine_module, "next_round", self._next)
+        monkeypatch.setattr(following, "next_round", self._next)
 
     def _next(self, engine: Engine, last: Launched) -> Launched | None:
         self.asked += 1
@@ -124,9 +125,8 @@ def test_drafts_are_those_of_rounds_that_were_read(form: Form, monkeypatch: pyte
     """Rows, positions and slots of a head follow from what the device has decided: else less would be accepted."""
     target, some = willing_target(words=5), [one for one in requests(9, 4) if len(one.prompt) > 1]
     target.model.head[1] = 0.0  # texts go on
-    watched, found = Watched(monkeypatch), []
-    for follows in (False, True):
-        found.append(write(make(target, Forms([form], 9), follows=follows), some, 6))
+    watched = Watched(monkeypatch)
+    found = [write(make(target, Forms([form], 9), follows=follows), some, 6) for follows in (False, True)]
     assert found[0][0] == found[1][0]
     apart = [[one[:-1] for one in accepted] for _, accepted in found]  # a draft is cut at the end of its text
     assert apart[0] == apart[1]
@@ -160,7 +160,18 @@ def test_one_request_among_greedy_ones_ends_it(monkeypatch: pytest.MonkeyPatch) 
     assert 0 < watched.followed < watched.asked
 
 
-PLACES = ["propose", "append", "draft", "score", "prompts", "verdict", "commit", "observe", "outcome", "controller"]
+PLACES = [
+    "propose",
+    "append",
+    "draft",
+    "score",
+    "prompts",
+    "verdict",
+    "commit",
+    "observe",
+    "outcome",
+    "controller",
+]
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
@@ -182,20 +193,24 @@ def test_a_failure_anywhere_leaves_texts_as_they_are(
             "observe": (engine.drafters, "observe"), "outcome": (engine_module, "outcome_of"),
             "controller": (engine.controller, "observe"),
         }[place]  # fmt: skip
-        real = getattr(owner, name)
-
-        def failing(*args: object, **more: object) -> object:
-            left[0] -= 1
-            if left[0] == 0:
-                raise kind(f"in {place}")
-            return real(*args, **more)
-
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, failing)
+            patch.setattr(owner, name, failing(getattr(owner, name), left, kind))
             texts = write_through(engine, some)
         assert left[0] <= 0, f"it has not failed: {left}"
         assert texts == wanted
         assert target.used_slots == 0
+
+
+def failing(real: Callable[..., object], left: list[int], kind: type[BaseException]) -> Callable[..., object]:
+    """The same, but for one call."""
+
+    def call(*args: object, **more: object) -> object:
+        left[0] -= 1
+        if left[0] == 0:
+            raise kind("in a test")
+        return real(*args, **more)
+
+    return call
 
 
 def write_through(engine: Engine, some: Sequence[Request]) -> list[list[int]]:
@@ -221,7 +236,9 @@ def test_whoever_is_aborted_leaves_a_round_that_follows() -> None:
         while engine.busy:
             engine.step()
         texts = [seq.tokens[seq.prompt_length :] for seq in seqs if seq is not None]
-        assert [text for i, text in enumerate(texts) if i != 2] == [text for i, text in enumerate(wanted) if i != 2]
+        assert [text for i, text in enumerate(texts) if i != 2] == [
+            text for i, text in enumerate(wanted) if i != 2
+        ]
         assert texts[2] == wanted[2][: len(texts[2])]
         assert target.used_slots == 0
 

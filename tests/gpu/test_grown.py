@@ -55,7 +55,9 @@ def test_the_device_completes_what_the_host_lays_out(seed: int, group_nodes: int
     )
     trees = _random_trees(rng, form, 3)
     lengths = [rng.choice([0, 5, 127, 128, 1020, 4090]) for _ in range(3)]
-    places = [Place(rng.sample(range(1000 * b, 1000 * b + 99), 70), length) for b, length in enumerate(lengths)]
+    places = [
+        Place(rng.sample(range(1000 * b, 1000 * b + 99), 70), length) for b, length in enumerate(lengths)
+    ]
     plan = plan_grown(places, form, group_nodes)
     ints = torch.from_numpy(np.concatenate((np.arange(MAX_ROWS, dtype=np.int32), plan.ints)))
     buffers = GrownBuffers(torch.device("cpu"), walk_by_torch, group_nodes)
@@ -88,7 +90,9 @@ def test_trees_behind_an_unread_round_lie_where_they_would_if_it_had_been_read(c
     known = [n + (accepted[tree] + 1 if tree >= 0 else 0) for n, tree in zip(lengths, follows, strict=True)]
     found = []
     for at, behind in ((lengths, follows), (known, [-1] * 4), (lengths, [-1] * 4)):
-        plan = plan_grown([Place(*one) for one in zip(pages, at, behind, strict=True)], form, 16, farthest=5000)
+        plan = plan_grown(
+            [Place(*one) for one in zip(pages, at, behind, strict=True)], form, 16, farthest=5000
+        )
         ints = torch.from_numpy(np.concatenate((np.arange(MAX_ROWS, dtype=np.int32), plan.ints)))
         buffers = GrownBuffers(torch.device("cpu"), walk_by_torch, 16)
         buffers.last.accepted[:4] = torch.tensor(accepted)
@@ -117,7 +121,9 @@ def test_what_a_round_decided_is_kept_for_the_next() -> None:
     assert last.rows[1, :1].tolist() == [4]
     first = buffers.send(form)
     second = buffers.send(form)
-    assert settled_tokens(buffers, trees, form, first) == settled_tokens(buffers, trees, form, second) == [1, 4]
+    assert (
+        settled_tokens(buffers, trees, form, first) == settled_tokens(buffers, trees, form, second) == [1, 4]
+    )
     buffers.send(form)
     with pytest.raises(RuntimeError, match="overwritten"):
         buffers.read(trees, form, first)

@@ -21,7 +21,7 @@ from forerun.offers import NEVER, Form, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
-REPEATS = 8  # rounds that follow under one plan, on a device that goes on before a round was read
+REPEATS = 8, 2  # rounds that follow under one plan before they are read; and where others could draft at no cost
 FREE_CHAINS = Form(0, 1, 0)  # stands for n-gram chains of any length, whose nodes vary
 
 
@@ -32,11 +32,11 @@ class Decision:
     chooser: FormChooser
     ids: tuple[int, ...]
     promise: Promise
-    beside: bool  # others could draft at no cost: to be asked in every round
+    beside: bool  # others could draft at no cost, and are to be asked soon again
 
     def budget(self) -> Budget:
         """The same for each of them."""
-        form, repeats = self.promise.form, 0 if self.chooser.insists or self.beside else REPEATS
+        form, repeats = self.promise.form, 0 if self.chooser.insists else REPEATS[self.beside]
         if not form.nodes:
             return NOTHING
         return Budget(form.nodes, form.depth, form.width, source="costly", repeats=repeats)

@@ -17,19 +17,19 @@ scores the trees of those that do, few enough rows at a time that these hardly n
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 
 from forerun.control.base import Controller
 from forerun.engine.budgets import cut_budgets
 from forerun.engine.detokenize import Decodes
-from forerun.engine.following import next_round
+from forerun.engine.following import follow
 from forerun.engine.metrics import EngineStats
 from forerun.engine.outcome import outcome_of
 from forerun.engine.pending import Launched, Pending
 from forerun.engine.preemption import NO_ROOM, find_room
 from forerun.engine.prompt_rows import PromptRows, note_prompts
+from forerun.engine.queues import Queues
 from forerun.engine.requests import new_sequence
 from forerun.engine.routing import DrafterPool, VerifierPool
 from forerun.engine.scheduler import Scheduler
@@ -43,7 +43,7 @@ from forerun.verify.warp import warp
 log = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(Queues):
     """Decodes many sequences at once with one target; requests join and leave between rounds."""
 
     def __init__(
@@ -65,38 +65,15 @@ class Engine:
         self.default_drafter, self.default_verifier = default_drafter, default_verifier
         self.stop_ids, self.tokenizer, self._next_id = stop_ids, tokenizer, 0
         self.max_length = min(target.max_length, max_length or target.max_length)
-        self.scheduler = Scheduler(target, max_batch)
+        super().__init__(Scheduler(target, max_batch))
         self.prompt_rows = PromptRows(target.device.type, target.pass_rows, prompt_rows)
         self.stats = EngineStats()
-        self.launches_ahead = (
-            target.device.type == "cuda"
-        )  # a round before the events of the last are returned
-        self.follows_unread = self.launches_ahead  # and before the last was read, where that can be
+        # is a round launched before the events of the last are returned, and even before that is read?
+        self.launches_ahead = self.follows_unread = target.device.type == "cuda"
         self._pending: Pending | None = None
         self._ahead: Launched | None = None  # the next round
         self._following: Launched | None = None  # the one behind it
         self._unread: list[Event] = []  # of what was completed and not returned yet
-
-    @property
-    def max_batch(self) -> int:
-        return self.scheduler.max_batch
-
-    @max_batch.setter
-    def max_batch(self, most: int) -> None:
-        self.scheduler.max_batch = most
-
-    @property
-    def waiting(self) -> deque[SequenceState]:
-        return self.scheduler.waiting
-
-    @property
-    def reading(self) -> list[SequenceState]:
-        """Those whose prompts are partly cached."""
-        return self.scheduler.reading
-
-    @property
-    def running(self) -> list[SequenceState]:
-        return self.scheduler.running
 
     @property
     def busy(self) -> bool:
@@ -113,9 +90,10 @@ class Engine:
                 self._recover()
             if self._ahead is None:
                 self._start_round()
-            if self._ahead is not None:
-                self._follow(self._ahead)
-                self._finish(self._ahead)
+            launched = self._ahead
+            if launched is not None:
+                self._follow(launched)
+                self._finish(launched)
                 if self._ahead is None and self.launches_ahead:
                     self._start_round(reads=False)
         except Exception as error:
@@ -165,14 +143,8 @@ class Engine:
 
     def _follow(self, launched: Launched) -> None:
         """Launch the round behind this one, where that can be done before this one is read."""
-        if not self.follows_unread:
-            return
-        try:
-            self._following = next_round(self, launched)
-        except Exception as error:
-            self.follows_unread = False
-            log.warning("rounds are read before the next one starts, as one failed that was not: %r", error)
-            raise
+        if self.follows_unread:
+            self._following = follow(self, launched)
         self._pending = None
 
     def hold(self, seqs: Sequence[SequenceState]) -> None:
@@ -228,11 +200,6 @@ class Engine:
         self._next_id += 1
         return seq
 
-    def enqueue(self, seq: SequenceState) -> None:
-        """Put a sequence into the queue; a repeated call, after an interrupt, changes nothing."""
-        if not self.waiting or self.waiting[-1] is not seq:
-            self.waiting.append(seq)
-
     def abort(self, seq_id: int) -> None:
         """Drop a request, queued or running; unknown ids are ignored."""
         seq = self.find(seq_id)
@@ -241,10 +208,6 @@ class Engine:
             seq = self.find(seq_id)
         if seq is not None:
             self._end(seq.ended("aborted"))
-
-    def find(self, seq_id: int) -> SequenceState | None:
-        """The sequence behind an id while it is queued, read or running."""
-        return self.scheduler.find(seq_id)
 
     def _read(self) -> None:
         """Nobody runs: read as many rows of prompts as a pass takes at best."""

@@ -9,18 +9,30 @@ be forgotten at any time. The controller's plan stands for as many rounds as it 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from forerun.engine.pending import Launched, Pending
 from forerun.engine.sequence import SequenceState
-from forerun.types import Prompts
 from forerun.verify.warp import is_plain_greedy
 
 if TYPE_CHECKING:
     from forerun.engine.engine import Engine
 
+log = logging.getLogger(__name__)
+
 Going = list[tuple[SequenceState, int]]  # sequences, and their trees in the last round; -1 = they had none
+
+
+def follow(engine: Engine, last: Launched) -> Launched | None:
+    """`next_round`; where it fails, rounds are read first from then on."""
+    try:
+        return next_round(engine, last)
+    except Exception as error:
+        engine.follows_unread = False
+        log.warning("rounds are read before the next one starts, as one failed that was not: %r", error)
+        raise
 
 
 def next_round(engine: Engine, last: Launched) -> Launched | None:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.cuda.chain_plan import DEEPEST, MOST, ChainForm, Lane, plan_chain
-from forerun.drafters.eagle.cuda.draft_graphs import timed
 from forerun.drafters.eagle.cuda.draft_plan import aligned
 from forerun.drafters.eagle.cuda.integers import SentInts
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.network import Run, run_pass
+from forerun.models.cuda.pass_clock import seconds_of
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
 from forerun.noise import keyed_uniforms
@@ -93,7 +93,7 @@ class ChainGraphs:
             self._choose(form, noisy=False)
 
         both()
-        one, two = (timed(work, self.model.device, repeats) for work in (first, both))
+        one, two = (seconds_of(work, self.model.device, repeats) for work in (first, both))
         return one, max(two - one, 0.0)
 
     def _do_first(self, form: ChainForm) -> None:

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.models.cuda.last_round import STEPS, LastRound
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Need, Plan, Rows, Size, SizeFor, Span, splits_at
 from forerun.models.pages import PAGE
 from forerun.topology import trace
 from forerun.types import GreedyWalk, TreeBatch, TreeForm, Verdict, offsets
 
-STEPS = 17  # root and path of the deepest tree whose outcome can be followed before it was read
 TURNS = 2  # outcomes that the host has not read yet, at most
 
 
@@ -97,7 +97,9 @@ class GrownBuffers:
             self.outcome = torch.zeros(8 * MAX_ROWS, dtype=torch.long, device=device)
             self.moves = torch.zeros(2, 4 * MAX_ROWS, dtype=torch.long, device=device)
             self.last = LastRound(device)
-            self._host = [torch.zeros(8 * MAX_ROWS, dtype=torch.long, pin_memory=on_gpu) for _ in range(TURNS)]
+            self._host = [
+                torch.zeros(8 * MAX_ROWS, dtype=torch.long, pin_memory=on_gpu) for _ in range(TURNS)
+            ]
         self._sent = [torch.cuda.Event() if on_gpu else None for _ in self._host]  # type: ignore[no-untyped-call]
 
     def take(self, trees: TreeBatch, form: TreeForm) -> None:
@@ -209,7 +211,12 @@ class GrownBuffers:
         tokens, parents = values[: 2 * form.rows].view(2, -1)[:, : trees.nodes].tolist()
         trees.note_host(tokens, parents)
         paths, accepted, bonus = (part[: len(trees)] for part in _split(values, form))
-        return Verdict(paths, accepted, bonus, Outcome(self, form, number))
+        return Verdict(paths, accepted, bonus, Outcome(self, number))
+
+    def moves_of(self, form: TreeForm) -> tuple[Tensor, Tensor]:
+        """Two of [B depth]: the KV slots of the last paths, and where they belong; those that stay move nowhere."""
+        sources, places = self.moves[:, : form.trees * form.depth]
+        return sources, places
 
     def _decided(self, form: TreeForm) -> tuple[Tensor, Tensor, Tensor]:
         """Where paths [B, depth], accepted [B] and bonus [B] go."""
@@ -218,32 +225,6 @@ class GrownBuffers:
     def _trees(self, form: TreeForm) -> tuple[Tensor, Tensor]:
         trees = self.tree_ints[:, : form.rows].view(2, form.trees, form.nodes)
         return trees[0], trees[1]
-
-
-class LastRound:
-    """What the last pass over grown trees decided, at places that do not depend on the form."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.accepted = torch.zeros(MAX_ROWS, dtype=torch.long, device=device)  # by tree
-        self.tokens = torch.zeros(MAX_ROWS, STEPS, dtype=torch.long, device=device)  # of the path, then the bonus
-        self.rows = torch.zeros(MAX_ROWS, STEPS, dtype=torch.long, device=device)  # of root and path in the pass
-
-    def added(self, follows: Tensor) -> Tensor:
-        """[B] positions that the last round added to sequences whose trees in it were these; -1 = none."""
-        return torch.where(follows < 0, 0, self.accepted[follows.clamp(min=0).long()] + 1).int()
-
-    def note(self, tokens: Tensor, paths: Tensor, accepted: Tensor, bonus: Tensor) -> None:
-        """Of trees [B, N]: paths [B, depth], accepted [B] and bonus [B]."""
-        trees, nodes = tokens.shape
-        if paths.shape[1] >= STEPS:
-            return  # too deep to be followed
-        nexts = torch.cat((paths, paths.new_full((trees, 1), -1)), 1)
-        steps = torch.arange(nexts.shape[1], device=paths.device)
-        found = tokens.gather(1, nexts.clamp(min=0))
-        self.accepted[:trees] = accepted
-        self.tokens[:trees, : len(steps)] = torch.where(steps == accepted[:, None], bonus[:, None], found)
-        first = torch.arange(trees, device=paths.device)[:, None] * nodes
-        self.rows[:trees, : len(steps)] = first + torch.cat((paths.new_zeros(trees, 1), paths.clamp(min=0)), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,10 +259,9 @@ def _split(values: Tensor, form: TreeForm) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Implements forerun.types.DeviceOutcome: the last verdict in its buffers."""
+    """Implements forerun.types.DeviceOutcome."""
 
     buffers: GrownBuffers
-    form: TreeForm
     number: int  # of the pass
 
     @property
@@ -291,7 +271,3 @@ class Outcome:
     @property
     def is_moved(self) -> bool:
         return self.number <= self.buffers.moved
-
-    def moves(self) -> tuple[Tensor, Tensor]:
-        sources, places = self.buffers.moves[:, : self.form.trees * self.form.depth]
-        return sources, places

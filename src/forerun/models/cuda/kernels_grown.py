@@ -11,7 +11,6 @@ for each.
 import triton
 import triton.language as tl
 
-
 PAGE = tl.constexpr(64)  # positions; models/pages.py
 FIELDS = tl.constexpr(8)  # of a group; models/cuda/plan.py
 

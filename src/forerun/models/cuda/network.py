@@ -158,13 +158,13 @@ class Buffers:
             self.found = torch.empty(MAX_ROWS, heads, dtype=dtype, device=device)
             self.inner = torch.empty(MAX_ROWS, config.inner, dtype=dtype, device=device)
             self.logits = torch.empty(MAX_ROWS, config.vocab_size, device=device)
-        self._model, self._hidden = model, dict[int, Tensor]()
+        self.model, self._hidden = model, dict[int, Tensor]()
 
     def hidden(self, layer: int) -> Tensor:
         if layer not in self._hidden:
-            shape = MAX_ROWS, self._model.config.width
+            shape = MAX_ROWS, self.model.config.width
             with torch.inference_mode(False):
-                self._hidden[layer] = torch.empty(shape, dtype=self._model.dtype, device=self._model.device)
+                self._hidden[layer] = torch.empty(shape, dtype=self.model.dtype, device=self.model.device)
         return self._hidden[layer]
 
     def send(self, plan: Plan) -> None:

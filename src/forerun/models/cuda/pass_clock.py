@@ -100,3 +100,19 @@ def timed(method: Callable[Concatenate[Target, P], Result]) -> Callable[Concaten
         return chains, replace(scores, seconds=self.passes.clock.taken())  # type: ignore[return-value]
 
     return run
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of some work, the mean of several; on a GPU between two events of the device."""
+    if device.type != "cuda":
+        started = perf_counter()
+        for _ in range(repeats):
+            work()
+        return (perf_counter() - started) / repeats
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+    events[0].record()
+    for _ in range(repeats):
+        work()
+    events[1].record()
+    events[1].synchronize()
+    return float(events[0].elapsed_time(events[1])) / 1e3 / repeats

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from forerun.errors import ForerunError
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.after_pass import AfterPass
 from forerun.models.cuda.chunks import Found, chunks_of, fitting_rows, joined, rows_of
 from forerun.models.cuda.graphs import Passes, Replays
-from forerun.models.cuda.grown import GrownBuffers, Outcome, Place, plan_grown
+from forerun.models.cuda.grown import GrownBuffers, Place, plan_grown
 from forerun.models.cuda.network import Buffers, Model
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.pass_clock import timed
@@ -29,8 +30,8 @@ from forerun.models.layers import Rotations
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
 from forerun.topology import chain_of
-from forerun.trees import DeviceOutcome, TreeBatch, TreeForm, Verdict
-from forerun.types import Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, first_rows
+from forerun.trees import TreeBatch, TreeForm
+from forerun.types import Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict, first_rows
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,8 @@ class CudaDecoder(SlotTarget):
             self._group_nodes,
             self.passes.scored_size,
         )
-        self._moves = Replays(self._device, capture=self.kernels == "triton")
+        replays = Replays(self._device, capture=self.kernels == "triton")
+        self.after = AfterPass(self.kv, self.buffers, self.grown, replays)
         self._takes_grown = True  # until a pass over trees grown on the device has failed
         log.info("KV pool: %d slots, %.2f GB", self.kv.capacity, self.pool_bytes / 1e9)
 
@@ -201,9 +203,11 @@ class CudaDecoder(SlotTarget):
         self.grown.take(trees, form)
         self.passes.run_grown(plan, layers, form)
         number = self.grown.send(form)
-        self._keep_buffers(plan, layers)
-        if trees.follows is not None:  # all are greedy; and before sequences that have ended give their pages back
-            self._move_decided()
+        self.after.keep_rows(plan, layers)
+        if (
+            trees.follows is not None
+        ):  # all are greedy; and before sequences that have ended give their pages back
+            self.after.move_decided()
         rows = {layer: self.buffers.hidden(layer) for layer in layers}
         hidden = {
             layer: found[: form.rows] for layer, found in rows.items()
@@ -219,17 +223,9 @@ class CudaDecoder(SlotTarget):
             return [Place(extent.pages, extent.length) for extent in extents]
         before = self.grown.form
         assert before is not None, "trees follow others"
-        self._move_decided()
+        self.after.move_decided()
         extents = [self._extent_for(seq, form.nodes + before.depth + 1) for seq in seqs]
         return [Place(one.pages, one.length, tree) for one, tree in zip(extents, trees.follows, strict=True)]
-
-    def _move_decided(self) -> None:
-        """Move the paths of the last pass to their places, if that was not done."""
-        grown = self.grown
-        if grown.form is not None and grown.moved < grown.passes:
-            if not grown.form.chain:  # whose paths are where they belong
-                self._move(grown.form, Outcome(grown, grown.form, grown.passes))
-            grown.moved = grown.passes
 
     @torch.no_grad()
     def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
@@ -248,8 +244,8 @@ class CudaDecoder(SlotTarget):
         plan = plan_grown([], form, self._group_nodes, farthest=farthest)
         self.grown.take_padding(form)
         self.passes.run_grown(plan, layers, form)
-        self._keep_buffers(plan, layers)
-        self._move(form, Outcome(self.grown, form, self.grown.passes))
+        self.after.keep_rows(plan, layers)
+        self.after.move(form)
         return Scores(None, {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers})
 
     def _roots(self, seqs: Sequence[Seq], tokens: Sequence[int], further: int) -> list[Span]:
@@ -276,15 +272,11 @@ class CudaDecoder(SlotTarget):
         if outcome is None:
             self.kv.move(moves)
         elif moves and not outcome.is_moved:
-            self._move_decided()  # which slots, the device itself has computed
-
-    def _move(self, form: TreeForm | None, outcome: DeviceOutcome) -> None:
-        name = "move", form, tuple(self.kv.hidden)
-        self._moves.do(name, lambda: self.kv.move_on_device(*outcome.moves()))
+            self.after.move_decided()
 
     def _run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> Seconds:
         seconds = self.passes.run_plain(plan, hidden, step)
-        self._keep_buffers(plan, hidden)
+        self.after.keep_rows(plan, hidden)
         return seconds
 
     def _run(self, spans: Sequence[Span], scored: int, found: Found) -> None:
@@ -294,25 +286,11 @@ class CudaDecoder(SlotTarget):
         size_for = self.passes.scored_size if scored else self.passes.prompt_size
         plan = plan_pass(spans, self._group_nodes, size_for)
         self.passes.run(plan, tuple(found.hidden), scored)
-        self._keep_buffers(plan, tuple(found.hidden))
+        self.after.keep_rows(plan, tuple(found.hidden))
         for layer, rows in found.hidden.items():
             rows.append(self.buffers.hidden(layer)[: plan.rows].clone())
         if scored:
             found.logits.append(self.buffers.logits[:scored])
-
-    def _keep_buffers(self, plan: Plan, layers: tuple[int, ...]) -> None:
-        """Keep the hidden rows of a pass beside keys and values, from buffer to slot: one replay per size of pass."""
-        kept = [self.kv.rows_of(layer, self.config.width, self._dtype) for layer in layers]
-        rows = plan.size.rows
-
-        def keep() -> None:
-            places = self.buffers.ints[MAX_ROWS + 2 * rows : MAX_ROWS + 3 * rows].long()
-            places = torch.where(places < 0, self.kv.capacity, places)  # padding
-            for layer, into in zip(layers, kept, strict=True):
-                into.index_copy_(0, places, self.buffers.hidden(layer)[:rows])
-
-        if layers:
-            self._moves.do(("keep", rows, layers), keep)
 
     def _hidden(self, found: Found) -> dict[int, Tensor]:
         return {layer: joined(rows) if rows else self._empty_rows(0) for layer, rows in found.hidden.items()}

@@ -11,24 +11,32 @@ same code runs step by step where nothing is captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from forerun.drafters.eagle.cuda.draft_plan import MOST, DraftForm, Lane, aligned, bucket_of, complete, plan_draft
+from forerun.drafters.eagle.cuda.draft_plan import (
+    MOST,
+    DraftForm,
+    Lane,
+    bucket_of,
+    complete,
+    last_run,
+    plan_draft,
+    run_at,
+)
 from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
-from forerun.drafters.eagle.cuda.feature_rows import DEEPEST, FeatureRows, RowState
+from forerun.drafters.eagle.cuda.feature_rows import DEEPEST, FeatureRows
 from forerun.drafters.eagle.cuda.head import HeadNet
 from forerun.drafters.eagle.cuda.integers import SentInts
 from forerun.drafters.eagle.cuda.menu import DraftMenu
 from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, cut_trees, grow_level
 from forerun.models.cuda.graphs import Replays
-from forerun.models.cuda.grown import STEPS, LastRound
-from forerun.models.cuda.network import Run
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Size
+from forerun.models.cuda.last_round import STEPS, LastRound
+from forerun.models.cuda.pass_clock import seconds_of
+from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.pages import TREE_MARGIN
 from forerun.offers import Form
 from forerun.types import Needs, Scores, Seq, TreeBatch, TreeForm, Verdict
@@ -59,7 +67,8 @@ class DeviceDraft:
         capture: bool,
         menu: DraftMenu | None = None,
     ) -> None:
-        self.net, self.feature_fusion, self.head_output, self._decided = net, feature_fusion, head_output, last
+        self.net, self.feature_fusion, self.head_output = net, feature_fusion, head_output
+        self._decided = last
         self.menu = menu or DraftMenu()
         device, config = net.model.device, net.model.config
         self.replays = Replays(device, capture=capture)
@@ -119,8 +128,15 @@ class DeviceDraft:
     ) -> TreeBatch:
         tokens, parents = self._tree_ints[:, : count * trees.nodes]
         seconds = self.menu.drafting(form, count)
-        more = {"form": trees, "device_seconds": seconds}
-        return TreeBatch(tokens, parents, trees.starts(count), **more, grower=self, follows=follows)
+        return TreeBatch(
+            tokens,
+            parents,
+            trees.starts(count),
+            form=trees,
+            device_seconds=seconds,
+            grower=self,
+            follows=follows,
+        )
 
     def follow(
         self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
@@ -129,34 +145,21 @@ class DeviceDraft:
         last, grown = self._last, trees.form
         if last is None or grown is None or last.trees != grown or grown.depth >= STEPS:
             return None
-        form, new = last.shape, [self.rows.get(seq.id) for seq, tree in going if tree < 0]
+        form, known = last.shape, [(seq, self.rows.get(self._state(seq)), tree) for seq, tree in going]
         if len(going) > MOST or not self.knows(form, len(going)):
             return None
-        self.rows.read_ahead([state for state in new if state is not None], form.depth + 1)
-        lanes, owners = list[Lane](), dict[int, RowState]()
-        for seq, tree in going:
-            state = self.rows.get(seq.id) if self.is_ready(seq) else None
-            if state is not None and tree >= 0:
-                owners[tree] = state
-            elif tree >= 0:
-                return None
-            if state is not None and not self._has_room(state, 0 if tree < 0 else form.depth + 1, last.below):
-                return None
-            lanes.append(self.rows.lane(state, seq.tokens[-1], tree))
+        new = [state for _, state, tree in known if tree < 0 and state is not None]
+        self.rows.read_ahead(new, last.behind)
+        found = self.rows.lanes_behind(known, last)
+        if found is None:
+            return None
+        lanes, owners = found
         self.rows.append_decided(owners, [hidden[layer] for layer in self.feature_fusion.layers], grown)
-        self._send(self._padded(lanes, form), form)
+        planned = self._draft_for(self._padded(lanes, form), form)
         for state in new:
-            if state is not None:
-                state.read = state.seen
+            state.read = state.seen
         self._ahead, self._joining = None, []
-        assert self._last is not None
-        return self._batch(self._last.trees, form, len(going), tuple(tree for _, tree in going))
-
-    def _has_room(self, state: RowState, unknown: int, below: int) -> bool:
-        """For as many more rows as the last round may have added, and the draft below them; all before are read."""
-        end = state.seen + unknown
-        fits = not unknown or state.read == state.seen
-        return fits and end + DEEPEST <= self.net.model.max_length and self.rows.has_room(state, end + below)
+        return self._batch(planned.trees, form, len(going), tuple(tree for _, tree in going))
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Keep the rows of root and path, and start the next draft in the form of the last."""
@@ -179,7 +182,7 @@ class DeviceDraft:
     def rehearse(self, form: Form, bucket: int, farthest: int) -> TreeForm:
         """Capture the draft of a form for so many sequences, in contexts up to `farthest`, and time it."""
         lanes = [self.rows.lane(None, 0)] * bucket
-        planned = self._send(lanes, form, farthest)  # all of them padding
+        planned = self._draft_for(lanes, form, farthest)  # all of them padding
         if self.replays.capture:
             self.menu.note(bucket, form, self._time())
         self._captured.setdefault(form, set()).add(bucket)
@@ -223,14 +226,14 @@ class DeviceDraft:
         real = [state for state in states if state is not None]
         self.rows.read_ahead(real, form.depth + 1)
         lanes = [self.rows.lane(state, root) for state, (_, root) in zip(states, wanted, strict=True)]
-        self._send(self._padded(lanes, form), form)
+        self._draft_for(self._padded(lanes, form), form)
         for state in real:
             state.read = state.seen
 
     def _padded(self, lanes: list[Lane], form: Form) -> list[Lane]:
         return [*lanes, *[self.rows.lane(None, 0)] * (self._bucket(form, len(lanes)) - len(lanes))]
 
-    def _send(self, lanes: Sequence[Lane], form: Form, farthest: int = 0) -> DraftForm:
+    def _draft_for(self, lanes: Sequence[Lane], form: Form, farthest: int = 0) -> DraftForm:
         """Draft for as many lanes as a bucket has."""
         planned, ints = plan_draft(lanes, form, self._group_nodes, farthest)
         self.ints.send(ints, planned.sent_at(self._group_nodes))
@@ -260,14 +263,14 @@ class DeviceDraft:
         net, shape, count, trees = self.net, form.shape, form.sequences, form.trees
         ints, sources = self.ints.all, MAX_ROWS + form.sources_at
         features = self.rows.rows.index_select(0, ints[sources : sources + form.caught.rows])
-        last, roots, ends = self._last_run(form)
-        net.run_some(self._run(form.caught, 0), self.feature_fusion.fuse(features), last, ends)
+        last, roots, ends = last_run(ints, form)
+        net.run_some(run_at(ints, form.caught, 0), self.feature_fusion.fuse(features), last, ends)
         out, logits = net.out[:count], net.logits[:count]
         pool = Pool(count, shape.width, shape.width, shape.depth, out.device)
         frontier = Frontier.of_roots(count, out.device)
         for i in range(shape.depth - 1):
             size, first = form.level(self._group_nodes), MAX_ROWS + form.ancestors_at(i, self._group_nodes)
-            run = self._run(size, form.level_at(i, self._group_nodes))
+            run = run_at(ints, size, form.level_at(i, self._group_nodes))
             into = run.tokens, ints[first : first + size.rows * (i + 1)]
             frontier = grow_level(pool, frontier, logits, self.head_output, into)
             if shape.width > 1:  # the nodes of a chain lie where their parents lie
@@ -276,22 +279,6 @@ class DeviceDraft:
             out, logits = net.out[: size.rows], net.logits[: size.rows]
         grow_level(pool, frontier, logits, self.head_output)
         self._tree_ints[:, : trees.rows].copy_(cut_trees(pool, roots, shape.nodes).view(2, -1))
-
-    def _run(self, size: Size, first: int) -> Run:
-        """The integers of one pass, which start behind the identity at `first`."""
-        ints, at, rows = self.ints.all, MAX_ROWS + first, aligned(size.rows)
-        tokens, positions, slots = ints[at : at + 3 * rows].view(3, rows)[:, : size.rows].unbind(0)
-        at += 3 * rows
-        groups = ints[at : at + FIELDS * size.groups].view(size.groups, FIELDS)
-        return Run(size, ints, tokens, positions, slots, groups)
-
-    def _last_run(self, form: DraftForm) -> tuple[Run, Tensor, Tensor]:
-        """The pass over the last row of each sequence, the roots, and which of the unread rows those are."""
-        ints, at, rows = self.ints.all, MAX_ROWS + form.last_at, aligned(form.sequences)
-        roots, ends, positions = ints[at : at + 3 * rows].view(3, rows)[:, : form.sequences].unbind(0)
-        at += 3 * rows
-        groups = ints[at : at + FIELDS * form.sequences].view(form.sequences, FIELDS)
-        return Run(form.last, ints, positions, positions, positions, groups), roots.long(), ends
 
     def replay_last(self) -> None:
         """Run the last draft again, from the same integers: it reads and writes the same."""
@@ -302,20 +289,4 @@ class DeviceDraft:
     def _time(self, repeats: int = 3) -> float:
         """Seconds of the last draft; the first replay of a graph takes longer."""
         self.replay_last()
-        return timed(self.replay_last, self.ints.all.device, repeats)
-
-
-def timed(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of some work, the mean of several; on a GPU between two events of the device."""
-    if device.type != "cuda":
-        started = perf_counter()
-        for _ in range(repeats):
-            work()
-        return (perf_counter() - started) / repeats
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-    events[0].record()
-    for _ in range(repeats):
-        work()
-    events[1].record()
-    events[1].synchronize()
-    return float(events[0].elapsed_time(events[1])) / 1e3 / repeats
+        return seconds_of(self.replay_last, self.ints.all.device, repeats)

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.models.cuda.grown import LastRound
+from forerun.models.cuda.last_round import LastRound
+from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Size, round_up, splits_at, splits_to
 from forerun.models.paged import Ints
 from forerun.models.pages import PAGE
@@ -41,7 +42,9 @@ class Lane(NamedTuple):
     pages: Ints  # of the head's slots, by position; with room for the draft
     first: int  # position of the first of these rows
     ring: int  # place of its position 0 among all feature rows
-    follows: int = -1  # its tree in the last round, which was not read: root and tokens are to be taken from there
+    follows: int = (
+        -1
+    )  # its tree in the last round, which was not read: root and tokens are to be taken from there
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +198,7 @@ def _catch_up(ints: Tensor, own: Tensor, form: DraftForm, sent: Sent, ends: Tens
     groups.copy_(_fields((1, 2, 3, 5, 7), fields))
 
 
-def _levels(
-    ints: Tensor, own: Tensor, form: DraftForm, group_nodes: int, sent: Sent, ends: Tensor
-) -> None:
+def _levels(ints: Tensor, own: Tensor, form: DraftForm, group_nodes: int, sent: Sent, ends: Tensor) -> None:
     """Of every level [tokens | positions | slots | groups]."""
     count, width, size = form.shape.depth - 1, form.shape.width, form.level(group_nodes)
     rows, levels = aligned(size.rows), own.view(count, -1)
@@ -245,6 +246,24 @@ def _same_of_levels(form: DraftForm, group_nodes: int, device: torch.device) -> 
             groups[b, len(low) :, 6] = [first + (b * width + node) * (level + 1) for node in alone]
     with torch.inference_mode(False):
         return torch.from_numpy(ints).to(device)
+
+
+def run_at(ints: Tensor, size: Size, first: int) -> Run:
+    """The integers of one pass, which start behind the identity at `first`."""
+    at, rows = MAX_ROWS + first, aligned(size.rows)
+    tokens, positions, slots = ints[at : at + 3 * rows].view(3, rows)[:, : size.rows].unbind(0)
+    at += 3 * rows
+    groups = ints[at : at + FIELDS * size.groups].view(size.groups, FIELDS)
+    return Run(size, ints, tokens, positions, slots, groups)
+
+
+def last_run(ints: Tensor, form: DraftForm) -> tuple[Run, Tensor, Tensor]:
+    """The pass over the last row of each sequence, the roots, and which of the unread rows those are."""
+    at, rows = MAX_ROWS + form.last_at, aligned(form.sequences)
+    roots, ends, positions = ints[at : at + 3 * rows].view(3, rows)[:, : form.sequences].unbind(0)
+    at += 3 * rows
+    groups = ints[at : at + FIELDS * form.sequences].view(form.sequences, FIELDS)
+    return Run(form.last, ints, positions, positions, positions, groups), roots.long(), ends
 
 
 def extent_of(size: Size) -> int:

@@ -14,9 +14,9 @@ from forerun.drafters.eagle.cuda.head import HeadModel, HeadNet, HeadWeights
 from forerun.drafters.eagle.cuda.tree_growth import HeadOutput
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.network import HEAD_DIMS
 from forerun.models.cuda.packed import WeightKind, interleaved
-from forerun.models.cuda.grown import LastRound
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.layers import pair_up
 from forerun.models.pages import TREE_MARGIN

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.drafters.eagle.cuda.draft_plan import MOST, ROOM, Lane
+from forerun.drafters.eagle.cuda.draft_plan import MOST, ROOM, DraftForm, Lane
 from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
 from forerun.drafters.eagle.cuda.head import HeadNet
 from forerun.drafters.eagle.cuda.integers import SentInts
 from forerun.models.cuda.graphs import Replays
-from forerun.models.cuda.grown import LastRound
+from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, Size, round_up
 from forerun.models.paged import Ints
@@ -83,8 +83,8 @@ class FeatureRows:
         """Sequences that have places."""
         return len(self._states)
 
-    def get(self, seq_id: int) -> RowState | None:
-        return self._states.get(seq_id)
+    def get(self, seq_id: int | None) -> RowState | None:
+        return None if seq_id is None else self._states.get(seq_id)
 
     def lane(self, state: RowState | None, root: int, follows: int = -1) -> Lane:
         """What a draft must know of a sequence, or of its tree in a round that was not read; None = padding."""
@@ -94,6 +94,30 @@ class FeatureRows:
             return Lane(0, (), state.pages, state.seen, state.place * ROOM, follows)
         first = min(state.read, len(state.after) - 1)  # the last row in any case: the draft starts from it
         return Lane(root, state.after[first:], state.pages, first, state.place * ROOM)
+
+    def lanes_behind(
+        self, going: Sequence[tuple[Seq, RowState | None, int]], form: DraftForm
+    ) -> tuple[list[Lane], dict[int, RowState]] | None:
+        """Lanes behind a round that was not read, and the owners of its trees; None = there is no room, or no rows.
+
+        Sequences come with their tree in that round, -1 = none; only these may be without rows.
+        """
+        lanes, owners = list[Lane](), dict[int, RowState]()
+        for seq, state, tree in going:
+            if state is None:
+                if tree >= 0:
+                    return None
+            else:
+                end = state.seen + (0 if tree < 0 else form.behind)
+                unread = tree >= 0 and state.read < state.seen
+                if unread or end + DEEPEST > self.net.model.max_length:
+                    return None
+                if not self.has_room(state, end + form.below):
+                    return None
+                if tree >= 0:
+                    owners[tree] = state
+            lanes.append(self.lane(state, seq.tokens[-1], tree))
+        return lanes, owners
 
     def forget(self, seq_id: int) -> None:
         self._left_out.discard(seq_id)
