@@ -7,7 +7,7 @@ per round and one loop serve them all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -110,7 +110,8 @@ def read_teacher(
     rows = last.flatten(0, 1)
     inside = torch.zeros(len(rows), dtype=torch.bool, device=head.device)
     wanted = torch.arange(len(rows), device=head.device) if batch is None else learnt_rows(batch, 0)
-    for part in wanted.split(chunk):
+    parts: Sequence[Tensor] = wanted.split(chunk)  # type: ignore[no-untyped-call]
+    for part in parts:
         inside[part] = known[(rows[part] @ head.t()).argmax(-1)]
     return Reading(kept, last, inside.view(last.shape[:2]))
 
