@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.drafters.vocab import DraftVocabulary
+from forerun.train.data.corpus import Batch
+from forerun.train.recipes.base import learnt_rows, read_teacher
 from forerun.train.recipes.losses import LawLoss
 
 
@@ -58,3 +61,26 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     LawLoss()(rows, head, torch.randn(5, 6), head, torch.ones(5))[0].backward()
     assert rows.grad is not None
     assert head.grad is None
+
+
+def test_only_rows_before_a_token_to_be_learnt_need_the_targets_argmax() -> None:
+    """What a loss may look at is the same, whether all rows were asked for or those of the batch."""
+    made = torch.Generator().manual_seed(1)
+    last, head = torch.randn(3, 12, 8, generator=made), torch.randn(40, 8, generator=made)
+    vocabulary = DraftVocabulary.most_frequent(torch.arange(40), 15)
+    learnt = torch.zeros(3, 12, dtype=torch.bool)
+    learnt[0, 4:9] = learnt[1, 1:] = learnt[2, 11:] = True
+    batch = Batch(torch.zeros(3, 12, dtype=torch.long), learnt)
+    everywhere, asked = (
+        read_teacher(({}, last), head, vocabulary, one, chunk=5).inside for one in (None, batch)
+    )
+    assert everywhere is not None
+    assert asked is not None
+    truth = torch.isin((last @ head.t()).argmax(-1), vocabulary.ids)
+    assert torch.equal(everywhere, truth)
+    before = torch.nn.functional.pad(learnt[:, 1:], (0, 1))
+    assert 0 < (truth & before).sum() < before.sum()
+    assert torch.equal(asked, truth & before)
+    for shift in range(4):
+        spoken = learnt_rows(batch, shift) + shift
+        assert torch.equal(asked.flatten()[spoken], truth.flatten()[spoken])

@@ -233,7 +233,7 @@ class EagleRecipe:
     def read(self, batch: Batch) -> Reading:
         kept = self.teacher.features(batch.tokens, self.config.layers)
         with torch.no_grad():
-            return read_teacher(kept, self.teacher.head, self.vocabulary)
+            return read_teacher(kept, self.teacher.head, self.vocabulary, batch)
 
     def outputs(self, batch: Batch, reading: Reading, noise: torch.Generator | None) -> Iterator[Output]:
         features = torch.cat([reading.features[layer] for layer in self.config.layers], -1)
