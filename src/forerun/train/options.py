@@ -46,6 +46,7 @@ class TrainOptions:
     target: str
     data: str  # one folder of `forerun data make`, or several with commas between
     out: str
+    measure_on: str = ""  # greedy texts of other prompts: rounds through them are counted at every evaluation
     init: str = ""  # a finished head of the same method and shape to start from
     steps: int = 2000  # optimiser steps in all
     batch_tokens: int = 16384  # per step
@@ -69,7 +70,9 @@ class TrainOptions:
     decay: float = 0.8  # weight of each level relative to the one before
     loss: Literal["kl", "lk_hybrid"] = "kl"
     train_head: bool = True  # an LM head of its own; False = the target's rows, stored nowhere
-    one_byte: bool = False  # EAGLE-3: matrices are written as one byte per weight
+    one_byte: bool | None = (
+        None  # EAGLE-3: matrices are written as one byte per weight; None = as those of `init` are
+    )
     fc_norm: bool = False  # EAGLE-3.1
     norm_output: bool = False  # EAGLE-3.1
     joint: bool = False  # Medusa-2: the target is trained with the heads

@@ -99,6 +99,8 @@ def make_recipe(
         return heads
     if options.method in ("dflash", "dspark"):
         return _block_recipe(options, checkpoint, teacher, corpus, vocabulary, start)
+    if options.one_byte is None and start is not None:
+        options = replace(options, one_byte=start.one_byte)
     theirs = start.config if start is not None and isinstance(start.config, EagleConfig) else None
     layers = options.features or (() if theirs is None else theirs.layers)
     config = eagle_config(

@@ -23,6 +23,7 @@ from forerun.drafters.eagle.head import vocabulary_of
 from forerun.drafters.head_formats import read_config, read_tensors
 from forerun.drafters.medusa import HeadsConfig, read_heads
 from forerun.drafters.mtp import read_mtp
+from forerun.drafters.one_byte import SCALES
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import InvalidInput
 from forerun.heads import kind_of
@@ -42,6 +43,7 @@ class Start:
     config: EagleConfig | HeadsConfig | BlockConfig
     weights: dict[str, Tensor]  # as files hold them
     vocabulary: DraftVocabulary
+    one_byte: bool = False  # do its files hold one byte per weight?
 
     def must_fit(self, config: EagleConfig | HeadsConfig | BlockConfig) -> None:
         """Raise where the run's head is another than this one."""
@@ -102,7 +104,8 @@ def read_start(options: TrainOptions, width: int, vocab_size: int) -> Start | No
         start = Start(folder, block, weights, DraftVocabulary.from_file(weights, rows, block.vocab_size))
     else:
         config, weights = read_mtp(folder) if options.method == "mtp" else read_head(folder)
-        start = Start(folder, config, weights, vocabulary_of(config, weights))
+        in_bytes = bool(read_tensors(folder, wanted=lambda name: name.endswith(SCALES)))
+        start = Start(folder, config, weights, vocabulary_of(config, weights), in_bytes)
     if options.vocab not in (0, len(start.vocabulary)):
         _refuse(folder, f"a draft vocabulary of {len(start.vocabulary)}", f"vocab={options.vocab}")
     return start
