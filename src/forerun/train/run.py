@@ -93,7 +93,7 @@ def make_recipe(
         shape = HeadsConfig(family, options.depth, options.blocks, width, vocab, target=options.target)  # type: ignore[arg-type]
         if start is not None:
             start.must_fit(shape)
-        heads = HeadsRecipe(options, teacher, shape, vocabulary, checkpoint, _sizes(options, teacher, corpus))
+        heads = HeadsRecipe(options, teacher, shape, vocabulary, _sizes(options, teacher, corpus))
         if start is not None:
             start.fill(heads.heads, teacher.embedding)
         return heads
