@@ -128,6 +128,11 @@ def test_a_joint_run_that_was_killed_goes_on(tiny: Checkpoint, texts: Path, tmp_
 def test_what_cannot_be_trained_jointly_is_refused(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="whole vocabulary"):
         train(joint(tiny, texts, tmp_path, vocab=40))
+    fused = replace(tiny, weights={"model.layers.0.self_attn.qkv_proj.weight": torch.zeros(1)})  # type: ignore[arg-type]
+    options = joint(tiny, texts, tmp_path)
+    corpus = Corpus(options.data, max_length=48, holdout=0.15)
+    with pytest.raises(InvalidInput, match="name q_proj"):
+        make_recipe(options, fused, load_teacher(tiny, CPU), corpus)
     with pytest.raises(InvalidInput, match="only for medusa"):
         replace(joint(tiny, texts, tmp_path), method="hydra")
 

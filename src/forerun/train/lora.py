@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from forerun.errors import InvalidInput
 from forerun.models.load.adapter import Adapter
 from forerun.train.network import MATRICES, CausalNet, split_rows
+
+
+def require_separate_matrices(names: Container[str]) -> None:
+    """Raise where a checkpoint fuses what an adapter names one by one, as Phi 3 does."""
+    if "model.layers.0.self_attn.q_proj.weight" not in names:
+        raise InvalidInput(
+            "a LoRA needs a target whose files name q_proj, k_proj and v_proj; train without --joint"
+        )
 
 
 class LoraNet(nn.Module):

@@ -23,6 +23,7 @@ from forerun.params import EngineConfig
 from forerun.train.data.corpus import Batches, Corpus, hash_of
 from forerun.train.data.folder import require_texts
 from forerun.train.loop import Report, Trainer
+from forerun.train.lora import require_separate_matrices
 from forerun.train.options import TrainOptions
 from forerun.train.provenance import write_provenance
 from forerun.train.recipes.base import Measured, Recipe
@@ -93,6 +94,8 @@ def make_recipe(
         shape = HeadsConfig(family, options.depth, options.blocks, width, vocab, target=options.target)  # type: ignore[arg-type]
         if start is not None:
             start.must_fit(shape)
+        if options.joint:
+            require_separate_matrices(checkpoint.weights)
         heads = HeadsRecipe(options, teacher, shape, vocabulary, _sizes(options, teacher, corpus))
         if start is not None:
             start.fill(heads.heads, teacher.embedding)
