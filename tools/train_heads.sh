@@ -73,19 +73,19 @@ box-check)
     [ -z "${OUT:-}" ] || cp box-check.jsonl "$OUT/"
     ;;
 eagle)
-    train eagle eagle --vocab 16384 --lr 1e-3 --steps "${EAGLE:-4000}"
-    keep eagle config.json model.safetensors provenance.json log.jsonl
+    train eagle eagle1 --vocab 16384 --lr 1e-3 --steps "${EAGLE:-4000}"
+    keep eagle1 config.json model.safetensors provenance.json log.jsonl
     ;;
 hass)
-    train hass hass --init eagle --lr 5e-4 --steps "${HASS:-2000}"
+    train hass hass --init eagle1 --lr 5e-4 --steps "${HASS:-2000}"
     keep hass config.json model.safetensors provenance.json log.jsonl
     ;;
 more)
-    train eagle more --init eagle --lr 5e-4 --steps "${HASS:-2000}"
+    train eagle more --init eagle1 --lr 5e-4 --steps "${HASS:-2000}"
     keep more config.json model.safetensors provenance.json log.jsonl
     ;;
 hass-check)
-    runs=(eagle hass)
+    runs=(eagle1 hass)
     [ ! -e more/config.json ] || runs+=(more)
     python -m forerun.train.curves "${runs[@]}" --json hass-curves.json
     python -m forerun.bench.acceptance --drafters "$(IFS=,; echo "${runs[*]}")" "${CHECK[@]}" | tee hass-check.jsonl
