@@ -47,7 +47,7 @@ class Start:
 
     def must_fit(self, config: EagleConfig | HeadsConfig | BlockConfig) -> None:
         """Raise where the run's head is another than this one."""
-        for name in (field.name for field in fields(config)):
+        for name in sorted((field.name for field in fields(config)), key=lambda name: name != "kind"):
             theirs, ours = getattr(self.config, name), getattr(config, name)
             unnamed = name == "layers" and not theirs  # then the default layers
             if name not in _FREE and theirs != ours and not unnamed:
