@@ -41,3 +41,13 @@ def test_every_shape_and_temperature_is_measured(
     main([*given, "--device", "cpu", "--only", "chain", "--chosen", "--temperatures", "1"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [(row["shape"], row["chosen"]) for row in rows] == [("chain of 5", True)]
+
+
+def test_typical_acceptance_stands_beside_the_exact_figures_and_says_what_it_is(
+    heads: Path, tiny_checkpoint: None, suite: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--target", "tiny", "--drafters", str(heads), "--suite", suite, "--max-tokens", "24"]
+    main([*given, "--device", "cpu", "--only", "chain", "--verifiers", "exact", "typical"])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    found = [(row["temperature"], row["verifier"], row["exact"]) for row in rows]
+    assert found == [(0.0, "exact", True), (1.0, "exact", True), (1.0, "typical", False)]

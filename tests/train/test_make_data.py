@@ -124,6 +124,22 @@ def test_answers_go_on_where_a_run_was_killed(tmp_path: Path) -> None:
     assert text[answer - first :].startswith("Tell me")
 
 
+def test_an_answer_has_a_limit_of_its_own(tmp_path: Path) -> None:
+    """However short its prompt is; the limit of both together still holds."""
+    lengths: dict[int, tuple[int, int]] = {}
+
+    def write(orders: Iterable[Order]) -> Iterator[Written]:
+        for order in orders:
+            lengths[order.number] = len(order.prompt), order.max_length
+            yield Written(order, [*order.prompt, 1], False)
+
+    prompts = ["short", "l" * 75]
+    options = options_for(tmp_path, max_answer=40, temperatures=(0.0,))
+    write_answers(options, Words(), write, tmp_path, prompts, lambda progress: None)
+    assert lengths[0][1] - lengths[0][0] == 40
+    assert lengths[1][1] == 120 < lengths[1][0] + 40
+
+
 def test_the_engine_writes_for_targets_of_other_families() -> None:
     speculative = SpeculativeConfig(drafter="none", verifier="exact", controller="fixed")
     target = TableLM(vocab_size=12, sharpness=8.0)

@@ -130,15 +130,6 @@ def test_a_checkpoint_of_another_run_is_not_resumed(tiny: Checkpoint, texts: Pat
         train(replace(options, lr=0.5, steps=3))
 
 
-def test_medusa_2_writes_the_target_that_learnt_along(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
-    options = options_for("medusa", tiny, texts, tmp_path, steps=12, joint=True, warmup=0.25)
-    train(options)
-    moved = open_checkpoint(str(tmp_path / "target"))
-    drift = (moved.weights["model.norm.weight"] - tiny.weights["model.norm.weight"]).abs().max()
-    assert 0 < float(drift) < 0.1
-    assert (tmp_path / "medusa_lm_head.safetensors").is_file()
-
-
 def test_an_exit_adapter_starts_as_the_targets_own_exit(
     tiny: Checkpoint, texts: Path, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forerun.drafters.block.files import read_block
 from forerun.drafters.eagle.files import read_head
+from forerun.drafters.head_formats import read_tensors
 from forerun.drafters.medusa import read_heads
 from forerun.drafters.mtp import read_mtp
 from forerun.errors import InvalidInput
@@ -133,3 +134,50 @@ def test_another_kind_or_shape_is_refused(
             begun(options, tiny, teacher)
     with pytest.raises(InvalidInput, match="draft-model"):
         options_for("draft-model", tiny, texts, tmp_path / "b", init=str(tmp_path / "a"))
+
+
+def test_hass_starts_from_a_finished_eagle_1_head(
+    tiny: Checkpoint, texts: Path, tmp_path: Path, teacher: Teacher
+) -> None:
+    """The same head and drafts at first; then three passes, detached, with the top-K loss at its full weight."""
+    first = options_for("eagle", tiny, texts, tmp_path / "a", steps=4, vocab=40, eval_batches=1)
+    train(first)
+    hass = options_for(
+        "hass", tiny, texts, tmp_path / "b", init=str(tmp_path / "a"), vocab=40, levels=0, eval_batches=1
+    )
+    ours, theirs = begun(hass, tiny, teacher), begun(replace(first, init=str(tmp_path / "a")), tiny, teacher)
+    for rows, before in zip(said(ours, hass), said(theirs, first), strict=True):
+        assert torch.equal(rows, before)
+    assert ours.law_weight * ours.law_loss.top_weight == pytest.approx(1.0)
+    assert ours.law_loss.top_k == 10
+    assert theirs.law_loss.top_weight == 0.0
+    corpus = Corpus(hass.data, max_length=hass.max_length, holdout=hass.holdout)
+    batch, noise = Batches(corpus, corpus.training, 256, 0).at(0), torch.Generator().manual_seed(0)
+    assert len(list(ours.outputs(batch, ours.read(batch), noise))) == 3
+    train(replace(hass, steps=2))
+    record = json.loads((tmp_path / "b" / "provenance.json").read_text())
+    assert record["arguments"]["method"] == "hass"
+    assert record["init"]["provenance"]["arguments"]["method"] == "eagle"
+
+
+def test_a_head_in_one_byte_is_trained_further_and_written_as_it_was(
+    tiny: Checkpoint, texts: Path, tmp_path: Path, teacher: Teacher
+) -> None:
+    more = {"steps": 2, "train_head": False, "inner": 512, "fc_norm": True, "norm_output": True, "vocab": 40}
+    first = options_for("eagle3", tiny, texts, tmp_path / "a", one_byte=True, eval_batches=1, **more)
+    train(first)
+    again = replace(first, init=str(tmp_path / "a"), inner=0, vocab=0, one_byte=None)
+    recipe = begun(again, tiny, teacher)
+    written = read_head(tmp_path / "a")[1]  # widened
+    folded = half(fold(recipe.module()))
+    assert all(torch.equal(folded[name], written[name]) for name in folded)
+    train(replace(again, out=str(tmp_path / "b")))
+    train(replace(again, out=str(tmp_path / "c"), one_byte=False))
+    kinds = [
+        {name: (tuple(t.shape), t.dtype) for name, t in read_tensors(tmp_path / run).items()} for run in "abc"
+    ]
+    assert kinds[0] == kinds[1]
+    assert any(dtype == torch.int8 for _, dtype in kinds[0].values())
+    assert all(dtype != torch.int8 for _, dtype in kinds[2].values())
+    sizes = [(tmp_path / run / "model.safetensors").stat().st_size for run in "abc"]
+    assert sizes[0] == sizes[1] < sizes[2]

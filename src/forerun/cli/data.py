@@ -28,6 +28,7 @@ HELP: Mapping[str, str] = {
     "temperatures": "Each prompt is answered once at each; may be given several times.",
     "max_prompt": "Tokens of a prompt at most, template included.",
     "max_length": "Tokens of prompt and answer at most.",
+    "max_answer": "Tokens of an answer at most; 0 is what --max-length leaves.",
     "batch": "Sequences written at once.",
     "shard_tokens": "Tokens per shard.",
     "seed": "Seed of all random draws.",

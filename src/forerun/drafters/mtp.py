@@ -34,6 +34,7 @@ from forerun.drafters.head_formats import (
     write_config,
     write_shards,
 )
+from forerun.drafters.head_shape import Sizes
 from forerun.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.models.base import Target
 from forerun.models.layers import gate, pair_up, rms_norm, rotate_
@@ -147,23 +148,14 @@ def write_mtp(folder: Path, config: EagleConfig, weights: Mapping[str, Tensor]) 
     write_shards(folder, named)
 
 
-def expected_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: EagleConfig) -> Sizes:
     """What must be there, or may be: norms of heads, embedding, LM head and a reduced vocabulary."""
-    width, inner, dim = config.width, config.inner, config.head_dim
-    q, kv, at = config.heads * dim, config.kv_heads * dim, "midlayer."
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, 2 * width)}
+    width, dim = config.width, config.head_dim
+    layer = config.layer_weights(width) | {"input_layernorm.weight": (width,)}
+    layer |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
+    shapes: Sizes = {"fc.weight": (width, 2 * width)}
     shapes |= dict.fromkeys(("enorm.weight", "hnorm.weight", "norm.weight"), (width,))
-    shapes |= {f"{at}{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
-    shapes |= {f"{at}self_attn.{name}_norm.weight": (dim,) for name in "qk"}
-    return shapes | {
-        at + "self_attn.q_proj.weight": (q, width),
-        at + "self_attn.k_proj.weight": (kv, width),
-        at + "self_attn.v_proj.weight": (kv, width),
-        at + "self_attn.o_proj.weight": (width, q),
-        at + "mlp.gate_proj.weight": (inner, width),
-        at + "mlp.up_proj.weight": (inner, width),
-        at + "mlp.down_proj.weight": (width, inner),
-    }
+    return shapes | {f"midlayer.{name}": size for name, size in layer.items()}
 
 
 def _read_layer(folder: Path) -> tuple[dict[str, Tensor], bool]:

@@ -25,6 +25,7 @@ _FREE = (
     "steps",
     "eval_every",
     "eval_batches",
+    "measure_on",
     "save_every",
     "device",
     "compile",

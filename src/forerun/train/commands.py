@@ -71,7 +71,9 @@ def _run(values: Mapping[str, Any]) -> None:
             shown = "" if at.tokens_per_round is None else f", {at.tokens_per_round:.3f} tokens per round"
             tree = "" if at.tree_tokens_per_round is None else f" (tree {at.tree_tokens_per_round:.3f})"
             head = f"step {at.step}/{at.steps}, loss {at.loss:.4f}, acceptance {at.acceptance:.3f}"
-            log.info("%s, %.0f tokens/s%s%s", head, at.tokens_per_second, shown, tree)
+            walked = at.walked_tokens_per_round
+            other = "" if walked is None else f", {walked:.3f} through other texts"
+            log.info("%s, %.0f tokens/s%s%s%s", head, at.tokens_per_second, shown, tree, other)
 
     if values["method"] == "refresh":
         require_recordings(values["data"])
@@ -89,7 +91,7 @@ def _run(values: Mapping[str, Any]) -> None:
 def _add_flag(parser: argparse.ArgumentParser, field: Field[Any], hint: Any) -> None:
     name = "--" + field.name.replace("_", "-")
     required = field.default is MISSING
-    if hint is bool:
+    if hint is bool or bool in get_args(hint):
         parser.add_argument(name, action=argparse.BooleanOptionalAction, default=None)
     elif get_origin(hint) is tuple:
         parser.add_argument(name, nargs="*", type=get_args(hint)[0], default=None, action=_AsTuple)

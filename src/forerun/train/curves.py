@@ -1,6 +1,6 @@
-"""Plot training curves of one or several runs: loss, and simulated tokens per round on held-back text.
+"""Training curves of one or several runs, as a plot or as JSON: loss, simulated tokens per round on held-back text.
 
-python -m forerun.train.curves runs/eagle3 runs/hass --plot curves.png
+python -m forerun.train.curves runs/eagle3 runs/hass --plot curves.png --json curves.json
 """
 
 from __future__ import annotations
@@ -51,6 +51,14 @@ def draw(folders: Sequence[Path], file: Path) -> None:
         chain, tree = ([s[key] for s in tested] for key in ("tokens_per_round", "tree_tokens_per_round"))
         right.plot(places, chain, f"C{i}o-", markersize=4, label=f"{folder.name}, chain")
         right.plot(places, tree, f"C{i}o:", markersize=4, label=f"{folder.name}, any of the likeliest 10")
+        walked = [(s["step"], value) for s in tested if (value := s.get("walked_tokens_per_round"))]
+        if walked:
+            right.plot(
+                *zip(*walked, strict=True),
+                f"C{i}s--",
+                markersize=4,
+                label=f"{folder.name}, through other texts",
+            )
     left.set(
         xlabel="step", ylabel="overlap of the laws at the first level", title="While training (smoothed)"
     )
@@ -62,14 +70,32 @@ def draw(folders: Sequence[Path], file: Path) -> None:
     pyplot.close(figure)
 
 
+def evaluations(folder: Path) -> dict[str, Any]:
+    """What a run was measured at, step by step, and what it learnt from; JSON."""
+    kept = folder / "provenance.json"
+    made = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    keys = ("step", "loss", "lr", "tokens_per_round", "tree_tokens_per_round", "walked_tokens_per_round")
+    tested = [row for row in read_curve(folder) if row["tokens_per_round"] is not None]
+    known = {key: made[key] for key in ("commit", "device", "data_hash", "arguments") if key in made}
+    return {"run": folder.name, **known, "curve": [{key: row.get(key) for key in keys} for row in tested]}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m forerun.train.curves", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="run folders of `forerun train`")
-    parser.add_argument("--plot", type=Path, required=True, help="the image file to write")
+    parser.add_argument("--plot", type=Path, help="the image file to write")
+    parser.add_argument("--json", type=Path, help="the JSON file to write")
     given = parser.parse_args(arguments)
-    draw(given.folders, given.plot)
-    sys.stdout.write(f"{given.plot}\n")
+    if given.plot is None and given.json is None:
+        parser.error("name a file to write: --plot FILE or --json FILE")
+    if given.plot is not None:
+        draw(given.folders, given.plot)
+        sys.stdout.write(f"{given.plot}\n")
+    if given.json is not None:
+        found = {"runs": [evaluations(folder) for folder in given.folders]}
+        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        sys.stdout.write(f"{given.json}\n")
 
 
 if __name__ == "__main__":

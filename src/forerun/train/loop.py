@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,7 +23,7 @@ from forerun.train.checkpoint import read_checkpoint, write_checkpoint
 from forerun.train.data.corpus import Batches, Corpus
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.base import Measured, Recipe, loss_of
-from forerun.train.simulate import measure
+from forerun.train.simulate import measure, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class Progress:
     tokens_per_second: float
     tokens_per_round: float | None = None  # simulated on held-back text, where it was measured
     tree_tokens_per_round: float | None = None
+    walked_tokens_per_round: float | None = None  # chains of 5 through the texts of --measure-on
 
 
 Report = Callable[[Progress], None]
@@ -53,6 +54,7 @@ class Trainer:
         self.device = recipe.truth_head().device
         self.batches = Batches(corpus, corpus.training, options.batch_tokens, options.seed)
         self.tests = Batches(corpus, corpus.held_back, options.batch_tokens, options.seed + 1)
+        self.walked_texts = _other_texts(options, corpus, recipe.vocabulary.vocab_size)
         self.named = {n: p for n, p in recipe.module().named_parameters() if p.requires_grad}
         self.optimizer = self._make_optimizer()
         self.step = 0
@@ -65,14 +67,16 @@ class Trainer:
         """Train from the current step to the last; returns the last measurement."""
         self.resume()
         measured: Measured | None = None
+        if self.step == 0 and self.walked_texts is not None and self.is_main:
+            begun = self.look()
+            self._log(begun)
+            report(begun)
         while self.step < self.options.steps:
             progress = self.one_step()
             ends = self.step == self.options.steps
             if self.step % self.options.eval_every == 0 or ends:
                 measured = self.measure()
-                values = {**asdict(progress), "tokens_per_round": measured.tokens_per_round}
-                values["tree_tokens_per_round"] = measured.tree_tokens_per_round
-                progress = Progress(**values)
+                progress = self._with_measured(progress, measured)
             if self.is_main:
                 self._log(progress)
                 report(progress)
@@ -106,6 +110,22 @@ class Trainer:
         seconds = perf_counter() - started
         speed = batch.tokens.numel() * share / seconds
         return Progress(self.step, self.options.steps, said, float(acceptance), lr, speed)
+
+    def look(self) -> Progress:
+        """Where a run stands before its first step, on held-back text."""
+        with self._precision(), torch.no_grad():
+            loss, acceptance = loss_of(self.recipe, self.tests.at(0).to(self.device), None)
+        begun = Progress(self.step, self.options.steps, float(loss), float(acceptance), 0.0, 0.0)
+        return self._with_measured(begun, self.measure())
+
+    def walk(self) -> float | None:
+        """Tokens per round of chains through the texts of --measure-on, where there are some."""
+        texts = self.walked_texts
+        if texts is None:
+            return None
+        with self._precision():
+            found = walk(self.recipe, (texts.at(i) for i in range(len(texts))), self.device)
+        return None if found is None or not found[1] else found[0] / found[1]
 
     def measure(self) -> Measured:
         """Simulated tokens per round on held-back text."""
@@ -161,6 +181,14 @@ class Trainer:
             return torch.autocast("cuda", dtype=torch.bfloat16)
         return nullcontext()
 
+    def _with_measured(self, progress: Progress, measured: Measured) -> Progress:
+        return replace(
+            progress,
+            tokens_per_round=measured.tokens_per_round,
+            tree_tokens_per_round=measured.tree_tokens_per_round,
+            walked_tokens_per_round=self.walk(),
+        )
+
     def _log(self, progress: Progress) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
@@ -171,13 +199,23 @@ class Trainer:
         file = self.folder / "log.jsonl"
         if file.is_file():
             lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
-            file.write_text("".join(f"{line}\n" for line in lines if 0 < _step_of(line) <= self.step))
+            file.write_text("".join(f"{line}\n" for line in lines if 0 <= _step_of(line) <= self.step))
+
+
+def _other_texts(options: TrainOptions, corpus: Corpus, vocab_size: int) -> Batches | None:
+    """The texts of --measure-on; none of their prompts may be learnt from."""
+    if not options.measure_on:
+        return None
+    others = Corpus(options.measure_on, max_length=options.max_length, holdout=1.0)
+    others.must_fit(vocab_size)
+    corpus.must_not_hold(others, options.measure_on)
+    return Batches(others, others.held_back, options.batch_tokens, options.seed)
 
 
 def _step_of(line: str) -> int:
-    """Which step a line of the log is about; 0 = of none."""
+    """Which step a line of the log is about; -1 = of none."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return 0
-    return step if type(step) is int else 0
+        return -1
+    return step if type(step) is int else -1

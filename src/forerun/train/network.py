@@ -19,6 +19,8 @@ from forerun.models.config import DecoderConfig
 from forerun.models.moe import Mlp
 from forerun.models.rope import frequencies
 
+MATRICES = ("qkv", "o", "gate_up", "down")  # of a layer
+
 
 def is_plain(config: DecoderConfig) -> bool:
     """Can this network run the model?"""
@@ -201,24 +203,32 @@ def unpair(weight: Tensor, head_dim: int, dims: int) -> Tensor:
     return torch.cat((halves, heads[:, dims:]), 1).reshape(weight.shape)
 
 
+def split_rows(config: DecoderConfig, name: str, rows: Tensor) -> dict[str, Tensor]:
+    """The rows of one of a layer's MATRICES, or as many rows, under the names and in the order of checkpoints."""
+    if name == "qkv":
+        sizes = [config.heads * config.head_dim, *[config.kv_heads * config.head_dim] * 2]
+        q, k, v = torch.split(rows, sizes)
+        q, k = (unpair(part, config.head_dim, config.ropes[0].dims) for part in (q, k))
+        return {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v}
+    if name == "gate_up":
+        gate, up = rows.chunk(2)
+        return {"mlp.gate_proj": gate, "mlp.up_proj": up}
+    return {"self_attn.o_proj" if name == "o" else "mlp.down_proj": rows}
+
+
 def split_layer(layer: Layer) -> dict[str, Tensor]:
     """One layer's weights under the names and in the order of checkpoints."""
-    config = layer.config
-    sizes = [config.heads * config.head_dim, *[config.kv_heads * config.head_dim] * 2]
-    dims = config.ropes[0].dims
+    config, dims = layer.config, layer.config.ropes[0].dims
     named: dict[str, Tensor] = {
         "input_layernorm.weight": layer.attention_norm,
         "post_attention_layernorm.weight": layer.mlp_norm,
-        "self_attn.o_proj.weight": layer.o,
-        "mlp.down_proj.weight": layer.down,
     }
-    for kind, fused in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
-        if fused is not None:
-            for name, part in zip("qkv", torch.split(fused, sizes), strict=True):
-                kept = part if name == "v" else unpair(part, config.head_dim, dims)
-                named[f"self_attn.{name}_proj.{kind}"] = kept
-    for name, part in zip(("gate", "up"), layer.gate_up.chunk(2), strict=True):
-        named[f"mlp.{name}_proj.weight"] = part
+    for name in MATRICES:
+        parts = split_rows(config, name, layer.get_parameter(name))
+        named |= {f"{part}.weight": weight for part, weight in parts.items()}
+    if layer.qkv_bias is not None:
+        biases = split_rows(config, "qkv", layer.qkv_bias)
+        named |= {f"{part}.bias": bias for part, bias in biases.items()}
     if layer.qk_norm is not None:
         heads = {"q_norm": layer.qk_norm[0], "k_norm": layer.qk_norm[-1]}
         named |= {

@@ -21,7 +21,7 @@ _STEPS: dict[str, int] = {
     "medusa": 4, "hydra": 4, "eagle": 1, "eagle3": 7, "hass": 3, "draft-model": 1, "early-exit": 1, "mtp": 4,
     "dflash": 8, "dspark": 8,
 }  # fmt: skip
-_RANKS: dict[str, int] = {"early-exit": 128, "dspark": 64}
+_RANKS: dict[str, int] = {"early-exit": 128, "dspark": 64, "medusa": 16}
 WIDTHS = 16  # the width of a head is a multiple of this
 
 
@@ -46,6 +46,7 @@ class TrainOptions:
     target: str
     data: str  # one folder of `forerun data make`, or several with commas between
     out: str
+    measure_on: str = ""  # greedy texts of other prompts: rounds through them are counted at every evaluation
     init: str = ""  # a finished head of the same method and shape to start from
     steps: int = 2000  # optimiser steps in all
     batch_tokens: int = 16384  # per step
@@ -61,7 +62,7 @@ class TrainOptions:
     layers: int = 4  # of a draft model, pruned from the target; of a block drafter
     width: int = 0  # of an EAGLE-3 head; 0 = the target's. A narrower one has an LM head of its own
     exit: int = 0  # layers in front of an exit adapter; 0 = two thirds of the target's
-    rank: int = 0  # of an exit adapter, or of DSpark's Markov head; 0 = the recipe's
+    rank: int = 0  # of an exit adapter, of DSpark's Markov head, or of the LoRA of `joint`; 0 = the recipe's
     inner: int = 0  # width of the MLP of an EAGLE, MTP or block drafter's layer; 0 = the target's
     features: tuple[
         int, ...
@@ -69,10 +70,12 @@ class TrainOptions:
     decay: float = 0.8  # weight of each level relative to the one before
     loss: Literal["kl", "lk_hybrid"] = "kl"
     train_head: bool = True  # an LM head of its own; False = the target's rows, stored nowhere
-    one_byte: bool = False  # EAGLE-3: matrices are written as one byte per weight
+    one_byte: bool | None = (
+        None  # EAGLE-3: matrices are written as one byte per weight; None = as those of `init` are
+    )
     fc_norm: bool = False  # EAGLE-3.1
     norm_output: bool = False  # EAGLE-3.1
-    joint: bool = False  # Medusa-2: the target is trained with the heads
+    joint: bool = False  # Medusa-2: a LoRA on the target is trained with the heads
     anchors: float = 0.5  # share of the answers' tokens at which blocks start, per step
     stored: Literal["bfloat16", "int8"] = "bfloat16"  # how a block drafter is written
     holdout: float = 0.02  # share of the prompts that are held back
@@ -132,6 +135,7 @@ class DataOptions:
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # each prompt is answered once at each
     max_prompt: int = 160  # tokens of a prompt, template included
     max_length: int = 512  # prompt and answer
+    max_answer: int = 0  # tokens of an answer; 0 = what max_length leaves
     batch: int = 64  # sequences written at once
     shard_tokens: int = 2_000_000
     seed: int = 0
@@ -143,6 +147,7 @@ class DataOptions:
         _check(8 <= self.max_prompt < self.max_length, "max_prompt", self.max_prompt, "8 to below max_length")
         _check(self.batch >= 1, "batch", self.batch, "at least 1")
         _check(self.own_prompts >= 0, "own_prompts", self.own_prompts, "0 or more")
+        _check(self.max_answer >= 0, "max_answer", self.max_answer, "0 (no other limit) or more")
         _check(self.wrapped >= 0, "wrapped", self.wrapped, "0 or more")
         _check(not self.wrapped or bool(self.passages), "wrapped", self.wrapped, "0, or give --passages DIR")
         _check(self.out not in self.passages, "passages", self.passages, "folders other than out")

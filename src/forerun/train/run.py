@@ -23,6 +23,7 @@ from forerun.params import EngineConfig
 from forerun.train.data.corpus import Batches, Corpus, hash_of
 from forerun.train.data.folder import require_texts
 from forerun.train.loop import Report, Trainer
+from forerun.train.lora import require_separate_matrices
 from forerun.train.options import TrainOptions
 from forerun.train.provenance import write_provenance
 from forerun.train.recipes.base import Measured, Recipe
@@ -93,12 +94,16 @@ def make_recipe(
         shape = HeadsConfig(family, options.depth, options.blocks, width, vocab, target=options.target)  # type: ignore[arg-type]
         if start is not None:
             start.must_fit(shape)
-        heads = HeadsRecipe(options, teacher, shape, vocabulary, checkpoint, _sizes(options, teacher, corpus))
+        if options.joint:
+            require_separate_matrices(checkpoint.weights)
+        heads = HeadsRecipe(options, teacher, shape, vocabulary, _sizes(options, teacher, corpus))
         if start is not None:
             start.fill(heads.heads, teacher.embedding)
         return heads
     if options.method in ("dflash", "dspark"):
         return _block_recipe(options, checkpoint, teacher, corpus, vocabulary, start)
+    if options.one_byte is None and start is not None:
+        options = replace(options, one_byte=start.one_byte)
     theirs = start.config if start is not None and isinstance(start.config, EagleConfig) else None
     layers = options.features or (() if theirs is None else theirs.layers)
     config = eagle_config(

@@ -4,11 +4,15 @@ The text counts as the target's output. A draft started at row t is accepted as 
 the text's: then the next level saw exactly what it would see in a real round, so the count is what a
 chain would have had (and, with any of the likeliest few instead of the first, an upper bound for a tree).
 Rows whose levels would reach past the text's end are left out.
+
+That is a mean over all rows. A decoder starts a round behind what the last one accepted, so hard places count more:
+`walk` goes through greedy text in this way and finds what decoding it would have counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +22,7 @@ from forerun.train.data.corpus import Batch
 from forerun.train.recipes.base import Measured, Recipe, shifted
 
 RANKS = 10
+CHAIN = 5  # tokens drafted in a round that is walked through
 
 
 @torch.no_grad()
@@ -25,10 +30,42 @@ def measure(recipe: Recipe, batches: Iterable[Batch], device: torch.device, chun
     """Simulate rounds over some batches."""
     ranks, sure = [], []
     for batch in batches:
-        found, probabilities = _ranks(recipe, batch.to(device), chunk)
-        ranks.append(found)
-        sure.append(probabilities)
+        found = _ranks(recipe, batch.to(device), chunk)
+        ranks.append(found.ranks)
+        sure.append(found.sure)
     return summarise(torch.cat(ranks), torch.cat(sure))
+
+
+@torch.no_grad()
+def walk(
+    recipe: Recipe, batches: Iterable[Batch], device: torch.device, chunk: int = 4096
+) -> tuple[int, int] | None:
+    """Tokens and rounds of chains of 5 through greedy texts; None for a recipe that drafts from some rows only."""
+    tokens = rounds = 0
+    for batch in batches:
+        found = _ranks(recipe, batch.to(device), chunk)
+        if not found.every_row:
+            return None
+        more = walk_rows(batch.learnt, found.usable.cpu(), found.ranks.cpu(), found.shift)
+        tokens, rounds = tokens + more[0], rounds + more[1]
+    return tokens, rounds
+
+
+def walk_rows(learnt: Tensor, usable: Tensor, ranks: Tensor, shift: int) -> tuple[int, int]:
+    """Tokens and rounds through sequences [B, T], each round from where the one before ended.
+
+    `learnt` are the answers' tokens, `usable` the rows that have ranks [N, levels]; the first level of row t predicts
+    token t + shift + 1, behind a root at t + shift. A text starts with its answer's first token as the root: the
+    prompt's own pass gave that. It ends where a row has no ranks.
+    """
+    accepted = torch.full(learnt.shape, -1)
+    accepted[usable] = (ranks[:, :CHAIN] == 0).long().cumprod(1).sum(1)
+    tokens = rounds = 0
+    for row, first in zip(accepted.tolist(), learnt.int().argmax(1).tolist(), strict=True):
+        place = max(0, first - shift)
+        while place < len(row) and row[place] >= 0:
+            tokens, rounds, place = tokens + 1 + row[place], rounds + 1, place + 1 + row[place]
+    return tokens, rounds
 
 
 def summarise(ranks: Tensor, sure: Tensor) -> Measured:
@@ -64,7 +101,18 @@ def fit_calibration(probabilities: Tensor, accepted: Tensor) -> Calibration:
     return best
 
 
-def _ranks(recipe: Recipe, batch: Batch, chunk: int) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """Where the true tokens ranked, of the rows of one batch."""
+
+    ranks: Tensor  # [N, levels]; RANKS = not among the likeliest
+    sure: Tensor  # [N, levels] probability of the likeliest token
+    usable: Tensor  # [B, T] which rows these are
+    every_row: bool  # False: the recipe drafts from some rows only
+    shift: int  # of the first level
+
+
+def _ranks(recipe: Recipe, batch: Batch, chunk: int) -> _Ranks:
     """Of every row whose levels lie within the answer: where the true token ranked, level by level."""
     outputs = list(recipe.outputs(batch, recipe.read(batch), None))
     inside = torch.stack([shifted(batch.learnt, output.shift + 1) for output in outputs]).all(0)  # [B, T]
@@ -88,4 +136,5 @@ def _ranks(recipe: Recipe, batch: Batch, chunk: int) -> tuple[Tensor, Tensor]:
         empty = (truth.new_zeros(0), rows.new_zeros(0))
         ranks.append(torch.cat([rank for rank, _ in parts] or [empty[0]]))
         sure.append(torch.cat([q.float() for _, q in parts] or [empty[1].float()]))
-    return torch.stack(ranks, 1), torch.stack(sure, 1)
+    first = outputs[0]
+    return _Ranks(torch.stack(ranks, 1), torch.stack(sure, 1), usable, first.at is None, first.shift)

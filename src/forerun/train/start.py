@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from forerun.drafters.block.config import BlockConfig
 from forerun.drafters.block.files import read_block
 from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.files import read_head
-from forerun.drafters.eagle.head import vocabulary_of
 from forerun.drafters.head_formats import read_config, read_tensors
+from forerun.drafters.head_shape import vocabulary_of
 from forerun.drafters.medusa import HeadsConfig, read_heads
 from forerun.drafters.mtp import read_mtp
+from forerun.drafters.one_byte import SCALES
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import InvalidInput
 from forerun.heads import kind_of
@@ -42,10 +43,11 @@ class Start:
     config: EagleConfig | HeadsConfig | BlockConfig
     weights: dict[str, Tensor]  # as files hold them
     vocabulary: DraftVocabulary
+    one_byte: bool = False  # do its files hold one byte per weight?
 
     def must_fit(self, config: EagleConfig | HeadsConfig | BlockConfig) -> None:
         """Raise where the run's head is another than this one."""
-        for name in config.__slots__:
+        for name in sorted((field.name for field in fields(config)), key=lambda name: name != "kind"):
             theirs, ours = getattr(self.config, name), getattr(config, name)
             unnamed = name == "layers" and not theirs  # then the default layers
             if name not in _FREE and theirs != ours and not unnamed:
@@ -98,11 +100,11 @@ def read_start(options: TrainOptions, width: int, vocab_size: int) -> Start | No
         start = Start(folder, heads, weights, DraftVocabulary.from_file(weights, rows, heads.vocab_size))
     elif options.method == "dflash" or options.method == "dspark":
         block, weights = read_block(folder, kind=options.method)
-        rows = block.draft_vocab_size
-        start = Start(folder, block, weights, DraftVocabulary.from_file(weights, rows, block.vocab_size))
+        start = Start(folder, block, weights, vocabulary_of(block, weights))
     else:
         config, weights = read_mtp(folder) if options.method == "mtp" else read_head(folder)
-        start = Start(folder, config, weights, vocabulary_of(config, weights))
+        in_bytes = bool(read_tensors(folder, wanted=lambda name: name.endswith(SCALES)))
+        start = Start(folder, config, weights, vocabulary_of(config, weights), in_bytes)
     if options.vocab not in (0, len(start.vocabulary)):
         _refuse(folder, f"a draft vocabulary of {len(start.vocabulary)}", f"vocab={options.vocab}")
     return start

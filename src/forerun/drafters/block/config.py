@@ -8,11 +8,11 @@ behind it predict their own token; DSpark's root row predicts too, each row the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from forerun.drafters.head_drafter import Calibration
-from forerun.drafters.head_formats import rates_in, settings_in, size_in
+from forerun.drafters.head_formats import settings_in, size_in
+from forerun.drafters.head_shape import HeadShape, shape_in
 from forerun.errors import DamagedFile, brief
 
 BlockKind = Literal["dflash", "dspark"]
@@ -21,31 +21,16 @@ _MODELS = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
 _BLOCKS = {"dflash": 16, "dspark": 8}  # rows of a block where a file does not say
 
 
-@dataclass(frozen=True, slots=True)
-class BlockConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig(HeadShape):
     """A few layers that read the target's features as keys and values."""
 
     kind: BlockKind
-    width: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     depth: int  # layers of the drafter
-    vocab_size: int  # the target's
-    draft_vocab_size: int
-    layers: tuple[int, ...]  # hidden layers of the target it reads: i = the input of layer i
-    target_width: int
     rows: int  # of a block: the root and the masks
     mask_token: int
     markov_rank: int = 0  # 0 = no Markov head
     confidence: bool = False  # has it a confidence head?
-    norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
-    max_length: int = 2048
-    target: str = ""  # what it was trained for
-    calibration: Calibration = field(default_factory=Calibration)
-    rates: tuple[tuple[float, ...], ...] = ()  # [levels][ranks] how often right, given that the path was
 
     @property
     def levels(self) -> int:
@@ -57,41 +42,24 @@ class BlockConfig:
         """The first row that predicts: the root's own (DSpark), or the first mask's (DFlash)."""
         return 1 if self.kind == "dflash" else 0
 
-    @property
-    def feature_width(self) -> int:
-        return self.target_width * len(self.layers)
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any], kind: BlockKind) -> BlockConfig:
         """From a config.json in the authors' form, or in that of speculators."""
         try:
-            shape = {**values, **settings_in(values, "transformer_layer_config")}
-            own, ours = {**values, **settings_in(values, "dflash_config")}, settings_in(values, "forerun")
-            width, heads = size_in(shape, "hidden_size"), size_in(shape, "num_attention_heads")
-            rope = settings_in(shape, "rope_parameters") or settings_in(shape, "rope_scaling")
+            own = {**values, **settings_in(values, "dflash_config")}
             _refuse_unknown(own)
+            shape = shape_in(values)
             return cls(
+                **shape,
                 kind=kind,
-                width=width,
-                inner=size_in(shape, "intermediate_size"),
-                heads=heads,
-                kv_heads=size_in(shape, "num_key_value_heads", heads),
-                head_dim=size_in(shape, "head_dim", max(1, width // heads)),
-                depth=size_in(shape, "num_hidden_layers"),
-                vocab_size=size_in(shape, "vocab_size"),
-                draft_vocab_size=size_in(values, "draft_vocab_size", size_in(shape, "vocab_size")),
+                depth=size_in(
+                    {**values, **settings_in(values, "transformer_layer_config")}, "num_hidden_layers"
+                ),
                 layers=_layers_in(own),
-                target_width=size_in(values, "target_hidden_size", width),
                 rows=size_in(own, "block_size", _BLOCKS[kind]),
-                mask_token=_mask_in(own, size_in(shape, "vocab_size")),
+                mask_token=_mask_in(own, shape["vocab_size"]),
                 markov_rank=size_in(own, "markov_rank", 1) if own.get("markov_rank") else 0,
                 confidence=bool(own.get("enable_confidence_head")),
-                norm_eps=float(shape.get("rms_norm_eps") or 1e-5),
-                rope_theta=float(shape.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
-                max_length=size_in(shape, "max_position_embeddings", 2048),
-                target=_target_name(values),
-                calibration=Calibration(**settings_in(ours, "calibration")),
-                rates=rates_in(ours),
             )
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise DamagedFile(
@@ -103,12 +71,10 @@ class BlockConfig:
         outputs = [layer - 1 for layer in self.layers]
         values: dict[str, Any] = {
             "architectures": [_MODELS[self.kind]],
-            **self.shape(),
+            **self.layer_json("qwen3", self.depth, attention_bias=False),
             "block_size": self.rows,
-            "draft_vocab_size": self.draft_vocab_size,
-            "target_hidden_size": self.target_width,
-            "target_model": self.target,
-            "forerun": {"format": self.kind, "calibration": asdict(self.calibration), "rates": self.rates},
+            **self.target_json(),
+            "forerun": {"format": self.kind, **self.measured_json()},
         }
         if self.kind == "dflash":
             return values | {"dflash_config": {"mask_token_id": self.mask_token, "target_layer_ids": outputs}}
@@ -119,25 +85,6 @@ class BlockConfig:
             "markov_head_type": "vanilla",
             "enable_confidence_head": self.confidence,
             "confidence_head_with_markov": self.confidence,
-        }
-
-    def shape(self) -> dict[str, Any]:
-        """The layers, as transformers' Qwen 3 has them."""
-        return {
-            "model_type": "qwen3",
-            "hidden_size": self.width,
-            "intermediate_size": self.inner,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "num_hidden_layers": self.depth,
-            "vocab_size": self.vocab_size,
-            "rms_norm_eps": self.norm_eps,
-            "rope_theta": self.rope_theta,
-            "max_position_embeddings": self.max_length,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "tie_word_embeddings": False,
         }
 
 
@@ -179,8 +126,3 @@ def _refuse_unknown(own: Mapping[str, Any]) -> None:
     ):
         if unknown:
             raise ValueError(f"what is known here: it has {what}")
-
-
-def _target_name(values: Mapping[str, Any]) -> str:
-    nested = settings_in(settings_in(values, "speculators_config"), "verifier")
-    return str(values.get("target_model") or nested.get("name_or_path") or "")

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.block.config import NAMES, BlockConfig, BlockKind
-from forerun.drafters.head_formats import check_weight, read_config, read_tensors, write_config, write_shards
+from forerun.drafters.head_formats import read_config, read_tensors, write_config, write_shards
+from forerun.drafters.head_shape import Sizes
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.heads import kind_of
 
@@ -51,47 +52,24 @@ def write_block(
 
 
 def check_shapes(config: BlockConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Every weight against the config, so that a wrong file is named here and not deep in a matrix product."""
-    if config.heads % config.kv_heads or config.head_dim % 2 or config.rows <= config.first:
-        raise DamagedFile(
-            f"config.json of {folder} says {config.heads} heads on {config.kv_heads} of keys, each "
-            f"{config.head_dim} wide, and blocks of {config.rows}; fetch it again"
-        )
-    rows = config.draft_vocab_size
-    optional = {
-        "embed_tokens.weight": (config.vocab_size, config.width),
-        "lm_head.weight": (rows, config.width),
-        "d2t": (rows,),
-        "mask_embedding": (config.width,),
-    }
-    present = {name: shape for name, shape in optional.items() if name in weights}
+    """Every weight against the config."""
+    if config.rows <= config.first:
+        raise DamagedFile(f"config.json of {folder} says blocks of {config.rows}; fetch it again")
     tables = "markov_head.markov_w1.weight" in weights
-    for name, shape in (present | expected_shapes(config, tables=tables)).items():
-        check_weight(folder, weights, name, shape)
+    needed = expected_shapes(config, tables=tables)
+    config.check(folder, weights, needed, {"mask_embedding": (config.width,)})
 
 
-def expected_shapes(config: BlockConfig, *, tables: bool = False) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: BlockConfig, *, tables: bool = False) -> Sizes:
     """What must be there; `tables` = with DSpark's Markov head as its authors store it."""
-    width, inner, dim, rank = config.width, config.inner, config.head_dim, config.markov_rank
-    q, kv = config.heads * dim, config.kv_heads * dim
-    shapes: dict[str, tuple[int, ...]] = {
+    width, dim, rank = config.width, config.head_dim, config.markov_rank
+    shapes: Sizes = {
         "fc.weight": (width, config.feature_width), "hidden_norm.weight": (width,), "norm.weight": (width,),
     }  # fmt: skip
-    for i in range(config.depth):
-        at = f"layers.{i}."
-        shapes |= {
-            at + "self_attn.q_proj.weight": (q, width),
-            at + "self_attn.k_proj.weight": (kv, width),
-            at + "self_attn.v_proj.weight": (kv, width),
-            at + "self_attn.o_proj.weight": (width, q),
-            at + "self_attn.q_norm.weight": (dim,),
-            at + "self_attn.k_norm.weight": (dim,),
-            at + "mlp.gate_proj.weight": (inner, width),
-            at + "mlp.up_proj.weight": (inner, width),
-            at + "mlp.down_proj.weight": (width, inner),
-            at + "input_layernorm.weight": (width,),
-            at + "post_attention_layernorm.weight": (width,),
-        }
+    layer = config.layer_weights(width) | {
+        "self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,), "input_layernorm.weight": (width,),
+    }  # fmt: skip
+    shapes |= {f"layers.{i}.{name}": size for i in range(config.depth) for name, size in layer.items()}
     if rank and tables:
         shapes["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
         shapes["markov_head.markov_w2.weight"] = (config.draft_vocab_size, rank)

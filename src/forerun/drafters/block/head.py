@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.drafters.block.config import BlockConfig
+from forerun.drafters.head_shape import checked_shared, vocabulary_of
 from forerun.drafters.matrix import Matrix
-from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import InvalidInput
 from forerun.models.layers import Rotations, gate, pair_up, rms_norm, rotate_
 from forerun.models.rope import RopeConfig
@@ -66,8 +66,7 @@ class BlockHead:
         def maybe(name: str) -> Tensor | None:
             return get(name) if name in weights else None
 
-        rows = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else config.draft_vocab_size
-        self.vocabulary = DraftVocabulary.from_file(weights, rows, config.vocab_size).to(self.device)
+        self.vocabulary = vocabulary_of(config, weights).to(self.device)
         self._shared = _checked(config, weights, shared)
         with torch.no_grad(), torch.inference_mode(False):
             self.layers = [
@@ -186,17 +185,10 @@ class BlockHead:
 def _checked(
     config: BlockConfig, weights: Mapping[str, Tensor], shared: SharedWeights | None
 ) -> SharedWeights | None:
-    """What the target shares, if it fits; what the file leaves out must be shared."""
-    if shared is not None:
-        shared.must_fit(config.target_width, config.vocab_size, config.target)
-    elif "embed_tokens.weight" not in weights or "lm_head.weight" not in weights:
-        raise InvalidInput(
-            "the head shares embedding or LM head with its target and this target shares none; "
-            "use a head that stores its own"
-        )
+    """What the target shares, if it fits; a drafter of another width stores its own embedding."""
     if config.width != config.target_width and "embed_tokens.weight" not in weights:
         raise InvalidInput(
             f"a block drafter of width {config.width} cannot share the embedding of a target of width "
             f"{config.target_width}; use a head that stores its own"
         )
-    return shared
+    return checked_shared(config, weights, shared)

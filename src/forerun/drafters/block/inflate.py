@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -80,13 +79,9 @@ def inflate_block(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
 ) -> tuple[BlockConfig, dict[str, Tensor]]:
-    """The drafter of a target inflated to `shape`; the layers it reads stay, since others are added behind them."""
+    """The drafter of a target inflated to `shape`."""
     inflater = BlockInflater(config, shape, dtype, device)
-    larger = replace(
-        config, width=shape.width, inner=shape.inner, heads=shape.heads, kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim, target_width=shape.width, norm_eps=config.norm_eps * config.width / shape.width,
-    )  # fmt: skip
-    return larger, {name: inflater.inflate(name, weight) for name, weight in weights.items()}
+    return config.inflated(shape), {name: inflater.inflate(name, weight) for name, weight in weights.items()}
 
 
 def inflate_block_folder(head: Path, shape: Shape, folder: Path) -> Path:

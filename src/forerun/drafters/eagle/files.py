@@ -14,9 +14,10 @@ from typing import Literal
 from torch import Tensor
 
 from forerun.drafters.eagle.config import NAMES, EagleConfig, Kind
-from forerun.drafters.head_formats import check_weight, read_config, read_tensors, write_config, write_shards
+from forerun.drafters.head_formats import read_config, read_tensors, write_config, write_shards
+from forerun.drafters.head_shape import Sizes
 from forerun.drafters.one_byte import in_bytes, widened
-from forerun.errors import DamagedFile, InvalidInput
+from forerun.errors import InvalidInput
 from forerun.heads import kind_of
 
 Layout = Literal["eagle", "speculators"]
@@ -66,43 +67,20 @@ def write_head(
 
 def check_shapes(config: EagleConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
     """Every weight against the config, so that a wrong file is named here and not deep in a matrix product."""
-    if config.heads % config.kv_heads or config.head_dim % 2:
-        raise DamagedFile(
-            f"config.json of {folder} says {config.heads} heads on {config.kv_heads} of keys, "
-            f"each {config.head_dim} wide; fetch it again"
-        )
-    rows = config.draft_vocab_size
-    optional = {
-        "embed_tokens.weight": (config.vocab_size, config.width),
+    optional: Sizes = {
         "embed_proj.weight": (config.width, config.target_width),
-        "lm_head.weight": (rows, config.width),
-        "d2t": (rows,),
         "fc.bias": (config.width,),
         "norm.weight": (config.width,),
     }
-    present = {name: shape for name, shape in optional.items() if name in weights}
-    for name, shape in (present | expected_shapes(config)).items():
-        check_weight(folder, weights, name, shape)
+    config.check(folder, weights, expected_shapes(config), optional)
 
 
-def expected_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: EagleConfig) -> Sizes:
     """What must be there; embedding, LM head and vocabulary may be."""
-    width, inner = config.width, config.inner
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    into = 2 * width if config.kind == "eagle3" else width
-    layers = max(1, len(config.layers) or 3)
+    width, layers = config.width, max(1, len(config.layers) or 3)
     fused = layers * config.target_width if config.kind == "eagle3" else 2 * width
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (width, fused),
-        "midlayer.self_attn.q_proj.weight": (q, into),
-        "midlayer.self_attn.k_proj.weight": (kv, into),
-        "midlayer.self_attn.v_proj.weight": (kv, into),
-        "midlayer.self_attn.o_proj.weight": (width, q),
-        "midlayer.mlp.gate_proj.weight": (inner, width),
-        "midlayer.mlp.up_proj.weight": (inner, width),
-        "midlayer.mlp.down_proj.weight": (width, inner),
-        "midlayer.post_attention_layernorm.weight": (width,),
-    }
+    layer = config.layer_weights(2 * width if config.kind == "eagle3" else width)
+    shapes: Sizes = {"fc.weight": (width, fused)} | {f"midlayer.{name}": size for name, size in layer.items()}
     if config.kind == "eagle3":
         shapes |= {
             "midlayer.hidden_norm.weight": (width,),

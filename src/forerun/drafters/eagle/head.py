@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.head_shape import checked_shared, vocabulary_of
 from forerun.drafters.matrix import Matrix
-from forerun.drafters.vocab import DraftVocabulary
-from forerun.errors import InvalidInput
 from forerun.models.layers import Rotations, gate, pair_up, rms_norm, rotate_
 from forerun.models.rope import RopeConfig
 from forerun.models.shared import SharedWeights
@@ -139,23 +138,3 @@ class EagleHead:
         assert self._shared is not None
         rows = self._shared.embed(tokens).to(self.dtype)
         return rows if self._embed_proj is None else F.linear(rows, self._embed_proj)
-
-
-def checked_shared(
-    config: EagleConfig, weights: Mapping[str, Tensor], shared: SharedWeights | None
-) -> SharedWeights | None:
-    """What the target shares, if it fits; what the file leaves out must be shared."""
-    if shared is not None:
-        shared.must_fit(config.target_width, config.vocab_size, config.target)
-    elif "embed_tokens.weight" not in weights or "lm_head.weight" not in weights:
-        raise InvalidInput(
-            "the head shares embedding or LM head with its target and this target shares none; "
-            "use a head that stores its own"
-        )
-    return shared
-
-
-def vocabulary_of(config: EagleConfig, weights: Mapping[str, Tensor]) -> DraftVocabulary:
-    """The tokens that the head can draft."""
-    rows = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else config.draft_vocab_size
-    return DraftVocabulary.from_file(weights, rows, config.vocab_size)

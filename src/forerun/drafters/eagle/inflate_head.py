@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from forerun.drafters.block.config import BlockConfig
 from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.files import read_head, write_head
+from forerun.drafters.head_shape import HeadShape
 from forerun.errors import UnsupportedModel
 from forerun.models.inflate import InflatedWeights, Shape
 
@@ -28,7 +27,7 @@ class HeadInflater:
     """Makes the weights of a larger head one by one."""
 
     def __init__(
-        self, config: EagleConfig | BlockConfig, shape: Shape, dtype: torch.dtype, device: torch.device | str
+        self, config: HeadShape, shape: Shape, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         if config.target_width != config.width:
             raise UnsupportedModel(
@@ -97,13 +96,9 @@ def inflate_head(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """The head of a target inflated to `shape`; the layers it reads stay, since others are added behind them."""
+    """The head of a target inflated to `shape`."""
     inflater = HeadInflater(config, shape, dtype, device)
-    larger = replace(
-        config, width=shape.width, inner=shape.inner, heads=shape.heads, kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim, target_width=shape.width, norm_eps=config.norm_eps * config.width / shape.width,
-    )  # fmt: skip
-    return larger, {name: inflater.inflate(name, weight) for name, weight in weights.items()}
+    return config.inflated(shape), {name: inflater.inflate(name, weight) for name, weight in weights.items()}
 
 
 def inflate_head_folder(head: Path, shape: Shape, folder: Path) -> Path:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.eagle.config import EagleConfig
-from forerun.drafters.eagle.head import checked_shared, vocabulary_of
+from forerun.drafters.head_shape import checked_shared, vocabulary_of
 from forerun.drafters.matrix import Matrix, packed_form
 from forerun.errors import VocabularyMismatch
 from forerun.models.load.quants import Blocks

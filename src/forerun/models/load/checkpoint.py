@@ -1,4 +1,4 @@
-"""A checkpoint by name: a known model, a .gguf file, a Hugging Face folder, or an id on the hub.
+"""A checkpoint by name: a known model, a .gguf file, a Hugging Face folder, an adapter's, or an id on the hub.
 
 Opening is cheap: configuration and tensor names are read, weights and tokenizer are loaded when asked for.
 Nothing is ever unpickled, but for tensors of an encoder-decoder (pickled.py).
@@ -6,13 +6,16 @@ Nothing is ever unpickled, but for tensors of an encoder-decoder (pickled.py).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from forerun.errors import UnsupportedModel
 from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
+from forerun.models.load.adapter import AdaptedWeights, Adapter, is_adapter
 from forerun.models.load.catalog import cache_folder
 from forerun.models.load.gguf import GgufFile
 from forerun.models.load.gguf_families import config_of, origins_of
@@ -22,6 +25,8 @@ from forerun.models.load.metadata import Metadata
 from forerun.models.load.pickled import FILE, PickledWeights
 from forerun.models.load.tokenizer import Tokenizer, read_json, tokenizer_from_folder, tokenizer_from_gguf
 from forerun.models.load.weights import GgufWeights, SafetensorsWeights, Weights
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class Checkpoint:
     config: dict[str, Any]  # Hugging Face style
     weights: Weights
     load_tokenizer: Callable[[], Tokenizer] = field(repr=False, compare=False)
+    adapted_from: str = ""  # the base that an adapter changes: another target, whose texts are not the base's
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, built when it is first asked for."""
@@ -42,7 +48,25 @@ class Checkpoint:
 def open_checkpoint(name: str) -> Checkpoint:
     """Open a checkpoint by known name, path or hub id."""
     path = find_model(name)
-    return _open_folder(name, path) if path.is_dir() else _open_gguf(name, path)
+    if not path.is_dir():
+        return _open_gguf(name, path)
+    return _open_adapter(name, path) if is_adapter(path) else _open_folder(name, path)
+
+
+def _open_adapter(name: str, folder: Path) -> Checkpoint:
+    adapter = Adapter.read(folder)
+    under = find_model(adapter.base)
+    if under.is_dir() and is_adapter(under):
+        raise UnsupportedModel(
+            f"{name} is an adapter of another adapter ({adapter.base}); merge that one first"
+        )
+    base = open_checkpoint(adapter.base)
+    log.warning(
+        "%s is %s with a LoRA of rank %d: another target, whose texts are not %s's",
+        name, adapter.base, adapter.rank, adapter.base,
+    )  # fmt: skip
+    weights = AdaptedWeights(base.weights, adapter)
+    return Checkpoint(name, folder, base.config, weights, base.load_tokenizer, adapted_from=adapter.base)
 
 
 def _open_gguf(name: str, path: Path) -> Checkpoint:

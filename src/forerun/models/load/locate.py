@@ -53,7 +53,7 @@ def find_model(name: str) -> Path:
 
 
 def _checked_folder(folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         inside = next(iter(sorted(folder.glob("*.gguf"))), None)
         step = f"give the file itself: {inside}" if inside else "give the folder that holds the model's files"
         raise ModelNotFound(f"{folder} has no config.json; {step}")

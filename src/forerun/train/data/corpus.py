@@ -101,7 +101,7 @@ def hash_of(data: str | Path) -> str:
 
 
 class Corpus:
-    """All sequences of the data in memory, split into those to learn and those held back."""
+    """All sequences of the data in memory, split into those to learn and those held back (with holdout=1 all)."""
 
     def __init__(self, data: str | Path, *, max_length: int, holdout: float) -> None:
         parts = [read_shard(file) for file in shards_of(data)]
@@ -117,7 +117,7 @@ class Corpus:
                 if span[1] > span[2]:
                     (self.held_back if share < holdout else self.training).append(span)
             base += len(part["tokens"])
-        if not self.training or not self.held_back:
+        if (not self.training and holdout < 1) or not self.held_back:
             count = sum(len(part["numbers"]) for part in parts)
             raise InvalidInput(
                 f"of {count} texts in {data} {len(self.training)} are left to learn and {len(self.held_back)} held "
@@ -130,6 +130,16 @@ class Corpus:
         tokens = sum(end - first for first, end, _ in self.training)
         counts = f"{len(self.training)} texts to learn ({tokens} tokens), {len(self.held_back)} held back"
         return f"{counts}; this run reads them {read / tokens:.1f} times"
+
+    def must_not_hold(self, others: Corpus, name: str) -> None:
+        """Raise where a prompt of the others' is among those to learn."""
+        ours = {self.tokens[first:answer].numpy().tobytes() for first, _, answer in self.training}
+        spans = [*others.training, *others.held_back]
+        known = sum(others.tokens[first:answer].numpy().tobytes() in ours for first, _, answer in spans)
+        if known:
+            raise InvalidInput(
+                f"{known} of {len(spans)} texts in {name} answer prompts that are learnt from; measure on others"
+            )
 
     def must_fit(self, vocab_size: int) -> None:
         """Raise where a sequence holds a token outside the target's vocabulary."""

@@ -32,6 +32,8 @@ def require_texts(options: TrainOptions) -> None:
                 f"{wanted_prompts(options.holdout)} prompts: make them first with "
                 f"`forerun data make --target {options.target} --out {folder}`"
             )
+    if options.measure_on:
+        shards_of(options.measure_on)
 
 
 def require_recordings(folder: str | Path) -> list[Path]:

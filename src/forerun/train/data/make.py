@@ -263,9 +263,9 @@ def _orders(options: DataOptions, tokenizer: Chats, prompts: Iterable[Prompt], s
     for i, prompt in enumerate(prompts):
         asked = render(prompt)
         if tally.count(None if len(asked) <= most else too_long):
-            orders += [
-                Order(asked, heat, options.max_length, i * len(heats) + j) for j, heat in enumerate(heats)
-            ]
+            longest = len(asked) + (options.max_answer or options.max_length)
+            ends = min(options.max_length, longest)
+            orders += [Order(asked, heat, ends, i * len(heats) + j) for j, heat in enumerate(heats)]
     if tally.dropped:
         say(tally.in_words)
     if not orders:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from forerun.drafters.block.config import BlockConfig, spread_features
 from forerun.drafters.block.files import write_block
-from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.head_shape import shape_in
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.train.data.corpus import Batch
 from forerun.train.options import TrainOptions
@@ -150,26 +150,15 @@ def block_config(
     vocab: int,
 ) -> BlockConfig:
     """A drafter whose layers are shaped like the target's; masks are the rarest token of the texts [V]."""
-    read = EagleConfig.from_json({**checkpoint_config, "draft_vocab_size": vocab}, "eagle3")
+    shape = {**shape_in({**checkpoint_config, "draft_vocab_size": vocab}), "target": options.target}
     dspark = options.method == "dspark"
     return BlockConfig(
+        **{**shape, "inner": options.inner or shape["inner"]},
         kind="dspark" if dspark else "dflash",
-        width=read.width,
-        inner=options.inner or read.inner,
-        heads=read.heads,
-        kv_heads=read.kv_heads,
-        head_dim=read.head_dim,
         depth=options.layers,
-        vocab_size=read.vocab_size,
-        draft_vocab_size=vocab,
         layers=options.features or spread_features(layers),
-        target_width=read.width,
         rows=options.depth + (0 if dspark else 1),
         mask_token=int((counts == counts.min()).nonzero()[-1]),
         markov_rank=options.own_rank if dspark else 0,
         confidence=dspark,
-        norm_eps=read.norm_eps,
-        rope_theta=read.rope_theta,
-        max_length=read.max_length,
-        target=options.target,
     )

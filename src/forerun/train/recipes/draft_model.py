@@ -92,7 +92,7 @@ def write_model(folder: Path, net: CausalNet, config: Mapping[str, Any]) -> None
 
 def save_tokenizer(folder: Path, checkpoint: Checkpoint) -> None:
     """The target's tokenizer beside a model made from it."""
-    if checkpoint.path.is_dir():
+    if checkpoint.path.is_dir() and not checkpoint.adapted_from:
         for name in (
             "tokenizer.json",
             "tokenizer_config.json",

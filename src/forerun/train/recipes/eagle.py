@@ -259,7 +259,7 @@ class EagleRecipe:
         weights = {name: weight.to(torch.bfloat16) for name, weight in fold(self._module).items()}
         if not self.vocabulary.is_whole:
             weights |= self.vocabulary.tensors()
-        write_head(folder, config, weights, one_byte=self.options.one_byte)
+        write_head(folder, config, weights, one_byte=bool(self.options.one_byte))
 
     @torch.no_grad()
     def _start(self) -> None:

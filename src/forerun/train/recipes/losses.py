@@ -7,7 +7,8 @@ with respect to the head's logits is written down at once (it is a softmax: q * 
     kl         KL(p, q): the default
     lk_hybrid  l KL + (1 - l) TV with l = exp(-3 a), a = 1 - TV the acceptance: the better the head, the more
                directly acceptance itself is trained
-    top_k      added with a weight: -sum over the target's K likeliest tokens of p log q (HASS)
+    top_k      added with a weight: -sum over the target's K likeliest tokens of p log q (HASS); of its gradient only
+               q sum(w) is as wide as the vocabulary, and K numbers are added to it: no further pass over [n, Vd]
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor
 
 CHUNK = 4096  # rows at a time
+# losses [n], gradients [n, Vd] but for what the likeliest K add to their own columns, acceptances [n], and that [n, K]
+Terms = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +51,11 @@ class LawLoss:
         return apply(rows, head, truth, truth_head, weights, self, chunk)
 
 
-def law_terms(
-    z: Tensor, t: Tensor, kind: str, top_k: int, top_weight: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses [n], gradients with respect to the logits z [n, Vd], and acceptances [n]; t are the target's logits."""
-    log_q, log_p = z.float().log_softmax(-1), t.float().log_softmax(-1)
+def law_terms(z: Tensor, t: Tensor, kind: str, top_weight: float, best: Tensor | None) -> Terms:
+    """Losses and gradients with respect to the logits z [n, Vd]; t are the target's logits, best its likeliest."""
+    z, t = z.float(), t.float()
+    most_z, most_t = z.logsumexp(-1, keepdim=True), t.logsumexp(-1, keepdim=True)
+    log_q, log_p = z - most_z, t - most_t
     q, p = log_q.exp(), log_p.exp()
     loss = (p * (log_p - log_q)).sum(-1)
     slope = q - p
@@ -63,24 +66,32 @@ def law_terms(
         towards = q * (sign - (q * sign).sum(-1, keepdim=True))
         loss = share * loss + (1 - share) * (1 - accepted)
         slope = share[:, None] * slope + (1 - share)[:, None] * towards
-    if top_weight:
-        best = p.topk(min(top_k, p.shape[-1]))
-        w = torch.zeros_like(p).scatter(-1, best.indices, best.values)
-        loss = loss - top_weight * (w * log_q).sum(-1)
-        slope = slope + top_weight * (q * w.sum(-1, keepdim=True) - w)
-    return loss, slope, accepted
+    if best is None:
+        return loss, slope, accepted, None
+    w = (t.gather(-1, best) - most_t).exp()
+    loss = loss - top_weight * (w * (z.gather(-1, best) - most_z)).sum(-1)
+    slope = slope + top_weight * q * w.sum(-1, keepdim=True)
+    return loss, slope, accepted, -top_weight * w
 
 
 def weighted_terms(
-    z: Tensor, t: Tensor, weights: Tensor, dtype: torch.dtype, kind: str, top_k: int, top_weight: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    z: Tensor,
+    t: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype,
+    kind: str,
+    top_weight: float,
+    best: Tensor | None,
+) -> Terms:
     """The same, weighted: sums of losses and acceptances, and gradients as the products want them."""
-    losses, slope, accepted = law_terms(z, t, kind, top_k, top_weight)
-    return (losses * weights).sum(), (slope * weights[:, None]).to(dtype), (accepted * weights).sum()
+    losses, slope, accepted, pull = law_terms(z, t, kind, top_weight, best)
+    pulled = None if pull is None else (pull * weights[:, None]).to(dtype)
+    slope = (slope * weights[:, None]).to(dtype)
+    return (losses * weights).sum(), slope, (accepted * weights).sum(), pulled
 
 
 @cache
-def _terms_for(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def _terms_for(device: str) -> Callable[..., Terms]:
     """Fused on a GPU, where the passes over [n, Vd] would cost more than the products."""
     return torch.compile(weighted_terms, dynamic=True) if device == "cuda" else weighted_terms
 
@@ -107,7 +118,10 @@ class _ChunkedLaw(torch.autograd.Function):
         for low in range(0, len(rows), chunk):
             part, some = slice(low, low + chunk), weights[low : low + chunk]
             z, t = small[part] @ narrow.t(), truth[part] @ truth_head.t()
-            losses, slope, alphas = terms(z, t, some, dtype, loss.kind, loss.top_k, loss.top_weight)
+            best = t.topk(min(loss.top_k, t.shape[-1])).indices if loss.top_weight else None
+            losses, slope, alphas, pull = terms(z, t, some, dtype, loss.kind, loss.top_weight, best)
+            if best is not None and pull is not None:
+                slope.scatter_add_(-1, best, pull)
             total += losses
             accepted += alphas
             torch.mm(slope, narrow, out=slopes[part])

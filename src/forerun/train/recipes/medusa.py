@@ -1,7 +1,8 @@
 """Recipes for Medusa and Hydra heads: each head learns the target's law one position further ahead.
 
-Medusa-1 leaves the target as it is. Medusa-2 (`joint`) trains the target too, kept close to the original by the
-same law loss, and writes it out beside the heads: a different model, so its text is no longer the first one's.
+Medusa-1 leaves the target as it is. Medusa-2 (`joint`) trains a LoRA on the target too, kept close to the original by
+the same law loss, and writes it beside the heads (`target`, an adapter that loads as a model): another target, whose
+text is not the first one's.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ from torch import Tensor, nn
 from forerun.drafters.medusa import HeadsConfig, write_heads
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import InvalidInput
-from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.data.corpus import Batch
-from forerun.train.network import CausalNet
+from forerun.train.lora import LoraNet
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.base import Measured, Output, Reading, read_teacher, shifted
-from forerun.train.recipes.draft_model import save_tokenizer, write_model
 from forerun.train.recipes.losses import LawLoss
 from forerun.train.recipes.scaling import ScaledLinear, Sizes, fold
 from forerun.train.teacher import NetTeacher, Teacher
 
+ADAPTED = "target"  # the folder of Medusa-2's adapter, beside the heads
 HEADS_WEIGHT = 0.2  # Medusa-2: what the heads' losses count beside the target's own
 
 
@@ -77,22 +77,21 @@ class HeadsRecipe:
         teacher: Teacher,
         config: HeadsConfig,
         vocabulary: DraftVocabulary,
-        checkpoint: Checkpoint,
         sizes: Sizes | None = None,
     ) -> None:
         """Sizes of what heads read are for training alone: the heads that are written are the same."""
-        self.options, self.teacher, self.config, self.checkpoint = options, teacher, config, checkpoint
+        self.options, self.teacher, self.config = options, teacher, config
         self.vocabulary = vocabulary.to(teacher.head.device)
         self.law_loss = LawLoss(options.loss)
         self._truth_head = self.vocabulary.rows_of(teacher.head)
         heads = HeadsModule(config, sizes).to(teacher.head.device)
         self.heads = heads
-        self.student: CausalNet | None = None
+        self.student: LoraNet | None = None
         self._module: nn.Module = heads
         if options.joint:
             if not isinstance(teacher, NetTeacher) or not self.vocabulary.is_whole:
                 raise InvalidInput("joint=True needs a target of a plain family and the whole vocabulary")
-            self.student = copy.deepcopy(teacher.net).float().requires_grad_(True)
+            self.student = LoraNet(copy.deepcopy(teacher.net), options.own_rank)
             self._module = nn.ModuleDict({"heads": heads, "target": self.student})
 
     def module(self) -> nn.Module:
@@ -103,7 +102,7 @@ class HeadsRecipe:
         return {"target.": 0.25} if self.student is not None else {}
 
     def lm_head(self) -> Tensor:
-        return self._truth_head if self.student is None else self.student.head
+        return self._truth_head
 
     def truth_head(self) -> Tensor:
         return self._truth_head
@@ -127,10 +126,11 @@ class HeadsRecipe:
 
     def export(self, folder: Path, measured: Measured) -> None:
         config = replace(self.config, rates=measured.rates)
+        if self.student is not None:  # heads of the adapted target, not of the one that it was made from
+            config = replace(config, target=f"{folder.name}/{ADAPTED}")
         weights = {name: weight.to(torch.bfloat16) for name, weight in fold(self.heads).items()}
         if not self.vocabulary.is_whole:
             weights |= self.vocabulary.tensors()
         write_heads(folder, config, weights)
         if self.student is not None:
-            write_model(folder / "target", self.student, self.checkpoint.config)
-            save_tokenizer(folder / "target", self.checkpoint)
+            self.student.write(folder / ADAPTED, self.options.target)

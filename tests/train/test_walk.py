@@ -1,0 +1,126 @@
+"""Rounds walked through greedy text: what decoding that text counts, logged by a run, never on prompts it learns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.build import make_engine
+from forerun.errors import InvalidInput, ModelNotFound
+from forerun.models.load.checkpoint import Checkpoint
+from forerun.params import SamplingParams, SpeculativeConfig
+from forerun.train.curves import main as draw_curves
+from forerun.train.data.corpus import Corpus, Text, write_shard
+from forerun.train.loop import Progress
+from forerun.train.options import Method
+from forerun.train.run import train
+from forerun.train.simulate import CHAIN, RANKS, walk, walk_rows
+from forerun.train.teacher import load_teacher
+from forerun.types import Request
+from tests.train.test_recipes import lending, options_for
+from tests.train.test_start import begun
+
+PROMPTS = [(7, 5, i) for i in range(4, 28)]
+
+
+def decoded(tiny: Checkpoint, speculative: SpeculativeConfig) -> tuple[list[list[int]], list[list[int]]]:
+    """Greedy texts of PROMPTS, and how many tokens each step of the engine added to them."""
+    engine = make_engine(lending(tiny), frozenset({0}), speculative)
+    params = SamplingParams(max_tokens=61)  # as long as the tiny target can write
+    tokens = {engine.submit(Request(prompt, params)): list(prompt) for prompt in PROMPTS}
+    sizes: dict[int, list[int]] = {number: [] for number in tokens}
+    while engine.busy:
+        for event in engine.step():
+            tokens[event.seq_id] += event.tokens
+            sizes[event.seq_id].append(len(event.tokens))
+    return list(tokens.values()), list(sizes.values())
+
+
+@pytest.fixture(scope="module")
+def others(tiny: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Greedy texts of prompts that no text to learn from begins with."""
+    folder = tmp_path_factory.mktemp("others")
+    texts, _ = decoded(tiny, SpeculativeConfig(drafter="none"))
+    write_shard(folder / "shard-00000.safetensors", [Text(tokens, 3, 0.0) for tokens in texts])
+    return folder
+
+
+def test_a_walk_goes_from_where_the_last_round_ended() -> None:
+    """Rows 1 to 7 have ranks; the answer begins at token 3, so the first root is there and its row 2 (shift 1)."""
+    learnt = torch.tensor([[False] * 3 + [True] * 7])
+    usable = torch.tensor([[False, *[True] * 7, False, False]])
+    right = torch.tensor([2, 1, 0, 2, 2, 0, 1])  # levels accepted of rows 1..7
+    ranks = torch.where(torch.arange(2) < right[:, None], 0, RANKS)
+    # row 2 accepts one: 2 tokens, on to row 4: 3 tokens, on to row 7: 2 tokens, and out
+    assert walk_rows(learnt, usable, ranks, 1) == (7, 3)
+    # a draft model predicts from the root itself: row 3 accepts none, then as before
+    assert walk_rows(learnt, usable, ranks, 0) == (1 + 3 + 2, 3)
+    assert walk_rows(torch.zeros_like(learnt), torch.zeros_like(usable), ranks[:0], 1) == (0, 0)
+
+
+def test_no_more_is_accepted_in_a_round_than_a_chain_of_five_drafts() -> None:
+    usable = torch.ones(1, 30, dtype=torch.bool)
+    assert walk_rows(usable, usable, torch.zeros(30, 8, dtype=torch.long), 0) == (30, 5)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "hydra"])
+def test_what_is_walked_is_what_decoding_counts(
+    method: Method, tiny: Checkpoint, texts: Path, others: Path, tmp_path: Path
+) -> None:
+    """Round by round, up to where a text is too near its end to be walked."""
+    options = options_for(method, tiny, texts, tmp_path, steps=40, max_length=64, levels=CHAIN)
+    train(options)
+    teacher = load_teacher(tiny, torch.device("cpu"))
+    recipe = begun(
+        replace(options, init=str(tmp_path)), tiny, teacher
+    )  # with the weights as they were written
+    fixed = SpeculativeConfig(drafter=method, draft_model=str(tmp_path), budget=CHAIN, controller="fixed")
+    _, sizes = decoded(tiny, fixed)
+    corpus, all_rounds = Corpus(others, max_length=64, holdout=1.0), 0
+    for (first, end, answer), steps in zip(corpus.held_back, sizes, strict=True):
+        batch = corpus.rectangle([(first, end, answer)], 1, end - first)
+        walked = walk(recipe, [batch], torch.device("cpu"))
+        assert walked is not None
+        tokens, rounds = walked
+        sums = list(accumulate(steps))
+        assert 1 + tokens in sums  # the prompt's own token is not a round's
+        assert sums.index(1 + tokens) in (rounds, rounds - 1)  # a step may add it and a round's at once
+        all_rounds += rounds
+    assert all_rounds < 0.95 * 55 * len(PROMPTS)  # some drafts were accepted
+
+
+def test_the_curve_of_a_run_is_written_as_json_and_survives_resumption(
+    tiny: Checkpoint, texts: Path, others: Path, tmp_path: Path
+) -> None:
+    options = options_for(
+        "hydra", tiny, texts, tmp_path / "a", measure_on=str(others), steps=4, eval_every=2, save_every=2
+    )
+    train(options)
+    train(replace(options, steps=6))
+    draw_curves([str(tmp_path / "a"), "--json", str(tmp_path / "curves.json")])
+    (run,) = json.loads((tmp_path / "curves.json").read_text())["runs"]
+    assert [row["step"] for row in run["curve"]] == [0, 2, 4, 6]
+    assert all(row["walked_tokens_per_round"] >= 1 for row in run["curve"])
+    assert run["arguments"]["method"] == "hydra"
+
+
+def test_prompts_that_are_learnt_from_cannot_be_measured_on(
+    tiny: Checkpoint, texts: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidInput, match="answer prompts that are learnt from"):
+        train(options_for("hydra", tiny, texts, tmp_path / "a", measure_on=str(texts), steps=1))
+    with pytest.raises(ModelNotFound, match="nowhere holds no shards"):
+        train(options_for("hydra", tiny, texts, tmp_path / "a", measure_on="nowhere", steps=1))
+
+
+def test_a_block_drafter_starts_at_some_tokens_only_and_is_not_walked(
+    tiny: Checkpoint, texts: Path, others: Path, tmp_path: Path
+) -> None:
+    seen: list[Progress] = []
+    train(options_for("dspark", tiny, texts, tmp_path, measure_on=str(others), steps=1), seen.append)
+    assert [progress.walked_tokens_per_round for progress in seen] == [None, None]

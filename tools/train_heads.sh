@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# Train heads of the default model on one GPU, in stages that are short and can be repeated: each resumes.
+#
+#   M=SmolLM2-135M-Instruct.Q4_1.gguf S=spec_bench.jsonl P=prompts.jsonl bash tools/train_heads.sh STAGE
+#
+#   data      texts of the target's own to learn from, and its greedy answers to the suite S, which are never learnt
+#   box       the EAGLE-3 head of the package, trained further with a wider MLP, written in one byte per weight
+#   box-check tokens per round of the old head and the new one, decoded for the suite
+#   eagle     EAGLE-1, towards its plateau
+#   hass      HASS, started from that head
+#   more      EAGLE-1 for as many steps more as HASS had: what HASS is to be compared with
+#   hass-check  tokens per round of the three, decoded for the suite; their curves as JSON
+#
+# R: where runs go (bench-out/heads). OUT: where results are copied, if set. LIMIT: seconds after which a training stage
+# is stopped at its last checkpoint (280); call it again to go on. Steps: BOX, EAGLE, HASS. DEVICE and the sizes of the
+# data can be set too, for a trial on a CPU.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+ROOT=$PWD HEAD=$PWD/src/forerun/heads/smollm2-135m-eagle3
+M=$(realpath "$M") S=$(realpath "$S") P=${P:+$(realpath "$P")} R=${R:-bench-out/heads} LIMIT=${LIMIT:-280}
+mkdir -p "$R" && cd "$R" && ln -sfn "$M" "$(basename "$M")" && M=$(basename "$M") # heads name their target by this
+DEVICE=${DEVICE:-auto} SEED=${SEED:-11} ROWS=${ROWS:-4096}
+FIRST=${FIRST:-10000} LONG=${LONG:-7000} OWN=${OWN:-22000}
+TOKENS=${TOKENS:-32768} COMPILE=${COMPILE---compile} HOLDOUT=${HOLDOUT:-0.02} EVERY=${EVERY:-250} SAVE=${SAVE:-100}
+TRAIN=(--target "$M" --data first,own,long --measure-on suite --max-length 1024 --batch-tokens "$TOKENS"
+       --save-every "$SAVE" --eval-every "$EVERY" --holdout "$HOLDOUT" --device "$DEVICE" $COMPILE)
+EAGLE3=(--vocab 16384 --levels 6 --no-train-head --fc-norm --norm-output --features 2 9 16 23 29)
+CHECK=(--target "$M" --suite "$S" --only chain --temperatures 0 --limit "${PROMPTS:-20}"
+       --max-tokens "${ANSWER:-256}" --batch 32 --device "$DEVICE")
+
+say() { echo "$(date +%T) $*"; }
+data() { python -m forerun.train data --target "$M" --device "$DEVICE" "$@"; }
+train() { # METHOD OUT flags...; stopped after LIMIT seconds: code 124
+    local code=0
+    say "$1 into $2"
+    timeout --signal=INT "$LIMIT" python -m forerun.train "$1" --out "$2" "${TRAIN[@]}" "${@:3}" || code=$?
+    [ $code -ne 124 ] || say "stopped after $LIMIT s; the same stage goes on from $2/checkpoint"
+    [ $code -eq 0 ] || exit $code
+}
+keep() { # RUN files...; into OUT, where there is one
+    [ -n "${OUT:-}" ] || return 0
+    mkdir -p "$OUT/$1"
+    for file in "${@:2}"; do [ ! -e "$1/$file" ] || cp "$1/$file" "$OUT/$1/"; done
+}
+warm() { # compile every step once on a handful of texts, while others are written
+    data --out tiny --own-prompts 200 --temperatures 0 --max-length 192 --batch 256 --seed 5 > warm.log 2>&1
+    local flags=(--target "$M" --data tiny --max-length 192 --batch-tokens 8192 --holdout 0.2 --device "$DEVICE"
+                 --steps 3 --eval-every 3 --eval-batches 1 $COMPILE)
+    python -m forerun.train eagle3 --out warm/eagle3 "${flags[@]}" --init "$HEAD" --inner 3072 "${EAGLE3[@]}" >> warm.log 2>&1
+    python -m forerun.train hass --out warm/hass "${flags[@]}" --vocab 16384 >> warm.log 2>&1
+    python -m forerun.train eagle --out warm/eagle "${flags[@]}" --vocab 16384 >> warm.log 2>&1
+}
+
+case ${1:?name a stage} in
+data)
+    [ -z "$COMPILE" ] || { warm || say "warming failed: $(tail -n 1 warm.log)"; } &
+    data --out first --seed "$SEED" --own-prompts "$FIRST" --temperatures 0 1.0 --max-length 512 --batch "$ROWS"
+    data --out suite --own-prompts 0 --prompts "$S" --temperatures 0 --max-length 1024 --max-answer "${ANSWER:-256}" --batch 256
+    data --out long --seed "$SEED" --own-prompts 0 --passages first --wrapped "$LONG" --max-prompt 640 \
+        --temperatures 0 1.0 --max-length 1024 --batch $(((ROWS + 1) / 2))
+    data --out own --seed $((SEED + 1)) --own-prompts "$OWN" ${P:+--prompts "$P"} --temperatures 0 1.0 \
+        --max-length 512 --batch "$ROWS"
+    wait
+    ;;
+box)
+    train eagle3 box --init "$HEAD" --inner "${INNER:-3072}" --one-byte --lr 7e-4 --steps "${BOX:-1300}" "${EAGLE3[@]}"
+    python -m forerun.train.curves box --json box/curve.json
+    keep box config.json model.safetensors provenance.json log.jsonl curve.json
+    ;;
+box-check)
+    python -m forerun.bench.acceptance --drafters "$HEAD,box" "${CHECK[@]}" | tee box-check.jsonl
+    [ -z "${OUT:-}" ] || cp box-check.jsonl "$OUT/"
+    ;;
+eagle)
+    train eagle eagle1 --vocab 16384 --lr 1e-3 --steps "${EAGLE:-4000}"
+    keep eagle1 config.json model.safetensors provenance.json log.jsonl
+    ;;
+hass)
+    train hass hass --init eagle1 --lr 5e-4 --steps "${HASS:-2000}"
+    keep hass config.json model.safetensors provenance.json log.jsonl
+    ;;
+more)
+    train eagle more --init eagle1 --lr 5e-4 --steps "${HASS:-2000}"
+    keep more config.json model.safetensors provenance.json log.jsonl
+    ;;
+hass-check)
+    runs=(eagle1 hass)
+    [ ! -e more/config.json ] || runs+=(more)
+    python -m forerun.train.curves "${runs[@]}" --json hass-curves.json
+    python -m forerun.bench.acceptance --drafters "$(IFS=,; echo "${runs[*]}")" "${CHECK[@]}" | tee hass-check.jsonl
+    [ -z "${OUT:-}" ] || cp hass-curves.json hass-check.jsonl "$OUT/"
+    ;;
+*)
+    say "no stage $1; see $ROOT/tools/train_heads.sh"
+    exit 2
+    ;;
+esac
+say "$1 done"
