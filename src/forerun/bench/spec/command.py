@@ -6,7 +6,7 @@ Every drafter of the package on every task of a suite, at T=0 and T=1, batch 1, 
 draft, whole calls timed, all of them alternating with our plain loop on the same prompts: speed-up, tokens per round,
 share of the time spent drafting, parameters, minutes of training, texts equal to the plain loop's. On a GPU the default
 model is inflated to the shape of an 8B model with its heads; on a CPU it keeps its own shape (`--shape`). A method that
-fails is a row with its error. The document is written after every other prompt, so that a run that is cut short loses
+fails is a row with its error. The document is written after every prompt, so that a run that is cut short loses
 nothing; the tables come last.
 """
 
@@ -112,7 +112,7 @@ def items_of(flags: argparse.Namespace) -> list[Item]:
 
 def measure(flags: argparse.Namespace, items: Sequence[Item], folder: Path) -> dict[str, Any]:
     """Load, build, measure; the document is written as it grows."""
-    started = perf_counter()
+    started, facts = perf_counter(), conditions_of(flags)
     checkpoint = loading.open_checkpoint(flags.model)
     given = Given(given_heads(names_in(flags.heads), checkpoint), names_in(flags.draft_models), flags.layers)
     named = names_in(flags.methods)
@@ -125,22 +125,19 @@ def measure(flags: argparse.Namespace, items: Sequence[Item], folder: Path) -> d
     builder = Builder(llm, shape, folder, say=lambda line: _say(started, line))
     builder.build_all(methods)
     ready = [method for method in methods if method.name in builder.built]
-    conditions = {
-        **conditions_of(flags), "prompts": len(prompts), "left_out": long, "auto": auto_of(checkpoint, llm, flags),
-        "load_seconds": round(perf_counter() - started, 1),
-    }  # fmt: skip
+    facts |= {"prompts": len(prompts), "left_out": long, "auto": auto_of(checkpoint, llm, flags)}
+    facts["load_seconds"] = round(perf_counter() - started, 1)
     limits = Limits(flags.time_limit, flags.method_seconds)
     session = Session(llm, settings, cells_of(settings), ready, builder.facts, log, limits, started)
 
     def save() -> dict[str, Any]:
-        facts = {**conditions, "seconds": round(perf_counter() - started, 1), "load_after": load_average()}
-        document = document_of(session, facts)
+        now = {"seconds": round(perf_counter() - started, 1), "load_after": load_average()}
+        document = document_of(session, {**facts, **now})
         if flags.json is not None:
             _write(flags.json, document)
-        _say(started, f"{sum(map(len, session.runs.values()))} texts")
         return document
 
-    session.measure(prompts, save)
+    session.measure(prompts, lambda: _say(started, f"{save()['texts']} texts"))
     return save()
 
 
@@ -161,8 +158,8 @@ def auto_of(checkpoint: Checkpoint, llm: LLM, flags: argparse.Namespace) -> str:
 
 
 def conditions_of(flags: argparse.Namespace) -> dict[str, Any]:
-    facts = machine_facts()
-    before = load_average()
+    """The machine and the settings, before anything is loaded."""
+    before, facts = load_average(), machine_facts()
     return {
         **facts, "model": flags.model, "device": flags.device, "suite": Path(flags.suite).stem, "seed": flags.seed,
         "shape": "its own shape" if flags.shape == OWN else f"{flags.shape} shape, {INFLATED}",

@@ -64,6 +64,7 @@ def document_of(session: Session, conditions: Mapping[str, Any]) -> dict[str, An
         "methods": {name: dict(facts) for name, facts in session.facts.items()},
         "cells": cells,
         "equal": not wrong,
+        "texts": sum(map(len, session.runs.values())),
         "seconds_by_method": {name: round(spent, 2) for name, spent in session.spent.items()},
     }
 

@@ -25,6 +25,7 @@ from forerun.bench.settings import DrafterSetup
 from forerun.bench.spec.methods import Method, parameters_in, parameters_of, training_minutes
 from forerun.build import make_engine
 from forerun.drafters.base import CompositeClass, Drafter
+from forerun.drafters.eagle.cuda.drafter import DeviceDrafter
 from forerun.drafters.inflate_heads import inflate_folder
 from forerun.heads import open_head
 from forerun.llm import LLM
@@ -80,7 +81,7 @@ class Builder:
         default_factory=dict
     )  # by method: what the table says of its drafter
     built: dict[str, Drafter] = field(default_factory=dict)
-    _kept: dict[tuple[str, str], Drafter] = field(default_factory=dict)
+    _kept: dict[tuple[str, str, bool], Drafter] = field(default_factory=dict)
     _models: dict[str, Target] = field(default_factory=dict)
     _inflated: dict[str, str] = field(default_factory=dict)  # a head's folder -> that of the larger one
 
@@ -91,7 +92,7 @@ class Builder:
             if method.why_not:
                 continue
             with self.blaming(method.name):
-                self.built[method.name] = self._build(method.setup)
+                self.built[method.name] = self._build(method.setup, method.chosen)
                 self.llm.engine.drafters.add(method.name, self.built[method.name])
                 self.facts[method.name] |= self._describe(method.setup)
                 self.say(f"{method.name}: ready")
@@ -110,22 +111,31 @@ class Builder:
                 facts["error"] = brief_error(error)
                 self.say(f"{name}: {facts['error']}")
 
-    def _build(self, setup: DrafterSetup) -> Drafter:
+    def _build(self, setup: DrafterSetup, chosen: bool = False) -> Drafter:
+        """`chosen`: above T=0 too a head's tokens are chosen, and not drawn from its law."""
         assert setup.drafter is not None
         spec = registry.drafters.spec(setup.drafter)
         if setup.head is None:
             return self.llm.engine.drafters.get(spec.name)
-        kept = spec.name, setup.head
+        kept = spec.name, setup.head, chosen
         if kept not in self._kept:
             if "+" in spec.name:  # of drafters that have rows of their own in the table
-                members = [self._build(_member(setup, member.name, member.needs)) for member in spec.members]
+                members = [_member(setup, member.name, member.needs) for member in spec.members]
                 cls = registry.load(spec.where)
                 assert isinstance(cls, CompositeClass)
-                self._kept[kept] = cls.compose(*members)
+                self._kept[kept] = cls.compose(*(self._build(member, chosen) for member in members))
             else:
-                ready = replace(setup, head=self._at_shape(setup.head))
-                self._kept[kept] = build_head(self.llm, ready, self._models)
+                self._kept[kept] = self._build_one(setup, chosen)
         return self._kept[kept]
+
+    def _build_one(self, setup: DrafterSetup, chosen: bool) -> Drafter:
+        assert setup.head is not None
+        if chosen:
+            drawing = self._build(setup)
+            if isinstance(drawing, DeviceDrafter):  # the same graphs
+                return DeviceDrafter(drawing.draft, lambda: drawing.plain)
+        ready = replace(setup, head=self._at_shape(setup.head))
+        return build_head(self.llm, ready, self._models, drawn=not chosen)
 
     def _at_shape(self, given: str) -> str:
         """A head's folder as the target needs it: inflated with it, once."""

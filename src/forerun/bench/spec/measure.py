@@ -12,7 +12,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from forerun.bench.contenders import own_contender
+from forerun.bench.contenders import is_comparable, own_contender
 from forerun.bench.measure import (
     Contender,
     ContenderLost,
@@ -71,9 +71,7 @@ class Session:
                     for contender in (*mine[first:], *mine[:first]):
                         if not self.cut:
                             self._run(cell, contender, one, repeat)
-                if index % 2 or self.cut:
-                    save()
-        save()
+                save()
 
     def contenders_of(self, cell: Cell) -> list[Contender]:
         """Those that wrote something in a cell, plain first."""
@@ -86,7 +84,9 @@ class Session:
         return [run for run in self.runs[cell] if run.key[1:] in plain]
 
     def _contenders(self, cell: Cell) -> list[Contender]:
-        setups = [DrafterSetup(PLAIN, "none"), *(method.setup for method in self.methods)]
+        alike = is_comparable(self.llm, cell)  # then all tokens are chosen
+        methods = [method for method in self.methods if not (alike and method.chosen)]
+        setups = [DrafterSetup(PLAIN, "none"), *(method.setup for method in methods)]
         found = [own_contender(self.llm, self.settings, cell, setup) for setup in setups]
         return [replace(one, write=self._guarded(one)) for one in found]
 

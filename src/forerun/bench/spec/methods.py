@@ -23,6 +23,8 @@ from forerun.registry import DrafterSpec
 
 LOOKUPS = ("ngram", "suffix", "recycling", "lookahead")
 CASCADES = (f"ngram>{LAYERS}",)
+HEAD = "eagle3"  # whose chosen tokens are drafted on a GPU by captured graphs, and drawn ones on the host
+CHOSEN = " chosen"
 _MAPS = ("d2t", "t2d")  # between vocabularies: not parameters
 
 
@@ -32,6 +34,9 @@ class Method:
 
     setup: DrafterSetup
     why_not: str = ""
+    chosen: bool = (
+        False  # its tokens are chosen above T=0 too, and not drawn: a row where that is another drafter
+    )
 
     @property
     def name(self) -> str:
@@ -80,6 +85,8 @@ def every_method(given: Given) -> list[Method]:
     if len(given.draft_models) == 2:
         both = ";".join(given.draft_models)
         names += [f"draft_model>draft_model={both}", f"ngram>draft_model>draft_model={both}"]
+    if given.head_for(registry.drafters.spec(HEAD)):
+        names += [f"{name}{CHOSEN}" for name in names if name.partition("=")[0].endswith(HEAD)]
     return [find_method(name, given) for name in names]
 
 
@@ -98,6 +105,9 @@ def _with_heads(spec: DrafterSpec, heads: Sequence[HeadFolder]) -> list[str]:
 
 def find_method(text: str, given: Given) -> Method:
     """The method of a name: as `forerun bench` names drafters, with what was given where the name does not say."""
+    if text.endswith(CHOSEN):
+        drawn = find_method(text.removesuffix(CHOSEN), given)
+        return replace(drawn, setup=replace(drawn.setup, name=drawn.name + CHOSEN), chosen=True)
     setup = DrafterSetup.parse(text)
     if setup.drafter is None:
         raise InvalidInput(f"{AUTO!r} is one of the other methods: the table says which; leave it out")

@@ -56,9 +56,12 @@ def _table(cell: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[str
     for name in (PLAIN, *document["methods"]):
         facts = document["methods"].get(name, {"parameters": 0, "minutes": None})
         row = cell["methods"].get(name)
+        if row is None and (not facts.get("error") or cell is not document["cells"][0]):
+            continue  # not a row here, or the first table says that it could not run
         label = f"`{name}`" + (" (auto)" if name == auto else "") + (" *" if facts.get("error") else "")
         cells = [label, _millions(facts["parameters"]), _number(facts["minutes"], ".1f")]
-        cells += [DASH] * (4 + len(tasks)) if row is None else _figures(row, tasks)
+        none = ["could not run", *[DASH] * (3 + len(tasks))]
+        cells += none if row is None else _figures(row, tasks)
         yield "| " + " | ".join(cells) + " |"
 
 
