@@ -49,6 +49,8 @@ def test_two_heads_of_one_kind_are_two_rows(every_head: list[str], tmp_path: Pat
 def test_names_that_say_nothing_are_refused() -> None:
     with pytest.raises(InvalidInput, match="the table says which"):
         find_method("auto", Given())
+    with pytest.raises(InvalidInput, match="names 3 models"):
+        Given(draft_models=("a", "b", "c"))
     assert find_method("suffix+eagle3", Given(tuple(heads_in_the_box()))).setup.head
 
 

@@ -112,13 +112,13 @@ def items_of(flags: argparse.Namespace) -> list[Item]:
 
 def measure(flags: argparse.Namespace, items: Sequence[Item], folder: Path) -> dict[str, Any]:
     """Load, build, measure; the document is written as it grows."""
-    started, facts = perf_counter(), conditions_of(flags)
+    started = perf_counter()
     checkpoint = loading.open_checkpoint(flags.model)
     given = Given(given_heads(names_in(flags.heads), checkpoint), names_in(flags.draft_models), flags.layers)
     named = names_in(flags.methods)
     methods = [find_method(name, given) for name in named] if named else every_method(given)
     settings = settings_of(flags, items, methods)
-    log = RunLog(flags.out, settings)
+    log, facts = RunLog(flags.out, settings), conditions_of(flags)
     shape = Shape(flags.shape, flags.device, flags.context, flags.dtype, flags.threads)
     llm = load_llm(checkpoint, shape)
     prompts, long = prompts_of(llm, items, flags)

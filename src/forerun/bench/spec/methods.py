@@ -51,6 +51,10 @@ class Given:
     draft_models: tuple[str, ...] = ()  # smallest first
     layers: str | None = None  # a plan for layer_skip
 
+    def __post_init__(self) -> None:
+        if (count := len(self.draft_models)) > 2:
+            raise InvalidInput(f"--draft-models names {count} models; give one, or two, the smaller first")
+
     def head_for(self, spec: DrafterSpec) -> list[HeadFolder]:
         return [head for head in self.heads if head.kind in spec.formats]
 
