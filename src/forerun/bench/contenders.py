@@ -19,7 +19,6 @@ from forerun.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS, Cell, Drafter
 from forerun.build import build_drafter, draft_models, load_target, token_map
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.control.fixed import budget_of
 from forerun.drafters.base import Drafter, Parts
 from forerun.errors import InvalidInput
 from forerun.llm import LLM
@@ -109,7 +108,7 @@ def own_contenders(llm: LLM, settings: Settings, cell: Cell) -> list[Contender]:
 def own_contender(llm: LLM, settings: Settings, cell: Cell, setup: DrafterSetup) -> Contender:
     """One drafter in one cell; drafters keep what they learnt between prompts, as in a server."""
     recorder = recorder_of(llm)
-    budget = None if setup.budget is None else budget_of(setup.budget, width=1)
+    budget = setup.fixed()
     drafter = setup.drafter if setup.head is None else setup.name
 
     def write(prompts: Sequence[Sequence[int]], max_tokens: int) -> Written:

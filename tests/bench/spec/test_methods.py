@@ -20,6 +20,7 @@ from forerun.bench.spec.methods import (
 )
 from forerun.errors import InvalidInput
 from forerun.heads import heads_in_the_box, open_head
+from forerun.types import Budget
 
 
 def test_every_drafter_of_the_registry_is_in_the_table() -> None:
@@ -102,3 +103,13 @@ def test_minutes_are_unknown_unless_all_runs_say_them(tmp_path: Path) -> None:
     ):
         (tmp_path / "provenance.json").write_text(json.dumps(record))
         assert training_minutes(tmp_path) == minutes
+
+
+def test_a_tree_has_nodes_depth_and_width() -> None:
+    assert DrafterSetup.parse("eagle3:24:5:6").fixed() == Budget(24, 5, 6)
+    assert DrafterSetup.parse("eagle3:24:5:6=a/head").fixed() == Budget(24, 5, 6)
+    assert DrafterSetup.parse("eagle3:8").fixed() == Budget(8, 8, 1)
+    assert DrafterSetup.parse("eagle3").fixed() is None
+    for text in ("eagle3:24:5", "eagle3:0:5:6", "eagle3:24:x:6", "eagle3:24:5:6:7", "eagle3:"):
+        with pytest.raises(InvalidInput, match="is not usable"):
+            DrafterSetup.parse(text)

@@ -63,6 +63,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-tokens", type=int, default=128, help="new tokens per text at most")
     add("--repeats", type=int, default=1, help="how often each prompt is measured")
     add("--methods", default="", help="only these, by comma, as `forerun bench` names drafters; default: all")
+    add(
+        "--also", default="", help="beside them, by comma: eagle3:24:5:6 is a tree of 24, five deep, six wide"
+    )
     add("--heads", default="", help="folders of trained heads, by comma; default: those in the package")
     add("--draft-models", default="", help="second models, smallest first, by comma: one or two")
     add("--layers", help="a plan for layer_skip (`forerun layers search`); default: two thirds of the layers")
@@ -117,6 +120,7 @@ def measure(flags: argparse.Namespace, items: Sequence[Item], folder: Path) -> d
     given = Given(given_heads(names_in(flags.heads), checkpoint), names_in(flags.draft_models), flags.layers)
     named = names_in(flags.methods)
     methods = [find_method(name, given) for name in named] if named else every_method(given)
+    methods += [find_method(name, given) for name in names_in(flags.also)]
     settings = settings_of(flags, items, methods)
     log, facts = RunLog(flags.out, settings), conditions_of(flags)
     shape = Shape(flags.shape, flags.device, flags.context, flags.dtype, flags.threads)
