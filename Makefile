@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo serve test lint check fuzz mutants docs bench-cpu bench-gpu bench-serve clean
+.PHONY: demo serve test lint check fuzz mutants docs bench-cpu bench-gpu bench-spec bench-serve clean
 
 demo: $(READY) model  ## a real model answers, drafted tokens in colour
 	$(BIN)/forerun generate --file examples/demo.txt --max-tokens 110
@@ -41,6 +41,9 @@ bench-gpu: $(READY) model  ## t(n), plain and speculative texts in batches of 1 
 	@mkdir -p bench-out
 	$(BIN)/python -m forerun.bench.gpu --json bench-out/gpu.json --plot bench-out/gpu-passes.png \
 	--batch-plot bench-out/gpu-batches.png $(ARGS)
+
+bench-spec: $(READY) model  ## every drafter on Spec-Bench's six tasks, T=0 and T=1, one table; at 8B cost on a GPU
+	$(BIN)/python -m forerun.bench.spec --json bench-out/spec.json --plot bench-out/spec.png $(ARGS)
 
 bench-serve: $(READY) model  ## a server under load: speculation off, fixed and adaptive, texts compared
 	$(BIN)/python -m forerun.bench.serve --json bench-out/serve.json --plot bench-out/serve.png $(ARGS)

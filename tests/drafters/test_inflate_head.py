@@ -18,12 +18,24 @@ from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.files import read_head, write_head
 from forerun.drafters.eagle.head import EagleHead
 from forerun.drafters.eagle.inflate_head import inflate_head, inflate_head_folder
+from forerun.drafters.hydra import HydraDrafter
+from forerun.drafters.inflate_heads import inflate_folder, inflate_heads
+from forerun.drafters.medusa import Family, HeadSet, MedusaDrafter, read_heads, write_heads
+from forerun.drafters.mtp import MtpDrafter, MtpHead, read_mtp, write_mtp
 from forerun.errors import UnsupportedModel
 from forerun.models.inflate import Shape
 from forerun.testing import FakeSeq
 from forerun.types import Budget, Scores, TreeBatch, Verdict
 from tests.drafters.rounds import as_lists
-from tests.drafters.tiny_heads import block_config, block_weights, eagle_config, eagle_weights
+from tests.drafters.tiny_heads import (
+    block_config,
+    block_weights,
+    eagle_config,
+    eagle_weights,
+    heads_config,
+    heads_weights,
+    mtp_weights,
+)
 
 VOCAB, WIDTH = 23, 16
 SHAPE = Shape(width=40, layers=5, heads=12, kv_heads=4, head_dim=8, inner=70)
@@ -86,6 +98,58 @@ def test_an_inflated_head_drafts_the_same_trees(kind: Kind, more: dict[str, bool
         found.append(as_lists(drafter.propose([seq], [Budget(12, 4, 3)])))
     assert found[0] == found[1]
     assert len(found[0][0][0]) == 13
+
+
+@pytest.mark.parametrize("family", ["medusa", "hydra"])
+@pytest.mark.parametrize("own", [False, True])
+def test_inflated_heads_draft_the_same_trees(family: Family, own: bool, tmp_path: Path) -> None:
+    config = heads_config(family, VOCAB, WIDTH)
+    weights = heads_weights(config, seed=3, own=own)
+    write_heads(tmp_path / "small", config, weights)
+    inflate_folder(tmp_path / "small", family, SHAPE, tmp_path / "large")
+    assert read_heads(tmp_path / "large", family)[0].width == SHAPE.width
+    larger, large_weights = inflate_heads(config, weights, SHAPE, dtype=torch.float32)
+    cls = MedusaDrafter if family == "medusa" else HydraDrafter
+    torch.manual_seed(1)
+    tokens, rows = torch.randint(VOCAB, (9,)).tolist(), torch.randn(8, WIDTH)
+    found = []
+    for settings, values, width in ((config, weights, WIDTH), (larger, large_weights, SHAPE.width)):
+        drafter = cls(HeadSet(settings, values, None))
+        hidden = {-1: torch.nn.functional.pad(rows, (0, width - WIDTH))}
+        seq, chain = FakeSeq(0, tokens), TreeBatch.chains([tokens[:-1]])
+        drafter.observe([seq], chain, Scores(None, hidden), Verdict.whole_chain(chain, [tokens[-1]]))
+        found.append(as_lists(drafter.propose([seq], [Budget(12, 4, 3)])))
+    assert found[0] == found[1]
+    assert len(found[0][0][0]) == 13
+
+
+def test_an_inflated_prediction_layer_drafts_the_same_trees(tmp_path: Path) -> None:
+    config = eagle_config("mtp", VOCAB, WIDTH)
+    normed = mtp_weights(config, seed=3)
+    weights = {
+        name: weight for name, weight in normed.items() if "q_norm" not in name and "k_norm" not in name
+    }
+    write_mtp(tmp_path / "small", config, weights)
+    inflate_folder(tmp_path / "small", "mtp", SHAPE, tmp_path / "large")
+    assert read_mtp(tmp_path / "large")[0].width == SHAPE.width
+    larger, large_weights = inflate_head(config, weights, SHAPE, dtype=torch.float32)
+    torch.manual_seed(1)
+    tokens, rows = torch.randint(VOCAB, (9,)).tolist(), torch.randn(8, WIDTH)
+    found = []
+    for settings, values, width in ((config, weights, WIDTH), (larger, large_weights, SHAPE.width)):
+        drafter = MtpDrafter(MtpHead(settings, values, None))
+        hidden = {-1: torch.nn.functional.pad(rows, (0, width - WIDTH))}
+        seq, chain = FakeSeq(0, tokens), TreeBatch.chains([tokens[:-1]])
+        drafter.observe([seq], chain, Scores(None, hidden), Verdict.whole_chain(chain, [tokens[-1]]))
+        found.append(as_lists(drafter.propose([seq], [Budget(12, 4, 3)])))
+    assert found[0] == found[1]
+    with pytest.raises(UnsupportedModel, match="norms of queries and keys"):
+        inflate_head(config, normed, SHAPE)
+
+
+def test_heads_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="'strange' cannot be inflated"):
+        inflate_folder(tmp_path, "strange", SHAPE, tmp_path / "large")
 
 
 def test_a_folder_is_inflated_into_a_folder(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -19,7 +19,6 @@ from forerun.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS, Cell, Drafter
 from forerun.build import build_drafter, draft_models, load_target, token_map
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.control.fixed import budget_of
 from forerun.drafters.base import Drafter, Parts
 from forerun.errors import InvalidInput
 from forerun.llm import LLM
@@ -54,16 +53,18 @@ def load(settings: Settings) -> tuple[LLM, CostModel]:
     return llm, fresh_costs(llm)
 
 
-def build_head(llm: LLM, setup: DrafterSetup, models: dict[str, Target]) -> Drafter:
+def build_head(llm: LLM, setup: DrafterSetup, models: dict[str, Target], *, drawn: bool = True) -> Drafter:
     """A drafter with a head, a plan of layers or second models of its own, beside the engine's default drafter.
 
-    `models` are those that were loaded before; new ones are added.
+    `models` are those that were loaded before; new ones are added. `drawn`: a head's tokens are drawn from
+    its law where the verifier can test that, and not chosen.
     """
     assert setup.drafter is not None
     assert setup.head is not None
     spec, engine = registry.drafters.spec(setup.drafter), llm.engine
     drafts: list[Target] = []
-    speculative = SpeculativeConfig(setup.drafter, draft_model=setup.head)
+    way: Literal["greedy", "probabilistic"] = "probabilistic" if drawn else "greedy"
+    speculative = SpeculativeConfig(setup.drafter, draft_model=setup.head, draft_sample_method=way)
     if spec.needs == "checkpoint":
         names = draft_models(replace(speculative, draft_model=setup.head.replace(";", ",")))
         models |= {name: _second_model(llm, name) for name in names if name not in models}
@@ -107,7 +108,7 @@ def own_contenders(llm: LLM, settings: Settings, cell: Cell) -> list[Contender]:
 def own_contender(llm: LLM, settings: Settings, cell: Cell, setup: DrafterSetup) -> Contender:
     """One drafter in one cell; drafters keep what they learnt between prompts, as in a server."""
     recorder = recorder_of(llm)
-    budget = None if setup.budget is None else budget_of(setup.budget, width=1)
+    budget = setup.fixed()
     drafter = setup.drafter if setup.head is None else setup.name
 
     def write(prompts: Sequence[Sequence[int]], max_tokens: int) -> Written:

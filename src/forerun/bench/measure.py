@@ -128,7 +128,7 @@ def warm_up(
 ) -> None:
     """Let every contender write once, untimed: first calls allocate, compile and fault pages in."""
     for contender in contenders:
-        with _noting(contender, lost):
+        with noting(contender, lost):
             contender.write([prompt.ids for prompt in first.prompts], max_tokens)
 
 
@@ -151,13 +151,13 @@ def alternate(
             for contender in (*contenders[first:], *contenders[:first]):
                 if lost is not None and contender.name in lost:
                     continue
-                with _noting(contender, lost):
+                with noting(contender, lost):
                     done = known.get((contender.name, one.id, repeat))
-                    yield done or _measure(contender, one, repeat, max_tokens)
+                    yield done or measure_once(contender, one, repeat, max_tokens)
 
 
 @contextmanager
-def _noting(contender: Contender, lost: dict[str, str] | None) -> Iterator[None]:
+def noting(contender: Contender, lost: dict[str, str] | None) -> Iterator[None]:
     """Note that a contender failed, where the caller keeps a list of them."""
     try:
         yield
@@ -179,7 +179,7 @@ def without_lost(
     return left, [run for run in runs if run.contender not in lost]
 
 
-def _measure(contender: Contender, one: Group, repeat: int, max_tokens: int) -> Run:
+def measure_once(contender: Contender, one: Group, repeat: int, max_tokens: int) -> Run:
     written = contender.write([prompt.ids for prompt in one.prompts], max_tokens)
     return Run(
         contender.name,

@@ -1,10 +1,10 @@
 """Settings of a benchmark: drafters, conditions to run them under, and a suite of prompts.
 
 A *setup* is a drafter and its budget: `ngram` leaves the budget to the controller, `ngram:8` drafts eight nodes
-every round whatever they cost, `eagle3=FOLDER` drafts with the head in that folder, `layer_skip=PLAN` with the layers
-of that plan, `draft_model=NAME` with that model (`draft_model>draft_model=SMALL;MEDIUM` with two), `auto` is the
-default when no drafter is named. A *cell* is one combination of verifier, temperature and
-batch size; every setup runs in every cell, next to the plain loop.
+every round whatever they cost, `eagle3:24:5:6` trees of 24, five deep and six wide. `eagle3=FOLDER` drafts with the
+head in that folder, `layer_skip=PLAN` with the layers of that plan, `draft_model=NAME` with that model
+(`draft_model>draft_model=SMALL;MEDIUM` with two), `auto` is the default when no drafter is named. A *cell* is one
+combination of verifier, temperature and batch size; every setup runs in every cell, next to the plain loop.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from forerun import registry
 from forerun.errors import InvalidInput, UnknownName
+from forerun.types import Budget
 
 PLAIN, AUTO = "plain", "auto"
 TRANSFORMERS, LOOKUP, ASSISTED = "transformers", "transformers_lookup", "transformers_assisted"
@@ -33,6 +34,7 @@ class DrafterSetup:
     drafter: str | None  # None = the engine's default
     budget: int | None = None  # None = the controller decides
     head: str | None = None  # its head, plan of layers or second models, where these are not the engine's own
+    tree: tuple[int, int] | None = None  # depth and width of what is drafted with a budget; None = a chain
 
     @classmethod
     def parse(cls, text: str) -> DrafterSetup:
@@ -44,9 +46,22 @@ class DrafterSetup:
             raise InvalidInput("'plain' is always measured; name the drafters to compare with it")
         if name != AUTO:
             name = registry.drafters.spec(name).name  # raises, naming what there is
-        if colon and not (nodes.isdigit() and 1 <= int(nodes) <= 256):
-            raise InvalidInput(f"the budget in {text!r} is not usable; write {name}:8, with 1 to 256 nodes")
-        return cls(text, None if name == AUTO else name, int(nodes) if colon else None)
+        drafter = None if name == AUTO else name
+        if not colon:
+            return cls(text, drafter)
+        sizes = [int(part) if part.isdigit() else 0 for part in nodes.split(":")]
+        if len(sizes) not in (1, 3) or not all(1 <= size <= 256 for size in sizes):
+            raise InvalidInput(
+                f"the budget in {text!r} is not usable; write {name}:8, with 1 to 256 nodes, or {name}:24:5:6"
+            )
+        return cls(text, drafter, sizes[0], tree=(sizes[1], sizes[2]) if len(sizes) == 3 else None)
+
+    def fixed(self) -> Budget | None:
+        """What it drafts every round; None = the controller decides."""
+        if self.budget is None:
+            return None
+        depth, width = self.tree or (self.budget, 1)
+        return Budget(self.budget, depth, width)
 
     @classmethod
     def _with_head(cls, text: str) -> DrafterSetup:
@@ -56,7 +71,7 @@ class DrafterSetup:
         if plain.drafter is None or not folder:
             raise InvalidInput(f"{text!r} names no head; write eagle3=FOLDER, with the drafter it is for")
         short = ";".join(Path(part).name for part in folder.split(";"))
-        return cls(f"{drafter}={short}", plain.drafter, plain.budget, folder)
+        return cls(f"{drafter}={short}", plain.drafter, plain.budget, folder, plain.tree)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from forerun.errors import InvalidInput
+
 
 def inflate(
     shape: Annotated[str, typer.Argument(help="1b or 8b.")],
@@ -25,13 +27,13 @@ def inflate(
 
     wanted = find_shape(shape)
     if head is not None:
-        from forerun.drafters.block.inflate import inflate_block_folder
-        from forerun.drafters.eagle.inflate_head import inflate_head_folder
+        from forerun.drafters.inflate_heads import inflate_folder
         from forerun.heads import open_head
 
         found = open_head(head)
-        block = found is not None and found.kind in ("dflash", "dspark")
-        print((inflate_block_folder if block else inflate_head_folder)(head, wanted, folder))
+        if found is None:
+            raise InvalidInput(f"{head} holds no head of a known kind; give the folder of a trained head")
+        print(inflate_folder(head, found.kind, wanted, folder))
         return
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"inflating {model} to {shape}", total=None)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -60,11 +61,14 @@ def train(
         recipe = make_recipe(options, checkpoint, teacher, corpus, start)
     folder = Path(options.out)
     trainer = Trainer(options, recipe, corpus, folder, accelerator)
+    started = perf_counter()
     measured = trainer.run(report)
+    minutes = round((perf_counter() - started) / 60, 1)
     if trainer.is_main:
         recipe.export(folder, measured)
         learnt = sum(parameter.numel() for parameter in trainer.named.values())
-        facts = {"data_hash": hash_of(options.data), "parameters": learnt, "measured": asdict(measured)}
+        facts = {"data_hash": hash_of(options.data), "parameters": learnt, "minutes": minutes}
+        facts["measured"] = asdict(measured)
         if start is not None:
             facts["init"] = start.record()
         write_provenance(folder, options, **facts)

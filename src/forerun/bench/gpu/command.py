@@ -22,10 +22,11 @@ import torch
 from forerun.bench.batches.report import draw, table
 from forerun.bench.batches.rival import RivalRow, read_rival
 from forerun.bench.batches.sweep import SIZES, parse_batches
+from forerun.bench.gpu.inflated import OWN
 from forerun.bench.gpu.plot import draw_passes
 from forerun.bench.gpu.rounds import measure_long_context, measure_rounds, seconds_of
 from forerun.bench.gpu.stand_ins import RandomWeights
-from forerun.bench.gpu.texts import OWN, measure_texts
+from forerun.bench.gpu.texts import measure_texts
 from forerun.bench.machine import machine_facts
 from forerun.errors import InvalidInput
 from forerun.models.config import DecoderConfig

@@ -13,11 +13,10 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from forerun import registry
 from forerun.bench.batches.report import line
 from forerun.bench.batches.sweep import PLAIN, Setup, Sweep, parse_batches
+from forerun.bench.gpu.inflated import INFLATED, OWN, load_inflated
 from forerun.bench.gpu.rounds import make_drafter
 from forerun.bench.peers.transformers_gpu import time_transformers
 from forerun.bench.suites import load_suite
@@ -28,19 +27,15 @@ from forerun.drafters.hybrid import HybridDrafter
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
 from forerun.heads import find_head
-from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.inflate import PRESETS, InflatedWeights
+from forerun.models.inflate import PRESETS
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import EngineConfig, SpeculativeConfig
 from forerun.testing import FakeSeq
 from forerun.types import Budget, Needs, TreeBatch
-from forerun.verify.greedy import device_walk
 
-OWN = "own"  # not inflated
 FEWEST = 24  # texts of a small batch
 TREES = Budget(nodes=12, depth=6, width=3)
-INFLATED = "inflated from smollm2: its tokens and acceptance at the cost of the larger shape"
 SLOTS = 160_000  # of the KV cache: 128 sequences of a thousand tokens with their trees
 TRANSFORMERS_PROMPTS = 2
 
@@ -49,14 +44,7 @@ def measure_texts(given: argparse.Namespace) -> dict[str, Any]:
     """Plain and drafted texts of the inflated model; every difference is shown with how near the tie was."""
     checkpoint = open_checkpoint(given.model)
     tokenizer = checkpoint.tokenizer()
-    large: InflatedWeights | None = None
-    if given.preset != OWN:
-        large = InflatedWeights(checkpoint.config, checkpoint.weights, PRESETS[given.preset], device="cuda")
-    config = DecoderConfig.from_hf(checkpoint.config if large is None else large.config)
-    walk = device_walk(torch.device("cuda"))
-    target = CudaDecoder(
-        config, large or checkpoint.weights, dtype=torch.bfloat16, kv_slots=SLOTS, greedy_walk=walk
-    )
+    target, large = load_inflated(checkpoint, given.preset, SLOTS)
     registry.drafters.register("answer_trees", "forerun.bench.gpu.stand_ins:AnswerTrees")
     batches = parse_batches(given.batches)
     settings = EngineConfig(max_length=4096, max_batch=max(batches))

@@ -30,7 +30,7 @@ class BlockInflater(HeadInflater):
         if inner == "self_attn.q_proj.weight":
             return self._queries(inner, weight)
         if inner:
-            return self._vector(weight, 1.0) if weight.dim() == 1 else self._inner(inner, weight)
+            return self.norm(weight) if weight.dim() == 1 else self._inner(inner, weight)
         if name == "markov_head.up.weight":
             return torch.nn.functional.pad(self._placed(weight), (0, 0, 0, wide - width))
         if name == "markov_head.down.weight":
@@ -84,7 +84,7 @@ def inflate_block(
     return config.inflated(shape), {name: inflater.inflate(name, weight) for name, weight in weights.items()}
 
 
-def inflate_block_folder(head: Path, shape: Shape, folder: Path) -> Path:
+def inflate_block_folder(head: Path, shape: Shape, folder: Path, device: torch.device | str = "cpu") -> Path:
     """Write a drafter's folder anew, for its target at a larger shape."""
-    write_block(folder, *inflate_block(*read_block(head), shape))
+    write_block(folder, *inflate_block(*read_block(head), shape, device=device))
     return folder

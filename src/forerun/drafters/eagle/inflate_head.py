@@ -6,7 +6,6 @@ layers are; what reads two or three rows side by side is inflated part by part.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.files import read_head, write_head
 from forerun.drafters.head_shape import HeadShape
+from forerun.drafters.inflated_rows import RowInflater
 from forerun.errors import UnsupportedModel
 from forerun.models.inflate import InflatedWeights, Shape
 
@@ -23,7 +23,7 @@ _LAYER, _INNER = "midlayer.", "model.layers.0."
 _WIDE = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
 
 
-class HeadInflater:
+class HeadInflater(RowInflater):
     """Makes the weights of a larger head one by one."""
 
     def __init__(
@@ -34,20 +34,21 @@ class HeadInflater:
                 f"a head {config.width} wide on a target {config.target_width} wide cannot be inflated: "
                 "only heads as wide as their target can"
             )
-        self.small, self.shape, self.dtype, self.device = config, shape, dtype, torch.device(device)
+        super().__init__(config.width, shape, dtype, device)
+        self.small = config
 
     def inflate(self, name: str, weight: Tensor) -> Tensor:
         inner = name.removeprefix(_LAYER)
         if name in ("d2t", "t2d"):
             return weight
         if name == "fc.weight":
-            return self._fuse(weight)
+            return self.side_by_side(weight)
         if name in ("lm_head.weight", "embed_tokens.weight"):
-            new = torch.zeros(len(weight), self.shape.width, dtype=self.dtype, device=self.device)
-            new[:, : self.small.width] = weight.to(new)
-            return new
+            return self.table(weight)
+        if inner.endswith(("q_norm.weight", "k_norm.weight")):
+            raise UnsupportedModel("a head of this kind with norms of queries and keys cannot be inflated")
         if weight.dim() == 1:
-            return self._vector(weight, 0.0 if name == "fc.bias" else 1.0)
+            return self.vector(weight) if name == "fc.bias" else self.norm(weight)
         if inner in _WIDE:
             return torch.cat(
                 [self._inner(inner, part) for part in torch.split(weight, self.small.width, 1)], 1
@@ -66,27 +67,6 @@ class HeadInflater:
         )
         return whole[_INNER + name]
 
-    def _fuse(self, weight: Tensor) -> Tensor:
-        """[d, k d] -> [D, k D]: columns that are added read zeros, rows that are added write zeros."""
-        width, wide = self.small.width, self.shape.width
-        parts = torch.split(weight, width, 1)
-        new = torch.empty(wide, len(parts) * wide, dtype=self.dtype, device=self.device)
-        new.normal_(0.0, 0.02, generator=torch.Generator(self.device).manual_seed(len(parts)))
-        for i, part in enumerate(parts):
-            new[:, i * wide : i * wide + width] = 0
-            new[:width, i * wide : i * wide + width] = part.to(new)
-        return new
-
-    def _vector(self, weight: Tensor, filling: float) -> Tensor:
-        """Norms, one or several side by side, divide by a smaller root mean square; a bias stays what it is."""
-        width, wide = self.small.width, self.shape.width
-        parts = torch.split(weight, width)
-        new = torch.full((len(parts), wide), filling, dtype=self.dtype, device=self.device)
-        scale = math.sqrt(width / wide) if filling else 1.0
-        for i, part in enumerate(parts):
-            new[i, :width] = (part.float() * scale).to(new)
-        return new.flatten()
-
 
 def inflate_head(
     config: EagleConfig,
@@ -101,8 +81,7 @@ def inflate_head(
     return config.inflated(shape), {name: inflater.inflate(name, weight) for name, weight in weights.items()}
 
 
-def inflate_head_folder(head: Path, shape: Shape, folder: Path) -> Path:
+def inflate_head_folder(head: Path, shape: Shape, folder: Path, device: torch.device | str = "cpu") -> Path:
     """Write a head's folder anew, for its target at a larger shape."""
-    config, weights = read_head(head)
-    write_head(folder, *inflate_head(config, weights, shape))
+    write_head(folder, *inflate_head(*read_head(head), shape, device=device))
     return folder
