@@ -10,7 +10,10 @@ import pytest
 
 from forerun.bench.serve.command import main
 from forerun.bench.serve.load import Target, arrivals, figures
+from forerun.bench.serve.start import main as start_main
+from forerun.bench.serve.start import start
 from forerun.bench.serve.stream_client import Answer
+from forerun.errors import InvalidInput
 from tests.server.conftest import Running
 
 
@@ -47,3 +50,16 @@ def test_arrivals_are_poisson_and_repeatable() -> None:
 def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--url", "http://127.0.0.1:9"]) == 2
     assert "does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_start_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert start_main(["--starts", "1"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["starts"] == 1
+    assert document["seconds"] > document["cpu_seconds"] / 4 > 0
+
+
+def test_a_server_that_does_not_start_is_said() -> None:
+    with pytest.raises(InvalidInput, match="did not get ready"):
+        start("no-such-model")
