@@ -13,7 +13,7 @@ import pytest
 from forerun import build, heads
 from forerun.auto_drafter import prospect_of, weigh_head
 from forerun.build import build_for, choose_drafter, make_engine
-from forerun.control.cost import CostModel
+from forerun.control.cost import QUICK, CostModel
 from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.files import write_head
 from forerun.heads import HeadFolder, find_head, heads_in_the_box, open_head
@@ -166,8 +166,8 @@ def test_what_draft_model_is_decides_the_drafter(tmp_path: Path) -> None:
 
 
 FLAT, STEEP = (
-    dict.fromkeys((1, 2, 4, 8, 16), 2.0),
-    {n: 2.0 * n for n in (1, 2, 4, 8, 16)},
+    dict.fromkeys(QUICK, 2.0),
+    {n: 2.0 * n for n in QUICK},
 )  # seconds, by nodes
 OFTEN, SELDOM = [[0.9, 0.05]] * 3, [[0.02, 0.01]] * 3
 
