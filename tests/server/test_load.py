@@ -6,15 +6,24 @@ import itertools
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 
+from forerun import LLM
+from forerun.bench.serve import inflated
 from forerun.bench.serve.command import main
-from forerun.bench.serve.load import Target, arrivals, figures
+from forerun.bench.serve.load import Target, arrivals, figures, over_off
 from forerun.bench.serve.start import main as start_main
 from forerun.bench.serve.start import start
 from forerun.bench.serve.stream_client import Answer
+from forerun.control import cost
 from forerun.errors import InvalidInput
+from forerun.models import inflate
+from forerun.models.cuda.target import CudaDecoder
+from forerun.models.inflate import Shape
+from forerun.server.settings import ServerSettings
 from tests.server.conftest import Running
+from tests.server.conftest import start as start_server
 
 
 def test_a_small_load(served: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,6 +34,62 @@ def test_a_small_load(served: Running, tmp_path: Path, capsys: pytest.CaptureFix
     assert (document["lost"], document["unequal"]) == (0, 0)
     assert all(row["tokens_per_second"] > 0 and row["ttft"]["p99"] > 0 for row in document["rows"])
     assert (tmp_path / "serve.png").stat().st_size > 1000
+
+
+def test_clients_that_ask_again(served: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = f"--url {served.url} --requests 3 --loads= --clients 1,4 --modes off,adaptive --repeats 2 --max-tokens 4"
+    assert main([*words.split(), "--per-client", "2", "--plot", f"{tmp_path}/serve.png"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = [(row["repeat"], row["clients"], row["mode"], row["requests"]) for row in document["rows"]]
+    assert rows == [
+        (0, 1, "off", 3), (0, 1, "adaptive", 3), (0, 4, "off", 8), (0, 4, "adaptive", 8),
+        (1, 1, "adaptive", 3), (1, 1, "off", 3), (1, 4, "adaptive", 8), (1, 4, "off", 8),
+    ]  # fmt: skip
+    assert [(row["clients"], row["mode"]) for row in document["over_off"]] == [
+        (1, "adaptive"),
+        (4, "adaptive"),
+    ]
+    assert (document["lost"], document["unequal"]) == (0, 0)
+
+
+def test_ratios_are_of_medians() -> None:
+    rows = [
+        {"load": 1.0, "clients": None, "mode": mode, "tokens_per_second": speed}
+        for mode, speed in (("off", 10.0), ("off", 20.0), ("off", 12.0), ("adaptive", 6.0), ("adaptive", 6.0))
+    ]
+    assert over_off(rows) == [{"load": 1.0, "clients": None, "mode": "adaptive", "ratio": 0.5}]
+    assert over_off(rows[3:]) == []
+
+
+def test_an_unknown_mode_is_said(served: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--url", served.url, "--modes", "of"]) == 2
+    assert "unknown mode 'of'" in capsys.readouterr().err
+
+
+def test_a_server_at_the_cost_of_a_larger_shape(
+    monkeypatch: pytest.MonkeyPatch, llm: LLM, tmp_path: Path
+) -> None:
+    """Its texts are the small model's, drafted by the small model's head at the larger shape."""
+    monkeypatch.setattr(cost, "QUICK", (1, 4))  # it is not the time of passes that counts here
+    monkeypatch.setitem(inflate.PRESETS, "little", Shape(640, 31, 9, 3, 64, 1600))
+    flags = inflated.parse(["--shape", "little", "--device", "cpu", "--max-num-seqs", "2"])
+    larger = inflated.load(flags, tmp_path)
+    assert isinstance(larger.engine.target, CudaDecoder)
+    assert larger.engine.target.config.width == 640
+    assert larger.engine.default_drafter == "ngram+eagle3"
+    server, thread, url = start_server(larger, ServerSettings(("little",)))
+    body = {"messages": [{"role": "user", "content": "Count to five."}], "max_tokens": 8, "temperature": 0}
+    texts = []
+    for speculative in ("off", {"drafter": "eagle3", "budget": 4}):
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", json={**body, "speculative": speculative}, timeout=100
+        )
+        texts.append(answer.json()["choices"][0]["message"]["content"])
+        figures = answer.json()["metrics"]["speculative_decoding"]
+        assert (figures["num_accepted_draft_tokens"] > 0) == (speculative != "off")
+    server.should_exit = True
+    thread.join(10)
+    assert texts[0] == texts[1] == llm.chat("Count to five.", max_tokens=8, drafter="none").text
 
 
 def test_what_is_lost_or_changed_is_counted() -> None:
