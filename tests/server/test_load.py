@@ -8,22 +8,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from forerun import LLM
 from forerun.bench.serve import inflated
-from forerun.bench.serve.command import main
+from forerun.bench.serve.command import main, running
 from forerun.bench.serve.load import Target, arrivals, figures, over_off
 from forerun.bench.serve.start import main as start_main
 from forerun.bench.serve.start import start
 from forerun.bench.serve.stream_client import Answer
-from forerun.control import cost
 from forerun.errors import InvalidInput
-from forerun.models import inflate
-from forerun.models.cuda.target import CudaDecoder
-from forerun.models.inflate import Shape
-from forerun.server.settings import ServerSettings
 from tests.server.conftest import Running
-from tests.server.conftest import start as start_server
 
 
 def test_a_small_load(served: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,13 +32,13 @@ def test_a_small_load(served: Running, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_clients_that_ask_again(served: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = f"--url {served.url} --requests 3 --loads= --clients 1,4 --modes off,adaptive --repeats 2 --max-tokens 4"
-    assert main([*words.split(), "--per-client", "2", "--plot", f"{tmp_path}/serve.png"]) == 0
+    words = f"--url {served.url} --requests 3 --loads= --clients 1,4 --modes off,adaptive --repeats 2 --max-tokens 2"
+    assert main([*words.split(), "--per-client", "3", "--plot", f"{tmp_path}/serve.png"]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = [(row["repeat"], row["clients"], row["mode"], row["requests"]) for row in document["rows"]]
     assert rows == [
-        (0, 1, "off", 3), (0, 1, "adaptive", 3), (0, 4, "off", 8), (0, 4, "adaptive", 8),
-        (1, 1, "adaptive", 3), (1, 1, "off", 3), (1, 4, "adaptive", 8), (1, 4, "off", 8),
+        (0, 1, "off", 8), (0, 1, "adaptive", 8), (0, 4, "off", 12), (0, 4, "adaptive", 12),
+        (1, 1, "adaptive", 8), (1, 1, "off", 8), (1, 4, "adaptive", 12), (1, 4, "off", 12),
     ]  # fmt: skip
     assert [(row["clients"], row["mode"]) for row in document["over_off"]] == [
         (1, "adaptive"),
@@ -66,30 +61,36 @@ def test_an_unknown_mode_is_said(served: Running, capsys: pytest.CaptureFixture[
     assert "unknown mode 'of'" in capsys.readouterr().err
 
 
-def test_a_server_at_the_cost_of_a_larger_shape(
-    monkeypatch: pytest.MonkeyPatch, llm: LLM, tmp_path: Path
-) -> None:
+LITTLE = """
+import sys
+from forerun.bench.serve import inflated
+from forerun.control import cost
+from forerun.models.inflate import PRESETS, Shape
+cost.QUICK = 1, 4  # it is not the time of passes that counts here
+PRESETS["little"] = Shape(640, 31, 9, 3, 64, 1600)
+sys.exit(inflated.main(["--shape", "little", "--device", "cpu", "--max-num-seqs", "2", "--port", "0"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_server_at_the_cost_of_a_larger_shape(llm: LLM) -> None:
     """Its texts are the small model's, drafted by the small model's head at the larger shape."""
-    monkeypatch.setattr(cost, "QUICK", (1, 4))  # it is not the time of passes that counts here
-    monkeypatch.setitem(inflate.PRESETS, "little", Shape(640, 31, 9, 3, 64, 1600))
-    flags = inflated.parse(["--shape", "little", "--device", "cpu", "--max-num-seqs", "2"])
-    larger = inflated.load(flags, tmp_path)
-    assert isinstance(larger.engine.target, CudaDecoder)
-    assert larger.engine.target.config.width == 640
-    assert larger.engine.default_drafter == "ngram+eagle3"
-    server, thread, url = start_server(larger, ServerSettings(("little",)))
     body = {"messages": [{"role": "user", "content": "Count to five."}], "max_tokens": 8, "temperature": 0}
     texts = []
-    for speculative in ("off", {"drafter": "eagle3", "budget": 4}):
-        answer = httpx.post(
-            f"{url}/v1/chat/completions", json={**body, "speculative": speculative}, timeout=100
-        )
-        texts.append(answer.json()["choices"][0]["message"]["content"])
-        figures = answer.json()["metrics"]["speculative_decoding"]
-        assert (figures["num_accepted_draft_tokens"] > 0) == (speculative != "off")
-    server.should_exit = True
-    thread.join(10)
+    with running(["-c", LITTLE]) as url:
+        for speculative in ("off", {"drafter": "eagle3", "budget": 4}):
+            asked = {**body, "speculative": speculative}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=100).json()
+            texts.append(answer["choices"][0]["message"]["content"])
+            accepted = answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
+            assert (accepted > 0) == (speculative != "off")
     assert texts[0] == texts[1] == llm.chat("Count to five.", max_tokens=8, drafter="none").text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_larger_shape_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert inflated.main(["--port", "0"]) == 2
+    assert "needs a GPU" in capsys.readouterr().err
 
 
 def test_what_is_lost_or_changed_is_counted() -> None:

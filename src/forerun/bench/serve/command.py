@@ -32,6 +32,7 @@ from forerun.bench.suites import load_suite
 from forerun.errors import ForerunError, InvalidInput
 
 MODES: dict[str, Any] = {"off": "off", "fixed": {"budget": 4}, "adaptive": "on"}
+FEWEST = 8  # requests of a run with few clients
 Body = dict[str, Any]
 
 
@@ -72,7 +73,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--clients", default="", help="numbers of clients, each of which asks again when it has its answer")
     add("--modes", default=",".join(MODES), help="of off, fixed and adaptive")
     add("--requests", type=int, default=16, help="per rate and mode")
-    add("--per-client", type=int, default=3, help="requests of each client, --requests in all at least")
+    add("--per-client", type=int, default=3, help=f"requests of each client; {FEWEST} in all at least")
     add("--repeats", type=int, default=1, help="of all rates and clients")
     add("--max-tokens", type=int, default=48)
     add("--suite", help="a JSONL file of prompts; default: built in")
@@ -88,8 +89,14 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def serving(model: str, words: str, shape: str | None = None) -> Iterator[str]:
     """`forerun serve` in a process of its own, as long as it is needed; `shape` = at that shape's cost."""
     what = ["forerun.cli", "serve"] if shape is None else ["forerun.bench.serve.inflated", "--shape", shape]
-    command = [sys.executable, "-m", *what, model, "--port", "0", *words.split()]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with running(["-m", *what, model, "--port", "0", *words.split()]) as url:
+        yield url
+
+
+@contextmanager
+def running(words: Sequence[str]) -> Iterator[str]:
+    """A server that Python starts with these words, and says where it listens; its address."""
+    with subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = []
         for line in process.stderr:
@@ -151,7 +158,7 @@ def plans(flags: argparse.Namespace, alone_seconds: float) -> list[Load]:
     clients = [int(word) for word in flags.clients.split(",") if word]
     return [
         *(Load(flags.requests, rate=each / alone_seconds, times=each, seed=flags.seed) for each in rates),
-        *(Load(max(flags.requests, flags.per_client * each), clients=each) for each in clients),
+        *(Load(max(FEWEST, flags.per_client * each), clients=each) for each in clients),
     ]
 
 

@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from forerun.bench.gpu.inflated import load_inflated
 from forerun.build import make_engine
 from forerun.drafters.eagle.inflate_head import inflate_head_folder
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, InvalidInput
 from forerun.heads import find_head
 from forerun.llm import LLM
 from forerun.models.inflate import PRESETS, find_shape
@@ -33,6 +35,8 @@ def main(words: Sequence[str] | None = None) -> int:
     flags = parse(words)
     try:
         settings = ServerSettings((flags.model,), port=flags.port, max_queue=1024)
+        if flags.device == "cuda" and not torch.cuda.is_available():
+            raise InvalidInput("a larger shape needs a GPU, and torch sees none")
         with TemporaryDirectory() as folder:
             listener, llm = bind(settings), load(flags, Path(folder))
             said = f"serving {llm.name} at {address_of(listener)} (drafter: {llm.engine.default_drafter})"
