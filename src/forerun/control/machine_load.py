@@ -9,7 +9,10 @@ BUSY_SHARE = 0.5  # of the cores: a load above this before we start comes from o
 
 def cores() -> int:
     """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        return os.cpu_count() or 1
 
 
 def load_average() -> float | None:
