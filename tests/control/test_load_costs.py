@@ -54,7 +54,7 @@ class Timed(AdaptiveController):
 
 
 def seconds_under_load(drafter: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, int]:
-    """Seconds of passes for forty requests that are there at once, and tokens that were drafted."""
+    """Seconds of passes for 24 requests that are there at once, and tokens that were drafted."""
     curve = {size: seconds_of(size) for size in cost.QUICK}
     monkeypatch.setattr(CostModel, "measure", lambda *given, **more: CostModel(curve))
     monkeypatch.setattr("forerun.control.adaptive.AdaptiveController", Timed)
@@ -66,13 +66,13 @@ def seconds_under_load(drafter: str, batch: int, monkeypatch: pytest.MonkeyPatch
     assert isinstance(engine.controller, Timed)
     engine.prompt_rows = type(engine.prompt_rows)("cpu", 512, 32)
     dice = Random(5)
-    for number in range(40):
+    for number in range(24):
         prompt = tuple(dice.randrange(60) for _ in range(120))
         params = SamplingParams(40, temperature=1.0, seed=number)
         engine.submit(Request(prompt, params, drafter=drafter))
     while engine.busy:
         engine.step()
-    assert engine.stats.tokens == 40 * 40
+    assert engine.stats.tokens == 24 * 40
     return target.spent, engine.stats.drafted
 
 
