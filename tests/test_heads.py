@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,14 @@ from typing import Any
 import pytest
 
 from forerun import build, heads
-from forerun.auto_drafter import prospect_of
-from forerun.build import choose_drafter, make_engine
-from forerun.control.cost import CostModel
+from forerun.auto_drafter import prospect_of, weigh_head
+from forerun.build import build_for, choose_drafter, make_engine
+from forerun.control.cost import QUICK, CostModel
 from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.files import write_head
 from forerun.heads import HeadFolder, find_head, heads_in_the_box, open_head
 from forerun.offers import Offer
-from forerun.params import SamplingParams, SpeculativeConfig
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
 from forerun.types import Request
 from tests.drafters.tiny_heads import HEADS, eagle_config, eagle_weights, save_head
@@ -165,8 +166,8 @@ def test_what_draft_model_is_decides_the_drafter(tmp_path: Path) -> None:
 
 
 FLAT, STEEP = (
-    dict.fromkeys((1, 2, 4, 8, 16), 2.0),
-    {n: 2.0 * n for n in (1, 2, 4, 8, 16)},
+    dict.fromkeys(QUICK, 2.0),
+    {n: 2.0 * n for n in QUICK},
 )  # seconds, by nodes
 OFTEN, SELDOM = [[0.9, 0.05]] * 3, [[0.02, 0.01]] * 3
 
@@ -194,6 +195,42 @@ def test_on_a_cpu_costs_and_acceptance_decide(
     while engine.busy:
         engine.step()
     assert engine.target.used_slots == 0
+
+
+def test_a_head_that_is_far_from_paying_is_not_loaded_at_the_second_start(tmp_path: Path) -> None:
+    folder, costs = boxed(tmp_path, rates=OFTEN), tmp_path / "costs.json"
+    target, wish = TableLM(24, order=1, seed=5), SpeculativeConfig("auto", draft_model=str(folder))
+    built: list[str] = []
+
+    def start(curve: dict[int, float] | None = None) -> tuple[bool, int]:
+        """Is it drafted with, and how many drafters were built?"""
+        if curve is not None:
+            costs.write_text(json.dumps({"seconds": curve}))
+        built.clear()
+
+        def build(name: str) -> Any:
+            built.append(name)
+            return build_for(target, wish, EngineConfig(), name)
+
+        prospect, drafter = weigh_head(wish, target, costs, build)
+        assert prospect is not None
+        return drafter is not None, len(built)
+
+    assert start(STEEP) == (False, 1)
+    assert start() == (False, 0)  # known
+    kept = json.loads(costs.read_text())
+    assert start(STEEP) == (False, 1), "what was timed goes with the curve that it was timed beside"
+    (levels,) = kept["levels"].values()
+    for damaged in ([], ["x"], [-1.0], "x", {}, None):
+        costs.write_text(json.dumps(kept | {"levels": dict.fromkeys(kept["levels"], damaged)}))
+        assert start() == (False, 1), damaged
+    weights = next(folder.glob("*.safetensors"))
+    os.utime(weights, (1, 1))  # another head in its place
+    assert start() == (False, 1)
+    assert levels
+    assert all(seconds > 0 for seconds in levels)
+    assert start(FLAT) == (True, 1)
+    assert start() == (True, 1), "one that pays is built and timed at every start"
 
 
 def test_a_prospect_says_its_numbers() -> None:

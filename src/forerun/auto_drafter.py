@@ -4,21 +4,26 @@ On a GPU a few more nodes cost a pass next to nothing, so a head that fits the t
 it depends on the machine: t(n) is measured, a level of the head is timed, the head's own file says how often its tokens
 were accepted on held-back text, and these three give the speed-up of a chain. Real rounds gain more, because
 the head stops where it is not confident; so the head is chosen only where even the chain pays.
+
+What levels take is kept in the file of t(n): where a head was far from paying, later starts do not even load it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 from operator import mul
 from pathlib import Path
 
 from forerun.control.cost import CostModel
 from forerun.drafters.base import Drafter
 from forerun.errors import ForerunError
-from forerun.heads import open_head
+from forerun.heads import HeadFolder, open_head
 from forerun.models.base import Target
 from forerun.offers import Offer
 from forerun.params import SpeculativeConfig
@@ -29,6 +34,7 @@ log = logging.getLogger(__name__)
 WORTH_IT = (
     1.4  # estimated: 1.25 was 0.94 measured, as a head reads prompts too and passes of rounds cost more
 )
+FAR = 0.8  # times that: below, what was timed at an earlier start is believed
 _CONTEXT = 16  # tokens that the head has read when its levels are timed
 _DRAFTS, _DEPTH = 4, 3  # drafts that are timed, and levels of each; the first warms up
 
@@ -80,15 +86,45 @@ def weigh_head(
     folder = open_head(Path(speculative.draft_model or ""))
     if folder is None or not folder.rates or speculative.controller != "adaptive":
         return None, None  # nothing is known of it, or nothing would stop it where it does not pay
+    cost, kept = CostModel.measure_or_load(target, cost_file), kept_levels(cost_file, folder)
+    if kept is not None:
+        found = prospect_of(folder.drafter, Offer(kept), cost, folder.rates)
+        if found.speedup < FAR * WORTH_IT:
+            log.info("auto: %s", found)
+            return found, None
     try:
         drafter = build(folder.drafter)
         offer = time_levels(drafter, target)
     except ForerunError as error:
         log.warning("the head in %s cannot be used and is left out: %s", folder.path, error)
         return None, None
-    found = prospect_of(folder.drafter, offer, CostModel.measure_or_load(target, cost_file), folder.rates)
+    found = prospect_of(folder.drafter, offer, cost, folder.rates)
+    keep_levels(cost_file, folder, offer.seconds)
     log.info("auto: %s", found)
     return found, drafter if found.pays else None
+
+
+def kept_levels(file: Path | None, head: HeadFolder) -> tuple[float, ...] | None:
+    """What levels of this head took at an earlier start, by depth; None where that is not known."""
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        levels = json.loads(file.read_text())["levels"][_identity(head)] if file is not None else ()
+        seconds = tuple(map(float, levels))
+        if seconds and all(0.0 < each < inf for each in seconds):
+            return seconds
+    return None
+
+
+def keep_levels(file: Path | None, head: HeadFolder, seconds: Sequence[float]) -> None:
+    """Note for later starts what levels of this head take, beside t(n), with which they are forgotten."""
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # costs time, nothing else
+        if file is not None:
+            values = json.loads(file.read_text())
+            file.write_text(json.dumps(values | {"levels": {_identity(head): list(seconds)}}))
+
+
+def _identity(head: HeadFolder) -> str:
+    changed = max([int(file.stat().st_mtime) for file in head.path.glob("*.safetensors")], default=0)
+    return f"{head.path.resolve()} {head.size} {changed}"
 
 
 def prospect_of(name: str, offer: Offer, cost: CostModel, rates: Sequence[float]) -> Prospect:

@@ -13,6 +13,7 @@ import difflib
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Literal
@@ -179,8 +180,9 @@ class DrafterRegistry:
                 yield replace(spec, name=point.name)
 
 
-def _points(kind: str) -> Iterator[Any]:
-    return iter(entry_points(group=f"forerun.{kind}s"))
+@cache  # it reads a file of every installed package
+def _points(kind: str) -> tuple[Any, ...]:
+    return tuple(entry_points(group=f"forerun.{kind}s"))
 
 
 def load(path: str) -> Any:

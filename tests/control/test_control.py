@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.control import cost
 from forerun.control.allocate import Levels, allocate, best_depth, deepest, shortest_that_pays, widest
 from forerun.control.cost import CostModel
 from forerun.control.fixed import FixedController, budget_of
@@ -67,7 +68,10 @@ def test_a_machine_that_becomes_slower_does_so_for_every_size() -> None:
     assert model.pass_seconds(4) == pytest.approx(3.0, rel=0.02)
 
 
-def test_measures_a_real_target_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_measures_a_real_target_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "load_average", lambda: 0.0)
     target, file = TableLM(vocab_size=8), tmp_path / "costs" / "t.json"
     model = CostModel.measure_or_load(target, file)
     assert all(seconds > 0 for seconds in model.seconds.values())
@@ -78,11 +82,52 @@ def test_measures_a_real_target_and_leaves_nothing_behind(tmp_path: Path) -> Non
     json.loads(file.read_text())
 
 
-@pytest.mark.parametrize(("device", "largest"), [("cpu", 16), ("cuda", 1024)])
+def test_a_curve_of_a_busy_machine_is_measured_again_once_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, file, loads, measured = TableLM(vocab_size=8), tmp_path / "t.json", [0.0], list[int]()
+
+    def measure(target: object, sizes: Sequence[int], repeats: int) -> CostModel:
+        measured.append(1)
+        return CostModel(dict.fromkeys(sizes, 1.0))
+
+    monkeypatch.setattr(CostModel, "measure", measure)
+    monkeypatch.setattr(cost, "load_average", lambda: loads[0])
+    for load, times in ((100.0, 1), (100.0, 1), (0.0, 2), (0.0, 2), (100.0, 2)):
+        loads[0] = load
+        CostModel.measure_or_load(target, file)
+        assert len(measured) == times
+
+
+def test_prompts_in_a_pass_do_not_make_drafts_look_cheap() -> None:
+    """They must be read in any case: where rows cost the same each, a node costs what it costs without them."""
+    linear = CostModel({n: 1.0 + 0.1 * n for n in (1, 8, 64)})
+    price, plain = linear.price(4, neighbours=7), linear.pass_seconds(8, 8)
+    for _ in range(50):
+        linear.note_prompts(40)
+    assert linear.price(4, neighbours=7) == pytest.approx(price)
+    assert linear.pass_seconds(8, 8) == pytest.approx(plain)
+    assert linear.passes_seconds(8, 3, 8) == pytest.approx([plain, plain + 0.1, plain + 0.2])
+
+
+def test_nodes_cost_more_in_a_pass_that_prompts_have_filled() -> None:
+    bent = CostModel({1: 1.0, 32: 1.0, 64: 3.0})  # flat while weights are what takes time
+    price = bent.price(4, neighbours=7)
+    assert price == pytest.approx([1.0] * 5)
+    for _ in range(50):
+        bent.note_prompts(40)
+    assert bent.price(4, neighbours=7)[4] == pytest.approx(1.0 + 8 * 4 * 2.0 / 32)
+
+
+@pytest.mark.parametrize(("device", "largest"), [("cpu", 64), ("cuda", 1024)])
 def test_a_gpu_is_measured_up_to_the_trees_of_a_whole_batch(
     device: str, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU's passes are nearly flat: a straight line from 16 nodes on would make trees look far too dear."""
+    """A GPU's passes are nearly flat: a straight line from 16 nodes on would make trees look far too dear.
+
+    A CPU's are steps, of 16 rows where it multiplies blocks of them: a line from there on would make drafts for a batch
+    look too cheap.
+    """
     asked: list[int] = []
 
     def measure(target: object, sizes: Sequence[int], repeats: int) -> CostModel:

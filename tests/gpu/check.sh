@@ -2,6 +2,9 @@
 # What needs a GPU, in two commands of about two minutes each (mostly compiling, the first time).
 #   sh tests/gpu/check.sh tests OUT                 the GPU tests in seven processes; the end of each log is printed
 #   sh tests/gpu/check.sh bench OUT [arguments]     a short benchmark; arguments go to forerun.bench.gpu
+#   sh tests/gpu/check.sh serve OUT [arguments]     a server of an 8B shape under load, about three minutes; arguments go
+#                                                   to forerun.bench.serve. Where the machine has no web framework, put
+#                                                   its wheels into .carry/wheels first (docs/serving.md, Load test).
 # OUT gets the logs, bench.json and passes.png. PYTHON names the interpreter.
 what=$1 out=$2
 shift 2
@@ -28,6 +31,18 @@ if [ "$what" = tests ]; then
         echo "== $name"
         tail -n 16 "$out/$name.log"
     done
+    exit
+fi
+if [ "$what" = serve ]; then
+    if ls .carry/wheels/*.whl >/dev/null 2>&1; then
+        site=$(mktemp -d)
+        "$python" -m pip install -q --no-index --no-deps --target "$site" .carry/wheels/*.whl || exit 1
+        export PYTHONPATH=src:$site
+    fi
+    "$python" -m forerun.bench.serve --shape 8b --loads= --clients 1,8,32,64 --modes off,adaptive --requests 64 \
+        --max-tokens 96 --repeats 3 --json "$out/serve.json" --plot "$out/serve.png" "$@" >"$out/serve.log" 2>&1
+    echo "serve: exit $?"
+    grep -v '^{' "$out/serve.log" | tail -n 60
     exit
 fi
 "$python" -m forerun.bench.gpu --quick --model "" --json "$out/bench.json" --plot "$out/passes.png" "$@" \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,34 @@ def test_deployed_commands_have_real_flags(name: str) -> None:
     used = re.findall(r"--[\w-]+", line)
     assert used
     assert set(used) <= real
+
+
+def test_the_container_is_built_from_what_there_is(http: httpx.Client) -> None:
+    lines = (ROOT / "docs" / "deploy" / "Dockerfile").read_text().splitlines()
+    (install,) = (line for line in lines if "pip install" in line)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert re.findall(r"\[(\w+)\]", install) == ["serve"]
+    assert "serve" in extras
+    assert (ROOT / re.search(r"-c (\S+)", install)[1]).is_file()  # type: ignore[index]
+    (pull,) = (line for line in lines if "models pull" in line)
+    group: Any = typer.main.get_command(app)
+    command = group.commands["models"].commands["pull"]
+    flags = {option for parameter in command.params for option in parameter.opts}
+    assert set(re.findall(r"--[\w-]+", pull)) <= flags
+    (check,) = (line for line in lines if line.startswith("HEALTHCHECK"))
+    assert http.get(re.search(r"127\.0\.0\.1:8000(/\w+)", check)[1]).status_code == 200  # type: ignore[index]
+    (probe,) = (line for line in lines if "n.available" in line)
+    exec(re.search(r'-c "(.*)"', probe)[1], {})  # type: ignore[index]
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    for needed in (
+        "src",
+        "docs",
+        "README.md",
+        "LICENSE",
+        "setup.py",
+        "pyproject.toml",
+        "constraints.txt",
+        "MANIFEST.in",
+    ):
+        assert (ROOT / needed).exists()
+        assert needed not in ignored

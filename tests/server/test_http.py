@@ -94,7 +94,8 @@ def test_metrics_count_what_was_written(http: httpx.Client) -> None:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"forerun:{name}"))
 
     before = count("generation_tokens_total"), count("spec_decode_num_drafts_total")
-    http.post("/v1/chat/completions", json=CHAT)
+    # with a budget of its own: what the controller would draft depends on what the server did before
+    http.post("/v1/chat/completions", json={**CHAT, "speculative": {"budget": 4}})
     assert count("generation_tokens_total") == before[0] + 4
     assert count("spec_decode_num_drafts_total") > before[1]
     assert count("time_to_first_token_seconds_count") >= 1

@@ -6,11 +6,18 @@ import itertools
 import json
 from pathlib import Path
 
+import httpx
 import pytest
+import torch
 
-from forerun.bench.serve.command import main
-from forerun.bench.serve.load import Target, arrivals, figures
+from forerun import LLM
+from forerun.bench.serve import inflated
+from forerun.bench.serve.command import main, running
+from forerun.bench.serve.load import Target, arrivals, figures, over_off
+from forerun.bench.serve.start import main as start_main
+from forerun.bench.serve.start import start
 from forerun.bench.serve.stream_client import Answer
+from forerun.errors import InvalidInput
 from tests.server.conftest import Running
 
 
@@ -22,6 +29,68 @@ def test_a_small_load(served: Running, tmp_path: Path, capsys: pytest.CaptureFix
     assert (document["lost"], document["unequal"]) == (0, 0)
     assert all(row["tokens_per_second"] > 0 and row["ttft"]["p99"] > 0 for row in document["rows"])
     assert (tmp_path / "serve.png").stat().st_size > 1000
+
+
+def test_clients_that_ask_again(served: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = f"--url {served.url} --requests 3 --loads= --clients 1,4 --modes off,adaptive --repeats 2 --max-tokens 2"
+    assert main([*words.split(), "--per-client", "3", "--plot", f"{tmp_path}/serve.png"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = [(row["repeat"], row["clients"], row["mode"], row["requests"]) for row in document["rows"]]
+    assert rows == [
+        (0, 1, "off", 8), (0, 1, "adaptive", 8), (0, 4, "off", 12), (0, 4, "adaptive", 12),
+        (1, 1, "adaptive", 8), (1, 1, "off", 8), (1, 4, "adaptive", 12), (1, 4, "off", 12),
+    ]  # fmt: skip
+    assert [(row["clients"], row["mode"]) for row in document["over_off"]] == [
+        (1, "adaptive"),
+        (4, "adaptive"),
+    ]
+    assert (document["lost"], document["unequal"]) == (0, 0)
+
+
+def test_ratios_are_of_medians() -> None:
+    rows = [
+        {"load": 1.0, "clients": None, "mode": mode, "tokens_per_second": speed}
+        for mode, speed in (("off", 10.0), ("off", 20.0), ("off", 12.0), ("adaptive", 6.0), ("adaptive", 6.0))
+    ]
+    assert over_off(rows) == [{"load": 1.0, "clients": None, "mode": "adaptive", "ratio": 0.5}]
+    assert over_off(rows[3:]) == []
+
+
+def test_an_unknown_mode_is_said(served: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--url", served.url, "--modes", "of"]) == 2
+    assert "unknown mode 'of'" in capsys.readouterr().err
+
+
+LITTLE = """
+import sys
+from forerun.bench.serve import inflated
+from forerun.control import cost
+from forerun.models.inflate import PRESETS, Shape
+cost.QUICK = 1, 4  # it is not the time of passes that counts here
+PRESETS["little"] = Shape(640, 31, 9, 3, 64, 1600)
+sys.exit(inflated.main(["--shape", "little", "--device", "cpu", "--max-num-seqs", "2", "--port", "0"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_server_at_the_cost_of_a_larger_shape(llm: LLM) -> None:
+    """Its texts are the small model's, drafted by the small model's head at the larger shape."""
+    body = {"messages": [{"role": "user", "content": "Count to five."}], "max_tokens": 8, "temperature": 0}
+    texts = []
+    with running(["-c", LITTLE]) as url:
+        for speculative in ("off", {"drafter": "eagle3", "budget": 4}):
+            asked = {**body, "speculative": speculative}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=100).json()
+            texts.append(answer["choices"][0]["message"]["content"])
+            accepted = answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
+            assert (accepted > 0) == (speculative != "off")
+    assert texts[0] == texts[1] == llm.chat("Count to five.", max_tokens=8, drafter="none").text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_larger_shape_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert inflated.main(["--port", "0"]) == 2
+    assert "needs a GPU" in capsys.readouterr().err
 
 
 def test_what_is_lost_or_changed_is_counted() -> None:
@@ -47,3 +116,16 @@ def test_arrivals_are_poisson_and_repeatable() -> None:
 def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--url", "http://127.0.0.1:9"]) == 2
     assert "does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_start_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert start_main(["--starts", "1"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["starts"] == 1
+    assert document["seconds"] > document["cpu_seconds"] / 4 > 0
+
+
+def test_a_server_that_does_not_start_is_said() -> None:
+    with pytest.raises(InvalidInput, match="did not get ready"):
+        start("no-such-model")

@@ -13,28 +13,11 @@ from typing import Any
 import torch
 
 from forerun.bench.bandwidth import copy_bandwidth
+from forerun.control.machine_load import cores as cores
+from forerun.control.machine_load import is_busy as is_busy
+from forerun.control.machine_load import load_average as load_average
 from forerun.models.base import Target
 from forerun.models.native.target import NativeDecoder
-
-BUSY_SHARE = 0.5  # of the cores: a load above this before we start comes from other processes
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def load_average() -> float | None:
-    """The load of the last minute, where the system reports it."""
-    try:
-        return round(os.getloadavg()[0], 2)
-    except (AttributeError, OSError):
-        return None
-
-
-def is_busy(load: float | None, available: int) -> bool:
-    """Would another process' work show in the figures?"""
-    return load is not None and load > BUSY_SHARE * available
 
 
 def machine_facts() -> dict[str, Any]:

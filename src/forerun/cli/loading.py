@@ -54,7 +54,7 @@ def load_llm(settings: Settings) -> LLM:
     with (
         status,
         _progress(lambda what: status.update(f"loading {settings.model}: {what}")),
-        _without_collector(),
+        without_collector(),
     ):
         check_model(settings.model)
         from forerun.llm import LLM
@@ -97,7 +97,7 @@ def _progress(show: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Turn off garbage collection while libraries are imported: little is garbage, and start-up is a tenth faster."""
     was_on = gc.isenabled()
     gc.disable()

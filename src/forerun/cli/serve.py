@@ -114,14 +114,16 @@ def _load_and_run(
 ) -> None:
     """Take the port, load the model, answer."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    from forerun.server.run import address_of, bind
+    from forerun.server.run import address_of, bind, import_application
     from forerun.server.run import serve as run
 
     listener = bind(settings)
-    from forerun.llm import LLM
-    from forerun.params import EngineConfig
+    with loading.without_collector():
+        from forerun.llm import LLM
+        from forerun.params import EngineConfig
 
-    llm = LLM.load(model, config=EngineConfig.from_dict(engine), **drafting)
+        llm = LLM.load(model, config=EngineConfig.from_dict(engine), **drafting)
+        import_application()
     where = f"{address_of(listener)} (API below /v1, drafter: {llm.engine.default_drafter})"
     said = f"serving {settings.model_names[0]} at {where}; Ctrl-C ends it"
     with loading.traced(llm, trace):

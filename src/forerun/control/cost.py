@@ -1,7 +1,8 @@
 """CostModel: what a pass costs on this machine, t(rows): the seconds of one target pass over so many nodes.
 
 Whether drafting pays follows from this curve and from how often drafts are accepted. It is measured in a
-second or two on the real target, stored in a file, and corrected by every round at every batch size that follows.
+second or two on the real target, stored in a file, and corrected by every round at every batch size that follows. A
+curve that was measured while others used the machine is measured again at a start where they do not.
 """
 
 from __future__ import annotations
@@ -18,13 +19,29 @@ from time import perf_counter
 
 import numpy as np
 
+from forerun.control.machine_load import cores, is_busy, load_average
 from forerun.control.probe_text import has_experts, probe_text
 from forerun.models.base import Target
 from forerun.types import Needs, PlainSeq, TreeBatch
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # for a benchmark
-QUICK = (1, 2, 4, 8, 16)  # at load: what a controller needs, in about a second
-WIDE = (*QUICK, 32, 64, 96, 128, 192, 256, 384, 512, 1024)  # a GPU: the trees of a whole batch in one pass
+QUICK = (1, 2, 4, 8, 16, 24, 32, 64)  # at load: what a controller needs, in about a second
+WIDE = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    32,
+    64,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    1024,
+)  # a GPU: the trees of a whole batch in one pass
 TOGETHER = 32  # nodes of one sequence while measuring: wider passes are over several sequences
 CONTEXT = 128  # tokens cached while measuring
 RECENT = 0.2  # weight of the last round in what prompts took beside it
@@ -85,11 +102,19 @@ class CostModel:
         self.beside = 0.0  # rows of prompts that passes have had beside their trees, of late
 
     def pass_seconds(self, rows: int, batch: int = 1) -> float:
-        """Seconds of a pass over so many nodes of so many sequences, beside the prompts that there are of late.
+        """Seconds of a pass over so many nodes of so many sequences, without what prompts beside them take.
 
-        A node costs little where weights are what takes time, and more in a pass that prompts have filled.
+        A node costs little where weights are what takes time, and more in a pass that prompts have filled: it is
+        priced behind those that there are of late. What they take themselves is left out, because prompts must be read
+        in any case: a token that is written sooner does not save their time, but that of a pass without them.
         """
-        return self._alone(rows + round(self.beside), batch)
+        found = self._alone(rows + round(self.beside), batch)
+        return max(found - self._prompts_seconds(batch), 1e-3 * found)
+
+    def _prompts_seconds(self, batch: int) -> float:
+        """What prompts add to a plain pass of such a batch."""
+        rows = round(self.beside)
+        return self._alone(rows + batch, batch) - self._alone(batch, batch) if rows else 0.0
 
     def _alone(self, rows: int, batch: int) -> float:
         group, ratio = (batch - 1).bit_length(), self._corrections.ratio
@@ -104,11 +129,12 @@ class CostModel:
         """The same for `count` numbers of rows from `rows` on, in one go."""
         group, ratio, sizes = (batch - 1).bit_length(), self._corrections.ratio, self._sizes
         known = [self.seconds[size] * ratio(group, size) for size in sizes]
-        rows += round(self.beside)
+        prompts, rows = self._prompts_seconds(batch), rows + round(self.beside)
         last = rows + count
         if last > sizes[-1]:  # beyond what was measured the last line goes on
             sizes, known = (*sizes, last), [*known, self._alone(last, batch)]
-        found: list[float] = np.interp(np.arange(rows, last), sizes, known).tolist()
+        seconds = np.interp(np.arange(rows, last), sizes, known)
+        found: list[float] = np.maximum(seconds - prompts, 1e-3 * seconds).tolist()
         return found
 
     def note_prompts(self, rows: int) -> None:
@@ -179,20 +205,23 @@ class CostModel:
     @classmethod
     def measure_or_load(cls, target: Target, file: Path | None) -> CostModel:
         """The curve kept in a file, else measured now and kept there."""
-        sizes = QUICK if target.device.type == "cpu" else WIDE
+        sizes, busy = QUICK if target.device.type == "cpu" else WIDE, is_busy(load_average(), cores())
         if file is not None and file.is_file():
             try:
-                kept = {int(n): float(t) for n, t in json.loads(file.read_text())["seconds"].items()}
+                values = json.loads(file.read_text())
+                kept = {int(n): float(t) for n, t in values["seconds"].items()}
+                was_busy = values.get("busy") is True
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                kept = {}
-            if set(sizes) <= set(kept) and all(0.0 < t < inf and n > 0 for n, t in kept.items()):
+                kept, was_busy = {}, False
+            whole = set(sizes) <= set(kept) and all(0.0 < t < inf and n > 0 for n, t in kept.items())
+            if whole and (busy or not was_busy):
                 return cls(kept)
-            file.unlink()  # not ours any more: measure again
+            file.unlink()  # not ours any more, or not what this machine can do: measure again
         model = cls.measure(target, sizes, repeats=2)
         if file is not None:
             with suppress(OSError):  # a cache that cannot be written costs time, nothing else
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps({"seconds": model.seconds}))
+                file.write_text(json.dumps({"seconds": model.seconds, "busy": busy}))
         return model
 
 

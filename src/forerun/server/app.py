@@ -10,12 +10,12 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from forerun import __version__
 from forerun.prompts import as_messages, check_text
 from forerun.server.answers import Answer, Kind
-from forerun.server.errors import ApiError, add_error_handlers, as_api_error
+from forerun.server.errors import RESPONSES, ApiError, add_error_handlers, as_api_error
 from forerun.server.generation import Job, salted
 from forerun.server.guard import Guard
 from forerun.server.keys import Gate
@@ -52,7 +52,9 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
             task.cancel()
         await backend.close()
 
-    app = FastAPI(title="Forerun", version=__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    app = FastAPI(
+        title="Forerun", version=__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None, responses=RESPONSES
+    )  # fmt: skip
     app.state.service = service
     add_error_handlers(app)
     app.add_middleware(
@@ -101,14 +103,18 @@ def _check_key(gate: Gate) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
+_PROBED: dict[int | str, dict[str, Any]] = {503: {"description": "no, and why"}}  # in the shape of a yes
+_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}  # beside JSON
+
+
 def _add_operator_routes(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
+    @app.get("/health", responses=_PROBED)
     async def health() -> Response:
         problem = service.backend.problem
         status = {"status": "ok"} if problem is None else {"status": "failed", "reason": problem}
         return JSONResponse(status, 200 if problem is None else 503)
 
-    @app.get("/ready")
+    @app.get("/ready", responses=_PROBED)
     async def ready() -> Response:
         there = not service.draining and service.backend.problem is None
         return JSONResponse({"ready": there}, 200 if there else 503)
@@ -117,7 +123,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -150,13 +156,13 @@ def _page_file(name: str) -> Response:
 
 
 def _add_text_routes(app: FastAPI, service: Service, allowed: list[Any]) -> None:
-    @app.post("/v1/chat/completions", dependencies=allowed, response_model=None)
+    @app.post("/v1/chat/completions", dependencies=allowed, response_model=None, responses=_STREAMED)
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await _answer(
             service, body, "chat.completion", service.chat_jobs, bool(body.logprobs), request
         )
 
-    @app.post("/v1/completions", dependencies=allowed, response_model=None)
+    @app.post("/v1/completions", dependencies=allowed, response_model=None, responses=_STREAMED)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         jobs = service.completion_jobs
         return await _answer(service, body, "text_completion", jobs, body.logprobs is not None, request)

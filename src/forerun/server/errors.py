@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from forerun.errors import ForerunError, InvalidInput, MissingDependency, PromptTooLong
@@ -17,6 +18,31 @@ from forerun.errors import ForerunError, InvalidInput, MissingDependency, Prompt
 log = logging.getLogger(__name__)
 # parts of a place that name one of a field's types, not a field
 _TYPE = re.compile(r"str|int|float|bool|(list|dict|literal|constrained|function-\w+)\[.*\]|[A-Z]\w+")
+
+
+class ErrorFacts(BaseModel):
+    """What is wrong with a request."""
+
+    message: str
+    type: str
+    param: str | None  # the field it is about
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is not a success."""
+
+    error: ErrorFacts
+
+
+# for the OpenAPI schema; a range in place of the framework's own 422, which is not used
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "the request is wrong, or cannot be taken now"},
+    "5XX": {
+        "model": ErrorBody,
+        "description": "the server failed, is shutting down, or ran past the deadline",
+    },
+}
 
 
 class ApiError(HTTPException):

@@ -77,18 +77,28 @@ def _replace(listener: socket.socket) -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+def import_application() -> None:
+    """Import what answers requests, most of which is the web framework; says what is missing."""
+    try:
+        import uvicorn  # noqa: F401
+
+        import forerun.server.app
+        import forerun.server.backend  # noqa: F401
+    except ImportError as error:
+        raise MissingDependency(f"serving needs {error.name}; pip install 'forerun[serve]'") from None
+
+
 async def _serve(
     llm: LLM, settings: ServerSettings, listener: socket.socket, announce: Callable[[], object]
 ) -> int | None:
     """Returns the signal that ended it, or REPLACE."""
-    try:
-        import uvicorn
+    import_application()
+    import uvicorn
 
-        from forerun.async_llm import AsyncLLM
-        from forerun.server.app import create_app
-        from forerun.server.backend import Backend
-    except ImportError as error:
-        raise MissingDependency(f"serving needs {error.name}; pip install 'forerun[serve]'") from None
+    from forerun.async_llm import AsyncLLM
+    from forerun.server.app import create_app
+    from forerun.server.backend import Backend
+
     app = create_app(Backend(AsyncLLM(llm, max_requests=1 << 16)), settings)
     service = app.state.service
 

@@ -1,17 +1,19 @@
 """What requests may hold: the OpenAI API's fields, vLLM's additions, and `speculative`, which is ours.
 
-Ranges are checked by SamplingParams, which says what is wrong in one line; here are names and types. A name that
-is unknown is refused with the nearest one that is known, because a misspelt option that is ignored costs a day. What
-clients of the OpenAI API and of vLLM send by themselves is taken where it changes nothing.
+Ranges are checked by SamplingParams, which says what is wrong in one line; here are names and types, and the ranges for
+whoever reads the OpenAPI schema. A name that is unknown is refused with the nearest one that is known, because a
+misspelt option that is ignored costs a day. What clients of the OpenAI API and of vLLM send by themselves is taken
+where it changes nothing.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from forerun.checks import unknown
+from forerun.params import LARGEST_BIAS, LARGEST_PENALTY
 
 # fields of the OpenAI API that change nothing here
 _IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key",
@@ -23,6 +25,35 @@ _NEUTRAL: dict[str, Any] = {
     "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "return_tokens_as_token_ids": False,
     "truncate_prompt_tokens": None, "prompt_logprobs": None, "functions": None, "function_call": None,
 }  # fmt: skip
+
+
+def _refuse_flag(value: Any) -> Any:
+    """Truth values are numbers to Python; in a request they are mistakes."""
+    if isinstance(value, bool):
+        raise ValueError("a truth value is no number")
+    return value
+
+
+# prompts.as_messages checks them, for the library too
+_MESSAGES = {"type": "array", "minItems": 1, "items": {
+    "type": "object", "required": ["role"], "anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}],
+    "properties": {"role": {"type": "string", "examples": ["user"]}, "content": {"anyOf": [
+        {"type": "string"}, {"type": "array", "items": {
+            "type": "object", "required": ["type", "text"],
+            "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}},
+    ]}},
+}}  # fmt: skip
+_BIAS = {"type": "number", "minimum": -LARGEST_BIAS, "maximum": LARGEST_BIAS}
+TokenId = Annotated[int, Field(strict=True), WithJsonSchema({"type": "integer", "minimum": 0})]
+Whole = Annotated[int, BeforeValidator(_refuse_flag)]
+Real = Annotated[float, BeforeValidator(_refuse_flag)]
+Messages = Annotated[list[dict[str, Any]], WithJsonSchema(_MESSAGES)]
+
+
+def _between(low: float, high: float | None = None, **more: Any) -> Any:
+    """A field that may be left out, and the range that the schema says."""
+    limits = {"minimum": low} | ({} if high is None else {"maximum": high})
+    return Field(None, json_schema_extra=limits | more)
 
 
 class _Body(BaseModel):
@@ -56,9 +87,9 @@ class StreamOptions(_Body):
 class TreeBudget(_Body):
     """The largest tree that may be drafted in a round."""
 
-    nodes: int = Field(ge=0, le=256, description="drafted tokens per round; 0 = do not draft")
-    depth: int = Field(8, ge=0, le=256, description="how far ahead")
-    width: int = Field(1, ge=1, le=256, description="1 = a chain, more = a tree")
+    nodes: Whole = Field(ge=0, le=256, description="drafted tokens per round; 0 = do not draft")
+    depth: Whole = Field(8, ge=0, le=256, description="how far ahead")
+    width: Whole = Field(1, ge=1, le=256, description="1 = a chain, more = a tree")
 
 
 class Speculative(_Body):
@@ -66,7 +97,7 @@ class Speculative(_Body):
 
     enabled: bool = True
     drafter: str | None = None
-    budget: int | TreeBudget | None = Field(None, description="drafted tokens per round; 0 = do not draft")
+    budget: Whole | TreeBudget | None = Field(None, description="drafted tokens per round; 0 = do not draft")
     verifier: str | None = None
 
 
@@ -98,22 +129,28 @@ class Generation(_Body):
     """What completions and chats share."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    max_tokens: Whole | None = _between(1)
+    temperature: Real | None = _between(0, 1e4, description="0 = greedy; the default is 1, as in the API")
+    top_p: Real | None = _between(0, 1, exclusiveMinimum=0)
+    top_k: Whole | None = _between(-1, description="0 and -1 = off")
+    min_p: Real | None = _between(0, 1)
+    presence_penalty: Real | None = _between(-LARGEST_PENALTY, LARGEST_PENALTY)
+    frequency_penalty: Real | None = _between(-LARGEST_PENALTY, LARGEST_PENALTY)
+    repetition_penalty: Real | None = _between(1 / LARGEST_PENALTY, LARGEST_PENALTY)
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[Real, WithJsonSchema(_BIAS)]],
+            Field(max_length=1024, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,19}$"}}),
+        ]
+        | None
+    ) = None
     stop: str | Annotated[list[str], Field(max_length=128)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
-    min_tokens: int | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    min_tokens: Whole | None = _between(0)
     ignore_eos: bool | None = None
-    seed: int | None = None
-    n: int | None = None
-    best_of: int | None = None
+    seed: Whole | None = None
+    n: Whole | None = _between(1, description="texts; with several prompts, of each")
+    best_of: Whole | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -126,17 +163,17 @@ class Generation(_Body):
 
 
 class CompletionRequest(Generation):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     echo: bool | None = False
     suffix: str | None = None
-    logprobs: int | None = None
+    logprobs: Whole | None = _between(0, 64)
 
 
 class ChatRequest(Generation):
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    messages: Messages
+    max_completion_tokens: Whole | None = _between(1)
     logprobs: bool | None = False
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = _between(0, 64)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -147,7 +184,7 @@ class ChatRequest(Generation):
 class TokenizeRequest(_Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool | None = False
@@ -155,4 +192,4 @@ class TokenizeRequest(_Body):
 
 class DetokenizeRequest(_Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: list[TokenId]

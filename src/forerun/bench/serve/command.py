@@ -1,8 +1,8 @@
 """A server under load (`make bench-serve`): speculation off, fixed and adaptive, from an idle server to a full one.
 
 Starts `forerun serve` in a process of its own (or takes one at --url), asks every prompt once alone, and then sends the
-same requests at the same random times in every mode. Every text must be the one that was written alone. Shows a table;
-the last line of stdout is one JSON document.
+same requests in every mode: at the same random times (--loads), or by so many clients at once (--clients). Every text
+must be the one that was written alone. Shows a table; the last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from rich.table import Table
 
 from forerun.bench.machine import cores, is_busy, load_average, machine_facts
 from forerun.bench.peers.endpoint import base_of, first_model
-from forerun.bench.serve.load import Target, arrivals, figures, send_all
+from forerun.bench.serve.load import Load, Target, figures, over_off, send_all
 from forerun.bench.serve.stream_client import Endpoint
 from forerun.bench.suites import load_suite
 from forerun.errors import ForerunError, InvalidInput
 
 MODES: dict[str, Any] = {"off": "off", "fixed": {"budget": 4}, "adaptive": "on"}
+FEWEST = 8  # requests of a run with few clients
 Body = dict[str, Any]
 
 
@@ -39,7 +40,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run it; 1 if a text was lost or not the one written alone."""
     flags = parse(words)
     try:
-        with nullcontext(flags.url) if flags.url else serving(flags.model, flags.serve_args) as url:
+        own = serving(flags.model, flags.serve_args, flags.shape)
+        with nullcontext(flags.url) if flags.url else own as url:
             document = asyncio.run(measure(flags, Endpoint(base_of(url), first_model(url))))
     except ForerunError as error:
         print(f"bench serve: {error}", file=sys.stderr)
@@ -66,8 +68,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--url", help="a server that runs already; one that does not know `speculative` is asked in one mode")
     add("--model", default="smollm2", help="what to serve")
     add("--serve-args", default="", help="more words for forerun serve, in one string")
+    add("--shape", help="serve it at the cost of a larger shape, on a GPU: 1b or 8b")
     add("--loads", default="0.5,1,2,4", help="rates, as multiples of what one client at a time gets")
+    add("--clients", default="", help="numbers of clients, each of which asks again when it has its answer")
+    add("--modes", default=",".join(MODES), help="of off, fixed and adaptive")
     add("--requests", type=int, default=16, help="per rate and mode")
+    add("--per-client", type=int, default=3, help=f"requests of each client; {FEWEST} in all at least")
+    add("--repeats", type=int, default=1, help="of all rates and clients")
     add("--max-tokens", type=int, default=48)
     add("--suite", help="a JSONL file of prompts; default: built in")
     add("--first-seconds", type=float, default=2.0, help="a good answer begins within")
@@ -79,10 +86,17 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 @contextmanager
-def serving(model: str, words: str) -> Iterator[str]:
-    """`forerun serve` in a process of its own, as long as it is needed."""
-    command = [sys.executable, "-m", "forerun.cli", "serve", model, "--port", "0", *words.split()]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+def serving(model: str, words: str, shape: str | None = None) -> Iterator[str]:
+    """`forerun serve` in a process of its own, as long as it is needed; `shape` = at that shape's cost."""
+    what = ["forerun.cli", "serve"] if shape is None else ["forerun.bench.serve.inflated", "--shape", shape]
+    with running(["-m", *what, model, "--port", "0", *words.split()]) as url:
+        yield url
+
+
+@contextmanager
+def running(words: Sequence[str]) -> Iterator[str]:
+    """A server that Python starts with these words, and says where it listens; its address."""
+    with subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = []
         for line in process.stderr:
@@ -100,31 +114,52 @@ def serving(model: str, words: str) -> Iterator[str]:
 
 
 async def measure(flags: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
-    """Every prompt alone, then every rate in every mode."""
+    """Every prompt alone, then every rate and every number of clients in every mode."""
     busy = load_average()
     prompts = [list(item.messages) for item in load_suite(flags.suite)]
     chosen = [prompts[i * len(prompts) // flags.requests % len(prompts)] for i in range(flags.requests)]
     bodies: list[Body] = [{"messages": m, "max_tokens": flags.max_tokens, "temperature": 0} for m in chosen]
-    modes = MODES if not flags.url or await _knows_modes(endpoint, bodies[0]) else {"as served": None}
+    known = not flags.url or await _knows_modes(endpoint, bodies[0])
+    modes = pick_modes(flags.modes) if known else {"as served": None}
     alone = await _alone(endpoint, bodies)
-    rows = []
+    wanted = dict(zip(map(str, chosen), alone["texts"], strict=True))
     target = Target(flags.first_seconds, flags.token_seconds)
-    for load in (float(word) for word in flags.loads.split(",")):
-        rate = load / alone["seconds"]
-        times = arrivals(rate, len(bodies), flags.seed)
-        for mode, value in modes.items():
-            # a salt for each run: none finds its prompts cached by the one before
-            own = {"speculative": value, "cache_salt": f"{load} {mode} {flags.seed}"}
-            asked = bodies if value is None else [{**body, **own} for body in bodies]
-            answers, seconds = await send_all(endpoint, asked, times)
-            found = figures(answers, alone["texts"], seconds, target)
-            rows.append({"load": load, "rate": round(rate, 4), "mode": mode, **found})
+    rows = []
+    for repeat in range(flags.repeats):
+        for load in plans(flags, alone["seconds"]):
+            for mode in modes if repeat % 2 == 0 else reversed(modes):
+                # a salt for each run: none finds its prompts cached by the one before
+                own = {"speculative": modes[mode], "cache_salt": f"{load} {mode} {flags.seed} {repeat}"}
+                asked = [bodies[i % len(bodies)] for i in range(load.requests)]
+                if modes[mode] is not None:
+                    asked = [{**body, **own} for body in asked]
+                answers, seconds = await load.send(endpoint, asked)
+                found = figures(answers, [wanted[str(body["messages"])] for body in asked], seconds, target)
+                rows.append({**load.facts(), "mode": mode, "repeat": repeat, **found})
     return {
-        "what": "bench-serve", "schema": 1, "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "what": "bench-serve", "schema": 2, "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine_facts(), "busy_before": is_busy(busy, cores()), "model": endpoint.model,
-        "alone_seconds": round(alone["seconds"], 4), "alone_ttft": alone["ttft"],
-        "lost": sum(row["lost"] for row in rows), "unequal": sum(row["unequal"] for row in rows), "rows": rows,
+        "shape": flags.shape, "alone_seconds": round(alone["seconds"], 4), "alone_ttft": alone["ttft"],
+        "lost": sum(row["lost"] for row in rows), "unequal": sum(row["unequal"] for row in rows),
+        "over_off": over_off(rows), "rows": rows,
     }  # fmt: skip
+
+
+def pick_modes(words: str) -> dict[str, Any]:
+    """Modes by name."""
+    if unknown := [word for word in words.split(",") if word not in MODES]:
+        raise InvalidInput(f"unknown mode {unknown[0]!r}; use {', '.join(MODES)}")
+    return {mode: MODES[mode] for mode in words.split(",")}
+
+
+def plans(flags: argparse.Namespace, alone_seconds: float) -> list[Load]:
+    """The loads that the flags ask for."""
+    rates = [float(word) for word in flags.loads.split(",") if word]
+    clients = [int(word) for word in flags.clients.split(",") if word]
+    return [
+        *(Load(flags.requests, rate=each / alone_seconds, times=each, seed=flags.seed) for each in rates),
+        *(Load(max(FEWEST, flags.per_client * each), clients=each) for each in clients),
+    ]
 
 
 async def _alone(endpoint: Endpoint, bodies: Sequence[Body]) -> dict[str, Any]:
@@ -164,7 +199,17 @@ def show(document: dict[str, Any]) -> None:
         table.add_column(name, justify="right")
     for row in document["rows"]:
         times = [row["ttft"]["p50"], row["ttft"]["p99"], row["tpot"]["p50"], row["tpot"]["p99"]]
-        cells = [f"{row['load']:g}x", row["mode"], row["requests_per_second"], row["good_per_second"]]
+        cells = [_name(row), row["mode"], row["requests_per_second"], row["good_per_second"]]
         cells += [row["tokens_per_second"], *("-" if t is None else f"{t:.3f}" for t in times)]
         table.add_row(*map(str, [*cells, row["lost"], row["unequal"]]))
     Console(stderr=True, width=120).print(table)
+    for row in document["over_off"]:
+        print(
+            f"{_name(row)}: {row['mode']} writes {row['ratio']:.2f}x the tokens per second of off",
+            file=sys.stderr,
+        )
+
+
+def _name(row: dict[str, Any]) -> str:
+    """A load in words."""
+    return f"{row['load']:g}x" if row["clients"] is None else f"{row['clients']} clients"

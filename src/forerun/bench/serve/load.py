@@ -1,4 +1,8 @@
-"""Open-loop load: requests come at random times, whether or not earlier ones were answered, and what that came to."""
+"""Load on a server, and what it came to.
+
+Open loop: requests come at random times, whether or not earlier ones were answered. Closed loop: so many clients, each
+of which asks again as soon as it has its answer.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +25,29 @@ class Target:
 
     first: float
     per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How requests come: at a rate (open loop), or from so many clients (closed loop)."""
+
+    requests: int
+    rate: float = 0.0  # a second
+    times: float = 0.0  # what one client at a time gets, which makes that rate
+    clients: int | None = None
+    seed: int = 0
+
+    async def send(self, endpoint: Endpoint, bodies: Sequence[Body]) -> tuple[list[Answer], float]:
+        if self.clients is not None:
+            return await send_by_clients(endpoint, bodies, self.clients)
+        return await send_all(endpoint, bodies, arrivals(self.rate, len(bodies), self.seed))
+
+    def facts(self) -> dict[str, Any]:
+        open_loop = self.clients is None
+        return {
+            "load": self.times if open_loop else None, "rate": round(self.rate, 4) if open_loop else None,
+            "clients": self.clients,
+        }  # fmt: skip
 
 
 def arrivals(rate: float, count: int, seed: int) -> list[float]:
@@ -45,6 +73,20 @@ async def send_all(
     return list(answers), perf_counter() - started
 
 
+async def send_by_clients(
+    endpoint: Endpoint, bodies: Sequence[Body], clients: int
+) -> tuple[list[Answer], float]:
+    """So many clients take the next request each until none is left; the answers in order, and the seconds in all."""
+    started, answers, waiting = perf_counter(), dict[int, Answer](), iter(enumerate(bodies))
+
+    async def client() -> None:
+        for number, body in waiting:
+            answers[number] = await ask(endpoint, body)
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return [answers[number] for number in range(len(bodies))], perf_counter() - started
+
+
 def figures(
     answers: Sequence[Answer], wanted: Sequence[str], seconds: float, target: Target
 ) -> dict[str, Any]:
@@ -64,6 +106,25 @@ def figures(
         "requests_per_second": round(len(whole) / seconds, 3), "good_per_second": round(good / seconds, 3),
         "ttft": _percentiles(first), "tpot": _percentiles(later),
     }  # fmt: skip
+
+
+def over_off(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tokens per second by those without speculation, for every load and other mode; medians where repeated."""
+    found: dict[tuple[Any, Any], dict[str, list[float]]] = {}
+    for row in rows:
+        place = found.setdefault((row["load"], row["clients"]), {})
+        place.setdefault(row["mode"], []).append(row["tokens_per_second"])
+    return [
+        {
+            "load": load,
+            "clients": clients,
+            "mode": mode,
+            "ratio": round(median(speeds) / median(modes["off"]), 3),
+        }
+        for (load, clients), modes in found.items()
+        for mode, speeds in modes.items()
+        if mode != "off" and min(modes.get("off", [0.0])) > 0.0
+    ]
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float | None]:

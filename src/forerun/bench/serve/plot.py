@@ -18,14 +18,15 @@ def plot(document: dict[str, Any], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    rows = document["rows"]
+    rows = [row for row in document["rows"] if row["clients"] is None] or document["rows"]
+    by = "rate" if rows[0]["clients"] is None else "clients"
     for mode in dict.fromkeys(row["mode"] for row in rows):
         own = [row for row in rows if row["mode"] == mode]
-        rates = [row["rate"] for row in own]
+        rates = [row[by] for row in own]
         left.plot(rates, [row["tokens_per_second"] for row in own], marker="o", label=f"speculation {mode}")
         right.plot(rates, [row["ttft"]["p99"] for row in own], marker="o", label=f"speculation {mode}")
     for axes, says in ((left, "tokens per second"), (right, "seconds to the first token, p99")):
-        axes.set_xlabel("requests per second that come in")
+        axes.set_xlabel("requests per second that come in" if by == "rate" else "clients at once")
         axes.set_ylabel(says)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)

@@ -1,0 +1,62 @@
+"""What the OpenAPI schema says of fields is what the server does with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from forerun.errors import InvalidInput
+from forerun.params import SamplingParams
+from forerun.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
+
+CHAT = ChatRequest.model_json_schema()["properties"]
+RANGED = [name for name, facts in CHAT.items() if "minimum" in facts and name != "n"]
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def takes(name: str, value: float) -> bool:
+    try:
+        SamplingParams.from_dict({name: value} | ({} if "max" in name else {"max_tokens": 10**20}))
+    except InvalidInput:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", RANGED)
+def test_ranges_in_the_schema_are_the_real_ones(name: str) -> None:
+    facts, whole = CHAT[name], any(each.get("type") == "integer" for each in CHAT[name]["anyOf"])
+    step = 1 if whole else 1e-6
+    low = facts["minimum"] + (1e-3 if "exclusiveMinimum" in facts else 0)
+    assert takes(name, low)
+    assert not takes(name, (facts["minimum"] if "exclusiveMinimum" in facts else low - step))
+    if "maximum" in facts:
+        assert takes(name, facts["maximum"])
+        assert not takes(name, facts["maximum"] + max(step, facts["maximum"] * 1e-6 if not whole else 1))
+    else:
+        assert takes(name, 10**6)
+
+
+def test_some_fields_have_ranges() -> None:
+    assert {"temperature", "top_p", "max_tokens", "top_logprobs"} <= set(RANGED)
+
+
+@pytest.mark.parametrize("name", [*RANGED, "n", "seed", "best_of"])
+def test_a_truth_value_is_no_number(name: str) -> None:
+    with pytest.raises(ValidationError, match="truth value"):
+        ChatRequest.model_validate({**HELLO, name: True})
+    ChatRequest.model_validate({**HELLO, name: 1})
+
+
+@pytest.mark.parametrize("prompt", [[True, False], [[True], [1]], [1, "a"]])
+def test_a_truth_value_is_no_token(prompt: list[Any]) -> None:
+    with pytest.raises(ValidationError):
+        CompletionRequest.model_validate({"prompt": prompt})
+    with pytest.raises(ValidationError):
+        DetokenizeRequest.model_validate({"tokens": prompt})
+
+
+def test_token_ids_are_prompts() -> None:
+    for prompt in ([1, 2], [[1], [2]], "a", ["a", "b"]):
+        assert CompletionRequest.model_validate({"prompt": prompt}).prompt == prompt

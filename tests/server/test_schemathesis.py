@@ -1,0 +1,102 @@
+"""schemathesis reads the server's own OpenAPI schema, and asks: every answer is one that the schema describes."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+
+pytest.importorskip("schemathesis")
+
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis.checks import (
+    content_type_conformance,
+    not_a_server_error,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from schemathesis.generation import GenerationMode
+
+from tests.server.conftest import Running
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+TEXTS = ("/v1/chat/completions", "/v1/completions")
+POSTS = (*TEXTS, "/tokenize", "/detokenize")
+GETS = ("/v1/models", "/v1/models/{name}", "/health", "/ready", "/version", "/metrics", "/stats")
+COUNT = int(
+    os.environ.get("FORERUN_FUZZ", "60")
+)  # requests to each route that takes a body; more for a long look
+LONGEST = 3  # tokens of a text
+
+
+def ask(served: Running, method: str, path: str, mode: GenerationMode, count: int) -> Counter[int]:
+    """Send requests that keep to the schema, or that break it; how many got each status."""
+    operation = schemathesis.openapi.from_url(f"{served.url}/openapi.json")[path][method]
+    statuses: Counter[int] = Counter()
+    with requests.Session() as session:
+
+        @seed(14)
+        @settings(
+            max_examples=count, deadline=None, database=None, phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        @given(case=operation.as_strategy(mode))
+        def check(case: Any) -> None:
+            if isinstance(case.body, dict):
+                case.body = served_here(short(case.body) if path in TEXTS else case.body)
+            answer = case.call(base_url=served.url, session=session)
+            statuses[answer.status_code] += 1
+            case.validate_response(answer, checks=CHECKS)
+            if answer.status_code >= 400:
+                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+                assert answer.json()["error"]["message"]
+            else:
+                assert b"server_error" not in answer.content, answer.content  # in the middle of a stream
+
+        check()
+    return statuses
+
+
+def short(body: dict[str, Any]) -> dict[str, Any]:
+    """The same body, asking for a few tokens where it may ask for any number of them."""
+    few = {name: min(body[name], LONGEST) for name in ("max_tokens", "max_completion_tokens", "min_tokens")
+           if isinstance(body.get(name), int) and not isinstance(body[name], bool)}  # fmt: skip
+    return {**body, **few} if body.get("max_tokens") is not None else {**body, **few, "max_tokens": LONGEST}
+
+
+def served_here(body: dict[str, Any]) -> dict[str, Any]:
+    """The same body, to a model that is served: which these are is not in the schema."""
+    return {**body, "model": "smollm2"} if isinstance(body.get("model"), str) else body
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_bodies_that_keep_to_the_schema(served: Running, path: str) -> None:
+    statuses = ask(served, "POST", path, GenerationMode.POSITIVE, COUNT)
+    assert statuses[200] >= COUNT // 20, statuses
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_bodies_that_break_the_schema(served: Running, path: str) -> None:
+    statuses = ask(served, "POST", path, GenerationMode.NEGATIVE, COUNT)
+    assert statuses[400] >= COUNT // 3, statuses
+
+
+@pytest.mark.parametrize("path", GETS)
+def test_routes_without_a_body(served: Running, path: str) -> None:
+    statuses = ask(served, "GET", path, GenerationMode.POSITIVE, 8 if "{" in path else 1)
+    assert statuses
+    assert statuses.keys() <= {200, 404}, statuses
+
+
+def test_all_routes_are_asked(served: Running) -> None:
+    schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
+    assert set(schema) == {*POSTS, *GETS}
