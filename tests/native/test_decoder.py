@@ -62,8 +62,11 @@ def test_chains_equal_torch(checkpoint: Checkpoint, cached: int) -> None:
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
 
 
-def test_trees_and_hidden_rows_equal_torch(checkpoint: Checkpoint) -> None:
-    rng, needs = random.Random(2), Needs((-1, 0, 2, 3))
+@pytest.mark.parametrize(
+    "layers", [(-1, 0, 2, 3), (0, 2)]
+)  # (0, 2): all enter a layer, and kernels keep them
+def test_trees_and_hidden_rows_equal_torch(checkpoint: Checkpoint, layers: tuple[int, ...]) -> None:
+    rng, needs = random.Random(2), Needs(layers)
     seqs = [FakeSeq(b, _text(b, n), max_length=LENGTH) for b, n in enumerate((11, 1, 17))]
     trees = TreeBatch.trees([random_tree(rng, seq.tokens[-1], VOCAB, 6) for seq in seqs])
     ours, theirs = _native(checkpoint), make_decoder(*checkpoint)
@@ -76,6 +79,22 @@ def test_trees_and_hidden_rows_equal_torch(checkpoint: Checkpoint) -> None:
     assert got.greedy.argmax == got.logits.argmax(-1).tolist()
     for layer in needs.hidden_layers:
         torch.testing.assert_close(got.hidden[layer], wanted.hidden[layer], atol=1e-4, rtol=0)
+        for b, seq in enumerate(
+            seqs
+        ):  # and those that are kept for sequences that start alike are the same rows
+            extent, (first, end) = ours.kv.extent(seq.id), trees.starts[b : b + 2]
+            kept = ours.kv.hidden[layer][extent.slots(extent.length, extent.length + end - first)]
+            assert torch.equal(kept, got.hidden[layer][first:end])
+
+
+def test_kept_rows_follow_a_cache_that_grows(checkpoint: Checkpoint) -> None:
+    target, needs = _native(checkpoint), Needs((1, 2))
+    for seq in [FakeSeq(b, _text(b, 40), max_length=4000) for b in range(30)]:  # more than one CHUNK of slots
+        target.prefill([seq], needs)
+        got = target.score([seq], TreeBatch.chains([seq.tokens[-1:]]), needs)
+        slot = target.kv.extent(seq.id).slots(39, 40)[0]
+        for layer in needs.hidden_layers:
+            assert torch.equal(target.kv.hidden[layer][slot], got.hidden[layer][0])
 
 
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "q8"])

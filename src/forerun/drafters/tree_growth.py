@@ -14,7 +14,7 @@ independent of its neighbours.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -103,10 +103,12 @@ def grow_ranked(
     budgets: Sequence[Budget],
     calibration: Calibration,
     rates: Sequence[Sequence[float]] | None = None,
+    after_first: Callable[[], None] = lambda: None,
 ) -> tuple[list[Tree], list[float]]:
     """One tree of chosen tokens per sequence, and how many of its tokens should be accepted.
 
-    `rates` [levels][ranks] in place of confidences fixes its shape.
+    `rates` [levels][ranks] in place of confidences fixes its shape; `after_first` is called once the first level is
+    known.
     """
     growths = [
         _Growth(seq.tokens[-1], budget, ranks.size, calibration, rates)
@@ -114,6 +116,7 @@ def grow_ranked(
     ]
     count = max(growth.branch for growth in growths)
     found = ranks.roots(count)
+    after_first()
     while True:
         for growth, (values, tokens) in zip(growths, found, strict=True):
             growth.add_candidates(values, tokens, count)

@@ -108,8 +108,8 @@ class Decoder(SlotTarget):
             tokens = [token for piece in pieces for token in piece.tokens]
             self._run(tokens, spans, [piece.seq for piece in pieces], into)
             self._keep_rows(into, [slot for span in spans for slot in span.slots])
-        chains, hidden = self._with_found(seqs, fresh, hidden)
-        return TreeBatch.chains(chains, self._device), Scores(None, hidden)
+        chains, found = self._with_found(seqs, fresh, hidden)
+        return TreeBatch.chains(chains, self._device), Scores(None, found)
 
     def score(
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
@@ -156,7 +156,7 @@ class Decoder(SlotTarget):
         self.begun.pop(seq.id, None)
         super().release(seq)
 
-    def _hidden_rows(self, needs: Needs, rows: int) -> dict[int, Tensor]:
+    def _hidden_rows(self, needs: Needs, rows: int) -> Mapping[int, Tensor]:
         return {layer: self._empty_rows(rows) for layer in self._layers(needs)}
 
     def _run_on(
