@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.errors import InvalidInput
 from forerun.models.attention import Span
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
@@ -28,35 +27,15 @@ from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights
 from forerun.models.native import library as native
-from forerun.models.native.packing import is_packable, table_of, unpack_rows
+from forerun.models.native.chain_pass import ChainPass
+from forerun.models.native.packing import table_of, unpack_rows
 from forerun.models.native.pass_rows import Rows, rows_of
 from forerun.models.native.rotation_tables import RotationTables, Table
 from forerun.models.native.weights import Mode, NativeReader, some_layers
 from forerun.models.partial import PartialTarget
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
-from forerun.types import Needs, Seq
-
-
-def choose_mode(config: DecoderConfig, weights: Mapping[str, Tensor], dtype: str) -> Mode | None:
-    """How a CPU should hold these weights; None = in torch. Raises where `dtype` asks for what cannot be had."""
-    required = dtype in ("gguf", "q8")
-    if not (native.available() and NativeDecoder.supports(config)):
-        if required:
-            reason = native.why_not() or f"the {config.family} family runs in torch"
-            raise InvalidInput(f"dtype={dtype!r} needs the native kernels: {reason}; or use dtype='float32'")
-        return None
-    if dtype == "gguf" and not isinstance(weights, GgufWeights):
-        raise InvalidInput("dtype='gguf' needs a .gguf file; use q8, float32 or bfloat16 for this checkpoint")
-    if dtype == "auto":
-        return "gguf" if isinstance(weights, GgufWeights) and _all_packable(weights) else "float32"
-    modes: dict[str, Mode] = {"gguf": "gguf", "q8": "q8", "float32": "float32", "bfloat16": "bfloat16"}
-    return modes.get(dtype)
-
-
-def _all_packable(weights: GgufWeights) -> bool:
-    tensors = weights.file.tensors
-    return all(is_packable(tensors[origin.tensor].kind) for origin in weights.origins.values())
+from forerun.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch
 
 
 class NativeDecoder(Decoder):
@@ -91,10 +70,7 @@ class NativeDecoder(Decoder):
         self._known_data: Tensor | None = None  # the KV cache that it points to
         self._stores: list[Tensor] = []  # and the rows beside it that were kept last, layer by layer
         self._stores_at = array("Q")
-        self._cache_at, self._layer_bytes = (
-            (0, 0),
-            0,
-        )  # keys and values of its first layer, and a layer's size
+        self._cache_at, self._layer_bytes = (0, 0), 0  # first keys and values, and a layer's size
         self._all = LayerSubset(config.layers)
         self._models: dict[LayerSubset, native.Model] = {}  # of some layers only
         self.begun = {}
@@ -106,6 +82,8 @@ class NativeDecoder(Decoder):
             self._kept, self._asleep = reader.kept, sum(reader.asleep)
         self._model.embedding = table_of(self._embedding_rows)
         self._looks_up = bool(self._model.embedding.rows)  # the kernels themselves, token by token
+        self._chain = ChainPass(self._model)
+        self._chain.one.woken = self._pass.woken
         if isinstance(weights, GgufWeights):
             weights.file.drop_pages()  # what is needed is packed by now
         self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
@@ -152,7 +130,6 @@ class NativeDecoder(Decoder):
         table = self._rotations_at(nodes, spans, seqs)
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
-        inner = [layer for layer in hidden if 0 <= layer < layers.end]
         one.nodes, one.scored = len(tokens), scored
         one.tokens = None if ids is None else ids.buffer_info()[0]
         one.x = None if x is None else x.data_ptr()
@@ -160,28 +137,65 @@ class NativeDecoder(Decoder):
         one.position, one.write = nodes.position, nodes.write
         nodes.set_reach(one.reach)
         one.keys, one.values = (at + layers.first * self._layer_bytes for at in self._cache_at)
-        one.hidden_count = len(inner)
-        one.kept = None
-        if inner:  # arrays live until the call is over
-            if isinstance(hidden, HiddenRows):
-                places = array("Q", hidden.addresses.values())
-                one.kept = self._kept_at(inner)
-            else:
-                places = array("Q", [hidden[layer].data_ptr() for layer in inner])
-            wanted = array("q", inner)
-            one.hidden_layers, one.hidden = wanted.buffer_info()[0], places.buffer_info()[0]
+        shown = self._show(one, hidden, layers.end)  # lives until the call is over
         one.normed = hidden[-1].data_ptr() if -1 in hidden else None
         one.logits = None if logits is None else logits.data_ptr()
         one.tops = None if tops is None else tops.buffer_info()[0]
         native.match_threads(torch.get_num_threads())
-        if self._decode(ctypes.byref(self._model_of(layers)), ctypes.byref(one)):
+        failed = self._decode(ctypes.byref(self._model_of(layers)), ctypes.byref(one))
+        del shown
+        if failed:
             raise MemoryError(f"no memory for a pass over {len(tokens)} nodes")
-        if tops is None:
-            return None
-        found = tops.tolist()
-        if -1 in found:
-            raise not_numbers()
-        return found
+        return None if tops is None else _checked(tops.tolist())
+
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        """As every decoder's; a chain of one sequence has a shorter way to the same call."""
+        alone = prompts is None and len(seqs) == 1 and self._looks_up and not self.begun
+        if alone and -1 not in needs.hidden_layers and trees.topology()[0].is_chain:
+            return self._score_chain(seqs[0], trees.to_host()[0], needs)
+        return super().score(seqs, trees, needs, prompts)
+
+    def _score_chain(self, seq: Seq, tokens: list[int], needs: Needs) -> Scores:
+        if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # C would read what is not there
+            raise IndexError(f"tokens {tokens} in a vocabulary of {self.vocab_size}")
+        nodes, chain = len(tokens), self._chain
+        extent = self._extent_for(seq, nodes)
+        if extent.layers:
+            self._note_layers((seq,), needs)
+        hidden = self._hidden_rows(needs, nodes) if needs.hidden_layers else {}
+        regime, end = self.config.ropes[0].regime(self._lengths[seq.id]), extent.length + nodes
+        chain.fill(tokens, extent.length, extent.pages, self._tables.at(regime, end))
+        if self.kv.data is not self._known_data:
+            self._note_cache(self.kv.data)
+        shown = self._show(chain.one, hidden, self.config.layers)
+        last = hidden.get(self.config.layers)
+        logits = torch.empty(nodes, self.vocab_size, dtype=torch.float32, device=self._device)
+        chain.one.x, chain.one.logits = None if last is None else last.data_ptr(), logits.data_ptr()
+        native.match_threads(torch.get_num_threads())
+        failed = self._decode(*chain.at)
+        del shown
+        if failed:
+            raise MemoryError(f"no memory for a pass over {nodes} nodes")
+        found = _checked(chain.tops())
+        if hidden:
+            self._keep_rows(hidden, extent.slots(extent.length, end))
+        return Scores(logits, hidden, Greedy(found))
+
+    def _show(self, one: native.Pass, hidden: Mapping[int, Tensor], end: int) -> Sequence[array[int]]:
+        """Where rows that enter layers go; what is returned must live as long as the pass."""
+        inner = [layer for layer in hidden if 0 <= layer < end]
+        one.hidden_count, one.kept = len(inner), None
+        if not inner:
+            return ()
+        if isinstance(hidden, HiddenRows):
+            places, one.kept = array("Q", hidden.addresses.values()), self._kept_at(inner)
+        else:
+            places = array("Q", [hidden[layer].data_ptr() for layer in inner])
+        wanted = array("q", inner)
+        one.hidden_layers, one.hidden = wanted.buffer_info()[0], places.buffer_info()[0]
+        return wanted, places
 
     def _hidden_rows(self, needs: Needs, rows: int) -> Mapping[int, Tensor]:
         """Where the kernels copy rows that enter a layer; what leaves the last one they compute in place."""
@@ -225,8 +239,10 @@ class NativeDecoder(Decoder):
         native.library().fr_use_huge_pages(at, data.nbytes)
         self._cache_at = at, at + data.stride(1) * data.element_size()
         self._layer_bytes = data.stride(0) * data.element_size()
-        self._pass.half = data.dtype == torch.float16
-        self._pass.layer_stride, self._pass.head_stride = data.stride(0), data.stride(2)
+        for one in (self._pass, self._chain.one):
+            one.half = data.dtype == torch.float16
+            one.layer_stride, one.head_stride = data.stride(0), data.stride(2)
+            one.keys, one.values = self._cache_at
         self._known_data = data
 
     def shared(self) -> SharedWeights:
@@ -269,6 +285,12 @@ class NativeDecoder(Decoder):
             )
         rows.place(range(len(rows.positions)))
         return Table.of(torch.cat(pieces, dim=1))
+
+
+def _checked(tops: list[int]) -> list[int]:
+    if -1 in tops:
+        raise not_numbers()
+    return tops
 
 
 def _take(table: Tensor | Blocks, ids: Tensor | Sequence[int]) -> Tensor:
