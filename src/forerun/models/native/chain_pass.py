@@ -20,9 +20,11 @@ class ChainPass:
 
     def __init__(self, model: Model) -> None:
         self.one = Pass()
+        self._reach = self.one.reach  # the same memory; asking for it makes an object each time
         self.at = ctypes.byref(model), ctypes.byref(self.one)
         self._numbers, self._ids, self._tops = array("i"), array("q"), array("i")
         self._pages: Sequence[int] = ()
+        self._table: Table | None = None
 
     def fill(self, tokens: Sequence[int], length: int, pages: Sequence[int], table: Table) -> None:
         """These tokens follow `length` committed ones of a sequence with these pages."""
@@ -35,15 +37,16 @@ class ChainPass:
             numbers[nodes + i] = numbers[3 * nodes + i] = position
             slot = pages[position // PAGE] * PAGE + position % PAGE
             numbers[4 * nodes + i] = numbers[5 * nodes + i] = slot
-        one.reach.most = length + nodes
-        one.cosines, one.sines = table.cosines, table.sines
+        self._reach.most = length + nodes
+        if table is not self._table:
+            self._table, one.cosines, one.sines = table, table.cosines, table.sines
 
     def _lay_out(self, nodes: int, pages: Sequence[int]) -> None:
         """Room for so many nodes, behind these pages."""
         none = [0] * nodes
         self._numbers = array("i", [*none, *none, *[1] * nodes, *none, *none, *none, *pages])
         self._ids, self._tops, self._pages = array("q", none), array("i", none), pages
-        one, reach, at, size = self.one, self.one.reach, self._numbers.buffer_info()[0], 4 * nodes
+        one, reach, at, size = self.one, self._reach, self._numbers.buffer_info()[0], 4 * nodes
         one.nodes = one.scored = nodes
         one.tokens, one.tops = self._ids.buffer_info()[0], self._tops.buffer_info()[0]
         one.position, one.write = at + 3 * size, at + 4 * size
