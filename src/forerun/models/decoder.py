@@ -116,13 +116,15 @@ class Decoder(SlotTarget):
     ) -> Scores:
         """One pass over every node, and over prompts behind them; keys and values go behind the committed ones."""
         tokens, shapes, nodes = trees.to_host()[0], trees.topology(), trees.nodes
-        spans, owners = list[Span](), list(seqs)
+        spans: list[Span] = []
+        owners = list(seqs)
         self._note_layers(seqs, needs)
         for b, seq in enumerate(seqs):
             first, end = trees.starts[b : b + 2]
             extent = self._extent_for(seq, end - first)
             spans.append(Span(first, end, extent.pages, extent.length, shapes[b]))
-        fresh, pieces = list[list[int]](), list[Piece]()
+        fresh: list[list[int]] = []
+        pieces: list[Piece] = []
         if prompts is not None:
             fresh = self._admit(prompts.seqs, needs, prompts.rows)
             self._note_layers(prompts.seqs, needs)

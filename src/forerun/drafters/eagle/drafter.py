@@ -117,7 +117,8 @@ class EagleDrafter:
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
-        rows, laws = [[-1] for _ in seqs], list[Tensor]()
+        rows = [[-1] for _ in seqs]
+        laws: list[Tensor] = []
         limit = self.head.config.max_length
         live = [
             b

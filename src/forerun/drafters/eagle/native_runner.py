@@ -125,7 +125,9 @@ class NativeRunner:
         unread = [(observed.tokens, _Features(observed.take(), width)) for observed in sequences]
         longest = max(len(tokens) for tokens, _ in unread)
         for low in range(0, longest, CHUNK):
-            tokens, given, ends = list[int](), list[int](), dict[int, int]()
+            tokens: list[int] = []
+            given: list[int] = []
+            ends: dict[int, int] = {}
             columns: list[list[int]] = [[], [], [], [], []]
             for seq, (all_fresh, features) in zip(seqs, unread, strict=True):
                 fresh = all_fresh[low : low + CHUNK]
@@ -188,9 +190,9 @@ class NativeSteps:
 
     def _step(self, frontiers: Sequence[Frontier]) -> None:
         """Put one frontier of each sequence through the layer."""
-        tokens, parents, start = list[int](), list[int](), 0
-        first, context, position = list[int](), list[int](), list[int]()
-        write, tails, level = list[int](), list[int](), self.levels
+        columns: list[list[int]] = [[], [], [], [], [], [], [], []]
+        tokens, parents, first, context, position, write, tails, depths = columns
+        start, level = 0, self.levels
         for b, frontier in enumerate(frontiers):
             wide, length, free, before = len(frontier), self._lengths[b], self._free[b], self._paths[b]
             paths = [[*before[place], free + i] for i, (place, _) in enumerate(frontier)]
@@ -198,6 +200,7 @@ class NativeSteps:
             parents += [start + place for place, _ in frontier]
             first += [self._bases[b]] * wide
             context += [length] * wide
+            depths += [level] * wide
             position += [length + level - 1] * wide
             write += range(free, free + wide)
             for path in paths:
@@ -206,8 +209,7 @@ class NativeSteps:
             self._paths[b], self._free[b] = paths, free + wide
         out = self.runner.outputs(level, len(tokens))
         self._pass.before, self._pass.out = self._at, _address(out)
-        columns = (first, context, [level] * len(tokens), position, write, parents)
-        self.runner.run(self._pass, tokens, columns, tails)
+        self.runner.run(self._pass, tokens, (first, context, depths, position, write, parents), tails)
         self._out, self._at, self._rows = out, _address(out), len(tokens)
         self.levels += 1
 
