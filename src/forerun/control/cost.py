@@ -82,6 +82,7 @@ class CostModel:
         self.seconds = dict(sorted(seconds.items()))
         self._sizes = tuple(self.seconds)
         self._corrections = Corrections()
+        self._found: dict[tuple[int, int], float] = {}  # since the last round: several ask, and it takes long
         self.beside = 0.0  # rows of prompts that passes have had beside their trees, of late
 
     def pass_seconds(self, rows: int, batch: int = 1) -> float:
@@ -89,7 +90,11 @@ class CostModel:
 
         A node costs little where weights are what takes time, and more in a pass that prompts have filled.
         """
-        return self._alone(rows + round(self.beside), batch)
+        key = rows + round(self.beside), batch
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._alone(*key)
+        return found
 
     def _alone(self, rows: int, batch: int) -> float:
         group, ratio = (batch - 1).bit_length(), self._corrections.ratio
@@ -124,6 +129,7 @@ class CostModel:
             {low: 1.0} if share == 0.0 else {high: 1.0} if share > 1.0 else {low: 1 - share, high: share}
         )
         self._corrections.add((batch - 1).bit_length(), weights, seconds / measured)
+        self._found.clear()
 
     def _between(self, rows: int) -> tuple[int, int, float]:
         """The measured sizes beside so many rows, and how far between them; beyond the last, more than all the way."""
