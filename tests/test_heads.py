@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 
 from forerun import build, heads
-from forerun.auto_drafter import prospect_of, weigh_head
+from forerun.auto_drafter import prospect_of, time_levels, weigh_head
 from forerun.build import build_for, choose_drafter, make_engine
 from forerun.control.cost import QUICK, CostModel
 from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.files import write_head
+from forerun.drafters.eagle.head import EagleHead
 from forerun.heads import HeadFolder, find_head, heads_in_the_box, open_head
 from forerun.offers import Offer
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
-from forerun.types import Request
+from forerun.types import Request, Scores
 from tests.drafters.tiny_heads import HEADS, eagle_config, eagle_weights, save_head
 
 MOST_BYTES = 20_000_000  # of a head that comes with the package
@@ -246,6 +248,31 @@ def test_a_prospect_says_its_numbers() -> None:
     )
     for number in ("1.40x", "10.0 ms", "12.0 ms", "2.0 ms", "60%, 36%, 22%"):
         assert number in str(found), number
+
+
+def test_levels_are_timed_in_rounds() -> None:
+    """Each draft comes behind a pass and reads its row; what was timed leaves nothing behind."""
+    config, log, target = eagle_config("eagle3", 24), list[str](), TableLM(24, width=8)
+    drafter = Eagle3Drafter(EagleHead(config, eagle_weights(config, seed=1), None))
+    score, begin = target.score, drafter._runner.begin
+
+    def scored(*given: Any) -> Scores:
+        log.append("pass")
+        return score(*given)
+
+    def begun(seqs: Any, sequences: Any, budgets: Any) -> Any:
+        log.append(f"{len(sequences[0].tokens)} unread")
+        return begin(seqs, sequences, budgets)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "score", scored)
+        patch.setattr(drafter._runner, "begin", begun)
+        offer = time_levels(drafter, target)
+    assert log == ["15 unread", *["pass", "1 unread"] * 4, "pass"]
+    assert offer.seconds[0] > 0.0
+    assert offer.seconds[1] != offer.seconds[0]
+    assert target.used_slots == 0
+    assert not drafter._sequences
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

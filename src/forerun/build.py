@@ -219,17 +219,17 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
         from forerun.models.decoder import Decoder
         from forerun.models.kv_budget import allowed_bytes
         from forerun.models.load.shapes import check_shapes
-        from forerun.models.native.target import NativeDecoder, choose_mode
+        from forerun.models.native.choose import native_decoder
 
         family, share = DecoderConfig.from_hf(checkpoint.config), as_memory("kv_memory", config.kv_memory)
         memory = allowed_bytes(share, device)
         check_shapes(family, checkpoint.weights)
         if device.type == "cpu":
-            mode = choose_mode(family, checkpoint.weights, config.dtype)
-            if mode is not None:
-                return NativeDecoder(
-                    family, checkpoint.weights, mode=mode, kv_slots=config.kv_slots, kv_memory=memory
-                )
+            slots = config.kv_slots
+            if (
+                native := native_decoder(family, checkpoint.weights, config.dtype, slots, memory)
+            ) is not None:
+                return native
         dtype = _dtype(config.dtype, device)
         if device.type == "cuda" and dtype != torch.float32:
             from forerun.models.cuda.packed import WeightKind

@@ -28,3 +28,13 @@ def test_a_node_costs_more_in_a_pass_that_prompts_have_filled() -> None:
     for _ in range(40):
         cost.note_prompts(0)
     assert cost.pass_seconds(64, 32) - cost.pass_seconds(32, 32) == pytest.approx(alone)
+
+
+def test_what_was_looked_up_is_forgotten_when_a_round_shows_more() -> None:
+    cost = CostModel({1: 4.0, 8: 4.1})
+    before = cost.pass_seconds(1), cost.pass_seconds(8)
+    assert (cost.pass_seconds(1), cost.pass_seconds(8)) == before
+    cost.observe(1, 8.0)
+    assert cost.pass_seconds(1) > before[0]
+    assert cost.pass_seconds(8) > before[1]
+    assert cost.pass_seconds(1, 4) != cost.pass_seconds(1, 1)

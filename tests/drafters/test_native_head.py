@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from forerun.drafters import head_drafter
 from forerun.drafters.eagle.config import EagleConfig, Kind
 from forerun.drafters.eagle.drafter import EagleDrafter
 from forerun.drafters.eagle.eagle2 import Eagle2Drafter
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.head import EagleHead
 from forerun.drafters.eagle.native_head import NativeHead
+from forerun.drafters.eagle.native_runner import NativeRunner, NativeSteps
 from forerun.drafters.head_drafter import Calibration
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.models.native import head_library
@@ -198,3 +201,31 @@ def test_a_quote_counts_what_is_to_be_read() -> None:
     assert drafter.offer(seq).expected is not None
     drafter.forget(seq)
     assert drafter.offer(seq).expected is None
+
+
+def test_an_offer_tells_the_first_level_from_the_further_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first level reads the new rows too: priced alike, deeper levels would seem to cost as much."""
+    config = eagle_config("eagle3", VOCAB)
+    drafter, seq, now = (
+        Eagle3Drafter(NativeHead(config, eagle_weights(config, seed=3), None)),
+        FakeSeq(0, [1, 2, 3]),
+        [0.0],
+    )
+    show(drafter, seq, torch.zeros(2, config.feature_width))
+    begin, step = NativeRunner.begin, NativeSteps._step
+
+    def slow_begin(self: NativeRunner, *given: Any) -> NativeSteps:
+        now[0] += 0.004
+        return begin(self, *given)
+
+    def slow_step(self: NativeSteps, *given: Any) -> None:
+        now[0] += 0.001
+        step(self, *given)
+
+    monkeypatch.setattr(head_drafter, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(NativeRunner, "begin", slow_begin)
+    monkeypatch.setattr(NativeSteps, "_step", slow_step)
+    for _ in range(3):
+        drafter.propose([seq], [Budget(3, 3)])
+    assert drafter.offer(seq).seconds == pytest.approx((0.004, 0.001))
+    assert drafter.offer(seq).until(3) == pytest.approx(0.006)

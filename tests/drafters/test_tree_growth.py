@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.drafters import tree_growth
 from forerun.drafters.head_drafter import Calibration
-from forerun.drafters.tree_builder import best_count, gain_of
+from forerun.drafters.tree_builder import best_count, gain_of, pays_to_deepen
 from forerun.drafters.tree_growth import LogitRanks, grow_ranked, grow_trees, lay_out
 from forerun.drafters.tree_sampling import best_shape, sample_trees
 from forerun.drafters.vocab import DraftVocabulary
@@ -87,6 +88,46 @@ def test_the_price_of_a_level_stops_it_sooner() -> None:
         asked.append(len(steps.asked))
     assert asked[0] == 7  # every level of the budget
     assert asked[0] > asked[1] > asked[2] == 0
+
+
+class Varied(Told):
+    """A head whose law depends on the path, so that trees have every shape."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.asked, self._rows = seed, [], [1]
+
+    def _logits(self, keys: list[int]) -> Tensor:
+        self._rows = keys
+        laws = [torch.randn(VOCAB, generator=torch.Generator().manual_seed(key)) * 2.5 for key in keys]
+        return torch.stack(laws)[None]
+
+    def first(self) -> Tensor:
+        return self._logits([self.seed + 1])[:, 0]
+
+    def after(self, parents: Tensor, tokens: Tensor) -> Tensor:
+        self.asked.append(tokens.shape[1])
+        pairs = zip(parents[0].tolist(), tokens[0].tolist(), strict=True)
+        return self._logits([(31 * self._rows[parent] + 7 * token) % 100_003 for parent, token in pairs])
+
+
+def test_nodes_below_which_nothing_could_pay_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same trees, from fewer rows of the head; where levels cost, from fewer still."""
+    price, seqs = tuple(1.0 + 0.07 * n for n in range(20)), seqs_of(1)
+    rows = dict.fromkeys(("all", "free", "costly"), 0)
+    for seed in range(0, 3000, 30):
+        trees = {}
+        for name, level in (("free", 0.0), ("all", 0.0), ("costly", 0.1)):
+            with monkeypatch.context() as patch:
+                if name == "all":
+                    patch.setattr(
+                        tree_growth, "worth_deepening",
+                        lambda *given: [*range(len(given[0]))] if pays_to_deepen(*given) else [],
+                    )  # fmt: skip
+                head, budget = Varied(seed), Budget(15, 5, 6, price, level)
+                trees[name] = grow_trees(head, seqs, [budget], WHOLE, Calibration())
+                rows[name] += sum(head.asked)
+        assert trees["free"] == trees["all"]
+    assert 0 < rows["costly"] < rows["free"] < 0.6 * rows["all"]
 
 
 def test_a_calibration_that_doubts_the_head_draws_smaller_trees() -> None:

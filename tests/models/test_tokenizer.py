@@ -106,6 +106,31 @@ def test_sentencepiece_merges_follow_the_scores(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "hello hé"
 
 
+def test_two_tokens_have_the_text_that_the_backend_gives_them(tmp_path: Path) -> None:
+    """Streaming decodes pairs; where tokens are bytes their own texts are joined, unless a character is cut in two."""
+    words = [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<think>",
+        "a",
+        "Ġ",
+        "Ġb",
+        "Ã",
+        "©",
+        "Ã©",
+        "Ċ",
+        "aÃ",
+        "©b",
+    ]  # Ã©: é
+    more = {"ggml.tokens": words, "ggml.token_type": [3, 3, 4] + [1] * 9, "ggml.merges": []}
+    for metadata in (byte_level(tmp_path / "m.gguf", **more), sentencepiece(tmp_path / "m.gguf")):
+        backend = build_tokenizer(metadata)
+        tokenizer, size = Tokenizer(backend), backend.get_vocab_size()
+        pairs = [(a, b) for a in range(size) for b in range(a % 5, size, 5 if size > 50 else 1)]
+        assert any("\ufffd" in tokenizer.decode([a]) for a in range(size))
+        assert [tokenizer.decode(pair) for pair in pairs] == [backend.decode(pair) for pair in pairs]
+
+
 def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     with pytest.raises(UnsupportedModel, match="martian"):

@@ -12,11 +12,13 @@ from torch import Tensor
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.models import decoder as decoder_module
 from forerun.models.config import DecoderConfig
+from forerun.models.decoder import Decoder
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.native import library as native_library
-from forerun.models.native.target import Mode, NativeDecoder, choose_mode
+from forerun.models.native.choose import choose_mode
+from forerun.models.native.target import Mode, NativeDecoder
 from forerun.testing import FakeSeq, path_to, random_tree, tree_of
-from forerun.types import Needs, TreeBatch
+from forerun.types import Needs, TreeBatch, Verdict
 from tests.models.tiny_checkpoints import FAMILIES, VOCAB, make_decoder, make_reference, save, score_chain
 from tests.models.tiny_gguf import write_tiny
 from tests.native.blocks import needs_native
@@ -62,8 +64,11 @@ def test_chains_equal_torch(checkpoint: Checkpoint, cached: int) -> None:
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
 
 
-def test_trees_and_hidden_rows_equal_torch(checkpoint: Checkpoint) -> None:
-    rng, needs = random.Random(2), Needs((-1, 0, 2, 3))
+@pytest.mark.parametrize(
+    "layers", [(-1, 0, 2, 3), (0, 2)]
+)  # (0, 2): all enter a layer, and kernels keep them
+def test_trees_and_hidden_rows_equal_torch(checkpoint: Checkpoint, layers: tuple[int, ...]) -> None:
+    rng, needs = random.Random(2), Needs(layers)
     seqs = [FakeSeq(b, _text(b, n), max_length=LENGTH) for b, n in enumerate((11, 1, 17))]
     trees = TreeBatch.trees([random_tree(rng, seq.tokens[-1], VOCAB, 6) for seq in seqs])
     ours, theirs = _native(checkpoint), make_decoder(*checkpoint)
@@ -76,6 +81,57 @@ def test_trees_and_hidden_rows_equal_torch(checkpoint: Checkpoint) -> None:
     assert got.greedy.argmax == got.logits.argmax(-1).tolist()
     for layer in needs.hidden_layers:
         torch.testing.assert_close(got.hidden[layer], wanted.hidden[layer], atol=1e-4, rtol=0)
+        for b, seq in enumerate(
+            seqs
+        ):  # and those that are kept for sequences that start alike are the same rows
+            extent, (first, end) = ours.kv.extent(seq.id), trees.starts[b : b + 2]
+            kept = ours.kv.hidden[layer][extent.slots(extent.length, extent.length + end - first)]
+            assert torch.equal(kept, got.hidden[layer][first:end])
+
+
+@pytest.mark.parametrize("mode", ["float32", "q8"])
+def test_the_short_way_of_one_chain_is_the_long_way(checkpoint: Checkpoint, mode: Mode) -> None:
+    """One text in turn with another: chains that grow and shrink, over the end of a page, with and without layers."""
+    target, longer, rng = _native(checkpoint, mode), _native(checkpoint, mode), random.Random(5)
+    seqs = [FakeSeq(b, _text(b, 58 + b), max_length=120) for b in range(2)]
+    for one in (target, longer):
+        one.prefill(seqs, Needs((0, 2, 3)))
+    for turn in range(24):
+        seq, nodes = seqs[turn // 4 % 2], (1, 1, 3, 1, 5)[turn % 5]
+        chain = [seq.tokens[-1], *_text(turn, nodes - 1)]
+        trees, needs = TreeBatch.chains([chain]), Needs(((), (0, 2), (0, 2, 3))[turn % 3])
+        got, wanted = target.score([seq], trees, needs), Decoder.score(longer, [seq], trees, needs)
+        assert got.logits is not None
+        assert wanted.logits is not None
+        assert torch.equal(got.logits, wanted.logits)
+        assert got.greedy == wanted.greedy
+        assert {layer: got.hidden[layer].tolist() for layer in got.hidden} == {
+            layer: wanted.hidden[layer].tolist() for layer in wanted.hidden
+        }
+        kept = rng.randrange(nodes)
+        verdict = Verdict.of([range(1, kept + 1)], [7], "cpu")
+        for one in (target, longer):
+            one.commit([seq], trees, verdict)
+            assert one.kv.extent(seq.id).layers == target.kv.extent(seq.id).layers
+        seq.tokens += [*chain[1 : kept + 1], 7]
+    assert torch.equal(target.kv.data[:, :, :, : 2 * 58], longer.kv.data[:, :, :, : 2 * 58])
+
+
+def test_a_token_outside_the_vocabulary_is_refused(checkpoint: Checkpoint) -> None:
+    target, seq = _native(checkpoint), FakeSeq(0, _text(1, 5))
+    target.prefill([seq], Needs())
+    with pytest.raises(IndexError, match="vocabulary"):
+        target.score([seq], TreeBatch.chains([[seq.tokens[-1], VOCAB]]), Needs())
+
+
+def test_kept_rows_follow_a_cache_that_grows(checkpoint: Checkpoint) -> None:
+    target, needs = _native(checkpoint), Needs((1, 2))
+    for seq in [FakeSeq(b, _text(b, 40), max_length=4000) for b in range(30)]:  # more than one CHUNK of slots
+        target.prefill([seq], needs)
+        got = target.score([seq], TreeBatch.chains([seq.tokens[-1:]]), needs)
+        slot = target.kv.extent(seq.id).slots(39, 40)[0]
+        for layer in needs.hidden_layers:
+            assert torch.equal(target.kv.hidden[layer][slot], got.hidden[layer][0])
 
 
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "q8"])

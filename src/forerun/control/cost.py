@@ -99,6 +99,7 @@ class CostModel:
         self.seconds = dict(sorted(seconds.items()))
         self._sizes = tuple(self.seconds)
         self._corrections = Corrections()
+        self._found: dict[tuple[int, int], float] = {}  # since the last round: several ask, and it takes long
         self.beside = 0.0  # rows of prompts that passes have had beside their trees, of late
 
     def pass_seconds(self, rows: int, batch: int = 1) -> float:
@@ -108,13 +109,20 @@ class CostModel:
         priced behind those that there are of late. What they take themselves is left out, because prompts must be read
         in any case: a token that is written sooner does not save their time, but that of a pass without them.
         """
-        found = self._alone(rows + round(self.beside), batch)
+        found = self._known(rows + round(self.beside), batch)
         return max(found - self._prompts_seconds(batch), 1e-3 * found)
 
     def _prompts_seconds(self, batch: int) -> float:
         """What prompts add to a plain pass of such a batch."""
         rows = round(self.beside)
-        return self._alone(rows + batch, batch) - self._alone(batch, batch) if rows else 0.0
+        return self._known(rows + batch, batch) - self._known(batch, batch) if rows else 0.0
+
+    def _known(self, rows: int, batch: int) -> float:
+        """`_alone`, looked up once a round."""
+        found = self._found.get((rows, batch))
+        if found is None:
+            found = self._found[rows, batch] = self._alone(rows, batch)
+        return found
 
     def _alone(self, rows: int, batch: int) -> float:
         group, ratio = (batch - 1).bit_length(), self._corrections.ratio
@@ -150,6 +158,7 @@ class CostModel:
             {low: 1.0} if share == 0.0 else {high: 1.0} if share > 1.0 else {low: 1 - share, high: share}
         )
         self._corrections.add((batch - 1).bit_length(), weights, seconds / measured)
+        self._found.clear()
 
     def _between(self, rows: int) -> tuple[int, int, float]:
         """The measured sizes beside so many rows, and how far between them; beyond the last, more than all the way."""

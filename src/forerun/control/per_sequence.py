@@ -204,6 +204,8 @@ class SequencePlanner:
             return free
         free_gain = best_depth(free.levels, listed.price)[1]
         record = self._record(seq)
+        if offer.stops and record.mean_gain <= max(free_gain, WORTH_IT):  # however deep it went
+            return Option(offer, free.levels, idle=not free_gain)
         costs = [self._in_tokens(seconds, batch, costly) for seconds in offer.seconds]
         survivals = record.survivals(self.nodes, least=costs[-1])
         levels = Levels(survivals, costs, max(1.0, record.nodes) if offer.chosen else 1.0)

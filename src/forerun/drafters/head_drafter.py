@@ -17,6 +17,7 @@ from torch import Tensor
 
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
+from forerun.models.hidden_rows import HiddenRows, LayerRows
 from forerun.models.shared import SharedWeights
 from forerun.offers import Offer
 from forerun.params import SpeculativeConfig
@@ -80,7 +81,7 @@ class Meter:
                 self.seconds += weight * (min(spent, 2.0 * self.seconds) - self.seconds)
 
 
-Piece = tuple[list[Tensor], Sequence[int]]  # layers of one pass, each [M, ..], and which of its rows
+Piece = tuple[Sequence[Tensor], Sequence[int]]  # layers of one pass, each [M, ..], and which of its rows
 
 
 class ObservedRows:
@@ -92,7 +93,7 @@ class ObservedRows:
         self.tokens: list[int] = []  # the token *after* each row
         self.seen = 0  # rows observed in all
         self._features: list[Tensor] = []
-        self._noted: list[tuple[list[Tensor], slice | list[int]]] = []
+        self._noted: list[tuple[Sequence[Tensor], slice | list[int]]] = []
 
     @property
     def features(self) -> list[Tensor]:
@@ -113,10 +114,10 @@ class ObservedRows:
         self.tokens, noted, self.features = [], self._noted, []
         return [*whole, *((layers, _counted(rows)) for layers, rows in noted)]
 
-    def note(self, layers: list[Tensor], rows: slice | list[int]) -> None:
+    def note(self, layers: Sequence[Tensor], rows: slice | list[int]) -> None:
         """Add rows of a pass; rows on a device may be overwritten by the next pass and are copied at once."""
         self._noted.append((layers, rows))
-        if layers[0].device.type != "cpu":
+        if not isinstance(layers, LayerRows) and layers[0].device.type != "cpu":
             self.features  # noqa: B018
 
 
@@ -133,7 +134,10 @@ def observe_rows(
     verdict: Verdict,
 ) -> None:
     """Add the rows of root and path of every tree, each with the token that follows it."""
-    whole = [scores.hidden[layer] for layer in layers]
+    hidden = scores.hidden
+    whole: Sequence[Tensor] = (
+        hidden.some(layers) if isinstance(hidden, HiddenRows) else [hidden[layer] for layer in layers]
+    )
     if trees.form is not None:  # rows in the target's own buffers, which its next pass overwrites
         whole = [rows.clone() for rows in whole]
     tokens, (every, bonus) = trees.to_host()[0], verdict.to_host()

@@ -58,7 +58,8 @@ class HitRates:
 
     def survivals(self, match: int, length: int, prior: HitRates, least: float = 0.0) -> list[float]:
         """How likely the first 1, 2, ... tokens after a match are all right, while that is `least` or more."""
-        survival, rate, found, last = 1.0, 0.0, list[float](), len(self.tries)
+        survival, rate, last = 1.0, 0.0, len(self.tries)
+        found: list[float] = []
         for i in range(match, match + length):
             if i <= last or not found:  # beyond the longest match the rate stays the same
                 rate = self.rate(i, prior)

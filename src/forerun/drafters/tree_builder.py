@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 DEEPER = 0.9  # of what reaches a frontier, the share assumed to be accepted one level below
+ROW = 0.2  # of a level of one row: what a further row adds to it, on a CPU
 _AHEAD = (1, 2, 4, 8, 16)  # numbers of nodes that a further level may add
 
 
@@ -64,15 +65,27 @@ def gain_of(survivals: Sequence[float], price: Sequence[float]) -> float:
     return sum(survivals[:count]) - price[count] + price[0]
 
 
-def pays_to_deepen(survivals: Sequence[float], drafted: int, price: Sequence[float], level: float) -> bool:
-    """Is one more level worth drafting below a frontier of these survivals, with so many nodes already there?
+def worth_deepening(
+    survivals: Sequence[float], drafted: int, price: Sequence[float], level: float
+) -> list[int]:
+    """Which nodes of a frontier of these survivals to draft one more level below; none where that does not pay.
 
-    Of what reaches the frontier, some share is accepted one level deeper; each such node must pay for its place in
-    the pass, and all of them together for the drafting of the level. Deeper levels may still pay where this one just
-    does not: that is why the share is high.
+    So many nodes are there already. Of what reaches the frontier, some share is accepted one level deeper; each such
+    node must pay for its place in the pass and its row in the level, and all of them together for the drafting of the
+    level. Deeper levels may still pay where this one just does not: that is why the share is high.
     """
     last = min(drafted, len(price) - 1)
     ahead = [min(last + step, len(price) - 1) for step in _AHEAD]
     # the price may jump at first and be flat after: what counts is the best that several more nodes could do
-    place = min(((price[n] - price[last]) / (n - last) for n in ahead if n > last), default=1.0)
-    return sum(max(0.0, DEEPER * survival - place) for survival in survivals) > level
+    place = min([(price[n] - price[last]) / (n - last) for n in ahead if n > last], default=1.0)
+    if sum([max(0.0, DEEPER * survival - place) for survival in survivals]) <= level:
+        return []
+    least = min(
+        place + ROW * level, max(survivals, default=0.0)
+    )  # no child survives more often than its parent
+    return [i for i, survival in enumerate(survivals) if survival >= least]
+
+
+def pays_to_deepen(survivals: Sequence[float], drafted: int, price: Sequence[float], level: float) -> bool:
+    """Is one more level worth drafting below any of these?"""
+    return bool(worth_deepening(survivals, drafted, price, level))

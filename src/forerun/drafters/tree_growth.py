@@ -14,7 +14,7 @@ independent of its neighbours.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from forerun.drafters.draft_law import DraftLaw, likeliest
 from forerun.drafters.head_drafter import Calibration
-from forerun.drafters.tree_builder import best_count, pays_to_deepen
+from forerun.drafters.tree_builder import best_count, worth_deepening
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.types import Budget, Draws, Seq, TreeBatch
 
@@ -103,10 +103,12 @@ def grow_ranked(
     budgets: Sequence[Budget],
     calibration: Calibration,
     rates: Sequence[Sequence[float]] | None = None,
+    after_first: Callable[[], None] = lambda: None,
 ) -> tuple[list[Tree], list[float]]:
     """One tree of chosen tokens per sequence, and how many of its tokens should be accepted.
 
-    `rates` [levels][ranks] in place of confidences fixes its shape.
+    `rates` [levels][ranks] in place of confidences fixes its shape; `after_first` is called once the first level is
+    known.
     """
     growths = [
         _Growth(seq.tokens[-1], budget, ranks.size, calibration, rates)
@@ -114,6 +116,7 @@ def grow_ranked(
     ]
     count = max(growth.branch for growth in growths)
     found = ranks.roots(count)
+    after_first()
     while True:
         for growth, (values, tokens) in zip(growths, found, strict=True):
             growth.add_candidates(values, tokens, count)
@@ -172,22 +175,19 @@ class _Growth:
             return []
         last = range(self._start, len(self._scores))
         best = sorted(last, key=self._scores.__getitem__, reverse=True)[: self._width]
-        if self._level >= self._depth or not self._pays(best):
-            self._frontier = []
-            return []
-        self._frontier = best
+        self._frontier = self._worthy(best) if self._level < self._depth else []
         branch, start = self.branch, self._start
-        return [((place - start) // branch, self._tokens[place]) for place in best]
+        return [((place - start) // branch, self._tokens[place]) for place in self._frontier]
 
-    def _pays(self, frontier: list[int]) -> bool:
-        """Could nodes below these still be worth their place in the pass, and their drafting?"""
+    def _worthy(self, frontier: list[int]) -> list[int]:
+        """Those below which nodes could still be worth their place in the pass, and their drafting."""
         price = self._budget.price
         if price is None:
-            return True
+            return frontier
         survivals = [math.exp(score) for score in sorted(self._scores, reverse=True)[: self._budget.nodes]]
         drafted = best_count(survivals, price)
         survivals = [math.exp(self._scores[place]) for place in frontier]
-        return pays_to_deepen(survivals, drafted, price, self._budget.level)
+        return [frontier[i] for i in worth_deepening(survivals, drafted, price, self._budget.level)]
 
     def cut(self) -> Tree:
         """The best of all candidates: within the budget, and only while they pay."""

@@ -121,6 +121,8 @@ class EngineStats:
         self.drafted += drafted
         self.accepted += accepted
         self.forms[form] = self.forms.get(form, 0) + 1
+        if not depth:
+            return
         missing = [0] * (depth - len(self.reached))
         self.kept += missing
         self.reached += missing

@@ -25,7 +25,10 @@ def outcome_of(
     """What each sequence gets, and what controllers observe: `clock` has the seconds of the round by part."""
     paths, bonus = verdict.to_host()
     (tokens, parents), starts = trees.to_host(), trees.starts
-    advances, drafted, deepest, accepted = list[Advance](), list[int](), list[int](), list[int]()
+    advances: list[Advance] = []
+    drafted: list[int] = []
+    deepest: list[int] = []
+    accepted: list[int] = []
     for b, seq in enumerate(seqs):
         first, path, error = starts[b], paths[b], None
         nodes, fresh, depth = [first], [bonus[b]], 0

@@ -32,6 +32,8 @@ class PromptRows:
 
     def rows(self, running: int = 1, waiting: int = 0) -> int:
         """Of the coming round; `waiting` requests could start at once if their prompts were read."""
+        if not waiting:
+            return self._fixed or self._rows
         more = [waiting >= max(count, share * running) for count, share in (SOME, MANY)]
         return self._fixed or min(self._most, self._rows << sum(more))
 

@@ -48,11 +48,20 @@ class RoundClock:
             self.move(self.seconds["pass"], "pass", "host")
             waited = self.move(taken, "verdict", "pass")
             self.move(taken - waited, "host", "pass")  # the device was at work before the host waited
-        elif scores.logits is not None and scores.logits.device.type != "cpu":
+        elif _waits(scores):
             self.move(self.seconds["verdict"], "verdict", "pass")  # the wait for a device that is not timed
-        for earlier in self._launched:
-            self.move(earlier() or 0.0, "verdict", "prompt")
-        self._launched.clear()
-        self.move(trees.device_seconds, "verdict", "draft")  # drafted while the host did other work
+        if self._launched:
+            for earlier in self._launched:
+                self.move(earlier() or 0.0, "verdict", "prompt")
+            self._launched.clear()
+        if trees.device_seconds:
+            self.move(trees.device_seconds, "verdict", "draft")  # drafted while the host did other work
         if scores.read is not None and (rows := scores.read[0].nodes):
             self.move(self.seconds["pass"] * rows / (rows + trees.nodes), "pass", "prompt")
+
+
+def _waits(scores: Scores) -> bool:
+    """Does reading the verdict wait for a device? Asking a tensor where it lies takes long, so it comes last."""
+    if scores.greedy is not None and scores.greedy.argmax is not None:
+        return False
+    return scores.logits is not None and scores.logits.device.type != "cpu"

@@ -207,9 +207,13 @@ class VerifierPool:
         known: Greedy | None = None,
     ) -> Verdict:
         """By each sequence's own verifier; where all are greedy and exact, from what the pass already knows."""
+        if known is not None and laws.plain_greedy:
+            for name in {seq.verifier for seq in seqs}:
+                if not self.get(name).exact:
+                    break
+            else:
+                return greedy_verdict(trees, known)
         groups = _groups([seq.verifier for seq in seqs])
-        if known is not None and laws.plain_greedy and all(self.get(name).exact for name in groups):
-            return greedy_verdict(trees, known)
         if len(groups) == 1:
             return self.get(seqs[0].verifier).verify(trees, laws, noise)
         paths: list[list[int]] = [[] for _ in seqs]

@@ -108,21 +108,23 @@ class Decoder(SlotTarget):
             tokens = [token for piece in pieces for token in piece.tokens]
             self._run(tokens, spans, [piece.seq for piece in pieces], into)
             self._keep_rows(into, [slot for span in spans for slot in span.slots])
-        chains, hidden = self._with_found(seqs, fresh, hidden)
-        return TreeBatch.chains(chains, self._device), Scores(None, hidden)
+        chains, found = self._with_found(seqs, fresh, hidden)
+        return TreeBatch.chains(chains, self._device), Scores(None, found)
 
     def score(
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
     ) -> Scores:
         """One pass over every node, and over prompts behind them; keys and values go behind the committed ones."""
         tokens, shapes, nodes = trees.to_host()[0], trees.topology(), trees.nodes
-        spans, owners = list[Span](), list(seqs)
+        spans: list[Span] = []
+        owners = list(seqs)
         self._note_layers(seqs, needs)
         for b, seq in enumerate(seqs):
             first, end = trees.starts[b : b + 2]
             extent = self._extent_for(seq, end - first)
             spans.append(Span(first, end, extent.pages, extent.length, shapes[b]))
-        fresh, pieces = list[list[int]](), list[Piece]()
+        fresh: list[list[int]] = []
+        pieces: list[Piece] = []
         if prompts is not None:
             fresh = self._admit(prompts.seqs, needs, prompts.rows)
             self._note_layers(prompts.seqs, needs)
@@ -156,7 +158,7 @@ class Decoder(SlotTarget):
         self.begun.pop(seq.id, None)
         super().release(seq)
 
-    def _hidden_rows(self, needs: Needs, rows: int) -> dict[int, Tensor]:
+    def _hidden_rows(self, needs: Needs, rows: int) -> Mapping[int, Tensor]:
         return {layer: self._empty_rows(rows) for layer in self._layers(needs)}
 
     def _run_on(

@@ -200,6 +200,8 @@ class PagedKV:
         extent = self.extent(seq_id)
         root, pages = extent.length, extent.pages
         extent.length += 1 + len(path)
+        if not path or path[-1] == len(path):  # nothing, or the first nodes of a chain: the usual cases
+            return []
         moved = [(root + node, root + i) for i, node in enumerate(path, start=1) if node != i]
         return [(slots_of(pages, a, a + 1)[0], slots_of(pages, b, b + 1)[0]) for a, b in moved]
 

@@ -100,9 +100,13 @@ class SlotTarget:
         return self.kv.has_pages(self.kv.sequences + sum(pages_for(length) + 1 for length in lengths) - 1)
 
     def make_room(self, seqs: Sequence[Seq], rows: Sequence[int]) -> bool:
-        extents = [self.kv.extent(seq.id) for seq in seqs]
-        ends = [extent.length + count for extent, count in zip(extents, rows, strict=True)]
-        lacking = [(one.id, end) for one, end in zip(extents, ends, strict=True) if end > one.writable]
+        lacking = []
+        for seq, count in zip(seqs, rows, strict=True):
+            extent = self.kv.extent(seq.id)
+            if extent.length + count > extent.writable:
+                lacking.append((extent.id, extent.length + count))
+        if not lacking:
+            return True
         if not self.kv.has_pages(sum(self.kv.lacking(*one) for one in lacking)):
             return False
         for seq_id, end in lacking:
@@ -219,8 +223,10 @@ class SlotTarget:
 
     def _accept(self, seqs: Sequence[Seq], verdict: Verdict) -> list[tuple[int, int]]:
         """Count root and path of every tree as committed; the slots that must move for it."""
-        paths = zip(seqs, verdict.to_host()[0], strict=True)
-        return [move for seq, path in paths for move in self.kv.accept(seq.id, path)]
+        moves: list[tuple[int, int]] = []
+        for seq, path in zip(seqs, verdict.to_host()[0], strict=True):
+            moves += self.kv.accept(seq.id, path)
+        return moves
 
     def _layers(self, needs: Needs) -> tuple[int, ...]:
         """The hidden layers needed: i = what enters layer i, -1 = what leaves the last norm."""

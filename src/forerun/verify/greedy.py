@@ -24,7 +24,8 @@ def greedy_verdict(trees: TreeBatch, known: Greedy) -> Verdict:
     assert known.argmax is not None, "a Greedy holds an argmax or a verdict"
     if trees.is_plain():
         return Verdict.of([()] * len(trees), known.argmax, trees.device)
-    paths, bonus = list[list[int]](), list[int]()
+    paths: list[list[int]] = []
+    bonus: list[int] = []
     tokens = trees.to_host()[0]
     for first, shape in zip(trees.starts, trees.topology(), strict=False):
         end = first + len(shape)

@@ -82,7 +82,7 @@ class EagleDrafter:
         self.needs = Needs(tuple(sorted(set(config.layers))))
         self._sequences: dict[int, ObservedRows] = {}
         self._runner = runner_for(head)
-        self._meter = Meter()
+        self._first, self._further = Meter(), Meter()  # levels: the first reads new rows too, and costs more
         self._reading = 0.0  # seconds per row of a prompt
         self._expected: dict[int, float] = {}  # tokens of the last draft that should be accepted
         self._rates = None if self.dynamic else config.rates or _RATES
@@ -106,17 +106,19 @@ class EagleDrafter:
 
     def offer(self, seq: Seq) -> Offer:
         """A level, and the rows of a prompt that it has not read; a dynamic tree stops where confidence is low."""
-        level, observed = self._meter.seconds or UNMEASURED, self._sequences.get(seq.id)
+        first, observed = self._first.seconds or UNMEASURED, self._sequences.get(seq.id)
+        levels = first, self._further.seconds or first
         unread = len(observed.tokens) if observed is not None else 0
-        start = unread * (self._reading or READING * level) if unread > PROMPT else 0.0
+        start = unread * (self._reading or READING * first) if unread > PROMPT else 0.0
         chosen = not self._draws(seq)
         return Offer(
-            (level,), start, chosen=chosen, stops=self.dynamic and chosen, expected=self._expected.get(seq.id)
+            levels, start, chosen=chosen, stops=self.dynamic and chosen, expected=self._expected.get(seq.id)
         )
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
-        rows, laws = [[-1] for _ in seqs], list[Tensor]()
+        rows = [[-1] for _ in seqs]
+        laws: list[Tensor] = []
         limit = self.head.config.max_length
         live = [
             b
@@ -131,14 +133,14 @@ class EagleDrafter:
             steps = self._begin(some, limits)
             for b, tree in zip(chosen, self._grow(steps, some, limits), strict=True):
                 trees[b], rows[b] = tree, [-1] * len(tree[0])
-            self._meter.stop(steps.levels)
+            self._further.stop(steps.levels - 1)
         if drawn:
             some, limits = [seqs[b] for b in drawn], [budgets[b] for b in drawn]
             steps = self._begin(some, limits)
             grown, came_from, laws = sample_trees(steps, some, limits, self.head.vocabulary)
             for b, tree, sources in zip(drawn, grown, came_from, strict=True):
                 trees[b], rows[b] = tree, sources
-            self._meter.stop(steps.levels)
+            self._first.stop(steps.levels)
         return lay_out(trees, rows, laws)
 
     def _draws(self, seq: Seq) -> bool:
@@ -148,11 +150,11 @@ class EagleDrafter:
         """Read the new rows of these sequences; reading a prompt is not booked as a level."""
         sequences = [self._sequences[seq.id] for seq in seqs]
         unread = sum(len(observed.tokens) for observed in sequences)
-        self._meter.start()
+        self._first.start()
         steps = self._runner.begin(seqs, sequences, budgets)
         if unread > PROMPT * len(sequences):
-            self._reading = self._meter.elapsed() / unread
-            self._meter.start()
+            self._reading = self._first.elapsed() / unread
+            self._first.start()
         return steps
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
@@ -165,9 +167,14 @@ class EagleDrafter:
 
     def _grow(self, steps: RunnerSteps, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[Tree]:
         calibration = self.head.config.calibration
-        trees, expected = grow_ranked(steps.ranks(seqs), seqs, budgets, calibration, self._rates)
+        ranks, between = steps.ranks(seqs), self._after_first_level
+        trees, expected = grow_ranked(ranks, seqs, budgets, calibration, self._rates, between)
         self._expected |= {seq.id: tokens for seq, tokens in zip(seqs, expected, strict=True)}
         return trees
+
+    def _after_first_level(self) -> None:
+        self._first.stop(1)
+        self._further.start()
 
 
 def load_head(folder: Path, target: Target, kind: Kind | None = None) -> EagleHead | NativeHead:

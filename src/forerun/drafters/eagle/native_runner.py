@@ -7,8 +7,10 @@ ancestors in the draft. Sequences share a pass without padding, and no row depen
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,15 +21,15 @@ from forerun.drafters.eagle.native_head import NativeHead
 from forerun.drafters.eagle.torch_runner import CHUNK, frontier_sizes
 from forerun.drafters.head_drafter import ObservedRows, Piece
 from forerun.drafters.tree_growth import Frontier, Ranked
+from forerun.models.hidden_rows import LayerRows
 from forerun.models.layers import Rotations
 from forerun.models.native import library as native
 from forerun.models.native.head_library import HeadPass, Ranking, run_rows
-from forerun.models.native.library import Reach
+from forerun.models.native.rotation_tables import RotationTables
 from forerun.models.rope import RopeConfig
 from forerun.types import Budget, Seq, offsets
 
-_PIECE = 512  # positions whose rotations are worked out at once
-Floats = ctypes.Array[ctypes.c_float]
+Floats: TypeAlias = "array[float]"
 
 
 class NativeRunner:
@@ -39,10 +41,9 @@ class NativeRunner:
         self._last: dict[
             int, tuple[Floats, int]
         ] = {}  # where the output of each sequence's last row is: [N, D], row
-        self._rotations = Rotations(
-            RopeConfig("default", config.rope_theta, config.head_dim, config.max_length), head.device
-        )
-        self._rotation_table = torch.empty(2, 0, config.head_dim // 2)  # cosines and sines
+        rope = RopeConfig("default", config.rope_theta, config.head_dim, config.max_length)
+        self._tables = RotationTables(Rotations(rope, head.device))
+        self._pass, self._known = HeadPass(), self.cache.data  # the slots that it points to
         self._ranking = Ranking(1, 1, head.int32_ids)
         self._outs = [self._room(1) for _ in range(2)]
 
@@ -54,8 +55,7 @@ class NativeRunner:
         sizes = frontier_sizes(budgets)
         for seq, observed in zip(seqs, sequences, strict=True):
             self.cache.admit(seq.id, observed.seen + sum(sizes))
-        self._rotations_to(max(observed.seen for observed in sequences) + len(sizes))
-        one = self._new_pass()
+        one = self._current_pass(max([observed.seen for observed in sequences]) + len(sizes))
         self._catch_up(one, seqs, sequences)
         lasts = [self._last[seq.id] for seq in seqs]
         return NativeSteps(
@@ -81,44 +81,43 @@ class NativeRunner:
         return self._outs[level % 2]
 
     def _room(self, rows: int) -> Floats:
-        return (ctypes.c_float * (rows * self.head.config.width))()
+        return array("f", bytes(4 * rows * self.head.config.width))
 
     def _gather(self, places: Sequence[tuple[Floats, int]]) -> tuple[Floats, int]:
         """Rows from several places side by side."""
         joined, size = self._room(len(places)), 4 * self.head.config.width
         for i, (out, row) in enumerate(places):
-            ctypes.memmove(ctypes.addressof(joined) + i * size, ctypes.addressof(out) + row * size, size)
+            ctypes.memmove(_address(joined) + i * size, _address(out) + row * size, size)
         return joined, 0
 
     def run(self, one: HeadPass, tokens: list[int], columns: Sequence[list[int]], tails: list[int]) -> None:
         """A pass over these rows; columns are first, context, tail, position, write and, of drafted rows, parent."""
-        count = len(tokens)
-        flat = [number for column in columns for number in column]
-        numbers = (ctypes.c_int32 * (len(flat) + len(tails)))(*flat, *tails)
-        ids = (ctypes.c_int64 * count)(*tokens)
-        first, context, tail, position, write, *more = range(
-            ctypes.addressof(numbers), ctypes.addressof(numbers) + 4 * len(flat) + 1, 4 * count
-        )
-        stride, most = columns[2][0], max(columns[1]) + columns[2][0]
-        one.rows, one.tokens, one.position, one.write = count, ctypes.addressof(ids), position, write
-        one.parents = more[0]
-        one.reach = Reach(first, context, tail, more[-1], stride, most)
+        # arrays, not ctypes: each length of those is a type of its own, which is made anew again and again
+        numbers, ids = array("i"), array("q", tokens)
+        for column in columns:
+            numbers.extend(column)
+        numbers.extend(tails)
+        at, size = _address(numbers), 4 * len(tokens)
+        stride, reach = columns[2][0], one.reach
+        one.rows, one.tokens = len(tokens), _address(ids)
+        one.position, one.write, one.parents = at + 3 * size, at + 4 * size, at + 5 * size
+        reach.first, reach.context, reach.tail = at, at + size, at + 2 * size
+        reach.tails, reach.tail_stride = at + len(columns) * size, stride
+        reach.most = max(columns[1]) + stride
         embedded = self.head.embedded(tokens)
         if embedded is not None:
             one.embedded = embedded.data_ptr()
         run_rows(self.head.struct, one)
 
-    def _new_pass(self) -> HeadPass:
-        """A pass over this head's slots; its rows are filled in later."""
-        data, rotations = self.cache.data, self._rotation_table
-        keys, cosines = data.data_ptr(), rotations.data_ptr()
-        return HeadPass(
-            cosines=cosines,
-            sines=cosines + rotations.nbytes // 2,
-            keys=keys,
-            values=keys + data.nbytes // 2,
-            head_stride=data.shape[3] * data.shape[4],
-        )
+    def _current_pass(self, longest: int) -> HeadPass:
+        """The pass over this head's slots, for positions up to `longest`; its rows are filled in later."""
+        one, data, table = self._pass, self.cache.data, self._tables.at(0, longest)
+        if self._known is not data:
+            one.keys = at = data.data_ptr()
+            one.values, one.head_stride = at + data.nbytes // 2, data.shape[3] * data.shape[4]
+            self._known = data
+        one.cosines, one.sines = table.cosines, table.sines
+        return one
 
     def _catch_up(self, one: HeadPass, seqs: Sequence[Seq], sequences: Sequence[ObservedRows]) -> None:
         """Run the rows that are new since each sequence's last draft."""
@@ -126,7 +125,9 @@ class NativeRunner:
         unread = [(observed.tokens, _Features(observed.take(), width)) for observed in sequences]
         longest = max(len(tokens) for tokens, _ in unread)
         for low in range(0, longest, CHUNK):
-            tokens, given, ends = list[int](), list[int](), dict[int, int]()
+            tokens: list[int] = []
+            given: list[int] = []
+            ends: dict[int, int] = {}
             columns: list[list[int]] = [[], [], [], [], []]
             for seq, (all_fresh, features) in zip(seqs, unread, strict=True):
                 fresh = all_fresh[low : low + CHUNK]
@@ -142,19 +143,10 @@ class NativeRunner:
                 given += features.of(low, count)
                 ends[seq.id] = len(tokens)
                 self.cache.lengths[seq.id] = length + count
-            out, addresses = self._room(len(tokens)), (ctypes.c_void_p * len(given))(*given)
-            one.features, one.out = ctypes.addressof(addresses), ctypes.addressof(out)
+            out, addresses = self._room(len(tokens)), array("Q", given)
+            one.features, one.out = _address(addresses), _address(out)
             self.run(one, tokens, columns, columns[4])
             self._last |= {seq_id: (out, end - 1) for seq_id, end in ends.items()}
-
-    def _rotations_to(self, last: int) -> None:
-        """Rotations of positions up to `last` at least."""
-        while self._rotation_table.shape[1] <= last:
-            start = self._rotation_table.shape[1]
-            rotations = self._rotations.at(torch.arange(start, start + _PIECE), 0).squeeze(1)
-            self._rotation_table = torch.cat(
-                (self._rotation_table, torch.stack((rotations.real, rotations.imag))), dim=1
-            )
 
 
 class NativeSteps:
@@ -170,7 +162,7 @@ class NativeSteps:
         self._lengths = [runner.cache.lengths[i] for i in ids]
         self._free = [base + length for base, length in zip(self._bases, self._lengths, strict=True)]
         self._out, row = last  # [N, D] of the last frontiers, sequences end to end
-        self._at = ctypes.addressof(self._out) + 4 * row * runner.head.config.width
+        self._at = _address(self._out) + 4 * row * runner.head.config.width
         self._rows = len(ids)
         self._paths: list[list[list[int]]] = [
             [[]] for _ in ids
@@ -198,9 +190,9 @@ class NativeSteps:
 
     def _step(self, frontiers: Sequence[Frontier]) -> None:
         """Put one frontier of each sequence through the layer."""
-        tokens, parents, start = list[int](), list[int](), 0
-        first, context, position = list[int](), list[int](), list[int]()
-        write, tails, level = list[int](), list[int](), self.levels
+        columns: list[list[int]] = [[], [], [], [], [], [], [], []]
+        tokens, parents, first, context, position, write, tails, depths = columns
+        start, level = 0, self.levels
         for b, frontier in enumerate(frontiers):
             wide, length, free, before = len(frontier), self._lengths[b], self._free[b], self._paths[b]
             paths = [[*before[place], free + i] for i, (place, _) in enumerate(frontier)]
@@ -208,6 +200,7 @@ class NativeSteps:
             parents += [start + place for place, _ in frontier]
             first += [self._bases[b]] * wide
             context += [length] * wide
+            depths += [level] * wide
             position += [length + level - 1] * wide
             write += range(free, free + wide)
             for path in paths:
@@ -215,10 +208,9 @@ class NativeSteps:
             start += len(before)
             self._paths[b], self._free[b] = paths, free + wide
         out = self.runner.outputs(level, len(tokens))
-        self._pass.before, self._pass.out = self._at, ctypes.addressof(out)
-        columns = (first, context, [level] * len(tokens), position, write, parents)
-        self.runner.run(self._pass, tokens, columns, tails)
-        self._out, self._at, self._rows = out, ctypes.addressof(out), len(tokens)
+        self._pass.before, self._pass.out = self._at, _address(out)
+        self.runner.run(self._pass, tokens, (first, context, depths, position, write, parents), tails)
+        self._out, self._at, self._rows = out, _address(out), len(tokens)
         self.levels += 1
 
     def _ranked(self, count: int) -> list[Ranked]:
@@ -244,19 +236,32 @@ class NativeSteps:
         return ranking.logits[: self._rows].clone()
 
 
+def _address(numbers: array[Any]) -> int:
+    return numbers.buffer_info()[0]
+
+
 class _Features:
     """The addresses of the features of some rows, layer by layer, for the kernels."""
 
     def __init__(self, pieces: Sequence[Piece], width: int) -> None:
-        self._kept = [([layer.float().contiguous() for layer in layers], rows) for layers, rows in pieces]
+        self._kept: list[Sequence[Tensor]] = []  # the memory that is pointed to
         self._parts = 0
         self._addresses: list[int] = []
-        for layers, rows in self._kept:
-            # a tensor has one layer, or several side by side
-            firsts = [(t.data_ptr(), 4 * t.shape[1]) for t in layers]
-            steps = [(at + 4 * i, size) for at, size in firsts for i in range(0, size // 4, width)]
+        for layers, rows in pieces:
+            if isinstance(layers, LayerRows):
+                steps = [(at, layers.hidden.row_bytes) for at in layers.addresses]
+                self._kept.append(layers)
+            else:
+                steps = self._steps(layers, width)
             self._addresses += [at + row * size for row in rows for at, size in steps]
             self._parts = len(steps)
+
+    def _steps(self, layers: Sequence[Tensor], width: int) -> list[tuple[int, int]]:
+        """Where each layer starts, and the bytes of its rows; a tensor has one layer, or several side by side."""
+        kept = [layer.float().contiguous() for layer in layers]
+        self._kept.append(kept)
+        firsts = [(t.data_ptr(), 4 * t.shape[1]) for t in kept]
+        return [(at + 4 * i, size) for at, size in firsts for i in range(0, size // 4, width)]
 
     def of(self, first: int, count: int) -> list[int]:
         """[rows * layers] of so many rows."""

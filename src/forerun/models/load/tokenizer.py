@@ -37,6 +37,8 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._alone: dict[int, str] = {}  # the text of single tokens
+        # tokens are bytes and nothing else: texts of whole characters, one behind the other, are the whole text
+        self._joins = type(backend.decoder) is tokenizers.decoders.ByteLevel
         self._template = chat_template
         self._special = dict(special or {})
         self.bos_id = bos_id
@@ -69,14 +71,17 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         ids = list(ids)
-        if (
-            len(ids) == 1 and skip_special
-        ):  # every streamed token is decoded alone once, and the same ones recur
-            text = self._alone.get(ids[0])
-            if text is None:
-                text = self._alone[ids[0]] = self._backend.decode(ids, skip_special_tokens=True)
-            return text
+        if skip_special and (len(ids) == 1 or (len(ids) == 2 and self._joins)):
+            texts = [self._text_of(index) for index in ids]  # of streamed tokens: the same ones recur
+            if len(ids) == 1 or "\ufffd" not in texts[0] + texts[1]:
+                return "".join(texts)
         return self._backend.decode(ids, skip_special_tokens=skip_special)
+
+    def _text_of(self, index: int) -> str:
+        text = self._alone.get(index)
+        if text is None:
+            text = self._alone[index] = self._backend.decode([index], skip_special_tokens=True)
+        return text
 
     def vocabulary(self) -> dict[str, int]:
         """Every token as the vocabulary spells it, and its id."""

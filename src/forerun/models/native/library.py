@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 BLOCK = 32  # inputs per block of packed kinds
 _MOST_PARTS = 3
-ABI = 7  # a change of the structs or of the kernels: what was measured with another counts no more
+ABI = 8  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 
 Fields = list[tuple[str, Any]]
@@ -117,9 +117,10 @@ class Pass(Structure):
         ("half", c_int64),
         ("layer_stride", c_int64),
         ("head_stride", c_int64),
-        ("hidden_layers", POINTER(c_int64)),
-        ("hidden", POINTER(c_void_p)),
+        ("hidden_layers", c_void_p),
+        ("hidden", c_void_p),
         ("hidden_count", c_int64),
+        ("kept", c_void_p),
         ("normed", c_void_p),
         ("logits", c_void_p),
         ("tops", c_void_p),

@@ -63,8 +63,8 @@ class Rows:
 
 def rows_of(spans: Sequence[Span]) -> Rows:
     """Lay out the nodes of all spans."""
-    first, context, write = list[int](), list[int](), list[int]()
-    pages, only_chains = list[int](), True
+    columns: list[list[int]] = [[], [], [], []]
+    (first, context, write, pages), only_chains = columns, True
     for span in spans:
         own, nodes = span.slots, span.nodes
         write += own

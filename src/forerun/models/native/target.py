@@ -8,68 +8,34 @@ handled by the torch decoder that this one extends; families with other parts th
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from operator import is_not
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.errors import InvalidInput
 from forerun.models.attention import Span
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
 from forerun.models.finite import not_numbers
+from forerun.models.hidden_rows import HiddenRows
 from forerun.models.layer_subset import LayerSubset
 from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights
 from forerun.models.native import library as native
-from forerun.models.native.packing import is_packable, table_of, unpack_rows
+from forerun.models.native.chain_pass import ChainPass
+from forerun.models.native.packing import table_of, unpack_rows
 from forerun.models.native.pass_rows import Rows, rows_of
+from forerun.models.native.rotation_tables import RotationTables, Table
 from forerun.models.native.weights import Mode, NativeReader, some_layers
 from forerun.models.partial import PartialTarget
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
-from forerun.types import Seq
-
-_PIECE = 512  # positions whose rotations are worked out at once
-
-
-def choose_mode(config: DecoderConfig, weights: Mapping[str, Tensor], dtype: str) -> Mode | None:
-    """How a CPU should hold these weights; None = in torch. Raises where `dtype` asks for what cannot be had."""
-    required = dtype in ("gguf", "q8")
-    if not (native.available() and NativeDecoder.supports(config)):
-        if required:
-            reason = native.why_not() or f"the {config.family} family runs in torch"
-            raise InvalidInput(f"dtype={dtype!r} needs the native kernels: {reason}; or use dtype='float32'")
-        return None
-    if dtype == "gguf" and not isinstance(weights, GgufWeights):
-        raise InvalidInput("dtype='gguf' needs a .gguf file; use q8, float32 or bfloat16 for this checkpoint")
-    if dtype == "auto":
-        return "gguf" if isinstance(weights, GgufWeights) and _all_packable(weights) else "float32"
-    modes: dict[str, Mode] = {"gguf": "gguf", "q8": "q8", "float32": "float32", "bfloat16": "bfloat16"}
-    return modes.get(dtype)
-
-
-def _all_packable(weights: GgufWeights) -> bool:
-    tensors = weights.file.tensors
-    return all(is_packable(tensors[origin.tensor].kind) for origin in weights.origins.values())
-
-
-class Table(NamedTuple):
-    """Rotations by position, and where they lie in memory."""
-
-    values: Tensor  # [2, N, R] cosines and sines
-    positions: int  # N
-    cosines: int
-    sines: int
-
-    @classmethod
-    def of(cls, values: Tensor) -> Table:
-        at = values.data_ptr()
-        return cls(values, values.shape[1], at, at + values.nbytes // 2)
+from forerun.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch
 
 
 class NativeDecoder(Decoder):
@@ -102,10 +68,9 @@ class NativeDecoder(Decoder):
         self._woken = (ctypes.c_int32 * config.layers)()
         self._pass.woken = ctypes.addressof(self._woken)
         self._known_data: Tensor | None = None  # the KV cache that it points to
-        self._cache_at, self._layer_bytes = (
-            (0, 0),
-            0,
-        )  # keys and values of its first layer, and a layer's size
+        self._stores: list[Tensor] = []  # and the rows beside it that were kept last, layer by layer
+        self._stores_at = array("Q")
+        self._cache_at, self._layer_bytes = (0, 0), 0  # first keys and values, and a layer's size
         self._all = LayerSubset(config.layers)
         self._models: dict[LayerSubset, native.Model] = {}  # of some layers only
         self.begun = {}
@@ -117,10 +82,12 @@ class NativeDecoder(Decoder):
             self._kept, self._asleep = reader.kept, sum(reader.asleep)
         self._model.embedding = table_of(self._embedding_rows)
         self._looks_up = bool(self._model.embedding.rows)  # the kernels themselves, token by token
+        self._chain = ChainPass(self._model)
+        self._chain.one.woken = self._pass.woken
         if isinstance(weights, GgufWeights):
             weights.file.drop_pages()  # what is needed is packed by now
         self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
-        self._tables: dict[int, Table] = {}  # by regime
+        self._tables = RotationTables(self._rotations[0])
 
     @staticmethod
     def supports(config: DecoderConfig) -> bool:
@@ -150,43 +117,104 @@ class NativeDecoder(Decoder):
         """One pass over M rows; fills the hidden rows and logits given, and says where each row of these is largest."""
         layers, scored, one = layers or self._all, 0 if logits is None else len(logits), self._pass
         nodes, x = rows_of(spans), hidden.get(layers.end, rows)  # [M, D] what leaves the last layer
-        ids, tops = None, None if logits is None else (ctypes.c_int32 * scored)()
+        ids, tops = None, None if logits is None else array("i", bytes(4 * scored))
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # C would read what is not there
             raise IndexError(f"tokens {tokens} in a vocabulary of {self.vocab_size}")
         if rows is not None:
             assert x is rows, "rows that enter a layer are overwritten by those that leave the last"
         elif self._looks_up:
-            ids = (ctypes.c_int64 * len(tokens))(*tokens)
+            ids = array("q", tokens)
         else:
             embedded = _take(self._embedding_rows, tokens)
             x = embedded if x is None else x.copy_(embedded)
         table = self._rotations_at(nodes, spans, seqs)
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
-        inner = [layer for layer in hidden if 0 <= layer < layers.end]
         one.nodes, one.scored = len(tokens), scored
-        one.tokens = None if ids is None else ctypes.addressof(ids)
+        one.tokens = None if ids is None else ids.buffer_info()[0]
         one.x = None if x is None else x.data_ptr()
         one.cosines, one.sines = table.cosines, table.sines
         one.position, one.write = nodes.position, nodes.write
         nodes.set_reach(one.reach)
         one.keys, one.values = (at + layers.first * self._layer_bytes for at in self._cache_at)
-        one.hidden_count = len(inner)
-        if inner:
-            one.hidden_layers = (ctypes.c_int64 * len(inner))(*inner)
-            one.hidden = (ctypes.c_void_p * len(inner))(*[hidden[layer].data_ptr() for layer in inner])
+        shown = self._show(one, hidden, layers.end)  # lives until the call is over
         one.normed = hidden[-1].data_ptr() if -1 in hidden else None
         one.logits = None if logits is None else logits.data_ptr()
-        one.tops = None if tops is None else ctypes.addressof(tops)
+        one.tops = None if tops is None else tops.buffer_info()[0]
         native.match_threads(torch.get_num_threads())
-        if self._decode(ctypes.byref(self._model_of(layers)), ctypes.byref(one)):
+        failed = self._decode(ctypes.byref(self._model_of(layers)), ctypes.byref(one))
+        del shown
+        if failed:
             raise MemoryError(f"no memory for a pass over {len(tokens)} nodes")
-        if tops is None:
-            return None
-        found: list[int] = tops[:]
-        if -1 in found:
-            raise not_numbers()
-        return found
+        return None if tops is None else _checked(tops.tolist())
+
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        """As every decoder's; a chain of one sequence has a shorter way to the same call."""
+        alone = prompts is None and len(seqs) == 1 and self._looks_up and not self.begun
+        if alone and -1 not in needs.hidden_layers and trees.topology()[0].is_chain:
+            return self._score_chain(seqs[0], trees.to_host()[0], needs)
+        return super().score(seqs, trees, needs, prompts)
+
+    def _score_chain(self, seq: Seq, tokens: list[int], needs: Needs) -> Scores:
+        if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # C would read what is not there
+            raise IndexError(f"tokens {tokens} in a vocabulary of {self.vocab_size}")
+        nodes, chain = len(tokens), self._chain
+        extent = self._extent_for(seq, nodes)
+        if extent.layers:
+            self._note_layers((seq,), needs)
+        hidden = self._hidden_rows(needs, nodes) if needs.hidden_layers else {}
+        regime, end = self.config.ropes[0].regime(self._lengths[seq.id]), extent.length + nodes
+        chain.fill(tokens, extent.length, extent.pages, self._tables.at(regime, end))
+        if self.kv.data is not self._known_data:
+            self._note_cache(self.kv.data)
+        shown = self._show(chain.one, hidden, self.config.layers)
+        last = hidden.get(self.config.layers)
+        logits = torch.empty(nodes, self.vocab_size, dtype=torch.float32, device=self._device)
+        chain.one.x, chain.one.logits = None if last is None else last.data_ptr(), logits.data_ptr()
+        native.match_threads(torch.get_num_threads())
+        failed = self._decode(*chain.at)
+        del shown
+        if failed:
+            raise MemoryError(f"no memory for a pass over {nodes} nodes")
+        found = _checked(chain.tops())
+        if hidden:
+            self._keep_rows(hidden, extent.slots(extent.length, end))
+        return Scores(logits, hidden, Greedy(found))
+
+    def _show(self, one: native.Pass, hidden: Mapping[int, Tensor], end: int) -> Sequence[array[int]]:
+        """Where rows that enter layers go; what is returned must live as long as the pass."""
+        inner = [layer for layer in hidden if 0 <= layer < end]
+        one.hidden_count, one.kept = len(inner), None
+        if not inner:
+            return ()
+        if isinstance(hidden, HiddenRows):
+            places, one.kept = array("Q", hidden.addresses.values()), self._kept_at(inner)
+        else:
+            places = array("Q", [hidden[layer].data_ptr() for layer in inner])
+        wanted = array("q", inner)
+        one.hidden_layers, one.hidden = wanted.buffer_info()[0], places.buffer_info()[0]
+        return wanted, places
+
+    def _hidden_rows(self, needs: Needs, rows: int) -> Mapping[int, Tensor]:
+        """Where the kernels copy rows that enter a layer; what leaves the last one they compute in place."""
+        layers = self._layers(needs)
+        if not layers or min(layers) < 0 or max(layers) >= self.config.layers:
+            return super()._hidden_rows(needs, rows)
+        return HiddenRows(layers, rows, self.config.width)
+
+    def _keep_rows(self, hidden: Mapping[int, Tensor], slots: Sequence[int]) -> None:
+        """As every decoder's; where the kernels know the addresses they have kept the rows already."""
+        if not isinstance(hidden, HiddenRows):
+            super()._keep_rows(hidden, slots)
+
+    def _kept_at(self, layers: list[int]) -> int:
+        """Where it says where the rows of these layers are kept, by slot."""
+        stores = [self.kv.rows_of(layer, self.config.width, self._dtype) for layer in layers]
+        if len(stores) != len(self._stores) or any(map(is_not, stores, self._stores)):
+            self._stores, self._stores_at = stores, array("Q", [store.data_ptr() for store in stores])
+        return self._stores_at.buffer_info()[0]
 
     def _model_of(self, layers: LayerSubset) -> native.Model:
         """The model's struct, or one of some of its layers."""
@@ -211,8 +239,10 @@ class NativeDecoder(Decoder):
         native.library().fr_use_huge_pages(at, data.nbytes)
         self._cache_at = at, at + data.stride(1) * data.element_size()
         self._layer_bytes = data.stride(0) * data.element_size()
-        self._pass.half = data.dtype == torch.float16
-        self._pass.layer_stride, self._pass.head_stride = data.stride(0), data.stride(2)
+        for one in (self._pass, self._chain.one):
+            one.half = data.dtype == torch.float16
+            one.layer_stride, one.head_stride = data.stride(0), data.stride(2)
+            one.keys, one.values = self._cache_at
         self._known_data = data
 
     def shared(self) -> SharedWeights:
@@ -247,22 +277,20 @@ class NativeDecoder(Decoder):
         rope = self.config.ropes[0]
         regimes = [rope.regime(self._lengths[seq.id]) for seq in seqs]
         if regimes.count(regimes[0]) == len(regimes):
-            return self._table(regimes[0], rows.longest)
+            return self._tables.at(regimes[0], rows.longest)
         pieces = []  # neighbours of different regimes: a table of just these rows
         for span, regime in zip(spans, regimes, strict=True):
-            pieces.append(self._table(regime, rows.longest).values[:, rows.positions[span.first : span.end]])
+            pieces.append(
+                self._tables.at(regime, rows.longest).values[:, rows.positions[span.first : span.end]]
+            )
         rows.place(range(len(rows.positions)))
         return Table.of(torch.cat(pieces, dim=1))
 
-    def _table(self, regime: int, longest: int) -> Table:
-        """For positions up to `longest` at least; made a piece at a time, so that none ever changes."""
-        table = self._tables.get(regime) or Table.of(torch.empty(2, 0, self.config.ropes[0].dims // 2))
-        while table.positions <= longest:
-            fresh = torch.arange(table.positions, table.positions + _PIECE)
-            rotations = self._rotations[0].at(fresh, regime).squeeze(1)
-            piece = torch.stack((rotations.real, rotations.imag))  # [2, _PIECE, R]
-            table = self._tables[regime] = Table.of(torch.cat((table.values, piece), dim=1))
-        return table
+
+def _checked(tops: list[int]) -> list[int]:
+    if -1 in tops:
+        raise not_numbers()
+    return tops
 
 
 def _take(table: Tensor | Blocks, ids: Tensor | Sequence[int]) -> Tensor:

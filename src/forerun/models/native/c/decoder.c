@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUFFERS = 9, FR_ABI = 7 };
+enum { BUFFERS = 9, FR_ABI = 8 };
 
 typedef struct {
     float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores;
@@ -113,6 +113,14 @@ static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
     return block;
 }
 
+/* The rows that enter a layer, for the caller, and where they are kept beside keys and values. */
+static void show_rows(const fr_decoder *m, const fr_pass *p, int64_t j, const float *x) {
+    size_t bytes = (size_t)m->width * sizeof(float);
+    memcpy(p->hidden[j], x, (size_t)p->nodes * bytes);
+    if (!p->kept) return;
+    for (int64_t r = 0; r < p->nodes; r++) memcpy(p->kept[j] + p->write[r] * m->width, x + r * m->width, bytes);
+}
+
 /* Changes with everything the caller must agree on: a library left over from another version is told apart. */
 FR_API int64_t fr_layout(void) {
     return FR_ABI * 1000000000ll + (int64_t)sizeof(fr_decoder) * 1000000 + (int64_t)sizeof(fr_layer) * 1000 +
@@ -131,7 +139,7 @@ FR_API int fr_decode(const fr_decoder *m, const fr_pass *p) {
     b.tile_count = fr_attention_tiles(&p->reach, p->nodes, m->heads / m->kv_heads, b.tiles);
     for (int64_t i = 0; i < m->layers; i++) {
         for (int64_t j = 0; j < p->hidden_count; j++)
-            if (p->hidden_layers[j] == i) memcpy(p->hidden[j], b.x, (size_t)(p->nodes * m->width) * sizeof(float));
+            if (p->hidden_layers[j] == i) show_rows(m, p, j, b.x);
         run_layer(m, p, i, &b);
     }
     if (p->normed || p->logits) {

@@ -164,6 +164,7 @@ typedef struct {
     const int64_t *hidden_layers; /* [hidden_count] layers whose input is wanted */
     float *const *hidden;         /* [hidden_count] -> [nodes, width] */
     int64_t hidden_count;
+    float *const *kept; /* [hidden_count] -> [slots, width]: the same rows again, by slot; or NULL */
     float *normed; /* [nodes, width] after the last norm, or NULL */
     float *logits; /* [scored, vocab] or NULL */
     int32_t *tops; /* [scored] where each row of logits is largest, the first on a tie, -1 = it holds NaN; or NULL */

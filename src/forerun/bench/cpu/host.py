@@ -1,0 +1,123 @@
+"""CPU time of Python in a round: what `Engine.step` takes beyond the native calls (python -m forerun.bench.cpu.host).
+
+CPU seconds of the thread that runs the engine, with one thread: others may use the machine meanwhile.
+Rounds are told apart by what they did, as drafted ones cost more. A pass evicts the caches, so Python after it is
+several times slower than in a loop of its own, and only whole rounds say what it costs. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import thread_time
+from typing import Any
+
+from forerun.bench.machine import load_average, machine_facts
+from forerun.errors import InvalidInput
+
+NATIVE = ("fr_decode", "fr_head_run", "fr_head_rank")  # calls of rounds
+QUESTIONS = (
+    "Write a short story about a lighthouse keeper who finds a message in a bottle.",
+    "Repeat this list twice: apples, pears, plums, apples, pears, plums. Then explain photosynthesis.",
+    "What is 17 times 23? Explain step by step.",
+)
+
+
+@dataclass(slots=True)
+class Spent:
+    """CPU seconds inside native calls, and how many there were."""
+
+    seconds: float = 0.0
+    calls: int = 0
+
+
+@contextmanager
+def native_time(library: Any) -> Iterator[Spent]:
+    """Count what the library's calls take; models that are loaded meanwhile call the counted ones."""
+    spent, plain = Spent(), {name: getattr(library, name) for name in NATIVE}
+
+    def counted(function: Any) -> Callable[..., int]:
+        def call(*given: Any) -> int:
+            began = thread_time()
+            result: int = function(*given)
+            spent.seconds += thread_time() - began
+            spent.calls += 1
+            return result
+
+        return call
+
+    for name, function in plain.items():
+        setattr(library, name, counted(function))
+    try:
+        yield spent
+    finally:
+        for name, function in plain.items():
+            setattr(library, name, function)
+
+
+def kind_of(drafted: int, calls: int) -> str:
+    """What a round did: `plain`, `looked` (a head ran, and nothing was worth drafting) or `drafted`."""
+    return "drafted" if drafted else "plain" if calls == 1 else "looked"
+
+
+def measure(model: str, drafter: str, tokens: int, repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """By kind of round: (Python, native) CPU seconds of each."""
+    from forerun.load_engine import load_engine
+    from forerun.models.native import head_library, library
+    from forerun.params import SamplingParams
+    from forerun.types import Request
+
+    if not (library.available() and head_library.available()):
+        raise InvalidInput(f"there are no native kernels here: {library.why_not()}")
+    rounds: dict[str, list[tuple[float, float]]] = {}
+    with native_time(library.library()) as spent:
+        engine, tokenizer = load_engine(model, {"drafter": drafter, "threads": 1})
+        params, stats = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), engine.stats
+        for question in QUESTIONS * repeats:
+            engine.submit(Request(tuple(tokenizer.encode(question)), params))
+            while engine.busy:
+                spent.seconds, spent.calls, drafted, prompts = 0.0, 0, stats.drafted, stats.read
+                began = thread_time()
+                engine.step()
+                host = thread_time() - began - spent.seconds
+                if stats.read == prompts:  # else a prompt was read
+                    kind = kind_of(stats.drafted - drafted, spent.calls)
+                    rounds.setdefault(kind, []).append((host, spent.seconds))
+    return rounds
+
+
+def at_share(values: Sequence[float], share: float) -> float:
+    """The value that so large a share lies below."""
+    return sorted(values)[int(share * (len(values) - 1))]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure drafters one after the other; print a line for each kind of round, and the document."""
+    parser = argparse.ArgumentParser(prog="python -m forerun.bench.cpu.host")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--drafters", default="none,ngram,eagle3")
+    parser.add_argument("--tokens", type=int, default=96, help="written per text")
+    parser.add_argument("--repeats", type=int, default=2)
+    flags, load = parser.parse_args(words), load_average()
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for drafter in flags.drafters.split(","):
+        for kind, rounds in sorted(measure(flags.model, drafter, flags.tokens, flags.repeats).items()):
+            host, native = zip(*rounds, strict=True)
+            row = {"rounds": float(len(rounds))}
+            for name, spent in (("host", host), ("native", native)):
+                row |= {f"{name}_p{share}_ms": at_share(spent, share / 100) * 1e3 for share in (10, 50)}
+            found.setdefault(drafter, {})[kind] = row
+            print(
+                f"{drafter:<14} {kind:<8} {len(rounds):5d} rounds  Python {row['host_p10_ms']:.3f} ms (tenth), "
+                f"{row['host_p50_ms']:.3f} (median); native {row['native_p10_ms']:.2f}, {row['native_p50_ms']:.2f}"
+            )
+    conditions = {**machine_facts(), "load_before": load, "load_after": load_average()}
+    print(json.dumps({"benchmark": "cpu_host", "rounds": found, "conditions": conditions}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

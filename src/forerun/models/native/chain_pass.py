@@ -1,0 +1,58 @@
+"""ChainPass: the struct of a pass over a chain of one sequence, filled once and then changed in place.
+
+Plain decoding of one text, and an n-gram draft for it, are such passes. From one to the next a few integers
+change: the token, its position, its slot. Filling everything anew took half of the Python of a round.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+
+from forerun.models.native.library import Model, Pass
+from forerun.models.native.rotation_tables import Table
+from forerun.models.pages import PAGE
+
+
+class ChainPass:
+    """One struct, and the integers that it points to: six columns as `Rows` has them, then the pages."""
+
+    def __init__(self, model: Model) -> None:
+        self.one = Pass()
+        self._reach = self.one.reach  # the same memory; asking for it makes an object each time
+        self.at = ctypes.byref(model), ctypes.byref(self.one)
+        self._numbers, self._ids, self._tops = array("i"), array("q"), array("i")
+        self._pages: Sequence[int] = ()
+        self._table: Table | None = None
+
+    def fill(self, tokens: Sequence[int], length: int, pages: Sequence[int], table: Table) -> None:
+        """These tokens follow `length` committed ones of a sequence with these pages."""
+        nodes, one = len(tokens), self.one
+        if nodes != len(self._ids) or pages is not self._pages:
+            self._lay_out(nodes, pages)
+        numbers, ids = self._numbers, self._ids
+        for i, token in enumerate(tokens):
+            position, ids[i] = length + i, token
+            numbers[nodes + i] = numbers[3 * nodes + i] = position
+            slot = pages[position // PAGE] * PAGE + position % PAGE
+            numbers[4 * nodes + i] = numbers[5 * nodes + i] = slot
+        self._reach.most = length + nodes
+        if table is not self._table:
+            self._table, one.cosines, one.sines = table, table.cosines, table.sines
+
+    def _lay_out(self, nodes: int, pages: Sequence[int]) -> None:
+        """Room for so many nodes, behind these pages."""
+        none = [0] * nodes
+        self._numbers = array("i", [*none, *none, *[1] * nodes, *none, *none, *none, *pages])
+        self._ids, self._tops, self._pages = array("q", none), array("i", none), pages
+        one, reach, at, size = self.one, self._reach, self._numbers.buffer_info()[0], 4 * nodes
+        one.nodes = one.scored = nodes
+        one.tokens, one.tops = self._ids.buffer_info()[0], self._tops.buffer_info()[0]
+        one.position, one.write = at + 3 * size, at + 4 * size
+        reach.first, reach.context, reach.tail = at, at + size, at + 2 * size
+        reach.tails, reach.tail_stride, reach.pages = at + 5 * size, 1, at + 6 * size
+
+    def tops(self) -> list[int]:
+        """Where each row of logits is largest, after the pass."""
+        return self._tops.tolist()

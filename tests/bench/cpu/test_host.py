@@ -1,0 +1,44 @@
+"""Python of a round in CPU seconds: what is counted as native, and how rounds are told apart."""
+
+from __future__ import annotations
+
+import json
+from time import thread_time
+from types import SimpleNamespace
+
+import pytest
+
+from forerun.bench.cpu import host
+from forerun.models.native import library
+
+
+def test_native_calls_are_counted_and_put_back() -> None:
+    def busy(seconds: float) -> int:
+        began = thread_time()
+        while thread_time() - began < seconds:
+            pass
+        return 3
+
+    kernels = SimpleNamespace(fr_decode=busy, fr_head_run=busy, fr_head_rank=busy)
+    with host.native_time(kernels) as spent:
+        assert kernels.fr_decode(0.002) == 3
+        kernels.fr_head_run(0.001)
+        busy(0.001)  # not through the library
+    assert spent.calls == 2
+    assert 0.003 <= spent.seconds < 0.1
+    assert kernels.fr_decode is busy
+
+
+def test_rounds_are_told_apart() -> None:
+    assert [host.kind_of(*counts) for counts in ((0, 1), (0, 3), (2, 3))] == ["plain", "looked", "drafted"]
+    assert [host.at_share([3.0, 1.0, 2.0], share) for share in (0.0, 0.5, 1.0)] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.skipif(not library.available(), reason="no native kernels here")
+@pytest.mark.usefixtures("tiny_checkpoint")
+def test_every_round_but_those_of_prompts_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert host.main(["--model", "tiny", "--drafters", "none,ngram", "--tokens", "5", "--repeats", "1"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["rounds"]
+    assert found["none"].keys() == {"plain"}
+    assert found["none"]["plain"]["rounds"] == 3 * 4  # of five rounds the first read the prompt
+    assert found["none"]["plain"]["host_p50_ms"] > 0.0
