@@ -83,9 +83,13 @@ class Needs:
     """What a drafter reads from the target; nothing else is computed."""
 
     hidden_layers: tuple[int, ...] = ()  # () n-gram | (-1,) Medusa, EAGLE-1/2 | three layers EAGLE-3
+    largest_only: bool = (
+        False  # of a row of logits only the largest is read, or that with `bad_words` left out
+    )
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(tuple(sorted({*self.hidden_layers, *other.hidden_layers})))
+        layers = tuple(sorted({*self.hidden_layers, *other.hidden_layers}))
+        return Needs(layers, self.largest_only and other.largest_only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,7 @@ class GreedyWalk(Protocol):
 class Scores:
     """What the target computed for every node: logits and hidden rows.
 
+    Where `Needs.largest_only` was asked for, entries of a row below its largest may be estimates, still below it.
     Logits on a device, and all rows of trees that it has grown (`TreeBatch.form`), lie in the target's own buffers
     until the next call of `score`.
     """

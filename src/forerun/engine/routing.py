@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -21,6 +22,7 @@ from forerun.errors import InvalidInput
 from forerun.noise import Noise
 from forerun.types import Budget, Greedy, Laws, Needs, Scores, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
+from forerun.verify.warp import reads_largest_only
 
 if TYPE_CHECKING:
     from forerun.drafters.base import Drafter
@@ -100,7 +102,11 @@ class DrafterPool:
                 needs = more if needs is None else needs | more
             except Exception as error:
                 self._switch_off(name, [seq for seq in seqs if seq.drafting == name], error)
-        return needs or Needs()
+        needs = needs or Needs()
+        # asked of encoder-decoders alone: no other target makes use of it
+        if seqs and seqs[0].source_rules is not None and all(map(reads_largest_only, seqs)):
+            return replace(needs, largest_only=True)
+        return needs
 
     def propose(self, seqs: Sequence[SequenceState], budgets: Sequence[Budget]) -> TreeBatch:
         groups = _groups([seq.drafting for seq in seqs])

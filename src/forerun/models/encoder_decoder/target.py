@@ -18,7 +18,6 @@ from forerun.models.encoder_decoder.config import EncoderDecoderConfig
 from forerun.models.encoder_decoder.decoder import DecoderPass, Span
 from forerun.models.encoder_decoder.encoder import Encoder
 from forerun.models.encoder_decoder.weights import Reader
-from forerun.models.finite import check_numbers
 from forerun.models.native import library as native
 from forerun.models.native.packing import FloatMode
 from forerun.models.shared import SharedWeights
@@ -106,7 +105,9 @@ class EncoderDecoder(UnpagedTarget):
         ]
         hidden = self._empty_rows(needs, trees.nodes)
         rows = self._run(tokens, spans, hidden)
-        return Scores(check_numbers(self._logits(rows)), hidden, read=read)
+        with torch.inference_mode():
+            logits = self._decoder.logits(rows, needs.largest_only)
+        return Scores(logits, hidden, read=read)
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
         for seq, path in zip(seqs, verdict.to_host()[0], strict=True):
@@ -142,10 +143,6 @@ class EncoderDecoder(UnpagedTarget):
     def _run(self, tokens: list[int], spans: Sequence[Span], hidden: Mapping[int, Tensor]) -> Tensor:
         self._match_threads()
         return self._decoder.run(tokens, spans, hidden)
-
-    @torch.inference_mode()
-    def _logits(self, rows: Tensor) -> Tensor:
-        return self._decoder.logits(rows)
 
     def _match_threads(self) -> None:
         if self._mode is not None:
