@@ -252,6 +252,10 @@ drafters = DrafterRegistry(
             says="Hydra: heads on the last hidden row that see the tokens drafted before them.",
         ),
         DrafterSpec(
+            "specdec", "forerun.drafters.specdec.drafter:SpecDecDrafter", "head", ("specdec",),
+            says="SpecDec: for encoder-decoders; a layer on the encoder's rows fills a block in one pass.",
+        ),
+        DrafterSpec(
             "dspark", "forerun.drafters.block.drafter:DSparkDrafter", "head", ("dspark",),
             vllm="dspark", sglang="DSPARK",
             says="DSpark: DFlash's block, corrected by the token before, and cut where a head is not confident.",

@@ -87,9 +87,11 @@ class Needs:
         False  # of a row of logits only the largest is read, or that with `bad_words` left out
     )
 
+    encoded: bool = False  # what an encoder made of the sources, with their prefill
+
     def __or__(self, other: Needs) -> Needs:
         layers = tuple(sorted({*self.hidden_layers, *other.hidden_layers}))
-        return Needs(layers, self.largest_only and other.largest_only)
+        return Needs(layers, self.largest_only and other.largest_only, self.encoded or other.encoded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ class Scores:
 
     seconds: Callable[[], float | None] | None = None  # of the pass on a device, asked for behind its verdict
     delayed: bool = False  # another pass, launched in vain, had to end first
+    encoded: Sequence[Tensor] | None = None  # of a prefill: [S, D] of each sequence, where Needs asked for it
 
     @property
     def required_logits(self) -> Tensor:

@@ -172,7 +172,9 @@ class DrafterPool:
         """Show a drafter its own sequences of a batch that several share."""
         nodes, rows = trees.nodes_of(which), torch.tensor(which, device=verdict.paths.device)
         hidden = {layer: rows_[nodes] for layer, rows_ in scores.hidden.items()}
-        part = Scores(None if scores.logits is None else scores.logits[nodes], hidden)
+        encoded = None if scores.encoded is None else [scores.encoded[b] for b in which]
+        logits = None if scores.logits is None else scores.logits[nodes]
+        part = Scores(logits, hidden, encoded=encoded)
         chosen = Verdict(verdict.paths[rows], verdict.accepted[rows], verdict.bonus[rows])
         self._made[name].observe(seqs, trees.select(which), part, chosen)
 

@@ -91,7 +91,8 @@ class EncoderDecoder(UnpagedTarget):
                 into = {layer: out[at : at + len(some)] for layer, out in hidden.items()}
                 self._run(some, [Span(0, len(some), cache, chain_of(len(some)))], into)
                 cache.length += len(some)
-        return TreeBatch.chains(fresh, self._device), Scores(None, hidden)
+        encoded = [self._caches[seq.id].encoded for seq in seqs] if needs.encoded else None
+        return TreeBatch.chains(fresh, self._device), Scores(None, hidden, encoded=encoded)
 
     def score(
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
@@ -137,7 +138,7 @@ class EncoderDecoder(UnpagedTarget):
         with torch.inference_mode():
             self._match_threads()
             made = [self._encoder.read(source) for source in sources]
-        self._caches |= {seq.id: SequenceCache(rows) for seq, rows in zip(new, made, strict=True)}
+        self._caches |= {seq.id: SequenceCache(*rows) for seq, rows in zip(new, made, strict=True)}
 
     @torch.inference_mode()
     def _run(self, tokens: list[int], spans: Sequence[Span], hidden: Mapping[int, Tensor]) -> Tensor:
