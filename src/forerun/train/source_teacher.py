@@ -14,6 +14,8 @@ from forerun.models.load.checkpoint import Checkpoint
 from forerun.models.load.tokenizer import read_json
 from forerun.train.data.corpus import Batch
 
+_BANNED = -1e4  # a logit that no other falls below, and finite: gradients stay numbers
+
 
 class SourceTeacher:
     """Encoder and decoder, batched with padding: what a drafter learns need not have the bits of decoding."""
@@ -23,7 +25,12 @@ class SourceTeacher:
         self.weights: Mapping[str, Tensor] = model.state_dict()
         self.head: Tensor = model.get_output_embeddings().weight.detach()  # [V, D]
         bias = self.weights.get("final_logits_bias")
-        self.bias: Tensor = torch.zeros(len(self.head), device=device) if bias is None else bias.flatten()
+        # [V] of the law that is drafted for: tokens that the model's own settings ban are not to be learnt
+        self.bias: Tensor = (
+            torch.zeros(len(self.head), device=device) if bias is None else bias.flatten().clone()
+        )
+        laws = config.source_rules.laws
+        self.bias[[word[0] for word in (() if laws is None else laws.bad_words) if len(word) == 1]] = _BANNED
         self.start = config.source_rules.start
 
     @torch.no_grad()

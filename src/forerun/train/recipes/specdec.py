@@ -99,8 +99,12 @@ class SpecDecRecipe:
         hidden = before.gather(1, places[:, :, None].expand(-1, -1, before.shape[-1]))
         rows = self._run(reading.features[0], sources, hidden, roots)  # [B, A, K, D]
         first = torch.arange(count)[:, None] * length + anchors
+        begun = shifted(
+            batch.learnt, 1
+        )  # an output starts where its source ends: no block has a root before that
         for level in range(self.config.levels):
-            learnt = shifted(batch.learnt, level + 1).gather(1, anchors).flatten().nonzero()[:, 0]
+            told = begun & shifted(batch.learnt, level + 1)
+            learnt = told.gather(1, anchors).flatten().nonzero()[:, 0]
             here = rows[:, :, level].flatten(0, 1)[learnt.to(device)]
             at = first.flatten()[learnt].to(device)
             yield Output(_with_one(here), level, self.options.decay**level, at=at)
