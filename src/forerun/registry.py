@@ -59,6 +59,7 @@ class DrafterSpec:
     vllm: str | None = None  # its `method` in vLLM's --speculative-config
     sglang: str | None = None  # its name as SGLang's --speculative-algorithm
     beside: str | None = None  # a drafter that costs nothing and is best composed with it: beside+name
+    reads_source: bool = False  # is it for encoder-decoders alone?
     members: tuple[DrafterSpec, ...] = ()  # of a composition
 
     @property
@@ -252,6 +253,10 @@ drafters = DrafterRegistry(
         DrafterSpec(
             "hydra", "forerun.drafters.hydra:HydraDrafter", "head", ("hydra",),
             says="Hydra: heads on the last hidden row that see the tokens drafted before them.",
+        ),
+        DrafterSpec(
+            "specdec", "forerun.drafters.specdec.drafter:SpecDecDrafter", "head", ("specdec",), reads_source=True,
+            says="SpecDec: for encoder-decoders; a layer on the encoder's rows fills a block in one pass.",
         ),
         DrafterSpec(
             "dspark", "forerun.drafters.block.drafter:DSparkDrafter", "head", ("dspark",),

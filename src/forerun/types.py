@@ -83,9 +83,15 @@ class Needs:
     """What a drafter reads from the target; nothing else is computed."""
 
     hidden_layers: tuple[int, ...] = ()  # () n-gram | (-1,) Medusa, EAGLE-1/2 | three layers EAGLE-3
+    largest_only: bool = (
+        False  # of a row of logits only the largest is read, or that with `bad_words` left out
+    )
+
+    encoded: bool = False  # what an encoder made of the sources, with their prefill
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(tuple(sorted({*self.hidden_layers, *other.hidden_layers})))
+        layers = tuple(sorted({*self.hidden_layers, *other.hidden_layers}))
+        return Needs(layers, self.largest_only and other.largest_only, self.encoded or other.encoded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,7 @@ class GreedyWalk(Protocol):
 class Scores:
     """What the target computed for every node: logits and hidden rows.
 
+    Where `Needs.largest_only` was asked for, entries of a row below its largest may be estimates, still below it.
     Logits on a device, and all rows of trees that it has grown (`TreeBatch.form`), lie in the target's own buffers
     until the next call of `score`.
     """
@@ -144,6 +151,7 @@ class Scores:
 
     seconds: Callable[[], float | None] | None = None  # of the pass on a device, asked for behind its verdict
     delayed: bool = False  # another pass, launched in vain, had to end first
+    encoded: Sequence[Tensor] | None = None  # of a prefill: [S, D] of each sequence, where Needs asked for it
 
     @property
     def required_logits(self) -> Tensor:

@@ -19,7 +19,9 @@ from forerun.drafters.eagle.files import expected_shapes, write_head
 from forerun.drafters.medusa import Family, HeadsConfig, write_heads
 from forerun.drafters.vocab import DraftVocabulary
 
-HEADS = tuple(spec.name for spec in registry.drafters.specs() if spec.needs == "head")
+HEADS = tuple(
+    spec.name for spec in registry.drafters.specs() if spec.needs == "head" and not spec.reads_source
+)  # of decoders
 
 
 def eagle_config(

@@ -32,7 +32,15 @@ COMPOSED = (
     "suffix+draft_model",
 )  # beside those that the registry calls best
 DRAFTERS = sorted(
-    {*COMPOSED, *(name for spec in registry.drafters.specs() for name in (spec.name, spec.best))}
+    {
+        *COMPOSED,
+        *(
+            name
+            for spec in registry.drafters.specs()
+            if not spec.reads_source
+            for name in (spec.name, spec.best)
+        ),
+    }
 )
 VERIFIERS = [name for name in registry.verifiers.names() if registry.verifiers.get(name)().exact]
 SHAPES = {"chain": (4, 1), "tree": (6, 2)}  # name -> nodes, width

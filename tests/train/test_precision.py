@@ -12,13 +12,13 @@ from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.data.corpus import Corpus
 from forerun.train.loop import Trainer
 from forerun.train.network import CausalNet
-from forerun.train.options import METHODS, Method
+from forerun.train.options import Method
 from forerun.train.run import make_recipe
 from forerun.train.teacher import NetTeacher
-from tests.train.test_recipes import options_for
+from tests.train.test_recipes import FOR_DECODERS, options_for
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FOR_DECODERS)
 def test_every_recipe_steps_under_autocast(
     method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path
 ) -> None:

@@ -24,6 +24,8 @@ from forerun.train.run import make_recipe, train
 from forerun.train.teacher import ServedTeacher, load_teacher
 from forerun.types import Request
 
+FOR_DECODERS = [method for method in METHODS if method != "specdec"]
+
 
 def lending(checkpoint: Checkpoint) -> Decoder:
     config = DecoderConfig.from_hf(checkpoint.config)
@@ -73,7 +75,7 @@ def tokens_per_round(tiny: Checkpoint, drafter: str, folder: Path, width: int = 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FOR_DECODERS)
 def test_a_recipe_learns_and_what_it_writes_drafts(
     method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path
 ) -> None:

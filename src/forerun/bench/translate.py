@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from forerun import registry
 from forerun.bench.machine import load_average, machine_facts
 from forerun.llm import LLM
 from forerun.models.load.locate import find_model
@@ -66,9 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(given.threads)
     sentences = read_sentences(given.sentences, given.count)
     config = {"dtype": given.dtype, "max_batch": given.batch}
-    speculative = {"shared": given.shared}
     llms = {
-        name: LLM(given.model, drafter=name, speculative_config=speculative, config=config)
+        name: LLM(given.model, drafter=name, speculative_config=_speculative(name, given), config=config)
         for name in given.drafters.split(",")
     }
     tokenizer = next(iter(llms.values())).tokenizer
@@ -86,6 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }  # fmt: skip
     figures = {name: tally.figures(len(sources)) for name, tally in tallies.items()}
     print(json.dumps({"translate": figures, "speedup": speedups(tallies), "conditions": conditions}))
+
+
+def _speculative(drafter: str, given: argparse.Namespace) -> dict[str, Any]:
+    """The settings of a drafter: a head or a second model only where it runs one."""
+    needed = registry.drafters.spec(drafter).needs != "nothing"
+    return {"shared": given.shared, **({"draft_model": given.draft_model} if needed else {})}
 
 
 def measure(contenders: dict[str, Translate], sources: Sequence[Source], batch: int = 1) -> dict[str, Tally]:
@@ -182,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sentences", type=Path, help="a sentence per line, or JSON lines with `turns`")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--drafters", default="none,ngram", help="with commas between")
+    parser.add_argument("--draft-model", help="a trained head or a second model, for drafters that run one")
     parser.add_argument("--batch", type=int, default=1, help="sentences at once, of every contender")
     parser.add_argument("--shared", action="store_true", help="drafters learn from earlier sentences")
     parser.add_argument("--dtype", default="float32", help="of our weights: float32 or q8")

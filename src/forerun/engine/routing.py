@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -21,6 +22,7 @@ from forerun.errors import InvalidInput
 from forerun.noise import Noise
 from forerun.types import Budget, Greedy, Laws, Needs, Scores, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
+from forerun.verify.warp import reads_largest_only
 
 if TYPE_CHECKING:
     from forerun.drafters.base import Drafter
@@ -100,7 +102,11 @@ class DrafterPool:
                 needs = more if needs is None else needs | more
             except Exception as error:
                 self._switch_off(name, [seq for seq in seqs if seq.drafting == name], error)
-        return needs or Needs()
+        needs = needs or Needs()
+        # asked of encoder-decoders alone: no other target makes use of it
+        if seqs and seqs[0].source_rules is not None and all(map(reads_largest_only, seqs)):
+            return replace(needs, largest_only=True)
+        return needs
 
     def propose(self, seqs: Sequence[SequenceState], budgets: Sequence[Budget]) -> TreeBatch:
         groups = _groups([seq.drafting for seq in seqs])
@@ -166,7 +172,9 @@ class DrafterPool:
         """Show a drafter its own sequences of a batch that several share."""
         nodes, rows = trees.nodes_of(which), torch.tensor(which, device=verdict.paths.device)
         hidden = {layer: rows_[nodes] for layer, rows_ in scores.hidden.items()}
-        part = Scores(None if scores.logits is None else scores.logits[nodes], hidden)
+        encoded = None if scores.encoded is None else [scores.encoded[b] for b in which]
+        logits = None if scores.logits is None else scores.logits[nodes]
+        part = Scores(logits, hidden, encoded=encoded)
         chosen = Verdict(verdict.paths[rows], verdict.accepted[rows], verdict.bonus[rows])
         self._made[name].observe(seqs, trees.select(which), part, chosen)
 

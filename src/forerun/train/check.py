@@ -17,6 +17,7 @@ from forerun.drafters.eagle.config import NAMES
 from forerun.drafters.eagle.files import read_head
 from forerun.drafters.medusa import read_heads
 from forerun.drafters.mtp import read_mtp
+from forerun.drafters.specdec.head import read_specdec
 from forerun.engine.driver import Driver
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.heads import open_head
@@ -88,6 +89,11 @@ def _compare(folder: Path, kind: str, target: Target) -> tuple[str, str]:
         _check_layers(block.layers, target, block.target)
         layers = f"{block.depth} layers of width {block.width}, {block.levels} tokens a pass"
         return f"{BLOCKS[kind]}, {layers}, reads layers {', '.join(map(str, block.layers))}", block.target
+    if kind == "specdec":
+        found, _, _ = read_specdec(folder)
+        _check_vocabulary(found.vocab_size, target, found.target)
+        size = f"{found.depth} layers of width {found.width}, {found.levels} tokens a pass"
+        return f"SpecDec, {size}, {found.draft_vocab_size} of {found.vocab_size} tokens", found.target
     config, _ = read_mtp(folder) if kind == "mtp" else read_head(folder)
     _check_vocabulary(config.vocab_size, target, config.target)
     _check_layers(config.layers, target, config.target)

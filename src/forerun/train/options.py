@@ -8,18 +8,20 @@ from typing import Literal
 from forerun.errors import InvalidInput
 
 Method = Literal[
-    "medusa", "hydra", "eagle", "eagle3", "hass", "mtp", "dflash", "dspark", "draft-model", "early-exit"
+    "medusa", "hydra", "eagle", "eagle3", "hass", "mtp", "dflash", "dspark", "specdec", "draft-model",
+    "early-exit",
 ]  # fmt: skip
 METHODS: tuple[Method, ...] = (
-    "medusa", "hydra", "eagle", "eagle3", "hass", "mtp", "dflash", "dspark", "draft-model", "early-exit",
+    "medusa", "hydra", "eagle", "eagle3", "hass", "mtp", "dflash", "dspark", "specdec", "draft-model",
+    "early-exit",
 )  # fmt: skip
 _RATES: dict[str, float] = {
     "medusa": 1e-3, "hydra": 1e-3, "eagle": 3e-4, "eagle3": 3e-4, "hass": 3e-4, "draft-model": 2e-4,
-    "early-exit": 2e-3, "mtp": 1e-3, "dflash": 1e-3, "dspark": 1e-3,
+    "early-exit": 2e-3, "mtp": 1e-3, "dflash": 1e-3, "dspark": 1e-3, "specdec": 5e-4,
 }  # fmt: skip
 _STEPS: dict[str, int] = {
     "medusa": 4, "hydra": 4, "eagle": 1, "eagle3": 7, "hass": 3, "draft-model": 1, "early-exit": 1, "mtp": 4,
-    "dflash": 8, "dspark": 8,
+    "dflash": 8, "dspark": 8, "specdec": 6,
 }  # fmt: skip
 _RANKS: dict[str, int] = {"early-exit": 128, "dspark": 64, "medusa": 16}
 WIDTHS = 16  # the width of a head is a multiple of this
@@ -97,7 +99,7 @@ class TrainOptions:
         _check(self.rank >= 0, "rank", self.rank, "0 (the recipe's) or more")
         _check(0 < self.anchors <= 1, "anchors", self.anchors, "above 0, up to 1")
         _check(self.layers >= 1, "layers", self.layers, "at least 1")
-        fresh = self.method in ("draft-model", "early-exit")
+        fresh = self.method in ("draft-model", "early-exit", "specdec")
         _check(not self.init or not fresh, "init", self.init, f"not for {self.method}")
         _check(not self.joint or self.method == "medusa", "joint", self.joint, "only for medusa")
         _check(self.width >= 0 and self.width % WIDTHS == 0, "width", self.width, f"multiples of {WIDTHS}")

@@ -35,6 +35,8 @@ from forerun.train.recipes.early_exit import EarlyExitRecipe
 from forerun.train.recipes.medusa import HeadsRecipe
 from forerun.train.recipes.mtp import MtpRecipe
 from forerun.train.recipes.scaling import Sizes, measure_features, measure_sizes
+from forerun.train.recipes.specdec import SpecDecRecipe
+from forerun.train.source_teacher import load_source_teacher
 from forerun.train.start import Start, read_start
 from forerun.train.teacher import ServedTeacher, Teacher, device_of, load_teacher
 
@@ -50,15 +52,16 @@ def train(
     device = device_of(options.device) if accelerator is None else accelerator.device
     corpus = Corpus(options.data, max_length=options.max_length, holdout=options.holdout)
     say(corpus.in_words(options.steps * options.batch_tokens))
-    checkpoint = open_checkpoint(options.target)
-    teacher = load_teacher(checkpoint, device, compiled=options.compile)
-    if options.method == "early-exit" and device.type == "cpu":
-        teacher = ServedTeacher(teacher, load_target(checkpoint, EngineConfig(device="cpu")))
-    corpus.must_fit(len(teacher.head))
+    checkpoint, start = open_checkpoint(options.target), None
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
-        start = read_start(options, teacher.head.shape[1], len(teacher.head))
-        recipe = make_recipe(options, checkpoint, teacher, corpus, start)
+        if options.method == "specdec":
+            recipe: Recipe = _specdec_recipe(options, checkpoint, corpus, device)
+        else:
+            teacher = _load_teacher(options, checkpoint, device)
+            corpus.must_fit(len(teacher.head))
+            start = read_start(options, teacher.head.shape[1], len(teacher.head))
+            recipe = make_recipe(options, checkpoint, teacher, corpus, start)
     folder = Path(options.out)
     trainer = Trainer(options, recipe, corpus, folder, accelerator)
     started = perf_counter()
@@ -73,6 +76,22 @@ def train(
             facts["init"] = start.record()
         write_provenance(folder, options, **facts)
     return measured
+
+
+def _load_teacher(options: TrainOptions, checkpoint: Checkpoint, device: torch.device) -> Teacher:
+    teacher = load_teacher(checkpoint, device, compiled=options.compile)
+    if options.method == "early-exit" and device.type == "cpu":
+        return ServedTeacher(teacher, load_target(checkpoint, EngineConfig(device="cpu")))
+    return teacher
+
+
+def _specdec_recipe(
+    options: TrainOptions, checkpoint: Checkpoint, corpus: Corpus, device: torch.device
+) -> Recipe:
+    """Its target has an encoder, so its teacher is another."""
+    teacher = load_source_teacher(checkpoint, device)
+    corpus.must_fit(len(teacher.head))
+    return SpecDecRecipe(options, teacher, corpus)
 
 
 def make_recipe(

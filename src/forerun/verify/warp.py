@@ -37,6 +37,10 @@ def warp(logits: Tensor, seqs: Sequence[Seq], trees: TreeBatch) -> Laws:
             break
     else:
         return Laws(logits, (True,) * len(seqs), plain_greedy=True)
+    if all(map(reads_largest_only, seqs)) and not _rules_choose(argmax_rows(logits), seqs, trees):
+        return Laws(
+            logits, (True,) * len(seqs), plain_greedy=True
+        )  # point masses on the largest, all the same
     greedy = tuple(seq.params.is_greedy for seq in seqs)
     owners = [seq for seq, size in zip(seqs, trees.sizes(), strict=True) for _ in range(size)]
     failures: dict[int, str] = {}
@@ -130,6 +134,17 @@ def is_plain_greedy(seq: Seq) -> bool:
     return seq.params.temperature == 0.0 and not adjusts(seq)
 
 
+def reads_largest_only(seq: Seq) -> bool:
+    """Does its law depend on the largest logit alone, and on what the model's own rules force or ban?"""
+    params = seq.params
+    return (
+        params.temperature == 0.0
+        and params.logprobs is None
+        and not params.logit_bias
+        and not _params_read_path(params)
+    )
+
+
 def adjusts(seq: Seq) -> bool:
     """Something besides temperature and truncation is set."""
     return bool(seq.params.logit_bias) or _reads_path(seq)
@@ -157,10 +172,12 @@ def _impossible(log_weights: Tensor, rows: list[int], failures: Mapping[int, str
 
 
 def _reads_path(seq: Seq) -> bool:
-    params = seq.params
+    return seq.rules is not None or _params_read_path(seq.params)
+
+
+def _params_read_path(params: SamplingParams) -> bool:
     penalties = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-    bans = params.bad_words or params.min_tokens or seq.rules is not None
-    return bool(penalties or bans or params.processors)
+    return bool(penalties or params.bad_words or params.min_tokens or params.processors)
 
 
 def _paths(seqs: Sequence[Seq], trees: TreeBatch) -> list[list[int]]:
@@ -239,19 +256,40 @@ def _ban(block: Tensor, seq: Seq, paths: Sequence[Sequence[int]]) -> None:
     for row, path in enumerate(paths):
         if written + len(path) < seq.params.min_tokens:
             block[row, stops] = _BANNED
-        context = [*tail, *path]
-        for *start, last in bad_words:
-            if last < block.shape[-1] and context[len(context) - len(start) :] == start:
-                block[row, last] = _BANNED
+        for token in _ends_of(bad_words, [*tail, *path]):
+            if token < block.shape[-1]:
+                block[row, token] = _BANNED
+
+
+def _ends_of(bad_words: Sequence[Sequence[int]], context: Sequence[int]) -> list[int]:
+    """The last tokens of those bad words whose beginning has just been written."""
+    return [last for *start, last in bad_words if context[len(context) - len(start) :] == start]
 
 
 def _force(block: Tensor, seq: Seq, paths: Sequence[Sequence[int]], rules: LawRules) -> None:
     """The only token that may be written at the first place, or at the last, where the model's settings name one."""
-    written, most = len(seq.tokens) - seq.prompt_length, seq.max_length - seq.prompt_length
-    last = None if seq.params.ignore_eos else rules.last
     for row, path in enumerate(paths):
-        place = written + len(path)
-        token = last if place == most - 1 and last is not None else rules.first if place == 0 else None
+        token = _forced(seq, path, rules)
         if token is not None:
             block[row] = _BANNED
             block[row, token] = 0.0
+
+
+def _forced(seq: Seq, path: Sequence[int], rules: LawRules) -> int | None:
+    place, most = len(seq.tokens) - seq.prompt_length + len(path), seq.max_length - seq.prompt_length
+    if place == most - 1 and rules.last is not None and not seq.params.ignore_eos:
+        return rules.last
+    return rules.first if place == 0 else None
+
+
+def _rules_choose(tops: Sequence[int], seqs: Sequence[Seq], trees: TreeBatch) -> bool:
+    """Do the model's own rules choose another token than the largest logit's, `tops` [M], at some node?"""
+    owners = (seq for seq, size in zip(seqs, trees.sizes(), strict=True) for _ in range(size))
+    for seq, path, top in zip(owners, _paths(seqs, trees), tops, strict=True):
+        if seq.rules is None:
+            continue
+        longest = max(map(len, seq.rules.bad_words), default=0)
+        context = [*seq.tokens[-longest:], *path] if longest else path
+        if _forced(seq, path, seq.rules) is not None or top in _ends_of(seq.rules.bad_words, context):
+            return True
+    return False

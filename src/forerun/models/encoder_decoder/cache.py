@@ -13,8 +13,9 @@ STEP = 64  # slots that a cache grows by
 class SequenceCache:
     """Committed slots first, the nodes of the last pass behind them; growing keeps what is committed."""
 
-    def __init__(self, source: Tensor) -> None:
+    def __init__(self, source: Tensor, encoded: Tensor) -> None:
         self.source = source  # [L, 2, H, S, Dh]
+        self.encoded = encoded  # [S, D] what the encoder made of it
         layers, _, heads, _, head_dim = source.shape
         self.data = source.new_empty(layers, 2, heads, 0, head_dim)
         self.length = 0  # committed slots

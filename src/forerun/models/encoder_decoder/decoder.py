@@ -18,6 +18,7 @@ from forerun.models.encoder_decoder.config import EncoderDecoderConfig
 from forerun.models.encoder_decoder.layers import Layer, apply_part, feed_forward
 from forerun.models.encoder_decoder.positions import decoder_bias
 from forerun.models.encoder_decoder.weights import Model
+from forerun.models.finite import check_numbers
 from forerun.topology import Topology
 
 
@@ -70,11 +71,16 @@ class DecoderPass:
             hidden[-1].copy_(x)
         return x
 
-    def logits(self, rows: Tensor) -> Tensor:
-        """[M, V] in fp32."""
-        scale, bias = self.config.head_scale, self.model.head_bias
-        found = self.model.head(rows if scale == 1.0 else rows * scale)
-        return (found if bias is None else found.add_(bias)).float()
+    def logits(self, rows: Tensor, largest_only: bool = False) -> Tensor:
+        """[M, V] in fp32; where only the largest of each row is wanted, the others may be estimates below it."""
+        scale, bias, screen = self.config.head_scale, self.model.head_bias, self.model.screen
+        rows = rows if scale == 1.0 else rows * scale
+        if largest_only and screen is not None:
+            largest = screen.largest(rows)
+            if largest is not None:
+                return largest
+        found = self.model.head(rows)
+        return check_numbers((found if bias is None else found.add_(bias)).float())
 
     def _layer(
         self, i: int, layer: Layer, x: Tensor, spans: Sequence[Span], nodes: Sequence[_Node]

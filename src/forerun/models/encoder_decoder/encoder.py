@@ -24,8 +24,8 @@ class Encoder:
         self.config, self.model = config, model
         self._biases: dict[int, Tensor] = {}  # by length
 
-    def read(self, source: Sequence[int]) -> Tensor:
-        """[L, 2, H, S, Dh]: keys and values for each decoder layer."""
+    def read(self, source: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """[L, 2, H, S, Dh]: keys and values for each decoder layer; and the rows [S, D] that they are made of."""
         config, stack = self.config, self.model.encoder
         x = stack.embed(list(source), list(range(len(source))), config.embedding_scale)
         bias = self._bias(len(source))
@@ -35,7 +35,7 @@ class Encoder:
             x = stack.final_norm(x)
         made = self.model.cross(x)
         shape = len(x), config.decoder.layers, 2, config.decoder.heads, config.head_dim
-        return made.view(shape).permute(1, 2, 3, 0, 4).contiguous()
+        return made.view(shape).permute(1, 2, 3, 0, 4).contiguous(), x
 
     def _layer(self, layer: Layer, x: Tensor, bias: Tensor | None) -> Tensor:
         config, part = self.config, layer.feed_forward

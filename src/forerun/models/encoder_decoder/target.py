@@ -18,7 +18,6 @@ from forerun.models.encoder_decoder.config import EncoderDecoderConfig
 from forerun.models.encoder_decoder.decoder import DecoderPass, Span
 from forerun.models.encoder_decoder.encoder import Encoder
 from forerun.models.encoder_decoder.weights import Reader
-from forerun.models.finite import check_numbers
 from forerun.models.native import library as native
 from forerun.models.native.packing import FloatMode
 from forerun.models.shared import SharedWeights
@@ -92,7 +91,8 @@ class EncoderDecoder(UnpagedTarget):
                 into = {layer: out[at : at + len(some)] for layer, out in hidden.items()}
                 self._run(some, [Span(0, len(some), cache, chain_of(len(some)))], into)
                 cache.length += len(some)
-        return TreeBatch.chains(fresh, self._device), Scores(None, hidden)
+        encoded = [self._caches[seq.id].encoded for seq in seqs] if needs.encoded else None
+        return TreeBatch.chains(fresh, self._device), Scores(None, hidden, encoded=encoded)
 
     def score(
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
@@ -106,7 +106,9 @@ class EncoderDecoder(UnpagedTarget):
         ]
         hidden = self._empty_rows(needs, trees.nodes)
         rows = self._run(tokens, spans, hidden)
-        return Scores(check_numbers(self._logits(rows)), hidden, read=read)
+        with torch.inference_mode():
+            logits = self._decoder.logits(rows, needs.largest_only)
+        return Scores(logits, hidden, read=read)
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
         for seq, path in zip(seqs, verdict.to_host()[0], strict=True):
@@ -136,16 +138,12 @@ class EncoderDecoder(UnpagedTarget):
         with torch.inference_mode():
             self._match_threads()
             made = [self._encoder.read(source) for source in sources]
-        self._caches |= {seq.id: SequenceCache(rows) for seq, rows in zip(new, made, strict=True)}
+        self._caches |= {seq.id: SequenceCache(*rows) for seq, rows in zip(new, made, strict=True)}
 
     @torch.inference_mode()
     def _run(self, tokens: list[int], spans: Sequence[Span], hidden: Mapping[int, Tensor]) -> Tensor:
         self._match_threads()
         return self._decoder.run(tokens, spans, hidden)
-
-    @torch.inference_mode()
-    def _logits(self, rows: Tensor) -> Tensor:
-        return self._decoder.logits(rows)
 
     def _match_threads(self) -> None:
         if self._mode is not None:

@@ -13,6 +13,8 @@ from forerun.models.encoder_decoder.config import EncoderDecoderConfig, StackCon
 from forerun.models.encoder_decoder.layers import Attention, FeedForward, Layer, Norm, Stack
 from forerun.models.encoder_decoder.linear import Linear, make_linear
 from forerun.models.encoder_decoder.positions import sinusoids
+from forerun.models.encoder_decoder.screen import ScreenedHead
+from forerun.models.native.library import BLOCK
 from forerun.models.native.packing import FloatMode
 
 
@@ -25,6 +27,7 @@ class Model:
     cross: Linear  # [S, D] -> [S, L 2 H Dh]
     head: Linear
     head_bias: Tensor | None  # [V]
+    screen: ScreenedHead | None  # the head again, to find the largest logits by
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +98,28 @@ class Reader:
     def model(self) -> Model:
         config = self.config
         encoder, decoder = self._stack("encoder", config.encoder), self._stack("decoder", config.decoder)
-        bias = "final_logits_bias"
+        head, bias = self._head(decoder.embedding), self._head_bias()
         return Model(
             encoder=encoder,
             decoder=decoder,
             cross=self._cross_inputs(),
-            head=make_linear(self._head(decoder.embedding), None, self.mode),
-            head_bias=self._read(bias, (1, config.vocab_size))[0] if bias in self.weights else None,
+            head=make_linear(head, None, self.mode),
+            head_bias=bias,
+            screen=self._screen(head, bias),
         )
+
+    def _head_bias(self) -> Tensor | None:
+        """None of zeros, too: most of Marian's models have those."""
+        name = "final_logits_bias"
+        bias = self._read(name, (1, self.config.vocab_size))[0] if name in self.weights else None
+        return bias if bias is not None and bool(bias.any()) else None
+
+    def _screen(self, head: Tensor, bias: Tensor | None) -> ScreenedHead | None:
+        """Where the head is float32 and read from memory for every token; blocks of eight bits are 32 wide."""
+        if self.mode != "float32" or self.config.width % BLOCK:
+            return None
+        laws = self.config.source_rules.laws
+        return ScreenedHead(head, bias, () if laws is None else [word[-1] for word in laws.bad_words])
 
     def _stack(self, stack: str, sizes: StackConfig) -> Stack:
         norm = self.names.final_norm

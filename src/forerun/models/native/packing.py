@@ -73,7 +73,7 @@ def pack_floats(weight: Tensor, mode: FloatMode, bias: Tensor | None = None) -> 
     """A float matrix as it is, or as int8 blocks of 32 (q8); widths that are no multiple of 32 stay float32."""
     outputs, inputs = weight.shape
     if mode == "q8" and inputs % BLOCK == 0:
-        return pack_blocks(_as_q8_0(weight), bias)
+        return pack_blocks(quantize_q8(weight), bias)
     narrow = mode == "bfloat16"
     data = weight.to(torch.bfloat16 if narrow else torch.float32).contiguous()
     return PackedWeight(BF16 if narrow else F32, outputs, inputs, data, _as_bias(bias))
@@ -113,8 +113,8 @@ def _as_bias(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.to(torch.float32).contiguous()
 
 
-def _as_q8_0(weight: Tensor) -> Blocks:
-    """Scales of amax/127 per block, rounded to float16 before the integers are chosen."""
+def quantize_q8(weight: Tensor) -> Blocks:
+    """A float matrix as GGUF's Q8_0: scales of amax/127 per block, in float16 before the integers are chosen."""
     outputs, inputs = weight.shape
     data = torch.empty(outputs, inputs // BLOCK, 2 + BLOCK, dtype=torch.uint8)
     for first in range(0, outputs, _ROWS):

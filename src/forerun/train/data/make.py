@@ -21,11 +21,20 @@ from forerun.engine.driver import Driver
 from forerun.engine.engine import Engine
 from forerun.errors import DamagedFile, InvalidInput, brief
 from forerun.models.config import DecoderConfig, supports
+from forerun.models.encoder_decoder.config import supports as is_encoder_decoder
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.train.data.corpus import Text, read_shard, write_shard
 from forerun.train.data.passages import read_passages
-from forerun.train.data.prompts import Chats, Novelty, Prompt, Renderer, around_user_turn, read_prompts
+from forerun.train.data.prompts import (
+    Chats,
+    Novelty,
+    Prompt,
+    Renderer,
+    Sources,
+    around_user_turn,
+    read_prompts,
+)
 from forerun.train.data.tally import Tally
 from forerun.train.data.wrap import FRAME, Wrapper
 from forerun.train.data.writer import BatchWriter, Order, Written
@@ -67,7 +76,7 @@ def make_data(
     `write` writes the texts, in any order, instead of this process: `forerun.cluster.data` has one for many workers.
     """
     checkpoint = open_checkpoint(options.target)
-    tokenizer = checkpoint.tokenizer()
+    tokenizer = _tokenizer(checkpoint, options)
     write = write or writer_for(checkpoint, options)
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,6 +87,17 @@ def make_data(
     write_provenance(folder, options, prompts=len(prompts), answer_tokens=tokens)
     say(f"{texts} texts written, {tokens} tokens in their answers, {tokens / seconds:.0f} tokens/s")
     return folder
+
+
+def _tokenizer(checkpoint: Checkpoint, options: DataOptions) -> Chats:
+    """Of a chat model, or of an encoder-decoder, which answers what it is given and writes no prompts."""
+    if not is_encoder_decoder(checkpoint.config):
+        return checkpoint.tokenizer()
+    if options.own_prompts or options.passages:
+        raise InvalidInput(
+            "an encoder-decoder writes no prompts of its own; give --prompts FILE and --own-prompts 0"
+        )
+    return Sources(checkpoint.tokenizer())
 
 
 def writer_for(checkpoint: Checkpoint, options: DataOptions, by_order: bool = False) -> Write:

@@ -82,6 +82,23 @@ class Renderer:
         return self._tokenizer.encode(self._tokenizer.chat_text(prompt), add_special=False)
 
 
+class Sources:
+    """The tokenizer of an encoder-decoder, whose prompts are sources: no template is around them."""
+
+    def __init__(self, tokenizer: Chats) -> None:
+        self._tokenizer, self.eos_ids = tokenizer, tokenizer.eos_ids
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        return str(messages[-1]["content"])
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """With the end token that every source has."""
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+
 def read_prompts(files: Iterable[Path]) -> Iterator[str]:
     """Prompts of the user's own: lines of text, or JSON lines with "prompt", "question" or "turns"."""
     for file in files:
