@@ -138,7 +138,8 @@ def make_controller(
             f"the controller {name!r} has no classmethod build(parts); see forerun.control.base"
         )
     measure = partial(CostModel.measure_or_load, target, cost_file)
-    return cls.build(ControlParts(offer, measure, speculative.budget, speculative.width))
+    looks_up = lambda seq: isinstance(seq, SequenceState) and drafters.looks_up(seq)  # noqa: E731
+    return cls.build(ControlParts(offer, measure, speculative.budget, speculative.width, looks_up))
 
 
 def choose_drafter(

@@ -77,6 +77,34 @@ def allocate(offers: Sequence[Levels], price: Callable[[int], float]) -> list[in
     return depths
 
 
+def share_chains(
+    chains: Sequence[Sequence[float]], price: Sequence[float], trust: float = 1.0
+) -> tuple[list[int], float]:
+    """The same for chains that cost nothing but their places, given by their survivals times `trust`: many, quickly.
+
+    price[n] is what n drafted nodes cost the whole batch. Returns how deep each goes, and what is accepted of all.
+    """
+    ranked = sorted([survival for chain in chains for survival in chain], reverse=True)
+    best, gain, best_gain, accepted = 0, 0.0, 0.0, 0.0
+    for count, survival in enumerate(ranked[: len(price) - 1], start=1):
+        gain += trust * survival
+        if gain - price[count] > best_gain:
+            best, best_gain, accepted = count, gain - price[count], gain
+    if not best:
+        return [0] * len(chains), 0.0
+    least, depths = ranked[best - 1], list[int]()
+    ties = best - sum([survival > least for survival in ranked[:best]])  # places for those that are just as likely
+    for chain in chains:
+        above = 0
+        for survival in chain:
+            if survival < least or (survival == least and ties <= 0):
+                break
+            ties -= survival == least
+            above += 1
+        depths.append(above)
+    return depths, accepted
+
+
 @lru_cache(maxsize=256)  # prices and costs change rarely, and every idle round asks
 def shortest_that_pays(
     price: tuple[float, ...], costs: tuple[float, ...], acceptance: float = BEST_ACCEPTANCE

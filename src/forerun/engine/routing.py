@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
+from forerun.drafters.base import LookupDrafter
 from forerun.drafters.none import NoDrafter
 from forerun.engine.sequence import SequenceState
 from forerun.engine.tree_check import check_trees
@@ -136,6 +137,10 @@ class DrafterPool:
             if not self._retired[seq.drafting]:
                 del self._retired[seq.drafting], self._made[seq.drafting]
             seq.draft_with(seq.drafter)  # if it is read again, the new one sees all of it
+
+    def looks_up(self, seq: SequenceState) -> bool:
+        """Does its drafter make look-ups and nothing else?"""
+        return isinstance(self._made[seq.drafting], LookupDrafter)
 
     def ask(self, seq: SequenceState, question: Callable[[Drafter], T]) -> T:
         """What a sequence's drafter answers; one that raises is switched off, and the plain one is asked."""
