@@ -112,7 +112,7 @@ class AdaptiveController:
         offers = [planner.offer(seq) for seq in seqs]
         planner.take_chains(seqs, offers)
         depths, accepted = planner.free_chains(offers, batch, gate.most_nodes(batch))
-        if not (accepted and gate.pays(sum(depths), accepted, batch)):
+        if not gate.pays(sum(depths), accepted, batch):
             return [NOTHING] * batch
         if batch <= WIDE:
             return planner.plan(seqs, offers, batch)

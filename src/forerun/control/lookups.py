@@ -159,8 +159,9 @@ class LookupGate:
         plain, looked = self.plain_seconds(batch), self._seconds(LOOKED_UP, batch, batch)
         drafted = self._seconds(FREE_CHAINS, batch + nodes, batch)
         self._promised, likely = accepted, accepted * min(self._kept.value(), MOST_KEPT)
-        if batch <= WIDE and self._size(batch).gain >= 0.0:
-            return True  # trees accept more than is promised here, and rounds have paid
+        size = self._size(batch)
+        if batch <= WIDE and (size.rounds < TRIES or size.gain > -NOTICED):
+            return True  # trees accept more than is promised here, and rounds have not lost
         if (batch + likely) * looked <= batch * (drafted + self._waits * plain):
             self.around.lower(FREE_CHAINS, batch, self._around(LOOKED_UP, batch))
             return False
