@@ -138,8 +138,7 @@ def make_controller(
             f"the controller {name!r} has no classmethod build(parts); see forerun.control.base"
         )
     measure = partial(CostModel.measure_or_load, target, cost_file)
-    looks_up = lambda seq: isinstance(seq, SequenceState) and drafters.looks_up(seq)  # noqa: E731
-    return cls.build(ControlParts(offer, measure, speculative.budget, speculative.width, looks_up))
+    return cls.build(ControlParts(offer, measure, speculative.budget, speculative.width, drafters.looks_up))
 
 
 def choose_drafter(

@@ -20,7 +20,9 @@ from tests.control import record_texts
 
 LEAST = 0.985  # of plain decoding, over any 200 rounds
 HOST = HostSeconds()
-SLOW = HostSeconds(drafted_round=1e-3, drafted_sequence=13e-5, look_up=6e-5, token=5e-7)  # 5 ms more at batch 32
+SLOW = HostSeconds(
+    drafted_round=1e-3, drafted_sequence=13e-5, look_up=6e-5, token=5e-7
+)  # 5 ms more at batch 32
 SUFFIX = HostSeconds(look_up=2e-4, token=6e-6)  # an automaton that grows token by token
 
 RECORDED: list[Text] = [*record_texts.read()]
@@ -63,7 +65,9 @@ def test_small_batches_are_asked_and_lose_nothing_by_it(batch: int, texts: str) 
     simulation = simulate(TEXTS[texts], batch)
     history = simulation.run(450)
     assert simulation.look_ups > 0.95 * 450 * batch
-    assert history.worst_window() >= (0.97 if batch < 3 else LEAST)  # of one or two, any draft is tried at first
+    assert history.worst_window() >= (
+        0.97 if batch < 3 else LEAST
+    )  # of one or two, any draft is tried at first
     assert history.speed() > (1.05 if texts == "recorded" else 0.98)
 
 
@@ -106,9 +110,7 @@ def test_rounds_are_plain_and_nearly_nobody_is_asked_where_nothing_is_gained() -
 def test_where_asking_takes_no_time_all_are_asked() -> None:
     """A CPU: its passes take long, and no pass is launched ahead."""
     slow = {rows: 40.0 * seconds for rows, seconds in H200.seconds.items()}
-    simulation = LookupSimulation(
-        type(H200)(slow), HOST, NgramDrafter(), RECORDED, 32, launches_ahead=False
-    )
+    simulation = LookupSimulation(type(H200)(slow), HOST, NgramDrafter(), RECORDED, 32, launches_ahead=False)
     history = simulation.run(250)
     assert simulation.look_ups > 0.95 * 250 * 32
     assert history.speed() > 1.1

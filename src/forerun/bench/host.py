@@ -3,7 +3,7 @@
 The engine, the drafters and the controller are real. The target knows its texts (forerun.testing.emulated_device) and
 takes the time of a GPU with the t(rows) given, so that rounds are launched, hidden and delayed as there. Printed: plan,
 propose, observe, outcome, verdict and the rest of the host's work in milliseconds per round, what a round took in all,
-and tokens/s over those of plain decoding. With `--copied` the share of copied text in the answers is set; `--texts` reads
+and tokens/s over those of plain decoding. `--copied` is the share of copied text in made-up answers; `--texts` reads
 pairs of prompt and answer from a JSON file instead. The last line of stdout is one JSON document.
 """
 
@@ -29,6 +29,7 @@ from forerun.drafters.ngram import NgramDrafter
 from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
 from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.sequence import SequenceState
 from forerun.offers import Form, Offer
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing.emulated_device import EmulatedDevice
@@ -62,13 +63,19 @@ class HeadLike(BaseDrafter):
         place = len(seq.tokens)
         after = self._target.after(seq, budget.depth)
         wrong = (hash((seq.id, place + i)) % 1000 > 1000 * self._rate for i in range(budget.depth))
-        return [seq.tokens[-1], *((token + miss) % VOCABULARY for token, miss in zip(after, wrong, strict=True))]
+        return [
+            seq.tokens[-1],
+            *((token + miss) % VOCABULARY for token, miss in zip(after, wrong, strict=True)),
+        ]
 
 
 def made_texts(count: int, copied: float, seed: int = 1) -> list[Text]:
     """Texts of which so much is copied from earlier on, in stretches of eight tokens, and the rest is random."""
     rng, found = random.Random(seed), list[Text]()
-    draw = lambda: min(VOCABULARY - 1, int(rng.paretovariate(0.4)))  # noqa: E731 - some tokens are frequent
+
+    def draw() -> int:  # some tokens are frequent
+        return min(VOCABULARY - 1, int(rng.paretovariate(0.4)))
+
     for _ in range(count):
         tokens = [draw() for _ in range(PROMPT)]
         while len(tokens) < PROMPT + ANSWER:
@@ -99,6 +106,18 @@ class Timed:
 
         return timed
 
+    def watch(self, engine: Engine) -> None:
+        """Time the parts of its rounds from now on."""
+        for owner, call, part in (
+            (engine.controller, "plan", "plan"),
+            (engine.controller, "observe", "observe"),
+            (engine.drafters, "propose", "propose"),
+            (engine.drafters, "observe", "observe"),
+            (engine.verifiers, "verify", "verdict"),
+            (engine_module, "outcome_of", "outcome"),
+        ):
+            setattr(owner, call, self.wrap(part, getattr(owner, call)))
+
 
 def make(drafter: str, texts: Sequence[Text], batch: int, seconds: dict[int, float] | None) -> Engine:
     """An engine over the emulated device; `seconds` is t(rows), None = passes take no time."""
@@ -122,7 +141,10 @@ def make(drafter: str, texts: Sequence[Text], batch: int, seconds: dict[int, flo
 
 
 def _controller(engine: Engine, seconds: dict[int, float]) -> AdaptiveController:
-    offer = lambda seq: engine.drafters.ask(seq, lambda drafter: drafter.offer(seq))  # noqa: E731
+    def offer(seq: Seq) -> Offer:
+        assert isinstance(seq, SequenceState)
+        return engine.drafters.ask(seq, lambda drafter: drafter.offer(seq))
+
     return AdaptiveController(CostModel(seconds), 60, 10, offer, engine.drafters.looks_up)
 
 
@@ -131,17 +153,17 @@ def measure(engine: Engine, texts: Sequence[Text], batch: int, rounds: int) -> d
     timed, tokens, following = Timed(), 0, 0
     target = engine.target
     assert isinstance(target, EmulatedDevice)
-    for owner, call, part in (
-        (engine.controller, "plan", "plan"), (engine.drafters, "propose", "propose"), (engine.drafters, "observe", "observe"),
-        (engine.controller, "observe", "observe"), (engine.verifiers, "verify", "verdict"), (engine_module, "outcome_of", "outcome"),
-    ):  # fmt: skip
-        setattr(owner, call, timed.wrap(part, getattr(owner, call)))
+    timed.watch(engine)
     started, counted, drafted, waits = perf_counter(), 0, 0, 0.0
     while counted < rounds:
         while len(engine.running) + len(engine.waiting) + len(engine.reading) < batch:
             prompt, answer = texts[following % len(texts)]
-            early = ANSWER * (following + 1) // batch if following < batch else len(answer)  # they do not end at once
-            engine.submit(Request(prompt, SamplingParams(max_tokens=min(max(8, early), len(answer)), ignore_eos=True)))
+            early = (
+                ANSWER * (following + 1) // batch if following < batch else len(answer)
+            )  # they do not end at once
+            engine.submit(
+                Request(prompt, SamplingParams(max_tokens=min(max(8, early), len(answer)), ignore_eos=True))
+            )
             following += 1
         before = engine.stats.rounds
         tokens += sum(len(event.tokens) for event in engine.step())

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from forerun.control.allowance import Allowance
+from forerun.control.around import FREE_CHAINS, PLAIN
 from forerun.control.base import ControlParts
 from forerun.control.cost import CostModel
-from forerun.control.around import FREE_CHAINS, PLAIN
 from forerun.control.forms import FormChooser, Promise
 from forerun.control.lookups import WIDE, LookupGate
 from forerun.control.per_sequence import NOTHING, SequencePlanner
@@ -59,7 +59,9 @@ class AdaptiveController:
         self.gate = LookupGate(cost, self.planner.free_chains)
         self.looks_up = looks_up  # does a sequence's drafter make look-ups and nothing else?
         self._lookups: dict[int, bool] = {}  # by sequence
-        self._asked: int | None = None  # sequences of this round that were asked for look-ups; None = others draft too
+        self._asked: int | None = (
+            None  # sequences of this round that were asked for look-ups; None = others draft too
+        )
         self._choosers: dict[int, FormChooser] = {}  # by the menu's identity
         self._decisions: list[Decision] = []  # of this round
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from forerun.offers import at_depth
+from forerun.offers import Offer, at_depth
 
 BEST_ACCEPTANCE = 0.95  # the highest acceptance rate that is assumed of a chain, and that of a trial
 
@@ -37,6 +37,26 @@ class Levels:
                 (above, many), (below, few) = pools[-2:]
                 pools[-2:] = [((above * many + below * few) / (many + few), many + few)]
         return [worth for worth, count in pools for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a sequence may draft in the coming round."""
+
+    offer: Offer
+    levels: Levels
+    asks: bool = False  # the drafter that costs
+    idle: bool = False  # nothing pays
+    depth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PriceList:
+    """What nodes cost, and the longest chain and widest tree that can pay."""
+
+    price: tuple[float, ...]
+    deepest: int
+    widest: int
 
 
 def best_depth(levels: Levels, price: Sequence[float]) -> tuple[int, float]:
@@ -93,7 +113,9 @@ def share_chains(
     if not best:
         return [0] * len(chains), 0.0
     least, depths = ranked[best - 1], list[int]()
-    ties = best - sum([survival > least for survival in ranked[:best]])  # places for those that are just as likely
+    ties = best - sum(
+        [survival > least for survival in ranked[:best]]
+    )  # places for those that are just as likely
     for chain in chains:
         above = 0
         for survival in chain:

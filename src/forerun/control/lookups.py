@@ -28,7 +28,10 @@ DRAFTED = 5e-5  # seconds that a sequence takes the host more in a round that dr
 FEW = 8  # sequences that are always asked
 WIDE = 2  # sequences for which look-ups make trees; of more, chains
 NOTICED = 0.02  # share of a plain round that asking all may take without being weighed
-SHARE, MORE = 0.002, 0.04  # of a plain round: what asking single sequences may take while the gate is closed, and
+SHARE, MORE = (
+    0.002,
+    0.04,
+)  # of a plain round: what asking single sequences may take while the gate is closed, and
 # where drafts seem to pay and it is too dear to ask all of the others for the first time at once
 AT_FIRST = 0.2  # plain rounds that asking single sequences may take at once
 BETTER = 1.03  # times what plain decoding gives, for the gate to open
@@ -37,7 +40,10 @@ ENOUGH, KEPT = 8, 32  # offers of single sequences before they tell anything, an
 WEIGHED = 16  # rounds from one decision to the next while the gate is closed
 FIRST_WAIT, LONGEST_WAIT = 64, 512  # rounds that it stays closed behind an opening in vain
 TRIES, SMOOTH = 48, 0.02  # rounds before it may close again; weight of the last one in the average gain
-KEPT_MEMORY, MOST_KEPT = 0.97, 2.0  # of tokens accepted by those promised: trees have more than their best chain
+KEPT_MEMORY, MOST_KEPT = (
+    0.97,
+    2.0,
+)  # of tokens accepted by those promised: trees have more than their best chain
 NEWEST = 0.05  # weight of the last round in other averages
 PLAIN_AFTER, PLAIN_ROUNDS = 8, 6  # open rounds, and then plain ones that show what these take
 
@@ -270,7 +276,9 @@ class LookupGate:
         if not self.around.is_known(PLAIN, len(ids)):
             return False
         few, batch = [*self._sample], len(ids)
-        depths, accepted = self.chains([few[i % len(few)] for i in range(batch)], batch, self.most_nodes(batch))
+        depths, accepted = self.chains(
+            [few[i % len(few)] for i in range(batch)], batch, self.most_nodes(batch)
+        )
         nodes = sum(depths)
         seconds = self._seconds(FREE_CHAINS, batch + nodes, batch)
         better = nodes > 0 and (batch + accepted) * plain > BETTER * batch * seconds

@@ -13,10 +13,19 @@ Where nothing pays, only a trial can show that acceptance has risen, and trials 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from forerun.control.acceptance import Factor
-from forerun.control.allocate import Levels, allocate, best_depth, deepest, share_chains, shortest_that_pays, widest
+from forerun.control.allocate import (
+    Levels,
+    Option,
+    PriceList,
+    allocate,
+    best_depth,
+    deepest,
+    share_chains,
+    shortest_that_pays,
+    widest,
+)
 from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
 from forerun.control.history import History
@@ -33,26 +42,6 @@ FREE_MEMORY, FORGIVING = (
 REFRESH = 16  # rounds for which a price list holds
 MOST_CHAINS = 1024  # nodes of a round's chains
 NOTHING = Budget(0, 0, source="free")
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What a sequence may draft in the coming round."""
-
-    offer: Offer
-    levels: Levels
-    asks: bool = False  # the drafter that costs
-    idle: bool = False  # nothing pays
-    depth: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PriceList:
-    """What nodes cost, and the longest chain and widest tree that can pay."""
-
-    price: tuple[float, ...]
-    deepest: int
-    widest: int
 
 
 class SequencePlanner:

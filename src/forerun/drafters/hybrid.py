@@ -27,7 +27,11 @@ HANDICAP = 0.1  # how much higher the costlier drafter's acceptance must be, whe
 MEMORY = 0.95  # per position tested
 BESIDE = 0.15  # prior: how often n-gram is right where the other drafts another token
 LONGEST_BESIDE = 8
-IN_VAIN, RAREST = 8, 6  # look-ups beside it after which one more round is left out each time, and rounds left out at most
+IN_VAIN, APART, MOST_APART = (
+    8,
+    3,
+    18,
+)  # so many look-ups beside it in vain, and the next are so many tokens further apart
 FEW = 2  # sequences for which look-ups are made beside a drafter on a device
 
 Tree = tuple[list[int], list[int]]  # tokens and parents, the root first
@@ -46,7 +50,7 @@ class _Sequence:
     parting: tuple[int, int] | None = None  # the node after which it differs, and its token there
     merged: bool = False
     in_vain: int = 0  # look-ups beside a device since one was drafted from
-    left_out: int = 0  # rounds since the last look-up
+    looked: int = -1  # tokens of the sequence at the last of them
 
 
 class HybridDrafter:
@@ -71,7 +75,7 @@ class HybridDrafter:
     def offer(self, seq: Seq) -> Offer:
         """What the second costs, what is free, and what the second expected of a tree that is all its own."""
         second, state = self.second.offer(seq), self._sequences.get(seq.id)
-        if second.menu is not None and (len(self._sequences) > FEW or not _is_due(state)):
+        if second.menu is not None and (len(self._sequences) > FEW or not _is_due(state, seq)):
             return second
         first = self.first.offer(seq)
         own = state is not None and state.drafted and not state.merged
@@ -191,14 +195,15 @@ class HybridDrafter:
         return tokens, parents
 
 
-def _is_due(state: _Sequence | None) -> bool:
+def _is_due(state: _Sequence | None, seq: Seq) -> bool:
     """Is something looked up for a sequence this round, beside a drafter on a device?"""
     if state is None:
         return True
-    if state.left_out < min(state.in_vain // IN_VAIN, RAREST):
-        state.left_out += 1
+    written = len(seq.tokens) - state.looked
+    if state.looked >= 0 and 0 < written < min(APART * (state.in_vain // IN_VAIN), MOST_APART):
         return False
-    state.left_out, state.in_vain = 0, state.in_vain + 1
+    state.in_vain += written != 0
+    state.looked = len(seq.tokens)
     return True
 
 

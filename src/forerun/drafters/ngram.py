@@ -5,8 +5,8 @@ cost: whether or not a guess was proposed, the committed token shows whether it 
 rate per match length; the i-th token of a guess uses the rate i lengths up, because each right token makes the match
 one longer.
 
-The text is kept as a string with a character per token: to search it takes less time than to keep an index of it, above all
-where look-ups are rare.
+The text is kept as a string with a character per token: to search it takes less time than to keep an index of it,
+above all where look-ups are rare.
 
 Of an encoder-decoder the source comes first: it is looked up as if it had been written before the output, behind a
 start token of its own. So drafting begins with the source's first tokens, and wherever the output agrees with the

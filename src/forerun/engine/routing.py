@@ -20,7 +20,7 @@ from forerun.engine.sequence import SequenceState
 from forerun.engine.tree_check import check_trees
 from forerun.errors import InvalidInput
 from forerun.noise import Noise
-from forerun.types import Budget, Greedy, Laws, Needs, Scores, TreeBatch, Verdict
+from forerun.types import Budget, Greedy, Laws, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
 
 if TYPE_CHECKING:
@@ -138,9 +138,9 @@ class DrafterPool:
                 del self._retired[seq.drafting], self._made[seq.drafting]
             seq.draft_with(seq.drafter)  # if it is read again, the new one sees all of it
 
-    def looks_up(self, seq: SequenceState) -> bool:
+    def looks_up(self, seq: Seq) -> bool:
         """Does its drafter make look-ups and nothing else?"""
-        return isinstance(self._made[seq.drafting], LookupDrafter)
+        return isinstance(seq, SequenceState) and isinstance(self._made[seq.drafting], LookupDrafter)
 
     def ask(self, seq: SequenceState, question: Callable[[Drafter], T]) -> T:
         """What a sequence's drafter answers; one that raises is switched off, and the plain one is asked."""

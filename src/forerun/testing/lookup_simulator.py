@@ -2,9 +2,9 @@
 
     LookupSimulation(H200, HostSeconds(), NgramDrafter(), texts, batch=32).run(1000).worst_window()
 
-The device and the host have clocks of their own. As in forerun.models.cuda.plain_rounds, the next plain pass is launched
-before the last one is read, so that plain rounds hide the host's work; a round that drafts waits for the host, and for
-a pass that was launched in vain. Whoever has written a text is followed by the next one.
+The device and the host have clocks of their own. As in forerun.models.cuda.plain_rounds, the next plain pass is
+launched before the last one is read, so that plain rounds hide the host's work; a round that drafts waits for the host,
+and for a pass that was launched in vain. Whoever has written a text is followed by the next one.
 """
 
 from __future__ import annotations
