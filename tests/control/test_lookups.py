@@ -73,7 +73,7 @@ def test_small_batches_are_asked_and_lose_nothing_by_it(batch: int, texts: str) 
 
 def test_small_batches_are_as_quick_as_if_nothing_were_decided_for_the_batch() -> None:
     for batch in (1, 4, 8):
-        gated, always = (simulate(RECORDED, batch, gated=gated).run(300) for gated in (True, False))
+        gated, always = (simulate(RECORDED, batch, gated=gated).run(600) for gated in (True, False))
         assert gated.speed() >= 0.98 * always.speed()
 
 

@@ -45,7 +45,8 @@ KEPT_MEMORY, MOST_KEPT = (
     2.0,
 )  # of tokens accepted by those promised: trees have more than their best chain
 NEWEST = 0.05  # weight of the last round in other averages
-PLAIN_AFTER, PLAIN_ROUNDS = 8, 6  # open rounds, and then plain ones that show what these take
+PLAIN_AFTER, PLAIN_ROUNDS = 8, 8  # open rounds, and then plain ones that show what these take
+SETTLED = 4  # plain rounds in a row before they tell that: then they are launched ahead
 
 NODES = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 16, 8)  # that a round may draft at most
 
@@ -96,9 +97,7 @@ class LookupGate:
         """Which of these sequences are asked in this round: None = all, and what pays may be drafted."""
         batch = len(ids)
         size, plain = self._size(batch), self.plain_seconds(batch)
-        if self._is_cheap(batch, plain):
-            return None
-        if size.is_open:
+        if size.is_open or self._is_cheap(batch, plain):
             return self._open_round(size, batch)
         size.rounds += 1
         if self._should_open(size, ids, plain):
@@ -191,7 +190,7 @@ class LookupGate:
         """A round in which so many were asked."""
         batch, nodes, seconds = len(outcome.seqs), sum(outcome.drafted), outcome.seconds
         form = FREE_CHAINS if nodes else LOOKED_UP if asked >= batch else PLAIN
-        if not outcome.delayed:
+        if not outcome.delayed and (form is not PLAIN or self._streak >= SETTLED):
             own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
             self.around.observe(form, batch, own, 0.0)
         self._time_asking(seconds.get("draft", 0.0), asked, batch)
