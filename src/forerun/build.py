@@ -138,7 +138,7 @@ def make_controller(
             f"the controller {name!r} has no classmethod build(parts); see forerun.control.base"
         )
     measure = partial(CostModel.measure_or_load, target, cost_file)
-    return cls.build(ControlParts(offer, measure, speculative.budget, speculative.width))
+    return cls.build(ControlParts(offer, measure, speculative.budget, speculative.width, drafters.looks_up))
 
 
 def choose_drafter(

@@ -91,13 +91,15 @@ def test_a_price_keeps_it_from_drafting_on_a_weak_match() -> None:
 
 
 def test_trust_grows_with_hits_and_falls_with_misses_without_drafting() -> None:
-    """Budget 0: nothing is put to the target, and yet the rates follow what came."""
+    """Nothing is put to the target, and yet the rates of what was looked up follow what came."""
     price = (1.0, 2.6, 2.7, 2.8, 2.9)
 
     def drafted_after(next_token: int) -> int:
         drafter, seq, rng = NgramDrafter(), FakeSeq(0, [1, 2, 3] * 5), random.Random(0)
         for _ in range(60):
+            drafter.offer(seq)
             trees = drafter.propose([seq], [Budget(0, 0)])
+            assert trees.is_plain()
             token = (seq.tokens[-1] % 3) + 1 if next_token == 0 else rng.randrange(1, 6)
             drafter.observe([seq], trees, Scores(None), Verdict.of([[]], [token], "cpu"))
             seq.tokens.append(token)
@@ -105,6 +107,48 @@ def test_trust_grows_with_hits_and_falls_with_misses_without_drafting() -> None:
 
     assert drafted_after(0) == 4
     assert drafted_after(1) == 0
+
+
+def test_where_nothing_may_be_drafted_nothing_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, seqs = NgramDrafter(), [FakeSeq(i, [1, 2, 3, 1, 2]) for i in range(3)]
+    looked = list[int]()
+    monkeypatch.setattr(drafter, "_matches", lambda state, wide: (looked.append(1), [])[1])
+    trees = drafter.propose(seqs, [Budget(0, 0)] * 3)
+    assert trees.is_plain()
+    assert trees.to_host() == ([2, 2, 2], [-1, -1, -1])
+    drafter.observe(seqs, trees, Scores(None), Verdict.of([[]] * 3, [3, 3, 3], "cpu"))
+    assert not looked
+    assert not drafter._sequences
+    drafter.propose(seqs, [Budget(0, 0), Budget(2, 2), Budget(0, 0)])
+    assert len(looked) == 1
+
+
+def test_a_guess_of_an_earlier_round_is_not_scored() -> None:
+    """It was looked up two tokens ago: what came since is no answer to it."""
+    drafter, seq = NgramDrafter(), FakeSeq(0, [1, 2, 3, 1, 2])
+    drafter.offer(seq)
+    drafter._looked_up.add(99)  # another sequence was asked in this round
+    before = [*drafter._all.tries]
+    seq.tokens += [7, 8]
+    drafter.observe([seq], TreeBatch.chains([[8]]), Scores(None), Verdict.of([[]], [3], "cpu"))
+    assert drafter._all.tries == before
+
+
+@pytest.mark.parametrize("alphabet", [2, 3, 8])
+def test_the_longest_match_and_of_equal_ones_the_last_by_brute_force(alphabet: int) -> None:
+    pick = random.Random(alphabet)
+    for _ in range(200):
+        tokens = [pick.randrange(alphabet) for _ in range(pick.randrange(1, 40))]
+        drafter = NgramDrafter(longest=6)
+        drafter.offer(FakeSeq(0, tokens))
+        matches = []
+        for end in range(1, len(tokens)):
+            length = 0
+            while length < min(6, end) and tokens[end - 1 - length] == tokens[-1 - length]:
+                length += 1
+            if length:
+                matches.append((length, end))
+        assert drafter._sequences[0].found == ([max(matches)] if matches else [])
 
 
 def test_chains_and_offers_are_those_of_the_general_rule() -> None:

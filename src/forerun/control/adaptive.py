@@ -10,19 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from forerun.control.allowance import Allowance
+from forerun.control.around import FREE_CHAINS, PLAIN
 from forerun.control.base import ControlParts
 from forerun.control.cost import CostModel
-from forerun.control.forms import PLAIN, FormChooser, Promise
+from forerun.control.forms import FormChooser, Promise
+from forerun.control.lookups import WIDE, LookupGate
 from forerun.control.per_sequence import NOTHING, SequencePlanner
-from forerun.control.rest import Rest
-from forerun.offers import NEVER, Form, Menu, Offer
+from forerun.offers import NEVER, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
 REPEATS = 8, 2  # rounds that follow under one plan before they are read; and where others could draft at no cost
-FREE_CHAINS = Form(0, 1, 0)  # stands for n-gram chains of any length, whose nodes vary
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,21 @@ class Decision:
 class AdaptiveController:
     """Budgets from measured costs and observed acceptance."""
 
-    def __init__(self, cost: CostModel, nodes: int, width: int, offer: Callable[[Seq], Offer]) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        nodes: int,
+        width: int,
+        offer: Callable[[Seq], Offer],
+        looks_up: Callable[[Seq], bool] = lambda seq: False,
+    ) -> None:
         self.planner = SequencePlanner(cost, nodes, width, offer)
         self.allowance = Allowance()  # of all menus together
-        self.rest = Rest()
-        self._rests = self._free_only = (
-            False  # of this round: is nobody asked, and does nobody's drafter cost?
+        self.gate = LookupGate(cost, self.planner.free_chains)
+        self.looks_up = looks_up  # does a sequence's drafter make look-ups and nothing else?
+        self._lookups: dict[int, bool] = {}  # by sequence
+        self._asked: int | None = (
+            None  # sequences of this round that were asked for look-ups; None = others draft too
         )
         self._choosers: dict[int, FormChooser] = {}  # by the menu's identity
         self._decisions: list[Decision] = []  # of this round
@@ -58,7 +68,7 @@ class AdaptiveController:
     @classmethod
     def build(cls, parts: ControlParts) -> AdaptiveController:
         nodes = MOST_NODES if parts.nodes is None else parts.nodes
-        return cls(parts.measure(), nodes, parts.width or MOST_WIDTH, parts.offer)
+        return cls(parts.measure(), nodes, parts.width or MOST_WIDTH, parts.offer, parts.looks_up)
 
     @property
     def cost(self) -> CostModel:
@@ -66,20 +76,53 @@ class AdaptiveController:
 
     @cost.setter
     def cost(self, cost: CostModel) -> None:
-        self.planner.cost = cost
+        self.planner.cost = self.gate.cost = cost
         for chooser in self._choosers.values():
             chooser.cost = cost
 
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
-        self._decisions, beside = [], 0
-        self._rests = self.rest.goes_on([seq.id for seq in seqs])
-        if self._rests:
-            return [NOTHING] * len(seqs)
+        self._decisions, self._asked = [], None
+        if self._all_look_up(seqs):
+            return self._plan_lookups(seqs)
         offers = self.planner.offers_of(seqs)
-        self._free_only = not any([offer.costs for offer in offers])  # noqa: C419 - twice as fast
-        if all([offer is NEVER for offer in offers]):  # noqa: C419
+        if all([offer is NEVER for offer in offers]):  # noqa: C419 - twice as fast
             self.planner.skip()
             return [NOTHING] * len(seqs)
+        return self._plan_all(seqs, offers)
+
+    def _all_look_up(self, seqs: Sequence[Seq]) -> bool:
+        known = self._lookups
+        for seq in seqs:
+            if (found := known.get(seq.id)) is None:
+                found = known[seq.id] = self.looks_up(seq)
+            if not found:
+                return False
+        return True
+
+    def _plan_lookups(self, seqs: Sequence[Seq]) -> list[Budget]:
+        """For the whole batch first: is anybody asked, and is what they have found drafted?"""
+        batch, gate, planner = len(seqs), self.gate, self.planner
+        few = gate.whom([seq.id for seq in seqs])
+        if few is not None:
+            for seq in seqs if few else ():
+                if seq.id in few:
+                    gate.note_offer(planner.offer(seq))
+            self._asked = len(few)
+            planner.skip()
+            return [NOTHING] * batch
+        self._asked = batch
+        offers = [planner.offer(seq) for seq in seqs]
+        planner.take_chains(seqs, offers)
+        depths, accepted = planner.free_chains(offers, batch, gate.most_nodes(batch))
+        if not gate.pays(sum(depths), accepted, batch):
+            return [NOTHING] * batch
+        if batch <= WIDE:
+            return planner.plan(seqs, offers, batch)
+        return [chain_budget(depth) for depth in depths]
+
+    def _plan_all(self, seqs: Sequence[Seq], offers: list[Offer]) -> list[Budget]:
+        """Forms for the sequences of each menu, and budgets of their own for all others."""
+        beside = 0
         planned: dict[int, Budget] = {}
         for menu, which in _by_menu(offers):
             some = [offers[b] for b in which]
@@ -101,19 +144,18 @@ class AdaptiveController:
         self.cost.note_prompts(outcome.prompt_rows)
         if outcome.tells_times:
             self.cost.observe(batch + nodes, outcome.seconds["pass"], batch)
-        if self._rests:
-            return
+        if self._asked is not None:
+            self.gate.observe(outcome, self._asked)
+            if self._asked < batch:
+                return
         for decision in self._decisions:
             self._observe_menu(decision, outcome)
         self.planner.observe(outcome)
-        if self._free_only and outcome.tells_times:
-            plain = self.cost.pass_seconds(batch, batch)
-            lost = self.cost.pass_seconds(batch + nodes, batch) / plain - 1.0
-            asking = outcome.seconds.get("draft", 0.0) / plain
-            self.rest.observe([seq.id for seq in outcome.seqs], sum(outcome.accepted) / batch - lost, asking)
 
     def forget(self, seq: Seq) -> None:
         self.planner.forget(seq)
+        self.gate.forget(seq.id)
+        self._lookups.pop(seq.id, None)
         for chooser in self._choosers.values():
             chooser.forget(seq.id)
 
@@ -126,7 +168,8 @@ class AdaptiveController:
             )
         promise, beside = chooser.choose(ids, batch), any([offer.free for offer in offers])  # noqa: C419
         if not chooser.insists and beside:
-            nodes, accepted = self.planner.free_chains(offers, batch)
+            depths, accepted = self.planner.free_chains(offers, batch)
+            nodes = sum(depths)
             free = chooser.promise_of(FREE_CHAINS, batch + nodes, batch, batch + accepted)
             if nodes and free.rate > promise.rate:
                 promise = free
@@ -148,6 +191,12 @@ class AdaptiveController:
         taken = chooser.promise_of(promise.form, batch + nodes, batch, 0.0, len(ids)).seconds
         lost = taken / chooser.plain_seconds(batch) - 1.0 - sum(accepted) / batch if nodes else 0.0
         self.allowance.book(lost + outcome.delayed)  # and a plain pass that was launched ahead in vain
+
+
+@lru_cache(maxsize=64)
+def chain_budget(depth: int) -> Budget:
+    """A chain that was found, so long."""
+    return Budget(depth, depth, source="free") if depth else NOTHING
 
 
 def _by_menu(offers: Sequence[Offer]) -> list[tuple[Menu, list[int]]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from forerun.offers import at_depth
+from forerun.offers import Offer, at_depth
 
 BEST_ACCEPTANCE = 0.95  # the highest acceptance rate that is assumed of a chain, and that of a trial
 
@@ -37,6 +37,26 @@ class Levels:
                 (above, many), (below, few) = pools[-2:]
                 pools[-2:] = [((above * many + below * few) / (many + few), many + few)]
         return [worth for worth, count in pools for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a sequence may draft in the coming round."""
+
+    offer: Offer
+    levels: Levels
+    asks: bool = False  # the drafter that costs
+    idle: bool = False  # nothing pays
+    depth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PriceList:
+    """What nodes cost, and the longest chain and widest tree that can pay."""
+
+    price: tuple[float, ...]
+    deepest: int
+    widest: int
 
 
 def best_depth(levels: Levels, price: Sequence[float]) -> tuple[int, float]:
@@ -75,6 +95,36 @@ def allocate(offers: Sequence[Levels], price: Callable[[int], float]) -> list[in
     for _, _, i in ranked[:best]:
         depths[i] += 1
     return depths
+
+
+def share_chains(
+    chains: Sequence[Sequence[float]], price: Sequence[float], trust: float = 1.0
+) -> tuple[list[int], float]:
+    """The same for chains that cost nothing but their places, given by their survivals times `trust`: many, quickly.
+
+    price[n] is what n drafted nodes cost the whole batch. Returns how deep each goes, and what is accepted of all.
+    """
+    ranked = sorted([survival for chain in chains for survival in chain], reverse=True)
+    best, gain, best_gain, accepted = 0, 0.0, 0.0, 0.0
+    for count, survival in enumerate(ranked[: len(price) - 1], start=1):
+        gain += trust * survival
+        if gain - price[count] > best_gain:
+            best, best_gain, accepted = count, gain - price[count], gain
+    if not best:
+        return [0] * len(chains), 0.0
+    least, depths = ranked[best - 1], list[int]()
+    ties = best - sum(
+        [survival > least for survival in ranked[:best]]
+    )  # places for those that are just as likely
+    for chain in chains:
+        above = 0
+        for survival in chain:
+            if survival < least or (survival == least and ties <= 0):
+                break
+            ties -= survival == least
+            above += 1
+        depths.append(above)
+    return depths, accepted
 
 
 @lru_cache(maxsize=256)  # prices and costs change rarely, and every idle round asks

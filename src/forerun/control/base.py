@@ -21,6 +21,7 @@ class ControlParts:
     ]  # what passes cost on this machine; takes a second, so it is called only when needed
     nodes: int | None  # drafted nodes per round that the user allows; None = what may pay
     width: int | None  # children per node at most
+    looks_up: Callable[[Seq], bool] = lambda seq: False  # does its drafter make look-ups and nothing else?
 
 
 @runtime_checkable

@@ -13,22 +13,20 @@ case is all that comes of it is covered by the allowance (allowance.py), so that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from typing import NamedTuple
 
 from forerun.control.acceptance import Acceptance
 from forerun.control.allowance import Allowance
+from forerun.control.around import PLAIN, Around
 from forerun.control.cost import CostModel
 from forerun.offers import Form, Menu
 
-PLAIN = Form(0, 0, 1)
 BETTER = 1.03  # what another form must promise beyond the last one
 RARELY = 64  # rounds from one trial to the next
 BEST_ACCEPTANCE = 0.95  # per level, of a trial of which all goes well
 HOPE = 1.2  # times the tokens that are expected of a form, if all goes well
 FAMILIAR, UNFAMILIAR = 0.92, 0.75  # times the seconds, where rounds have shown them and where not
 REFRESH = 8  # rounds for which seconds are kept
-SMOOTH = 0.1  # weight of the newest round in a moving average of seconds
 
 
 class Promise(NamedTuple):
@@ -41,32 +39,6 @@ class Promise(NamedTuple):
     @property
     def rate(self) -> float:
         return self.tokens / self.seconds
-
-
-class Around:
-    """Seconds of a round beside the pass, by form and size of batch: drafting, verdict and the host's work."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[tuple[Form, int], float] = {}
-        self._rounds: dict[tuple[Form, int], int] = {}
-
-    def seconds(self, form: Form, batch: int, drafting: float) -> float:
-        """What rounds took, else what drafting is said to take on top of a plain round."""
-        group = batch.bit_length()
-        known = self._seconds.get((form, group))
-        return self._seconds.get((PLAIN, group), 0.0) + drafting if known is None else known
-
-    def is_known(self, form: Form, batch: int) -> bool:
-        return (form, batch.bit_length()) in self._seconds
-
-    def observe(self, form: Form, batch: int, seconds: float, expected: float) -> None:
-        """Learn from a round. A pause of the machine counts little: at most for three times what was expected."""
-        key = form, batch.bit_length()
-        rounds = self._rounds[key] = self._rounds.get(key, 0) + 1
-        known = self._seconds.get(key, expected)
-        if known and isfinite(known):  # a menu may say that a form is not ready
-            seconds = known + (min(seconds, 3.0 * known) - known) * max(SMOOTH, 1.0 / rounds)
-        self._seconds[key] = seconds
 
 
 class FormChooser:

@@ -13,10 +13,19 @@ Where nothing pays, only a trial can show that acceptance has risen, and trials 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from forerun.control.acceptance import Factor
-from forerun.control.allocate import Levels, allocate, best_depth, deepest, shortest_that_pays, widest
+from forerun.control.allocate import (
+    Levels,
+    Option,
+    PriceList,
+    allocate,
+    best_depth,
+    deepest,
+    share_chains,
+    shortest_that_pays,
+    widest,
+)
 from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
 from forerun.control.history import History
@@ -31,27 +40,8 @@ FREE_MEMORY, FORGIVING = (
     0.997,
 )  # per draft that cost nothing, and per round, so that distrust does not last
 REFRESH = 16  # rounds for which a price list holds
+MOST_CHAINS = 1024  # nodes of a round's chains
 NOTHING = Budget(0, 0, source="free")
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What a sequence may draft in the coming round."""
-
-    offer: Offer
-    levels: Levels
-    asks: bool = False  # the drafter that costs
-    idle: bool = False  # nothing pays
-    depth: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PriceList:
-    """What nodes cost, and the longest chain and widest tree that can pay."""
-
-    price: tuple[float, ...]
-    deepest: int
-    widest: int
 
 
 class SequencePlanner:
@@ -119,12 +109,22 @@ class SequencePlanner:
         """Nobody can draft in this round: there is nothing to plan, and nothing to learn from it."""
         self._offers, self._asked = {}, {}
 
-    def free_chains(self, offers: Sequence[Offer], batch: int) -> tuple[int, float]:
-        """Nodes that drafters which cost nothing would draft for a batch, and how many would be accepted."""
-        levels = [self._free_levels(offer) for offer in offers]
-        depths = self._shared_depths(levels, batch, 0)
-        pairs = zip(levels, depths, strict=True)
-        return sum(depths), sum(sum(one.survivals[:depth]) for one, depth in pairs)
+    def free_chains(
+        self, offers: Sequence[Offer], batch: int, most: int = MOST_CHAINS
+    ) -> tuple[list[int], float]:
+        """How deep each chain that costs nothing is worth drafting, and how many tokens of all would be accepted."""
+        if not self.free_allowance.covers_usual:
+            return [0] * len(offers), 0.0
+        chains = [offer.free[: self.nodes] for offer in offers]
+        seconds = self.cost.passes_seconds(batch, 1 + min(most, sum(map(len, chains))), batch)
+        factor = self.rate * batch / self.cost.pass_seconds(batch, batch)
+        price = [factor * (one - seconds[0]) for one in seconds]
+        return share_chains(chains, price, self.free_trust)
+
+    def take_chains(self, seqs: Sequence[Seq], offers: Sequence[Offer]) -> None:
+        """Chains that cost nothing were planned for these by `free_chains`: their round is observed here."""
+        self._offers = {seq.id: offer for seq, offer in zip(seqs, offers, strict=True)}
+        self._asked = {}
 
     def observe(self, outcome: Round) -> None:
         """Learn from the sequences of a round that were planned here."""

@@ -154,6 +154,12 @@ class LookupDrafter(BaseDrafter):
         return Offer(free=tuple(survivals))
 
 
+def lone_roots(seqs: Sequence[Seq]) -> TreeBatch:
+    """Nothing is drafted for anybody: a plain round."""
+    count = len(seqs)
+    return TreeBatch([seq.tokens[-1] for seq in seqs], [-1] * count, tuple(range(count + 1)))
+
+
 def committed_tokens(trees: TreeBatch, verdict: Verdict) -> list[list[int]]:
     """What a round adds to every sequence: the tokens of its path, and the target's own."""
     (tokens, _), (paths, bonus) = trees.to_host(), verdict.to_host()

@@ -5,6 +5,9 @@ cost: whether or not a guess was proposed, the committed token shows whether it 
 rate per match length; the i-th token of a guess uses the rate i lengths up, because each right token makes the match
 one longer.
 
+The text is kept as a string with a character per token: to search it takes less time than to keep an index of it,
+above all where look-ups are rare.
+
 Of an encoder-decoder the source comes first: it is looked up as if it had been written before the output, behind a
 start token of its own. So drafting begins with the source's first tokens, and wherever the output agrees with the
 source it goes on there: aggressive decoding (Ge et al., 2022).
@@ -15,17 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens
+from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
 from forerun.drafters.tree_builder import TreeBuilder, best_count
 from forerun.offers import FREE, Offer
 from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 
-KEYS = (
-    4,
-    2,
-    1,
-)  # n-gram lengths that are indexed; longer matches are found by comparing backwards from these
-CANDIDATES = 32  # earlier places looked at per key: the most recent ones
+KEYS = (4, 2, 1)  # n-gram lengths that are searched for, one after the other; matches may be longer
+CANDIDATES = 32  # earlier places that branches are taken from: the most recent ones
 _ROOT = (-1,)  # the parents of a tree where nothing is drafted
 _PRIOR = (0.2, 0.3, 0.45, 0.55, 0.62, 0.68, 0.72, 0.76, 0.8, 0.82, 0.84, 0.86, 0.87, 0.88, 0.89, 0.9)
 
@@ -77,12 +76,11 @@ class _Sequence:
     rates: HitRates
     source: int = 0  # tokens in front of the sequence's own: a start token, and what the encoder reads
     tokens: list[int] = field(default_factory=list)  # these and its own, in a list that is quick to read
-    places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # n-gram -> ends, oldest first
-    indexed: int = 0  # tokens in the index
-    guess: list[int] = field(default_factory=list)  # best continuation at the last proposal
-    match: int = 0  # and the length of its match
+    text: str = ""  # the same, a character for each
     looked: int = -1  # length of the sequence when matches were last looked up
-    found: list[tuple[int, int]] = field(default_factory=list)
+    found: list[tuple[int, int]] = field(default_factory=list)  # then: length and end of each, the best first
+    is_wide: bool = False  # are there several?
+    guess: list[int] = field(default_factory=list)  # what follows the best
 
 
 class NgramDrafter(LookupDrafter):
@@ -91,6 +89,7 @@ class NgramDrafter(LookupDrafter):
     def __init__(self, longest: int = 16, shortest: int = 1) -> None:
         self.longest, self.shortest = longest, shortest
         self._sequences: dict[int, _Sequence] = {}
+        self._looked_up: set[int] = set()  # sequences with a guess of the coming round
         self._all = HitRates.prior(longest)
 
     @classmethod
@@ -98,121 +97,137 @@ class NgramDrafter(LookupDrafter):
         return cls(parts.speculative.prompt_lookup_max, parts.speculative.prompt_lookup_min)
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        """Where nothing may be drafted, nothing is looked up."""
+        if not any([budget.nodes for budget in budgets]):  # noqa: C419 - twice as fast
+            return lone_roots(seqs)
         return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        """Score the last guesses against the committed tokens, proposed or not."""
+        """Score the guesses that were looked up against the committed tokens, proposed or not."""
+        if not self._looked_up:
+            return
         for seq, committed in zip(seqs, committed_tokens(trees, verdict), strict=True):
             state = self._sequences.get(seq.id)
-            if state is None or not state.guess:
+            if state is None or not state.guess or state.looked != state.source + len(seq.tokens):
                 continue
+            match = state.found[0][0]
             for i, (guess, token) in enumerate(zip(state.guess, committed, strict=False)):
-                state.rates.count(state.match + i, guess == token, memory=0.97)
-                self._all.count(state.match + i, guess == token, memory=0.998)
+                state.rates.count(match + i, guess == token, memory=0.97)
+                self._all.count(match + i, guess == token, memory=0.998)
                 if guess != token:
                     break
+        self._looked_up.clear()
 
     def forget(self, seq: Seq) -> None:
         self._sequences.pop(seq.id, None)
+        self._looked_up.discard(seq.id)
 
     def rewind(self, seq: Seq, length: int) -> None:
-        """Take what comes after the first `length` tokens out of the index."""
+        """Drop what comes after the first `length` tokens."""
         state = self._sequences.get(seq.id)
-        if state is None:
-            return
-        length += state.source
-        for end in range(state.indexed, max(0, length - 1), -1):
-            for n in KEYS:
-                if end >= n:
-                    state.places[tuple(state.tokens[end - n : end])].pop()
-        state.indexed = min(state.indexed, max(0, length - 1))
-        state.tokens, state.guess, state.looked = state.tokens[:length], [], -1
+        if state is not None:
+            length += state.source
+            state.tokens, state.text, state.looked = state.tokens[:length], state.text[:length], -1
+            state.guess = []
 
     def chain(self, seq: Seq, length: int) -> Iterator[tuple[int, float]]:
         """What follows the longest match: tokens, and how likely each is accepted if those before it are."""
-        state = self._state(seq)
-        for match, end in self._matches(state, state.tokens, 1):
-            for i, token in enumerate(_copy(state.tokens, end, length, seq.stop_ids)):
-                yield token, state.rates.rate(match + i, self._all)
+        state = self._look_up(seq)
+        for i, token in enumerate(state.guess[:length]):
+            yield token, state.rates.rate(state.found[0][0] + i, self._all)
 
     def offer(self, seq: Seq) -> Offer:
         """As LookupDrafter's, from the counts: every round asks for it."""
-        state = self._state(seq)
-        for match, end in self._matches(state, state.tokens, 1):
-            length = len(_copy(state.tokens, end, AT_HAND, seq.stop_ids))
-            return Offer(free=tuple(state.rates.survivals(match, length, self._all, NEGLIGIBLE)))
-        return FREE
+        state = self._look_up(seq)
+        if not state.guess:
+            return FREE
+        survivals = state.rates.survivals(state.found[0][0], len(state.guess), self._all, NEGLIGIBLE)
+        return Offer(free=tuple(survivals))
 
-    def _state(self, seq: Seq) -> _Sequence:
-        """What is kept for a sequence, updated to its last token."""
+    def _look_up(self, seq: Seq, wide: bool = False) -> _Sequence:
+        """What is kept for a sequence, with the matches of its end as it is now; `wide`: several of them."""
         state = self._sequences.get(seq.id)
         if state is None:
             before = [seq.tokens[0], *seq.source] if seq.source else []
-            state = _Sequence(HitRates.empty(self.longest), len(before), before)
+            state = _Sequence(HitRates.empty(self.longest), len(before), before, "".join(map(chr, before)))
             self._sequences[seq.id] = state
-        state.tokens += seq.tokens[len(state.tokens) - state.source :]
-        self._index(state, state.tokens)
+        if state.looked != state.source + len(seq.tokens) or (wide and not state.is_wide):
+            fresh = seq.tokens[len(state.tokens) - state.source :]
+            state.tokens += fresh
+            state.text += "".join(map(chr, fresh))
+            state.found, state.is_wide = self._matches(state, wide), wide
+            state.guess = _copy(state.tokens, state.found[0][1], AT_HAND, seq.stop_ids) if state.found else []
+            state.looked = len(state.tokens)
+            self._looked_up.add(seq.id)
         return state
 
     def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], Sequence[int]]:
-        state = self._state(seq)
-        matches = self._matches(state, state.tokens, max(1, budget.width))
-        state.guess, state.match = [], 0
-        if not matches:
+        if not budget.nodes:
+            return seq.tokens[-1:], _ROOT
+        state = self._look_up(seq, wide=budget.width > 1)
+        if not state.found:
             return state.tokens[-1:], _ROOT
-        follows = [_copy(state.tokens, end, max(1, budget.depth), seq.stop_ids) for _, end in matches]
-        state.guess, state.match = follows[0], matches[0][0]
-        if len(matches) > 1:
-            return self._branches(state, budget, matches, follows)
-        depth = min(budget.nodes, budget.depth)
+        if budget.width > 1 and len(state.found) > 1:
+            return self._branches(state, budget, seq.stop_ids)
+        depth, guess = min(budget.nodes, budget.depth), state.guess
+        if depth > AT_HAND:
+            guess = _copy(state.tokens, state.found[0][1], depth, seq.stop_ids)
         if depth and budget.price is not None:
-            survivals = state.rates.survivals(state.match, min(depth, len(state.guess)), self._all)
+            survivals = state.rates.survivals(state.found[0][0], min(depth, len(guess)), self._all)
             depth = best_count(survivals, budget.price)
-        tokens = [state.tokens[-1], *state.guess[:depth]]
+        tokens = [state.tokens[-1], *guess[:depth]]
         return tokens, range(-1, len(tokens) - 1)
 
     def _branches(
-        self, state: _Sequence, budget: Budget, matches: list[tuple[int, int]], follows: list[list[int]]
+        self, state: _Sequence, budget: Budget, stop_ids: frozenset[int]
     ) -> tuple[list[int], Sequence[int]]:
         """A tree of several continuations."""
         builder = TreeBuilder(state.tokens[-1])
         left = 1.0  # probability at the root that the better branches leave
-        for (match, _), follow in zip(matches, follows, strict=True):
+        least = 0.0 if budget.price is None else NEGLIGIBLE / 4
+        for match, end in state.found[: budget.width]:
             node = 0
-            for i, token in enumerate(follow[: budget.depth]):
+            for i, token in enumerate(_copy(state.tokens, end, budget.depth, stop_ids)):
                 rate = state.rates.rate(match + i, self._all) * (left if i == 0 else 1.0)
                 node = builder.add(node, token, rate)
+                if builder.survivals[node] < least:
+                    break
             left *= 1.0 - state.rates.rate(match, self._all)
         return builder.cut(budget.nodes, budget.price)
 
-    def _index(self, state: _Sequence, tokens: list[int]) -> None:
-        """Note where every n-gram ends, but for those that end at the last token: they would match themselves."""
-        for end in range(max(1, state.indexed + 1), len(tokens)):
-            for n in KEYS:
-                if end >= n:
-                    state.places.setdefault(tuple(tokens[end - n : end]), []).append(end)
-        state.indexed = max(state.indexed, len(tokens) - 1)
+    def _matches(self, state: _Sequence, wide: bool) -> list[tuple[int, int]]:
+        """(length, end) of the longest match, of equal ones the most recent; `wide`: and of others, as long or shorter.
 
-    def _matches(self, state: _Sequence, tokens: list[int], width: int) -> list[tuple[int, int]]:
-        """(length, end) of the longest matches, recent ones first among equals, with different next tokens."""
-        if state.looked != len(tokens):
-            state.looked, state.found = len(tokens), self._look_up(state, tokens)
-        return state.found[:width]
-
-    def _look_up(self, state: _Sequence, tokens: list[int]) -> list[tuple[int, int]]:
+        Those have other next tokens; the best come first.
+        """
+        tokens, text = state.tokens, state.text
         for n in KEYS:
-            places = state.places.get(tuple(tokens[-n:]), ()) if n <= len(tokens) else ()
-            if not places:
+            last = len(text) - 1  # a match ends before the last token: else it would be the end itself
+            at = text.rfind(text[-n:], 0, last) if n <= last else -1
+            if at < 0:
                 continue
-            found = [(self._length(tokens, end, n), end) for end in places[-CANDIDATES:]]
-            found.sort(reverse=True)
-            nexts: dict[int, tuple[int, int]] = {}
-            for match, end in found:
-                if match >= self.shortest:
-                    nexts.setdefault(tokens[end], (match, end))
-            if nexts:
-                return list(nexts.values())
+            if wide:
+                return self._several(tokens, text, n)
+            end = at + n
+            length = self._length(tokens, end, n)
+            while length < self.longest and (at := text.rfind(text[-length - 1 :], 0, end - 1)) >= 0:
+                end = at + length + 1
+                length = self._length(tokens, end, length + 1)
+            return [(length, end)] if length >= self.shortest else []
         return []
+
+    def _several(self, tokens: list[int], text: str, n: int) -> list[tuple[int, int]]:
+        """The same, of the last places where the last n tokens came before."""
+        found, last, pattern = list[tuple[int, int]](), len(text) - 1, text[-n:]
+        while len(found) < CANDIDATES and (at := text.rfind(pattern, 0, last)) >= 0:
+            found.append((self._length(tokens, at + n, n), at + n))
+            last = at + n - 1
+        found.sort(reverse=True)
+        nexts: dict[int, tuple[int, int]] = {}
+        for match, end in found:
+            if match >= self.shortest:
+                nexts.setdefault(tokens[end], (match, end))
+        return list(nexts.values())
 
     def _length(self, tokens: list[int], end: int, known: int) -> int:
         """How many tokens before `end` equal those at the end of the sequence."""

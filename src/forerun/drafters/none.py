@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forerun.drafters.base import BaseDrafter
+from forerun.drafters.base import BaseDrafter, lone_roots
 from forerun.offers import NEVER, Offer
 from forerun.types import Budget, Seq, TreeBatch
 
@@ -16,5 +16,4 @@ class NoDrafter(BaseDrafter):
         return NEVER
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        count = len(seqs)
-        return TreeBatch([seq.tokens[-1] for seq in seqs], [-1] * count, tuple(range(count + 1)))
+        return lone_roots(seqs)

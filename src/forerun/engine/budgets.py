@@ -14,6 +14,9 @@ def cut_budgets(seqs: Sequence[SequenceState], planned: Sequence[Budget]) -> lis
     budgets = []
     for seq, plan in zip(seqs, planned, strict=True):
         allowed = seq.request.budget or plan
+        if not allowed.nodes:
+            budgets.append(allowed)
+            continue
         depth = min(allowed.depth, seq.room - 1)
         nodes = allowed.nodes if depth > 0 else 0
         fits = (nodes, depth) == (allowed.nodes, allowed.depth)  # the usual case

@@ -100,8 +100,11 @@ class EngineStats:
         """A round has ended."""
         self.rounds += 1
         self.tokens += tokens
-        for counts in zip(outcome.drafted, outcome.depths, outcome.accepted, strict=True):
-            self._add_drafts(*counts)
+        if any(outcome.drafted):
+            for counts in zip(outcome.drafted, outcome.depths, outcome.accepted, strict=True):
+                self._add_drafts(*counts)
+        else:
+            self.forms["plain"] = self.forms.get("plain", 0) + len(outcome.drafted)
         self._add(clock)
         if self.trace is not None:
             self.trace.add_round(clock.started, clock.seconds, outcome, tokens)

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
+from forerun.drafters.base import LookupDrafter
 from forerun.drafters.none import NoDrafter
 from forerun.engine.sequence import SequenceState
 from forerun.engine.tree_check import check_trees
 from forerun.errors import InvalidInput
 from forerun.noise import Noise
-from forerun.types import Budget, Greedy, Laws, Needs, Scores, TreeBatch, Verdict
+from forerun.types import Budget, Greedy, Laws, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
 from forerun.verify.warp import reads_largest_only
 
@@ -142,6 +143,10 @@ class DrafterPool:
             if not self._retired[seq.drafting]:
                 del self._retired[seq.drafting], self._made[seq.drafting]
             seq.draft_with(seq.drafter)  # if it is read again, the new one sees all of it
+
+    def looks_up(self, seq: Seq) -> bool:
+        """Does its drafter make look-ups and nothing else?"""
+        return isinstance(seq, SequenceState) and isinstance(self._made[seq.drafting], LookupDrafter)
 
     def ask(self, seq: SequenceState, question: Callable[[Drafter], T]) -> T:
         """What a sequence's drafter answers; one that raises is switched off, and the plain one is asked."""

@@ -21,6 +21,8 @@ def check_trees(trees: TreeBatch, seqs: Sequence[Seq], budgets: Sequence[Budget]
         raise InvalidInput(f"{len(starts) - 1} trees were proposed for {len(seqs)} sequences")
     if trees.form is None:
         tokens, parents = trees.to_host()
+        if _are_lone_roots(trees, tokens, parents, seqs):
+            return
         if not len(tokens) == len(parents) == starts[-1]:
             raise InvalidInput(f"{len(tokens)} tokens and {len(parents)} parents for {starts[-1]} nodes")
         if {*map(type, tokens), *map(type, parents)} != {int}:
@@ -47,6 +49,13 @@ def check_trees(trees: TreeBatch, seqs: Sequence[Seq], budgets: Sequence[Budget]
                 raise InvalidInput(f"a tree is {depth} deep, but at most {budgets[b].depth} was asked for")
     if trees.drawn_from is not None:
         _check_draws(trees, trees.drawn_from, vocab_size)
+
+
+def _are_lone_roots(trees: TreeBatch, tokens: list[int], parents: list[int], seqs: Sequence[Seq]) -> bool:
+    """A plain round, as most are in a large batch: then there is nothing else to check."""
+    if not trees.is_plain() or trees.drawn_from is not None or len(parents) != len(tokens):
+        return False
+    return {*map(type, tokens)} == {int} and {*parents} == {-1} and tokens == [seq.tokens[-1] for seq in seqs]
 
 
 @lru_cache(maxsize=1024)

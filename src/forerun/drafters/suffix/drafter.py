@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import NamedTuple
 
-from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens
+from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
 from forerun.drafters.suffix.automaton import SuffixAutomaton
 from forerun.drafters.suffix.corpus import Corpus
 from forerun.drafters.suffix.history import History, Reader
@@ -65,6 +65,8 @@ class SuffixDrafter(LookupDrafter):
         self.longest, self.shortest = longest, shortest
         self.history, self.corpus = history, corpus
         self._sequences: dict[int, _Sequence] = {}
+        self._met: set[int] = set()  # sequences that were observed: their outputs go into the history
+        self._looked_up: set[int] = set()  # sequences with a chain for the coming round
         self._all = [HitRates(longest, with_prior=True) for _ in range(3)]
 
     @classmethod
@@ -78,13 +80,19 @@ class SuffixDrafter(LookupDrafter):
         return cls(given.prompt_lookup_max, given.prompt_lookup_min, history, corpus)
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        """Where nothing may be drafted, nothing is looked up."""
+        if not any([budget.nodes for budget in budgets]):  # noqa: C419 - twice as fast
+            return lone_roots(seqs)
         return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        """Score the last chain against the committed tokens, proposed or not."""
+        """Score the chains that were looked up against the committed tokens, proposed or not."""
+        self._met.update([seq.id for seq in seqs])
+        if not self._looked_up:
+            return
         for seq, committed in zip(seqs, committed_tokens(trees, verdict), strict=True):
             state = self._sequences.get(seq.id)
-            if state is None or not state.chain:
+            if state is None or not state.chain or state.looked != len(seq.tokens):
                 continue
             own, shared = state.rates[state.source], self._all[state.source]
             for step, token in zip(state.chain, committed, strict=False):
@@ -96,10 +104,14 @@ class SuffixDrafter(LookupDrafter):
                         own.count(SECOND, step.match, step.second == token, OWN_MEMORY)
                         shared.count(SECOND, step.match, step.second == token, SHARED_MEMORY)
                     break
+        self._looked_up.clear()
 
     def forget(self, seq: Seq) -> None:
-        state, tenant = self._sequences.pop(seq.id, None), tenant_of(seq)
-        if state is not None and self.history is not None and tenant is not None:
+        tenant, met = tenant_of(seq), seq.id in self._met or seq.id in self._sequences
+        self._sequences.pop(seq.id, None)
+        self._looked_up.discard(seq.id)
+        self._met.discard(seq.id)
+        if met and self.history is not None and tenant is not None:
             self.history.add(tenant, seq.tokens[seq.prompt_length :])
 
     def rewind(self, seq: Seq, length: int) -> None:
@@ -136,6 +148,7 @@ class SuffixDrafter(LookupDrafter):
                 state.reader.read(fresh)
             self._look_up(seq, state)
             state.looked = size
+            self._looked_up.add(seq.id)
         return state
 
     def _places(self, seq: Seq, state: _Sequence) -> list[tuple[int, Place]]:
@@ -178,6 +191,8 @@ class SuffixDrafter(LookupDrafter):
         return steps
 
     def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
+        if not budget.nodes:
+            return seq.tokens[-1:], [-1]
         state = self._state(seq)
         builder = TreeBuilder(seq.tokens[-1])
         node = 0

@@ -1,0 +1,48 @@
+"""Around: seconds of a round beside its pass, by form and size of batch, as rounds have shown them.
+
+A form may also stand for a kind of round: a plain one, or one with look-ups.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from forerun.offers import Form
+
+PLAIN = Form(0, 0, 1)
+FREE_CHAINS = Form(0, 1, 0)  # stands for n-gram chains of any length, whose nodes vary
+LOOKED_UP = Form(0, 0, 0)  # stands for rounds in which all were asked for look-ups and nobody drafted
+FORGIVEN = 0.0005  # of what a form takes beyond another, per round in which it is not run for that
+SMOOTH = 0.1  # weight of the newest round in a moving average of seconds
+
+
+class Around:
+    """Drafting, verdict and the host's work."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[Form, int], float] = {}
+        self._rounds: dict[tuple[Form, int], int] = {}
+
+    def seconds(self, form: Form, batch: int, drafting: float) -> float:
+        """What rounds took, else what drafting is said to take on top of a plain round."""
+        group = batch.bit_length()
+        known = self._seconds.get((form, group))
+        return self._seconds.get((PLAIN, group), 0.0) + drafting if known is None else known
+
+    def is_known(self, form: Form, batch: int) -> bool:
+        return (form, batch.bit_length()) in self._seconds
+
+    def observe(self, form: Form, batch: int, seconds: float, expected: float) -> None:
+        """Learn from a round. A pause of the machine counts little: at most for three times what was expected."""
+        key = form, batch.bit_length()
+        rounds = self._rounds[key] = self._rounds.get(key, 0) + 1
+        known = self._seconds.get(key, expected)
+        if known and isfinite(known):  # a menu may say that a form is not ready
+            seconds = known + (min(seconds, 3.0 * known) - known) * max(SMOOTH, 1.0 / rounds)
+        self._seconds[key] = seconds
+
+    def lower(self, form: Form, batch: int, least: float) -> None:
+        """A form that is not run any more for what it once took: in time it may have become cheaper."""
+        key = form, batch.bit_length()
+        if key in self._seconds:
+            self._seconds[key] += FORGIVEN * (min(least, self._seconds[key]) - self._seconds[key])

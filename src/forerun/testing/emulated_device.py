@@ -1,0 +1,172 @@
+"""EmulatedDevice: a target that knows its texts and takes the time of a GPU, so that only the host's work is real.
+
+Passes are launched and end when a device with this t(rows) would end them; the verdict waits for that. As on a GPU
+(forerun.models.cuda.plain_rounds), the next plain pass is launched before the last one is read, once a few rounds in a
+row were plain, and a pass that was launched in vain has to end first. With `seconds=None` passes take no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter, sleep
+
+import torch
+
+from forerun.models.shared import SharedWeights
+from forerun.models.unpaged import UnpagedTarget
+from forerun.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
+from forerun.verify.greedy import greedy_verdict
+
+FIRST, LONGEST = 2, 64  # plain rounds before a pass is launched ahead: at first, and after many in vain
+NEVER_COMES = 0  # what the target would say behind a draft that is wrong
+
+
+@dataclass(slots=True)
+class LaunchAhead:
+    """When the next plain pass is launched before the last one was read, and whether that was in vain."""
+
+    streak: int = 0
+    wait: int = FIRST
+    under_way: bool = False
+
+    def score(self, plain: bool) -> bool:
+        """A pass is asked for: is it the one that is under way? Where that was in vain, `wait` has doubled."""
+        found = plain and self.under_way
+        if found:
+            self.wait = max(FIRST, self.wait - 1)
+        elif self.under_way:
+            self.wait = min(LONGEST, 2 * self.wait)
+        if not plain:
+            self.streak = 0
+        self.under_way = False
+        return found
+
+    def read(self) -> bool:
+        """A plain pass is about to be read: is the next one launched first?"""
+        self.streak += 1
+        self.under_way = self.streak >= self.wait
+        return self.under_way
+
+
+@dataclass(slots=True)
+class EmulatedDevice(UnpagedTarget):
+    """Greedy texts by prompt; t(rows) in seconds."""
+
+    texts: Mapping[tuple[int, ...], Sequence[int]]
+    vocab_size: int
+    seconds: Callable[[int], float] | None = None
+    max_length: int = 1 << 20
+    slots: int | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    pass_rows: int = 512
+    spent: float = 0.0  # seconds of the host in here, waits included
+    _promised: int = 0
+    _cached: dict[int, int] = field(default_factory=dict)
+    _known: dict[int, Sequence[int]] = field(default_factory=dict)
+    _ahead: LaunchAhead = field(default_factory=LaunchAhead)
+    _free_at: float = 0.0  # when the device has nothing to do
+    _row: torch.Tensor | None = None
+
+    @property
+    def used_slots(self) -> int:
+        return sum(self._cached.values())
+
+    def shared(self) -> SharedWeights | None:
+        return None
+
+    def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
+        trees = self._read(seqs, rows)
+        self._launch(trees.nodes)
+        return trees, Scores(None)
+
+    def _read(self, seqs: Sequence[Seq], rows: int | None) -> TreeBatch:
+        chains = [seq.tokens[self._cached.get(seq.id, 0) : -1] for seq in seqs]
+        chains = chains if rows is None else first_rows(chains, rows)
+        for seq, chain in zip(seqs, chains, strict=True):
+            self._cached[seq.id] = self._cached.get(seq.id, 0) + len(chain)
+            if seq.id not in self._known:
+                prompt = tuple(seq.tokens[: seq.prompt_length])
+                self._known[seq.id] = [*prompt, *self.texts[prompt]]
+        return TreeBatch.chains(chains)
+
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        """Prompts share the pass, or follow one that was launched ahead."""
+        started = perf_counter()
+        read = None if prompts is None else self._read(prompts.seqs, prompts.rows)
+        plain, was_ahead = trees.is_plain(), self._ahead.under_way
+        found = self._ahead.score(plain)
+        beside = 0 if read is None else read.nodes
+        rows = trees.nodes + (0 if found else beside)
+        if not found:
+            self._launch(rows)
+        end, delayed = self._free_at, was_ahead and not found
+        if found and beside:
+            self._launch(beside)
+        goes_on, own = plain and read is None, 0.0 if self.seconds is None else self.seconds(rows)
+        if self._row is None:
+            self._row = torch.zeros(1, self.vocab_size)
+        known = Greedy(verdict=lambda: self._decide(seqs, trees, goes_on, end))
+        self.spent += perf_counter() - started
+        logits, prompt = self._row.expand(trees.nodes, -1), None if read is None else (read, Scores(None))
+        return Scores(logits, {}, known, prompt, seconds=lambda: own, delayed=delayed)
+
+    def _launch(self, rows: int) -> None:
+        if self.seconds is not None and rows:
+            self._free_at = max(perf_counter(), self._free_at) + self.seconds(rows)
+
+    def _decide(self, seqs: Sequence[Seq], trees: TreeBatch, goes_on: bool, end: float) -> Verdict:
+        started = perf_counter()
+        if goes_on and self._ahead.read():
+            self._launch(trees.nodes)
+        self._wait(end)
+        if trees.is_plain():
+            verdict = Verdict.of([()] * len(seqs), [self._after(seq, 0) for seq in seqs], trees.device)
+        else:
+            verdict = greedy_verdict(trees, Greedy(argmax=self._argmax(seqs, trees)))
+        self.spent += perf_counter() - started
+        return verdict
+
+    def _wait(self, end: float) -> None:
+        while (left := end - perf_counter()) > 0.0:
+            sleep(left)
+
+    def _argmax(self, seqs: Sequence[Seq], trees: TreeBatch) -> list[int]:
+        """After every node: what its text says, if it is on that text."""
+        (tokens, _), found = trees.to_host(), list[int]()
+        for seq, first, shape in zip(seqs, trees.starts, trees.topology(), strict=False):
+            right = [True]
+            for node in range(1, len(shape)):
+                parent = shape.parents[node]
+                depth = shape.depths[node]
+                right.append(right[parent] and tokens[first + node] == self._after(seq, depth - 1))
+            found += [
+                self._after(seq, shape.depths[node]) if ok else NEVER_COMES for node, ok in enumerate(right)
+            ]
+        return found
+
+    def after(self, seq: Seq, count: int) -> list[int]:
+        """What the text of a sequence says next."""
+        return [self._after(seq, depth) for depth in range(count)]
+
+    def _after(self, seq: Seq, depth: int) -> int:
+        known, place = self._known[seq.id], len(seq.tokens) + depth
+        return known[place] if place < len(known) else NEVER_COMES
+
+    def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
+        self._promised = 0
+        for seq, path in zip(seqs, verdict.to_host()[0], strict=True):
+            self._cached[seq.id] += 1 + len(path)
+
+    def truncate(self, seq: Seq, length: int) -> None:
+        if seq.id in self._cached:
+            self._cached[seq.id] = min(length, self._cached[seq.id])
+
+    def cached_tokens(self, seq: Seq) -> int:
+        return self._cached.get(seq.id, 0)
+
+    def release(self, seq: Seq) -> None:
+        self._cached.pop(seq.id, None)
+        self._known.pop(seq.id, None)
