@@ -72,6 +72,33 @@ def test_the_errors_hold_where_all_roundings_add_up() -> None:
     assert away.max() > 20, "all of it was lost, and the errors know"
 
 
+def test_the_errors_know_what_rounding_takes_from_rows() -> None:
+    """Weights that eight bits hold exactly: all that is lost is the row's."""
+    signs = torch.where(torch.arange(WIDTH) % 2 == 0, 1.0, -1.0)
+    weight = signs.repeat(64, 1)
+    weight[:, ::32] = 127.0
+    rows = (0.4999 * signs)[None].clone()
+    rows[:, 1::32] = 127.0
+    away = (NativeLinear(weight, None, "q8")(rows) - full(weight, None, rows)).abs().numpy()
+    assert away.min() > 20
+    assert (away <= ScreenedHead(weight, None).errors(rows[0].numpy())).all()
+
+
+def test_a_token_whose_own_estimate_is_far_too_low_still_wins() -> None:
+    """The error of the best estimate alone would not let it in: that of each rival counts."""
+    weight, row = torch.zeros(64, WIDTH), torch.ones(1, WIDTH)
+    row[:, ::32] = 127.0
+    weight[7, 0] = 3.15  # a short row: an estimate of 400 that is nearly exact
+    weight[9] = 0.49  # lost in eight bits, beside the largest of each block
+    weight[9, ::32], weight[9, 31::32] = 0.0, 127.0
+    logits, estimates = full(weight, None, row), NativeLinear(weight, None, "q8")(row)
+    assert int(logits.argmax()) == 9
+    assert int(estimates.argmax()) == 7
+    found = ScreenedHead(weight, None).largest(row)
+    assert found is not None
+    assert int(found.argmax()) == 9
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_largest_is_the_largest_of_the_whole_product_with_its_bits(biased: bool) -> None:
     decided = 0
