@@ -3,8 +3,7 @@
 `drafters.spec("eagle3")` says what a drafter needs, its name in vLLM and SGLang, and where its class is; the class
 is imported when one is built. Drafters are composed by name: `ngram+eagle3` is one drafter made of two, and in
 `ngram>draft_model` the first drafts for the second. A third party adds a part by an entry point in the group
-`forerun.drafters` (or `.verifiers`, `.controllers`), or at run time by `register`. Nothing here knows what the
-classes do.
+`forerun.drafters` (or `.verifiers`, `.controllers`), or at run time by `register`.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from forerun import LLM
-from forerun.bench.serve import inflated
 from forerun.bench.serve.command import main, running
 from forerun.bench.serve.load import Target, arrivals, figures, over_off
 from forerun.bench.serve.start import main as start_main
 from forerun.bench.serve.start import start
 from forerun.bench.serve.stream_client import Answer
+from forerun.cli import serve_inflated as inflated
 from forerun.errors import InvalidInput
 from tests.server.conftest import Running
 
@@ -63,7 +63,7 @@ def test_an_unknown_mode_is_said(served: Running, capsys: pytest.CaptureFixture[
 
 LITTLE = """
 import sys
-from forerun.bench.serve import inflated
+from forerun.cli import serve_inflated as inflated
 from forerun.control import cost
 from forerun.models.inflate import PRESETS, Shape
 cost.QUICK = 1, 4  # it is not the time of passes that counts here

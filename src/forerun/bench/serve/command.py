@@ -88,7 +88,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 @contextmanager
 def serving(model: str, words: str, shape: str | None = None) -> Iterator[str]:
     """`forerun serve` in a process of its own, as long as it is needed; `shape` = at that shape's cost."""
-    what = ["forerun.cli", "serve"] if shape is None else ["forerun.bench.serve.inflated", "--shape", shape]
+    what = ["forerun.cli", "serve"] if shape is None else ["forerun.cli.serve_inflated", "--shape", shape]
     with running(["-m", *what, model, "--port", "0", *words.split()]) as url:
         yield url
 

@@ -1,4 +1,4 @@
-"""A server of a small model at the cost of a larger shape: `python -m forerun.bench.serve.inflated --shape 8b`.
+"""A server of a small model at the cost of a larger shape: `python -m forerun.cli.serve_inflated --shape 8b`.
 
 It writes the small model's texts, and its head is accepted as often as the small model's; passes and drafts cost what
 those of the larger shape do. Weights are made in memory. `python -m forerun.bench.serve --shape 8b` starts it, as a
@@ -49,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m forerun.bench.serve.inflated")
+    parser = argparse.ArgumentParser(prog="python -m forerun.cli.serve_inflated")
     add = parser.add_argument
     add("model", nargs="?", default="smollm2", help="the small model")
     add("--shape", default="8b", choices=[*PRESETS], help="what it is to cost")
