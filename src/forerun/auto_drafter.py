@@ -32,7 +32,7 @@ from forerun.types import Budget, PlainSeq, TreeBatch, Verdict
 log = logging.getLogger(__name__)
 
 WORTH_IT = 1.15  # estimated of a chain; measured over whole calls it was 0.05 less, as prompts are read too
-FAR = 0.8  # times that: below, what was timed at an earlier start is believed
+FAR = 0.9  # times that: below, what was timed at an earlier start is believed
 _CONTEXT = 16  # tokens that the head has read when its levels are timed
 _DRAFTS, _DEPTH = 5, 3  # rounds that are timed, and levels of each; the first warms up
 

@@ -15,11 +15,12 @@ from forerun.drafters.eagle.drafter import EagleDrafter
 from forerun.drafters.eagle.eagle2 import Eagle2Drafter
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.head import EagleHead
-from forerun.drafters.eagle.native_head import NativeHead
+from forerun.drafters.eagle.native_head import Bits, NativeHead
 from forerun.drafters.eagle.native_runner import NativeRunner, NativeSteps
 from forerun.drafters.head_drafter import Calibration
 from forerun.errors import InvalidInput, VocabularyMismatch
 from forerun.models.native import head_library
+from forerun.models.native import library as native
 from forerun.models.native.packing import unpack_rows
 from forerun.models.shared import SharedWeights
 from forerun.params import SamplingParams
@@ -41,10 +42,10 @@ KINDS = [
 
 
 def both(
-    config: EagleConfig, weights: dict[str, Tensor], shared: SharedWeights | None = None
+    config: EagleConfig, weights: dict[str, Tensor], shared: SharedWeights | None = None, bits: Bits = 8
 ) -> list[EagleDrafter]:
     cls = Eagle3Drafter if config.kind == "eagle3" else Eagle2Drafter
-    return [cls(EagleHead(config, weights, shared)), cls(NativeHead(config, weights, shared))]
+    return [cls(EagleHead(config, weights, shared)), cls(NativeHead(config, weights, shared, bits))]
 
 
 def show(drafter: EagleDrafter, seq: FakeSeq, features: Tensor) -> None:
@@ -80,9 +81,15 @@ def test_small_heads_say_the_same(kind: Kind, more: dict[str, bool]) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("bits", "apart", "alike"), [(8, 0.04, 0.9), (4, 0.4, 0.5)])
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_large_heads_are_rounded_and_choose_the_same(kind: Kind) -> None:
-    """Matrices of this size are int8 blocks: logits within a fraction of their spread, and the same best."""
+def test_large_heads_are_rounded_and_choose_the_same(
+    kind: Kind, bits: Bits, apart: float, alike: float
+) -> None:
+    """Matrices of this size are blocks: logits within a fraction of their spread, and of eight bits the same best.
+
+    Weights are random here, which four bits suit less than those of a trained head.
+    """
     config = replace(
         eagle_config(kind, 4096, width=128, draft_vocab=2048 if kind == "eagle3" else None),
         heads=4,
@@ -90,7 +97,7 @@ def test_large_heads_are_rounded_and_choose_the_same(kind: Kind) -> None:
         head_dim=32,
         inner=512,
     )
-    drafters = both(config, eagle_weights(config, seed=5))
+    drafters = both(config, eagle_weights(config, seed=5), bits=bits)
     torch.manual_seed(1)
     seq = FakeSeq(0, torch.randint(4096, (30,)).tolist())
     features = torch.randn(29, config.feature_width)
@@ -98,11 +105,11 @@ def test_large_heads_are_rounded_and_choose_the_same(kind: Kind) -> None:
         show(drafter, seq, features)
     agreed = 0
     for wanted, found in zip(*(said(drafter, [seq]) for drafter in drafters), strict=True):
-        assert 0.0 < float((found - wanted).abs().max()) < 0.2 * float(wanted.std())
+        assert 0.0 < float((found - wanted).norm()) < apart * float(wanted.norm())
         best, near = (logits.topk(8).indices.flatten(0, -2) for logits in (wanted, found))
-        assert torch.equal(best[:, 0], near[:, 0])
+        assert bits == 4 or torch.equal(best[:, 0], near[:, 0])
         agreed += sum(len(set(a) & set(b)) for a, b in zip(best.tolist(), near.tolist(), strict=True))
-    assert agreed >= 0.9 * 8 * 6
+    assert agreed >= alike * 8 * 6
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.6}, {"temperature": 4.0, "noise": True}])
@@ -173,6 +180,17 @@ def test_the_targets_tables_are_read_where_they_lie(how: str) -> None:
         largest = float(wanted.abs().max())
         atol = 0.01 * largest if how == "blocks" else 1e-3  # packed rows are multiplied with rounded ones
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=atol)
+
+
+@pytest.mark.parametrize(("words", "rounded"), [(1500, True), (900, False)])  # few rows are not worth it
+def test_the_targets_lm_head_is_rounded_to_four_bits(words: int, rounded: bool) -> None:
+    config = eagle_config("eagle3", words, width=64)
+    blocks = random_blocks("Q8_0", words, 64)
+    table = unpack_rows(blocks, torch.arange(words))
+    shared = replace(SharedWeights.of(table, table), head_table=blocks)
+    heads = [NativeHead(config, eagle_weights(config, borrows=True), shared, bits) for bits in (8, 4)]
+    kinds = [native.library().fr_packed_kind(kind) for kind in (8, 3)]  # Q8_0 and Q4_1
+    assert [head.struct.lm_head.part[0].kind for head in heads] == [kinds[0], kinds[rounded]]
 
 
 def test_a_text_that_the_head_cannot_read_is_refused() -> None:

@@ -11,6 +11,7 @@ from forerun.models.native import library as native_library
 from forerun.models.native.linear_op import apply, linear
 from forerun.models.native.packing import (
     PackedWeight,
+    as_q4_1,
     is_packable,
     pack_blocks,
     pack_floats,
@@ -53,13 +54,23 @@ def test_products_are_right(name: str) -> None:
     assert float((got - plain).norm() / plain.norm()) < 0.015  # what rounding rows to int8 costs
 
 
-@pytest.mark.parametrize("mode", ["float32", "bfloat16", "q8"])
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "q8", "q4"])
 def test_float_weights(mode: str) -> None:
     weight, x, bias = torch.randn(37, 96), _rows(5, 96), torch.randn(37)
     packed = pack_floats(weight, mode, bias)  # type: ignore[arg-type]
     wanted = x @ weight.T + bias
-    tolerance = {"float32": 1e-6, "bfloat16": 0.005, "q8": 0.015}[mode]
+    tolerance = {"float32": 1e-6, "bfloat16": 0.005, "q8": 0.015, "q4": 0.12}[mode]
     assert float((apply(packed, x) - wanted).norm() / wanted.norm()) < tolerance
+
+
+def test_four_bits_hold_what_has_sixteen_values() -> None:
+    """Blocks whose numbers are fifteen equal steps apart lose nothing; a block of one number neither."""
+    steps = torch.randint(0, 16, (40, 3, 32), generator=torch.Generator().manual_seed(4)).float()
+    steps[:, :, 0], steps[:, :, 1] = 0.0, 15.0
+    weight = steps * 0.25 - 2.0
+    weight[5, 1] = 0.5
+    weight = weight.view(40, 96)
+    assert torch.equal(dequantize(as_q4_1(weight)), weight)
 
 
 def test_odd_widths_stay_exact() -> None:

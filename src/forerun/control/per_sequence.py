@@ -113,9 +113,9 @@ class SequencePlanner:
         self, offers: Sequence[Offer], batch: int, most: int = MOST_CHAINS
     ) -> tuple[list[int], float]:
         """How deep each chain that costs nothing is worth drafting, and how many tokens of all would be accepted."""
-        if not self.free_allowance.covers_usual:
-            return [0] * len(offers), 0.0
         chains = [offer.free[: self.nodes] for offer in offers]
+        if not (any(chains) and self.free_allowance.covers_usual):  # nobody has one: the usual case of a few
+            return [0] * len(offers), 0.0
         seconds = self.cost.passes_seconds(batch, 1 + min(most, sum(map(len, chains))), batch)
         factor = self.rate * batch / self.cost.pass_seconds(batch, batch)
         price = [factor * (one - seconds[0]) for one in seconds]

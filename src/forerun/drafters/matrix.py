@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forerun.models.layers import linear
 from forerun.models.native import library as native
-from forerun.models.native.packing import PackedWeight, pack_floats, side_by_side
+from forerun.models.native.packing import FloatMode, PackedWeight, pack_floats, side_by_side
 
 SMALLEST = 1 << 16  # numbers in a matrix that is worth packing
 
@@ -23,10 +23,10 @@ def is_worth_packing(weight: Tensor) -> bool:
     return weight.numel() >= SMALLEST and weight.shape[1] % 32 == 0 and weight.dtype == torch.float32
 
 
-def packed_form(weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
-    """A weight as the kernels read it: int8 blocks, or float32 where it is small or odd."""
+def packed_form(weight: Tensor, bias: Tensor | None = None, mode: FloatMode = "q8") -> PackedWeight:
+    """A weight as the kernels read it: in blocks, or float32 where it is small or odd."""
     weight = weight.detach().float()
-    return pack_floats(weight, "q8" if is_worth_packing(weight) else "float32", bias)
+    return pack_floats(weight, mode if is_worth_packing(weight) else "float32", bias)
 
 
 class Matrix:

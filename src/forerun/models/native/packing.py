@@ -18,9 +18,9 @@ from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
 from forerun.models.native.library import BF16, BLOCK, F32, Table, Weight, Weights, library
 from forerun.models.native.memory import take_memory
 
-FloatMode = Literal["float32", "bfloat16", "q8"]
+FloatMode = Literal["float32", "bfloat16", "q8", "q4"]
 
-_Q8_0 = 8
+_Q4_1, _Q8_0 = 3, 8
 _PLAIN = ("F32", "F16", "BF16")
 _ROWS = 4096  # rows quantised at once: intermediates stay small beside the result
 
@@ -70,10 +70,10 @@ def pack_blocks(blocks: Blocks, bias: Tensor | None = None) -> PackedWeight:
 
 
 def pack_floats(weight: Tensor, mode: FloatMode, bias: Tensor | None = None) -> PackedWeight:
-    """A float matrix as it is, or as int8 blocks of 32 (q8); widths that are no multiple of 32 stay float32."""
+    """A float matrix as it is, or in blocks of 32 inputs of eight or four bits (q8, q4); other widths stay float32."""
     outputs, inputs = weight.shape
-    if mode == "q8" and inputs % BLOCK == 0:
-        return pack_blocks(quantize_q8(weight), bias)
+    if mode in ("q8", "q4") and inputs % BLOCK == 0:
+        return pack_blocks(quantize_q8(weight) if mode == "q8" else as_q4_1(weight), bias)
     narrow = mode == "bfloat16"
     data = weight.to(torch.bfloat16 if narrow else torch.float32).contiguous()
     return PackedWeight(BF16 if narrow else F32, outputs, inputs, data, _as_bias(bias))
@@ -125,3 +125,18 @@ def quantize_q8(weight: Tensor) -> Blocks:
         data[first : first + _ROWS, :, :2] = scales.view(torch.uint8)
         data[first : first + _ROWS, :, 2:] = values.view(torch.uint8)
     return Blocks(_Q8_0, (outputs, inputs), data.flatten())
+
+
+def as_q4_1(weight: Tensor) -> Blocks:
+    """Fifteen steps from a block's least to its largest; both rounded to float16 before the integers are chosen."""
+    outputs, inputs = weight.shape
+    data = torch.empty(outputs, inputs // BLOCK, 4 + BLOCK // 2, dtype=torch.uint8)
+    for first in range(0, outputs, _ROWS):
+        rows = weight[first : first + _ROWS].float().view(-1, inputs // BLOCK, BLOCK)
+        least, some = rows.amin(-1, keepdim=True).half(), data[first : first + _ROWS]
+        steps = ((rows.amax(-1, keepdim=True) - least.float()) / 15).clamp(min=0, max=65504).half()
+        inverse = torch.where(steps > 0, 1 / steps.float(), 0.0)
+        values = ((rows - least.float()) * inverse).round().clamp(0, 15).to(torch.uint8)
+        some[:, :, :2], some[:, :, 2:4] = steps.view(torch.uint8), least.view(torch.uint8)
+        some[:, :, 4:] = values[..., : BLOCK // 2] | values[..., BLOCK // 2 :] << 4
+    return Blocks(_Q4_1, (outputs, inputs), data.flatten())
