@@ -23,7 +23,10 @@ from forerun.offers import NEVER, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
-REPEATS = 8, 2  # rounds that follow under one plan before they are read; and where others could draft at no cost
+REPEATS = (
+    8,
+    2,
+)  # rounds that follow under one plan before they are read; and where others could draft at no cost
 
 
 @dataclass(frozen=True, slots=True)
