@@ -10,6 +10,7 @@ pairs of prompt and answer from a JSON file instead. The last line of stdout is 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -154,6 +155,8 @@ def measure(engine: Engine, texts: Sequence[Text], batch: int, rounds: int) -> d
     target = engine.target
     assert isinstance(target, EmulatedDevice)
     timed.watch(engine)
+    gc.collect()
+    gc.freeze()  # else a full collection, a tenth of a second, falls into one run and not into another
     started, counted, drafted, waits = perf_counter(), 0, 0, 0.0
     while counted < rounds:
         while len(engine.running) + len(engine.waiting) + len(engine.reading) < batch:

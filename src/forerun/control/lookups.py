@@ -112,8 +112,6 @@ class LookupGate:
         share = MORE if self._promising else SHARE
         most = AT_FIRST * plain
         self._credit = most if self._credit is None else min(self._credit + share * plain, most)
-        if self._promising:
-            self.allowance.book(MORE)
         again, first = self._sampling or PRESUMED, self._reading or PRESUMED
         if self._credit < min(again, first):
             return []
@@ -131,6 +129,8 @@ class LookupGate:
             self._credit -= first if fresh else again
             self._fresh += fresh
             asked.append(one)
+        if self._promising:
+            self.allowance.book((self._fresh * first + (len(asked) - self._fresh) * again) / plain)
         self._met.update(asked)
         self._panel = panel[len(asked) :] + asked
         return asked
@@ -197,10 +197,10 @@ class LookupGate:
         self._note_delay(nodes > 0, outcome.delayed)
         if nodes:
             self._kept.add(sum(outcome.accepted), self._promised, KEPT_MEMORY)
-        plain = self.plain_seconds(batch)
         if form is PLAIN:
             self.allowance.book(0.0)
             return
+        plain = self.plain_seconds(batch)
         lost = self._seconds(form, batch + nodes, batch) / plain - 1.0 + outcome.delayed
         gain = sum(outcome.accepted) / batch - lost
         self.allowance.book(-gain)
@@ -275,6 +275,12 @@ class LookupGate:
         if not self.around.is_known(PLAIN, len(ids)):
             return False
         few, batch = [*self._sample], len(ids)
+        most = 1.0 + sum([sum(offer.free) for offer in few]) / len(
+            few
+        )  # tokens of a sequence, if all were drafted
+        if most * plain <= BETTER * self._seconds(FREE_CHAINS, batch, batch):
+            self._promising = False
+            return False
         depths, accepted = self.chains(
             [few[i % len(few)] for i in range(batch)], batch, self.most_nodes(batch)
         )
