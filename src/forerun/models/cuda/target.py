@@ -204,9 +204,7 @@ class CudaDecoder(SlotTarget):
         self.passes.run_grown(plan, layers, form)
         number = self.grown.send(form)
         self.after.keep_rows(plan, layers)
-        if (
-            trees.follows is not None
-        ):  # all are greedy; and before sequences that have ended give their pages back
+        if trees.follows is not None:  # all are greedy; and now, before those that have ended give pages back
             self.after.move_decided()
         rows = {layer: self.buffers.hidden(layer) for layer in layers}
         hidden = {
