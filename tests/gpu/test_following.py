@@ -188,7 +188,7 @@ def test_a_failure_anywhere_leaves_texts_as_they_are(
         drafter = engine.drafters.get("device")
         owner, name = {
             "propose": (engine.drafters, "propose"), "append": (drafter.draft.rows, "append_decided"),
-            "draft": (drafter.draft, "_send"), "score": (target, "_score_grown"),
+            "draft": (drafter.draft, "_draft_for"), "score": (target, "_score_grown"),
             "prompts": (engine, "_observe_prompts"), "verdict": (target.grown, "read"), "commit": (target, "commit"),
             "observe": (engine.drafters, "observe"), "outcome": (engine_module, "outcome_of"),
             "controller": (engine.controller, "observe"),
