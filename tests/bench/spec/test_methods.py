@@ -24,7 +24,8 @@ from forerun.types import Budget
 
 
 def test_every_drafter_of_the_registry_is_in_the_table() -> None:
-    for given in (Given(), Given(tuple(heads_in_the_box()), ("small", "medium"), "plan.json")):
+    own = tuple(head for head in heads_in_the_box() if "smollm2" in head.path.name)
+    for given in (Given(), Given(own, ("small", "medium"), "plan.json")):
         methods = every_method(given)
         parts = [name for one in methods for name in (one.setup.drafter or "").replace("+", ">").split(">")]
         assert set(parts) == {spec.name for spec in registry.drafters.specs()} - {"none"}
