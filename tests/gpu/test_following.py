@@ -16,6 +16,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.following import next_round
 from forerun.engine.pending import Launched
 from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.sequence import SequenceState
 from forerun.models.cuda.target import CudaDecoder
 from forerun.offers import Form
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
@@ -158,6 +159,41 @@ def test_one_request_among_greedy_ones_ends_it(monkeypatch: pytest.MonkeyPatch) 
     wanted, watched = plain_texts(target, some), Watched(monkeypatch)
     assert write(make(target, Forms([TREE], 9), follows=True), some, 5)[0] == wanted
     assert 0 < watched.followed < watched.asked
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_whoever_is_about_to_end_counts_too(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last round is not the device's to decide, though the round behind it would be."""
+    target, more = willing_target(), {"temperature": 1.0} if sampled else {"logprobs": 2}
+    rng, long = (
+        random.Random(3),
+        [one for one in requests(40, 9) if one.params.max_tokens > 20 and len(one.prompt) > 1][:5],
+    )
+    short = [
+        Request(
+            [rng.randrange(2, VOCAB) for _ in range(9)],
+            SamplingParams(max_tokens=count, **more),
+            drafter="device",
+            verifier="exact",
+        )
+        for count in (1, 1, 2, 1, 1, 1)
+    ]
+    texts, watched = [], Watched(monkeypatch)
+    for forms in (Forms([None], 0), Forms([WIDE], 9)):
+        engine = make(target, forms, follows=True, batch=6)
+        seqs = [engine.find(engine.submit(one)) for one in (*long, *short)]
+        while engine.busy:
+            engine.step()
+        texts.append([(seq.tokens, _logprobs(seq)) for seq in seqs if seq is not None])
+    assert texts[0][:5] == texts[1][:5]
+    assert sampled or texts[0] == texts[1]
+    assert watched.followed > 0
+
+
+def _logprobs(seq: SequenceState) -> list[list[tuple[int, float]]]:
+    """The likeliest tokens at each place, rounded: passes of other widths may round otherwise."""
+    found = [one for event in seq.events for one in event.logprobs]
+    return [[(one.token, round(one.logprob, 3))] for one in found]
 
 
 PLACES = [

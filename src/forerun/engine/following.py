@@ -46,7 +46,7 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
     engine.scheduler.start_those_read()  # whose prompts the last pass has completed
     going = _going(last, engine.running)
     seqs = [seq for seq, _ in going]
-    if not any(tree >= 0 for _, tree in going) or not _may_follow(engine, seqs):
+    if not any(tree >= 0 for _, tree in going) or not _may_follow(engine, [*last.seqs, *seqs]):
         return None
     both = [*last.pending.seqs, *(seq for seq, tree in going if tree < 0)]
     engine.hold(both)
@@ -72,7 +72,7 @@ def _going(last: Launched, running: Sequence[SequenceState]) -> Going:
 
 
 def _may_follow(engine: Engine, seqs: Sequence[SequenceState]) -> bool:
-    """Does the device decide about all of them, and does one drafter serve them?"""
+    """Does the device decide about all of them, those too that end with the last round, and does one drafter serve them?"""
     if len({seq.drafting for seq in seqs}) > 1:
         return False
     if not all(engine.verifiers.get(name).exact for name in {seq.verifier for seq in seqs}):
