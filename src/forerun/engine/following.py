@@ -72,7 +72,7 @@ def _going(last: Launched, running: Sequence[SequenceState]) -> Going:
 
 
 def _may_follow(engine: Engine, seqs: Sequence[SequenceState]) -> bool:
-    """Does the device decide about all of them, those too that end with the last round, and does one drafter serve them?"""
+    """Does the device decide about all of both rounds, and does one drafter serve them?"""
     if len({seq.drafting for seq in seqs}) > 1:
         return False
     if not all(engine.verifiers.get(name).exact for name in {seq.verifier for seq in seqs}):
