@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.models.cuda import kernels_attention, kernels_linear, kernels_rows
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.packed import Weight
-from forerun.models.cuda.plan import MAX_ROWS, split_of
+from forerun.models.cuda.plan import MAX_ROWS, programs_for, split_of
 
 if TYPE_CHECKING:
     from forerun.models.cuda.wide import WideProducts
@@ -261,7 +261,7 @@ class FusedSteps:
 
     def attend(self, run: Run, layer: int) -> None:
         config, window = self.model.config, self.model.layers[layer].window
-        grid = run.size.groups, config.kv_heads, run.size.splits
+        grid = run.size.groups, config.kv_heads, programs_for(run.size, config.kv_heads, self.processors)
         each = power_of_two(config.heads // config.kv_heads)
         short = run.size.splits <= SHORT_SPLITS  # a program has few steps, and prefetching gains nothing
         settings: dict[str, Any] = {"num_stages": 1 if short else 3}

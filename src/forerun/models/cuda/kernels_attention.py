@@ -4,7 +4,8 @@ Keys are read by absolute position: first the committed tokens, then the node's 
 through a table of nodes. A tile of positions is a page of the KV cache, found through the sequence's table of pages;
 a sequence without one has its slots in a row. Positions are cut into splits at fixed places (short ones near the
 start, longer ones further out), each is read in tiles of 64 positions, and `combine` adds a node's splits up in order.
-Which programs do that work depends on the batch; the order of every sum depends on the node's position alone.
+Which programs do that work, and how many splits each of them takes, depends on the batch; the order of every sum
+depends on the node's position alone.
 
 A program takes a *group*: nodes of one sequence of which each is an ancestor of the next (a chain), or any
 nodes where the split lies wholly in committed tokens, or one node.
@@ -75,8 +76,8 @@ def _walk(q, at, last, start, end, top, total, acc, keys, values, ints, base, le
 def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, scale, head_stride, split_stride,
            H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
            PDL: tl.constexpr):  # fmt: skip
-    """One group, one key-value head, one split: what its queries found there, unnormalised, in fp32."""
-    g, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One group, one key-value head, every so many-th split: what its queries found in each, unnormalised, in fp32."""
+    g, h = tl.program_id(0), tl.program_id(1)
     group = groups + g * FIELDS
     low, high = tl.load(group), tl.load(group + 1)
     first, count = tl.load(group + 2), tl.load(group + 3)
@@ -89,28 +90,29 @@ def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, sc
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if (s >= low) & (s < high):
+    if low + tl.program_id(2) < high:
         head = h * (H // HKV) + r % EACH
         place = (node * H + head)[:, None] * D + d[None, :]
         q = tl.load(queries + place, mask=real[:, None], other=0.0, cache_modifier=".cg")
         last = tl.max(at, 0)
-        start, end = _split_start(s), tl.minimum(_split_start(s + 1), last + 1)
-        if WINDOW > 0:  # tiles that no node of the group sees are passed over
-            near = tl.load(positions + first) - WINDOW + 1
-            start = tl.maximum(start, (near // TILE) * TILE)
-        top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((ROWS,), dtype=tl.float32)
-        acc = tl.zeros((ROWS, D), dtype=tl.float32)
         mine, theirs = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
-        middle = tl.maximum(start, tl.minimum(end, (length // TILE) * TILE))
-        top, total, acc = _walk(q, at, last, start, middle, top, total, acc, mine, theirs, ints, base, length,
-                                ancestors, pages, scale, D, WINDOW, False)  # fmt: skip
-        top, total, acc = _walk(q, at, last, middle, end, top, total, acc, mine, theirs, ints, base, length,
-                                ancestors, pages, scale, D, WINDOW, True)  # fmt: skip
-        row = s * split_stride + node * H + head
-        tl.store(parts + row.to(tl.int64)[:, None] * D + d[None, :], acc, mask=real[:, None])
-        tl.store(tops + row, top, mask=real)
-        tl.store(sums + row, total, mask=real)
+        for s in range(low + tl.program_id(2), high, tl.num_programs(2)):
+            start, end = _split_start(s), tl.minimum(_split_start(s + 1), last + 1)
+            if WINDOW > 0:  # tiles that no node of the group sees are passed over
+                near = tl.load(positions + first) - WINDOW + 1
+                start = tl.maximum(start, (near // TILE) * TILE)
+            top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+            total = tl.zeros((ROWS,), dtype=tl.float32)
+            acc = tl.zeros((ROWS, D), dtype=tl.float32)
+            middle = tl.maximum(start, tl.minimum(end, (length // TILE) * TILE))
+            top, total, acc = _walk(q, at, last, start, middle, top, total, acc, mine, theirs, ints, base, length,
+                                    ancestors, pages, scale, D, WINDOW, False)  # fmt: skip
+            top, total, acc = _walk(q, at, last, middle, end, top, total, acc, mine, theirs, ints, base, length,
+                                    ancestors, pages, scale, D, WINDOW, True)  # fmt: skip
+            row = s * split_stride + node * H + head
+            tl.store(parts + row.to(tl.int64)[:, None] * D + d[None, :], acc, mask=real[:, None])
+            tl.store(tops + row, top, mask=real)
+            tl.store(sums + row, total, mask=real)
 
 
 @triton.jit

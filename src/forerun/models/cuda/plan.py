@@ -25,6 +25,7 @@ NARROW = (
     64  # rows of the largest pass whose products are those of few rows (kernels_linear, not kernels_wide)
 )
 SPLIT_SIZES = (8, 32, 96, 256)  # few: passes are captured with each, before texts are written
+ATTENDING, FEWEST = 8, 2  # programs of attention to a multiprocessor, about; to a group and head, at least
 LONGEST = 245_760  # positions that 256 splits cover
 PAGES = 1 << 17  # pages of all sequences of a pass together, at most
 
@@ -71,6 +72,15 @@ class Size:
     rows: int
     groups: int
     splits: int
+
+
+def programs_for(size: Size, heads: int, processors: int) -> int:
+    """Programs of attention to a group and a key-value head: they take its splits in turn.
+
+    One for each split, but fewer where there are many groups: most groups of a tree are single nodes, which attend to
+    one or two splits, and programs that find nothing to do take time to start too.
+    """
+    return min(size.splits, max(FEWEST, ATTENDING * processors // (size.groups * heads)))
 
 
 def splits_to(farthest: int) -> int:

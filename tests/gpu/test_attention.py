@@ -1,0 +1,97 @@
+"""The attention kernels: what a node finds, and that it changes no bit how many programs share the splits.
+
+Runs on a GPU, or on a CPU in Triton's interpreter: TRITON_INTERPRET=1 python -m pytest tests/gpu/test_attention.py
+"""
+
+import importlib.util
+import math
+import os
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.models.cuda.network import Run
+from forerun.models.cuda.plan import MAX_ROWS, Plan, Size, Span, plan_pass, programs_for
+from forerun.models.paged import slots_of
+from forerun.testing import random_tree
+from forerun.topology import topology_of
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+HEADS, KV_HEADS, DIM, PAGE, SLOTS = 8, 2, 32, 64, 2048
+
+
+def _where() -> torch.device:
+    if INTERPRETED:
+        return torch.device("cpu")
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        pytest.skip("needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1)")
+    return torch.device("cuda")
+
+
+def test_few_groups_have_a_program_for_every_split_and_many_have_two() -> None:
+    assert programs_for(Size(1, 1, 8), 8, 132) == 8  # a single row
+    assert programs_for(Size(64, 64, 8), 8, 132) == 2  # a tree of 59 nodes
+    assert programs_for(Size(256, 512, 8), 8, 132) == 2
+    assert programs_for(Size(1, 1, 256), 8, 132) == 132
+
+
+@pytest.mark.parametrize("window", [0, 150])
+def test_what_is_found_does_not_depend_on_the_number_of_programs(window: int) -> None:
+    device, rng = _where(), random.Random(3)
+    spans = [
+        _span(rng, length, nodes, first) for length, nodes, first in ((430, 13, 1), (100, 1, 9), (63, 5, 12))
+    ]
+    plan = plan_pass(spans, 64 // (HEADS // KV_HEADS))
+    torch.manual_seed(0)
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    queries = torch.randn(MAX_ROWS, HEADS, DIM, device=device).to(dtype)
+    kv = torch.randn(2, KV_HEADS, SLOTS, DIM, device=device).to(dtype)
+    alone = _attend(plan, queries, kv, window, programs=plan.size.splits)
+    wanted = _by_hand(spans, queries, kv, window)
+    torch.testing.assert_close(alone[: plan.rows].float(), wanted, atol=2e-2, rtol=2e-2)
+    for programs in (1, 2, 3):
+        assert torch.equal(_attend(plan, queries, kv, window, programs)[: plan.rows], alone[: plan.rows])
+
+
+def _span(rng: random.Random, length: int, nodes: int, first_page: int) -> Span:
+    tokens, parents = random_tree(rng, 1, 50, nodes)
+    pages = [*range(first_page, first_page + (length + len(tokens)) // PAGE + 1)]
+    rng.shuffle(pages)
+    return Span(tokens, topology_of(tuple(parents)), pages, length)
+
+
+def _attend(plan: Plan, queries: Tensor, kv: Tensor, window: int, programs: int) -> Tensor:
+    from forerun.models.cuda import kernels_attention as kernels
+
+    size, device, stride = plan.size, queries.device, MAX_ROWS * HEADS
+    ints = torch.cat((torch.arange(MAX_ROWS, dtype=torch.int32), torch.from_numpy(plan.ints))).to(device)
+    run = Run.of(size, ints)
+    parts = torch.full((size.splits * stride, DIM), math.nan, device=device)  # what nobody wrote shows
+    tops, sums = torch.full((2, size.splits * stride), math.nan, device=device)
+    out = torch.empty_like(queries)
+    kernels.attend[(size.groups, KV_HEADS, programs)](
+        queries, kv[0], kv[1], ints, run.groups, run.positions, parts, tops, sums, DIM**-0.5 / math.log(2),
+        kv.stride(1), stride, H=HEADS, HKV=KV_HEADS, EACH=HEADS // KV_HEADS, D=DIM, WINDOW=window, PDL=False,
+    )  # fmt: skip
+    kernels.combine[(size.rows, HEADS // 4)](
+        out, run.positions, parts, tops, sums, stride, H=HEADS, D=DIM, HEADS=4, WINDOW=window, STEP=8,
+        ROOM=0, PDL=False,
+    )  # fmt: skip
+    return out
+
+
+def _by_hand(spans: list[Span], queries: Tensor, kv: Tensor, window: int) -> Tensor:
+    """Softmax over what every node sees, in float32."""
+    found, row = [], 0
+    for span in spans:
+        slots = slots_of(span.pages, 0, span.length + len(span.tokens))
+        for path in span.shape.paths:
+            seen = [*slots[: span.length], *(slots[span.length + node] for node in path)]
+            seen = seen[-window:] if window else seen
+            keys, values = kv[:, :, seen].float().repeat_interleave(HEADS // KV_HEADS, 1)
+            law = torch.softmax((keys @ queries[row].float()[:, :, None])[..., 0] * DIM**-0.5, -1)
+            found.append((law[:, None] @ values)[:, 0])
+            row += 1
+    return torch.stack(found)
