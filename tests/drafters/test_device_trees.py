@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.control.cost import WIDE
 from forerun.drafters.eagle.cuda.capture import contexts_of, jobs_of
 from forerun.drafters.eagle.cuda.draft_plan import (
     BUCKETS,
@@ -24,7 +25,7 @@ from forerun.drafters.eagle.cuda.draft_plan import (
 from forerun.drafters.eagle.cuda.menu import FORMS, ROWS, DraftMenu, forms_for
 from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, cut_trees, grow_level
 from forerun.models.cuda.last_round import LastRound
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, splits_to
+from forerun.models.cuda.plan import FIELDS, MAX_ROWS, ROW_SIZES, round_up, splits_to
 from forerun.models.paged import Ints
 from forerun.offers import Form
 
@@ -253,7 +254,21 @@ def test_every_batch_has_a_bucket_and_a_menu() -> None:
         forms = forms_for(bucket)
         assert FORMS[0] in forms, "one more token is always to be had"
         assert all(bucket * (form.nodes + 1) <= ROWS for form in forms)
-    assert set(forms_for(1)) == set(FORMS)
+    assert {form for bucket in BUCKETS for form in forms_for(bucket)} == set(FORMS)
+
+
+def test_trees_fill_the_passes_that_they_pay_for() -> None:
+    """A tree of 16 nodes would cost a batch of 8 a pass of 160 rows, for 136."""
+    for bucket in BUCKETS:
+        trees = [bucket * (form.nodes + 1) for form in forms_for(bucket) if form.width > 1]
+        assert all(rows >= 0.9 * round_up(rows, ROW_SIZES) for rows in trees), bucket
+    assert {form.nodes for form in forms_for(8) if form.width > 1} == {7, 11, 15, 23, 31, 47}
+    assert Form(15, 6, 5) in forms_for(1)
+    assert Form(23, 6, 6) not in forms_for(1), "32 rows would be computed for 24"
+
+
+def test_a_gpu_is_measured_where_its_passes_differ() -> None:
+    assert WIDE == ROW_SIZES
 
 
 def test_a_menu_says_what_was_timed() -> None:
@@ -264,7 +279,7 @@ def test_a_menu_says_what_was_timed() -> None:
     menu.note(16, form, 0.7)
     assert menu.seconds(form, 5) == menu.seconds(form, 8) == 0.5
     assert menu.seconds(form, 9) == menu.seconds(form, 16) == 0.7
-    assert menu.seconds(Form(59, 6, 10), 64) == math.inf, "not on the menu of so many"
+    assert menu.seconds(FORMS[-1], 64) == math.inf, "not on the menu of so many"
     assert menu.seconds(form, 1000) == math.inf
     assert menu.expected(Form(2, 2, 1)) == pytest.approx(0.6 + 0.3)
 
@@ -273,7 +288,7 @@ def test_a_menu_says_what_was_timed() -> None:
 def test_what_is_captured_covers_every_context(max_length: int) -> None:
     """No text that is written up to its end, with any form behind it, needs a graph that is not there."""
     captured = {(form, splits_to(reach + form.depth)) for _, form, reach in jobs_of(1, max_length)}
-    for form in FORMS:
+    for form in forms_for(1):
         for length in {0, 500, 1000, 1017, 1018, 1023, max_length // 2, max_length - 1}:
             if length < max_length:
                 assert (form, splits_to(length + form.depth)) in captured, length

@@ -33,15 +33,19 @@ WIDE = (
     8,
     16,
     32,
+    48,
     64,
     96,
     128,
+    160,
     192,
+    224,
     256,
     384,
     512,
+    768,
     1024,
-)  # a GPU: the trees of a whole batch in one pass
+)  # a GPU: as its passes are
 TOGETHER = 32  # nodes of one sequence while measuring: wider passes are over several sequences
 CONTEXT = 128  # tokens cached while measuring
 RECENT = 0.2  # weight of the last round in what prompts took beside it

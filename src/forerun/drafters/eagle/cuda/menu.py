@@ -6,16 +6,18 @@ import math
 from collections.abc import Sequence
 
 from forerun.drafters.eagle.cuda.draft_plan import BUCKETS, MOST, bucket_of
+from forerun.models.cuda.plan import ROW_SIZES, round_up
 from forerun.offers import Form
 
 FORMS = tuple(
     Form(*sizes)
     for sizes in (
         (1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 4, 1), (5, 5, 1),
-        (8, 3, 3), (16, 4, 4), (24, 5, 6), (40, 6, 8), (59, 6, 10),
+        (7, 5, 3), (11, 5, 4), (15, 6, 5), (23, 6, 6), (31, 6, 8), (47, 7, 8), (59, 7, 10),
     )
 )  # fmt: skip
 ROWS = 384  # of a target's pass over all trees: a larger pass costs more than any draft brings
+FILLED = 0.9  # of a pass, at least, by trees that branch
 UNMEASURED = 2e-4  # seconds per level: about the time to read a head's weights
 UNKNOWN = (
     (0.6, 0.1, 0.05, 0.03, 0.02),
@@ -23,8 +25,17 @@ UNKNOWN = (
 
 
 def forms_for(bucket: int) -> tuple[Form, ...]:
-    """The forms whose trees fit a pass that can pay for itself, for so many sequences."""
-    return tuple(form for form in FORMS if bucket * (form.nodes + 1) <= ROWS)
+    """The forms for so many sequences: those whose trees fit a pass that can pay for itself, and fill it.
+
+    A pass is computed for the next of a few numbers of rows (ROW_SIZES). Trees of 15 nodes and a root fill one of
+    128 rows at batch 8, while trees of 16 would pay for 160.
+    """
+    return tuple(form for form in FORMS if bucket * (form.nodes + 1) <= ROWS and _fills(form, bucket))
+
+
+def _fills(form: Form, bucket: int) -> bool:
+    rows = bucket * (form.nodes + 1)
+    return form.width == 1 or rows >= FILLED * round_up(rows, ROW_SIZES)
 
 
 class DraftMenu:
