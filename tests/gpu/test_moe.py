@@ -137,6 +137,24 @@ def test_padding_wakes_no_expert() -> None:
     assert changed == [True, True, False, True, True, False]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu])])
+def test_experts_that_a_pass_reads_are_counted(device: str) -> None:
+    """Those of the last pass, by layer, whatever the padding; none in layers without experts."""
+    need_cuda(device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    target, seq = make_target("qwen2_moe", device, dtype), FakeSeq(1, _text(random.Random(3), 40))
+    target.prefill([seq], Needs())
+    for nodes, most in ((1, 4), (3, 12), (50, 24)):
+        target.score([seq], TreeBatch.chains([[seq.tokens[-1], *range(nodes - 1)]]), Needs())
+        first, dense, last = target.passes.steps.woken()
+        assert dense == 0
+        assert 4 <= first <= most
+        assert 4 <= last <= most
+        assert nodes == 1 or max(first, last) > 4
+    target.release(seq)
+    assert make_target("mixtral", device, dtype).passes.steps.woken() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_texts_are_those_of_generate(name: str) -> None:
     model, target, rng = make_reference(name), make_target(name, "cpu"), random.Random(5)
@@ -270,7 +288,7 @@ def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool) 
 
 @pytest.mark.parametrize("kind", ["plain", "int8"])
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("block", [16, 32, 64])
 def test_grouped_product(gated: bool, block: int, kind: WeightKind) -> None:
     device = _where()
     from forerun.models.cuda import kernels_experts as kernels
@@ -383,8 +401,10 @@ def test_a_layer_by_kernels_is_the_layer_in_torch(name: str) -> None:
         squares.new_zeros(rows).float(),
         tile,
     )
-    room.enter(run, x, layer.mlp_norm, layer.experts, eps)
-    room.leave(run, x, model.next_norm(0), layer.experts, eps, left)
+    room.enter(run, x, layer.mlp_norm, layer.experts, eps, 0)
+    room.leave(run, x, model.next_norm(0), layer.experts, eps, left, 0)
+    assert room.woken() == steps.woken()
+    assert room.woken()[0] > 2
     most = 1e-4 if INTERPRETED else 0.1
     torch.testing.assert_close(x, wanted, atol=most, rtol=most)
     assert torch.equal(x[2], start[2])  # padding stays
