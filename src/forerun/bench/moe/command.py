@@ -67,7 +67,9 @@ def main(words: Sequence[str] | None = None) -> int:
         texts = texts or [Text(prompt, _answer(llm, prompt, flags.tokens)) for prompt in bench.prompts]
         _say(f"{name}: loaded, texts written")
         passes[name] = measure_passes(llm.engine.target, texts)
-        _say(f"{name}: passes measured")
+        _say(
+            f"{name}: ms of a pass {_in_short(passes[name].seconds, 1e3)}; woken {_in_short(passes[name].woken)}"
+        )
         rates[name] = measure_rates(llm, texts, flags.tokens, (*budgets, ADAPTIVE), forms)
         show_rates(name, *rates[name])
         del llm
@@ -99,6 +101,10 @@ class Twins:
         else:
             target = make_twin(self.checkpoint, flags.per_token, self.place)
         return llm_of(self.checkpoint, target, flags.drafter, flags.size)
+
+
+def _in_short(by_nodes: dict[int, float], unit: float = 1.0) -> str:
+    return ", ".join(f"{nodes}: {value * unit:.2f}" for nodes, value in by_nodes.items())
 
 
 def _say(line: str) -> None:
