@@ -137,6 +137,24 @@ def test_padding_wakes_no_expert() -> None:
     assert changed == [True, True, False, True, True, False]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu])])
+def test_experts_that_a_pass_reads_are_counted(device: str) -> None:
+    """Those of the last pass, by layer, whatever the padding; none in layers without experts."""
+    need_cuda(device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    target, seq = make_target("qwen2_moe", device, dtype), FakeSeq(1, _text(random.Random(3), 40))
+    target.prefill([seq], Needs())
+    for nodes, most in ((1, 4), (3, 12), (50, 24)):
+        target.score([seq], TreeBatch.chains([[seq.tokens[-1], *range(nodes - 1)]]), Needs())
+        first, dense, last = target.passes.steps.woken()
+        assert dense == 0
+        assert 4 <= first <= most
+        assert 4 <= last <= most
+        assert nodes == 1 or max(first, last) > 4
+    target.release(seq)
+    assert make_target("mixtral", device, dtype).passes.steps.woken() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_texts_are_those_of_generate(name: str) -> None:
     model, target, rng = make_reference(name), make_target(name, "cpu"), random.Random(5)
@@ -174,7 +192,6 @@ def test_kernels_make_a_target(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.xfail(reason="failed on an H200, for all three families: see EXPERTS_ON_GPU", strict=True)
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
     need_cuda()
@@ -271,7 +288,7 @@ def test_routing_kernels(experts: int, each: int, rows: int, renormalise: bool) 
 
 @pytest.mark.parametrize("kind", ["plain", "int8"])
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("block", [16, 32, 64])
 def test_grouped_product(gated: bool, block: int, kind: WeightKind) -> None:
     device = _where()
     from forerun.models.cuda import kernels_experts as kernels
@@ -331,6 +348,32 @@ def test_combining_kernel() -> None:
     torch.testing.assert_close(inverses, (wanted.square().mean(-1) + 1e-5).rsqrt(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [16, 64, 512])
+def test_sums_of_squares_are_of_the_row_as_stored(width: int) -> None:
+    """Several threads hold each column of a narrow row; one that read it late added the experts a second time."""
+    need_cuda()
+    from forerun.models.cuda import kernels_experts as kernels
+
+    torch.manual_seed(4)
+    rows, each, tile, up = 1024, 2, 16, width
+    found, start = torch.randn(rows * each, width, device="cuda"), torch.randn(rows, width, device="cuda")
+    weights, norm = torch.rand(rows * each, device="cuda"), torch.rand(width, device="cuda")
+    slots, inverses = torch.arange(rows, dtype=torch.int32, device="cuda"), torch.zeros(rows, device="cuda")
+    squares = torch.zeros(rows, 32, dtype=torch.float64, device="cuda")
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    x, out = torch.empty_like(start), torch.empty_like(start)
+    for _ in range(300):  # a late thread is rare: about one row in a thousand
+        x.copy_(start)
+        kernels.combine[(rows,)](
+            found, weights, found, inverses, slots, x, out, squares, inverses, norm, 1e-5, WIDTH=width, UP=up,
+            BN=tile, TILES_UP=32, EACH=each, SHARED=False, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+        wanted = x.double().square().view(rows, -1, tile).sum(-1)
+        wrong += ((squares[:, : width // tile] - wanted).abs() > 1e-9 * wanted).any(-1).sum()
+    assert int(wrong) == 0
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
 def test_a_layer_by_kernels_is_the_layer_in_torch(name: str) -> None:
     """All launches of a layer with experts, padding included."""
@@ -358,8 +401,10 @@ def test_a_layer_by_kernels_is_the_layer_in_torch(name: str) -> None:
         squares.new_zeros(rows).float(),
         tile,
     )
-    room.enter(run, x, layer.mlp_norm, layer.experts, eps)
-    room.leave(run, x, model.next_norm(0), layer.experts, eps, left)
+    room.enter(run, x, layer.mlp_norm, layer.experts, eps, 0)
+    room.leave(run, x, model.next_norm(0), layer.experts, eps, left, 0)
+    assert room.woken() == steps.woken()
+    assert room.woken()[0] > 2
     most = 1e-4 if INTERPRETED else 0.1
     torch.testing.assert_close(x, wanted, atol=most, rtol=most)
     assert torch.equal(x[2], start[2])  # padding stays

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from forerun.bench.moe.rates import ADAPTIVE, BUDGETS, Rate, best_budget, measur
 from forerun.bench.moe.twins import Place, llm_of, make_mixture, make_twin
 from forerun.models.inflate import PRESETS, Shape
 from forerun.models.load.checkpoint import open_checkpoint
+from forerun.types import Budget
 from tests.models.tiny_checkpoints import score_chain
 from tests.models.tiny_gguf import VOCAB, write_tiny
 from tests.native.blocks import needs_native
@@ -68,6 +70,21 @@ def test_a_larger_mixture_has_the_same_function(tmp_path: Path, monkeypatch: pyt
     got = [score_chain(target, _text(9, 30), 5, 60) for target in targets]  # type: ignore[arg-type]
     torch.testing.assert_close(got[1], got[0], atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(got[2], got[0], atol=1e-3, rtol=1e-3)
+
+
+def test_what_runs_on_a_gpu_runs_in_torch_too(tmp_path: Path) -> None:
+    """The same routers wake the same experts there; texts are equal at all settings."""
+    opened = open_checkpoint(str(write_tiny(tmp_path / "tiny.gguf", "llama")))
+    balanced, on_gpu = [_text(i, 40) for i in range(6)], replace(PLACE, plain_steps=True)
+    targets = [make_mixture(opened, balanced, 6, 2, place) for place in (PLACE, on_gpu)]
+    texts = [Text(_text(50 + i, 6), _text(60 + i, 40)) for i in range(3)]
+    native, torched = (measure_passes(target, texts).woken for target in targets)
+    assert native == torched
+    assert set(native) == set(NODES)
+    llm = llm_of(opened, targets[1], "ngram")
+    rates, same = measure_rates(llm, texts[:2], 12, (0, 2, 5, ADAPTIVE), {5: Budget(5, 1, 5)})
+    assert same
+    assert rates[2].tokens == 24
 
 
 def test_what_rates_say() -> None:

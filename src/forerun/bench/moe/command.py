@@ -4,16 +4,19 @@
 
 Both are made from a small model and write its text (twins.py), so acceptance is that of a real model and nearly equal,
 and what differs is what nodes cost. On a CPU one thread and CPU seconds: the machine may be shared, though its caches
-are too. On a GPU (`--device cuda --size 1b --drafter ngram`) the clock, and experts are not counted. Texts are greedy
-answers to prompts of the built-in suite. The last line is one JSON document.
+are too. On a GPU (`--device cuda --size 1b`) the clock; with a head, trees have the forms that it offers there. Texts
+are greedy answers to prompts of the built-in suite. The last line is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import sys
 from collections.abc import Sequence
 from math import nan
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,12 +26,16 @@ from forerun.bench.moe.passes import NODES, Passes, Text, chance, measure_passes
 from forerun.bench.moe.rates import ADAPTIVE, BUDGETS, Rate, best_budget, measure_rates, pays_up_to
 from forerun.bench.moe.twins import Place, llm_of, make_mixture, make_twin
 from forerun.bench.suites import load_suite
+from forerun.drafters.eagle.cuda.menu import FORMS
 from forerun.llm import LLM
 from forerun.models.inflate import PRESETS
-from forerun.models.load.checkpoint import open_checkpoint
+from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import SamplingParams
+from forerun.types import Budget
 
 ROUTER_TOKENS = 200  # of each text that routers are balanced on
+MIXTURE, TWIN = "mixture", "dense twin"
+STARTED = perf_counter()
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -43,32 +50,66 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafter", default="eagle3")
     parser.add_argument("--prompts", type=int, default=8, help="texts that are measured on")
     parser.add_argument("--tokens", type=int, default=64, help="written per text")
-    parser.add_argument(
-        "--budgets", type=int, nargs="*", default=BUDGETS, help="beside 0 and the controller's own"
-    )
+    parser.add_argument("--budgets", type=int, nargs="*", help="beside 0 and the controller's own")
     flags, load = parser.parse_args(words), load_average()
-    torch.set_num_threads(1)
-    checkpoint = open_checkpoint(flags.model)
-    tokenizer = checkpoint.tokenizer()
-    prompts = [list(tokenizer.chat_ids(list(item.messages))) for item in load_suite(limit=3)]
-    prompts = sorted(prompts, key=len)[: 2 * flags.prompts]
-    mine, others = prompts[::2], [prompt[:ROUTER_TOKENS] for prompt in prompts[1::2]]
-    place = Place(flags.device, flags.mode, flags.size)
-    mixture = make_mixture(checkpoint, others, flags.experts, flags.per_token, place)
-    targets = {"mixture": mixture, "dense twin": make_twin(checkpoint, flags.per_token, place)}
-    llms = {name: llm_of(checkpoint, target, flags.drafter) for name, target in targets.items()}
-    texts = [Text(prompt, _answer(llms["mixture"], prompt, flags.tokens)) for prompt in mine]
-    passes = {name: measure_passes(target, texts) for name, target in targets.items()}
-    budgets = sorted({0, *flags.budgets} - {ADAPTIVE})
-    rates = {
-        name: measure_rates(llm, texts, flags.tokens, (*budgets, ADAPTIVE)) for name, llm in llms.items()
-    }
+    if flags.device == "cpu":
+        torch.set_num_threads(1)
+    forms = (
+        {form.nodes: Budget(*form) for form in FORMS}
+        if flags.device != "cpu" and flags.drafter != "ngram"
+        else {}
+    )
+    budgets = sorted({0, *(flags.budgets or sorted(forms) or BUDGETS)} - {ADAPTIVE})
+    bench = Twins(open_checkpoint(flags.model), flags)
+    passes, rates, texts = dict[str, Passes](), dict[str, tuple[dict[int, Rate], bool]](), list[Text]()
+    for name in (MIXTURE, TWIN):
+        llm = bench.load(name)
+        texts = texts or [Text(prompt, _answer(llm, prompt, flags.tokens)) for prompt in bench.prompts]
+        _say(f"{name}: loaded, texts written")
+        passes[name] = measure_passes(llm.engine.target, texts)
+        _say(
+            f"{name}: ms of a pass {_in_short(passes[name].seconds, 1e3)}; woken {_in_short(passes[name].woken)}"
+        )
+        rates[name] = measure_rates(llm, texts, flags.tokens, (*budgets, ADAPTIVE), forms)
+        show_rates(name, *rates[name])
+        del llm
+        gc.collect()  # on a GPU both may not fit
     show_passes(passes, flags.experts, flags.per_token)
-    for name, (found, same) in rates.items():
-        show_rates(name, found, same)
     conditions = {**machine_facts(), "load_before": load, "load_after": load_average(), **vars(flags)}
+    if flags.device != "cpu":
+        conditions["gpu"] = torch.cuda.get_device_name()
     print(json.dumps(document(passes, rates, conditions)))
     return 0 if all(same for _, same in rates.values()) else 1
+
+
+class Twins:
+    """Both models, loaded one after the other, and the prompts that they are measured on."""
+
+    def __init__(self, checkpoint: Checkpoint, flags: argparse.Namespace) -> None:
+        self.checkpoint, self.flags = checkpoint, flags
+        tokenizer = checkpoint.tokenizer()
+        found = [list(tokenizer.chat_ids(list(item.messages))) for item in load_suite(limit=3)]
+        found = sorted(found, key=len)[: 2 * flags.prompts]
+        self.prompts = found[::2]
+        self.others = [prompt[:ROUTER_TOKENS] for prompt in found[1::2]]  # for routers
+        self.place = Place(flags.device, flags.mode, flags.size)
+
+    def load(self, name: str) -> LLM:
+        flags = self.flags
+        if name == MIXTURE:
+            target = make_mixture(self.checkpoint, self.others, flags.experts, flags.per_token, self.place)
+        else:
+            target = make_twin(self.checkpoint, flags.per_token, self.place)
+        return llm_of(self.checkpoint, target, flags.drafter, flags.size)
+
+
+def _in_short(by_nodes: dict[int, float], unit: float = 1.0) -> str:
+    return ", ".join(f"{nodes}: {value * unit:.2f}" for nodes, value in by_nodes.items())
+
+
+def _say(line: str) -> None:
+    """On stderr, with how long this process has run: what a machine that is cut off was doing."""
+    print(f"[{perf_counter() - STARTED:.0f} s] {line}", file=sys.stderr, flush=True)
 
 
 def _answer(llm: LLM, prompt: list[int], tokens: int) -> list[int]:

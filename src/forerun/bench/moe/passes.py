@@ -10,6 +10,7 @@ from time import perf_counter, process_time
 import torch
 
 from forerun.models.base import Target
+from forerun.models.cuda.target import CudaDecoder
 from forerun.models.native.target import NativeDecoder
 from forerun.types import Needs, PlainSeq, TreeBatch
 
@@ -28,7 +29,7 @@ class Text:
 class Passes:
     """By number of nodes."""
 
-    woken: dict[int, float]  # experts per layer; {} where there are none, or a GPU alone knows
+    woken: dict[int, float]  # experts per layer; {} where there are none
     seconds: dict[int, float]  # of `seconds_now`
 
 
@@ -38,6 +39,13 @@ def seconds_now(device: torch.device) -> float:
         return process_time()
     torch.cuda.synchronize(device)
     return perf_counter()
+
+
+def woken_by(target: Target) -> list[int]:
+    """Experts that the last pass read, by layer; [] where there are none."""
+    if isinstance(target, CudaDecoder):
+        return target.passes.steps.woken()
+    return target.woken if isinstance(target, NativeDecoder) else []
 
 
 def measure_passes(target: Target, texts: Sequence[Text], nodes: Sequence[int] = NODES) -> Passes:
@@ -60,8 +68,8 @@ def measure_passes(target: Target, texts: Sequence[Text], nodes: Sequence[int] =
             started = seconds_now(target.device)
             target.score([seq], chain, Needs())
             seconds[size].append(seconds_now(target.device) - started)
-            if isinstance(target, NativeDecoder) and target.woken:
-                woken[size].append(mean(target.woken))
+            if experts := woken_by(target):
+                woken[size].append(mean(experts))
             target.release(seq)
     return Passes(
         {size: mean(found) for size, found in woken.items() if found},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from forerun.bench.moe.passes import Text, seconds_now
@@ -33,20 +33,24 @@ class Rate:
 
 
 def measure_rates(
-    llm: LLM, texts: Sequence[Text], tokens: int, budgets: Sequence[int]
+    llm: LLM, texts: Sequence[Text], tokens: int, budgets: Sequence[int], forms: Mapping[int, Budget] = {}
 ) -> tuple[dict[int, Rate], bool]:
     """By budget; every text runs at all settings before the next, and all settings must write the same tokens.
 
-    Prompts are read beforehand and found in the prefix cache, so that what is timed is decoding.
+    Prompts are read beforehand and found in the prefix cache, so that what is timed is decoding. On a GPU one text is
+    first written at all settings, as their passes are captured then. `forms`: the shapes of trees of so many nodes.
     """
     found = {budget: Rate(0, 0.0, 0.0) for budget in budgets}
     params, same = SamplingParams(max_tokens=tokens, ignore_eos=True), True
+    if llm.engine.target.device.type != "cpu":
+        for budget in budgets:
+            _write(llm, texts[0].prompt, params, budget, forms)
     for text in texts:
         llm.generate(text.prompt, SamplingParams(max_tokens=2))
         written = set()
         for budget in budgets:
             started = seconds_now(llm.engine.target.device)
-            done = _write(llm, text.prompt, params, budget)
+            done = _write(llm, text.prompt, params, budget, forms)
             spent, before = seconds_now(llm.engine.target.device) - started, found[budget]
             found[budget] = Rate(before.tokens + tokens, before.rounds + done[1], before.seconds + spent)
             written.add(tuple(done[0]))
@@ -54,13 +58,16 @@ def measure_rates(
     return found, same
 
 
-def _write(llm: LLM, prompt: list[int], params: SamplingParams, budget: int) -> tuple[list[int], int]:
+def _write(
+    llm: LLM, prompt: list[int], params: SamplingParams, budget: int, forms: Mapping[int, Budget]
+) -> tuple[list[int], int]:
     if budget == 0:
         done = llm.generate(prompt, params, drafter="none")
     elif budget == ADAPTIVE:
         done = llm.generate(prompt, params)
     else:
-        done = llm.generate(prompt, params, budget=Budget(budget, min(budget, DEEPEST), WIDEST))
+        form = forms.get(budget, Budget(budget, min(budget, DEEPEST), WIDEST))
+        done = llm.generate(prompt, params, budget=form)
     return done.token_ids, done.rounds
 
 

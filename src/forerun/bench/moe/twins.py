@@ -8,8 +8,11 @@ reads nothing more, and the mixture the experts that are woken. Both may be made
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,20 +20,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.build import make_engine
+from forerun.control.cost import WIDE, CostModel
+from forerun.drafters.inflate_heads import inflate_folder
 from forerun.errors import UnsupportedModel
 from forerun.heads import find_head
 from forerun.llm import LLM
 from forerun.models.base import Target
 from forerun.models.config import DecoderConfig
+from forerun.models.cuda.plan import MAX_ROWS, NARROW, Size, splits_to
+from forerun.models.cuda.target import CudaDecoder
 from forerun.models.inflate import PRESETS, InflatedWeights, Shape
 from forerun.models.native import library as native
 from forerun.models.native.target import NativeDecoder
 from forerun.models.native.weights import Mode
 from forerun.models.upcycle import UpcycledWeights, make_routers, upcycled_config
-from forerun.params import SpeculativeConfig
+from forerun.params import EngineConfig, SpeculativeConfig
+from forerun.verify.greedy import device_walk
 
 if TYPE_CHECKING:
     from forerun.models.load.checkpoint import Checkpoint
+
+LONGEST = 900  # tokens of a sequence on a GPU: one number of splits of the context
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,7 @@ class Place:
     device: str = "cpu"
     mode: Mode = "q8"
     size: str = ""  # a preset of forerun.models.inflate; "" = as it is
+    plain_steps: bool = False  # on a CPU: the GPU decoder in torch and float32, for tests
 
 
 def make_mixture(
@@ -79,15 +90,12 @@ def _enlarged(checkpoint: Checkpoint, place: Place, wider: int) -> InflatedWeigh
 
 def _load(config: Mapping[str, Any], weights: Mapping[str, Tensor], place: Place) -> Target:
     parsed = DecoderConfig.from_hf(config)
-    if place.device != "cpu":
-        from forerun.models.cuda.target import CudaDecoder
-        from forerun.verify.greedy import device_walk
-
+    if place.device != "cpu" or place.plain_steps:
         device = torch.device(place.device)
         return CudaDecoder(
             parsed,
             weights,
-            dtype=torch.bfloat16,
+            dtype=torch.bfloat16 if place.device != "cpu" else torch.float32,
             device=device,
             kv_slots=1 << 14,
             greedy_walk=device_walk(device),
@@ -97,14 +105,34 @@ def _load(config: Mapping[str, Any], weights: Mapping[str, Tensor], place: Place
     return NativeDecoder(parsed, weights, mode=place.mode, kv_slots=None)
 
 
-def llm_of(checkpoint: Checkpoint, target: Target, drafter: str) -> LLM:
-    """An LLM around a target; a drafter that needs a head gets the one that comes with the package."""
+def llm_of(checkpoint: Checkpoint, target: Target, drafter: str, size: str = "") -> LLM:
+    """An LLM around a target; a drafter that needs a head gets the one that comes with the package, made as large.
+
+    On a GPU one sequence at a time, and prompts in passes of two sizes: few kernels are compiled.
+    """
     names = [checkpoint.name, checkpoint.path.name]
-    head = find_head(checkpoint.config, names, drafter)
-    chosen = SpeculativeConfig(drafter, draft_model=None if head is None else str(head.path))
-    tokenizer = checkpoint.tokenizer()
-    engine = make_engine(target, tokenizer.eos_ids, chosen, tokenizer=tokenizer)
-    if target.device.type == "cuda":
-        needs = engine.drafters.get(engine.default_drafter).needs
-        target.warm_up(needs, engine.max_batch, engine.max_length)
+    head, config = find_head(checkpoint.config, names, drafter), EngineConfig()
+    if isinstance(target, CudaDecoder):
+        config = EngineConfig(max_batch=1, max_length=LONGEST)
+        sizes = [Size(rows, rows // 8, splits_to(LONGEST)) for rows in (256, MAX_ROWS)]
+        target.passes.take_sizes([(one, False, 0) for one in sizes])
+    with TemporaryDirectory() as folder:
+        path = None if head is None else head.path
+        if head is not None and size:
+            path = inflate_folder(head.path, head.kind, PRESETS[size], Path(folder), target.device)
+        chosen = SpeculativeConfig(drafter, draft_model=None if path is None else str(path))
+        tokenizer = checkpoint.tokenizer()
+        costs = (
+            _small_passes(target, Path(folder) / "costs.json") if isinstance(target, CudaDecoder) else None
+        )
+        engine = make_engine(target, tokenizer.eos_ids, chosen, config, tokenizer, cost_file=costs)
+        engine.drafters.get(engine.default_drafter)  # reads the head while it is there
     return LLM(engine, tokenizer, checkpoint.name)
+
+
+def _small_passes(target: Target, file: Path) -> Path:
+    """What passes cost, measured to 64 rows only: one sequence takes no more, and larger ones would be compiled."""
+    seconds = CostModel.measure(target, [size for size in WIDE if size <= NARROW], repeats=2).seconds
+    known = {size: seconds[min(size, NARROW)] * max(1.0, size / NARROW) for size in WIDE}
+    file.write_text(json.dumps({"seconds": known, "busy": False}))
+    return file

@@ -22,6 +22,8 @@ from forerun.models.cuda.plan import MAX_ROWS
 
 ROUTER_NUMBERS = 1 << 14  # weights of a router that one program multiplies at once
 SHARED = 104 << 10  # bytes of shared memory that one program may fill
+BLOCKS = (16, 32, 64, 128)  # pairs of one expert that a program takes
+UNEVEN = 1.5  # some experts get so many times their share
 ENOUGH = 132  # programs of a pass over one row that keep a GPU's memory busy
 
 
@@ -42,12 +44,12 @@ def choose_expert_tile(outputs: int, depth: int, per_token: int) -> ExpertTile:
     )
 
 
-def rows_per_block(rows: int) -> int:
-    """The width of an expert's product: it changes its speed, not its result.
+def rows_per_block(expected: float) -> int:
+    """The width of an expert's product, by how many rows it should get: it changes its speed, not its result.
 
-    Never 64: from there on a Hopper GPU multiplies with other instructions, which add up in another order.
+    Weights are the first operand: which instruction multiplies, and in what order it adds up, follows from their tile.
     """
-    return 16 if rows <= 32 else 32
+    return next((size for size in BLOCKS if UNEVEN * expected <= size), BLOCKS[-1])
 
 
 class FusedExpertSteps(FusedSteps):
@@ -65,9 +67,8 @@ class FusedExpertSteps(FusedSteps):
         if weights.experts is None:
             super().gate(run, layer)
         else:
-            self.room_for_experts.enter(
-                run, self.buffers.x, weights.mlp_norm, weights.experts, self.model.config.norm_eps
-            )
+            norm, eps = weights.mlp_norm, self.model.config.norm_eps
+            self.room_for_experts.enter(run, self.buffers.x, norm, weights.experts, eps, layer)
 
     def leave_mlp(self, run: Run, layer: int) -> None:
         experts = self.model.layers[layer].experts
@@ -76,7 +77,10 @@ class FusedExpertSteps(FusedSteps):
             return
         left = Left(self.buffers.rows, self.squares, self.inverses, self.norm_tile)
         norm, eps = self.model.next_norm(layer), self.model.config.norm_eps
-        self.room_for_experts.leave(run, self.buffers.x, norm, experts, eps, left)
+        self.room_for_experts.leave(run, self.buffers.x, norm, experts, eps, left, layer)
+
+    def woken(self) -> list[int]:
+        return self.room_for_experts.woken()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,8 @@ class ExpertBuffers:
             self.normed = torch.zeros(MAX_ROWS, self.width, dtype=model.dtype, device=device)
             self.logits = torch.zeros(MAX_ROWS, self.columns, device=device)
             self.picked, self.order = ints(pairs), ints(pairs)
-            self.starts, self.ends = ints(moe.experts), ints(moe.experts)
+            aligned = -(-moe.experts // 4) * 4  # or kernels would be compiled once more for some layers
+            self.starts, self.ends = ints(2 * config.layers * aligned).view(2, config.layers, aligned)
             self.weights, self.gates = (torch.zeros(size, device=device) for size in (pairs, MAX_ROWS))
             inner = max(pairs * moe.inner, MAX_ROWS * shared)
             self.inner = torch.zeros(inner, dtype=model.dtype, device=device)
@@ -119,7 +124,9 @@ class ExpertBuffers:
             counts = torch.arange(MAX_ROWS + 1, dtype=torch.int32, device=device)
             self.counts = counts  # as many rows as there are: where they end
 
-    def enter(self, run: Run, x: Tensor, norm: Tensor, experts: ExpertWeights, eps: float) -> None:
+    def enter(
+        self, run: Run, x: Tensor, norm: Tensor, experts: ExpertWeights, eps: float, layer: int
+    ) -> None:
         """Route all rows, sort them by expert, and run gate and up of every expert that was picked."""
         rows, moe, up = run.size.rows, self.moe, power_of_two(self.width)
         together = max(1, min(ROUTER_NUMBERS // up, self.columns))
@@ -135,36 +142,41 @@ class ExpertBuffers:
         )  # fmt: skip
         pairs = rows * moe.per_token
         kernels_experts.sort_pairs[(moe.experts,)](
-            self.picked, self.order, self.starts, self.ends, pairs, BLOCK=1024, num_warps=4
+            self.picked, self.order, self.starts[layer], self.ends[layer], pairs, BLOCK=1024, num_warps=4
         )
-        self._product(rows, self.normed, experts.gate_up, self.inner, gated=True, each=moe.per_token)
+        self._product(rows, self.normed, experts.gate_up, self.inner, layer, gated=True, each=moe.per_token)
 
     def leave(
-        self, run: Run, x: Tensor, norm: Tensor, experts: ExpertWeights, eps: float, left: Left
+        self, run: Run, x: Tensor, norm: Tensor, experts: ExpertWeights, eps: float, left: Left, layer: int
     ) -> None:
         """The outputs of every pair and of the shared expert, added to the residual stream."""
         rows = run.size.rows
-        self._product(rows, self.inner, experts.down, self.found, gated=False, each=1)
+        self._product(rows, self.inner, experts.down, self.found, layer, gated=False, each=1)
         if experts.shared_gate_up is not None and experts.shared_down is not None:
-            self._product(rows, self.normed, experts.shared_gate_up, self.inner, gated=True, each=0)
-            self._product(rows, self.inner, experts.shared_down, self.shared, gated=False, each=0)
+            self._product(rows, self.normed, experts.shared_gate_up, self.inner, layer, gated=True, each=0)
+            self._product(rows, self.inner, experts.shared_down, self.shared, layer, gated=False, each=0)
         kernels_experts.combine[(rows,)](
             self.found, self.weights, self.shared, self.gates, run.slots, x, left.rows, left.squares, left.inverses,
             norm, eps, WIDTH=self.width, UP=power_of_two(self.width), BN=left.tile, TILES_UP=left.squares.shape[1],
             EACH=self.moe.per_token, SHARED=experts.shared_down is not None, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
 
+    def woken(self) -> list[int]:
+        """Experts that the last pass read, by layer: 0 in dense ones."""
+        found: list[int] = (self.ends > self.starts).sum(1).tolist()
+        return found
+
     def _product(
-        self, rows: int, given: Tensor, weight: Weight, out: Tensor, *, gated: bool, each: int
+        self, rows: int, given: Tensor, weight: Weight, out: Tensor, layer: int, *, gated: bool, each: int
     ) -> None:
         """Pairs by expert: pair p reads row p // each. `each` 0 = the shared expert, which every row goes through."""
         count = self.moe.experts if each else 1
         outputs, depth = weight.shape[0] // count, weight.shape[1]
         tile = choose_expert_tile(outputs, depth, self.moe.per_token if each else 1)
-        block = rows_per_block(rows)
+        block = rows_per_block(rows * (self.moe.per_token if each else 1) / count)
         grid = -(-rows // block), outputs // tile.outputs, count
         data, scales = (weight, self.gates) if isinstance(weight, Tensor) else (weight.data, weight.scales)
-        order, starts, ends = self.order, self.starts, self.ends
+        order, starts, ends = self.order, self.starts[layer], self.ends[layer]
         if not each:
             order, starts, ends = self.every, self.first, self.counts[rows : rows + 1]
         stage = tile.depth * (data.element_size() * tile.outputs + 2 * block)  # bytes

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.models.cuda.expert_weights import ExpertWeights, part_of
-from forerun.models.cuda.network import Run
+from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.packed import Weight, times
 from forerun.models.cuda.plain import PlainSteps
 from forerun.models.moe import by_expert, route
@@ -15,6 +15,13 @@ from forerun.models.moe import by_expert, route
 
 class PlainExpertSteps(PlainSteps):
     """Implements forerun.models.cuda.network.Steps."""
+
+    def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
+        super().__init__(model, buffers, kv)
+        self._woken = [0] * len(model.layers)
+
+    def woken(self) -> list[int]:
+        return list(self._woken)
 
     def gate(self, run: Run, layer: int) -> None:
         if self.model.layers[layer].experts is None:
@@ -27,15 +34,16 @@ class PlainExpertSteps(PlainSteps):
             return
         live = (run.slots >= 0).nonzero().flatten()  # padding would only wake experts
         rows = self._normed(run, weights.mlp_norm)[live]
-        self.buffers.x[live] += self._mix(rows, weights.experts)
+        self.buffers.x[live] += self._mix(rows, weights.experts, layer)
 
-    def _mix(self, rows: Tensor, experts: ExpertWeights) -> Tensor:
+    def _mix(self, rows: Tensor, experts: ExpertWeights, layer: int) -> Tensor:
         """[M, D] -> [M, D] in fp32."""
         moe = self.model.config.moe
         assert moe is not None
         count = moe.experts
         weights, picked = route(rows, experts.router[:count], moe)
         out = torch.zeros(rows.shape, device=rows.device)
+        self._woken[layer] = len(set(picked.flatten().tolist()))
         for expert, places, ranks in by_expert(picked, count):
             gate_up, down = part_of(experts.gate_up, expert, count), part_of(experts.down, expert, count)
             found = _feed_forward(rows[places], gate_up, down)

@@ -162,6 +162,9 @@ class FusedSteps:
         logits = self.buffers.logits if run.logits is None else run.logits
         self._linear(run, "head", LOGITS, self.buffers.rows, self.model.head, logits)
 
+    def woken(self) -> list[int]:
+        return []
+
     def _linear(
         self,
         run: Run,

@@ -123,6 +123,7 @@ def combine(found, weights, shared, gates, slots, x, out, squares, inverses, nor
     if SHARED:
         total += tl.load(gates + m) * tl.load(shared + m * WIDTH + n, mask=live, other=0.0)
     row = tl.load(x + m * WIDTH + n, mask=inside, other=0.0)
+    tl.debug_barrier()  # threads share the columns of a narrow row: all must have read them before one writes
     row += tl.where(live, total, 0.0)
     tl.store(x + m * WIDTH + n, row, mask=inside)
     scaled = row * tl.load(norm + n, mask=inside, other=0.0).to(tl.float32)

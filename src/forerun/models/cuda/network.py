@@ -209,6 +209,10 @@ class Steps(Protocol):
     def normalise(self, run: Run, into: Tensor) -> None: ...
     def head(self, run: Run) -> None: ...
 
+    def woken(self) -> list[int]:
+        """Experts that the last pass read, by layer; [] where there are none. Waits for the device."""
+        ...
+
 
 def run_pass(
     steps: Steps, model: Model, buffers: Buffers, run: Run, hidden: tuple[int, ...], scored: int

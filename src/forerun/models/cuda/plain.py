@@ -80,6 +80,9 @@ class PlainSteps:
         logits = self.buffers.logits if run.logits is None else run.logits
         logits[: run.size.rows] = found.float()
 
+    def woken(self) -> list[int]:
+        return []
+
     def _into_attention(self, run: Run, weights: Layer) -> Tensor:
         return self._normed(run, weights.attention_norm)
 
