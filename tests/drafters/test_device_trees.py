@@ -12,13 +12,13 @@ from torch import Tensor
 
 from forerun.control.cost import WIDE
 from forerun.drafters.eagle.cuda.capture import contexts_of, jobs_of
+from forerun.drafters.eagle.cuda.draft_completion import complete
 from forerun.drafters.eagle.cuda.draft_plan import (
     BUCKETS,
     DraftForm,
     Lane,
     aligned,
     bucket_of,
-    complete,
     extent_of,
     plan_draft,
 )

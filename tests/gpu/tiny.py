@@ -1,5 +1,7 @@
 """Small random checkpoints in shapes that the GPU decoder takes, and targets made of them."""
 
+import os
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import pytest
@@ -58,6 +60,15 @@ def need_cuda(device: str = "cuda") -> None:
     """Skip where there is no GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+
+
+def where_kernels_run() -> torch.device:
+    """A GPU, or a CPU where kernels run in Triton's interpreter; skips where there is neither."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+        return torch.device("cpu")
+    if not torch.cuda.is_available() or find_spec("triton") is None:
+        pytest.skip("needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1)")
+    return torch.device("cuda")
 
 
 def make_reference(name: str, seed: int | None = None) -> Any:

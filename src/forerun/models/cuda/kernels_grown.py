@@ -23,15 +23,16 @@ def split_at(position):
 
 
 @triton.jit
-def write_group(group, low, high, row, count, length, ancestors, pages):
-    tl.store(group, low)
-    tl.store(group + 1, high)
-    tl.store(group + 2, row)
-    tl.store(group + 3, count)
-    tl.store(group + 4, 0)
-    tl.store(group + 5, length)
-    tl.store(group + 6, ancestors)
-    tl.store(group + 7, pages)
+def write_group(group, low, high, row, count, length, ancestors, pages, mask):
+    """One group, or one per element; fields: models/cuda/plan.py."""
+    tl.store(group, low, mask=mask)
+    tl.store(group + 1, high, mask=mask)
+    tl.store(group + 2, row, mask=mask)
+    tl.store(group + 3, count, mask=mask)
+    tl.store(group + 4, 0, mask=mask)
+    tl.store(group + 5, length, mask=mask)
+    tl.store(group + 6, ancestors, mask=mask)
+    tl.store(group + 7, pages, mask=mask)
 
 
 @triton.jit(
@@ -70,14 +71,12 @@ def place(tree_ints, ints, accepted, tokens_at, positions_at, slots_at, groups_a
     own, behind = split_at(length), split_at(length + DEPTH) + 1
     shared = (N + GROUP - 1) // GROUP
     groups = ints + groups_at + b * GROUPS * FIELDS
-    if i < shared:  # the node's number stands for that of a shared group
-        high = tl.where(CHAIN > 0, behind, own)
-        count = tl.minimum(GROUP, N - i * GROUP)
-        write_group(groups + i * FIELDS, 0, real * high, real * (b * N + i * GROUP), real * count,
-                    real * length, 0, pages)  # fmt: skip
-    if CHAIN == 0:
-        write_group(groups + (shared + i) * FIELDS, real * own, real * behind, real * row, real,
-                    real * length, real * (ancestors_at + row * (DEPTH + 1)), pages)  # fmt: skip
+    high = tl.where(CHAIN > 0, behind, own)  # of shared groups: the node's number stands for one of them
+    count = tl.minimum(GROUP, N - i * GROUP)
+    write_group(groups + i * FIELDS, 0, real * high, real * (b * N + i * GROUP), real * count, real * length, 0,
+                pages, i < shared)  # fmt: skip
+    write_group(groups + (shared + i) * FIELDS, real * own, real * behind, real * row, real, real * length,
+                real * (ancestors_at + row * (DEPTH + 1)), pages, CHAIN == 0)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots_at", "rows", "N", "DEPTH", "STEPS"])

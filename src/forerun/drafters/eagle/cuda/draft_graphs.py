@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.drafters.eagle.cuda.draft_completion import complete
 from forerun.drafters.eagle.cuda.draft_plan import (
     MOST,
     DraftForm,
     Lane,
     bucket_of,
-    complete,
     last_run,
     plan_draft,
     run_at,
