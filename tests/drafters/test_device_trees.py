@@ -65,7 +65,9 @@ def grow(trees: int, nodes: int, width: int = WIDTH, output: HeadOutput | None =
         if into is not None:
             assert into[0].tolist() == frontier.tokens.flatten().tolist()
             assert into[1].tolist() == frontier.ancestors.flatten().tolist()
-    return cut_trees(pool, torch.arange(trees), nodes)
+    both = torch.empty(2, trees, nodes + 1, dtype=torch.long)
+    cut_trees(pool, torch.arange(trees), nodes, both)
+    return both
 
 
 def brute_force(

@@ -1,8 +1,10 @@
 """The kernels between two passes of a drafted round do what their torch twins do, to the last integer.
 
-They run on a GPU, or on a CPU in Triton's interpreter: TRITON_INTERPRET=1 python -m pytest tests/gpu/test_draft_kernels.py
+They run on a GPU, or on a CPU in Triton's interpreter, where that is installed:
+TRITON_INTERPRET=1 python -m pytest tests/gpu/test_draft_kernels.py
 """
 
+import math
 import random
 
 import numpy as np
@@ -11,10 +13,14 @@ import torch
 
 from forerun.drafters.eagle.cuda.draft_completion import complete
 from forerun.drafters.eagle.cuda.draft_plan import BUCKETS, Lane, plan_draft
+from forerun.drafters.eagle.cuda.feature_copies import append_decided, pick_fused, pick_plainly
+from forerun.drafters.eagle.cuda.tree_growth import Pool, cut_trees
+from forerun.models.cuda.after_pass import AfterPass
 from forerun.models.cuda.last_round import STEPS, LastRound
-from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.cuda.plan import MAX_ROWS, Plan, Size
 from forerun.offers import Form
-from tests.gpu.tiny import where_kernels_run
+from forerun.types import TreeForm
+from tests.gpu.tiny import make_target, where_kernels_run
 
 SHAPES = [Form(1, 1, 1), Form(5, 5, 1), Form(16, 16, 1), Form(8, 3, 3), Form(59, 6, 10), Form(20, 2, 17)]
 
@@ -36,8 +42,7 @@ def _lanes(rng: random.Random, count: int, pads: int, behind: int) -> list[Lane]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("count", "pads"), [(1, 0), (2, 1), (4, 0), (12, 3)])
-@pytest.mark.parametrize("group_nodes", [4, 16])
+@pytest.mark.parametrize(("count", "pads", "group_nodes"), [(1, 0, 16), (2, 1, 4), (4, 0, 16), (12, 3, 64)])
 def test_the_plan_of_a_draft(shape: Form, count: int, pads: int, group_nodes: int) -> None:
     device = where_kernels_run()
     assert count in BUCKETS
@@ -59,3 +64,126 @@ def test_the_plan_of_a_draft(shape: Form, count: int, pads: int, group_nodes: in
     complete(by_kernel, form, group_nodes, last, fused=True)
     follows = sent[5 * count : 6 * count]
     assert torch.equal(plain, by_kernel) == bool((follows < 0).all()), "another path is another plan"
+
+
+def _pool(rng: random.Random, form: Form, trees: int, device: torch.device) -> Pool:
+    """Candidates whose scores fall from parent to child, with many ties and some that are impossible."""
+    pool = Pool(trees, form.width, form.width, form.depth, device)
+    size = pool.scores.shape[1]
+    scores, parents = torch.zeros(trees, size), torch.zeros(trees, size, dtype=torch.long)
+    for b in range(trees):
+        levels = [[-1]]
+        while sum(map(len, levels)) <= size:
+            frontier = levels[-1] if len(levels) < 3 else rng.sample(levels[-1], form.width)
+            made = sum(map(len, levels)) - 1
+            levels.append(list(range(made, made + form.width * len(frontier))))
+            for place in levels[-1]:
+                above = frontier[(place - made) // form.width]
+                fall = rng.choice([0.0, -0.0, -0.25, -1.0, -rng.random(), -math.inf])
+                parents[b, place], scores[b, place] = above, fall + (scores[b, above] if above >= 0 else 0.0)
+    pool.scores.copy_(scores)
+    pool.parents.copy_(parents)
+    pool.tokens.copy_(torch.tensor([[rng.randrange(1 << 17) for _ in range(size)] for _ in range(trees)]))
+    return pool
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [*SHAPES[:5], Form(4, 3, 3), Form(90, 6, 16)])
+def test_the_cut_of_a_pool(form: Form) -> None:
+    device, rng, trees = where_kernels_run(), random.Random(str(form)), 3
+    pool = _pool(rng, form, trees, device)
+    roots = torch.tensor([5, 1 << 16, 0], dtype=torch.int32, device=device)
+    buffers = torch.full((2, 2, 1000), -7, device=device)
+    for fused, buffer in zip((False, True), buffers, strict=True):
+        rows = trees * (form.nodes + 1)
+        cut_trees(pool, roots, form.nodes, buffer[:, :rows].view(2, trees, -1), fused=fused)
+    assert torch.equal(*buffers)
+    assert buffers[0, 1].max() < form.nodes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", [1, 3])
+def test_rows_of_decided_paths(layers: int) -> None:
+    device, form, width = where_kernels_run(), TreeForm(5, 9, 4), 48
+    last = LastRound(device)
+    last.accepted[:5] = torch.tensor([0, 4, 2, 1, 4], device=device)
+    last.rows[:5, :5] = torch.arange(45, device=device).view(5, 9)[:, [0, 2, 3, 5, 8]]
+    sent = torch.tensor([[24, 0, -1, 72, 48], [23, 22, -1, 700, 5]], device=device)  # nobody owns the third
+    hidden = [torch.randn(45, width, device=device) for _ in range(layers)]
+    rows = torch.zeros(2, 4 * 24 + 2, layers * width, device=device)
+    for fused, into in zip((False, True), rows, strict=True):
+        append_decided(into, hidden, sent, last, form, fused=fused)
+    assert torch.equal(*rows[:, :-1]), "the last row is never read"
+    assert int((rows[1] != 0).any(-1).sum()) == 1 + 5 + 2 + 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_the_rows_that_a_head_goes_on_with(count: int) -> None:
+    """A row may go where another one has not left yet."""
+    device, rng, behind = where_kernels_run(), random.Random(count), 6
+    lasts = [b * behind + rng.randrange(behind) for b in range(count)]
+    rows = torch.tensor(lasts, dtype=torch.int32, device=device)
+    plain = [torch.randn(256, *more, device=device) for more in ((96,), (1040,), ())]
+    picked = [buffer.clone() for buffer in plain]
+    pick_plainly(plain, rows)
+    pick_fused(*picked, rows)
+    for one, other in zip(plain, picked, strict=True):
+        assert torch.equal(one, other)
+
+
+def _after_pass(device: torch.device, fused: bool) -> AfterPass:
+    """A small target's, with hidden rows of two layers, and numbers that tell slots apart."""
+    target = make_target("smollm2", str(device), torch.bfloat16, "torch", kv_slots=640)
+    after = target.after
+    after.grown.fused = fused
+    for layer in (0, 2):
+        target.buffers.hidden(layer).copy_(_numbers(target.buffers.hidden(layer)) + layer)
+        rows = after.kv.rows_of(layer, target.config.width, torch.bfloat16)
+        rows.copy_(_numbers(rows) - layer)
+    after.kv.data.copy_(_numbers(after.kv.data))
+    return after
+
+
+def _numbers(like: torch.Tensor) -> torch.Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("real", [0, 1, 3])
+def test_paths_move_to_their_places(real: int) -> None:
+    """Steps that stay, steps onto places that later ones leave, and padding, which repeats the first tree."""
+    device, form = where_kernels_run(), TreeForm(5, 9, 4)
+    first = [65, 120, 300]  # slots of the roots
+    paths = [[2, 3, 4, 5], [1, 3, 7, 4], [8, 2, 3, 4]][:real]
+    moves = [
+        ([a + n for n in path], [a + n for n in range(1, 5)]) for a, path in zip(first, paths, strict=False)
+    ]
+    moves += [moves[0] if moves else ([0] * 4, [0] * 4)] * (5 - real)
+    found = []
+    for fused in (False, True):
+        after = _after_pass(device, fused)
+        before = after.kv.data.clone()
+        table = torch.tensor(moves, device=device).transpose(0, 1).reshape(2, -1)
+        after.grown.moves[:, : table.shape[1]] = table
+        after._move(form)
+        found.append((after.kv.data, *after.kv.hidden.values()))
+        assert torch.equal(before, after.kv.data) == (real == 0)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+def test_hidden_rows_are_kept_at_their_slots() -> None:
+    device, size = where_kernels_run(), Size(8, 8, 8)
+    slots = torch.tensor([9, -1, 0, 639, 70, 71, -1, -1], dtype=torch.int32, device=device)
+    found = []
+    for fused in (False, True):
+        after = _after_pass(device, fused)
+        after.buffers.ints[MAX_ROWS + 16 : MAX_ROWS + 24] = slots
+        before = after.kv.hidden[0].clone()
+        after.keep_rows(Plan(size, 8, np.zeros(0, dtype=np.int32)), (0, 2))
+        found.append([rows[:-1] for rows in after.kv.hidden.values()])  # the last belongs nowhere
+        assert int((before != after.kv.hidden[0])[:-1].any(-1).sum()) == 5
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

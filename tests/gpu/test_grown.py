@@ -16,11 +16,11 @@ from forerun.testing import FakeSeq, path_to
 from forerun.topology import trace
 from forerun.types import Needs, Prompts, TreeBatch, TreeForm
 from forerun.verify.exact import ExactVerifier
-from forerun.verify.greedy import device_walk, walk_by_torch
+from forerun.verify.greedy import walk_by_torch
 from forerun.verify.warp import warp
 from tests.gpu.heads import settled
 from tests.gpu.test_plan import slots_seen
-from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
+from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda, where_kernels_run
 
 
 def _random_trees(
@@ -143,11 +143,13 @@ def test_ways_lead_from_the_root() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(5))
 def test_kernels_do_what_torch_does(seed: int) -> None:
-    need_cuda()
-    rng, device = random.Random(seed), torch.device("cuda")
+    device = where_kernels_run()
+    from forerun.verify.kernels_greedy import walk_by_kernel
+
+    rng = random.Random(seed)
     form = TreeForm(4, rng.randint(2, 60), rng.randint(3, 9)) if seed else TreeForm(4, 6, 5, chain=True)
     real = rng.randint(1, 4)
-    trees = _grown(_random_trees(rng, form, real), form, "cuda")
+    trees = _grown(_random_trees(rng, form, real), form, str(device))
     plan = plan_grown(
         [
             Place([9 - b, b, 20 + b, 11 * b, 77 - b, 50 + b, 99 - b], 100 * b + 7, b % 3 - 1)
@@ -164,7 +166,7 @@ def test_kernels_do_what_torch_does(seed: int) -> None:
                 logits[b * form.nodes + int(trees.parents[row]), int(trees.tokens[row])] = 9.0 + rng.random()
     found = []
     for fused in (False, True):
-        buffers = GrownBuffers(device, device_walk(device) if fused else walk_by_torch, 16, fused)
+        buffers = GrownBuffers(device, walk_by_kernel if fused else walk_by_torch, 16, fused)
         ints = torch.cat((torch.arange(MAX_ROWS, dtype=torch.int32), torch.from_numpy(plan.ints))).to(device)
         buffers.take(trees, form)
         buffers.last.accepted[:3] = torch.tensor([1, 0, 2])

@@ -1,8 +1,14 @@
-"""AfterPass: what follows a pass on the device: accepted paths to their places, hidden rows beside keys and values."""
+"""AfterPass: what follows a pass on the device: accepted paths to their places, hidden rows beside keys and values.
+
+On a GPU one or two kernels do each (kernels_after.py), elsewhere torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.grown import GrownBuffers
@@ -10,6 +16,8 @@ from forerun.models.cuda.network import Buffers
 from forerun.models.cuda.plan import MAX_ROWS, Plan
 from forerun.models.paged import PagedKV
 from forerun.types import TreeForm
+
+AT_ONCE = 4096  # numbers that one program moves
 
 
 class AfterPass:
@@ -29,18 +37,51 @@ class AfterPass:
     def move(self, form: TreeForm) -> None:
         """In all layers; which slots, the device itself has computed."""
         name = "move", form, tuple(self.kv.hidden)
-        self.replays.do(name, lambda: self.kv.move_on_device(*self.grown.moves_of(form)))
+        self.replays.do(name, lambda: self._move(form))
+
+    def _move(self, form: TreeForm) -> None:
+        if not self.grown.fused:
+            self.kv.move_on_device(*self.grown.moves_of(form))
+            return
+        data = self.kv.data
+        size, slots = data.shape[-1], data.shape[-2]
+        self._move_fused(form, (data,), size, slots * size, size)
+        if rows := tuple(self.kv.hidden.values()):
+            width = rows[0].shape[1]
+            self._move_fused(form, rows, size := width & -width, size, width)
+
+    def _move_fused(
+        self, form: TreeForm, tensors: tuple[Tensor, ...], size: int, plane_stride: int, row_stride: int
+    ) -> None:
+        """Tensors of one layout: planes of so many numbers of each slot."""
+        from forerun.models.cuda import kernels_after
+
+        moves, columns = self.grown.moves, tensors[0][..., 0, :].numel()
+        steps = 1 << max(2, (form.depth - 1).bit_length())
+        kernels_after.move[(form.trees, -(-columns * steps // AT_ONCE))](
+            tensors, moves, moves.stride(0), plane_stride, row_stride, columns // size, form.depth, SIZE=size,
+            STEPS_UP=steps, COLUMNS=AT_ONCE // steps, num_warps=4,
+        )  # fmt: skip
 
     def keep_rows(self, plan: Plan, layers: tuple[int, ...]) -> None:
         """Keep the hidden rows of a pass beside keys and values, from buffer to slot: one replay per size of pass."""
         config, dtype = self.buffers.model.config, self.buffers.model.dtype
         kept, rows = [self.kv.rows_of(layer, config.width, dtype) for layer in layers], plan.size.rows
-
-        def keep() -> None:
-            places = self.buffers.ints[MAX_ROWS + 2 * rows : MAX_ROWS + 3 * rows].long()
-            places = torch.where(places < 0, self.kv.capacity, places)  # padding
-            for layer, into in zip(layers, kept, strict=True):
-                into.index_copy_(0, places, self.buffers.hidden(layer)[:rows])
-
         if layers:
-            self.replays.do(("keep", rows, layers), keep)
+            hidden = [self.buffers.hidden(layer) for layer in layers]
+            self.replays.do(("keep", rows, layers), lambda: self._keep(hidden, kept, rows))
+
+    def _keep(self, hidden: Sequence[Tensor], kept: Sequence[Tensor], rows: int) -> None:
+        ints, slots_at, width = self.buffers.ints, MAX_ROWS + 2 * rows, hidden[0].shape[1]
+        if self.grown.fused:
+            from forerun.models.cuda import kernels_after
+
+            kernels_after.keep[(rows,)](
+                tuple(hidden), tuple(kept), ints, slots_at, WIDTH=width, UP=1 << (width - 1).bit_length(),
+                num_warps=4,
+            )  # fmt: skip
+            return
+        places = ints[slots_at : slots_at + rows].long()
+        places = torch.where(places < 0, self.kv.capacity, places)  # padding
+        for some, into in zip(hidden, kept, strict=True):
+            into.index_copy_(0, places, some[:rows])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.models.cuda import kernels_attention, kernels_linear, kernels_rows
+from forerun.models.cuda.early_start import starts_early
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.packed import Weight
 from forerun.models.cuda.plan import MAX_ROWS, programs_for, split_of
@@ -87,7 +88,7 @@ class FusedSteps:
             "head": choose_tile(config.vocab_size, self.width, wide, self.whole),
         }
         self.norm_tile = tile
-        self.pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+        self.pdl = starts_early(device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.split_stride = MAX_ROWS * config.heads
         rows = self.split_stride * (split_of(model.max_length + MAX_ROWS) + 1)

@@ -278,7 +278,7 @@ class DeviceDraft:
             net.run(run, self.feature_fusion.carry(out))
             out, logits = net.out[: size.rows], net.logits[: size.rows]
         grow_level(pool, frontier, logits, self.head_output)
-        self._tree_ints[:, : trees.rows].copy_(cut_trees(pool, roots, shape.nodes).view(2, -1))
+        cut_trees(pool, roots, shape.nodes, self._tree_ints[:, : trees.rows].view(2, count, -1))
 
     def replay_last(self) -> None:
         """Run the last draft again, from the same integers: it reads and writes the same."""

@@ -153,7 +153,7 @@ def last_run(ints: Tensor, form: DraftForm) -> tuple[Run, Tensor, Tensor]:
     roots, ends, positions = ints[at : at + 3 * rows].view(3, rows)[:, : form.sequences].unbind(0)
     at += 3 * rows
     groups = ints[at : at + FIELDS * form.sequences].view(form.sequences, FIELDS)
-    return Run(form.last, ints, positions, positions, positions, groups), roots.long(), ends
+    return Run(form.last, ints, positions, positions, positions, groups), roots, ends
 
 
 def extent_of(size: Size) -> int:

@@ -45,14 +45,14 @@ class FeatureFusion:
     def fuse(self, features: Tensor) -> Tensor:
         """[N, F] of the target -> [N, D]; EAGLE-1 carries the target's own row."""
         if self._fc is None:
-            return features.float()
+            return features
         if self._input_norm is not None:
             features = F.rms_norm(features, features.shape[-1:], self._input_norm, self._eps)
         if self._norms:
             parts = zip(features.chunk(len(self._norms), -1), self._norms, strict=True)
             features = torch.cat([F.rms_norm(part, norm.shape, norm, self._eps) for part, norm in parts], -1)
         fused = features @ self._fc.t()
-        return (fused if self._bias is None else fused + self._bias).float()
+        return fused if self._bias is None else fused + self._bias
 
     def carry(self, out: Tensor) -> Tensor:
         """[N, D] fp32 outputs -> what the rows behind them carry."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.eagle.cuda.draft_plan import MOST, ROOM, DraftForm, Lane
+from forerun.drafters.eagle.cuda.feature_copies import append_decided, copy_rows
 from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
 from forerun.drafters.eagle.cuda.head import HeadNet
 from forerun.drafters.eagle.cuda.integers import SentInts
@@ -70,7 +71,7 @@ class FeatureRows:
         self._states: dict[int, RowState] = {}
         self._left_out: set[int] = set()  # sequences for which there was no room
         self._free = list(range(MOST))[::-1]
-        self._zeros, self._dropped = MOST * ROOM, MOST * ROOM + 1  # rows: always zero, and never read
+        self._zeros = MOST * ROOM  # a row that is always zero; the one behind it is never read
         self._places = SentInts(device, 2 * MOST * (DEEPEST + 1), torch.long)
         with torch.inference_mode(False):
             self.rows = torch.zeros(MOST * ROOM + 2, width, dtype=net.model.dtype, device=device)
@@ -173,7 +174,7 @@ class FeatureRows:
             places += [first + t % ROOM for t in range(seen - kept, seen)]
         if sources:
             self._places.send(np.array((sources, places), dtype=np.int64))
-            self._copy(hidden, *self._places.all[: 2 * len(sources)].view(2, -1))
+            copy_rows(self.rows, hidden, *self._places.all[: 2 * len(sources)].view(2, -1))
 
     def append_decided(self, owners: Mapping[int, RowState], hidden: list[Tensor], form: TreeForm) -> None:
         """The rows of root and path of trees of a form, by what the device has decided; whoever owns none is left out.
@@ -184,18 +185,10 @@ class FeatureRows:
         for tree, state in owners.items():
             sent[:, tree] = state.place * ROOM, state.seen
         self._places.send(sent)
-        self._replays.do(("append", form), lambda: self._copy_decided(hidden, form))
-
-    def _copy_decided(self, hidden: list[Tensor], form: TreeForm) -> None:
-        first, seen = self._places.all[: 2 * form.trees].view(2, -1, 1)
-        steps = torch.arange(form.depth + 1, device=first.device)
-        kept = (steps <= self._last.accepted[: form.trees, None]) & (first >= 0)
-        places = torch.where(kept, first + (seen + steps) % ROOM, self._dropped)
-        self._copy(hidden, self._last.rows[: form.trees, : form.depth + 1].flatten(), places.flatten())
-
-    def _copy(self, hidden: list[Tensor], sources: Tensor, places: Tensor) -> None:
-        parts = [rows.index_select(0, sources) for rows in hidden]
-        self.rows.index_copy_(0, places, torch.cat(parts, -1))
+        decided = self._places.all[: 2 * form.trees].view(2, -1)
+        self._replays.do(
+            ("append", form), lambda: append_decided(self.rows, hidden, decided, self._last, form)
+        )
 
     def read_ahead(self, states: Sequence[RowState], behind: int) -> None:
         """Read what is more than a draft takes, so that at most `behind` rows are left of each sequence."""

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.eagle.cuda import kernels_head
-from forerun.drafters.eagle.cuda.head import HeadModel, pick_rows
+from forerun.drafters.eagle.cuda.feature_copies import pick_fused
+from forerun.drafters.eagle.cuda.head import HeadModel
 from forerun.models.cuda.fused import LOGITS, QKV, FusedSteps, power_of_two
 from forerun.models.cuda.network import Buffers, Run
 from forerun.models.cuda.plan import MAX_ROWS
@@ -41,7 +42,7 @@ class FusedHeadSteps(FusedSteps):
         )  # fmt: skip
 
     def pick(self, rows: Tensor) -> None:
-        pick_rows((self.buffers.x, self.buffers.queries, self.lifts), rows)
+        pick_fused(self.buffers.x, self.buffers.queries, self.lifts, rows)
 
     def qkv(self, run: Run, layer: int) -> None:
         weights = self.model.layers[layer]

@@ -16,7 +16,6 @@ input features are, and by how large what the layer adds to them should be.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
@@ -24,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.drafters.eagle.cuda.feature_copies import pick_plainly
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Buffers, Layer, Model, Run
 from forerun.models.cuda.packed import Packed, Weight, WeightKind, pack, times, whole
@@ -162,12 +162,6 @@ def _lengths(weight: Tensor) -> Tensor:
     return lengths
 
 
-def pick_rows(buffers: Iterable[Tensor], rows: Tensor) -> None:
-    """Bring some rows of each buffer to its start."""
-    for buffer in buffers:
-        buffer[: len(rows)] = buffer.index_select(0, rows)
-
-
 class HeadSteps(Protocol):
     """The decoder's steps and the head's input step."""
 
@@ -208,7 +202,7 @@ class PlainHeadSteps(PlainSteps):
 
     def pick(self, rows: Tensor) -> None:
         """Go on with these rows only, in this order."""
-        pick_rows((self.buffers.x, self.buffers.queries, self.lifts), rows)
+        pick_plainly((self.buffers.x, self.buffers.queries, self.lifts), rows)
 
     def attend(self, run: Run, layer: int) -> None:
         super().attend(run, layer)

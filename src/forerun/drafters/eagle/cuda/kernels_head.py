@@ -150,3 +150,41 @@ def _hand_on(b, i, leaders, parents, children, ancestors, tokens, next_scores, n
         )
     own = level * WIDTH + i
     tl.store(next_ancestors + fresh * (level + 1) + level, own.to(next_ancestors.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["pool_size", "stride", "NODES"])
+def cut(pool_scores, pool_tokens, pool_parents, roots, numbers, trees, pool_size, stride, NODES, UP: tl.constexpr,
+        PDL: tl.constexpr):  # fmt: skip
+    """One tree: of all candidates the NODES best behind their root, in the order in which they were made.
+
+    Scores as whole numbers in the same order; of these the largest that NODES candidates reach, bit by bit. Of those
+    that are equal to it the first ones are taken.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b, n = tl.program_id(0), tl.arange(0, UP)
+    here, place = n < pool_size, b * pool_size + n
+    scores = tl.load(pool_scores + place, mask=here, other=0.0, cache_modifier=".cg")
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # there are two zeros
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
+    order = tl.where(here, order, -1)
+    least = tl.full((), 0, tl.int64)
+    for i in range(32):
+        more = least + (tl.full((), 0x80000000, tl.int64) >> i)
+        reached = tl.sum((order >= more).to(tl.int32), 0)
+        least = tl.where(reached >= NODES, more, least)
+    better, equal = (order > least).to(tl.int32), (order == least).to(tl.int32)
+    kept = (better > 0) | ((equal > 0) & (tl.cumsum(equal, 0) <= NODES - tl.sum(better, 0)))
+    number = tl.cumsum(kept.to(tl.int32), 0)
+    tl.store(numbers + place, number, mask=here)
+    tl.debug_barrier()  # they are read below by other threads than wrote them
+    above = tl.load(pool_parents + place, mask=kept, other=-1, cache_modifier=".cg")
+    parent = tl.load(numbers + b * pool_size + tl.maximum(above, 0), mask=kept, other=0)
+    node = trees + b * (NODES + 1) + number
+    token = tl.load(pool_tokens + place, mask=kept, other=0, cache_modifier=".cg")
+    tl.store(node, token, mask=kept)
+    tl.store(node + stride, tl.where(above < 0, 0, parent).to(tl.int64), mask=kept)
+    root = trees + b * (NODES + 1)
+    tl.store(root, tl.load(roots + b).to(tl.int64))
+    tl.store(root + stride, tl.full((), -1, tl.int64))

@@ -8,11 +8,15 @@ nothing is read on the way. On a GPU a level is two kernels; elsewhere it is pla
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from forerun.models.cuda.early_start import starts_early
+
 CHUNK = 2048  # logits that one program looks through
+MOST_CUT = 4096  # candidates that one program chooses the best of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +44,13 @@ class Frontier:
     ancestors: Tensor  # [B, W, L] places among the drafted slots, from the first level down to themselves
 
     @classmethod
+    @cache  # captured drafts read them
     def of_roots(cls, trees: int, device: torch.device) -> Frontier:
-        none = torch.full((trees, 1), -1, device=device)
-        ancestors = torch.zeros(trees, 1, 0, dtype=torch.long, device=device)
-        return cls(torch.zeros(trees, 1, device=device), none, none, none.flatten(), ancestors)
+        """Made once: nobody writes to a frontier."""
+        with torch.inference_mode(False):
+            none = torch.full((trees, 1), -1, device=device)
+            ancestors = torch.zeros(trees, 1, 0, dtype=torch.long, device=device)
+            return cls(torch.zeros(trees, 1, device=device), none, none, none.flatten(), ancestors)
 
 
 class Pool:
@@ -117,7 +124,7 @@ def _grow_fused(
     found = torch.empty(trees * wide, chunks, branch, device=device)
     rows = torch.empty(trees * wide, chunks, branch, dtype=torch.int32, device=device)
     highs, sums = (torch.empty(trees * wide, chunks, device=device) for _ in range(2))
-    pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+    pdl = starts_early(device)
     kernels_head.tops[(trees * wide, chunks)](
         logits, found, rows, highs, sums, vocab, K=branch, CHUNK=CHUNK, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
@@ -143,17 +150,26 @@ def _grow_fused(
     return nexts
 
 
-def cut_trees(pool: Pool, roots: Tensor, nodes: int) -> Tensor:
-    """[2, B, nodes + 1] tokens and parents of the best nodes and their root; ties go to the one made first."""
-    if pool.width == 1:  # a chain: all of the pool
-        steps = torch.arange(-1, nodes, device=roots.device).expand(len(roots), -1)
-        return torch.stack((torch.cat((roots[:, None], pool.tokens[:, :nodes]), 1), steps))
+def cut_trees(pool: Pool, roots: Tensor, nodes: int, into: Tensor, fused: bool | None = None) -> None:
+    """Write [2, B, nodes + 1] tokens and parents of the best nodes and their root; ties go to the one made first."""
+    size = pool.scores.shape[1]
+    if size <= MOST_CUT and (roots.device.type == "cuda" if fused is None else fused):
+        from forerun.drafters.eagle.cuda import kernels_head
+
+        pdl = starts_early(roots.device)
+        kernels_head.cut[(len(roots),)](
+            pool.scores, pool.tokens, pool.parents, roots, torch.empty_like(pool.scores, dtype=torch.int32), into,
+            size, into.stride(0), nodes, UP=_power(size), PDL=pdl, num_warps=1 if size <= 512 else 4, launch_pdl=pdl,
+        )  # fmt: skip
+        return
     order = pool.scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
     places = order.sort(dim=1).values  # parents were added before their children
     above = pool.parents.gather(1, places)
-    parents = (torch.searchsorted(places, above) + 1) * (above >= 0)  # the root's children have none above
-    tokens = torch.cat((roots[:, None], pool.tokens.gather(1, places)), 1)
-    return torch.stack((tokens, torch.cat((torch.full_like(roots, -1)[:, None], parents), 1)))
+    into[1, :, 1:] = (torch.searchsorted(places, above) + 1) * (
+        above >= 0
+    )  # the root's children have none above
+    into[0, :, 1:] = pool.tokens.gather(1, places)
+    into[0, :, 0], into[1, :, 0] = roots, -1
 
 
 def _power(value: int) -> int:
