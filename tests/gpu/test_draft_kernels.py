@@ -132,6 +132,31 @@ def test_the_rows_that_a_head_goes_on_with(count: int) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_level_reads_the_rows_of_its_parents(dtype: torch.dtype) -> None:
+    """The same bits as from rows that were brought into order before."""
+    device, rows, width = where_kernels_run(), 6, 48
+    from forerun.drafters.eagle.cuda import kernels_head
+
+    parents = torch.tensor([0, 3, 0, 1, 3, 5], device=device)
+    tokens = torch.tensor([4, 4, 9, 0, 11, 2], dtype=torch.int32, device=device)
+    table, carried = torch.randn(12, width, device=device), torch.randn(rows, width, device=device).to(dtype)
+    norms = torch.rand(2, width, device=device)
+    found = []
+    for sources in (None, parents):
+        entered, x = (torch.zeros(rows, n * width, device=device) for n in (2, 1))
+        kernels_head.enter[(rows,)](
+            tokens, table, carried[parents] if sources is None else carried, tokens if sources is None else sources,
+            *norms, entered, x, x, 1.0, 0.0, 1e-5, WIDTH=width, UP=64, NORMED_RESIDUAL=False, ROOM=0,
+            IN_ORDER=sources is None, PDL=False,
+        )  # fmt: skip
+        found.append((entered, x))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(x, carried[parents].float())
+
+
 def _after_pass(device: torch.device, fused: bool) -> AfterPass:
     """A small target's, with hidden rows of two layers, and numbers that tell slots apart."""
     target = make_target("smollm2", str(device), torch.bfloat16, "torch", kv_slots=640)

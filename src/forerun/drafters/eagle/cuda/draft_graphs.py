@@ -273,9 +273,8 @@ class DeviceDraft:
             run = run_at(ints, size, form.level_at(i, self._group_nodes))
             into = run.tokens, ints[first : first + size.rows * (i + 1)]
             frontier = grow_level(pool, frontier, logits, self.head_output, into)
-            if shape.width > 1:  # the nodes of a chain lie where their parents lie
-                out = out.index_select(0, frontier.parents)
-            net.run(run, self.feature_fusion.carry(out))
+            parents = frontier.parents if shape.width > 1 else None  # those of a chain lie where it lies
+            net.run(run, self.feature_fusion.carry(out), parents)
             out, logits = net.out[: size.rows], net.logits[: size.rows]
         grow_level(pool, frontier, logits, self.head_output)
         cut_trees(pool, roots, shape.nodes, self._tree_ints[:, : trees.rows].view(2, count, -1))

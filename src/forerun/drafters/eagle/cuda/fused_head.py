@@ -19,6 +19,7 @@ class FusedHeadSteps(FusedSteps):
     def __init__(self, model: HeadModel, buffers: Buffers, kv: Tensor) -> None:
         super().__init__(model, buffers, kv)
         self._head_model = model
+        self._spare_x = torch.empty_like(buffers.x)
         self.entered = torch.empty(MAX_ROWS, model.entering, dtype=model.dtype, device=model.device)
         if not model.norms_output:
             self.wide = None  # whose logits are always of normed rows
@@ -28,17 +29,21 @@ class FusedHeadSteps(FusedSteps):
                 for rows in (self.entered, buffers.rows, buffers.found, buffers.inner)
             )
 
-    def enter(self, run: Run, carried: Tensor) -> None:
+    def enter(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None:
         model, rows = self._head_model, run.size.rows
         if model.mix is not None:
+            carried = carried if sources is None else carried.index_select(0, sources)
             self.entered[:rows] = model.mixed(run.tokens, carried)
             self.buffers.x[:rows] = self.entered[:rows].float()
             return
+        if sources is not None:  # rows are read that others overwrite
+            self.buffers.x, self._spare_x = self._spare_x, self.buffers.x
         kernels_head.enter[(rows,)](
-            run.tokens, model.embedding, carried, model.token_norm, model.feature_norm, self.entered,
-            self.buffers.x, self.lifts, model.lift, model.added, model.config.norm_eps,
+            run.tokens, model.embedding, carried, run.tokens if sources is None else sources, model.token_norm,
+            model.feature_norm, self.entered, self.buffers.x, self.lifts, model.lift, model.added,
+            model.config.norm_eps,
             WIDTH=self.width, UP=power_of_two(self.width), NORMED_RESIDUAL=model.normed_residual, ROOM=self.room,
-            PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
+            IN_ORDER=sources is None, PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
         )  # fmt: skip
 
     def pick(self, rows: Tensor) -> None:

@@ -165,7 +165,7 @@ def _lengths(weight: Tensor) -> Tensor:
 class HeadSteps(Protocol):
     """The decoder's steps and the head's input step."""
 
-    def enter(self, run: Run, carried: Tensor) -> None: ...
+    def enter(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None: ...
     def pick(self, rows: Tensor) -> None: ...
     def qkv(self, run: Run, layer: int) -> None: ...
     def attend(self, run: Run, layer: int) -> None: ...
@@ -184,7 +184,9 @@ class PlainHeadSteps(PlainSteps):
         self.entered = torch.empty(MAX_ROWS, model.entering, dtype=model.dtype, device=model.device)
         self.lifts = torch.ones(MAX_ROWS, 1, device=model.device)
 
-    def enter(self, run: Run, carried: Tensor) -> None:
+    def enter(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None:
+        """`sources`: which rows of `carried` to take; None = all, in order."""
+        carried = carried if sources is None else carried.index_select(0, sources)
         model, rows, eps = self._head_model, run.size.rows, self.model.config.norm_eps
         if model.mix is not None:
             self.entered[:rows] = model.mixed(run.tokens, carried)
@@ -263,14 +265,14 @@ class HeadNet:
         """[MAX_ROWS, Vd] fp32 of what follows the rows of the last pass."""
         return self.buffers.logits
 
-    def keep(self, run: Run, carried: Tensor) -> None:
+    def keep(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None:
         """Keys and values of rows, and nothing else."""
-        self.steps.enter(run, carried)
+        self.steps.enter(run, carried, sources)
         self.steps.qkv(run, 0)
 
-    def run(self, run: Run, carried: Tensor) -> None:
-        """All of the layer, and the logits."""
-        self.keep(run, carried)
+    def run(self, run: Run, carried: Tensor, sources: Tensor | None = None) -> None:
+        """All of the layer, and the logits; `sources` says which rows of `carried` to take, None = all."""
+        self.keep(run, carried, sources)
         self._finish(run)
 
     def run_some(self, run: Run, carried: Tensor, some: Run, rows: Tensor) -> None:

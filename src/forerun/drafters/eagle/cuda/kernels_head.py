@@ -14,11 +14,13 @@ from forerun.models.cuda.kernels_linear import put_rows
 
 
 @triton.jit
-def enter(tokens, table, carried, token_norm, feature_norm, into, x, lifts, lift, added, eps, WIDTH: tl.constexpr,
-          UP: tl.constexpr, NORMED_RESIDUAL: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def enter(tokens, table, carried, sources, token_norm, feature_norm, into, x, lifts, lift, added, eps,
+          WIDTH: tl.constexpr, UP: tl.constexpr, NORMED_RESIDUAL: tl.constexpr, ROOM: tl.constexpr,
+          IN_ORDER: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One row: the normed embedding of its token beside its normed features, and the residual stream's start.
 
-    Rows of whole numbers (ROOM > 0) go in times `lift`; what the residual stream is handed on with is left in `lifts`.
+    Unless rows of `carried` are taken IN_ORDER, `sources` says which, and `x` must be another buffer. Rows of whole
+    numbers (ROOM > 0) go in times `lift`; what the residual stream is handed on with is left in `lifts`.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -33,7 +35,10 @@ def enter(tokens, table, carried, token_norm, feature_norm, into, x, lifts, lift
     place = m * (2 * WIDTH) + n
     normed = row * scale * weight
     put_rows(into, place, normed * lift, inside, ROOM * 2 * WIDTH)
-    feature = tl.load(carried + m * WIDTH + n, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    source = m if IN_ORDER else tl.load(sources + m, cache_modifier=".cg")
+    feature = tl.load(carried + source * WIDTH + n, mask=inside, other=0.0, cache_modifier=".cg").to(
+        tl.float32
+    )
     squares = tl.sum(feature * feature, 0) / WIDTH
     scale = tl.rsqrt(squares + eps)
     weight = tl.load(feature_norm + n, mask=inside, other=0.0).to(tl.float32)
