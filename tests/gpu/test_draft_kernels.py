@@ -161,7 +161,7 @@ def _after_pass(device: torch.device, fused: bool) -> AfterPass:
     """A small target's, with hidden rows of two layers, and numbers that tell slots apart."""
     target = make_target("smollm2", str(device), torch.bfloat16, "torch", kv_slots=640)
     after = target.after
-    after.grown.fused = fused
+    after.fused = fused
     for layer in (0, 2):
         target.buffers.hidden(layer).copy_(_numbers(target.buffers.hidden(layer)) + layer)
         rows = after.kv.rows_of(layer, target.config.width, torch.bfloat16)

@@ -23,8 +23,11 @@ AT_ONCE = 4096  # numbers that one program moves
 class AfterPass:
     """Small pieces of work on the KV pool, captured when they are first done."""
 
-    def __init__(self, kv: PagedKV, buffers: Buffers, grown: GrownBuffers, replays: Replays) -> None:
+    def __init__(
+        self, kv: PagedKV, buffers: Buffers, grown: GrownBuffers, replays: Replays, fused: bool
+    ) -> None:
         self.kv, self.buffers, self.grown, self.replays = kv, buffers, grown, replays
+        self.fused = fused  # by kernels, or in plain torch
 
     def move_decided(self) -> None:
         """Move the paths of the last pass over grown trees to their places, if that was not done."""
@@ -40,7 +43,7 @@ class AfterPass:
         self.replays.do(name, lambda: self._move(form))
 
     def _move(self, form: TreeForm) -> None:
-        if not self.grown.fused:
+        if not self.fused:
             self.kv.move_on_device(*self.grown.moves_of(form))
             return
         data = self.kv.data
@@ -73,7 +76,7 @@ class AfterPass:
 
     def _keep(self, hidden: Sequence[Tensor], kept: Sequence[Tensor], rows: int) -> None:
         ints, slots_at, width = self.buffers.ints, MAX_ROWS + 2 * rows, hidden[0].shape[1]
-        if self.grown.fused:
+        if self.fused:
             from forerun.models.cuda import kernels_after
 
             kernels_after.keep[(rows,)](

@@ -63,7 +63,8 @@ class CudaDecoder(SlotTarget):
         steps = make_steps(self.kernels, self.model, self.buffers, self.kv.data)
         self._group_nodes = _QUERIES // (1 << (config.heads // config.kv_heads - 1).bit_length())
         self.grown = GrownBuffers(self._device, greedy_walk, self._group_nodes)
-        self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=self.kernels == "triton")
+        fused = self.kernels == "triton"
+        self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=fused)
         self.plain = PlainRounds(
             self.passes.plain,
             self.buffers,
@@ -72,8 +73,7 @@ class CudaDecoder(SlotTarget):
             self._group_nodes,
             self.passes.scored_size,
         )
-        replays = Replays(self._device, capture=self.kernels == "triton")
-        self.after = AfterPass(self.kv, self.buffers, self.grown, replays)
+        self.after = AfterPass(self.kv, self.buffers, self.grown, Replays(self._device, capture=fused), fused)
         self._takes_grown = True  # until a pass over trees grown on the device has failed
         log.info("KV pool: %d slots, %.2f GB", self.kv.capacity, self.pool_bytes / 1e9)
 
