@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.build import make_engine
 from forerun.errors import UnsupportedModel
 from forerun.models.config import DecoderConfig, MoeConfig
-from forerun.models.cuda import network
 from forerun.models.cuda.network import Run, check_supported
 from forerun.models.cuda.packed import WeightKind, pack, times
 from forerun.models.cuda.plan import Size
@@ -32,12 +31,6 @@ from tests.exactness.harness import run
 from tests.gpu.tiny import need_cuda, weights_of
 
 VOCAB = 200
-
-
-@pytest.fixture(autouse=True)
-def experts_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not used until the test of their bits passes on a real GPU."""
-    monkeypatch.setattr(network, "EXPERTS_ON_GPU", True)
 
 
 _BASE: dict[str, Any] = {

@@ -27,11 +27,6 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
-EXPERTS_ON_GPU = (
-    False  # their rows do not have the same bits in any company on a real GPU: tests/gpu/test_moe.py
-)
-
-
 def check_supported(config: DecoderConfig) -> None:
     """UnsupportedModel says what the GPU decoder cannot run; the plain decoder may."""
     reason, moe = "", config.moe
@@ -81,10 +76,6 @@ class Model:
         kind: WeightKind = "plain",
     ) -> None:
         check_supported(config)
-        if config.moe is not None and device.type == "cuda" and not EXPERTS_ON_GPU:
-            raise UnsupportedModel(
-                "the GPU decoder does not run mixtures of experts yet; use the plain decoder"
-            )
         self.config, self.dtype, self.device, self.kind = config, dtype, device, kind
         self.max_length = min(config.max_length, LONGEST - TREE_MARGIN)
         with torch.no_grad(), torch.inference_mode(False):
