@@ -30,11 +30,12 @@ def _where() -> torch.device:
     return torch.device("cuda")
 
 
-def test_few_groups_have_a_program_for_every_split_and_many_have_two() -> None:
-    assert programs_for(Size(1, 1, 8), 8, 132) == 8  # a single row
-    assert programs_for(Size(64, 64, 8), 8, 132) == 2  # a tree of 59 nodes
-    assert programs_for(Size(256, 512, 8), 8, 132) == 2
-    assert programs_for(Size(1, 1, 256), 8, 132) == 132
+def test_few_groups_have_a_program_for_every_split_and_many_have_four() -> None:
+    assert programs_for(Size(1, 1, 256), 8, 132) == 256
+    assert programs_for(Size(64, 64, 8), 8, 132) == 8  # a tree of 59 nodes
+    assert programs_for(Size(64, 64, 32), 8, 132) == 8
+    assert programs_for(Size(256, 512, 8), 8, 132) == 4
+    assert programs_for(Size(4, 512, 1), 8, 132) == 1  # never more than there are splits
 
 
 @pytest.mark.parametrize("window", [0, 150])

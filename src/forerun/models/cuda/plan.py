@@ -25,7 +25,7 @@ NARROW = (
     64  # rows of the largest pass whose products are those of few rows (kernels_linear, not kernels_wide)
 )
 SPLIT_SIZES = (8, 32, 96, 256)  # few: passes are captured with each, before texts are written
-ATTENDING, FEWEST = 8, 2  # programs of attention to a multiprocessor, about; to a group and head, at least
+ATTENDING, FEWEST = 32, 4  # programs of attention to a multiprocessor, about; to a group and head, at least
 LONGEST = 245_760  # positions that 256 splits cover
 PAGES = 1 << 17  # pages of all sequences of a pass together, at most
 
