@@ -1,8 +1,10 @@
 """Random EAGLE heads for the small targets of these tests."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 from forerun.drafters.eagle.config import EagleConfig, Kind
@@ -13,9 +15,11 @@ from forerun.drafters.eagle.drafter import EagleDrafter
 from forerun.drafters.eagle.eagle2 import Eagle2Drafter
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.head import EagleHead
+from forerun.models.cuda.network import Run
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder
-from forerun.types import Scores, Verdict
+from forerun.types import Scores, TreeBatch, Verdict
+from tests.drafters.rounds import as_lists
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
 
 VARIANTS: list[dict[str, Any]] = [
@@ -60,3 +64,21 @@ def settled(scores: Scores) -> Verdict:
     assert scores.greedy is not None
     assert scores.greedy.verdict is not None
     return scores.greedy.verdict()
+
+
+def agree(target: CudaDecoder, trees: TreeBatch, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the target say, after most nodes, what one of their children says."""
+    said = {}
+    for first, (tokens, parents) in zip(trees.starts, as_lists(trees), strict=False):
+        for node in range(len(tokens)):
+            children = [i for i, parent in enumerate(parents) if parent == node]
+            if children and rng.random() < 0.8:
+                said[first + node] = tokens[rng.choice(children)]
+    steps = target.passes.steps
+
+    def head(run: Run) -> None:
+        type(steps).head(steps, run)
+        for row, token in said.items():
+            target.buffers.logits[row, token] = 1e4
+
+    monkeypatch.setattr(steps, "head", head)

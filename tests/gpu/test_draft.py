@@ -13,18 +13,8 @@ from forerun.drafters.eagle.cuda.draft_plan import aligned, bucket_of
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle, on_device
 from forerun.drafters.eagle.cuda.feature_fusion import why_not
 from forerun.drafters.eagle.cuda.menu import expected
-from forerun.drafters.eagle.cuda.tree_growth import (
-    Frontier,
-    HeadOutput,
-    Pool,
-    cut_trees,
-    grow_level,
-    grow_plainly,
-)
 from forerun.drafters.eagle.files import write_head
-from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS
-from forerun.models.cuda.target import CudaDecoder
 from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
 from forerun.offers import Form
 from forerun.params import SamplingParams, SpeculativeConfig
@@ -32,7 +22,7 @@ from forerun.testing import FakeSeq, path_to
 from forerun.testing.conformance import check_trees
 from forerun.types import Budget, Request, TreeBatch, TreeForm, Verdict
 from tests.drafters.rounds import as_lists
-from tests.gpu.heads import VARIANTS, both_drafters, make_head, settled
+from tests.gpu.heads import VARIANTS, agree, both_drafters, make_head, settled
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 
 BUDGETS = [Budget(5, 5), Budget(7, 3, 2), Budget(14, 4, 3), Budget(1, 1), Budget(40, 3, 4)]
@@ -61,7 +51,7 @@ def test_trees_are_those_of_the_head_as_everywhere(
         grown, wanted = device.propose(some, budgets), plain.propose(some, budgets)
         assert as_lists(grown) == as_lists(wanted), f"round {turn}"
         check_trees(grown, some, budgets, VOCAB)
-        _agree(target, grown, rng, monkeypatch)
+        agree(target, grown, rng, monkeypatch)
         scores = target.score(some, grown, device.needs)
         verdict = settled(scores)
         longest = max(longest, *verdict.accepted.tolist())
@@ -122,26 +112,6 @@ def test_the_next_draft_starts_before_it_is_asked_for(
     assert len(launched) <= 1, "nothing is drafted behind a text's end"
 
 
-def _agree(
-    target: CudaDecoder, trees: TreeBatch, rng: random.Random, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Make the target say, after most nodes, what one of their children says."""
-    said = {}
-    for first, (tokens, parents) in zip(trees.starts, as_lists(trees), strict=False):
-        for node in range(len(tokens)):
-            children = [i for i, parent in enumerate(parents) if parent == node]
-            if children and rng.random() < 0.8:
-                said[first + node] = tokens[rng.choice(children)]
-    steps = target.passes.steps
-
-    def head(run: Run) -> None:
-        type(steps).head(steps, run)
-        for row, token in said.items():
-            target.buffers.logits[row, token] = 1e4
-
-    monkeypatch.setattr(steps, "head", head)
-
-
 def test_texts_coupled_by_noise_or_without_a_budget_are_drafted_for_as_everywhere() -> None:
     target = make_target("llama", "cpu")
     device, _ = both_drafters(target)
@@ -177,36 +147,6 @@ def test_a_text_longer_than_the_head_knows_is_not_drafted_for() -> None:
     trees, scores = target.prefill([seq], device.needs)
     device.observe([seq], trees, scores, Verdict.whole_chain(trees, [7]))
     assert device.propose([seq], [Budget(3, 3)]).is_plain()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("width", "vocab"), [(1, 200), (3, 5000), (10, 16384), (8, 32000)])
-def test_kernels_grow_what_torch_grows(width: int, vocab: int) -> None:
-    need_cuda()
-    torch.manual_seed(width)
-    trees, depth = 3, 4
-    ids = torch.randperm(vocab, device="cuda").sort().values + 7
-    head_output = HeadOutput(ids, -0.1, 0.9)
-    pools = [Pool(trees, width, width, depth, torch.device("cuda")) for _ in range(2)]
-    frontiers = [Frontier.of_roots(trees, torch.device("cuda"))] * 2
-    for level in range(depth):
-        rows = trees * (width if level else 1)
-        logits = 3 * torch.randn(rows, vocab, device="cuda")
-        frontiers = [
-            grow_level(pools[0], frontiers[0], logits, head_output),
-            grow_plainly(pools[1], frontiers[1], logits, head_output),
-        ]
-        for name in ("tokens", "places", "parents", "ancestors"):
-            assert torch.equal(getattr(frontiers[0], name), getattr(frontiers[1], name)), (level, name)
-        torch.testing.assert_close(
-            frontiers[0].log_survivals, frontiers[1].log_survivals, atol=1e-4, rtol=1e-4
-        )
-    roots = torch.tensor([1, 2, 3], device="cuda")
-    nodes = min(20, pools[0].scores.shape[1])
-    cut = torch.empty(2, 2, trees, nodes + 1, dtype=torch.long, device="cuda")
-    for pool, into in zip(pools, cut, strict=True):
-        cut_trees(pool, roots, nodes, into)
-    assert torch.equal(*cut)
 
 
 @pytest.mark.gpu

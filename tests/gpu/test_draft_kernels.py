@@ -6,21 +6,42 @@ TRITON_INTERPRET=1 python -m pytest tests/gpu/test_draft_kernels.py
 
 import math
 import random
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from forerun.drafters.eagle.cuda import draft_graphs, feature_rows
 from forerun.drafters.eagle.cuda.draft_completion import complete
+from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.draft_plan import BUCKETS, Lane, plan_draft
+from forerun.drafters.eagle.cuda.drafter import DeviceEagle
 from forerun.drafters.eagle.cuda.feature_copies import append_decided, pick_fused, pick_plainly
-from forerun.drafters.eagle.cuda.tree_growth import Pool, cut_trees
+from forerun.drafters.eagle.cuda.feature_fusion import make_net
+from forerun.drafters.eagle.cuda.tree_growth import (
+    Frontier,
+    HeadOutput,
+    Pool,
+    cut_trees,
+    grow_level,
+    grow_plainly,
+)
+from forerun.drafters.eagle.drafter import EagleDrafter
+from forerun.drafters.eagle.eagle2 import Eagle2Drafter
+from forerun.drafters.eagle.eagle3 import Eagle3Drafter
+from forerun.drafters.eagle.head import EagleHead
 from forerun.models.cuda.after_pass import AfterPass
 from forerun.models.cuda.last_round import STEPS, LastRound
 from forerun.models.cuda.plan import MAX_ROWS, Plan, Size
 from forerun.offers import Form
-from forerun.types import TreeForm
-from tests.gpu.tiny import make_target, where_kernels_run
+from forerun.testing import FakeSeq
+from forerun.types import Budget, TreeForm, Verdict
+from tests.drafters.rounds import as_lists
+from tests.gpu.heads import agree, make_head, settled
+from tests.gpu.tiny import VOCAB, make_target, where_kernels_run
 
 SHAPES = [Form(1, 1, 1), Form(5, 5, 1), Form(16, 16, 1), Form(8, 3, 3), Form(59, 6, 10), Form(20, 2, 17)]
 
@@ -64,6 +85,33 @@ def test_the_plan_of_a_draft(shape: Form, count: int, pads: int, group_nodes: in
     complete(by_kernel, form, group_nodes, last, fused=True)
     follows = sent[5 * count : 6 * count]
     assert torch.equal(plain, by_kernel) == bool((follows < 0).all()), "another path is another plan"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("width", "vocab"), [(1, 200), (3, 5000), (10, 16384), (8, 32000)])
+def test_kernels_grow_what_torch_grows(width: int, vocab: int) -> None:
+    device = where_kernels_run()
+    torch.manual_seed(width)
+    trees, depth = 3, 4
+    ids = torch.randperm(vocab, device=device).sort().values + 7
+    head_output = HeadOutput(ids, -0.1, 0.9)
+    pools = [Pool(trees, width, width, depth, device) for _ in range(2)]
+    frontiers = [Frontier.of_roots(trees, device)] * 2
+    for level in range(depth):
+        rows = trees * (width if level else 1)
+        logits = 3 * torch.randn(rows, vocab, device=device)
+        frontiers = [
+            grow_level(pools[0], frontiers[0], logits, head_output, fused=True),
+            grow_plainly(pools[1], frontiers[1], logits, head_output),
+        ]
+        for name in ("tokens", "places", "parents", "ancestors"):
+            assert torch.equal(getattr(frontiers[0], name), getattr(frontiers[1], name)), (level, name)
+        torch.testing.assert_close(
+            frontiers[0].log_survivals, frontiers[1].log_survivals, atol=1e-4, rtol=1e-4
+        )
+    torch.testing.assert_close(pools[0].scores, pools[1].scores, atol=1e-4, rtol=1e-4)
+    assert torch.equal(pools[0].tokens, pools[1].tokens)
+    assert torch.equal(pools[0].parents, pools[1].parents)
 
 
 def _pool(rng: random.Random, form: Form, trees: int, device: torch.device) -> Pool:
@@ -212,3 +260,47 @@ def test_hidden_rows_are_kept_at_their_slots() -> None:
         assert int((before != after.kv.hidden[0])[:-1].any(-1).sum()) == 5
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [{}, {"draft_vocab": 130, "norm_output": True}, {"eagle": "eagle"}])
+def test_whole_drafts_by_kernels(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the interpreter runs them, in fp32: trees of the head as everywhere, over rounds, paths of any length."""
+    if where_kernels_run().type == "cuda":
+        pytest.skip("tests/gpu/test_draft.py does this on a GPU, in 16 bits")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    processors = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: processors)
+    for module, name in (
+        (draft_graphs, "complete"), (draft_graphs, "cut_trees"), (draft_graphs, "grow_level"),
+        (feature_rows, "append_decided"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, partial(vars(module)[name], fused=True))
+    target, rng = make_target("llama", "cpu"), random.Random(3)
+    config, weights = make_head(target, **more)
+    head = EagleHead(config, weights, target.shared(), dtype=torch.float32, device=target.device)
+    plain: EagleDrafter = (Eagle3Drafter if config.kind == "eagle3" else Eagle2Drafter)(head)
+    target.kernels, target.after.fused = "triton", True
+    drafter = DeviceEagle(DeviceDraft(*make_net(config, weights, target), capture=False), lambda: plain)
+    seqs = [
+        FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=900) for b, n in enumerate((2, 70))
+    ]
+    trees, scores = target.prefill(seqs, drafter.needs)
+    for one in (drafter, plain):
+        one.observe(seqs, trees, scores, Verdict.whole_chain(trees, [seq.tokens[-1] for seq in seqs]))
+    longest = 0
+    for budget in [Budget(9, 3, 3)] * 3 + [Budget(3, 3)]:
+        grown, wanted = (one.propose(seqs, [budget] * 2) for one in (drafter, plain))
+        assert as_lists(grown) == as_lists(wanted)
+        agree(target, grown, rng, monkeypatch)
+        scores = target.score(seqs, grown, drafter.needs)
+        verdict = settled(scores)
+        target.commit(seqs, grown, verdict)
+        for one in (drafter, plain):
+            one.observe(seqs, grown, scores, verdict)
+        for seq, (tokens, _), path, bonus in zip(seqs, as_lists(wanted), *verdict.to_host(), strict=True):
+            seq.tokens += [*(tokens[node] for node in path), bonus]
+            longest = max(longest, len(path))
+    assert longest > 1, "paths must be long enough to matter"
+    assert type(drafter.draft.net.steps).__name__ == "FusedHeadSteps"
+    assert not drafter._failed

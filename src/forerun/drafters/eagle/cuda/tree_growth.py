@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.models.cuda.early_start import starts_early
 
-CHUNK = 2048  # logits that one program looks through
+CHUNK = 4096  # logits that one program looks through: the fewer stretches, the less there is to put together
 MOST_CUT = 4096  # candidates that one program chooses the best of
 
 
@@ -75,12 +75,14 @@ def grow_level(
     logits: Tensor,
     head_output: HeadOutput,
     into: tuple[Tensor, Tensor] | None = None,
+    fused: bool | None = None,
 ) -> Frontier:
     """Add the children of a frontier, whose logits are [B W, Vd], to the pool; returns the next frontier.
 
     `into`: where its tokens [B W] and ancestors [B W L] are to be written, flat, for the pass over it.
     """
-    if logits.device.type == "cuda" and pool.branch <= 16 and pool.width <= 16:
+    by_kernels = logits.device.type == "cuda" if fused is None else fused
+    if by_kernels and pool.branch <= 16 and pool.width <= 16:
         return _grow_fused(pool, frontier, logits, head_output, into)
     grown = grow_plainly(pool, frontier, logits, head_output)
     if into is not None:
@@ -126,7 +128,7 @@ def _grow_fused(
     highs, sums = (torch.empty(trees * wide, chunks, device=device) for _ in range(2))
     pdl = starts_early(device)
     kernels_head.tops[(trees * wide, chunks)](
-        logits, found, rows, highs, sums, vocab, K=branch, CHUNK=CHUNK, PDL=pdl, num_warps=4, launch_pdl=pdl
+        logits, found, rows, highs, sums, vocab, K=branch, CHUNK=CHUNK, PDL=pdl, num_warps=8, launch_pdl=pdl
     )
     first = pool.add(wide * branch).start
     fresh = min(pool.width, wide * branch)
