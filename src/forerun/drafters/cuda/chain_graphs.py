@@ -15,8 +15,8 @@ from torch import Tensor
 
 from forerun.drafters.cuda.chain_plan import DEEPEST, MOST, ChainForm, Lane, plan_chain
 from forerun.drafters.eagle.cuda.draft_plan import aligned
-from forerun.drafters.eagle.cuda.integers import SentInts
 from forerun.models.cuda.graphs import Replays
+from forerun.models.cuda.integers import SentInts
 from forerun.models.cuda.network import Run, run_pass
 from forerun.models.cuda.pass_clock import seconds_of
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS

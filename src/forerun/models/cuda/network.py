@@ -17,6 +17,7 @@ from forerun.errors import UnsupportedModel
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.expert_weights import ExpertWeights, stack_experts
+from forerun.models.cuda.integers import SentInts
 from forerun.models.cuda.packed import Weight, WeightKind, interleaved, pack
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, Size
 from forerun.models.moe import Experts
@@ -134,13 +135,11 @@ class Buffers:
 
     def __init__(self, model: Model) -> None:
         config, device, dtype = model.config, model.device, model.dtype
+        size = MAX_ROWS + 3 * MAX_ROWS + FIELDS * 2048 + MAX_ROWS * 257 + PAGES
+        self._sent = SentInts(device, size, torch.int32, first=MAX_ROWS)
+        self.ints = self._sent.all
         heads = config.heads * config.head_dim
         with torch.inference_mode(False):
-            self.ints = torch.zeros(
-                MAX_ROWS + 3 * MAX_ROWS + FIELDS * 2048 + MAX_ROWS * 257 + PAGES, dtype=torch.int32
-            )
-            self.ints[:MAX_ROWS] = torch.arange(MAX_ROWS)
-            self.ints = self.ints.to(device)
             self.x = torch.empty(MAX_ROWS, config.width, device=device)  # the residual stream, fp32
             self.rows = torch.empty(
                 MAX_ROWS, config.width, dtype=dtype, device=device
@@ -159,9 +158,8 @@ class Buffers:
         return self._hidden[layer]
 
     def send(self, plan: Plan) -> None:
-        """One copy; the source is pageable, so it has been read when the call returns."""
-        end = MAX_ROWS + len(plan.ints)
-        self.ints[MAX_ROWS:end].copy_(torch.from_numpy(plan.ints), non_blocking=True)
+        """One copy from pinned memory, behind the identity: the host goes on, whatever the device still has to do."""
+        self._sent.send(plan.ints)
 
 
 @dataclass(frozen=True, slots=True)

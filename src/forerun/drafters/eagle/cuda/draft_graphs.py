@@ -30,10 +30,10 @@ from forerun.drafters.eagle.cuda.draft_plan import (
 from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
 from forerun.drafters.eagle.cuda.feature_rows import DEEPEST, FeatureRows
 from forerun.drafters.eagle.cuda.head import HeadNet
-from forerun.drafters.eagle.cuda.integers import SentInts
 from forerun.drafters.eagle.cuda.menu import DraftMenu
 from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, cut_trees, grow_level
 from forerun.models.cuda.graphs import Replays
+from forerun.models.cuda.integers import SentInts
 from forerun.models.cuda.last_round import STEPS, LastRound
 from forerun.models.cuda.pass_clock import seconds_of
 from forerun.models.cuda.plan import MAX_ROWS

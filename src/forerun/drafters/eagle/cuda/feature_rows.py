@@ -20,8 +20,8 @@ from forerun.drafters.eagle.cuda.draft_plan import MOST, ROOM, DraftForm, Lane
 from forerun.drafters.eagle.cuda.feature_copies import append_decided, copy_rows
 from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
 from forerun.drafters.eagle.cuda.head import HeadNet
-from forerun.drafters.eagle.cuda.integers import SentInts
 from forerun.models.cuda.graphs import Replays
+from forerun.models.cuda.integers import SentInts
 from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, Size, round_up

@@ -32,7 +32,9 @@ class SentInts:
         """
         first, size = self._first + at, ints.size
         if first + size > len(self.all):
-            raise InvalidInput(f"a draft of {size} integers is too large; lower the budget or the batch")
+            raise InvalidInput(
+                f"a draft or a pass of {size} integers is too large; lower the budget or the batch"
+            )
         self._turn = (self._turn + 1) % PAGES
         page, sent = self._pages[self._turn], self._sent[self._turn]
         if sent is not None:
