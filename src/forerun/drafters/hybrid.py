@@ -6,8 +6,7 @@ anything is proposed: by the controller, which sees both offers, or, where budge
 cheap, the n-gram chain is added to the other's tree. Both observe every round.
 
 A device drafts for many sequences in less time than the host takes to look something up for each: beside a drafter that
-has a menu of captured drafts, look-ups are made while there are few sequences, and more and more rarely for a sequence
-while none of them is drafted from.
+has a menu of captured drafts, look-ups are made while there are few sequences, and mostly while the device is at work.
 """
 
 from __future__ import annotations
@@ -27,11 +26,6 @@ HANDICAP = 0.1  # how much higher the costlier drafter's acceptance must be, whe
 MEMORY = 0.95  # per position tested
 BESIDE = 0.15  # prior: how often n-gram is right where the other drafts another token
 LONGEST_BESIDE = 8
-IN_VAIN, APART, MOST_APART = (
-    8,
-    3,
-    18,
-)  # so many look-ups beside it in vain, and the next are so many tokens further apart
 FEW = 2  # sequences for which look-ups are made beside a drafter on a device
 
 Tree = tuple[list[int], list[int]]  # tokens and parents, the root first
@@ -49,8 +43,6 @@ class _Sequence:
     beside_tries: float = 4.0
     parting: tuple[int, int] | None = None  # the node after which it differs, and its token there
     merged: bool = False
-    in_vain: int = 0  # look-ups beside a device since one was drafted from
-    looked: int = -1  # tokens of the sequence at the last of them
 
 
 class HybridDrafter:
@@ -75,7 +67,7 @@ class HybridDrafter:
     def offer(self, seq: Seq) -> Offer:
         """What the second costs, what is free, and what the second expected of a tree that is all its own."""
         second, state = self.second.offer(seq), self._sequences.get(seq.id)
-        if second.menu is not None and (len(self._sequences) > FEW or not _is_due(state, seq)):
+        if second.menu is not None and len(self._sequences) > FEW:
             return second
         first = self.first.offer(seq)
         own = state is not None and state.drafted and not state.merged
@@ -142,7 +134,6 @@ class HybridDrafter:
         if budget.source == "costly":
             return False
         if budget.source == "free":
-            state.in_vain = 0 if budget.nodes else state.in_vain
             second = self.second.offer(seq)
             if second.free:
                 return sum(self.first.offer(seq).free) >= sum(second.free)
@@ -193,18 +184,6 @@ class HybridDrafter:
             tokens, parents = [*tokens, token], [*parents, node]
             node = len(tokens) - 1
         return tokens, parents
-
-
-def _is_due(state: _Sequence | None, seq: Seq) -> bool:
-    """Is something looked up for a sequence this round, beside a drafter on a device?"""
-    if state is None:
-        return True
-    written = len(seq.tokens) - state.looked
-    if state.looked >= 0 and 0 < written < min(APART * (state.in_vain // IN_VAIN), MOST_APART):
-        return False
-    state.in_vain += written != 0
-    state.looked = len(seq.tokens)
-    return True
 
 
 def _count(state: _Sequence, depth: int, accepted: int) -> None:

@@ -4,7 +4,8 @@ Where trees were grown on a device and all sequences are greedy, the device itse
 grew the trees can go on from there (`TreeBatch.grower`). So the next draft and the pass over it are launched while the
 last pass is still running; the host reads that one meanwhile. Sequences turn out to have ended: their trees in the
 round that follows are dropped. Everything a pass writes lies behind what is committed, so that a round that follows can
-be forgotten at any time. The controller's plan stands for as many rounds as it says (`Budget.repeats`).
+be forgotten at any time. The controller's plan stands for as many rounds as it says (`Budget.repeats`), and a controller
+that reconsiders is asked before each of them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from forerun.control.base import Reconsiders
 from forerun.engine.pending import Launched, Pending
 from forerun.engine.sequence import SequenceState
 from forerun.verify.warp import is_plain_greedy
@@ -50,6 +52,8 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
         return None
     both = [*last.pending.seqs, *(seq for seq, tree in going if tree < 0)]
     engine.hold(both)
+    if isinstance(engine.controller, Reconsiders) and not engine.controller.goes_on(seqs):
+        return None
     rows = form.nodes + form.depth + 1
     grown = None
     if engine.target.make_room(seqs, [rows] * len(seqs)):
