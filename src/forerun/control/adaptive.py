@@ -21,7 +21,7 @@ from forerun.control.cost import CostModel
 from forerun.control.forms import FormChooser, Promise
 from forerun.control.lookups import WIDE, LookupGate
 from forerun.control.per_sequence import NOTHING, SequencePlanner
-from forerun.control.waiting import FEW, Waiting, ends
+from forerun.control.waiting import FEW, Waiting, ends, within
 from forerun.offers import NEVER, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
@@ -129,7 +129,7 @@ class AdaptiveController:
         beside = 0
         planned: dict[int, Budget] = {}
         for menu, which in _by_menu(offers):
-            some = [offers[b] for b in which]
+            some = [within(offers[b], seqs[b]) for b in which]
             decision = self._decide(menu, tuple([seqs[b].id for b in which]), some, len(seqs))
             self._decisions.append(decision)
             if decision.promise.form is FREE_CHAINS:
@@ -151,8 +151,10 @@ class AdaptiveController:
         chooser, head = decision.chooser, decision.chooser.keeps(ids, len(seqs))
         if head is None or ends(chooser, head, seqs):
             return False
-        if len(seqs) <= FEW and self.waiting.waits(chooser, head, [self.planner.offer(seq) for seq in seqs]):
-            return False
+        if len(seqs) <= FEW:
+            offers = [within(self.planner.offer(seq), seq) for seq in seqs]
+            if self.waiting.waits(chooser, head, offers):
+                return False
         self._decisions = [replace(decision, ids=decision.ids.union(ids), head=head)]  # some have joined
         return True
 

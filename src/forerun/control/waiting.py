@@ -6,12 +6,14 @@ follow the tokens that it knows. The match is expected to go on behind the round
 counts say (of matches so long, in this text first). Only if the tokens that it then promises are worth more than what
 the head would write in the same time, and in the gap, does the next round wait.
 
-What waiting and look-ups lose against the head alone is bounded (allowance.py): 1.5% over any 200 rounds.
+What waiting and look-ups can lose against the head alone is bounded (allowance.py): whatever their counts say, 3% over
+any 200 rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from forerun.control.acceptance import Factor
@@ -22,8 +24,10 @@ from forerun.offers import Form, Offer
 from forerun.types import Seq
 
 FEW = 2  # sequences for which a round may wait for look-ups
-MEMORY = 0.95  # of what the head's trees accept where look-ups promise more, per such round
-WORTH_IT = 0.05  # tokens that waiting must gain
+MEMORY = 0.95  # of what the head's trees accept where look-ups promise more, and of what waiting brought, each time
+FORGIVING = 0.997  # of the same, per round, so that distrust does not last
+WORTH_IT = 0.5  # tokens that waiting must gain
+BETTER = 1.15  # times the head's tokens per second, for look-ups in its place
 
 Chains = Callable[[Sequence[Offer], int], tuple[list[int], float]]  # offers, batch -> depths, tokens accepted
 
@@ -41,19 +45,29 @@ class Waiting:
 
     def __init__(self, chains: Chains) -> None:
         self.chains = chains
-        self.allowance = Allowance()  # against the head alone, in its rounds
+        self.allowance = Allowance(most=2.0, earned=0.01, floor=2.0, level=2.0)  # in rounds of the head alone
         self._copied = Factor(4.0)  # what a head's trees accept where look-ups promise more, by what was expected
         self._promised = 0.0  # tokens by the look-ups of the round under way
+        self._kept = Factor(8.0)  # tokens accepted of look-ups that a round waited for, by those expected
+        self._hoped = 0.0  # tokens for which the next round waits
 
     def note(self, offers: Sequence[Offer]) -> None:
         """What is offered for the coming round, or, asked meanwhile, for the one under way."""
         self._promised = sum([sum(offer.free) for offer in offers])
+        if not self._promised:
+            self._give_up()
 
     def takes(self, chooser: FormChooser, head: Promise, free: Promise, batch: int) -> bool:
         """Is a round of look-ups better than the head's, where the last one was read in any case, and covered?"""
+        taken = self._is_better(chooser, head, free, batch)
+        if not taken:
+            self._give_up()
+        return taken
+
+    def _is_better(self, chooser: FormChooser, head: Promise, free: Promise, batch: int) -> bool:
         if not head.form.nodes:
             return free.rate > head.rate
-        if free.rate <= self._head_tokens(head, batch) / head.seconds:
+        if free.rate <= BETTER * self._head_tokens(head, batch) / head.seconds:
             _forgive(chooser, batch)
             return False
         return self.allowance.covers(_worst(free, head, batch))
@@ -65,7 +79,8 @@ class Waiting:
         matches = self._behind(offers, head.tokens / batch)
         if not matches.nodes:
             return False
-        free = chooser.promise_of(FREE_CHAINS, batch + matches.nodes, batch, batch + matches.accepted)
+        accepted = matches.accepted * min(1.0, self._kept.value())
+        free = chooser.promise_of(FREE_CHAINS, batch + matches.nodes, batch, batch + accepted)
         gap, rate = chooser.around.gap(batch), self._head_tokens(head, batch) / head.seconds
         gain = matches.holds * (free.tokens - rate * free.seconds) - rate * gap
         if gain <= WORTH_IT * batch:
@@ -75,7 +90,13 @@ class Waiting:
         if not self.allowance.covers(lost + _worst(free, head, batch)):
             return False
         self.allowance.book(lost)
+        self._hoped = matches.holds * matches.accepted
         return True
+
+    def _give_up(self) -> None:
+        """What the last round waited for has not come."""
+        self._kept.add(0.0, self._hoped, MEMORY if self._hoped else 1.0)
+        self._hoped = 0.0
 
     def _behind(self, offers: Sequence[Offer], written: float) -> _Matches:
         """The same matches behind so many tokens more, given that these are right."""
@@ -97,8 +118,12 @@ class Waiting:
             return
         if taken is FREE_CHAINS:
             self.allowance.book(seconds / head.seconds - (batch + accepted) / self._head_tokens(head, batch))
+            if self._hoped:
+                self._kept.add(accepted, self._hoped, MEMORY)
+                self._hoped = 0.0
             return
         self.allowance.book(0.0)
+        self._kept.add(0.0, 0.0, FORGIVING)
         expected = head.tokens - batch
         if batch <= FEW and self._promised > expected > 0.0:
             self._copied.add(accepted, expected, MEMORY)
@@ -113,6 +138,12 @@ def _worst(free: Promise, head: Promise, batch: int) -> float:
 def _forgive(chooser: FormChooser, batch: int) -> None:
     """Look-ups that are not drafted for what their rounds once took: in time they are tried again."""
     chooser.around.lower(FREE_CHAINS, batch, chooser.around.seconds(PLAIN, batch, 0.0))
+
+
+def within(offer: Offer, seq: Seq) -> Offer:
+    """The same without what would lie behind the end of the sequence."""
+    room = max(0, seq.max_length - len(seq.tokens) - 1)
+    return offer if len(offer.free) <= room else replace(offer, free=offer.free[:room])
 
 
 def ends(chooser: FormChooser, head: Promise, seqs: Sequence[Seq]) -> bool:
