@@ -4,8 +4,8 @@ Sequences whose drafter has a menu (captured graphs on a GPU) draft together, an
 (forms.py). All other sequences get budgets of their own (per_sequence.py). Where sequences of a menu also have drafts
 that cost nothing, n-gram chains, a round takes either the menu's form or those chains, whichever promises more tokens
 per second for the batch: trees from the host and from the device in one pass would send all of them through the host.
-The menu's form stays for many rounds, each launched before the last one is read, until another is better or a look-up is
-worth reading first (waiting.py).
+The menu's form stays for many rounds, each launched before the last one is read, until another is better or a look-up
+is worth reading first (waiting.py).
 """
 
 from __future__ import annotations
@@ -198,7 +198,9 @@ class AdaptiveController:
     def _observe_menu(self, decision: Decision, outcome: Round) -> None:
         """Book what the round gained or lost against plain decoding, and learn what its form brings and takes."""
         batch = len(outcome.seqs)
-        which = [b for b, seq in enumerate(outcome.seqs) if seq.id in decision.ids]  # some may have been sent back
+        which = [
+            b for b, seq in enumerate(outcome.seqs) if seq.id in decision.ids
+        ]  # some may have been sent back
         if not which:
             return
         nodes = sum([outcome.drafted[b] for b in which])

@@ -22,11 +22,15 @@ from forerun.control.cost import CostModel
 from forerun.offers import Form, Menu
 
 BETTER = 1.03  # what another form must promise beyond the last one
-RARELY, SELDOM = 64, 0.125  # rounds from one trial to the next; a round that followed counts less, as a trial ends that
+RARELY, SELDOM = (
+    64,
+    0.125,
+)  # rounds from one trial to the next; a round that followed counts less, as a trial ends that
 BEST_ACCEPTANCE = 0.95  # per level, of a trial of which all goes well
 HOPE = 1.2  # times the tokens that are expected of a form, if all goes well
 FAMILIAR, UNFAMILIAR = 0.92, 0.75  # times the seconds, where rounds have shown them and where not
 SOON = 8  # rounds in which another form must gain as much as is lost by reading one first
+LOOKS = 4  # rounds that follow, from one look at other forms to the next
 REFRESH = 8  # rounds for which seconds are kept
 
 
@@ -53,6 +57,7 @@ class FormChooser:
         self._priors = {PLAIN: 0.0} | {
             form: menu.expected(form) for form in menu.forms if form.nodes <= nodes and form.width <= width
         }
+        self._places = {form: i for i, form in enumerate(self._priors)}
         self._delay = 0.0  # plain rounds that the first draft behind plain rounds waits for
         self._last_ran = PLAIN
         self._since = 0.0  # rounds since the last trial
@@ -83,11 +88,19 @@ class FormChooser:
         return best
 
     def keeps(self, ids: Sequence[int], batch: int) -> Promise | None:
-        """What the last form promises now, unless another is so much better that it pays to read a round first."""
-        promises = self._promises(ids, batch)
-        last = next(one for one in promises if one.form == self.last)
+        """What the last form promises now, unless another is so much better that it pays to read a round first.
+
+        Asked before every round that follows: others are looked at now and then.
+        """
+        form, times = self.last, self._seconds(len(ids), batch)
+        tokens = self.acceptance.weight(ids) * self.acceptance.expected(form, self._priors[form])
+        last = Promise(form, batch + tokens, times[self._places[form]])
+        if not self.allowance.covers(last.seconds / times[0] - 1.0):
+            return None
+        if self._round % LOOKS:
+            return last
         better = max(BETTER, 1.0 + self.around.gap(batch) / last.seconds / SOON)
-        return last if self._best(promises, better) is last else None
+        return last if self._best(self._promises(ids, batch), better).form == form else None
 
     def _promises(self, ids: Sequence[int], batch: int) -> list[Promise]:
         weight, expected = self.acceptance.weight(ids), self.acceptance.expected

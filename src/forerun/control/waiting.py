@@ -26,8 +26,8 @@ from forerun.types import Seq
 FEW = 2  # sequences for which a round may wait for look-ups
 MEMORY = 0.95  # of what the head's trees accept where look-ups promise more, and of what waiting brought, each time
 FORGIVING = 0.997  # of the same, per round, so that distrust does not last
-WORTH_IT = 0.5  # tokens that waiting must gain
-BETTER = 1.15  # times the head's tokens per second, for look-ups in its place
+WORTH_IT = 1.0  # tokens that waiting must gain
+BETTER = 1.3  # times the head's tokens per second, for look-ups in its place
 
 Chains = Callable[[Sequence[Offer], int], tuple[list[int], float]]  # offers, batch -> depths, tokens accepted
 
@@ -46,7 +46,9 @@ class Waiting:
     def __init__(self, chains: Chains) -> None:
         self.chains = chains
         self.allowance = Allowance(most=2.0, earned=0.01, floor=2.0, level=2.0)  # in rounds of the head alone
-        self._copied = Factor(4.0)  # what a head's trees accept where look-ups promise more, by what was expected
+        self._copied = Factor(
+            4.0
+        )  # what a head's trees accept where look-ups promise more, by what was expected
         self._promised = 0.0  # tokens by the look-ups of the round under way
         self._kept = Factor(8.0)  # tokens accepted of look-ups that a round waited for, by those expected
         self._hoped = 0.0  # tokens for which the next round waits
@@ -70,7 +72,7 @@ class Waiting:
         if free.rate <= BETTER * self._head_tokens(head, batch) / head.seconds:
             _forgive(chooser, batch)
             return False
-        return self.allowance.covers(_worst(free, head, batch))
+        return self._covers(chooser, head, free, batch)
 
     def waits(self, chooser: FormChooser, head: Promise, offers: Sequence[Offer]) -> bool:
         """Should the next round wait until the one under way is read?"""
@@ -87,11 +89,19 @@ class Waiting:
             _forgive(chooser, batch)
             return False
         lost = gap / head.seconds
-        if not self.allowance.covers(lost + _worst(free, head, batch)):
+        if not self._covers(chooser, head, free, batch, lost):
             return False
         self.allowance.book(lost)
         self._hoped = matches.holds * matches.accepted
         return True
+
+    def _covers(
+        self, chooser: FormChooser, head: Promise, free: Promise, batch: int, lost: float = 0.0
+    ) -> bool:
+        """If nothing of the look-ups is accepted, may the head still draft, and is not too much lost against it?"""
+        both = (free.seconds + head.seconds) / chooser.plain_seconds(batch) - 2.0
+        worst = free.seconds / head.seconds - batch / head.tokens
+        return chooser.allowance.covers(both) and self.allowance.covers(lost + worst)
 
     def _give_up(self) -> None:
         """What the last round waited for has not come."""
@@ -101,9 +111,9 @@ class Waiting:
     def _behind(self, offers: Sequence[Offer], written: float) -> _Matches:
         """The same matches behind so many tokens more, given that these are right."""
         more = round(written)
-        holds = max((offer.free[more - 1] for offer in offers if len(offer.free) > more), default=0.0)
-        if not holds:
+        if sum([sum(offer.free[more:]) for offer in offers]) <= WORTH_IT * len(offers):  # the usual case
             return _Matches(0.0, 0, 0.0)
+        holds = max([offer.free[more - 1] for offer in offers if len(offer.free) > more])
         later = [Offer(free=tuple([one / holds for one in offer.free[more:]])) for offer in offers]
         depths, accepted = self.chains(later, len(offers))
         return _Matches(holds, sum(depths), accepted)
@@ -128,11 +138,6 @@ class Waiting:
         if batch <= FEW and self._promised > expected > 0.0:
             self._copied.add(accepted, expected, MEMORY)
         self._promised = 0.0
-
-
-def _worst(free: Promise, head: Promise, batch: int) -> float:
-    """What is lost if nothing of a round of look-ups is accepted, in the head's rounds."""
-    return free.seconds / head.seconds - batch / head.tokens
 
 
 def _forgive(chooser: FormChooser, batch: int) -> None:

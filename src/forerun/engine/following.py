@@ -4,8 +4,8 @@ Where trees were grown on a device and all sequences are greedy, the device itse
 grew the trees can go on from there (`TreeBatch.grower`). So the next draft and the pass over it are launched while the
 last pass is still running; the host reads that one meanwhile. Sequences turn out to have ended: their trees in the
 round that follows are dropped. Everything a pass writes lies behind what is committed, so that a round that follows can
-be forgotten at any time. The controller's plan stands for as many rounds as it says (`Budget.repeats`), and a controller
-that reconsiders is asked before each of them.
+be forgotten at any time. The controller's plan stands for as many rounds as it says (`Budget.repeats`), and a
+controller that reconsiders is asked before each of them.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     both = FollowSimulation(COST, menu, texts, Host(), rate).run(3000)
     both.least_speed(FollowSimulation(COST, menu, texts, Host(), rate, looks_up=False).run(3000))
 
-As in forerun.engine.following, a round of the head's may be launched before the last one is read, which hides the host's
-work; any other round shows it. Look-ups, texts and the controller are real; which tokens of a text a head misses is
+As in forerun.engine.following, a round of the head's may be launched before the last one is read, which hides what the
+host does; any other round shows it. Look-ups, texts and the controller are real; which tokens of a text a head misses is
 drawn. One text is written behind the other, so that two runs can be compared token by token.
 """
 
@@ -26,7 +26,9 @@ from forerun.testing.menu_simulator import level_rate
 from forerun.types import Budget, PlainSeq, Round, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import follow
 
-Rate = Callable[[int, int], float]  # text, tokens written of it -> how likely the head's likeliest token is right
+Rate = Callable[
+    [int, int], float
+]  # text, tokens written of it -> how likely the head's likeliest token is right
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,5 +182,3 @@ class FollowSimulation:
         prompt, answer = self.texts[self._text % len(self.texts)]
         whole = [*prompt, *answer]
         return PlainSeq(self._text, [*prompt], len(prompt), max_length=len(whole)), whole
-
-
