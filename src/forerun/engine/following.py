@@ -52,7 +52,7 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
         return None
     both = [*last.pending.seqs, *(seq for seq, tree in going if tree < 0)]
     engine.hold(both)
-    if isinstance(engine.controller, Reconsiders) and not engine.controller.goes_on(seqs):
+    if not _goes_on(engine, [seq for seq in seqs if seq.request.budget is None]):
         return None
     rows = form.nodes + form.depth + 1
     grown = None
@@ -81,6 +81,10 @@ def _may_follow(engine: Engine, seqs: Sequence[SequenceState]) -> bool:
         return False
     if not all(engine.verifiers.get(name).exact for name in {seq.verifier for seq in seqs}):
         return False
-    return all(
-        is_plain_greedy(seq) and seq.params.logprobs is None and seq.request.budget is None for seq in seqs
-    )
+    return all(is_plain_greedy(seq) and seq.params.logprobs is None for seq in seqs)
+
+
+def _goes_on(engine: Engine, planned: Sequence[SequenceState]) -> bool:
+    """Does the plan of these hold for another round? A request's own budget always does."""
+    controller = engine.controller
+    return not planned or not isinstance(controller, Reconsiders) or controller.goes_on(planned)

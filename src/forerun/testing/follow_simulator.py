@@ -3,9 +3,9 @@
     both = FollowSimulation(COST, menu, texts, Host(), rate).run(3000)
     both.least_speed(FollowSimulation(COST, menu, texts, Host(), rate, looks_up=False).run(3000))
 
-As in forerun.engine.following, a round of the head's may be launched before the last one is read, which hides what the
-host does; any other round shows it. Look-ups, texts and the controller are real; which tokens of a text a head misses is
-drawn. One text is written behind the other, so that two runs can be compared token by token.
+As in forerun.engine.following, a round of the head's may be launched before the last one is read, which hides what
+the host does; any other round shows it. Look-ups, texts and the controller are real; which tokens of a text a head
+misses is drawn. One text is written behind the other, so that two runs can be compared token by token.
 """
 
 from __future__ import annotations
