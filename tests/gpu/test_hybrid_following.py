@@ -128,7 +128,7 @@ def test_matches_that_prove_nothing_do_not_keep_rounds_from_following(
     both, _, texts = followed_rounds(target, some, monkeypatch, lookup=True)
     assert texts == wanted == plain_texts(target, some)
     assert all(text == [*range(text[0], text[0] + 20)] for text in texts)
-    assert head > 0.8 * rounds
+    assert head > 0.7 * rounds
     assert abs(both - head) <= 3
 
 
@@ -161,7 +161,7 @@ def test_nothing_follows_a_text_that_ends_surely(tokens: int, monkeypatch: pytes
     watched, engine = Watched(monkeypatch), make(target, lookup=True)
     write(engine, some)
     followed = engine.controller.followed
-    assert watched.followed - followed <= 2, "rounds that were dropped"
+    assert watched.followed - followed <= 3, "rounds that were dropped"
     assert tokens < 7 or followed > 0
 
 

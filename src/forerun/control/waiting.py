@@ -27,6 +27,7 @@ FEW = 2  # sequences for which a round may wait for look-ups
 MEMORY = 0.95  # of what the head's trees accept where look-ups promise more, and of what waiting brought, each time
 FORGIVING = 0.997  # of the same, per round, so that distrust does not last
 WORTH_IT = 1.0  # tokens that waiting must gain
+PRESUMED = 0.25  # the gap before any was seen, in rounds of the head
 BETTER = 1.3  # times the head's tokens per second, for look-ups in its place
 
 Chains = Callable[[Sequence[Offer], int], tuple[list[int], float]]  # offers, batch -> depths, tokens accepted
@@ -83,7 +84,7 @@ class Waiting:
             return False
         accepted = matches.accepted * min(1.0, self._kept.value())
         free = chooser.promise_of(FREE_CHAINS, batch + matches.nodes, batch, batch + accepted)
-        gap, rate = chooser.around.gap(batch), self._head_tokens(head, batch) / head.seconds
+        gap, rate = _gap(chooser, head, batch), self._head_tokens(head, batch) / head.seconds
         gain = matches.holds * (free.tokens - rate * free.seconds) - rate * gap
         if gain <= WORTH_IT * batch:
             _forgive(chooser, batch)
@@ -145,6 +146,11 @@ def _forgive(chooser: FormChooser, batch: int) -> None:
     chooser.around.lower(FREE_CHAINS, batch, chooser.around.seconds(PLAIN, batch, 0.0))
 
 
+def _gap(chooser: FormChooser, head: Promise, batch: int) -> float:
+    """Seconds that the next round takes longer if this one is read first."""
+    return chooser.around.gap(batch) or PRESUMED * head.seconds
+
+
 def within(offer: Offer, seq: Seq) -> Offer:
     """The same without what would lie behind the end of the sequence."""
     room = max(0, seq.max_length - len(seq.tokens) - 1)
@@ -159,7 +165,7 @@ def ends(chooser: FormChooser, head: Promise, seqs: Sequence[Seq]) -> bool:
         if more > head.form.depth:
             return False
         likely *= level_rate(head.tokens / batch - 1.0, head.form.depth) ** more
-    return likely * head.seconds > (1.0 - likely) * chooser.around.gap(batch)
+    return likely * head.seconds > (1.0 - likely) * _gap(chooser, head, batch)
 
 
 def level_rate(accepted: float, depth: int) -> float:
