@@ -124,6 +124,20 @@ class TreeBatch:
             self._lists = self.tokens.tolist(), self.parents.tolist()
         return self._lists
 
+    def grown_by(self, grower: GrowsNext) -> TreeBatch:
+        """The same trees, behind which another grows the next."""
+        return TreeBatch(
+            self.tokens,
+            self.parents,
+            self.starts,
+            self.drawn_from,
+            form=self.form,
+            device_seconds=self.device_seconds,
+            grower=grower,
+            follows=self.follows,
+            members=self.members,
+        )
+
     def note_host(self, tokens: list[int], parents: list[int]) -> None:
         """What a device grew was read with its verdict: `to_host` need not read it again."""
         self._lists = tokens, parents

@@ -286,6 +286,7 @@ class Round:
     seconds: Mapping[str, float]  # prompt, draft, pass, verdict, host: of the whole round
     prompt_rows: int = 0  # rows of prompts that were in the same pass
     delayed: bool = False  # `Scores.delayed`
+    followed: bool = False  # it was launched before the round before it was read
 
     @property
     def tells_times(self) -> bool:

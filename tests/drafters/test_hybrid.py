@@ -243,28 +243,21 @@ def test_a_lookup_that_contradicts_the_tree_is_worth_what_such_lookups_were() ->
     assert drafter._merged(seq, Budget(6, 3, price=price), tree) == tree
 
 
-def test_beside_a_device_look_ups_become_rare_while_none_is_drafted_from(
+def test_beside_a_device_a_few_are_looked_up_every_round_and_a_crowd_never(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The device is at work meanwhile, and every look-up is scored; of a crowd they would take the host too long."""
     drafter, _ = hybrid()
     looked, offer = list[int](), drafter.first.offer
     monkeypatch.setattr(drafter.first, "offer", lambda seq: (looked.append(seq.id), offer(seq))[1])
     monkeypatch.setattr(ScriptedDrafter, "offer", lambda *_: Offer((1e-4,), menu=DraftMenu()))
-    seq = FakeSeq(0, [*COPY])
-    costly, free = Budget(3, 3, source="costly"), Budget(3, 3, source="free")
-
-    def play(rounds: int, budget: Budget) -> int:
+    seqs, costly = [FakeSeq(i, [*COPY]) for i in range(4)], Budget(3, 3, source="costly")
+    for count, wanted in ((2, 40), (4, 0)):
+        some = seqs[:count]
+        drafter.propose(some, [costly] * count)
         looked.clear()
-        for _ in range(rounds):
-            drafter.offer(seq)
-            trees = drafter.propose([seq], [budget])
-            drafter.observe([seq], trees, Scores(None), Verdict.of([[]], [5], "cpu"))
-            seq.tokens = [*seq.tokens, 1 + len(seq.tokens) % 8]
-        return len(looked)
-
-    play(1, costly)
-    assert play(7, costly) == 7
-    play(300, costly)
-    assert play(90, costly) in (5, 6), "every eighteen tokens"
-    play(1, free)
-    assert play(8, costly) >= 7, "one was drafted from: every round again"
+        for _ in range(20):
+            for seq in some:
+                drafter.offer(seq)
+                seq.tokens = [*seq.tokens, 1 + len(seq.tokens) % 8]
+        assert len(looked) == wanted

@@ -4,12 +4,14 @@ Sequences whose drafter has a menu (captured graphs on a GPU) draft together, an
 (forms.py). All other sequences get budgets of their own (per_sequence.py). Where sequences of a menu also have drafts
 that cost nothing, n-gram chains, a round takes either the menu's form or those chains, whichever promises more tokens
 per second for the batch: trees from the host and from the device in one pass would send all of them through the host.
+The menu's form stays for many rounds, each launched before the last one is read, until another is better or a look-up
+is worth reading first (waiting.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from forerun.control.allowance import Allowance
@@ -19,14 +21,12 @@ from forerun.control.cost import CostModel
 from forerun.control.forms import FormChooser, Promise
 from forerun.control.lookups import WIDE, LookupGate
 from forerun.control.per_sequence import NOTHING, SequencePlanner
+from forerun.control.waiting import FEW, Waiting, ends, within
 from forerun.offers import NEVER, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
-REPEATS = (
-    8,
-    2,
-)  # rounds that follow under one plan before they are read; and where others could draft at no cost
+REPEATS = 64  # rounds that follow under one plan at most, before one is read first
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class Decision:
     """What the sequences of one menu do in this round."""
 
     chooser: FormChooser
-    ids: tuple[int, ...]
+    ids: frozenset[int]
     promise: Promise
-    beside: bool  # others could draft at no cost, and are to be asked soon again
+    head: Promise  # of the menu's best form, taken or not
 
     def budget(self) -> Budget:
         """The same for each of them."""
-        form, repeats = self.promise.form, 0 if self.chooser.insists else REPEATS[self.beside]
+        form, repeats = self.promise.form, 0 if self.chooser.insists else REPEATS
         if not form.nodes:
             return NOTHING
         return Budget(form.nodes, form.depth, form.width, source="costly", repeats=repeats)
@@ -60,6 +60,7 @@ class AdaptiveController:
         self.planner = SequencePlanner(cost, nodes, width, offer)
         self.allowance = Allowance()  # of all menus together
         self.gate = LookupGate(cost, self.planner.free_chains)
+        self.waiting = Waiting(self.planner.free_chains)
         self.looks_up = looks_up  # does a sequence's drafter make look-ups and nothing else?
         self._lookups: dict[int, bool] = {}  # by sequence
         self._asked: int | None = (
@@ -128,7 +129,7 @@ class AdaptiveController:
         beside = 0
         planned: dict[int, Budget] = {}
         for menu, which in _by_menu(offers):
-            some = [offers[b] for b in which]
+            some = [within(offers[b], seqs[b]) for b in which]
             decision = self._decide(menu, tuple([seqs[b].id for b in which]), some, len(seqs))
             self._decisions.append(decision)
             if decision.promise.form is FREE_CHAINS:
@@ -141,6 +142,21 @@ class AdaptiveController:
         budgets = self.planner.plan([seqs[b] for b in left], [offers[b] for b in left], len(seqs), beside)
         planned |= dict(zip(left, budgets, strict=True))
         return [planned[b] for b in range(len(seqs))]
+
+    def goes_on(self, seqs: Sequence[Seq]) -> bool:
+        """May these start another round of the form under way? Their look-ups are made now, beside the device."""
+        if len(self._decisions) != 1:
+            return False
+        (decision,), ids = self._decisions, [seq.id for seq in seqs]
+        chooser, head = decision.chooser, decision.chooser.keeps(ids, len(seqs))
+        if head is None or ends(chooser, head, seqs):
+            return False
+        if len(seqs) <= FEW:
+            offers = [within(self.planner.offer(seq), seq) for seq in seqs]
+            if self.waiting.waits(chooser, head, offers):
+                return False
+        self._decisions = [replace(decision, ids=decision.ids.union(ids), head=head)]  # some have joined
+        return True
 
     def observe(self, outcome: Round) -> None:
         batch, nodes = len(outcome.seqs), sum(outcome.drafted)
@@ -169,19 +185,22 @@ class AdaptiveController:
             chooser = self._choosers[id(menu)] = FormChooser(
                 menu, self.cost, self.allowance, self.planner.nodes, self.planner.width
             )
-        promise, beside = chooser.choose(ids, batch), any([offer.free for offer in offers])  # noqa: C419
-        if not chooser.insists and beside:
+        head = promise = chooser.choose(ids, batch)
+        self.waiting.note(offers)
+        if not chooser.insists and any([offer.free for offer in offers]):  # noqa: C419
             depths, accepted = self.planner.free_chains(offers, batch)
             nodes = sum(depths)
             free = chooser.promise_of(FREE_CHAINS, batch + nodes, batch, batch + accepted)
-            if nodes and free.rate > promise.rate:
+            if nodes and self.waiting.takes(chooser, head, free, batch):
                 promise = free
-        return Decision(chooser, ids, promise, beside)
+        return Decision(chooser, frozenset(ids), promise, head)
 
     def _observe_menu(self, decision: Decision, outcome: Round) -> None:
         """Book what the round gained or lost against plain decoding, and learn what its form brings and takes."""
-        batch, wanted = len(outcome.seqs), set(decision.ids)
-        which = [b for b, seq in enumerate(outcome.seqs) if seq.id in wanted]  # some may have been sent back
+        batch = len(outcome.seqs)
+        which = [
+            b for b, seq in enumerate(outcome.seqs) if seq.id in decision.ids
+        ]  # some may have been sent back
         if not which:
             return
         nodes = sum([outcome.drafted[b] for b in which])
@@ -189,9 +208,12 @@ class AdaptiveController:
         promise, chooser = decision.promise, decision.chooser
         if not nodes and promise.form.nodes:
             promise = promise._replace(form=PLAIN)  # the drafter was not ready
-        chooser.observe(promise, ids, accepted, batch, outcome.seconds, delayed=outcome.delayed)
+        chooser.observe(promise, ids, accepted, batch, outcome.seconds, outcome.delayed, outcome.followed)
         chooser.note_delay(promise.form, outcome.delayed)
         taken = chooser.promise_of(promise.form, batch + nodes, batch, 0.0, len(ids)).seconds
+        self.waiting.observe(decision.head, promise.form, taken, sum(accepted), batch)
+        if promise.form.nodes and not outcome.followed:
+            taken += chooser.around.gap(batch)
         lost = taken / chooser.plain_seconds(batch) - 1.0 - sum(accepted) / batch if nodes else 0.0
         self.allowance.book(lost + outcome.delayed)  # and a plain pass that was launched ahead in vain
 

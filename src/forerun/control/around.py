@@ -1,6 +1,10 @@
 """Around: seconds of a round beside its pass, by form and size of batch, as rounds have shown them.
 
 A form may also stand for a kind of round: a plain one, or one with look-ups.
+
+A round that was launched before the last one was read hides the host's work; one that was read first shows it. The
+seconds of a form are those of rounds that followed, once there were any, and what other rounds take on top of them
+is kept apart, as the gap.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ class Around:
     def __init__(self) -> None:
         self._seconds: dict[tuple[Form, int], float] = {}
         self._rounds: dict[tuple[Form, int], int] = {}
+        self._follow: set[tuple[Form, int]] = set()  # of which rounds followed
+        self._gaps: dict[int, tuple[float, int]] = {}  # and of how many rounds
 
     def seconds(self, form: Form, batch: int, drafting: float) -> float:
         """What rounds took, else what drafting is said to take on top of a plain round."""
@@ -29,17 +35,36 @@ class Around:
         known = self._seconds.get((form, group))
         return self._seconds.get((PLAIN, group), 0.0) + drafting if known is None else known
 
+    def gap(self, batch: int) -> float:
+        """Seconds that a round takes longer if the one before it is read first; 0 = that was not seen yet."""
+        return self._gaps.get(batch.bit_length(), (0.0, 0))[0]
+
     def is_known(self, form: Form, batch: int) -> bool:
         return (form, batch.bit_length()) in self._seconds
 
-    def observe(self, form: Form, batch: int, seconds: float, expected: float) -> None:
+    def observe(
+        self, form: Form, batch: int, seconds: float, expected: float, followed: bool = False
+    ) -> None:
         """Learn from a round. A pause of the machine counts little: at most for three times what was expected."""
         key = form, batch.bit_length()
+        if followed and key not in self._follow:
+            self._follow.add(key)
+            self._rounds[key] = 0  # those before it were read first
+        elif not followed and form.nodes:
+            if key in self._follow:
+                self._note_gap(batch.bit_length(), seconds, self._seconds[key])
+                return
+            seconds = max(0.0, seconds - self.gap(batch))
         rounds = self._rounds[key] = self._rounds.get(key, 0) + 1
         known = self._seconds.get(key, expected)
         if known and isfinite(known):  # a menu may say that a form is not ready
             seconds = known + (min(seconds, 3.0 * known) - known) * max(SMOOTH, 1.0 / rounds)
         self._seconds[key] = seconds
+
+    def _note_gap(self, group: int, seconds: float, known: float) -> None:
+        gap, rounds = self._gaps.get(group, (0.0, 0))
+        found = min(max(0.0, seconds - known), 3.0 * (gap + known))
+        self._gaps[group] = gap + (found - gap) * max(SMOOTH, 1.0 / (rounds + 1)), rounds + 1
 
     def lower(self, form: Form, batch: int, least: float) -> None:
         """A form that is not run any more for what it once took: in time it may have become cheaper."""

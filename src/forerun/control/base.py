@@ -48,3 +48,12 @@ class Controller(Protocol):
     def forget(self, seq: Seq) -> None:
         """The sequence is finished."""
         ...
+
+
+@runtime_checkable
+class Reconsiders(Protocol):
+    """A controller that may end a plan before the rounds that it was to stand for (`Budget.repeats`)."""
+
+    def goes_on(self, seqs: Sequence[Seq]) -> bool:
+        """May these start another round under the last plan, before the one under way is known? Asked meanwhile."""
+        ...

@@ -22,10 +22,15 @@ from forerun.control.cost import CostModel
 from forerun.offers import Form, Menu
 
 BETTER = 1.03  # what another form must promise beyond the last one
-RARELY = 64  # rounds from one trial to the next
+RARELY, SELDOM = (
+    64,
+    0.125,
+)  # rounds from one trial to the next; a round that followed counts less, as a trial ends that
 BEST_ACCEPTANCE = 0.95  # per level, of a trial of which all goes well
 HOPE = 1.2  # times the tokens that are expected of a form, if all goes well
 FAMILIAR, UNFAMILIAR = 0.92, 0.75  # times the seconds, where rounds have shown them and where not
+SOON = 8  # rounds in which another form must gain as much as is lost by reading one first
+LOOKS = 4  # rounds that follow, from one look at other forms to the next
 REFRESH = 8  # rounds for which seconds are kept
 
 
@@ -52,9 +57,10 @@ class FormChooser:
         self._priors = {PLAIN: 0.0} | {
             form: menu.expected(form) for form in menu.forms if form.nodes <= nodes and form.width <= width
         }
+        self._places = {form: i for i, form in enumerate(self._priors)}
         self._delay = 0.0  # plain rounds that the first draft behind plain rounds waits for
         self._last_ran = PLAIN
-        self._since = 0  # rounds since the last trial
+        self._since = 0.0  # rounds since the last trial
         self._trial = False  # is this round one?
         self.insists = False  # the form was chosen to learn, not to gain
         self._paid = (
@@ -69,26 +75,42 @@ class FormChooser:
         self._trial, self.insists = False, True
         if not self.around.is_known(PLAIN, batch):  # what all else is compared with; one round shows it
             return self.promise_of(PLAIN, batch, batch, batch)
-        weight = self.acceptance.weight(ids)
-        expected = self.acceptance.expected
-        promises = [
-            Promise(form, batch + weight * expected(form, prior), seconds)
-            for (form, prior), seconds in zip(
-                self._priors.items(), self._seconds(len(ids), batch), strict=True
-            )
-        ]
-        best = self._settle(promises)
+        promises = self._promises(ids, batch)
+        best = self._best(promises)
+        self.last = best.form
         paid, self._paid = self._paid, False
-        self._since += 1
         if (self._since >= RARELY or (paid and best.form == PLAIN)) and (
             trial := self._find_trial(promises, batch)
         ) is not None:
-            self._trial, self._since = True, 0
+            self._trial, self._since = True, 0.0
             return trial
         self.insists = False
         return best
 
-    def _settle(self, promises: Sequence[Promise]) -> Promise:
+    def keeps(self, ids: Sequence[int], batch: int) -> Promise | None:
+        """What the last form promises now, unless another is so much better that it pays to read a round first.
+
+        Asked before every round that follows: others are looked at now and then.
+        """
+        form, times = self.last, self._seconds(len(ids), batch)
+        tokens = self.acceptance.weight(ids) * self.acceptance.expected(form, self._priors[form])
+        last = Promise(form, batch + tokens, times[self._places[form]])
+        if not self.allowance.covers(last.seconds / times[0] - 1.0):
+            return None
+        if self._round % LOOKS:
+            return last
+        better = max(BETTER, 1.0 + self.around.gap(batch) / last.seconds / SOON)
+        return last if self._best(self._promises(ids, batch), better).form == form else None
+
+    def _promises(self, ids: Sequence[int], batch: int) -> list[Promise]:
+        weight, expected = self.acceptance.weight(ids), self.acceptance.expected
+        times = self._seconds(len(ids), batch)
+        return [
+            Promise(form, batch + weight * expected(form, prior), seconds)
+            for (form, prior), seconds in zip(self._priors.items(), times, strict=True)
+        ]
+
+    def _best(self, promises: Sequence[Promise], better: float = BETTER) -> Promise:
         """The best form whose worst case is covered; the last one, where that is nearly as good."""
         plain = promises[0]
         delay = self._delay if self._last_ran == PLAIN else 0.0
@@ -99,10 +121,7 @@ class FormChooser:
         ]
         best = max(covered, key=lambda one: one.rate, default=plain)
         last = next((one for one in covered if one.form == self.last), plain)
-        if best.rate < BETTER * last.rate and last.rate >= plain.rate:
-            best = last
-        self.last = best.form
-        return best
+        return last if best.rate < better * last.rate and last.rate >= plain.rate else best
 
     def observe(
         self,
@@ -112,17 +131,19 @@ class FormChooser:
         batch: int,
         seconds: Mapping[str, float],
         delayed: bool = False,
+        followed: bool = False,
     ) -> None:
         """A round of this form: tokens accepted of each sequence, seconds by part."""
         form = promise.form
         self._round += 1
+        self._since += SELDOM if followed else 1.0
         self._tried[form] = self._round
         if self._round < RARELY or self._round % REFRESH == 0:
             self._times.clear()
         if not delayed:  # else it waited for a pass of another round
             known = self.around.seconds(form, batch, self._said(form, len(ids)))
             own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
-            self.around.observe(form, batch, own, known)
+            self.around.observe(form, batch, own, known, followed)
         if form.nodes:
             self.acceptance.observe(form, self._priors[form], ids, accepted)
         gained = sum(accepted) / batch + 1.0 - promise.seconds / self.plain_seconds(batch)

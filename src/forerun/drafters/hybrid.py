@@ -6,33 +6,32 @@ anything is proposed: by the controller, which sees both offers, or, where budge
 cheap, the n-gram chain is added to the other's tree. Both observe every round.
 
 A device drafts for many sequences in less time than the host takes to look something up for each: beside a drafter that
-has a menu of captured drafts, look-ups are made while there are few sequences, and more and more rarely for a sequence
-while none of them is drafted from.
+has a menu of captured drafts, look-ups are made while there are few sequences, and mostly while the device is at work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
+
+from torch import Tensor
 
 from forerun.drafters.base import Drafter, LookupDrafter, committed_tokens
 from forerun.drafters.either import EitherDrafter
 from forerun.drafters.tree_builder import best_count
 from forerun.offers import Offer
+from forerun.trees import GrowsNext
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 HANDICAP = 0.1  # how much higher the costlier drafter's acceptance must be, where no controller weighs costs
 MEMORY = 0.95  # per position tested
 BESIDE = 0.15  # prior: how often n-gram is right where the other drafts another token
 LONGEST_BESIDE = 8
-IN_VAIN, APART, MOST_APART = (
-    8,
-    3,
-    18,
-)  # so many look-ups beside it in vain, and the next are so many tokens further apart
 FEW = 2  # sequences for which look-ups are made beside a drafter on a device
+
+ANY = Budget(1, 1)
 
 Tree = tuple[list[int], list[int]]  # tokens and parents, the root first
 
@@ -49,8 +48,22 @@ class _Sequence:
     beside_tries: float = 4.0
     parting: tuple[int, int] | None = None  # the node after which it differs, and its token there
     merged: bool = False
-    in_vain: int = 0  # look-ups beside a device since one was drafted from
-    looked: int = -1  # tokens of the sequence at the last of them
+
+
+class _GrowsBeside:
+    """Implements forerun.trees.GrowsNext where no controller decides whether a look-up is worth reading first."""
+
+    def __init__(self, drafter: HybridDrafter, grower: GrowsNext) -> None:
+        self.drafter, self.grower = drafter, grower
+
+    def follow(
+        self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
+    ) -> TreeBatch | None:
+        """By the tokens that are known: a match of these is likely to go on."""
+        if self.drafter.wants_to_read([seq for seq, _ in going]):
+            return None
+        grown = self.grower.follow(going, trees, hidden)
+        return None if grown is None else grown.grown_by(self)
 
 
 class HybridDrafter:
@@ -75,7 +88,7 @@ class HybridDrafter:
     def offer(self, seq: Seq) -> Offer:
         """What the second costs, what is free, and what the second expected of a tree that is all its own."""
         second, state = self.second.offer(seq), self._sequences.get(seq.id)
-        if second.menu is not None and (len(self._sequences) > FEW or not _is_due(state, seq)):
+        if second.menu is not None and len(self._sequences) > FEW:
             return second
         first = self.first.offer(seq)
         own = state is not None and state.drafted and not state.merged
@@ -110,6 +123,8 @@ class HybridDrafter:
             return trees
         some, limits = [seqs[b] for b in theirs], [budgets[b] for b in theirs]
         second = self._with_matches(self.second.propose(some, limits), some, limits)
+        if second.grower is not None and any([limit.source == "any" for limit in limits]):  # noqa: C419
+            second = second.grown_by(_GrowsBeside(self, second.grower))
         mine = [b for b in range(len(seqs)) if b not in theirs]
         return TreeBatch.join([trees.select(mine), second] if mine else [second], [*mine, *theirs])
 
@@ -142,7 +157,6 @@ class HybridDrafter:
         if budget.source == "costly":
             return False
         if budget.source == "free":
-            state.in_vain = 0 if budget.nodes else state.in_vain
             second = self.second.offer(seq)
             if second.free:
                 return sum(self.first.offer(seq).free) >= sum(second.free)
@@ -151,6 +165,10 @@ class HybridDrafter:
         rival = 0.0 if state.silenced else state.hits / state.tries - HANDICAP
         confidence = self.first.confidence(seq)
         return confidence > 0.0 and confidence >= rival
+
+    def wants_to_read(self, seqs: Sequence[Seq]) -> bool:
+        """Would the first drafter draft for one of these, if nobody else decides that?"""
+        return any([self._goes_first(seq, ANY) for seq in seqs])  # noqa: C419
 
     def _with_matches(self, trees: TreeBatch, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         """The second's trees, with n-gram chains added where that pays."""
@@ -193,18 +211,6 @@ class HybridDrafter:
             tokens, parents = [*tokens, token], [*parents, node]
             node = len(tokens) - 1
         return tokens, parents
-
-
-def _is_due(state: _Sequence | None, seq: Seq) -> bool:
-    """Is something looked up for a sequence this round, beside a drafter on a device?"""
-    if state is None:
-        return True
-    written = len(seq.tokens) - state.looked
-    if state.looked >= 0 and 0 < written < min(APART * (state.in_vain // IN_VAIN), MOST_APART):
-        return False
-    state.in_vain += written != 0
-    state.looked = len(seq.tokens)
-    return True
 
 
 def _count(state: _Sequence, depth: int, accepted: int) -> None:

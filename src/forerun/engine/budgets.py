@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
+from forerun.control.fixed import ALWAYS
 from forerun.engine.sequence import SequenceState
 from forerun.types import Budget
+
+
+@lru_cache(maxsize=64)
+def _standing(budget: Budget) -> Budget:
+    """A request's own holds for all of its rounds."""
+    return replace(budget, repeats=ALWAYS)
 
 
 def cut_budgets(seqs: Sequence[SequenceState], planned: Sequence[Budget]) -> list[Budget]:
     """No sequence drafts more than it can still take."""
     budgets = []
     for seq, plan in zip(seqs, planned, strict=True):
-        allowed = seq.request.budget or plan
+        own = seq.request.budget
+        allowed = plan if own is None else _standing(own)
         if not allowed.nodes:
             budgets.append(allowed)
             continue

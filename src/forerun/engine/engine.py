@@ -175,7 +175,8 @@ class Engine(Queues):
         self.target.commit(seqs, trees, verdict)
         rows = self._note_prompts(readers, scores.read[0], clock.started) if scores.read is not None else 0
         self.drafters.observe(seqs, trees, scores, verdict)
-        parts = clock.seconds, (spent := perf_counter() - clock.started), rows, scores.delayed
+        spent = perf_counter() - clock.started
+        parts = clock.seconds, spent, rows, scores.delayed, launched.trees.follows is not None
         advances, outcome = outcome_of(seqs, trees, laws, verdict, *parts)
         pending.advances = advances  # from here on the round has happened
         for advance in advances:

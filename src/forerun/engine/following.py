@@ -4,7 +4,8 @@ Where trees were grown on a device and all sequences are greedy, the device itse
 grew the trees can go on from there (`TreeBatch.grower`). So the next draft and the pass over it are launched while the
 last pass is still running; the host reads that one meanwhile. Sequences turn out to have ended: their trees in the
 round that follows are dropped. Everything a pass writes lies behind what is committed, so that a round that follows can
-be forgotten at any time. The controller's plan stands for as many rounds as it says (`Budget.repeats`).
+be forgotten at any time. The controller's plan stands for as many rounds as it says (`Budget.repeats`), and a
+controller that reconsiders is asked before each of them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from forerun.control.base import Reconsiders
 from forerun.engine.pending import Launched, Pending
 from forerun.engine.sequence import SequenceState
 from forerun.verify.warp import is_plain_greedy
@@ -50,6 +52,8 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
         return None
     both = [*last.pending.seqs, *(seq for seq, tree in going if tree < 0)]
     engine.hold(both)
+    if not _goes_on(engine, [seq for seq in seqs if seq.request.budget is None]):
+        return None
     rows = form.nodes + form.depth + 1
     grown = None
     if engine.target.make_room(seqs, [rows] * len(seqs)):
@@ -77,6 +81,10 @@ def _may_follow(engine: Engine, seqs: Sequence[SequenceState]) -> bool:
         return False
     if not all(engine.verifiers.get(name).exact for name in {seq.verifier for seq in seqs}):
         return False
-    return all(
-        is_plain_greedy(seq) and seq.params.logprobs is None and seq.request.budget is None for seq in seqs
-    )
+    return all(is_plain_greedy(seq) and seq.params.logprobs is None for seq in seqs)
+
+
+def _goes_on(engine: Engine, planned: Sequence[SequenceState]) -> bool:
+    """Does the plan of these hold for another round? A request's own budget always does."""
+    controller = engine.controller
+    return not planned or not isinstance(controller, Reconsiders) or controller.goes_on(planned)

@@ -21,6 +21,7 @@ def outcome_of(
     seconds: float,
     prompt_rows: int = 0,
     delayed: bool = False,
+    followed: bool = False,
 ) -> tuple[list[Advance], Round]:
     """What each sequence gets, and what controllers observe: `clock` has the seconds of the round by part."""
     paths, bonus = verdict.to_host()
@@ -58,7 +59,7 @@ def outcome_of(
         places = len(seq.rounds), counts, len(seq.events)
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
     trees_of = tuple(drafted), tuple(deepest), tuple(accepted)
-    return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, delayed)
+    return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, delayed, followed)
 
 
 def _up_to_impossible(

@@ -1,0 +1,178 @@
+"""Waiting: may the next round start before the last one is read, or does it wait for a look-up, or for the end?
+
+A round that drafts on the device follows the last one at no cost to it; a look-up needs the last tokens, so that the
+round before it must be read first, and the one behind it too. While a round is under way the host looks up what would
+follow the tokens that it knows. The match is expected to go on behind the round that is under way as likely as its
+counts say (of matches so long, in this text first). Only if the tokens that it then promises are worth more than what
+the head would write in the same time, and in the gap, does the next round wait.
+
+What waiting and look-ups can lose against the head alone is bounded (allowance.py): whatever their counts say, 3% over
+any 200 rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from forerun.control.acceptance import Factor
+from forerun.control.allowance import Allowance
+from forerun.control.around import FREE_CHAINS, PLAIN
+from forerun.control.forms import FormChooser, Promise
+from forerun.offers import Form, Offer
+from forerun.types import Seq
+
+FEW = 2  # sequences for which a round may wait for look-ups
+MEMORY = 0.95  # of what the head's trees accept where look-ups promise more, and of what waiting brought, each time
+FORGIVING = 0.997  # of the same, per round, so that distrust does not last
+WORTH_IT = 1.0  # tokens that waiting must gain
+PRESUMED = 0.25  # the gap before any was seen, in rounds of the head
+BETTER = 1.3  # times the head's tokens per second, for look-ups in its place
+
+Chains = Callable[[Sequence[Offer], int], tuple[list[int], float]]  # offers, batch -> depths, tokens accepted
+
+
+class _Matches(NamedTuple):
+    """What look-ups promise behind the round under way."""
+
+    holds: float  # how likely the best match goes on so far
+    nodes: int
+    accepted: float  # tokens of the batch, if they do
+
+
+class Waiting:
+    """Weighs look-ups against the form that the device drafts."""
+
+    def __init__(self, chains: Chains) -> None:
+        self.chains = chains
+        self.allowance = Allowance(most=2.0, earned=0.01, floor=2.0, level=2.0)  # in rounds of the head alone
+        self._copied = Factor(
+            4.0
+        )  # what a head's trees accept where look-ups promise more, by what was expected
+        self._promised = 0.0  # tokens by the look-ups of the round under way
+        self._kept = Factor(8.0)  # tokens accepted of look-ups that a round waited for, by those expected
+        self._hoped = 0.0  # tokens for which the next round waits
+
+    def note(self, offers: Sequence[Offer]) -> None:
+        """What is offered for the coming round, or, asked meanwhile, for the one under way."""
+        self._promised = sum([sum(offer.free) for offer in offers])
+        if not self._promised:
+            self._give_up()
+
+    def takes(self, chooser: FormChooser, head: Promise, free: Promise, batch: int) -> bool:
+        """Is a round of look-ups better than the head's, where the last one was read in any case, and covered?"""
+        taken = self._is_better(chooser, head, free, batch)
+        if not taken:
+            self._give_up()
+        return taken
+
+    def _is_better(self, chooser: FormChooser, head: Promise, free: Promise, batch: int) -> bool:
+        if not head.form.nodes:
+            return free.rate > head.rate
+        if free.rate <= BETTER * self._head_tokens(head, batch) / head.seconds:
+            _forgive(chooser, batch)
+            return False
+        return self._covers(chooser, head, free, batch)
+
+    def waits(self, chooser: FormChooser, head: Promise, offers: Sequence[Offer]) -> bool:
+        """Should the next round wait until the one under way is read?"""
+        batch = len(offers)
+        self.note(offers)
+        matches = self._behind(offers, head.tokens / batch)
+        if not matches.nodes:
+            return False
+        accepted = matches.accepted * min(1.0, self._kept.value())
+        free = chooser.promise_of(FREE_CHAINS, batch + matches.nodes, batch, batch + accepted)
+        gap, rate = _gap(chooser, head, batch), self._head_tokens(head, batch) / head.seconds
+        gain = matches.holds * (free.tokens - rate * free.seconds) - rate * gap
+        if gain <= WORTH_IT * batch:
+            _forgive(chooser, batch)
+            return False
+        lost = gap / head.seconds
+        if not self._covers(chooser, head, free, batch, lost):
+            return False
+        self.allowance.book(lost)
+        self._hoped = matches.holds * matches.accepted
+        return True
+
+    def _covers(
+        self, chooser: FormChooser, head: Promise, free: Promise, batch: int, lost: float = 0.0
+    ) -> bool:
+        """If nothing of the look-ups is accepted, may the head still draft, and is not too much lost against it?"""
+        both = (free.seconds + head.seconds) / chooser.plain_seconds(batch) - 2.0
+        worst = free.seconds / head.seconds - batch / head.tokens
+        return chooser.allowance.covers(both) and self.allowance.covers(lost + worst)
+
+    def _give_up(self) -> None:
+        """What the last round waited for has not come."""
+        self._kept.add(0.0, self._hoped, MEMORY if self._hoped else 1.0)
+        self._hoped = 0.0
+
+    def _behind(self, offers: Sequence[Offer], written: float) -> _Matches:
+        """The same matches behind so many tokens more, given that these are right."""
+        more = round(written)
+        if sum([sum(offer.free[more:]) for offer in offers]) <= WORTH_IT * len(offers):  # the usual case
+            return _Matches(0.0, 0, 0.0)
+        holds = max([offer.free[more - 1] for offer in offers if len(offer.free) > more])
+        later = [Offer(free=tuple([one / holds for one in offer.free[more:]])) for offer in offers]
+        depths, accepted = self.chains(later, len(offers))
+        return _Matches(holds, sum(depths), accepted)
+
+    def _head_tokens(self, head: Promise, batch: int) -> float:
+        """Tokens of the head's round where look-ups promise more than it: copied text is easier for it too."""
+        return batch + (head.tokens - batch) * max(1.0, self._copied.value())
+
+    def observe(self, head: Promise, taken: Form, seconds: float, accepted: int, batch: int) -> None:
+        """A round of the head's form, or of look-ups in its place, that took so long and accepted so many tokens."""
+        if not head.form.nodes:
+            return
+        if taken is FREE_CHAINS:
+            self.allowance.book(seconds / head.seconds - (batch + accepted) / self._head_tokens(head, batch))
+            if self._hoped:
+                self._kept.add(accepted, self._hoped, MEMORY)
+                self._hoped = 0.0
+            return
+        self.allowance.book(0.0)
+        self._kept.add(0.0, 0.0, FORGIVING)
+        expected = head.tokens - batch
+        if batch <= FEW and self._promised > expected > 0.0:
+            self._copied.add(accepted, expected, MEMORY)
+        self._promised = 0.0
+
+
+def _forgive(chooser: FormChooser, batch: int) -> None:
+    """Look-ups that are not drafted for what their rounds once took: in time they are tried again."""
+    chooser.around.lower(FREE_CHAINS, batch, chooser.around.seconds(PLAIN, batch, 0.0))
+
+
+def _gap(chooser: FormChooser, head: Promise, batch: int) -> float:
+    """Seconds that the next round takes longer if this one is read first."""
+    return chooser.around.gap(batch) or PRESUMED * head.seconds
+
+
+def within(offer: Offer, seq: Seq) -> Offer:
+    """The same without what would lie behind the end of the sequence."""
+    room = max(0, seq.max_length - len(seq.tokens) - 1)
+    return offer if len(offer.free) <= room else replace(offer, free=offer.free[:room])
+
+
+def ends(chooser: FormChooser, head: Promise, seqs: Sequence[Seq]) -> bool:
+    """Does the round under way end all of these so likely that another, dropped then, costs more than the gap?"""
+    likely, batch = 1.0, len(seqs)
+    for seq in seqs:
+        more = seq.max_length - len(seq.tokens) - 1  # tokens that must be accepted for it to end
+        if more > head.form.depth:
+            return False
+        likely *= level_rate(head.tokens / batch - 1.0, head.form.depth) ** more
+    return likely * head.seconds > (1.0 - likely) * _gap(chooser, head, batch)
+
+
+def level_rate(accepted: float, depth: int) -> float:
+    """The acceptance rate of every level of a tree so deep of which so many tokens are accepted on average."""
+    low, high = 0.0, 1.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        below = sum([middle**i for i in range(1, depth + 1)]) < accepted
+        low, high = (middle, high) if below else (low, middle)
+    return low
