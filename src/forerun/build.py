@@ -235,6 +235,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
             from forerun.models.cuda.packed import WeightKind
             from forerun.models.cuda.target import CudaDecoder
             from forerun.verify.greedy import device_walk
+            from forerun.verify.sampled import SampledTokens
 
             kind: WeightKind = config.dtype if config.dtype in ("int8", "fp8") else "plain"
             # parts that its kernels do not have run in torch, which has no weights of one byte
@@ -242,6 +243,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
                 return CudaDecoder(
                     family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots,
                     kv_memory=share, weight_kind=kind, greedy_walk=device_walk(device),
+                    sampling=SampledTokens(),
                 )  # fmt: skip
         return Decoder(
             family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots, kv_memory=memory

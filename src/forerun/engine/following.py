@@ -46,7 +46,9 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
     engine.scheduler.start_those_read()  # whose prompts the last pass has completed
     going = _going(last, engine.running)
     seqs = [seq for seq, _ in going]
-    if not any(tree >= 0 for _, tree in going) or not _may_follow(engine, [*last.seqs, *seqs]):
+    if not any(tree >= 0 for _, tree in going) or not _may_follow(
+        engine, [*last.seqs, *seqs], last.scores.greedy.sampled
+    ):
         return None
     both = [*last.pending.seqs, *(seq for seq, tree in going if tree < 0)]
     engine.hold(both)
@@ -71,12 +73,12 @@ def _going(last: Launched, running: Sequence[SequenceState]) -> Going:
     return [(seq, tree) for seq, tree in going if tree < 0 or len(seq.tokens) + 1 < seq.max_length]
 
 
-def _may_follow(engine: Engine, seqs: Sequence[SequenceState]) -> bool:
-    """Does the device decide about all of both rounds, and does one drafter serve them?"""
+def _may_follow(engine: Engine, seqs: Sequence[SequenceState], sampled: bool) -> bool:
+    """Does the device decide about all of both rounds (`sampled`: it samples), and does one drafter serve them?"""
     if len({seq.drafting for seq in seqs}) > 1:
         return False
     if not all(engine.verifiers.get(name).exact for name in {seq.verifier for seq in seqs}):
         return False
-    return all(
-        is_plain_greedy(seq) and seq.params.logprobs is None and seq.request.budget is None for seq in seqs
-    )
+    if any(seq.params.logprobs is not None or seq.request.budget is not None for seq in seqs):
+        return False
+    return all(map(is_plain_greedy, seqs)) or (sampled and engine.verifiers.device_decides(seqs))
