@@ -13,6 +13,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,11 @@ def device_uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
 
 def device_uniforms(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """The numbers `uniforms` gives for these tokens [V], int32: [..., V] of mixed seeds and positions [...]."""
+    if tokens.device.type == "cuda" and find_spec("triton") is not None:
+        from forerun.kernels_noise import uniforms_by_kernel
+
+        found: Tensor = uniforms_by_kernel(seeds, positions, tokens)
+        return found
     keys = device_keys(seeds, positions, COUPLE)
     low, high = (keys & 0x7FFFFFFF).int(), ((keys >> 33) & 0x7FFFFFFF).int()
     h: Tensor = _hash32(_hash32(tokens ^ low[..., None]) ^ high[..., None])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -64,6 +66,25 @@ def test_the_devices_numbers_are_the_hosts(device: str) -> None:
         tokens = torch.arange(300, dtype=torch.int32, device=device)
         found = device_uniforms(seeds, at, tokens).cpu()
         assert torch.equal(found, torch.stack([uniforms(seed, position, 300) for seed in SEEDS]))
+
+
+def test_the_kernels_numbers_are_the_hosts() -> None:
+    """On a CPU: TRITON_INTERPRET=1 python -m pytest tests/verify/test_sampled.py"""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if find_spec("triton") is None or (device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
+        pytest.skip("needs a GPU, or Triton's interpreter")
+    from forerun.kernels_noise import BLOCK, uniforms_by_kernel
+
+    size = 2 * BLOCK + 7
+    seeds = torch.tensor([mixed_seed(seed) for seed in SEEDS], device=device)[:, None]
+    found = uniforms_by_kernel(
+        seeds,
+        torch.tensor([0, 5, 2**20], device=device),
+        torch.arange(size, dtype=torch.int32, device=device),
+    )
+    for seed, rows in zip(SEEDS, found.cpu(), strict=True):
+        for position, row in zip((0, 5, 2**20), rows, strict=True):
+            assert torch.equal(row, uniforms(seed, position, size))
 
 
 def test_numbers_of_other_seeds_positions_and_purposes_differ() -> None:
