@@ -13,7 +13,7 @@ import triton.language as tl
 BLOCK = 1024  # tokens of one program
 
 
-def uniforms_by_kernel(seeds, positions, tokens):
+def uniforms_by_kernel(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """The same as `noise.device_uniforms`, for seeds and positions of one shape."""
     seeds, positions = torch.broadcast_tensors(seeds, positions)
     seeds, positions, size = seeds.contiguous(), positions.contiguous(), len(tokens)

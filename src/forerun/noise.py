@@ -107,8 +107,7 @@ def device_uniforms(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     if tokens.device.type == "cuda" and find_spec("triton") is not None:
         from forerun.kernels_noise import uniforms_by_kernel
 
-        found: Tensor = uniforms_by_kernel(seeds, positions, tokens)
-        return found
+        return uniforms_by_kernel(seeds, positions, tokens)
     keys = device_keys(seeds, positions, COUPLE)
     low, high = (keys & 0x7FFFFFFF).int(), ((keys >> 33) & 0x7FFFFFFF).int()
     h: Tensor = _hash32(_hash32(tokens ^ low[..., None]) ^ high[..., None])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
@@ -23,6 +25,7 @@ from forerun.noise import (
     uniforms,
 )
 from forerun.params import SamplingParams
+from forerun.testing import path_to
 from forerun.topology import trace
 from forerun.types import PlainSeq, TreeBatch, Verdict
 from forerun.verify.base import Verifier
@@ -201,6 +204,62 @@ def test_tokens_do_not_depend_on_company_or_on_how_rows_are_cut(monkeypatch: pyt
     monkeypatch.setattr("forerun.verify.sampled.AT_ONCE", 7 * 97 * 2)
     assert AT_ONCE > 7 * 97 * 2
     assert by_device(seqs, trees, logits, 3) == together
+
+
+SHAPES = [(-1,), (-1, 0), (-1, 0, 0), (-1, 0, 1), (-1, 0, 0, 1), (-1, 0, 1, 1)]
+
+
+def committed_law(
+    seed: int, parents: tuple[int, ...], choose: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The law of the next two tokens, by taking every token after every node; and the target's own.
+
+    A round that commits one token is completed with the target's law, which by induction the next round has.
+    """
+    vocab, nodes, rng = 3, len(parents), torch.Generator().manual_seed(seed)
+    table = torch.rand(1 + vocab, vocab, generator=rng, dtype=torch.float64) + 0.05
+    first, then = (table / table.sum(-1, keepdim=True)).split([1, vocab])
+    paths = [path_to(parents, node) for node in range(nodes)]
+    taken = [
+        sum(parents[i] == parents[node] for i in range(node)) for node in range(nodes)
+    ]  # siblings differ
+    tokens = [0, *((seed + taken[node]) % vocab for node in range(1, nodes))]
+    laws = [[first[0], *then][1 + tokens[path[0]] if path else 0] for path in paths]
+    laws = [
+        law if len(path) < 2 else torch.ones(vocab).double() / vocab
+        for law, path in zip(laws, paths, strict=True)
+    ]
+    branches = torch.tensor(list(itertools.product(range(vocab), repeat=nodes)))
+    weights = torch.stack([choose(law)[branches[:, node]] for node, law in enumerate(laws)]).prod(0)
+    both = torch.tensor([tokens, list(parents)])[:, None].expand(2, len(branches), nodes).contiguous()
+    out = torch.zeros(len(branches), 3, dtype=torch.long), *torch.zeros(2, len(branches), dtype=torch.long)
+    walk_by_torch(both, trace(both[1], 3)[1].int(), branches, *out)
+    found = torch.zeros(vocab, vocab, dtype=torch.float64)
+    for weight, path, length, bonus in zip(weights.tolist(), *(part.tolist() for part in out), strict=True):
+        said = [*(tokens[node] for node in path[:length]), bonus]
+        if len(said) > 1:
+            found[said[0], said[1]] += weight
+        else:
+            found[said[0]] += weight * then[said[0]]
+    return found, first[0][:, None] * then
+
+
+@pytest.mark.parametrize("parents", SHAPES)
+def test_what_is_committed_has_the_targets_law(parents: tuple[int, ...]) -> None:
+    """By enumeration; the negative control takes the likeliest token after every node."""
+    for seed in range(6):
+        found, wanted = committed_law(seed, parents, lambda law: law)
+        assert (found - wanted).abs().max() < 1e-12
+        greedy, _ = committed_law(seed, parents, lambda law: (law == law.max()).double())
+        assert (greedy - wanted).abs().max() > 0.05
+
+
+def test_quantiles_of_a_law_have_its_masses() -> None:
+    laws = torch.tensor([[3.0, 0.0, 1.0, 4.0], [1.0, 1.0, 0.0, 6.0]])[None] / 8
+    u = (torch.arange(8 * 64, dtype=torch.float64) + 0.5) / (8 * 64)
+    found = drawn_tokens(laws.expand(len(u), -1, -1), u[:, None].expand(-1, 2))
+    for row, law in enumerate(laws[0]):
+        assert found[:, row].bincount(minlength=4).tolist() == (law * 8 * 64).tolist()
 
 
 def test_draws_never_name_an_impossible_token() -> None:

@@ -7,6 +7,7 @@ the last pass. `forerun.verify.sampled`, which `build` hands over, knows what th
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -14,8 +15,8 @@ from torch import Tensor
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.grown import GrownBuffers, Places
 from forerun.models.cuda.network import Buffers, Run
-from forerun.models.cuda.plain_rounds import PlainResults, PlainStep
-from forerun.models.cuda.plan import MAX_ROWS, Size
+from forerun.models.cuda.plain_rounds import MOST_ROWS, PlainResults, PlainStep
+from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Size, round_up
 from forerun.types import DeviceSampling, Seq, TreeForm
 
 
@@ -54,6 +55,13 @@ class Sampler:
         """Capture what usual requests need."""
         for kinds in () if self._rule is None else self._rule.usual():
             self._decide_grown(size, form, kinds)
+
+    def warm_up(self, max_batch: int) -> None:
+        """Capture what plain rounds of usual requests need."""
+        sizes = [rows for rows in ROW_SIZES if rows <= min(MOST_ROWS, round_up(max_batch, ROW_SIZES))]
+        for kinds in self._rule.usual() if self._rule is not None and self._replays.capture else ():
+            for rows, into in product(sizes, (0, 1)):
+                self.decide_plain(Size(rows, 0, 0), PlainStep(into, False, kinds))
 
     def decide_plain(self, size: Size, step: PlainStep) -> None:
         """About the last pass over lone roots, whose sequences were sent before it."""

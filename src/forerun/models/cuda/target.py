@@ -232,6 +232,7 @@ class CudaDecoder(SlotTarget):
         """Capture the passes of plain rounds, of drafts that the host makes, and of prompts."""
         self.plain.drop()
         self.passes.warm_up(self._layers(needs), max_batch, min(max_length, self.max_length))
+        self.sampler.warm_up(max_batch)
 
     @torch.no_grad()
     def rehearse(self, form: TreeForm, needs: Needs, farthest: int) -> Scores:

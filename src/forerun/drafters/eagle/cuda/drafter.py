@@ -56,9 +56,9 @@ class DeviceDrafter(Generic[Draft]):
 
     A sequence keeps its drafter. The device drafts tokens that are chosen, which any verifier accepts by the target's
     law, under shared noise where the verifier couples by it. The plain drafter, loaded for the first that needs it,
-    drafts for all others that are sampled, where drafts are to be sampled too (`sampled`). If the device fails (a kernel
-    that does not compile, a graph that cannot be captured), all sequences are drafted plainly from then on; those that
-    it has read rows of are written to their end without drafts.
+    drafts for all others that are sampled, where drafts are to be sampled too (`sampled`). If the device fails (a
+    kernel that does not compile, a graph that cannot be captured), all sequences are drafted plainly from then on;
+    those that it has read rows of are written to their end without drafts.
     """
 
     def __init__(
