@@ -225,10 +225,8 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
         memory = allowed_bytes(share, device)
         check_shapes(family, checkpoint.weights)
         if device.type == "cpu":
-            slots = config.kv_slots
-            if (
-                native := native_decoder(family, checkpoint.weights, config.dtype, slots, memory)
-            ) is not None:
+            native = native_decoder(family, checkpoint.weights, config.dtype, config.kv_slots, memory)
+            if native is not None:
                 return native
         dtype = _dtype(config.dtype, device)
         if device.type == "cuda" and dtype != torch.float32:
@@ -242,8 +240,7 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
             with suppress(UnsupportedModel) if kind == "plain" else nullcontext():
                 return CudaDecoder(
                     family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots,
-                    kv_memory=share, weight_kind=kind, greedy_walk=device_walk(device),
-                    sampling=SampledTokens(),
+                    kv_memory=share, weight_kind=kind, greedy_walk=device_walk(device), sampling=SampledTokens(),
                 )  # fmt: skip
         return Decoder(
             family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots, kv_memory=memory
