@@ -27,13 +27,14 @@ from forerun.noise import (
 from forerun.params import SamplingParams
 from forerun.testing import path_to
 from forerun.topology import trace
-from forerun.types import PlainSeq, TreeBatch, Verdict
+from forerun.types import Laws, PlainSeq, TreeBatch, Verdict
+from forerun.verify.at_once import decide_at_once, drawn_tokens, is_worth_it
 from forerun.verify.base import Verifier
 from forerun.verify.block import BlockVerifier
 from forerun.verify.coupled import CoupledVerifier
 from forerun.verify.exact import ExactVerifier
 from forerun.verify.greedy import walk_by_torch
-from forerun.verify.sampled import AT_ONCE, Kinds, SampledTokens, decides_alike, drawn_tokens, kinds_of
+from forerun.verify.sampled import AT_ONCE, Kinds, SampledTokens, decides_alike, kinds_of
 from forerun.verify.typical import TypicalVerifier
 from forerun.verify.warp import warp
 
@@ -177,6 +178,33 @@ def test_verdicts_are_those_of_the_verifiers(seed: int, device: str) -> None:
         assert all(seq.params.is_greedy for seq in seqs)
         return
     assert by_device(seqs, trees, logits, depth) == by_host(seqs, verifiers, trees, logits)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("coupled", [True, False])
+def test_verdicts_found_at_once_are_those_of_walks(
+    coupled: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of trees of any sizes and laws of any kind, greedy ones among them; rows are cut as memory wants it."""
+    need(device)
+    rng, verifier, longest = random.Random(4), CoupledVerifier() if coupled else ExactVerifier(), 0
+    for _ in range(12):
+        shapes = [make_tree(rng, rng.randint(1, 12), 4, 4) for _ in range(rng.randint(1, 5))]
+        trees = TreeBatch.trees(shapes, device=device)
+        seqs = [PlainSeq(i, [1, 2], params=SamplingParams(**rng.choice(LAWS))) for i in range(len(shapes))]  # type: ignore[arg-type]
+        logits = torch.randn(trees.nodes, 4, generator=torch.Generator().manual_seed(rng.getrandbits(30)))
+        laws = warp(logits.to(device), seqs, trees)
+        assert is_worth_it(trees, laws) == (device == "cuda" and not all(laws.greedy))
+        noise = Noise([rng.choice(SEEDS) for _ in seqs], [rng.randint(0, 50) for _ in seqs])
+        found = decide_at_once(trees, laws, noise, coupled).to_host()
+        on_host = Laws(laws.log_weights.cpu(), laws.greedy)
+        assert found == verifier.verify(TreeBatch.trees(shapes), on_host, noise).to_host()
+        longest = max(longest, *map(len, found[0]))
+        with monkeypatch.context() as patch:
+            patch.setattr("forerun.verify.at_once.AT_ONCE", 4 * 3)
+            assert decide_at_once(trees, laws, noise, coupled).to_host() == found
+        assert decide_at_once(trees, laws, noise, not coupled).to_host() != found or trees.nodes < 30
+    assert longest > 1
 
 
 def test_walks_go_somewhere_and_every_rule_occurs() -> None:

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.noise import DRAW, device_uniform, device_uniforms, mixed_seed
+from forerun.noise import DRAW, device_uniform, mixed_seed
 from forerun.types import Seq
+from forerun.verify.at_once import AT_ONCE, coupled_tokens, drawn_tokens, noise_of
 from forerun.verify.base import Verifier
 from forerun.verify.block import BlockVerifier
 from forerun.verify.coupled import CoupledVerifier
@@ -27,7 +28,6 @@ from forerun.verify.exact import ExactVerifier
 from forerun.verify.warp import adjusts, truncate
 
 MOST_TRUNCATIONS = 4  # different ones in a batch: each is computed for all rows
-AT_ONCE = 1 << 24  # entries of rows that are worked on together: temporary memory is a few times that
 GREEDY, COUPLED, DRAWN = range(3)  # how a sequence's tokens are found
 
 Truncation = tuple[int, float, float]  # top-k, top-p, min-p
@@ -113,9 +113,8 @@ def _tokens(logits: Tensor, positions: Tensor, table: Tensor, kinds: Kinds, dept
     if kinds.coupled:
         tokens = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
         steps = torch.arange(1, depth + 2, device=logits.device)
-        numbers = device_uniforms(seeds, positions[:, :1] + steps, tokens)  # [B, depth + 1, V]
-        noise = numbers.neg_().log1p_().neg_()
-        coupled = coupled_tokens(laws, noise, positions - positions[:, :1])
+        noise = noise_of(seeds, positions[:, :1] + steps, tokens)  # [B, depth + 1, V]
+        coupled = coupled_tokens(laws, _by_depth(noise, positions - positions[:, :1]))
         found = torch.where(rule == COUPLED, coupled, found)
     if kinds.drawn:
         u = device_uniform(seeds, positions + 1, DRAW)
@@ -134,23 +133,14 @@ def _laws(logits: Tensor, hot: Tensor, group: Tensor, kinds: Kinds) -> Tensor:
     return laws
 
 
-def coupled_tokens(log_weights: Tensor, noise: Tensor, depths: Tensor) -> Tensor:
-    """argmin(E / p) after every node [B, N, V], with the noise E [B, depth + 1, V] of its depth [B, N]."""
-    weights = (log_weights - log_weights.amax(-1, keepdim=True)).exp_()
-    if noise.shape[1] == 1:
-        return (noise / weights).argmin(-1)
+def _by_depth(noise: Tensor, depths: Tensor) -> Tensor:
+    """Noise [B, depth + 1, V] -> that of every node [B, N, V]."""
     trees, levels, vocab = noise.shape
+    if levels == 1:
+        return noise
     first = torch.arange(0, trees * levels, levels, device=noise.device)[:, None]
-    rows = noise.view(-1, vocab).index_select(0, (first + depths.clamp(max=levels - 1)).flatten())
-    return (rows.view_as(weights) / weights).argmin(-1)
-
-
-def drawn_tokens(laws: Tensor, u: Tensor) -> Tensor:
-    """The tokens at quantiles u [B, N] of laws [B, N, V]: what `forerun.noise.draw` gives for each."""
-    cdf = laws.double().cumsum(-1)
-    found = torch.searchsorted(cdf, (u * cdf[..., -1])[..., None], right=True)[..., 0]
-    last = laws.shape[-1] - 1 - (laws > 0).flip(-1).to(torch.int8).argmax(-1)  # of those that are possible
-    return torch.minimum(found, last)
+    places = (first + depths.clamp(max=levels - 1)).flatten()
+    return noise.view(-1, vocab).index_select(0, places).view(*depths.shape, vocab)
 
 
 def _bits(number: float) -> int:
