@@ -30,14 +30,13 @@ def decide_at_once(trees: TreeBatch, laws: Laws, noise: Noise, coupled: bool) ->
     at = [noise.positions[b] + depth for b, depth in zip(owners, trees.host_depths(), strict=True)]
     sent = torch.tensor([[seeds[b] for b in owners], at, [laws.greedy[b] for b in owners]]).to(rows.device)
     step = max(1, AT_ONCE // rows.shape[1])
-    parts = [
-        _tokens(rows[i : i + step], *sent[:, i : i + step], coupled) for i in range(0, trees.nodes, step)
-    ]
+    parts = [_tokens(rows[i : i + step], sent[:, i : i + step], coupled) for i in range(0, trees.nodes, step)]
     return greedy_walks(trees, torch.cat(parts).tolist())
 
 
-def _tokens(rows: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor, coupled: bool) -> Tensor:
-    """[n] after nodes whose tokens have these positions."""
+def _tokens(rows: Tensor, sent: Tensor, coupled: bool) -> Tensor:
+    """[n] after nodes, of which were sent: mixed seeds, positions of their tokens, whether they are greedy."""
+    seeds, positions, greedy = sent
     if coupled:
         tokens = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)
         found = coupled_tokens(rows, noise_of(seeds, positions, tokens))
