@@ -1,6 +1,6 @@
 """The next round, started before the last one was read: the device then never waits for the host.
 
-Where trees were grown on a device and all sequences are greedy, the device itself decides what is accepted, and what
+Where trees were grown on a device, the device itself decides what is accepted of greedy and sampled texts, and what
 grew the trees can go on from there (`TreeBatch.grower`). So the next draft and the pass over it are launched while the
 last pass is still running; the host reads that one meanwhile. Sequences turn out to have ended: their trees in the
 round that follows are dropped. Everything a pass writes lies behind what is committed, so that a round that follows can
