@@ -225,23 +225,22 @@ def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
         memory = allowed_bytes(share, device)
         check_shapes(family, checkpoint.weights)
         if device.type == "cpu":
-            slots = config.kv_slots
-            if (
-                native := native_decoder(family, checkpoint.weights, config.dtype, slots, memory)
-            ) is not None:
+            native = native_decoder(family, checkpoint.weights, config.dtype, config.kv_slots, memory)
+            if native is not None:
                 return native
         dtype = _dtype(config.dtype, device)
         if device.type == "cuda" and dtype != torch.float32:
             from forerun.models.cuda.packed import WeightKind
             from forerun.models.cuda.target import CudaDecoder
             from forerun.verify.greedy import device_walk
+            from forerun.verify.sampled import SampledTokens
 
             kind: WeightKind = config.dtype if config.dtype in ("int8", "fp8") else "plain"
             # parts that its kernels do not have run in torch, which has no weights of one byte
             with suppress(UnsupportedModel) if kind == "plain" else nullcontext():
                 return CudaDecoder(
                     family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots,
-                    kv_memory=share, weight_kind=kind, greedy_walk=device_walk(device),
+                    kv_memory=share, weight_kind=kind, greedy_walk=device_walk(device), sampling=SampledTokens(),
                 )  # fmt: skip
         return Decoder(
             family, checkpoint.weights, dtype=dtype, device=device, kv_slots=config.kv_slots, kv_memory=memory

@@ -13,6 +13,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,45 @@ def keyed_uniforms(low: Tensor | int, high: Tensor | int, size: int, device: tor
     h = torch.arange(size, dtype=torch.int32, device=device)
     numbers: Tensor = (_hash32(_hash32(h ^ low) ^ high) & 0x7FFFFFFF).to(torch.float32)
     return numbers.add_(0.5).mul_(2.0**-31)
+
+
+def mixed_seed(seed: int) -> int:
+    """Where `device_keys` starts from: a number of 64 bits, as torch has them, with a sign."""
+    key = _mix(seed & _MASK)
+    return key - (1 << 64) if key >> 63 else key
+
+
+def device_keys(seeds: Tensor, positions: Tensor, *parts: int) -> Tensor:
+    """`_key` for seeds that are mixed and positions, int64 both, on their device."""
+    keys = _mix_rows(seeds ^ positions)
+    for part in parts:
+        keys = _mix_rows(keys ^ part)
+    return keys
+
+
+def device_uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    """The numbers `uniform` gives, in fp64, on the device of mixed seeds and positions."""
+    return ((device_keys(seeds, positions, purpose, 0) >> 11) & (1 << 53) - 1).double() * 2.0**-53
+
+
+def device_uniforms(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """The numbers `uniforms` gives for these tokens [V], int32: [..., V] of mixed seeds and positions [...]."""
+    if tokens.device.type == "cuda" and find_spec("triton") is not None:
+        from forerun.kernels_noise import uniforms_by_kernel
+
+        return uniforms_by_kernel(seeds, positions, tokens)
+    keys = device_keys(seeds, positions, COUPLE)
+    low, high = (keys & 0x7FFFFFFF).int(), ((keys >> 33) & 0x7FFFFFFF).int()
+    h: Tensor = _hash32(_hash32(tokens ^ low[..., None]) ^ high[..., None])
+    return (h & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+
+
+def _mix_rows(x: Tensor) -> Tensor:
+    """`_mix` of int64 tensors: products wrap, and shifts are made logical."""
+    x = x + (0x9E3779B97F4A7C15 - (1 << 64))
+    x = (x ^ ((x >> 30) & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    x = (x ^ ((x >> 27) & (1 << 37) - 1)) * (0x94D049BB133111EB - (1 << 64))
+    return x ^ ((x >> 31) & (1 << 33) - 1)
 
 
 def exponential(seed: int, position: int, size: int, device: torch.device | str = "cpu") -> Tensor:

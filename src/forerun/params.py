@@ -148,7 +148,7 @@ class SpeculativeConfig:
     draft_model: str | None = None  # a checkpoint, or the folder of a trained head
     budget: int | None = None  # drafted nodes per round at most; 0 = do not draft; None = what may pay
     width: int | None = None  # children per node at most: 1 = a chain; None = what may pay
-    verifier: str = "auto"  # auto = coupled when a seed is given, else exact
+    verifier: str = "auto"  # auto = coupled with a seed or on a GPU, else exact
     controller: str = "adaptive"
     prompt_lookup_max: int = 16  # longest suffix that ngram looks up
     prompt_lookup_min: int = 1

@@ -22,6 +22,7 @@ from forerun.trees import TreeBatch as TreeBatch
 from forerun.trees import TreeForm as TreeForm
 from forerun.trees import offsets as offsets
 from forerun.verdicts import DeviceOutcome as DeviceOutcome
+from forerun.verdicts import DeviceSampling as DeviceSampling
 from forerun.verdicts import Verdict as Verdict
 
 FinishReason = Literal["stop", "length", "aborted", "error"]
@@ -117,6 +118,7 @@ class Greedy:
 
     argmax: list[int] | None = None  # [M] where each row of logits is largest, the first on a tie
     verdict: Callable[[], Verdict] | None = None  # decided on the device; the call waits for it and reads it
+    sampled: bool = False  # the verdict holds above temperature 0 too: `forerun.verdicts.DeviceSampling`
 
 
 class GreedyWalk(Protocol):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,34 @@ class DeviceOutcome(Protocol):
     @property
     def is_moved(self) -> bool:
         """Are the accepted paths at their places in the KV cache?"""
+        ...
+
+
+class DeviceSampling(Protocol):
+    """The target's own tokens above temperature 0, on a device (forerun.verify.sampled), for targets there."""
+
+    @property
+    def fields(self) -> int:
+        """Numbers per sequence that are sent to the device."""
+        ...
+
+    def kinds(self, seqs: Sequence[Any]) -> Hashable | None:
+        """What these sequences (`forerun.types.Seq`) need; None = all are greedy, or the host must decide.
+
+        What is captured for some kinds serves all batches of these.
+        """
+        ...
+
+    def usual(self) -> Sequence[Hashable]:
+        """Kinds that are to be captured beforehand."""
+        ...
+
+    def settings(self, seqs: Sequence[Any], kinds: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """[fields, B] of every sequence."""
+        ...
+
+    def tokens(self, logits: Tensor, positions: Tensor, table: Tensor, kinds: Any, depth: int) -> Tensor:
+        """[B, N] after every node: of logits [B, N, V], positions [B, N] and settings [fields, B] on the device."""
         ...
 
 

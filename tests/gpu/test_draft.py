@@ -28,9 +28,10 @@ from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 BUDGETS = [Budget(5, 5), Budget(7, 3, 2), Budget(14, 4, 3), Budget(1, 1), Budget(40, 3, 4)]
 
 
+@pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("more", VARIANTS)
 def test_trees_are_those_of_the_head_as_everywhere(
-    more: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    more: dict[str, object], noisy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over several rounds, texts of different lengths, one leaving, paths of any length accepted."""
     longest = 0
@@ -41,6 +42,8 @@ def test_trees_are_those_of_the_head_as_everywhere(
         FakeSeq(b, [rng.randrange(VOCAB) for _ in range(n)], max_length=900)
         for b, n in enumerate((2, 9, 300))
     ]
+    for seq, heat in zip(seqs, (1.0, 0.7, 0.0) if noisy else (), strict=False):
+        seq.params, seq.seed, seq.shares_noise = SamplingParams(temperature=heat), 5 + seq.id, heat > 0
     for seq in seqs:
         trees, scores = target.prefill([seq], device.needs)
         for drafter in (device, plain):
@@ -112,12 +115,12 @@ def test_the_next_draft_starts_before_it_is_asked_for(
     assert len(launched) <= 1, "nothing is drafted behind a text's end"
 
 
-def test_texts_coupled_by_noise_or_without_a_budget_are_drafted_for_as_everywhere() -> None:
+def test_texts_whose_drafts_are_drawn_or_without_a_budget_are_drafted_for_as_everywhere() -> None:
     target = make_target("llama", "cpu")
-    device, _ = both_drafters(target)
+    device, plain = both_drafters(target)
+    device = DeviceEagle(device.draft, lambda: plain, sampled=True)
     warm = SamplingParams(temperature=0.7)
     seqs = [FakeSeq(0, [3, 4, 5]), FakeSeq(1, [5, 6, 7, 8], params=warm), FakeSeq(2, [9, 9, 1])]
-    seqs[1].shares_noise = True
     trees, scores = target.prefill(seqs, device.needs)
     device.observe(seqs, trees, scores, Verdict.whole_chain(trees, [seq.tokens[-1] for seq in seqs]))
     budgets = [Budget(4, 4), Budget(3, 3), Budget(0, 0)]

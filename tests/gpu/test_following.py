@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from forerun.build import make_engine
 from forerun.drafters.hybrid import HybridDrafter
@@ -99,7 +102,7 @@ def plain_texts(target: CudaDecoder, some: Sequence[Request]) -> list[list[int]]
     return write(make(target, Forms([None], 0), follows=False), some, 0)[0]
 
 
-def willing_target(device: str = "cpu", words: int = 8, **more: int) -> CudaDecoder:
+def willing_target(device: str = "cpu", words: int = 8, **more: Any) -> CudaDecoder:
     """A target that says few different tokens, so that much of what is drafted is accepted; 1 ends a text."""
     target = make_target("llama", device, **more)
     target.model.head[words:] = 0.0
@@ -142,7 +145,10 @@ def test_a_composition_follows_too_in_a_batch(monkeypatch: pytest.MonkeyPatch) -
     assert watched.followed > 10
 
 
-@pytest.mark.parametrize("more", [{"temperature": 1.0, "seed": 3}, {"logprobs": 1}, {"logit_bias": {5: 1.0}}])
+@pytest.mark.parametrize(
+    "more",
+    [{"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}, {"logprobs": 1}, {"logit_bias": {5: 1.0}}],
+)
 def test_what_the_device_does_not_decide_is_read_first(
     more: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +157,89 @@ def test_what_the_device_does_not_decide_is_read_first(
     assert write(make(target, Forms([CHAIN], 9), follows=True), some, 5)[0] == wanted
     assert watched.asked > 0
     assert watched.followed == 0
+
+
+LAWS = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {},
+    {"temperature": 1.2, "top_k": 5, "min_p": 0.02},
+]
+
+
+def sampled(count: int, draw: int, verifier: str) -> list[Request]:
+    """Seeded requests of several laws, greedy ones among them."""
+    made = []
+    for i, one in enumerate(requests(count, draw)):
+        more = LAWS[i % len(LAWS)]
+        params = replace(one.params, seed=40 + i if more else None, **more)
+        made.append(replace(one, params=params, verifier=verifier))
+    return made
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("verifier", "forms"),
+    [("coupled", [WIDE]), *((name, [CHAIN, TREE, WIDE, None]) for name in ("coupled", "exact"))],
+)
+def test_sampled_texts_are_those_of_the_host(
+    device: str, verifier: str, forms: list[Form | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a seed, in any company: plain and alone by the host's verifiers, then drafted, decided, followed here."""
+    need_cuda(device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16  # which has kernels and graphs
+    by_host, some = willing_target(device, samples=False, dtype=dtype), sampled(9, 3, verifier)
+    wanted = write(make(by_host, Forms([None], 0), follows=False, batch=1), some, 0)[0]
+    watched, target = Watched(monkeypatch), willing_target(device, dtype=dtype)
+    texts, accepted = write(make(target, Forms(forms, 6), follows=True), some, 5)
+    assert texts == wanted
+    assert 20 < watched.followed < watched.asked
+    assert sum(map(sum, accepted)) > (20 if verifier == "coupled" else 2), "something is accepted"
+    other = [replace(one, params=replace(one.params, seed=7)) for one in some[:2]]
+    assert write(make(target, Forms(forms, 6), follows=True), other, 5)[0] != wanted[:2]
+
+
+@pytest.mark.parametrize("form", [CHAIN, WIDE])
+def test_sampled_drafts_are_those_of_rounds_that_were_read(form: Form) -> None:
+    """Noise of positions that the host does not know yet: else less would be accepted."""
+    target = willing_target(words=5)
+    some = [one for one in sampled(9, 4, "coupled") if len(one.prompt) > 1]
+    target.model.head[1] = 0.0  # texts go on
+    found = [write(make(target, Forms([form], 9), follows=follows), some, 6) for follows in (False, True)]
+    assert found[0][0] == found[1][0]
+    apart = [[one[:-1] for one in accepted] for _, accepted in found]
+    assert apart[0] == apart[1]
+
+
+def test_whoever_the_host_decides_about_ends_it_for_sampled_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = willing_target()
+    typical = [replace(one, verifier="typical") for one in requests(1, 5, temperature=0.5, seed=1)]
+    penalised = requests(1, 6, temperature=0.9, seed=1, presence_penalty=0.5)
+    some = [*sampled(4, 4, "coupled"), *penalised, *typical, *sampled(4, 6, "coupled")]
+    ours = [i for i in range(10) if i != 5]
+    wanted, watched = plain_texts(target, some), Watched(monkeypatch)
+    texts = write(make(target, Forms([TREE], 9), follows=True), some, 5)[0]
+    assert [texts[i] for i in ours] == [wanted[i] for i in ours]
+    assert 0 < watched.followed < watched.asked
+
+
+@pytest.mark.parametrize("place", ["draft", "score", "verdict", "observe"])
+def test_a_failure_leaves_sampled_texts_as_they_are(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, some = willing_target(), sampled(5, 8, "coupled")
+    wanted = plain_texts(target, some)
+    for count in (2, 7):
+        engine, left = make(target, Forms([TREE], 9), follows=True), [count]
+        target._takes_grown = True
+        owner, name = {
+            "draft": (engine.drafters.get("device").draft, "_draft_for"), "score": (target.sampler, "_decide_grown"),
+            "verdict": (target.grown, "read"), "observe": (engine.drafters, "observe"),
+        }[place]  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, failing(getattr(owner, name), left, RuntimeError))
+            texts = write_through(engine, some)
+        assert left[0] <= 0, f"it has not failed: {left}"
+        assert texts == wanted
+        assert target.used_slots == 0
 
 
 def test_one_request_among_greedy_ones_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

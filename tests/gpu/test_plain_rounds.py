@@ -114,11 +114,55 @@ def test_a_second_turn_finds_the_pages_of_a_first_that_was_ahead(device: str) ->
     assert again == [text, *alone]
 
 
-def test_nothing_is_launched_for_sampled_texts() -> None:
+def test_nothing_is_launched_where_the_host_decides() -> None:
     target = _target("cpu")
-    _write(_engine(target), _requests(replace(GREEDY, temperature=0.8, seed=4)))
+    _write(_engine(target), _requests(replace(GREEDY, temperature=0.8, seed=4, repetition_penalty=1.2)))
     _write(_engine(target), _requests(replace(GREEDY, repetition_penalty=1.2)))
     assert target.plain.launched == 0
+
+
+SAMPLED = [
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 20, "min_p": 0.01},
+    {},
+]
+
+
+def _mixed(verifier: str) -> list[Request]:
+    made = []
+    for i, request in enumerate(_requests()):
+        more = SAMPLED[i % len(SAMPLED)]
+        params = replace(request.params, seed=90 + i if more else None, **more)
+        made.append(replace(request, params=params, verifier=verifier))
+    return made
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("verifier", ["coupled", "exact"])
+def test_sampled_texts_are_the_hosts_and_go_ahead_too(device: str, verifier: str) -> None:
+    """Seeded texts, greedy ones among them: by the host's verifiers, then by the device, in other company."""
+    by_host, target = _target(device, samples=False), _target(device)
+    wanted = [_write(_engine(by_host, batch=1), [one], 0)[0] for one in _mixed(verifier)]
+    assert by_host.plain.launched <= len(wanted[3])  # the greedy one
+    assert _write(_engine(target), _mixed(verifier)) == wanted
+    assert target.plain.used > 20
+    other = [replace(one, params=replace(one.params, seed=7)) for one in _mixed(verifier)]
+    changed = [a != b for a, b in zip(_write(_engine(target), other), wanted, strict=True)]
+    assert changed == [bool(SAMPLED[i % len(SAMPLED)]) for i in range(len(changed))]
+
+
+def test_logprobs_of_sampled_texts_are_the_hosts() -> None:
+    def logprobs(target: CudaDecoder) -> list[list[tuple[int, float]]]:
+        engine = _engine(target)
+        params = replace(GREEDY, temperature=0.8, top_k=30, seed=4, logprobs=2)
+        seqs = [engine.find(engine.submit(one)) for one in _requests(params)]
+        while engine.busy:
+            engine.step()
+        events = [[one for event in seq.events for one in event.logprobs] for seq in seqs if seq is not None]
+        return [[(one.token, round(one.logprob, 4)) for one in some] for some in events]
+
+    assert logprobs(_target("cpu")) == logprobs(_target("cpu", samples=False))
 
 
 def test_log_probabilities_are_those_of_their_own_pass() -> None:

@@ -13,6 +13,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder
 from forerun.verify.greedy import device_walk
+from forerun.verify.sampled import SampledTokens
 
 VOCAB = 200
 _BASE: dict[str, Any] = {
@@ -98,6 +99,7 @@ def make_target(
     kv_slots: int = 20_000,
     weight_kind: WeightKind = "plain",
     seed: int | None = None,
+    samples: bool = True,
 ) -> CudaDecoder:
     config, weights = weights_of(make_reference(name, seed))
     return CudaDecoder(
@@ -109,4 +111,5 @@ def make_target(
         kernels=kernels,
         weight_kind=weight_kind,
         greedy_walk=device_walk(torch.device(device)),
+        sampling=SampledTokens() if samples else None,
     )

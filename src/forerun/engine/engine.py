@@ -36,9 +36,7 @@ from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Advance, SequenceState
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
-from forerun.noise import Noise
 from forerun.types import Event, Prompts, Request, Scores, TreeBatch, Verdict
-from forerun.verify.warp import warp
 
 log = logging.getLogger(__name__)
 
@@ -166,9 +164,7 @@ class Engine(Queues):
         pending, seqs, readers, trees, scores, clock, _ = launched
         self._pending, self._ahead = pending, None
         clock.lap("host")
-        laws = warp(scores.required_logits, seqs, trees)
-        noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
-        verdict = self.verifiers.verify(seqs, trees, laws, noise, scores.greedy)
+        laws, verdict = self.verifiers.decide(seqs, trees, scores)
         clock.lap("verdict")
         clock.settle(trees, scores)
         seqs, trees, verdict = launched.without_ended(verdict)

@@ -1,6 +1,6 @@
 """The next round, started before the last one was read: the device then never waits for the host.
 
-Where trees were grown on a device and all sequences are greedy, the device itself decides what is accepted, and what
+Where trees were grown on a device, the device itself decides what is accepted of greedy and sampled texts, and what
 grew the trees can go on from there (`TreeBatch.grower`). So the next draft and the pass over it are launched while the
 last pass is still running; the host reads that one meanwhile. Sequences turn out to have ended: their trees in the
 round that follows are dropped. Everything a pass writes lies behind what is committed, so that a round that follows can
@@ -48,7 +48,9 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
     engine.scheduler.start_those_read()  # whose prompts the last pass has completed
     going = _going(last, engine.running)
     seqs = [seq for seq, _ in going]
-    if not any(tree >= 0 for _, tree in going) or not _may_follow(engine, [*last.seqs, *seqs]):
+    if not any(tree >= 0 for _, tree in going) or not _may_follow(
+        engine, [*last.seqs, *seqs], last.scores.greedy.sampled
+    ):
         return None
     both = [*last.pending.seqs, *(seq for seq, tree in going if tree < 0)]
     engine.hold(both)
@@ -75,13 +77,15 @@ def _going(last: Launched, running: Sequence[SequenceState]) -> Going:
     return [(seq, tree) for seq, tree in going if tree < 0 or len(seq.tokens) + 1 < seq.max_length]
 
 
-def _may_follow(engine: Engine, seqs: Sequence[SequenceState]) -> bool:
-    """Does the device decide about all of both rounds, and does one drafter serve them?"""
+def _may_follow(engine: Engine, seqs: Sequence[SequenceState], sampled: bool) -> bool:
+    """Does the device decide about all of both rounds (`sampled`: it samples), and does one drafter serve them?"""
     if len({seq.drafting for seq in seqs}) > 1:
         return False
     if not all(engine.verifiers.get(name).exact for name in {seq.verifier for seq in seqs}):
         return False
-    return all(is_plain_greedy(seq) and seq.params.logprobs is None for seq in seqs)
+    if any(seq.params.logprobs is not None for seq in seqs):
+        return False
+    return all(map(is_plain_greedy, seqs)) or (sampled and engine.verifiers.device_decides(seqs))
 
 
 def _goes_on(engine: Engine, planned: Sequence[SequenceState]) -> bool:

@@ -45,8 +45,11 @@ def new_sequence(engine: Engine, request: Request, seq_id: int) -> SequenceState
     params, drafter = request.params, request.drafter or engine.default_drafter
     engine.drafters.get(drafter)  # an unknown or unloadable one is the caller's error, now
     verifier = request.verifier or engine.default_verifier
-    if verifier == "auto":
-        verifier = "exact" if params.seed is None else "coupled"
+    if (
+        verifier == "auto"
+    ):  # a GPU drafts and decides under shared noise by itself; drawn trees are the host's work
+        on_gpu = engine.target.device.type == "cuda"
+        verifier = "exact" if params.seed is None and not on_gpu else "coupled"
     return SequenceState(
         id=seq_id,
         request=request,

@@ -23,7 +23,8 @@ from forerun.errors import InvalidInput
 from forerun.noise import Noise
 from forerun.types import Budget, Greedy, Laws, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
-from forerun.verify.warp import reads_largest_only
+from forerun.verify.sampled import decides_alike, kinds_of
+from forerun.verify.warp import reads_largest_only, warp
 
 if TYPE_CHECKING:
     from forerun.drafters.base import Drafter
@@ -210,6 +211,28 @@ class VerifierPool:
         if name not in self._made:
             self._made[name] = self._make(name)
         return self._made[name]
+
+    def decide(self, seqs: Sequence[SequenceState], trees: TreeBatch, scores: Scores) -> tuple[Laws, Verdict]:
+        """Laws and verdict of a round; where the device has decided about samples, laws are made for logprobs only."""
+        known = scores.greedy
+        if known is not None and known.sampled and trees.drawn_from is None and self.decide_alike(seqs):
+            greedy = tuple(seq.params.is_greedy for seq in seqs)
+            wanted = any(seq.params.logprobs is not None for seq in seqs)
+            laws = (
+                warp(scores.required_logits, seqs, trees) if wanted else Laws(scores.required_logits, greedy)
+            )
+            return laws, greedy_verdict(trees, known)
+        laws = warp(scores.required_logits, seqs, trees)
+        noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
+        return laws, self.verify(seqs, trees, laws, noise, known)
+
+    def decide_alike(self, seqs: Sequence[SequenceState]) -> bool:
+        """Do the verifiers of these sequences come to the device's verdict on samples?"""
+        return all(decides_alike(self.get(name)) for name in {seq.verifier for seq in seqs})
+
+    def device_decides(self, seqs: Sequence[SequenceState]) -> bool:
+        """Does a device that samples decide about all of these, some of which are sampled?"""
+        return kinds_of(seqs) is not None and self.decide_alike(seqs)
 
     def verify(
         self,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from forerun.noise import BLOCK, Noise
 from forerun.types import Laws, TreeBatch, Verdict
+from forerun.verify.at_once import decide_at_once, is_worth_it
 from forerun.verify.exact import walk_exactly
 from forerun.verify.walk import TreeView, decide
 
@@ -24,6 +25,8 @@ class BlockVerifier:
     shares_noise = False
 
     def verify(self, trees: TreeBatch, laws: Laws, noise: Noise) -> Verdict:
+        if is_worth_it(trees, laws):
+            return decide_at_once(trees, laws, noise, coupled=False)
         return decide(trees, laws, noise, walk_block)
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from forerun.noise import ACCEPT, Noise
 from forerun.types import Laws, TreeBatch, Verdict
+from forerun.verify.at_once import decide_at_once, is_worth_it
 from forerun.verify.walk import TreeView, decide, follow_argmax
 
 _TINY = torch.finfo(torch.float64).tiny  # an empty support stays empty
@@ -40,6 +41,8 @@ class ExactVerifier:
     shares_noise = False
 
     def verify(self, trees: TreeBatch, laws: Laws, noise: Noise) -> Verdict:
+        if is_worth_it(trees, laws):
+            return decide_at_once(trees, laws, noise, coupled=False)
         return decide(trees, laws, noise, walk_exactly)
 
 

@@ -22,14 +22,19 @@ def greedy_verdict(trees: TreeBatch, known: Greedy) -> Verdict:
     if known.verdict is not None:
         return known.verdict()
     assert known.argmax is not None, "a Greedy holds an argmax or a verdict"
+    return greedy_walks(trees, known.argmax)
+
+
+def greedy_walks(trees: TreeBatch, argmax: Sequence[int]) -> Verdict:
+    """The verdict on trees by the target's token after each of their nodes [M]."""
     if trees.is_plain():
-        return Verdict.of([()] * len(trees), known.argmax, trees.device)
+        return Verdict.of([()] * len(trees), argmax, trees.device)
     paths: list[list[int]] = []
     bonus: list[int] = []
     tokens = trees.to_host()[0]
     for first, shape in zip(trees.starts, trees.topology(), strict=False):
         end = first + len(shape)
-        path, token = walk_argmax(tokens[first:end], shape.children, known.argmax[first:end])
+        path, token = walk_argmax(tokens[first:end], shape.children, argmax[first:end])
         paths.append(path)
         bonus.append(token)
     return Verdict.of(paths, bonus, trees.device)

@@ -120,6 +120,11 @@ def token_logprobs(
 def _truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     if temperature != 1.0:
         logits = logits / temperature
+    return truncate(logits, top_k, top_p, min_p)
+
+
+def truncate(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Log-weights [N, V] without what is cut."""
     if top_k:
         logits = keep_top_k(logits, top_k)
     if top_p < 1.0:

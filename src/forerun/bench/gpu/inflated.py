@@ -9,6 +9,7 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.models.inflate import InflatedWeights, find_shape
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.verify.greedy import device_walk
+from forerun.verify.sampled import SampledTokens
 
 OWN = "own"  # not inflated
 INFLATED = "inflated: the small model's tokens and acceptance at the cost of the larger shape"
@@ -33,5 +34,6 @@ def load_inflated(
         device=device,
         kv_slots=kv_slots,
         greedy_walk=device_walk(torch.device(device)),
+        sampling=SampledTokens(),
     )
     return target, large

@@ -12,7 +12,7 @@ Padding is written to no slot and attends to nothing; what is decided about it i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +27,8 @@ from forerun.topology import trace
 from forerun.types import GreedyWalk, TreeBatch, TreeForm, Verdict, offsets
 
 TURNS = 2  # outcomes that the host has not read yet, at most
+
+Samples = Callable[[Tensor, Tensor], Tensor]  # logits [B, N, V] and positions [B, N] -> tokens [B, N]
 
 
 class Place(NamedTuple):
@@ -161,13 +163,23 @@ class GrownBuffers:
         groups[..., 5], groups[..., 7] = lengths[:, None], starts[:, None]
         return groups
 
-    def decide(self, ints: Tensor, size: Size, form: TreeForm, logits: Tensor) -> None:
-        """The verdict, and which slots it moves: root and path behind each other, the rest onto itself."""
+    def decide(
+        self, ints: Tensor, size: Size, form: TreeForm, logits: Tensor, samples: Samples | None = None
+    ) -> None:
+        """The verdict, and which slots it moves: root and path behind each other, the rest onto itself.
+
+        The target's tokens are the argmax, or what `samples` makes of logits and positions. May be done again.
+        """
         places = Places.of(size, form)
+        if samples is None:
+            tops = logits.argmax(-1).view(form.trees, -1)
+        else:
+            positions = ints[places.positions :][: form.rows].view(form.trees, form.nodes)
+            tops = samples(logits.view(form.trees, form.nodes, -1), positions)
         trees = self.tree_ints[:, : form.rows].view(2, form.trees, form.nodes)
         ancestors = ints[places.ancestors : places.lengths].view(form.trees, form.nodes, -1)
         paths, accepted, bonus = self._decided(form)
-        self.walk(trees, ancestors, logits.argmax(-1).view(form.trees, -1), paths, accepted, bonus)
+        self.walk(trees, ancestors, tops, paths, accepted, bonus)
         if self.fused:
             from forerun.models.cuda import kernels_grown
 

@@ -1,11 +1,11 @@
 """Plain rounds on a GPU without a pause between passes: the next pass is launched before the last one was read.
 
-In a plain round every tree is its root. Where sequences are greedy, the next roots are the argmax of this pass, which
-is on the device already, one position further: so the next pass can be launched before the host knows these tokens. It
+In a plain round every tree is its root. The next roots are the argmax of this pass, or what was sampled from it on the
+device (models/cuda/sampled.py), one position further: so the next pass can be launched before the host knows them. It
 is used if the next round is what was expected: the same tokens after the same lengths. Sequences that have ended leave
 their rows unused; rows do not depend on their company, so the others stay as they are.
 
-When: once a few plain rounds in a row were decided by `Scores.greedy`, which tells that all are greedy. A pass that was
+When: once a few plain rounds in a row were decided by `Scores.greedy`, which tells that the device can. A pass that was
 launched in vain makes the next attempt wait twice as long. Such a pass has written keys and values behind what is
 committed, where whatever comes next writes before it reads: all passes run in one stream.
 """
@@ -13,7 +13,7 @@ committed, where whatever comes next writes before it reads: all passes run in o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -41,6 +41,7 @@ class PlainStep(NamedTuple):
 
     into: int
     follows: bool
+    kinds: Hashable | None = None  # of sampled sequences: see models/cuda/sampled.py
 
 
 class PlainResults:
@@ -103,6 +104,7 @@ class PlainPass:
     layers: tuple[int, ...]
     into: int
     seconds: Seconds  # on the device
+    sampled: bool  # do its tokens hold above temperature 0?
     verdict: Verdict | None = None  # once it was read
 
 
@@ -117,8 +119,10 @@ class PlainRounds:
         spans: Spans,
         group: int,
         size_for: SizeFor,
+        kinds: Callable[[Sequence[Seq]], Hashable | None],
     ) -> None:
         self.results, self.buffers, self._run, self._spans, self._group = results, buffers, run, spans, group
+        self._kinds = kinds
         self._size_for = size_for
         self.looks_ahead = True
         self.launched = self.used = 0  # passes ahead
@@ -163,7 +167,8 @@ class PlainRounds:
         self._ahead = None
         logits, hidden = self._results(this, rows)
         verdict = lambda: self._decide(seqs, this, rows, more)  # noqa: E731
-        return Scores(logits, hidden, Greedy(verdict=verdict), seconds=this.seconds, delayed=delayed)
+        known = Greedy(verdict=verdict, sampled=this.sampled)
+        return Scores(logits, hidden, known, seconds=this.seconds, delayed=delayed)
 
     def _under_way(
         self, seqs: Sequence[Seq], tokens: list[int], lengths: list[int], layers: tuple[int, ...]
@@ -193,10 +198,11 @@ class PlainRounds:
         layers: tuple[int, ...],
         step: PlainStep,
     ) -> PlainPass:
+        step = step._replace(kinds=self._kinds(seqs))
         seconds = self._run(plan_pass(spans, self._group, self._size_for), layers, step)
         self.results.send(step.into)
         ids, lengths = [seq.id for seq in seqs], [span.length for span in spans]
-        return PlainPass([*ids], lengths, roots, layers, step.into, seconds)
+        return PlainPass([*ids], lengths, roots, layers, step.into, seconds, step.kinds is not None)
 
     def _results(self, this: PlainPass, rows: list[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits in the buffers; hidden rows as a copy, since the next pass overwrites them."""

@@ -26,12 +26,13 @@ from forerun.models.cuda.pass_clock import timed
 from forerun.models.cuda.plain_rounds import PlainRounds, PlainStep, Seconds
 from forerun.models.cuda.plan import MAX_ROWS, Plan, Span, plan_pass
 from forerun.models.cuda.pool import Kind, make_steps, pick_kernels, pool_slots
+from forerun.models.cuda.sampled import Sampler
 from forerun.models.layers import Rotations
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
 from forerun.topology import chain_of
 from forerun.trees import TreeBatch, TreeForm
-from forerun.types import Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict, first_rows
+from forerun.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict, first_rows
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class CudaDecoder(SlotTarget):
         kernels: Kind = "auto",
         weight_kind: WeightKind = "plain",
         greedy_walk: GreedyWalk,
+        sampling: DeviceSampling | None = None,
     ) -> None:
         self.model = Model(config, weights, dtype, torch.device(device), weight_kind)
         self.buffers = Buffers(self.model)
@@ -65,15 +67,13 @@ class CudaDecoder(SlotTarget):
         self.grown = GrownBuffers(self._device, greedy_walk, self._group_nodes)
         fused = self.kernels == "triton"
         self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=fused)
+        replays = Replays(self._device, capture=fused)
+        self.sampler = Sampler(sampling, self.buffers, self.grown, self.passes.plain, replays)
         self.plain = PlainRounds(
-            self.passes.plain,
-            self.buffers,
-            self._run_plain,
-            self._roots,
-            self._group_nodes,
-            self.passes.scored_size,
-        )
-        self.after = AfterPass(self.kv, self.buffers, self.grown, Replays(self._device, capture=fused), fused)
+            self.passes.plain, self.buffers, self._run_plain, self._roots, self._group_nodes,
+            self.passes.scored_size, self.sampler.kinds,
+        )  # fmt: skip
+        self.after = AfterPass(self.kv, self.buffers, self.grown, replays, fused)
         self._takes_grown = True  # until a pass over trees grown on the device has failed
         log.info("KV pool: %d slots, %.2f GB", self.kv.capacity, self.pool_bytes / 1e9)
 
@@ -202,9 +202,10 @@ class CudaDecoder(SlotTarget):
         plan = plan_grown(places, form, self._group_nodes, chunks, size_for=self.passes.scored_size)
         self.grown.take(trees, form)
         self.passes.run_grown(plan, layers, form)
+        sampled = self.sampler.decide_grown(seqs, plan.size, form)
         number = self.grown.send(form)
         self.after.keep_rows(plan, layers)
-        if trees.follows is not None:  # all are greedy; and now, before those that have ended give pages back
+        if trees.follows is not None:  # it is decided; and now, before those that have ended give pages back
             self.after.move_decided()
         rows = {layer: self.buffers.hidden(layer) for layer in layers}
         hidden = {
@@ -212,7 +213,8 @@ class CudaDecoder(SlotTarget):
         }  # padding too: graphs read all of it
         behind = {layer: found[form.rows : plan.rows].clone() for layer, found in rows.items() if chunks}
         logits = self.buffers.logits[: trees.nodes]
-        return Scores(logits, hidden, Greedy(verdict=lambda: self.grown.read(trees, form, number))), behind
+        known = Greedy(verdict=lambda: self.grown.read(trees, form, number), sampled=sampled)
+        return Scores(logits, hidden, known), behind
 
     def _places(self, seqs: Sequence[Seq], trees: TreeBatch, form: TreeForm) -> list[Place]:
         """Where trees go; behind trees that were not read, once the paths of those have moved to their places."""
@@ -230,6 +232,7 @@ class CudaDecoder(SlotTarget):
         """Capture the passes of plain rounds, of drafts that the host makes, and of prompts."""
         self.plain.drop()
         self.passes.warm_up(self._layers(needs), max_batch, min(max_length, self.max_length))
+        self.sampler.warm_up(max_batch)
 
     @torch.no_grad()
     def rehearse(self, form: TreeForm, needs: Needs, farthest: int) -> Scores:
@@ -242,6 +245,7 @@ class CudaDecoder(SlotTarget):
         plan = plan_grown([], form, self._group_nodes, farthest=farthest)
         self.grown.take_padding(form)
         self.passes.run_grown(plan, layers, form)
+        self.sampler.rehearse(plan.size, form)
         self.after.keep_rows(plan, layers)
         self.after.move(form)
         return Scores(None, {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers})
@@ -274,6 +278,7 @@ class CudaDecoder(SlotTarget):
 
     def _run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> Seconds:
         seconds = self.passes.run_plain(plan, hidden, step)
+        self.sampler.decide_plain(plan.size, step)
         self.after.keep_rows(plan, hidden)
         return seconds
 

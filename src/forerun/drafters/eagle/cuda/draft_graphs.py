@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.eagle.cuda.draft_completion import complete
+from forerun.drafters.eagle.cuda.draft_noise import DraftNoise
 from forerun.drafters.eagle.cuda.draft_plan import (
     MOST,
     DraftForm,
@@ -68,7 +69,7 @@ class DeviceDraft:
         menu: DraftMenu | None = None,
     ) -> None:
         self.net, self.feature_fusion, self.head_output = net, feature_fusion, head_output
-        self._decided = last
+        self._decided, self.noise = last, DraftNoise(head_output.ids)
         self.menu = menu or DraftMenu()
         device, config = net.model.device, net.model.config
         self.replays = Replays(device, capture=capture)
@@ -155,6 +156,7 @@ class DeviceDraft:
             return None
         lanes, owners = found
         self.rows.append_decided(owners, [hidden[layer] for layer in self.feature_fusion.layers], grown)
+        self.noise.send([None if state is None else state.noise for _, state, _ in known])
         planned = self._draft_for(self._padded(lanes, form), form)
         for state in new:
             state.read = state.seen
@@ -181,9 +183,10 @@ class DeviceDraft:
 
     def rehearse(self, form: Form, bucket: int, farthest: int) -> TreeForm:
         """Capture the draft of a form for so many sequences, in contexts up to `farthest`, and time it."""
-        lanes = [self.rows.lane(None, 0)] * bucket
+        lanes, self.noise.is_on = [self.rows.lane(None, 0)] * bucket, False
         planned = self._draft_for(lanes, form, farthest)  # all of them padding
         if self.replays.capture:
+            self.noise.rehearse(self.replay_last)
             self.menu.note(bucket, form, self._time())
         self._captured.setdefault(form, set()).add(bucket)
         self._last, self._ahead = None, None  # whose trees were overwritten
@@ -226,6 +229,7 @@ class DeviceDraft:
         real = [state for state in states if state is not None]
         self.rows.read_ahead(real, form.depth + 1)
         lanes = [self.rows.lane(state, root) for state, (_, root) in zip(states, wanted, strict=True)]
+        self.noise.send([None if state is None else state.noise for state in states])
         self._draft_for(self._padded(lanes, form), form)
         for state in real:
             state.read = state.seen
@@ -266,24 +270,25 @@ class DeviceDraft:
         last, roots, ends = last_run(ints, form)
         net.run_some(run_at(ints, form.caught, 0), self.feature_fusion.fuse(features), last, ends)
         out, logits = net.out[:count], net.logits[:count]
+        noised = self.noise.of(last.positions, shape.depth)
         pool = Pool(count, shape.width, shape.width, shape.depth, out.device)
         frontier = Frontier.of_roots(count, out.device)
         for i in range(shape.depth - 1):
             size, first = form.level(self._group_nodes), MAX_ROWS + form.ancestors_at(i, self._group_nodes)
             run = run_at(ints, size, form.level_at(i, self._group_nodes))
             into = run.tokens, ints[first : first + size.rows * (i + 1)]
-            frontier = grow_level(pool, frontier, logits, self.head_output, into)
+            frontier = grow_level(pool, frontier, noised(logits, i), self.head_output, into)
             parents = frontier.parents if shape.width > 1 else None  # those of a chain lie where it lies
             net.run(run, self.feature_fusion.carry(out), parents)
             out, logits = net.out[: size.rows], net.logits[: size.rows]
-        grow_level(pool, frontier, logits, self.head_output)
+        grow_level(pool, frontier, noised(logits, shape.depth - 1), self.head_output)
         cut_trees(pool, roots, shape.nodes, self._tree_ints[:, : trees.rows].view(2, count, -1))
 
     def replay_last(self) -> None:
         """Run the last draft again, from the same integers: it reads and writes the same."""
         form = self._last
         assert form is not None, "something was drafted"
-        self.replays.do(form, lambda: self._draft(form))
+        self.replays.do((form, self.noise.is_on), lambda: self._draft(form))
 
     def _time(self, repeats: int = 3) -> float:
         """Seconds of the last draft; the first replay of a graph takes longer."""

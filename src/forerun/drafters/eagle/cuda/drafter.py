@@ -55,10 +55,10 @@ class DeviceDrafter(Generic[Draft]):
     """Implements forerun.drafters.base.Drafter over a draft on the device and, for other sequences, a plain one.
 
     A sequence keeps its drafter. The device drafts tokens that are chosen, which any verifier accepts by the target's
-    law; the plain drafter, loaded for the first that needs it, drafts for sequences whose verifier couples by noise,
-    and for those that are sampled where drafts are to be sampled too (`sampled`). If the device fails (a kernel that
-    does not compile, a graph that cannot be captured), all sequences are drafted plainly from then on; those that it
-    has read rows of are written to their end without drafts.
+    law, under shared noise where the verifier couples by it. The plain drafter, loaded for the first that needs it,
+    drafts for all others that are sampled, where drafts are to be sampled too (`sampled`). If the device fails (a
+    kernel that does not compile, a graph that cannot be captured), all sequences are drafted plainly from then on;
+    those that it has read rows of are written to their end without drafts.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class DeviceDrafter(Generic[Draft]):
 
     def _grows(self, seq: Seq) -> bool:
         """Is this sequence drafted for on the device?"""
-        return seq.params.is_greedy or not (seq.shares_noise or self._sampled)
+        return seq.params.is_greedy or seq.shares_noise or not self._sampled
 
     def _route(self, seq: Seq, budget: Budget) -> str:
         if not self._grows(seq):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.drafters.eagle.cuda.draft_noise import Settings, settings_of
 from forerun.drafters.eagle.cuda.draft_plan import MOST, ROOM, DraftForm, Lane
 from forerun.drafters.eagle.cuda.feature_copies import append_decided, copy_rows
 from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
@@ -42,6 +43,7 @@ class RowState:
     seq_id: int
     place: int  # which ROOM rows it owns
     pages: Ints  # of its slots, by position
+    noise: Settings | None = None  # that its drafts share with the verifier
     after: list[int] = field(default_factory=list)  # the token after each row that was observed
     read: int = 0  # rows whose keys and values are in the head's slots, or were sent there
 
@@ -219,7 +221,7 @@ class FeatureRows:
         """A sequence with places and pages for so many more rows; None where there are none, until it is forgotten."""
         state = self._states.get(seq.id)
         if state is None and self._free and seq.id not in self._left_out:
-            state = self._states[seq.id] = RowState(seq.id, self._free.pop(), NO_PAGES)
+            state = self._states[seq.id] = RowState(seq.id, self._free.pop(), NO_PAGES, settings_of(seq))
         if state is not None and not self.has_room(state, state.seen + rows):
             self.forget(seq.id)
             state = None
