@@ -88,9 +88,10 @@ class TreeBatch:
         self._tensors: tuple[Tensor, Tensor] | None = None
         if isinstance(tokens, Tensor) and isinstance(parents, Tensor):
             self._tensors, self.device = (tokens, parents), tokens.device
-        else:
-            self._lists = _listed(tokens), _listed(parents)
-            self.device = torch.device(device) if isinstance(device, str) else device
+            return
+        listed = isinstance(tokens, list) and isinstance(parents, list)
+        self._lists = (tokens, parents) if listed else (_listed(tokens), _listed(parents))
+        self.device = torch.device(device) if isinstance(device, str) else device
 
     @property
     def tokens(self) -> Tensor:

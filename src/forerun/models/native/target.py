@@ -171,7 +171,7 @@ class NativeDecoder(Decoder):
             self._note_cache(self.kv.data)
         shown = self._show(chain.one, hidden, self.config.layers)
         last = hidden.get(self.config.layers)
-        logits = torch.empty(nodes, self.vocab_size, dtype=torch.float32, device=self._device)
+        logits = chain.logits(nodes)
         chain.one.x, chain.one.logits = None if last is None else last.data_ptr(), logits.data_ptr()
         native.match_threads(torch.get_num_threads())
         failed = self._decode(*chain.at)
