@@ -89,8 +89,10 @@ class TreeBatch:
         if isinstance(tokens, Tensor) and isinstance(parents, Tensor):
             self._tensors, self.device = (tokens, parents), tokens.device
             return
-        listed = isinstance(tokens, list) and isinstance(parents, list)
-        self._lists = (tokens, parents) if listed else (_listed(tokens), _listed(parents))
+        if isinstance(tokens, list) and isinstance(parents, list):  # the usual case
+            self._lists = tokens, parents
+        else:
+            self._lists = _listed(tokens), _listed(parents)
         self.device = torch.device(device) if isinstance(device, str) else device
 
     @property
