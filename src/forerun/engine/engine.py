@@ -93,9 +93,7 @@ class Engine(Queues):
             launched = self._ahead
             if launched is not None:
                 if self.follows_unread:
-                    self._following = follow(
-                        self, launched
-                    )  # before this one is read, where that can be done
+                    self._following = follow(self, launched)  # before this one is read
                 self._finish(launched)
                 if self._ahead is None and self.launches_ahead:
                     self._start_round(reads=False)
@@ -141,7 +139,7 @@ class Engine(Queues):
         clock.lap("draft")
         scores = self.score(seqs, trees, readers, rows)
         clock.lap("pass")
-        repeats = min([budget.repeats for budget in budgets]) if self.follows_unread else 0
+        repeats = min([budget.repeats for budget in budgets])
         self._ahead = Launched(pending, seqs, readers, trees, scores, clock, repeats)
         self._pending = None  # last: whatever interrupts a launch undoes it
 
