@@ -88,9 +88,12 @@ class TreeBatch:
         self._tensors: tuple[Tensor, Tensor] | None = None
         if isinstance(tokens, Tensor) and isinstance(parents, Tensor):
             self._tensors, self.device = (tokens, parents), tokens.device
+            return
+        if isinstance(tokens, list) and isinstance(parents, list):  # the usual case
+            self._lists = tokens, parents
         else:
             self._lists = _listed(tokens), _listed(parents)
-            self.device = torch.device(device) if isinstance(device, str) else device
+        self.device = torch.device(device) if isinstance(device, str) else device
 
     @property
     def tokens(self) -> Tensor:

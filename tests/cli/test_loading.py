@@ -1,24 +1,36 @@
-"""The progress that the library tells while a model is loaded, as the command line shows it."""
+"""What commands do around loading a model."""
 
 from __future__ import annotations
 
-import logging
+import gc
 
 import pytest
 
-from forerun.cli.loading import _progress
+from forerun.cli.loading import without_collector
 
 
-def test_progress_is_shown_while_loading_and_only_then(caplog: pytest.LogCaptureFixture) -> None:
-    progress, shown = logging.getLogger("forerun.progress"), list[str]()
-    progress.info("before")
-    with _progress(shown.append):
-        progress.info("capturing %d of %d", 2, 7)
-        progress.debug("details")
-    progress.info("after")
-    assert shown == ["capturing 2 of 7"]
-    assert not caplog.records, "nothing is printed twice"
-    with pytest.raises(KeyboardInterrupt), _progress(shown.append):
-        raise KeyboardInterrupt
-    progress.info("later")
-    assert len(shown) == 1
+def test_what_was_loaded_is_left_out_of_later_collections() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with without_collector():
+            assert not gc.isenabled()
+            loaded: list[list[int]] = [[] for _ in range(1000)]
+        assert gc.get_freeze_count() >= before + len(loaded)
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
+
+
+def test_nothing_is_left_out_where_loading_failed_or_the_collector_was_off() -> None:
+    before = gc.get_freeze_count()
+    with pytest.raises(OSError, match="no such model"), without_collector():
+        raise OSError("no such model")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_collector():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert gc.get_freeze_count() == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from forerun.drafters.eagle.config import EagleConfig, Kind
 from forerun.drafters.eagle.drafter import EagleDrafter
 from forerun.drafters.eagle.eagle2 import Eagle2Drafter
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
+from forerun.drafters.eagle.files import read_head, write_head
 from forerun.drafters.eagle.head import EagleHead
 from forerun.drafters.eagle.native_head import Bits, NativeHead
 from forerun.drafters.eagle.native_runner import NativeRunner, NativeSteps
@@ -247,3 +249,34 @@ def test_an_offer_tells_the_first_level_from_the_further_ones(monkeypatch: pytes
         drafter.propose([seq], [Budget(3, 3)])
     assert drafter.offer(seq).seconds == pytest.approx((0.004, 0.001))
     assert drafter.offer(seq).until(3) == pytest.approx(0.006)
+
+
+@pytest.mark.parametrize("inner", [1536, 3072])
+def test_a_head_of_one_byte_per_weight_runs_in_four_bits(tmp_path: Path, inner: int) -> None:
+    """As the trainer writes it, with the shapes of the default model's head, of either width of its MLP."""
+    config = replace(
+        eagle_config("eagle3", 2048, width=576, draft_vocab=1024, fc_norm=True, norm_output=True),
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        inner=inner,
+    )
+    write_head(tmp_path, config, eagle_weights(config, seed=7), one_byte=True)
+    again, weights = read_head(tmp_path, kind="eagle3")
+    wide, rounded = both(again, weights, bits=4)
+    struct = rounded.head.struct
+    parts = [*struct.gate_up.part[:2], struct.down.part[0], struct.fc.part[0], struct.lm_head.part[0]]
+    four_bits = native.library().fr_packed_kind(3)  # Q4_1
+    assert struct.inner == inner
+    assert [part.kind for part in parts] == [four_bits] * 5
+    assert (parts[0].outputs, parts[2].inputs) == (inner, inner)
+    seq = FakeSeq(0, [5, 6, 7, 8])
+    torch.manual_seed(2)
+    features = torch.randn(3, config.feature_width)
+    for drafter in (wide, rounded):
+        show(drafter, seq, features)
+    for wanted, found in zip(said(wide, [seq]), said(rounded, [seq]), strict=True):
+        assert 0.0 < float((found - wanted).norm()) < 0.4 * float(wanted.norm())
+    rounded.propose([seq], [Budget(3, 3)])
+    first, further = rounded.offer(seq).seconds
+    assert first > 0.0 < further

@@ -13,6 +13,7 @@ from forerun.errors import DamagedFile, InvalidInput
 from forerun.models import decoder as decoder_module
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
+from forerun.models.hidden_rows import HiddenRows
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.native import library as native_library
 from forerun.models.native.choose import choose_mode
@@ -115,6 +116,31 @@ def test_the_short_way_of_one_chain_is_the_long_way(checkpoint: Checkpoint, mode
             assert one.kv.extent(seq.id).layers == target.kv.extent(seq.id).layers
         seq.tokens += [*chain[1 : kept + 1], 7]
     assert torch.equal(target.kv.data[:, :, :, : 2 * 58], longer.kv.data[:, :, :, : 2 * 58])
+
+
+def test_logits_that_were_returned_are_never_written_again(checkpoint: Checkpoint) -> None:
+    """Those of single nodes are made several at once."""
+    target, seq = _native(checkpoint), FakeSeq(0, _text(1, 5), max_length=LENGTH)
+    target.prefill([seq], Needs())
+    returned, copies = list[torch.Tensor](), list[torch.Tensor]()
+    for token in range(20):
+        logits = target.score([seq], TreeBatch.chains([[token]]), Needs()).required_logits
+        returned.append(logits)
+        copies.append(logits.clone())
+    assert len({tuple(row.flatten().tolist()) for row in copies}) == 20
+    assert all(map(torch.equal, returned, copies))
+
+
+def test_hidden_rows_are_tensors_over_one_block() -> None:
+    rows = HiddenRows((3, 1), 2, 5)
+    for layer in rows:
+        rows[layer].copy_(torch.arange(10.0).view(2, 5) + 100 * layer)
+        assert rows[layer].data_ptr() == rows.addresses[layer]
+    assert rows.addresses[1] - rows.addresses[3] == 2 * rows.row_bytes == 40
+    assert {layer: tensor.tolist()[1][4] for layer, tensor in rows.items()} == {3: 309.0, 1: 109.0}
+    assert [tuple(tensor.shape) for tensor in HiddenRows((3, 1), 0, 5).values()] == [(0, 5)] * 2
+    with pytest.raises(KeyError):
+        rows[2]
 
 
 def test_a_token_outside_the_vocabulary_is_refused(checkpoint: Checkpoint) -> None:

@@ -96,8 +96,8 @@ class LookupGate:
     def whom(self, ids: Sequence[int]) -> Sequence[int] | None:
         """Which of these sequences are asked in this round: None = all, and what pays may be drafted."""
         batch = len(ids)
-        size, plain = self._size(batch), self.plain_seconds(batch)
-        if size.is_open or self._is_cheap(batch, plain):
+        size = self._size(batch)
+        if size.is_open or batch <= FEW or self._is_cheap(batch, plain := self.plain_seconds(batch)):
             return self._open_round(size, batch)
         size.rounds += 1
         if self._should_open(size, ids, plain):
@@ -151,8 +151,7 @@ class LookupGate:
 
     def most_nodes(self, batch: int) -> int:
         """Nodes that a round may draft, so that the allowance covers that all of them are rejected."""
-        plain = self.plain_seconds(batch)
-        if self._is_cheap(batch, plain):
+        if batch <= FEW or self._is_cheap(batch, plain := self.plain_seconds(batch)):
             return NODES[0]
         most = plain * (1.0 + 0.9 * max(0.0, self.allowance.level + self.allowance.floor - self._waits))
         around = self._around(FREE_CHAINS, batch)
@@ -161,12 +160,12 @@ class LookupGate:
 
     def pays(self, nodes: int, accepted: float, batch: int) -> bool:
         """Is a round that drafts so many nodes worth more than one that drafts nothing, and covered?"""
-        plain, looked = self.plain_seconds(batch), self._seconds(LOOKED_UP, batch, batch)
-        drafted = self._seconds(FREE_CHAINS, batch + nodes, batch)
-        self._promised, likely = accepted, accepted * min(self._kept.value(), MOST_KEPT)
-        size = self._size(batch)
+        size, self._promised = self._size(batch), accepted
         if batch <= WIDE and (size.rounds < TRIES or size.gain > -NOTICED):
             return True  # trees accept more than is promised here, and rounds have not lost
+        plain, looked = self.plain_seconds(batch), self._seconds(LOOKED_UP, batch, batch)
+        drafted = self._seconds(FREE_CHAINS, batch + nodes, batch)
+        likely = accepted * min(self._kept.value(), MOST_KEPT)
         if (batch + likely) * looked <= batch * (drafted + self._waits * plain):
             self.around.lower(FREE_CHAINS, batch, self._around(LOOKED_UP, batch))
             return False

@@ -90,7 +90,8 @@ class Engine(Queues):
                 self._start_round()
             launched = self._ahead
             if launched is not None:
-                self._follow(launched)
+                if self.follows_unread:
+                    self._following = follow(self, launched)  # before this one is read
                 self._finish(launched)
                 if self._ahead is None and self.launches_ahead:
                     self._start_round(reads=False)
@@ -124,13 +125,14 @@ class Engine(Queues):
     def _launch(self, seqs: list[SequenceState]) -> None:
         """Plan, propose and score."""
         clock = self.stats.clock()
-        rows, self._pending = self.prompt_rows.rows(len(seqs), self.scheduler.could_start), Pending(seqs)
+        scheduler, self._pending = self.scheduler, Pending(seqs)
+        rows = self.prompt_rows.rows(len(seqs), scheduler.could_start) if scheduler.has_prompts else 0
         budgets = cut_budgets(seqs, self.controller.plan(seqs))
         if not self.target.make_room(seqs, [1 + budget.nodes for budget in budgets]):
             seqs, budgets = find_room(self.target, seqs, budgets, self.reading, self._send_back)
-        readers = self.scheduler.next_readers(rows) if self.scheduler.has_prompts else []
+        readers = scheduler.next_readers(rows) if rows else []
         pending = self._pending = Pending([*seqs, *readers])
-        self.scheduler.begin(readers)
+        scheduler.begin(readers)
         trees = self.drafters.propose(seqs, budgets)
         clock.lap("draft")
         scores = self.score(seqs, trees, readers, rows)
@@ -138,12 +140,6 @@ class Engine(Queues):
         repeats = min([budget.repeats for budget in budgets])
         self._ahead = Launched(pending, seqs, readers, trees, scores, clock, repeats)
         self._pending = None  # last: whatever interrupts a launch undoes it
-
-    def _follow(self, launched: Launched) -> None:
-        """Launch the round behind this one, where that can be done before this one is read."""
-        if self.follows_unread:
-            self._following = follow(self, launched)
-        self._pending = None
 
     def hold(self, seqs: Sequence[SequenceState]) -> None:
         """Undo the rounds of these sequences if what is done next is interrupted."""
@@ -153,7 +149,7 @@ class Engine(Queues):
         self, seqs: Sequence[SequenceState], trees: TreeBatch, readers: Sequence[SequenceState], rows: int
     ) -> Scores:
         """The pass of a round, which also reads so many rows of prompts; drafters observe these at once."""
-        needs = self.drafters.needs([*seqs, *readers])
+        needs = self.drafters.needs([*seqs, *readers] if readers else seqs)
         scores = self.target.score(seqs, trees, needs, Prompts(readers, rows) if readers else None)
         if scores.read is not None:
             self._observe_prompts(readers, *scores.read)
@@ -175,13 +171,15 @@ class Engine(Queues):
         parts = clock.seconds, spent, rows, scores.delayed, launched.trees.follows is not None
         advances, outcome = outcome_of(seqs, trees, laws, verdict, *parts)
         pending.advances = advances  # from here on the round has happened
+        tokens = 0
         for advance in advances:
             advance.seq.take(advance)
+            tokens += len(advance.tokens)
         clock.lap("host")
         self.controller.observe(outcome)
         self._complete(advances)
         self.prompt_rows.observe(spent, rows)
-        self.stats.count(outcome, sum(len(advance.tokens) for advance in advances), clock)
+        self.stats.count(outcome, tokens, clock)
         following, self._following = self._following, None
         self._ahead = None if following is None else following.begun(self.stats.clock())
 
@@ -255,13 +253,16 @@ class Engine(Queues):
 
     def _complete(self, advances: Sequence[Advance]) -> None:
         """After a round was written: free the sequences that have ended, and return their events."""
-        ended = [advance.seq for advance in advances if advance.finished is not None]
-        for seq in ended:
-            self._forget(seq)
+        unread, ended = self._unread.copy(), False
+        for advance in advances:
+            if advance.finished is not None:
+                self._forget(advance.seq)
+                ended = True
+            if advance.event is not None:
+                unread.append(advance.event)
         if ended:
             self.scheduler.drop_finished()
-        fresh = [advance.event for advance in advances if advance.event is not None]
-        self._unread, self._pending = [*self._unread, *fresh], None
+        self._unread, self._pending = unread, None
 
     def _roll_back(self, seqs: Sequence[SequenceState]) -> None:
         """Free what these sequences hold and queue them again, in front: their prompts now include what they wrote."""

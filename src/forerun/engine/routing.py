@@ -37,12 +37,19 @@ SWITCHED_OFF = ""  # what drafts for a sequence whose own drafter has failed
 
 
 def _groups(names: Sequence[str]) -> dict[str, list[int]]:
-    if names and names.count(names[0]) == len(names):  # the usual case
-        return {names[0]: list(range(len(names)))}
     groups: dict[str, list[int]] = {}
     for i, name in enumerate(names):
         groups.setdefault(name, []).append(i)
     return groups
+
+
+def _shared_drafter(seqs: Sequence[SequenceState]) -> str | None:
+    """The one that drafts for all of them, as is usual; None = there are several."""
+    name = seqs[0].drafting
+    for seq in seqs:
+        if seq.drafting != name:
+            return None
+    return name
 
 
 class MakesDrafter(Protocol):
@@ -111,9 +118,10 @@ class DrafterPool:
         return needs
 
     def propose(self, seqs: Sequence[SequenceState], budgets: Sequence[Budget]) -> TreeBatch:
+        name = _shared_drafter(seqs)
+        if name is not None:
+            return self._propose(name, seqs, budgets)
         groups = _groups([seq.drafting for seq in seqs])
-        if len(groups) == 1:
-            return self._propose(seqs[0].drafting, seqs, budgets)
         parts = [
             self._propose(name, [seqs[b] for b in which], [budgets[b] for b in which])
             for name, which in groups.items()
@@ -123,14 +131,17 @@ class DrafterPool:
     def observe(
         self, seqs: Sequence[SequenceState], trees: TreeBatch, scores: Scores, verdict: Verdict
     ) -> None:
-        groups = _groups([seq.drafting for seq in seqs])
-        for name, which in groups.items():
-            some = seqs if len(groups) == 1 else [seqs[b] for b in which]
+        shared = _shared_drafter(seqs)
+        if shared is not None:
             try:
-                if len(groups) == 1:
-                    self._made[name].observe(seqs, trees, scores, verdict)
-                else:
-                    self._observe_part(name, some, which, trees, scores, verdict)
+                self._made[shared].observe(seqs, trees, scores, verdict)
+            except Exception as error:
+                self._switch_off(shared, seqs, error)
+            return
+        for name, which in _groups([seq.drafting for seq in seqs]).items():
+            some = [seqs[b] for b in which]
+            try:
+                self._observe_part(name, some, which, trees, scores, verdict)
             except Exception as error:
                 self._switch_off(name, some, error)
 

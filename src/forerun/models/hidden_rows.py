@@ -7,33 +7,39 @@ and a round of a head with five layers would do it ten times.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 
-import numpy as np
 import torch
 from torch import Tensor
 
+_ZERO = array("f", [0.0])
+
 
 class HiddenRows(Mapping[int, Tensor]):
-    """Layer -> [M, D] float32; not filled when it is made, and to be filled once."""
+    """Layer -> [M, D] float32; zeros when it is made, and to be filled once."""
 
-    __slots__ = ("_block", "_made", "addresses", "row_bytes")
+    __slots__ = ("_block", "_made", "_shape", "addresses", "row_bytes")
 
     def __init__(self, layers: Sequence[int], rows: int, width: int) -> None:
-        self._block = np.empty((len(layers), rows, width), np.float32)
+        self._block, self._shape = _ZERO * (len(layers) * rows * width), (rows, width)
         self._made: dict[int, Tensor] = {}
-        self.row_bytes, at = 4 * width, self._block.__array_interface__["data"][0]
-        self.addresses: dict[int, int] = {  # of each layer's first row
-            layer: at + i * rows * self.row_bytes for i, layer in enumerate(layers)
-        }
+        self.row_bytes, at = 4 * width, self._block.buffer_info()[0]
+        self.addresses: dict[int, int] = {}  # of each layer's first row
+        for layer in layers:
+            self.addresses[layer] = at
+            at += rows * self.row_bytes
 
     def __getitem__(self, layer: int) -> Tensor:
         found = self._made.get(layer)
         if found is None:
             if layer not in self.addresses:
                 raise KeyError(layer)
-            found = self._made[layer] = torch.from_numpy(self._block[[*self.addresses].index(layer)])
+            (rows, width), place = self._shape, [*self.addresses].index(layer)
+            # the same memory; torch refuses one that is empty
+            numbers = torch.frombuffer(self._block, dtype=torch.float32) if rows else torch.empty(0)
+            found = self._made[layer] = numbers.view(len(self.addresses), rows, width)[place]
         return found
 
     def __iter__(self) -> Iterator[int]:

@@ -198,10 +198,11 @@ class PagedKV:
         (from, to): none where the nodes are already in place.
         """
         extent = self.extent(seq_id)
-        root, pages = extent.length, extent.pages
+        root = extent.length
         extent.length += 1 + len(path)
         if not path or path[-1] == len(path):  # nothing, or the first nodes of a chain: the usual cases
             return []
+        pages = extent.pages
         moved = [(root + node, root + i) for i, node in enumerate(path, start=1) if node != i]
         return [(slots_of(pages, a, a + 1)[0], slots_of(pages, b, b + 1)[0]) for a, b in moved]
 

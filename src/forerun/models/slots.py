@@ -206,7 +206,9 @@ class SlotTarget:
             raise InvalidInput(
                 f"a tree of {nodes} nodes is too large: at most {TREE_MARGIN} nodes, the root included"
             )
-        return self.kv.grow(seq.id, self.kv.extent(seq.id).length + nodes)
+        extent = self.kv.extent(seq.id)
+        end = extent.length + nodes
+        return extent if end <= extent.writable else self.kv.grow(seq.id, end)
 
     def _keep_rows(self, hidden: Mapping[int, Tensor], slots: Sequence[int]) -> None:
         """Keep the hidden rows of a pass beside keys and values, for sequences that start alike."""

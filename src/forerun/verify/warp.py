@@ -135,8 +135,11 @@ def truncate(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
 
 
 def is_plain_greedy(seq: Seq) -> bool:
-    """Is the law the argmax of the logits as they are?"""
-    return seq.params.temperature == 0.0 and not adjusts(seq)
+    """Is the law the argmax of the logits as they are? Asked every round."""
+    params = seq.params
+    if params.temperature != 0.0 or params.logit_bias or seq.rules is not None:
+        return False
+    return not _params_read_path(params)
 
 
 def reads_largest_only(seq: Seq) -> bool:

@@ -70,11 +70,13 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        ids = list(ids)
-        if skip_special and (len(ids) == 1 or (len(ids) == 2 and self._joins)):
-            texts = [self._text_of(index) for index in ids]  # of streamed tokens: the same ones recur
-            if len(ids) == 1 or "\ufffd" not in texts[0] + texts[1]:
-                return "".join(texts)
+        ids = ids if isinstance(ids, list) else list(ids)
+        if skip_special and len(ids) == 1:
+            return self._text_of(ids[0])  # of streamed tokens: the same ones recur
+        if skip_special and len(ids) == 2 and self._joins:
+            both = self._text_of(ids[0]) + self._text_of(ids[1])
+            if "\ufffd" not in both:
+                return both
         return self._backend.decode(ids, skip_special_tokens=skip_special)
 
     def _text_of(self, index: int) -> str:

@@ -10,9 +10,14 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from forerun.models.native.library import Model, Pass
 from forerun.models.native.rotation_tables import Table
 from forerun.models.pages import PAGE
+
+_AT_ONCE = 8  # logits of one node that are made together
 
 
 class ChainPass:
@@ -25,6 +30,17 @@ class ChainPass:
         self._numbers, self._ids, self._tops = array("i"), array("q"), array("i")
         self._pages: Sequence[int] = ()
         self._table: Table | None = None
+        self._vocab, self._spare = model.vocab, list[Tensor]()
+
+    def logits(self, nodes: int) -> Tensor:
+        """[nodes, V] not filled. Of one node several are made at once: behind a pass a tensor takes long to make."""
+        if nodes > 1:
+            return torch.empty(nodes, self._vocab)
+        if not self._spare:
+            with torch.inference_mode(False):
+                block = torch.empty(_AT_ONCE, 1, self._vocab)
+                self._spare = [block[i] for i in range(_AT_ONCE)]
+        return self._spare.pop()
 
     def fill(self, tokens: Sequence[int], length: int, pages: Sequence[int], table: Table) -> None:
         """These tokens follow `length` committed ones of a sequence with these pages."""

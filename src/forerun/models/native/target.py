@@ -170,9 +170,9 @@ class NativeDecoder(Decoder):
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
         shown = self._show(chain.one, hidden, self.config.layers)
-        last = hidden.get(self.config.layers)
-        logits = torch.empty(nodes, self.vocab_size, dtype=torch.float32, device=self._device)
-        chain.one.x, chain.one.logits = None if last is None else last.data_ptr(), logits.data_ptr()
+        last, logits = self.config.layers, chain.logits(nodes)
+        chain.one.x = hidden[last].data_ptr() if last in hidden else None
+        chain.one.logits = logits.data_ptr()
         native.match_threads(torch.get_num_threads())
         failed = self._decode(*chain.at)
         del shown

@@ -56,7 +56,7 @@ static int has_amx(void) {
 /* what lies between the linear layers needs AVX2 as well, so there is no lesser machine to serve */
 static const variant variants[] = {
 #if FR_NEW_X86 && defined(__linux__)
-    {"amx-int8", fr_packed_amx, 16, 11, fr_quantize_avx512, &eight_queries, fr_swiglu_row_avx512, has_amx},
+    {"amx-int8", fr_packed_amx, 16, 13, fr_quantize_avx512, &eight_queries, fr_swiglu_row_avx512, has_amx},
 #endif
     {"avx512-vnni", fr_packed_avx512, 16, 0, fr_quantize_avx512, &eight_queries, fr_swiglu_row_avx512, has_avx512},
 #if FR_NEW_X86

@@ -20,7 +20,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { ROWS = FR_TILE_ROWS, MOST = 64, CHUNK = 24, LAG = 2, RING = 4 };
+/* CHUNK: with more blocks than this, rows and weights push each other out of the first cache */
+enum { ROWS = FR_TILE_ROWS, MOST = 64, CHUNK = 6, LAG = 2, RING = 4, AHEAD = 4096 };
 
 /* Blocks of one panel: signed bytes as the instruction reads them, and scales as floats. */
 typedef struct {
@@ -56,12 +57,11 @@ FR_INLINE void unpack_chunk(int format, const uint8_t *panel, int64_t first, int
         const uint8_t *super = panel + b / FR_SUPER * (is_super(format) ? FR_SUPER * bytes + more : 0);
         const uint8_t *block = is_super(format) ? super + b % FR_SUPER * bytes : panel + b * bytes;
         if (is_super(format) && (i == 0 || b % FR_SUPER == 0)) s = super_scales(format, super + FR_SUPER * bytes);
-        __m512i v[8];
-        unpack(format, block, 0, v);
         read_scales(format, block, &s);
         FR_UNROLL for (int g = 0; g < 8; g++) {
-            if (format == FR_P5 || format == FR_P6K) v[g] = _mm512_sub_epi8(v[g], zero);
-            _mm512_store_si512(out->values[i] + 64 * g, v[g]);
+            __m512i v = group(format, block, 0, g);
+            if (format == FR_P5 || format == FR_P6K) v = _mm512_sub_epi8(v, zero);
+            _mm512_store_si512(out->values[i] + 64 * g, v);
         }
         if (format == FR_P6K) _mm512_store_ps(out->d[2 * i], s.d), _mm512_store_ps(out->d[2 * i + 1], s.d2);
         else _mm512_store_ps(out->d[i], s.d);
@@ -97,8 +97,8 @@ FR_INLINE void scale(int format, int rows, int64_t i, const fr_tile *t, const un
     }
 }
 
-/* A chunk of one panel times one tile of rows: `sums` [rows, W] go on. The weights of the chunk after it, at `next`, are
- * asked for meanwhile. */
+/* A chunk of one panel times one tile of rows: `sums` [rows, W] go on. Weights that come later, at `next`, are asked for
+ * meanwhile. */
 FR_INLINE void chunk_rows(int format, int rows, int64_t count, const fr_tile *t, const unpacked *u, const uint8_t *next,
                           float *sums) {
     const int split = format == FR_P6K;
@@ -132,7 +132,7 @@ FR_INLINE void panel_rows(const fr_range *g, int format, int64_t p, int64_t firs
     memset(sums, 0, (size_t)(tiles * ROWS * W) * sizeof(float));
     for (int64_t b = 0; b < blocks; b += CHUNK) {
         int64_t count = blocks - b < CHUNK ? blocks - b : CHUNK;
-        const uint8_t *next = panel + fr_panel_bytes(fr_kind(format, W), (b + count) * FR_BLOCK);
+        const uint8_t *next = panel + fr_panel_bytes(fr_kind(format, W), b * FR_BLOCK) + AHEAD;
         unpack_chunk(format, panel, b, count, &u);
         for (int64_t i = 0; i < tiles; i++) {
             const fr_tile *t = g->tiles + (first / ROWS + i) * blocks + b;
@@ -155,7 +155,7 @@ FR_INLINE void packed(const fr_range *g, int format) {
 }
 
 /* P6K has a step for every sixteen inputs: there tiles pay later. */
-static int pays(const fr_range *g) { return g->tiles && (fr_format(g->w->kind) != FR_P6K || g->rows >= 14); }
+static int pays(const fr_range *g) { return g->tiles && (fr_format(g->w->kind) != FR_P6K || g->rows >= 16); }
 
 void fr_packed_amx(const fr_range *g) {
     if (!pays(g)) {

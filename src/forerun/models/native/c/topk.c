@@ -214,30 +214,37 @@ typedef struct {
     int32_t *out;
 } argmax_job;
 
-/* Are these all numbers? The sum of a row with NaN or both infinities is none. */
-static int are_numbers(const float *x, int64_t count) {
+/* The sum of a chunk: none where it holds NaN or both infinities. */
+static float total_of(const float *x, int64_t count) {
     f32x4 sum[4] = {all4(0), all4(0), all4(0), all4(0)};
     int64_t i = 0;
     for (; i + 16 <= count; i += 16)
         FR_UNROLL for (int j = 0; j < 4; j++) sum[j] += load4(x + i + 4 * j);
     float total = across((sum[0] + sum[1]) + (sum[2] + sum[3]));
     for (; i < count; i++) total += x[i];
-    return total == total;
+    return total;
+}
+
+/* Chunk by chunk: a row is longer than the first cache, and each of its chunks is walked twice. */
+static int64_t first_most(const float *x, int64_t count) {
+    float most = -INFINITY, total = 0;
+    int64_t i = 0;
+    for (int64_t first = 0; first < count; first += CHUNK) {
+        int64_t here = count - first < CHUNK ? count - first : CHUNK;
+        float found = most_of(x + first, here);
+        total += total_of(x + first, here);
+        if (found > most) most = found, i = first;
+    }
+    if (total != total) return -1;
+    while (i + 8 <= count && !any((load4(x + i) == all4(most)) | (load4(x + i + 4) == all4(most)))) i += 8;
+    while (x[i] != most) i++;
+    return i;
 }
 
 static void find_most(void *arg, int64_t begin, int64_t end, int worker) {
     (void)worker;
     const argmax_job *job = arg;
-    for (int64_t r = begin; r < end; r++) {
-        const float *x = job->x + r * job->count;
-        job->out[r] = -1;
-        if (!are_numbers(x, job->count)) continue;
-        f32x4 most = all4(most_of(x, job->count));
-        int64_t i = 0;
-        while (i + 8 <= job->count && !any((load4(x + i) == most) | (load4(x + i + 4) == most))) i += 8;
-        while (x[i] != most[0]) i++;
-        job->out[r] = (int32_t)i;
-    }
+    for (int64_t r = begin; r < end; r++) job->out[r] = (int32_t)first_most(job->x + r * job->count, job->count);
 }
 
 /* Where each row is largest, the first on a tie; -1 where it holds NaN or both infinities. */

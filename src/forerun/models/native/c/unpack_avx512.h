@@ -53,30 +53,23 @@ FR_INLINE __m512i two_bits(__m512i v, int g) {
     }
 }
 
-/* The eight groups of a block, as bytes: zero points are added. P8 is made unsigned only where that is asked for. */
-FR_INLINE void unpack(int format, const uint8_t *block, int no_sign, __m512i v[8]) {
+/* Group g of a block, as bytes: zero points are added. P8 is made unsigned only where that is asked for. */
+FR_INLINE __m512i group(int format, const uint8_t *block, int no_sign, int g) {
     const __m512i low = _mm512_set1_epi8(15), bit = _mm512_set1_epi8(16), bits = _mm512_set1_epi8(48);
-    if (format == FR_P8) {
-        const __m512i sign = _mm512_set1_epi8(no_sign ? (char)0x80 : 0);
-        FR_UNROLL for (int g = 0; g < 8; g++) v[g] = _mm512_xor_si512(_mm512_loadu_si512(block + 64 * g), sign);
-        return;
+    if (format == FR_P8)
+        return _mm512_xor_si512(_mm512_loadu_si512(block + 64 * g), _mm512_set1_epi8(no_sign ? (char)0x80 : 0));
+    __m512i v = _mm512_loadu_si512(block + 64 * (g % 4));
+    v = _mm512_and_si512(g < 4 ? v : _mm512_srli_epi16(v, 4), low);
+    if (format == FR_P5 || format == FR_P5M || format == FR_P5K) {
+        uint64_t set;
+        memcpy(&set, block + 256 + 8 * g, 8);
+        v = _mm512_mask_add_epi8(v, set, v, bit);
     }
-    FR_UNROLL for (int g = 0; g < 4; g++) {
-        __m512i both = _mm512_loadu_si512(block + 64 * g);
-        v[g] = _mm512_and_si512(both, low);
-        v[g + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+    if (format == FR_P6K) {
+        __m512i two = two_bits(_mm512_loadu_si512(block + 256 + g / 4 * 64), g % 4);
+        v = _mm512_ternarylogic_epi32(v, two, bits, 0xF8); /* v | (two & bits) */
     }
-    if (format == FR_P5 || format == FR_P5M || format == FR_P5K)
-        FR_UNROLL for (int g = 0; g < 8; g++) {
-            uint64_t set;
-            memcpy(&set, block + 256 + 8 * g, 8);
-            v[g] = _mm512_mask_add_epi8(v[g], set, v[g], bit);
-        }
-    if (format == FR_P6K)
-        FR_UNROLL for (int g = 0; g < 8; g++) {
-            __m512i two = two_bits(_mm512_loadu_si512(block + 256 + g / 4 * 64), g % 4);
-            v[g] = _mm512_ternarylogic_epi32(v[g], two, bits, 0xF8); /* v | (two & bits) */
-        }
+    return v;
 }
 
 /* Start loading weights; past the end of a matrix nothing happens. */
