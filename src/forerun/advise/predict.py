@@ -35,7 +35,7 @@ class Costs:
 class Drafting:
     """What a drafter did on every sequence, and what that cost beyond the target's passes."""
 
-    rounds: tuple[Drafts, ...]  # per sequence
+    rounds: tuple[Drafts, ...]  # per sequence: of all texts, or of the first few
     level: float = 0.0  # seconds per drafted level
     host: float = 0.0  # seconds per sequence and round beyond a plain round's
 
@@ -78,7 +78,8 @@ def estimate(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int
 def _pairs(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int) -> list[Pair]:
     round_seconds = _round_seconds(drafting, costs, batch)
     pairs = []
-    for text, rounds in zip(texts, drafting.rounds, strict=True):
+    assert len(drafting.rounds) <= len(texts), "texts that were not written"
+    for text, rounds in zip(texts, drafting.rounds, strict=False):  # it may have written the first few only
         tokens = len(text.tokens)
         plain = text.prompt_seconds + tokens * costs.plain_round(batch) / batch
         drafted = text.prompt_seconds + _text_seconds(rounds, tokens, drafting, costs, batch, round_seconds)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from forerun.cli.bench import DraftModel, Model
 from forerun.cli.flags import DEFAULT_MODEL, HELP, AsJson
+from forerun.cli.loading import progress_shown
 from forerun.cli.show import table_console
 
 OURS, YOURS = 2, 24  # prompts per task: ours are of eight tasks, a user's mostly of one
@@ -65,7 +66,8 @@ def advise(
     from forerun.advise.answer import in_words
     from forerun.advise.run import run_advisor
 
-    with Console(stderr=True).status(f"measuring {model}"):
+    status = Console(stderr=True).status(f"measuring {model}")
+    with status, progress_shown(lambda said: status.update(f"measuring {model}: {said}")):
         found = run_advisor(settings, check)
     if json_file is not None:
         json_file.write_text(json.dumps(found) + "\n", encoding="utf-8")
