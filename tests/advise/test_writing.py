@@ -13,6 +13,7 @@ from forerun.advise.writing import FEW, Runs, write_in_turn
 from forerun.bench.measure import Contender, Drafts, Group, Prompt, Run, Written
 from forerun.bench.settings import Settings, parse_setups
 from forerun.control.cost import CostModel
+from forerun.errors import ForerunError
 from tests.bench.conftest import table_llm
 
 FLAT = CostModel({1: 1.0, 8: 1.2, 64: 4.0})
@@ -84,3 +85,12 @@ def test_evidence_of_the_first_texts_alone_is_enough_for_a_prediction() -> None:
     sizes = {len(drafting.rounds) for drafting in found.draftings.values()}
     assert sizes <= {FEW, FEW + 2}
     assert {one.drafter for one in prospects(found, 1)} == {*found.free, *found.draftings}
+
+
+def test_only_the_drafters_asked_for_are_tried() -> None:
+    settings = Settings(max_tokens=6, setups=parse_setups(["draft_model", "ngram"]))
+    found = gather(table_llm(), FLAT, [Prompt("a", "qa", (2, 3, 4))], settings)
+    assert (list(found.draftings), found.free) == (["draft_model"], ("ngram",))
+    settings = Settings(max_tokens=6, setups=parse_setups(["eagle3"]))
+    with pytest.raises(ForerunError):  # which needs a head, and says so
+        gather(table_llm(), FLAT, [Prompt("a", "qa", (2, 3, 4))], settings)

@@ -10,6 +10,7 @@ the speed-up of each at every batch size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from forerun import registry
@@ -81,7 +82,7 @@ def gather(llm: LLM, cost: CostModel, prompts: Sequence[Prompt], settings: Setti
     cell = Cell(temperature=settings.temperatures[0])
     groups = [Group.of([prompt]) for prompt in prompts]
     plain = own_contender(llm, settings, cell, DrafterSetup(PLAIN, "none"))
-    drafters = _available(llm)
+    drafters = _available(llm, [one.drafter for one in settings.setups if one.drafter is not None])
     contenders = []
     for name in drafters:
         budget = None if knows_its_confidence(name) else settings.nodes
@@ -127,17 +128,17 @@ def has_hope(
     return max(estimate(option, texts, costs, 1) for option in options) >= HOPELESS
 
 
-def _available(llm: LLM) -> dict[str, Drafter]:
-    """The drafters that can be built around this engine as it is; those that need a file not given are left out."""
+def _available(llm: LLM, wanted: Sequence[str]) -> dict[str, Drafter]:
+    """The drafters asked for; else all that can be built around this engine with the files that were given."""
+    if wanted:
+        return {name: llm.engine.drafters.get(name) for name in wanted}
     found: dict[str, Drafter] = {}
     specs = sorted(registry.drafters.specs(), key=lambda spec: spec.name)
     for name in dict.fromkeys(name for spec in specs for name in (spec.name, spec.best)):
         if name == "none":
             continue
-        try:
+        with suppress(ForerunError):
             found[name] = llm.engine.drafters.get(name)
-        except ForerunError:
-            continue
     return found
 
 
@@ -151,8 +152,10 @@ def calibrate(cost: CostModel, plain: Sequence[Run], drafted: Sequence[Run]) -> 
     """t(n) scaled to real rounds, and the host's share of a plain one.
 
     A curve measured in a quiet moment is too low for both kinds of rounds, and not by the same factor: t(1) is what
-    plain rounds took, and passes over more nodes are scaled by what those of the drafters took.
+    plain rounds took, and passes over more nodes are scaled by what those of the drafters took. `cost` may be the
+    controller's, which has been learning from these very rounds: what counts is the curve as it was measured.
     """
+    curve = CostModel(cost.seconds)
     passes = [one for run in plain for one in run.passes]
     if not passes:
         raise InvalidInput("the prompts gave no text to measure; give prompts that are answered")
@@ -163,10 +166,10 @@ def calibrate(cost: CostModel, plain: Sequence[Run], drafted: Sequence[Run]) -> 
         for one, (nodes, _, _) in zip(run.passes, run.drafts[0], strict=True):
             if nodes:
                 took += one.get("pass", 0.0)
-                expected += cost.pass_seconds(1 + nodes)
-    one_node = target / cost.pass_seconds(1)
+                expected += curve.pass_seconds(1 + nodes)
+    one_node = target / curve.pass_seconds(1)
     several = took / expected if expected else one_node
-    scaled = {size: seconds * (several if size > 1 else one_node) for size, seconds in cost.seconds.items()}
+    scaled = {size: seconds * (several if size > 1 else one_node) for size, seconds in curve.seconds.items()}
     return Costs(CostModel(scaled), host)
 
 
@@ -176,7 +179,11 @@ def _drafting(runs: Sequence[Run], costs: Costs) -> Drafting:
     levels = sum(depth for text in rounds for _, depth, _ in text)
     drafting = sum(one.get("draft", 0.0) for one in passes)
     host = sum(one.get("verdict", 0.0) + one.get("host", 0.0) for one in passes) / max(1, len(passes))
-    return Drafting(rounds, drafting / max(1, levels), max(0.0, host - costs.host))
+    took = sum(one.get("pass", 0.0) for one in passes)
+    known = sum(costs.target.pass_seconds(1 + nodes) for text in rounds for nodes, _, _ in text)
+    return Drafting(
+        rounds, drafting / max(1, levels), max(0.0, host - costs.host), took / known if took else 1.0
+    )
 
 
 def prospects(evidence: Evidence, batch: int) -> list[Prospect]:

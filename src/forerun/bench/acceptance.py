@@ -6,7 +6,8 @@ A drafter is named by the folder of its head or draft model, or by its name wher
 five (`--length`) and a tree of at most 60 nodes (`--nodes`; a draft model only chains), at the temperatures given, in
 batches; verdicts are the exact verifier's, and those of others with `--verifiers exact typical`: such a row says
 `"exact": false`, its texts have not the target's law. Above temperature 0 heads draw what they draft from their own
-law; with `--chosen` they draft the likeliest there too. It may share its machine. With `--seconds`, a row ends
+law; with `--chosen` they draft the likeliest there too. A GPU drafts and decides by itself above 0 with `--verifiers
+coupled`, what `auto` is there; trees that a head draws are the host's work, and slow. With `--seconds`, a row ends
 after so many, with the rounds that there were until then; prompts take turns by task. A row also says how
 many nodes its trees had (`nodes`): fewer than asked for where a text ends or a drafter has nothing more to say.
 The last line is one JSON document. It needs torch and transformers only.

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from forerun.cli.bench import DraftModel, Model
+from forerun.cli.bench import DraftModel, Model, words
 from forerun.cli.flags import DEFAULT_MODEL, HELP, AsJson
 from forerun.cli.loading import progress_shown
 from forerun.cli.show import table_console
@@ -22,9 +22,15 @@ OURS, YOURS = 2, 24  # prompts per task: ours are of eight tasks, a user's mostl
 def advise(
     model: Model = DEFAULT_MODEL,
     draft_model: DraftModel = None,
-    drafter: Annotated[
-        str | None, typer.Option(help="What --draft-model is for: draft_model, eagle3, medusa, ...")
-    ] = None,
+    drafters: Annotated[
+        str,
+        typer.Option(
+            "--drafters",
+            "--drafter",
+            help="Only these, by comma; default: all that can be built here.",
+            show_default=False,
+        ),
+    ] = "",
     prompts: Annotated[
         str, typer.Option(help="Your prompts: a JSONL file with 'prompt' or 'messages'; builtin is ours.")
     ] = "builtin",
@@ -60,7 +66,7 @@ def advise(
     settings = Settings(
         model=model, draft_model=draft_model, suite=prompts, limit=limit or None, max_tokens=max_tokens,
         temperatures=(temperature,), budget=budget, dtype=dtype, device=device, threads=threads,
-        setups=parse_setups([drafter] if drafter else ["auto"]),
+        setups=parse_setups(words(drafters) or ["auto"]),
         batches=tuple(parse_batches(check_batches)) if check else (1,),
     )  # fmt: skip
     from forerun.advise.answer import in_words
