@@ -29,7 +29,9 @@ mkdir -p "$R" && cd "$R" && ln -sfn "$M" "$(basename "$M")" && M=$(basename "$M"
 
 say() { echo "=== $(date -u +%T) $*"; }
 bounded() { timeout --signal=INT --kill-after=15 "$LIMIT" "$@"; }
-keep() { [ -z "${OUT:-}" ] || { mkdir -p "$OUT" && cp "$@" "$OUT"; }; }
+keep() { # files...; into OUT, where there is one, with their folders
+    [ -z "${OUT:-}" ] || { mkdir -p "$OUT" && cp --parents "$@" "$OUT"; }
+}
 head_folder() { # HEAD, the one trained here, or the package's
     if [ -n "$HEAD" ]; then echo "$HEAD"; elif [ -f slim/config.json ]; then realpath slim; else
         python -c 'import sys
@@ -43,7 +45,7 @@ make_texts() { bounded python -m forerun.train data --target "$M" --device "$DEV
 learn() { # flags...
     bounded python -m forerun.train eagle3 --target "$M" --data data,long --width "$WIDTH" --inner "$INNER" --one-byte \
         --vocab "$VOCAB" --features $FEATURES --fc-norm --norm-output --levels 6 --batch-tokens "$TOKENS" --max-length "$LONG" \
-        --lr "$LR" --device "$DEVICE" --eval-batches "$EVALS" $COMPILE "$@"
+        --lr "$LR" --holdout "${HOLDOUT:-0.02}" --device "$DEVICE" --eval-batches "$EVALS" $COMPILE "$@"
 }
 steps_in_budget() { # by the speed of the trial's last two thirds
     python -c 'import json, statistics, sys
@@ -64,14 +66,14 @@ measure() { # NAME flags...: forerun bench, resumed from NAME.raw
 stage() {
     case $1 in
     data)
-        make_texts --out data --own-prompts "$OWN" ${P:+--prompts "$P"} --max-prompt 144 --max-length "$SHORT" --batch "$ROWS" \
+        make_texts --out data --own-prompts "$OWN" ${P:+--prompts "$P"} --max-prompt "${PROMPT:-144}" --max-length "$SHORT" --batch "$ROWS" \
             --openings "Write a Python function" "Write a function" "Implement" "Fix the bug in this code:" "Refactor this code:" \
             "Explain what this code does:" "Write a class" "Write a SQL query" "Write a unit test" "Add" "What" "How" \
             "Explain" "Translate" "Summarize" "Write" "Who" "" "" "" | tee data.txt
         keep data.txt
         ;;
     long)
-        make_texts --out long --own-prompts 0 --passages data --wrapped "$WRAPPED" --max-prompt 640 --max-length "$LONG" \
+        make_texts --out long --own-prompts 0 --passages data --wrapped "$WRAPPED" --max-prompt "${LONG_PROMPT:-640}" --max-length "$LONG" \
             --batch $(((ROWS + 1) / 2)) | tee long.txt
         keep long.txt
         ;;
