@@ -16,21 +16,22 @@ from forerun.cli.flags import DEFAULT_MODEL, HELP, AsJson
 from forerun.cli.loading import progress_shown
 from forerun.cli.show import table_console
 
+Drafters = Annotated[
+    str,
+    typer.Option(
+        "--drafters",
+        "--drafter",
+        help="Only these, by comma; default: all that can be built here.",
+        show_default=False,
+    ),
+]
 OURS, YOURS = 2, 24  # prompts per task: ours are of eight tasks, a user's mostly of one
 
 
 def advise(
     model: Model = DEFAULT_MODEL,
     draft_model: DraftModel = None,
-    drafters: Annotated[
-        str,
-        typer.Option(
-            "--drafters",
-            "--drafter",
-            help="Only these, by comma; default: all that can be built here.",
-            show_default=False,
-        ),
-    ] = "",
+    drafters: Drafters = "",
     prompts: Annotated[
         str, typer.Option(help="Your prompts: a JSONL file with 'prompt' or 'messages'; builtin is ours.")
     ] = "builtin",
