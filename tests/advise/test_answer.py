@@ -103,6 +103,21 @@ def test_heads_and_hybrids_are_left_to_the_controller() -> None:
     assert tree.cut(2).rounds[0][0] == (6, 2, 2)
 
 
+def test_what_vllm_lacks_is_answered_with_the_next_best_that_it_has() -> None:
+    rounds = (((4, 4, 4),) * 8,) * 2
+    known = replace(evidence(FLAT, COPYING, COPYING), draftings={"recycling": Drafting(rounds, level=0.0)})
+    known = replace(known, texts=[Text(one.prompt, (*one.tokens, *one.tokens)) for one in known.texts])
+    best = prospects(known, 1)
+    assert [one.drafter for one in best[:2]] == ["ngram", "recycling"]
+    known = replace(known, draftings={"recycling": Drafting((((8, 8, 8),) * 8,) * 2)})
+    found = document(known, SETUP, TableLM(8))
+    assert found["recommended"]["drafter"] == "recycling"
+    assert found["vllm"]["method"] == "ngram"
+    assert "no drafter like 'recycling'. The next best that it has is ngram" in found["vllm_note"]
+    alone = document(replace(known, free=()), SETUP, TableLM(8))
+    assert (alone["vllm"], alone["vllm_note"]) == (None, "vLLM has no drafter like 'recycling'.")
+
+
 def test_whether_a_head_would_pay_depends_on_what_passes_cost() -> None:
     cheap = document(evidence(FLAT, FRESH), SETUP, TableLM(8))["head"]
     dear = document(evidence(STEEP, FRESH), SETUP, TableLM(8))["head"]
@@ -220,7 +235,7 @@ def test_the_default_and_the_advice_agree_or_it_says_why_not() -> None:
             assert name in auto["why"], case
             assert f"{auto['speedup']['value']:.2f}x" in auto["why"], case
     said = document(heads, cases["a head on a CPU"][1], TableLM(8))["auto"]["why"]
-    assert "on a CPU it leaves trained heads off" in said
+    assert "by the acceptance that the head's file names" in said
 
 
 def test_the_drafter_called_auto_is_the_engines_own() -> None:

@@ -56,6 +56,15 @@ def parsed(command: str) -> dict[str, Any]:
     return values
 
 
+def parsed_group(command: str) -> dict[str, Any]:
+    """The same of a command in a group."""
+    _, name, second, *words = shlex.split(command)
+    group: Any = typer.main.get_command(app.app)
+    context = group.commands[name].commands[second].make_context(second, words)
+    values: dict[str, Any] = context.params
+    return values
+
+
 @pytest.mark.parametrize("drafter", [name for name in registry.drafters.names() if name != "none"])
 def test_every_recommendation_parses_and_vllm_gets_an_answer_where_it_can(drafter: str) -> None:
     setup = Setup("my model.gguf", "ngram", "a folder", flags=("--dtype", "q8"))
@@ -92,6 +101,8 @@ def test_a_head_that_comes_with_the_package_is_named_by_its_folder() -> None:
     assert config is not None
     assert (config["method"], config["model"]) == ("eagle3", "box/eagle3")
     assert "vLLM composes no drafters" in note
+    export = parsed_group(note[note.index("forerun drafters export") :])
+    assert (str(export["folder"]), export["to"], export["target"]) == ("box/eagle3", "vllm", "m")
     assert "--draft-model" not in forerun_command(setup, "ngram+eagle3", None), "forerun finds it by itself"
     assert vllm_config(known, replace(setup, checkpoints={}), "ngram+eagle3")[0] is None
 

@@ -101,3 +101,29 @@ def test_the_curve_is_brought_to_the_level_of_real_rounds() -> None:
     assert costs.host == pytest.approx(0.1)
     assert costs.target.pass_seconds(1) == pytest.approx(2.0)
     assert costs.target.pass_seconds(11) == pytest.approx(6.0)  # passes over two took three times t(2)
+
+
+def test_the_curve_is_taken_as_it_was_measured_and_not_as_a_controller_has_corrected_it() -> None:
+    """The advisor's curve is the controller's, and the rounds that calibrate it have corrected it already."""
+    plain = Run("p", "a", "qa", 0, ((1, 2),), 5.0, 2, 4.2, ({"pass": 2.0},) * 2)
+    drafted = Run("d", "a", "qa", 0, ((1, 2),), 5.0, 1, 4.0, ({"pass": 3.3},), (((1, 1, 0),),))
+    learnt = CostModel(LINE.seconds)
+    for _ in range(40):
+        learnt.observe(1, 2.0)
+        learnt.observe(2, 3.3)
+    assert learnt.pass_seconds(1) > 1.8, "it has learnt"
+    costs = calibrate(learnt, [plain], [drafted])
+    assert costs.target.pass_seconds(1) == pytest.approx(2.0)
+    assert costs.target.pass_seconds(2) == pytest.approx(3.3)
+
+
+def test_passes_that_take_longer_than_t_of_n_count_as_they_took() -> None:
+    text = Text((1,), (1,) * 6)
+    rounds = (((3, 3, 3), (0, 0, 0), (1, 1, 0)),)
+    slower = Drafting(rounds, level=0.1, passes=1.5)
+    assert predict(slower, [text], COSTS, 1).value == pytest.approx(6.0 / (1.5 * (1.3 + 1.0 + 1.1) + 0.4))
+    assert predict(slower.cut(3), [text], COSTS, 1).value == predict(slower, [text], COSTS, 1).value
+    even = Drafting(rounds, passes=1.5)
+    assert predict(even, [text], COSTS, 4).value == pytest.approx(
+        predict(Drafting(rounds), [text], COSTS, 4).value / 1.5
+    )

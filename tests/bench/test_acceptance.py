@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from forerun.bench.acceptance import main
+from forerun.bench import acceptance
+from forerun.bench.acceptance import Plan, batch_for, main, measure
+from forerun.bench.suites import Item
+from forerun.build import make_engine
+from forerun.drafters.base import Drafter
 from forerun.drafters.medusa import HeadsConfig, write_heads
-from tests.bench.conftest import CONFIG, VOCAB
+from forerun.errors import ForerunError
+from forerun.llm import LLM
+from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.cuda.target import CudaDecoder
+from forerun.params import EngineConfig, SpeculativeConfig
+from forerun.types import Budget
+from tests.bench.conftest import CONFIG, VOCAB, Letters, table_llm
+from tests.gpu.heads import both_drafters
+from tests.gpu.test_following import Watched, willing_target
+from tests.gpu.tiny import make_target
 
 
 @pytest.fixture
@@ -51,3 +65,81 @@ def test_typical_acceptance_stands_beside_the_exact_figures_and_says_what_it_is(
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     found = [(row["temperature"], row["verifier"], row["exact"]) for row in rows]
     assert found == [(0.0, "exact", True), (1.0, "exact", True), (1.0, "typical", False)]
+
+
+def twin(drafter: Drafter, target: CudaDecoder) -> LLM:
+    """An engine as on a GPU, on its twin: rounds may start before the last one was read."""
+    speculative = SpeculativeConfig("none", controller="fixed")
+    engine = make_engine(target, frozenset(), speculative, EngineConfig(max_batch=1), Letters())
+    engine.drafters.add("head", drafter)
+    engine.default_drafter, engine.launches_ahead, engine.follows_unread = "head", True, True
+    return LLM(engine, Letters(), "tiny")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+def test_a_gpu_drafts_on_the_device_and_rounds_do_not_wait_for_the_host(
+    heat: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = willing_target()
+    device, plain = both_drafters(target, borrows=True)
+    watched, asked = Watched(monkeypatch), list[int]()
+    monkeypatch.setattr(plain, "propose", lambda seqs, budgets: asked.append(len(seqs)))
+    items = [
+        Item(str(i), "ab"[i % 2], ({"role": "user", "content": "so it is" + "so" * i},)) for i in range(4)
+    ]
+    plan = Plan([heat], tokens=14, length=3, nodes=8, chosen=True, batch=2)
+    rows = measure(twin(device, target), "head", items, plan)
+    assert [row["shape"] for row in rows] == ["chain of 3", "tree of 8"]
+    assert [row["nodes"] for row in rows] == [3.0, 8.0], "no tree is cut"
+    assert all(row["prompts"] == 4 and row.keys() > {"a", "b"} for row in rows)
+    assert not asked, "nothing is drafted by the host"
+    if not heat:
+        assert watched.followed > 8
+
+
+def test_a_request_with_a_budget_of_its_own_would_be_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why `measure` sets the controller: the control of the test above."""
+    target = willing_target()
+    llm, watched = twin(both_drafters(target, borrows=True)[0], target), Watched(monkeypatch)
+    llm.generate([[3, 4, 5]], max_tokens=24, ignore_eos=True, budget=Budget(3, 3))
+    assert watched.asked > 5
+    assert not watched.followed
+
+
+def test_batches_are_such_that_trees_fit_a_pass() -> None:
+    draft = both_drafters(make_target("llama", "cpu", kernels="torch"), borrows=True)[0].draft
+    for nodes in (60, 100, 5):
+        wanted = draft.fitting(1, nodes, 7, 10)
+        fit = batch_for(32, nodes, MAX_ROWS)
+        assert draft.fitting(fit, nodes, 7, 10) == wanted
+        cut = draft.fitting(32, nodes, 7, 10)
+        assert (cut != wanted) is (nodes > 30), "a tree of 60 would have 31 nodes in a batch of 32"
+
+
+def test_a_row_ends_in_time_with_prompts_of_all_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(1_000_000))
+    monkeypatch.setattr(acceptance, "perf_counter", lambda: float(next(ticks)))
+    items = [
+        Item(f"{task}{i}", task, ({"role": "user", "content": f"{task} {i}"},))
+        for task in "abc"
+        for i in range(9)
+    ]
+    plan = Plan([0.0], tokens=1 << 8, trees=False, batch=3, seconds=20.0)
+    (row,) = measure(table_llm(), "ngram", items, plan)
+    assert 3 <= row["prompts"] < 27
+    assert row.keys() > {"a", "b", "c"}
+    (whole,) = measure(table_llm(), "ngram", items, replace(plan, seconds=None))
+    assert whole["prompts"] == 27
+
+
+def test_a_drafter_that_fails_is_not_taken_for_one_that_drafts_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = table_llm()
+
+    def fail(seqs: object, budgets: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(llm.engine.drafters.get("ngram"), "propose", fail)
+    with pytest.raises(ForerunError, match="switched off"):
+        measure(llm, "ngram", [Item("1", "qa", ({"role": "user", "content": "why"},))], Plan([0.0], tokens=8))

@@ -96,6 +96,8 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(forerun: Run, cache: Pat
     ran = forerun("doctor")
     assert ran.code == 1
     assert re.search(r"no model .* forerun models pull smollm2", ran.out)
+    assert "works with a model of your own" in ran.out, "a user who brings one is not told that nothing works"
+    assert "eagle3 (heads qwen2.5-coder-1.5b-eagle3, smollm2-135m-eagle3)" in " ".join(ran.out.split())
     document = json.loads(forerun("doctor", "--json").out)
     assert document["ready"] is False
     found = {finding["about"]: finding for finding in document["findings"]}

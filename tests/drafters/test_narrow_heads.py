@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from forerun.errors import InvalidInput
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.native import head_library
 from forerun.testing import FakeSeq
-from forerun.train.export import export_head
+from forerun.train.export import export_head, import_head
 from forerun.types import Budget, Verdict
 from tests.drafters.rounds import as_lists
 from tests.drafters.tiny_heads import eagle_config, eagle_weights
@@ -108,8 +109,38 @@ def test_zeros_and_other_tensors_are_kept() -> None:
     assert all(torch.equal(read[name], weights[name]) for name in ("d2t", "b"))
 
 
-def test_other_engines_are_told_that_they_cannot_read_it(tmp_path: Path) -> None:
-    config, weights = _narrow(make_target("llama", "cpu"))
+def test_vllm_gets_the_embedding_written_out_and_drafts_alike(tmp_path: Path) -> None:
+    """vLLM reads heads of another width than their target's, but with an embedding of their own."""
+    target = make_target("llama", "cpu")
+    config, weights = _narrow(target)
     write_head(tmp_path / "head", config, weights)
-    with pytest.raises(InvalidInput, match="narrower"):
+    shared = target.shared()
+    with pytest.raises(InvalidInput, match="--target"):
         export_head(tmp_path / "head", tmp_path / "out", "vllm", None)
+    export_head(tmp_path / "head", tmp_path / "out", "vllm", None, embed_rows=shared.embed)
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (values["hidden_size"], values["target_hidden_size"]) == (config.width, target.config.width)
+    import_head(tmp_path / "out", tmp_path / "back", "vllm")
+    again, read = read_head(tmp_path / "back")
+    assert "embed_proj.weight" not in read
+    assert read["embed_tokens.weight"].shape == (VOCAB, config.width)
+    seq = FakeSeq(0, [3, 4, 5, 6, 7, 8], max_length=90)
+    found = []
+    for head in (EagleHead(config, weights, shared), EagleHead(again, read, shared)):
+        drafter = Eagle3Drafter(head)
+        trees, scores = target.prefill([seq], drafter.needs)
+        drafter.observe([seq], trees, scores, Verdict.whole_chain(trees, [8]))
+        found.append(as_lists(drafter.propose([seq], [Budget(8, 3, 3)])))
+        target.release(seq)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("engine", ["sglang", "speculators"])
+def test_other_engines_are_told_that_they_cannot_read_it(engine: str, tmp_path: Path) -> None:
+    target = make_target("llama", "cpu")
+    config, weights = _narrow(target)
+    write_head(tmp_path / "head", config, weights)
+    with pytest.raises(InvalidInput, match=f"{engine} reads heads that are as wide"):
+        export_head(tmp_path / "head", tmp_path / "out", engine, None, embed_rows=target.shared().embed)
+    export_head(tmp_path / "head", tmp_path / "ours", "eagle", None)
+    assert "embed_proj.weight" in read_head(tmp_path / "ours")[1]

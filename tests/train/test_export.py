@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from forerun.cli.app import app
@@ -54,6 +55,17 @@ def test_vllm_gets_rows_and_keys(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_the_other_engine_s_name_of_the_target_is_written_and_printed(tmp_path: Path) -> None:
+    head = borrowing_head(tmp_path / "a", target="model.gguf")
+    flag = export_head(head, tmp_path / "b", "vllm", rows, target_name="org/model")
+    assert flag.startswith("vllm serve org/model --speculative-config ")
+    for name, wanted in (("", "model.gguf"), ("org/model", "org/model")):
+        out = tmp_path / f"spec{len(name)}"
+        export_head(head, out, "speculators", rows, target_name=name)
+        values = json.loads((out / "config.json").read_text())
+        assert values["speculators_config"]["verifier"]["name_or_path"] == wanted
+
+
 def test_sglang_counts_layers_by_their_outputs(tmp_path: Path) -> None:
     head = borrowing_head(tmp_path / "a")
     flag = export_head(head, tmp_path / "b", "sglang", rows)
@@ -76,7 +88,7 @@ def test_what_an_engine_ignores_is_refused(setting: str, tmp_path: Path) -> None
 
 
 def boxed_head() -> Path:
-    """The default model's: a head that is narrower than its target goes to no other engine."""
+    """The default model's, which is as wide as its target."""
     heads = [head for head in heads_in_the_box() if head.kind == "eagle3" and "SmolLM2" in head.target]
     return heads[0].path
 
@@ -162,3 +174,26 @@ def test_the_published_classes_of_speculators_read_it(tmp_path: Path) -> None:
     assert type(config).__name__ == "Eagle3SpeculatorConfig"
     assert config.eagle_aux_hidden_state_layer_ids == list(read_head(box)[0].layers)
     assert (config.fc_norm, config.norm_output, config.draft_vocab_size) == (True, True, 16384)
+
+
+def test_the_published_model_of_speculators_has_every_weight(tmp_path: Path) -> None:
+    """The class itself, with the target's own folder beside it: no weight is left out or changed."""
+    speculators = pytest.importorskip("speculators")
+    head = borrowing_head(tmp_path / "head", target="a-file.gguf")
+    width = read_head(head)[0].width
+    shape = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=width, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    target = LlamaForCausalLM(shape)
+    target.save_pretrained(tmp_path / "target")
+    table = target.get_output_embeddings().weight.detach()
+    export_head(
+        head, tmp_path / "out", "speculators", lambda ids: table[ids], target_name=str(tmp_path / "target")
+    )
+    model = speculators.SpeculatorModel.from_pretrained(str(tmp_path / "out"))
+    found, (_, ours) = model.state_dict(), read_head(tmp_path / "out")
+    assert torch.equal(found["lm_head.weight"], table[::2][: VOCAB // 2].to(found["lm_head.weight"].dtype))
+    for name, weight in ours.items():
+        theirs = found[name.replace("midlayer.", "layers.0.")]
+        assert torch.equal(theirs.to(weight.dtype), weight), name

@@ -20,6 +20,7 @@ from forerun.build import needs_head
 from forerun.models.base import Target
 
 HARMLESS = 0.97  # the least speed-up that other prompts of the kind may have
+LEAVE_OUT = "Leave --speculative-config out."
 STOP = 1.02  # a drafter that gains less at some batch size need not draft there
 
 
@@ -30,7 +31,7 @@ def document(evidence: Evidence, setup: Setup, target: Target) -> dict[str, Any]
     pays = best is not None and pays_off(best)
     name = best.drafter if best is not None and pays else "none"
     budget = best.budget if best is not None and pays else 0
-    config, note = vllm_config(evidence, setup, name) if pays else (None, "Leave --speculative-config out.")
+    config, note = _for_vllm(evidence, setup, name, by_batch[1]) if pays else (None, LEAVE_OUT)
     return {
         "model": setup.model,
         "recommended": {"drafter": name, "budget": budget},
@@ -48,6 +49,22 @@ def document(evidence: Evidence, setup: Setup, target: Target) -> dict[str, Any]
         "vllm": config,
         "vllm_note": note,
     }
+
+
+def _for_vllm(
+    evidence: Evidence, setup: Setup, name: str, found: list[Prospect]
+) -> tuple[dict[str, Any] | None, str]:
+    """The recommendation in vLLM; where it has no such drafter, the next best that it has, if that pays."""
+    config, note = vllm_config(evidence, setup, name)
+    if config is not None:
+        return config, note
+    for other in found:
+        if pays_off(other) and (nearest := vllm_config(evidence, setup, other.drafter))[0] is not None:
+            said = (
+                f"{note} The next best that it has is {other.drafter}, {_times(spread(other.speedup))} here."
+            )
+            return nearest[0], f"{said} {nearest[1]}".rstrip()
+    return None, note
 
 
 def pays_off(best: Prospect) -> bool:
@@ -80,8 +97,8 @@ def _why(setup: Setup, name: str, known: Prospect | None) -> str:
         )
     if needs_head(name) and setup.device == "cpu":
         return (
-            f"{default}: on a CPU it leaves trained heads off, because they do not gain on every kind of text. "
-            f"On these prompts {name} is predicted to be faster."
+            f"{default}: on a CPU it goes by what passes and the head's levels cost and by the acceptance that the "
+            f"head's file names. On these prompts {name} is predicted to be faster."
         )
     return (
         f"{default}: it chooses by which checkpoints are there, not by prompts. "

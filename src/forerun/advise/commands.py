@@ -15,6 +15,12 @@ from forerun import registry
 from forerun.advise.evidence import Evidence, Fixed, fixed_chain, fixed_lookup
 
 PROMPT = "Your prompt"
+EXPORTED = (
+    "eagle",
+    "eagle3",
+    "dflash",
+    "dspark",
+)  # methods whose heads `forerun drafters export` writes for vLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,7 @@ def vllm_config(evidence: Evidence, setup: Setup, drafter: str) -> tuple[dict[st
     if method is None:
         return None, f"vLLM has no drafter like {drafter!r}."
     config: dict[str, Any]
+    exported = ""
     if drafter in evidence.free:
         fixed = fixed_lookup(evidence, drafter)
         config = {"method": method}
@@ -69,11 +76,20 @@ def vllm_config(evidence: Evidence, setup: Setup, drafter: str) -> tuple[dict[st
         alone = costly_part(drafter)
         fixed = fixed_chain(evidence, alone if alone in evidence.draftings else drafter)
         config = {"method": method, "model": checkpoint}
+        exported = _export_first(setup, method, checkpoint)
     budgets = fixed.budgets
     config["num_speculative_tokens"] = max(budgets.values()) or fixed.lengths[1]
     if any(budgets.values()) and len(set(budgets.values())) > 1:
         config["num_speculative_tokens_per_batch_size"] = _ranges(budgets)
-    return config, _note(drafter, method, fixed)
+    return config, " ".join(filter(None, [_note(drafter, method, fixed), exported]))
+
+
+def _export_first(setup: Setup, method: str, checkpoint: str) -> str:
+    """How a head becomes one that vLLM reads; second models and other heads are read as they are, or not at all."""
+    if method not in EXPORTED:
+        return ""
+    words = ["forerun", "drafters", "export", checkpoint, "for-vllm", "--to", "vllm", "--target", setup.model]
+    return f"A head that was trained here is first written as vLLM reads it: {shlex.join(words)}"
 
 
 def _note(drafter: str, method: str, fixed: Fixed) -> str:

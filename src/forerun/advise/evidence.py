@@ -1,23 +1,25 @@
 """Evidence for `forerun advise`: texts, costs of rounds, and what every drafter would have done on those texts.
 
 The plain loop writes the prompts once, which gives the texts, the cost of a real round and that of the prompts.
-Every drafter then writes them once more: heads and hybrids as the controller has them, the others drafting as much as
-they may, which shows what passes over more nodes really cost. Those that cost nothing can besides be replayed on
-the texts, under the price list of any batch size. Together with t(n) that predicts the speed-up of each at every
-batch size.
+Every drafter writes them once more, right beside it (forerun.advise.writing): heads and hybrids as the controller has
+them, the others drafting as much as they may, which shows what passes over more nodes really cost. Those that cost
+nothing can besides be replayed on the texts, under the price list of any batch size. Together with t(n) that predicts
+the speed-up of each at every batch size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from forerun import registry
 from forerun.advise.predict import Costs, Drafting, estimate, predict, worst_prompt
 from forerun.advise.replay import Text, can_replay, replay
+from forerun.advise.writing import Runs, write_in_turn
 from forerun.bench.contenders import own_contender
 from forerun.bench.figures import Accepted, interval_of
-from forerun.bench.measure import Group, Prompt, Run, alternate, warm_up
+from forerun.bench.measure import Group, Prompt, Run
 from forerun.bench.settings import PLAIN, Cell, DrafterSetup, Settings
 from forerun.bench.stats import Spread
 from forerun.build import build_drafter
@@ -31,6 +33,7 @@ from forerun.types import Budget
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 WORTH_IT = 1.05  # a predicted gain below this is not worth a setting
+HOPELESS = 0.85  # a drafter that would write no faster than this on the first prompts writes no others
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8)
 LONGEST = 24  # nodes of a chain that a controller would have drafted
 _SHORTEST = (1, 2, 3, 4)  # matches that n-gram may use, where its budget is fixed
@@ -75,44 +78,67 @@ class Evidence:
 
 
 def gather(llm: LLM, cost: CostModel, prompts: Sequence[Prompt], settings: Settings) -> Evidence:
-    """Write the prompts: plainly, and with every drafter that must run to draft."""
+    """Write the prompts: plainly, and with every drafter that is there."""
     cell = Cell(temperature=settings.temperatures[0])
     groups = [Group.of([prompt]) for prompt in prompts]
     plain = own_contender(llm, settings, cell, DrafterSetup(PLAIN, "none"))
-    warm_up([plain], groups[0], min(8, settings.max_tokens))
-    runs = list(alternate([plain], groups, settings.max_tokens, 1))
-    stops = frozenset() if settings.ignore_eos else llm.engine.stop_ids
-    texts = [
-        Text(prompt.ids, run.texts[0], run.seconds - (run.decode_seconds or 0.0), settings.max_tokens, stops)
-        for prompt, run in zip(prompts, runs, strict=True)
-    ]
-    spent = sum(text.prompt_seconds for text in texts)
-    drafters = _available(llm)
-    drafted: dict[str, list[Run]] = {}
+    drafters = _available(llm, [one.drafter for one in settings.setups if one.drafter is not None])
+    contenders = []
     for name in drafters:
         budget = None if knows_its_confidence(name) else settings.nodes
-        contender = own_contender(llm, settings, cell, DrafterSetup(name, name, budget))
-        warm_up([contender], groups[0], min(8, settings.max_tokens))
-        drafted[name] = list(alternate([contender], groups, settings.max_tokens, 1))
-    costs = calibrate(cost, runs, [run for some in drafted.values() for run in some])
+        contenders.append(own_contender(llm, settings, cell, DrafterSetup(name, name, budget)))
     free = [name for name, drafter in drafters.items() if can_replay(drafter)]
+    stops = frozenset() if settings.ignore_eos else llm.engine.stop_ids
+
+    def texts_of(runs: Sequence[Run]) -> list[Text]:
+        return [
+            Text(
+                prompt.ids,
+                run.texts[0],
+                run.seconds - (run.decode_seconds or 0.0),
+                settings.max_tokens,
+                stops,
+            )
+            for prompt, run in zip(prompts, runs, strict=False)
+        ]
+
+    def goes_on(name: str, runs: Runs) -> bool:
+        return name not in free and has_hope(
+            cost, texts_of(runs[PLAIN]), runs[PLAIN], runs[name], settings.nodes
+        )
+
+    runs = write_in_turn(plain, contenders, groups, settings.max_tokens, goes_on)
+    texts = texts_of(runs[PLAIN])
+    drafted = {name: some for name, some in runs.items() if name != PLAIN}
+    costs = calibrate(cost, runs[PLAIN], [run for some in drafted.values() for run in some])
     draftings = {name: _drafting(some, costs) for name, some in drafted.items() if name not in free}
-    speculative = SpeculativeConfig(budget=settings.nodes)
+    spent = sum(text.prompt_seconds for text in texts)
     rate = sum(len(text.prompt) for text in texts) / spent if spent else 0.0
+    speculative = SpeculativeConfig(budget=settings.nodes)
     return Evidence(texts, costs, rate, draftings, tuple(free), settings.nodes, speculative)
 
 
-def _available(llm: LLM) -> dict[str, Drafter]:
-    """The drafters that can be built around this engine as it is; those that need a file not given are left out."""
+def has_hope(
+    cost: CostModel, texts: Sequence[Text], plain: Sequence[Run], runs: Sequence[Run], nodes: int
+) -> bool:
+    """Could a drafter pay on other prompts, by the first few? At the length that is best for it."""
+    costs = calibrate(cost, plain, runs)
+    drafting = _drafting(runs, costs)
+    options = [drafting, *(drafting.cut(length) for length in _LENGTHS if length <= nodes)]
+    return max(estimate(option, texts, costs, 1) for option in options) >= HOPELESS
+
+
+def _available(llm: LLM, wanted: Sequence[str]) -> dict[str, Drafter]:
+    """The drafters asked for; else all that can be built around this engine with the files that were given."""
+    if wanted:
+        return {name: llm.engine.drafters.get(name) for name in wanted}
     found: dict[str, Drafter] = {}
     specs = sorted(registry.drafters.specs(), key=lambda spec: spec.name)
     for name in dict.fromkeys(name for spec in specs for name in (spec.name, spec.best)):
         if name == "none":
             continue
-        try:
+        with suppress(ForerunError):
             found[name] = llm.engine.drafters.get(name)
-        except ForerunError:
-            continue
     return found
 
 
@@ -126,8 +152,10 @@ def calibrate(cost: CostModel, plain: Sequence[Run], drafted: Sequence[Run]) -> 
     """t(n) scaled to real rounds, and the host's share of a plain one.
 
     A curve measured in a quiet moment is too low for both kinds of rounds, and not by the same factor: t(1) is what
-    plain rounds took, and passes over more nodes are scaled by what those of the drafters took.
+    plain rounds took, and passes over more nodes are scaled by what those of the drafters took. `cost` may be the
+    controller's, which has been learning from these very rounds: what counts is the curve as it was measured.
     """
+    curve = CostModel(cost.seconds)
     passes = [one for run in plain for one in run.passes]
     if not passes:
         raise InvalidInput("the prompts gave no text to measure; give prompts that are answered")
@@ -138,10 +166,10 @@ def calibrate(cost: CostModel, plain: Sequence[Run], drafted: Sequence[Run]) -> 
         for one, (nodes, _, _) in zip(run.passes, run.drafts[0], strict=True):
             if nodes:
                 took += one.get("pass", 0.0)
-                expected += cost.pass_seconds(1 + nodes)
-    one_node = target / cost.pass_seconds(1)
+                expected += curve.pass_seconds(1 + nodes)
+    one_node = target / curve.pass_seconds(1)
     several = took / expected if expected else one_node
-    scaled = {size: seconds * (several if size > 1 else one_node) for size, seconds in cost.seconds.items()}
+    scaled = {size: seconds * (several if size > 1 else one_node) for size, seconds in curve.seconds.items()}
     return Costs(CostModel(scaled), host)
 
 
@@ -151,7 +179,11 @@ def _drafting(runs: Sequence[Run], costs: Costs) -> Drafting:
     levels = sum(depth for text in rounds for _, depth, _ in text)
     drafting = sum(one.get("draft", 0.0) for one in passes)
     host = sum(one.get("verdict", 0.0) + one.get("host", 0.0) for one in passes) / max(1, len(passes))
-    return Drafting(rounds, drafting / max(1, levels), max(0.0, host - costs.host))
+    took = sum(one.get("pass", 0.0) for one in passes)
+    known = sum(costs.target.pass_seconds(1 + nodes) for text in rounds for nodes, _, _ in text)
+    return Drafting(
+        rounds, drafting / max(1, levels), max(0.0, host - costs.host), took / known if took else 1.0
+    )
 
 
 def prospects(evidence: Evidence, batch: int) -> list[Prospect]:

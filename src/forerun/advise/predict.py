@@ -35,9 +35,10 @@ class Costs:
 class Drafting:
     """What a drafter did on every sequence, and what that cost beyond the target's passes."""
 
-    rounds: tuple[Drafts, ...]  # per sequence
+    rounds: tuple[Drafts, ...]  # per sequence: of all texts, or of the first few
     level: float = 0.0  # seconds per drafted level
     host: float = 0.0  # seconds per sequence and round beyond a plain round's
+    passes: float = 1.0  # what its own passes took, over t(n): they also hand hidden rows to a head
 
     def cut(self, depth: int) -> Drafting:
         """The same with drafts cut at a depth, trees with their share of nodes: no token depends on later ones."""
@@ -45,7 +46,7 @@ class Drafting:
             tuple((_share(n, deep, depth), min(deep, depth), min(kept, depth)) for n, deep, kept in text)
             for text in self.rounds
         )
-        return Drafting(rounds, self.level, self.host)
+        return Drafting(rounds, self.level, self.host, self.passes)
 
     def tokens_per_round(self) -> float:
         kept = [accepted for text in self.rounds for _, _, accepted in text]
@@ -78,7 +79,8 @@ def estimate(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int
 def _pairs(drafting: Drafting, texts: Sequence[Text], costs: Costs, batch: int) -> list[Pair]:
     round_seconds = _round_seconds(drafting, costs, batch)
     pairs = []
-    for text, rounds in zip(texts, drafting.rounds, strict=True):
+    assert len(drafting.rounds) <= len(texts), "texts that were not written"
+    for text, rounds in zip(texts, drafting.rounds, strict=False):  # it may have written the first few only
         tokens = len(text.tokens)
         plain = text.prompt_seconds + tokens * costs.plain_round(batch) / batch
         drafted = text.prompt_seconds + _text_seconds(rounds, tokens, drafting, costs, batch, round_seconds)
@@ -94,7 +96,10 @@ def _text_seconds(
     if batch > 1:  # its rounds are shared with random others, so all take the mean time
         return needed * shared / batch
     own = sum(
-        costs.target.pass_seconds(1 + nodes) + depth * drafting.level + costs.host + drafting.host
+        drafting.passes * costs.target.pass_seconds(1 + nodes)
+        + depth * drafting.level
+        + costs.host
+        + drafting.host
         for nodes, depth, _ in rounds
     )
     return own * needed / max(1, len(rounds))
@@ -110,7 +115,7 @@ def _round_seconds(drafting: Drafting, costs: Costs, batch: int) -> float:
     for _ in range(DRAWS):
         drawn = rng.choices(flat, k=batch)
         nodes, depth = sum(one[0] for one in drawn), max(one[1] for one in drawn)
-        spent += costs.target.pass_seconds(batch + nodes) + depth * level
+        spent += drafting.passes * costs.target.pass_seconds(batch + nodes) + depth * level
     return spent / DRAWS + batch * (costs.host + drafting.host)
 
 

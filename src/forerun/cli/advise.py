@@ -11,19 +11,27 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from forerun.cli.bench import DraftModel, Model
+from forerun.cli.bench import DraftModel, Model, words
 from forerun.cli.flags import DEFAULT_MODEL, HELP, AsJson
+from forerun.cli.loading import progress_shown
 from forerun.cli.show import table_console
 
+Drafters = Annotated[
+    str,
+    typer.Option(
+        "--drafters",
+        "--drafter",
+        help="Only these, by comma; default: all that can be built here.",
+        show_default=False,
+    ),
+]
 OURS, YOURS = 2, 24  # prompts per task: ours are of eight tasks, a user's mostly of one
 
 
 def advise(
     model: Model = DEFAULT_MODEL,
     draft_model: DraftModel = None,
-    drafter: Annotated[
-        str | None, typer.Option(help="What --draft-model is for: draft_model, eagle3, medusa, ...")
-    ] = None,
+    drafters: Drafters = "",
     prompts: Annotated[
         str, typer.Option(help="Your prompts: a JSONL file with 'prompt' or 'messages'; builtin is ours.")
     ] = "builtin",
@@ -59,13 +67,14 @@ def advise(
     settings = Settings(
         model=model, draft_model=draft_model, suite=prompts, limit=limit or None, max_tokens=max_tokens,
         temperatures=(temperature,), budget=budget, dtype=dtype, device=device, threads=threads,
-        setups=parse_setups([drafter] if drafter else ["auto"]),
+        setups=parse_setups(words(drafters) or ["auto"]),
         batches=tuple(parse_batches(check_batches)) if check else (1,),
     )  # fmt: skip
     from forerun.advise.answer import in_words
     from forerun.advise.run import run_advisor
 
-    with Console(stderr=True).status(f"measuring {model}"):
+    status = Console(stderr=True).status(f"measuring {model}")
+    with status, progress_shown(lambda said: status.update(f"measuring {model}: {said}")):
         found = run_advisor(settings, check)
     if json_file is not None:
         json_file.write_text(json.dumps(found) + "\n", encoding="utf-8")

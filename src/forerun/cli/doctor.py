@@ -27,6 +27,7 @@ from forerun.errors import InvalidInput
 from forerun.heads import heads_in_the_box
 from forerun.models.load.catalog import cache_folder, known_models
 
+MODEL = "model"  # the finding about the default one
 # Distribution names: what each extra brings, and what is always needed. A test holds them to pyproject.toml.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "serve": ("fastapi", "uvicorn", "pydantic", "prometheus-client", "llguidance"),
@@ -97,8 +98,13 @@ def _show(findings: list[Finding], ready: bool) -> None:
         mark, style = ("ok", "green") if finding.ok else ("no", "red") if finding.needed else ("--", "dim")
         fix = "" if finding.ok or finding.fix is None else f"; get it: {finding.fix}"
         console.print(Text(mark, style), Text(f" {finding.about:<{column}}  {finding.found}{fix}"), sep="")
+    missing = [finding.about for finding in findings if finding.needed and not finding.ok]
     if ready:
         console.print("generating works")
+    elif missing == [MODEL]:
+        console.print(
+            "generating works with a model of your own (--model); the default one is not here", style="red"
+        )
     else:
         console.print("generating does not work yet: fix the lines marked no", style="red")
 
@@ -127,9 +133,12 @@ def _default_model() -> Finding:
     path = next((model.path for model in known_models() if model.name == DEFAULT_MODEL), None)
     if path is None:
         return Finding(
-            "model", f"{DEFAULT_MODEL} is absent", ok=False, fix=f"forerun models pull {DEFAULT_MODEL}"
+            MODEL,
+            f"the default, {DEFAULT_MODEL}, is absent",
+            ok=False,
+            fix=f"forerun models pull {DEFAULT_MODEL}",
         )
-    return Finding("model", f"{DEFAULT_MODEL}, {path}")
+    return Finding(MODEL, f"{DEFAULT_MODEL}, {path}")
 
 
 def _drafters() -> Iterator[Finding]:
@@ -137,9 +146,9 @@ def _drafters() -> Iterator[Finding]:
     boxed = heads_in_the_box()
     ready, wanting = [], dict[str, list[str]]()
     for spec in registry.drafters.specs():
-        head = next((head.path.name for head in boxed if head.kind in spec.formats), None)
-        if spec.needs == "nothing" or head is not None:
-            ready.append(spec.name if head is None else f"{spec.name} (head {head})")
+        heads = ", ".join(head.path.name for head in boxed if head.kind in spec.formats)
+        if spec.needs == "nothing" or heads:
+            ready.append(f"{spec.name} (heads {heads})" if heads else spec.name)
         else:
             wanting.setdefault("a second model" if spec.needs == "checkpoint" else "a head", []).append(
                 spec.name

@@ -84,14 +84,25 @@ def export_drafter(
     to: Annotated[str, typer.Option(help="Who will read it: vllm, sglang, speculators or eagle.")],
     target: Annotated[str, typer.Option(help="The model that it drafts for.")] = DEFAULT_MODEL,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per draft in the printed flag.")] = 5,
+    target_name: Annotated[
+        str,
+        typer.Option(
+            help="What the other engine calls that model: a hub id, or a folder of safetensors.",
+            show_default=False,
+        ),
+    ] = "",
 ) -> None:
     """Write a head as another engine reads it, check it by reading it back, and print how to use it there."""
     with Console(stderr=True).status(f"writing {out}"):
         from forerun.train.export import export_head, rows_of_target
 
         rows, embedded = rows_of_target(target), rows_of_target(target, embedding=True)
-        flag = export_head(folder, out, to, rows, embed_rows=embedded, tokens=tokens)
+        flag = export_head(folder, out, to, rows, embed_rows=embedded, tokens=tokens, target_name=target_name)
     print(f"{out} is written and reads back as it should. Use it with:\n{flag}")
+    if to == "speculators" and not target_name:
+        print(
+            "It loads the target too: say where from, a hub id or a folder of safetensors, with --target-name."
+        )
 
 
 @drafters.command("import")

@@ -53,7 +53,7 @@ def load_llm(settings: Settings) -> LLM:
     status = Console(stderr=True).status(f"loading {settings.model}")
     with (
         status,
-        _progress(lambda what: status.update(f"loading {settings.model}: {what}")),
+        progress_shown(lambda what: status.update(f"loading {settings.model}: {what}")),
         without_collector(),
     ):
         check_model(settings.model)
@@ -81,7 +81,7 @@ class _Progress(logging.Handler):
 
 
 @contextmanager
-def _progress(show: Callable[[str], None]) -> Iterator[None]:
+def progress_shown(show: Callable[[str], None]) -> Iterator[None]:
     """Show the library's progress messages, and only here."""
     logger, handler = logging.getLogger("forerun.progress"), _Progress(show)
     level, propagates = logger.level, logger.propagate

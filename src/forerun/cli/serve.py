@@ -35,6 +35,7 @@ Record = Annotated[
 Heads = Annotated[Path | None, typer.Option(help="Versions of a head; its link `current` is followed.")]
 SharePrefixes = Annotated[bool, typer.Option("--share-prefixes", help="Let API keys share cached prompts.")]
 Model = Annotated[str, typer.Argument(help="Name, GGUF file, folder or hub id.", show_default=True)]
+Named = Annotated[str | None, typer.Option("--model", "-m", help="The same, as other commands have it.")]
 Drafting = Annotated[str | None, typer.Option(help="Drafting as JSON, in our names or vLLM's.")]
 Names = Annotated[list[str] | None, typer.Option(help="What clients may call the model; the first is shown.")]
 Replicas = Annotated[int, typer.Option(help="Engines that share the work, by Ray Serve; 1 needs no Ray.")]
@@ -49,6 +50,7 @@ WriteConfig = Annotated[
 
 def serve(
     model: Model = "smollm2",
+    named: Named = None,
     drafter: Annotated[str | None, typer.Option(help="Drafter of requests that name none.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model, or a head's folder.")] = None,
     speculative_config: Drafting = None,
@@ -83,7 +85,7 @@ def serve(
     write_config: WriteConfig = None,
 ) -> None:
     """Serve a model over HTTP, as the OpenAI API has it."""
-    keys = (*(api_key or ()), *(read_keys(api_key_file) if api_key_file is not None else ()))
+    model, keys = named or model, (*(api_key or ()), *(read_keys(api_key_file) if api_key_file else ()))
     settings = ServerSettings(
         tuple(served_model_name or [model]), host, port, keys, max_queue, rate_limit=rate_limit,
         deadline=deadline, drain_seconds=drain_seconds, client_seconds=client_seconds, hang_seconds=hang_seconds,
@@ -93,11 +95,8 @@ def serve(
     engine = {"dtype": dtype, "device": device, "max_length": max_model_len, "max_batch": max_num_seqs,
               "kv_slots": kv_slots, "kv_memory": kv_memory, "threads": threads,
               "tensor_parallel_size": tensor_parallel_size}  # fmt: skip
-    drafting = {
-        "drafter": drafter,
-        "draft_model": _head_of(heads, draft_model),
-        "speculative_config": _parse(speculative_config),
-    }
+    drafting = {"drafter": drafter, "draft_model": _head_of(heads, draft_model),
+                "speculative_config": _parse(speculative_config)}  # fmt: skip
     if replicas == 1 and (max_replicas or 1) == 1 and write_config is None:
         _load_and_run(model, settings, engine, drafting, trace)
         return

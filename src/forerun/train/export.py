@@ -34,25 +34,27 @@ class Reader:
     """What an engine reads of a head, and how it is told to."""
 
     layout: Layout
-    flag: str  # how the engine is started; {folder}, {method}, {tokens}, {nodes}
+    flag: str  # how the engine is started; {target}, {folder}, {method}, {tokens}, {nodes}
     kinds: tuple[str, ...] = ("eagle", "eagle3")
     own_head: bool = True  # it does not borrow LM head rows for a reduced vocabulary
     layer_shift: int = 0  # its number for "the input of layer i" is i + layer_shift
     layers: int | None = None  # hidden layers that it reads; None = as many as the config says
     lacks: tuple[str, ...] = ()  # settings of EagleConfig that it ignores
+    narrow: bool = False  # it reads heads that are narrower than their target
 
 
 # As of vLLM 0.24, SGLang's llama_eagle3 and speculators 0.9.
 READERS = {
     "vllm": Reader(
         "eagle",
-        "vllm serve TARGET --speculative-config "
+        "vllm serve {target} --speculative-config "
         '\'{{"method": "{method}", "model": "{folder}", "num_speculative_tokens": {tokens}}}\'',
         kinds=("eagle", "eagle3", "dflash", "dspark"),
+        narrow=True,
     ),
     "sglang": Reader(
         "eagle",
-        "python -m sglang.launch_server --model-path TARGET --speculative-algorithm {algorithm} "
+        "python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
         "--speculative-draft-model-path {folder} --speculative-num-steps {tokens} "
         "--speculative-eagle-topk 1 --speculative-num-draft-tokens {nodes}",
         layer_shift=-1,
@@ -67,6 +69,7 @@ READERS = {
         "forerun generate --drafter {method} --draft-model {folder}",
         kinds=("eagle", "eagle3", "medusa", "hydra", "dflash", "dspark", "mtp"),
         own_head=False,
+        narrow=True,
     ),
 }
 
@@ -79,16 +82,18 @@ def export_head(
     *,
     embed_rows: HeadRows | None = None,
     tokens: int = 5,
+    target_name: str = "",
 ) -> str:
     """Write a head as an engine reads it, read it back, and return how to use it there.
 
     `head_rows` gives the LM head rows that the head borrows from its target, `embed_rows` those of the embedding; None
-    where no target is at hand.
+    where no target is at hand. `target_name` is what the other engine calls the target: a hub id or a folder.
     """
     reader, kind = _reader(to), kind_of_head(folder)
     if kind not in reader.kinds:
         raise InvalidInput(f"{to} reads no {kind} heads; it reads {', '.join(reader.kinds)}")
-    names = {"folder": out, "method": kind, "tokens": tokens, "nodes": tokens + 1}
+    target = target_name or "TARGET"
+    names = {"folder": out, "method": kind, "tokens": tokens, "nodes": tokens + 1, "target": target}
     flag = reader.flag.format(algorithm="EAGLE3" if kind == "eagle3" else "EAGLE", **names)
     if kind in ("dflash", "dspark") and to == "vllm":
         export_block(folder, out, head_rows, embed_rows)
@@ -99,10 +104,7 @@ def export_head(
     config, weights = read_head(folder)
     _must_be_readable(config, reader, to)
     if reader.own_head and "embed_proj.weight" in weights:
-        raise InvalidInput(
-            f"this head is narrower than its target and maps the target's embedding to its own width, which {to} "
-            "does not do; train one without --width"
-        )
+        weights = _with_own_embedding(config, weights, embed_rows, to)
     if reader.own_head and config.kind == "eagle3" and "lm_head.weight" not in weights:
         if head_rows is None:
             raise InvalidInput(
@@ -113,6 +115,8 @@ def export_head(
     if reader.layout == "speculators" or to == "sglang":
         weights = {name: weight for name, weight in weights.items() if name != "t2d"} | _mask(config, weights)
     shifted = _shift_layers(config, reader.layer_shift)
+    if target_name:
+        shifted = replace(shifted, target=target_name)
     write_head(out, shifted, weights, reader.layout)
     if to in ("vllm", "sglang"):
         write_config(out, _engine_keys(read_config(out), shifted))
@@ -160,6 +164,11 @@ def _shift_layers(config: EagleConfig, by: int) -> EagleConfig:
 def _must_be_readable(config: EagleConfig, reader: Reader, name: str) -> None:
     if config.kind != "eagle3":
         return
+    if config.width != config.target_width and not reader.narrow:
+        raise InvalidInput(
+            f"{name} reads heads that are as wide as their target, {config.target_width}, and this one is "
+            f"{config.width} wide; export it to vllm, or train one without --width"
+        )
     ignored = [setting for setting in reader.lacks if getattr(config, setting)]
     if ignored:
         raise InvalidInput(
@@ -178,6 +187,20 @@ def _draft_ids(config: EagleConfig, weights: dict[str, Tensor]) -> Tensor:
     """The target's token of every draft token: `d2t` holds the differences."""
     ids = torch.arange(config.draft_vocab_size)
     return ids + weights["d2t"] if "d2t" in weights else ids
+
+
+def _with_own_embedding(
+    config: EagleConfig, weights: dict[str, Tensor], embed_rows: HeadRows | None, name: str
+) -> dict[str, Tensor]:
+    """The map from the target's embedding to the head's width, written out for every token: others do not map."""
+    if embed_rows is None:
+        raise InvalidInput(
+            f"{name} needs the embedding that this head maps from its target's; name it with --target"
+        )
+    into = weights["embed_proj.weight"]
+    table = (embed_rows(torch.arange(config.vocab_size)).float() @ into.float().t()).to(into.dtype)
+    kept = {key: weight for key, weight in weights.items() if key != "embed_proj.weight"}
+    return {**kept, "embed_tokens.weight": table}
 
 
 def _mask(config: EagleConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
