@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.eagle.cuda.draft_plan import MOST
-from forerun.drafters.eagle.cuda.integers import SentInts
+from forerun.models.cuda.integers import SentInts
 from forerun.noise import device_uniforms, mixed_seed
 from forerun.types import Seq
 
