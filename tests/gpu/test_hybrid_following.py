@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,9 +16,11 @@ from forerun.control.waiting import Waiting
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.engine import Engine
+from forerun.engine.pending import Launched
+from forerun.engine.sequence import SequenceState
 from forerun.models.cuda.target import CudaDecoder
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Budget, Request, Round
+from forerun.types import Budget, Request, Round, TreeBatch, Verdict
 from forerun.verify.greedy import device_walk
 from tests.gpu.heads import both_drafters
 from tests.gpu.test_following import Watched, plain_texts, willing_target
@@ -188,3 +191,24 @@ def test_requests_with_budgets_of_their_own_are_followed_too(
     assert write(engine, some) == wanted
     assert watched.followed > 4
     assert (sum(map(bool, proposed)) > 3) is lookup
+
+
+def test_whoever_ends_in_a_batch_leaves_one_tree_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rng, dropped = willing_target(), random.Random(5), Counter[int]()
+    prompts = [[rng.randrange(2, VOCAB) for _ in range(rng.choice((2, 20)))] for _ in range(12)]
+    some = [Request(one, SamplingParams(max_tokens=rng.randint(2, 30)), drafter="device") for one in prompts]
+    wanted, engine = plain_texts(target, some), make(target, lookup=True, batch=6)
+    without_ended = Launched.without_ended
+
+    def counted(self: Launched, verdict: Verdict) -> tuple[list[SequenceState], TreeBatch, Verdict]:
+        dropped.update([seq.id for seq in self.seqs if seq.finished is not None])
+        return without_ended(self, verdict)
+
+    monkeypatch.setattr(Launched, "without_ended", counted)
+    seqs = [engine.find(engine.submit(one)) for one in some]
+    while engine.busy:
+        engine.step()
+    assert [seq.tokens[seq.prompt_length :] for seq in seqs if seq is not None] == wanted
+    assert dropped
+    assert max(dropped.values()) == 1
+    assert engine.target.used_slots == 0

@@ -93,6 +93,8 @@ class FormChooser:
         Asked before every round that follows: others are looked at now and then.
         """
         form, times = self.last, self._seconds(len(ids), batch)
+        if not form.nodes or not self.around.is_known(PLAIN, batch):
+            return None
         tokens = self.acceptance.weight(ids) * self.acceptance.expected(form, self._priors[form])
         last = Promise(form, batch + tokens, times[self._places[form]])
         if not self.allowance.covers(last.seconds / times[0] - 1.0):
