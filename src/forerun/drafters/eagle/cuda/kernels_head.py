@@ -120,14 +120,14 @@ def advance(found, rows, highs, sums, ids, log_survivals, places, ancestors, poo
     tl.store(pool_scores + pool, scores, mask=real)
     tl.store(pool_tokens + pool, tl.load(ids + row, mask=real, other=0), mask=real)
     tl.store(pool_parents + pool, tl.broadcast_to(above[:, None], (WIDE_UP, K_UP)), mask=real)
-    scores = tl.reshape(tl.where(real, scores, float("-inf")), (WIDE_UP * K_UP,))
-    flat = tl.arange(0, WIDE_UP * K_UP)
+    scores = tl.where(real, scores, float("-inf"))
+    flat = w[:, None] * K_UP + k[None, :]
     i = tl.arange(0, FRESH_UP)
     leaders = tl.zeros((FRESH_UP,), dtype=tl.float32)
     chosen = tl.zeros((FRESH_UP,), dtype=tl.int32)
     for j in range(FRESH):
-        leader = tl.max(scores, 0)
-        spot = tl.min(tl.where(scores == leader, flat, WIDE_UP * K_UP - 1), 0)
+        leader = tl.max(tl.max(scores, 1), 0)
+        spot = tl.min(tl.min(tl.where(scores == leader, flat, WIDE_UP * K_UP - 1), 1), 0)
         leaders = tl.where(i == j, leader, leaders)
         chosen = tl.where(i == j, spot, chosen)
         scores = tl.where(flat == spot, float("-inf"), scores)

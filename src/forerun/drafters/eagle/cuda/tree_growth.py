@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.models.cuda.early_start import starts_early
 
-CHUNK = 4096  # logits that one program looks through: the fewer stretches, the less there is to put together
+CHUNK = 2048  # logits that one program looks through
 MOST_CUT = 4096  # candidates that one program chooses the best of
 
 
@@ -128,7 +128,7 @@ def _grow_fused(
     highs, sums = (torch.empty(trees * wide, chunks, device=device) for _ in range(2))
     pdl = starts_early(device)
     kernels_head.tops[(trees * wide, chunks)](
-        logits, found, rows, highs, sums, vocab, K=branch, CHUNK=CHUNK, PDL=pdl, num_warps=8, launch_pdl=pdl
+        logits, found, rows, highs, sums, vocab, K=branch, CHUNK=CHUNK, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     first = pool.add(wide * branch).start
     fresh = min(pool.width, wide * branch)
