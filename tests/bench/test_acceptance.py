@@ -76,9 +76,9 @@ def twin(drafter: Drafter, target: CudaDecoder) -> LLM:
     return LLM(engine, Letters(), "tiny")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("heat", [0.0, 1.0])
-def test_a_gpu_drafts_on_the_device_and_rounds_do_not_wait_for_the_host(
-    heat: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("heat", "verifier"), [(0.0, "exact"), (1.0, "coupled"), (1.0, "exact")])
+def test_a_gpu_drafts_and_decides_on_the_device_and_rounds_do_not_wait_for_the_host(
+    heat: float, verifier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = willing_target()
     device, plain = both_drafters(target, borrows=True)
@@ -87,14 +87,13 @@ def test_a_gpu_drafts_on_the_device_and_rounds_do_not_wait_for_the_host(
     items = [
         Item(str(i), "ab"[i % 2], ({"role": "user", "content": "so it is" + "so" * i},)) for i in range(4)
     ]
-    plan = Plan([heat], tokens=14, length=3, nodes=8, chosen=True, batch=2)
+    plan = Plan([heat], [verifier], tokens=14, length=3, nodes=8, chosen=True, batch=2)
     rows = measure(twin(device, target), "head", items, plan)
     assert [row["shape"] for row in rows] == ["chain of 3", "tree of 8"]
     assert [row["nodes"] for row in rows] == [3.0, 8.0], "no tree is cut"
     assert all(row["prompts"] == 4 and row.keys() > {"a", "b"} for row in rows)
     assert not asked, "nothing is drafted by the host"
-    if not heat:
-        assert watched.followed > 8
+    assert watched.followed > 8
 
 
 def test_a_request_with_a_budget_of_its_own_would_be_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
