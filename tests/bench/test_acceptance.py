@@ -96,11 +96,12 @@ def test_a_gpu_drafts_and_decides_on_the_device_and_rounds_do_not_wait_for_the_h
     assert watched.followed > 8
 
 
-def test_a_request_with_a_budget_of_its_own_would_be_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why `measure` sets the controller: the control of the test above."""
+def test_what_must_be_read_first_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above: the host makes logprobs, so it reads every round."""
     target = willing_target()
     llm, watched = twin(both_drafters(target, borrows=True)[0], target), Watched(monkeypatch)
-    llm.generate([[3, 4, 5]], max_tokens=24, ignore_eos=True, budget=Budget(3, 3))
+    llm.engine.controller = acceptance.always(Budget(3, 3, 1, repeats=9))
+    llm.generate([[3, 4, 5]], max_tokens=24, ignore_eos=True, logprobs=1)
     assert watched.asked > 5
     assert not watched.followed
 
