@@ -166,6 +166,23 @@ def test_the_command_answers_and_checks_itself(
             assert "Checked on 8 prompts held back: " in printed
             assert "Checked on 8 prompts held back, 3 at once" in printed
             assert "Predicted speed-up by batch size" in printed
+    words = [
+        "advise",
+        "--max-tokens",
+        "4",
+        "--tasks",
+        "qa,rag",
+        "--limit",
+        "1",
+        "--drafters",
+        "ngram",
+        "--json",
+    ]
+    monkeypatch.setattr("sys.argv", ["forerun", *words])
+    with pytest.raises(SystemExit):
+        app.main()
+    few = json.loads(capsys.readouterr().out)
+    assert (few["texts"], few["prompts"]["given"], list(few["by_batch"]["1"])) == (2, 16, ["ngram"])
 
 
 def test_batches_are_filled_with_prompts_that_come_again() -> None:

@@ -25,6 +25,7 @@ Drafters = Annotated[
         show_default=False,
     ),
 ]
+Tasks = Annotated[str, typer.Option(help="Only these tasks of the prompts, by comma.")]
 OURS, YOURS = 2, 24  # prompts per task: ours are of eight tasks, a user's mostly of one
 
 
@@ -35,6 +36,7 @@ def advise(
     prompts: Annotated[
         str, typer.Option(help="Your prompts: a JSONL file with 'prompt' or 'messages'; builtin is ours.")
     ] = "builtin",
+    tasks: Tasks = "",
     limit: Annotated[
         int | None,
         typer.Option(
@@ -65,8 +67,8 @@ def advise(
     if limit is None:
         limit = OURS if prompts == "builtin" else YOURS
     settings = Settings(
-        model=model, draft_model=draft_model, suite=prompts, limit=limit or None, max_tokens=max_tokens,
-        temperatures=(temperature,), budget=budget, dtype=dtype, device=device, threads=threads,
+        model=model, draft_model=draft_model, suite=prompts, tasks=words(tasks), limit=limit or None,
+        max_tokens=max_tokens, temperatures=(temperature,), budget=budget, dtype=dtype, device=device, threads=threads,
         setups=parse_setups(words(drafters) or ["auto"]),
         batches=tuple(parse_batches(check_batches)) if check else (1,),
     )  # fmt: skip
