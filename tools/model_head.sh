@@ -25,6 +25,7 @@ OWN=${OWN:-17000} WRAPPED=${WRAPPED:-2500} ROWS=${ROWS:-2048} SHORT=${SHORT:-512
 WIDTH=${WIDTH:-512} INNER=${INNER:-2560} VOCAB=${VOCAB:-16384} FEATURES=${FEATURES:-2 8 14 20 26} # hidden layers that are read
 BUDGET=${BUDGET:-300} TRIAL=${TRIAL:-36} TOKENS=${TOKENS:-16384} LR=${LR:-1e-3} COMPILE=${COMPILE---compile} EVALS=${EVALS:-8}
 PER_TASK=${PER_TASK:-8} ANSWER=${ANSWER:-128} SECONDS_PER_ROW=${SECONDS_PER_ROW:-22} LIMIT_TASK=${LIMIT_TASK:-2} REPEATS=${REPEATS:-2}
+PY=$(command -v python || command -v python3)
 mkdir -p "$R" && cd "$R" && ln -sfn "$M" "$(basename "$M")" && M=$(basename "$M") # heads name their target by this
 
 say() { echo "=== $(date -u +%T) $*"; }
@@ -34,28 +35,28 @@ keep() { # files...; into OUT, where there is one, with their folders
 }
 head_folder() { # HEAD, the one trained here, or the package's
     if [ -n "$HEAD" ]; then echo "$HEAD"; elif [ -f slim/config.json ]; then realpath slim; else
-        python -c 'import sys
+        "$PY" -c 'import sys
 from forerun.build import choose_drafter
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.params import SpeculativeConfig
 print(choose_drafter(SpeculativeConfig(drafter="eagle3"), open_checkpoint(sys.argv[1])).draft_model or "")' "$M"
     fi
 }
-make_texts() { bounded python -m forerun.train data --target "$M" --device "$DEVICE" --temperatures 0 0.8 --shard-tokens "$SHARD" "$@"; }
+make_texts() { bounded "$PY" -m forerun.train data --target "$M" --device "$DEVICE" --temperatures 0 0.8 --shard-tokens "$SHARD" "$@"; }
 learn() { # flags...
-    bounded python -m forerun.train eagle3 --target "$M" --data data,long --width "$WIDTH" --inner "$INNER" --one-byte \
+    bounded "$PY" -m forerun.train eagle3 --target "$M" --data data,long --width "$WIDTH" --inner "$INNER" --one-byte \
         --vocab "$VOCAB" --features $FEATURES --fc-norm --norm-output --levels 6 --batch-tokens "$TOKENS" --max-length "$LONG" \
         --lr "$LR" --holdout "${HOLDOUT:-0.02}" --device "$DEVICE" --eval-batches "$EVALS" $COMPILE "$@"
 }
 steps_in_budget() { # by the speed of the trial's last two thirds
-    python -c 'import json, statistics, sys
+    "$PY" -c 'import json, statistics, sys
 rates = [json.loads(line)["tokens_per_second"] for line in open("trial/log.jsonl")]
 rate = 1 / statistics.mean(1 / one for one in rates[len(rates) // 3 :])
 print(max(2, int(0.95 * float(sys.argv[1]) * rate / int(sys.argv[2]))))' "$BUDGET" "$TOKENS"
 }
 measure() { # NAME flags...: forerun bench, resumed from NAME.raw
     local name=$1 code=0
-    bounded python -m forerun.cli bench --model "$M" --device "$DEVICE" --suite "$SUITE" --max-tokens "$ANSWER" --repeats "$REPEATS" \
+    bounded "$PY" -m forerun.cli bench --model "$M" --device "$DEVICE" --suite "$SUITE" --max-tokens "$ANSWER" --repeats "$REPEATS" \
         --out "$name.raw" --json "$name.json" "${@:2}" > "$name.txt" || code=$?
     grep -v '^{' "$name.txt" || true
     [ $code -le 1 ] || say "$name: code $code; the same stage goes on from $R/$name.raw"
@@ -88,7 +89,7 @@ stage() {
         keep train.txt slim/*.json slim/*.safetensors slim/log.jsonl
         ;;
     accept)
-        bounded python -m forerun.bench.acceptance --target "$M" --drafters "$(head_folder)" --suite "$SUITE" --limit "$PER_TASK" \
+        bounded "$PY" -m forerun.bench.acceptance --target "$M" --drafters "$(head_folder)" --suite "$SUITE" --limit "$PER_TASK" \
             --max-tokens "$ANSWER" --verifiers coupled --seconds "$SECONDS_PER_ROW" --device "$DEVICE" | tee accept.jsonl
         keep accept.jsonl
         ;;
