@@ -20,6 +20,7 @@ from forerun.engine.following import next_round
 from forerun.engine.pending import Launched
 from forerun.engine.prompt_rows import PromptRows
 from forerun.engine.sequence import SequenceState
+from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
 from forerun.offers import Form
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
@@ -376,3 +377,36 @@ def test_a_store_that_is_full_is_no_reason_to_write_over_others(monkeypatch: pyt
     engine = make(target, Forms([WIDE], 9), follows=True, batch=6)
     assert write(engine, some, 5)[0] == wanted
     assert watched.followed > 0
+
+
+@pytest.mark.parametrize("size", [600, MAX_ROWS - 9, MAX_ROWS + 300])
+def test_prompts_that_do_not_fit_beside_trees_wait_for_the_next_pass(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass has so many rows; trees behind an unread round can be in no other, so prompts take what is left."""
+    target, rng = willing_target(kv_slots=40_000), random.Random(2)
+    target.model.head[1] = 0.0  # texts go on
+
+    def request(length: int, tokens: int) -> Request:
+        prompt = [rng.randrange(2, VOCAB) for _ in range(length)]
+        return Request(prompt, SamplingParams(max_tokens=tokens), drafter="device", cache_salt=None)
+
+    some, late = [request(9, 40) for _ in range(3)], request(size, 6)
+
+    def texts(engine: Engine) -> list[list[int]]:
+        engine.prompt_rows = PromptRows("cpu", target.pass_rows, MAX_ROWS)
+        found = {engine.submit(one): list[int]() for one in some}
+        for _ in range(4):
+            for event in engine.step():
+                found[event.seq_id] += event.tokens
+        found[engine.submit(late)] = []
+        while engine.busy:
+            for event in engine.step():
+                assert event.error is None
+                found[event.seq_id] += event.tokens
+        return [*found.values()]
+
+    wanted = texts(make(target, Forms([None], 0), follows=False))
+    watched = Watched(monkeypatch)
+    assert texts(make(target, Forms([CHAIN], 9), follows=True)) == wanted
+    assert watched.followed > 5

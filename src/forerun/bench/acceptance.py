@@ -136,11 +136,11 @@ def always(budget: Budget) -> FixedController:
 
 
 def batch_for(most: int, nodes: int, rows: int) -> int:
-    """Sequences at once whose trees fit one pass of so many rows: in a larger batch, a GPU cuts the trees.
+    """Sequences at once whose trees fit half a pass of so many rows: in a larger batch than fits, a GPU cuts the trees.
 
-    A power of two, since batches are padded to sizes that are not all known here.
+    The other half is for prompts. A power of two, since batches are padded to sizes that are not all known here.
     """
-    fit = max(1, rows // (nodes + 1))
+    fit = max(1, rows // 2 // (nodes + 1))
     return max(1, min(most, 1 << int(math.log2(fit))))
 
 

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forerun.models.cuda.plan import ROW_SIZES, Span
+from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Span
 from forerun.models.slots import Piece
 from forerun.topology import chain_of
+from forerun.trees import TreeBatch
+from forerun.types import first_rows
 
 
 class Found:
@@ -33,6 +35,19 @@ def fitting_rows(nodes: int, rows: int) -> int:
     """So many rows of prompts beside these nodes that the pass has a size without padding, if that is most of them."""
     size = ROW_SIZES[bisect_right(ROW_SIZES, nodes + rows) - 1]
     return size - nodes if size > 64 and 2 * (size - nodes) >= rows else rows
+
+
+def beside_trees(fresh: Sequence[list[int]], trees: TreeBatch, rows: int) -> list[list[int]]:
+    """What of prompts goes into the pass over trees, where at most so many rows were asked for.
+
+    Where there may be more, they fill a size that passes have, and pad none. Beside trees that were grown on a device
+    no more than fit: trees that follow unread ones cannot go into another pass, as the host cannot read them.
+    """
+    nodes = trees.nodes if trees.form is None else trees.form.rows
+    most = rows if trees.form is None else max(0, min(rows, MAX_ROWS - nodes))
+    if sum(map(len, fresh)) == rows:
+        most = min(most, fitting_rows(nodes, rows))
+    return first_rows(fresh, most)
 
 
 def rows_of(spans: Sequence[Span]) -> int:

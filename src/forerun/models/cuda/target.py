@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.errors import ForerunError
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.after_pass import AfterPass
-from forerun.models.cuda.chunks import Found, chunks_of, fitting_rows, joined, rows_of
+from forerun.models.cuda.chunks import Found, beside_trees, chunks_of, joined, rows_of
 from forerun.models.cuda.graphs import Passes, Replays
 from forerun.models.cuda.grown import GrownBuffers, Place, plan_grown
 from forerun.models.cuda.network import Buffers, Model
@@ -32,7 +32,7 @@ from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
 from forerun.topology import chain_of
 from forerun.trees import TreeBatch, TreeForm
-from forerun.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict, first_rows
+from forerun.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -134,11 +134,7 @@ class CudaDecoder(SlotTarget):
             self._run(chunks_of(pieces), 0, found)
             behind = self._hidden(found)
         else:
-            nodes = trees.nodes if trees.form is None else trees.form.rows
-            if (
-                sum(map(len, fresh)) == prompts.rows
-            ):  # there may be more: fill a size that passes have, pad none
-                fresh = first_rows(fresh, fitting_rows(nodes, prompts.rows))
+            fresh = beside_trees(fresh, trees, prompts.rows)
             pieces = self._pieces(prompts.seqs, fresh)
             scores, behind = self._score(seqs, trees, layers, chunks_of(pieces))
         self._keep_pieces(pieces)
@@ -170,6 +166,7 @@ class CudaDecoder(SlotTarget):
                     raise
                 self._takes_grown = False
                 log.warning("trees on the device are read by the host, as their own pass failed: %r", error)
+        assert trees.follows is None, "the host does not know what they are behind"
         found, spans = Found(layers), list[Span]()
         tokens, shapes = trees.to_host()[0], trees.topology()
         for b, seq in enumerate(seqs):
