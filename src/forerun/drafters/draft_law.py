@@ -16,7 +16,6 @@ from forerun.models.native import head_library
 from forerun.noise import coupling_key, exponential
 from forerun.types import Seq
 
-
 SHARPER = 1.2  # under shared noise: a head's law is flatter than the target's, and agrees more often when it is less so
 
 
