@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.drafters import draft_law
-from forerun.drafters.draft_law import DraftLaw, KernelDraftLaw, likeliest
+from forerun.drafters.draft_law import SHARPER, DraftLaw, KernelDraftLaw, likeliest
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.noise import coupling_key, exponential
@@ -101,13 +101,13 @@ def test_shared_noise_is_that_of_the_position_and_of_the_targets_ids() -> None:
     for level in (0, 2):
         noise = exponential(noisy.seed, len(noisy.tokens) + level, 9, CPU)[VOCABULARY.ids].log()
         applied = DraftLaw([noisy], VOCABULARY, CPU).applied(logits, level)
-        torch.testing.assert_close(applied, logits - noise)
+        torch.testing.assert_close(applied, logits * SHARPER - noise)
 
 
 def test_kernels_get_the_same_as_factors_and_keys() -> None:
     hot, cold, noisy = seq(0.5), seq(), seq(1.0, shares_noise=True, seed=8)
     law = KernelDraftLaw([hot, cold, noisy])
-    assert law.scales([2, 1, 1]) == [2.0, 2.0, 1.0, 1.0]
+    assert law.scales([2, 1, 1]) == [2.0, 2.0, 1.0, SHARPER]
     assert law.is_noisy
     assert law.noise([2, 1, 3], 1) == ([coupling_key(8, 4)], [-1, -1, -1, 0, 0, 0])
     plain = KernelDraftLaw([cold, seq(1.0)])

@@ -70,7 +70,7 @@ def test_a_failure_anywhere_on_the_device_leaves_the_text_as_it_is(
         monkeypatch.setattr("forerun.drafters.eagle.cuda.drafter.make_net", _fail)
         assert on_device(tmp_path / "head", target, lambda: pytest.fail("not asked for")) is None
     elif place == "observe":
-        monkeypatch.setattr(drafter.draft.rows, "_copy", _fail)
+        monkeypatch.setattr(drafter.draft.rows, "append_decided", _fail)
     else:
         monkeypatch.setattr(target.grown, "decide", _fail)
     for name in ("none", "device", "device"):

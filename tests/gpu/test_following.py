@@ -139,8 +139,9 @@ def test_drafts_are_those_of_rounds_that_were_read(form: Form, monkeypatch: pyte
     assert sum(map(sum, found[0][1])) > 20, "something is accepted"
 
 
-def test_a_composition_follows_too_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, some = willing_target(), requests(10, 4)
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+def test_a_composition_follows_too_in_a_batch(heat: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, some = willing_target(), requests(10, 4, temperature=heat, seed=3)
     wanted, watched = plain_texts(target, some), Watched(monkeypatch)
     assert write(make(target, Forms([WIDE, CHAIN], 5), follows=True, lookup=True), some, 5)[0] == wanted
     assert watched.followed > 10

@@ -16,16 +16,18 @@ from forerun.models.native import head_library
 from forerun.noise import coupling_key, exponential
 from forerun.types import Seq
 
+SHARPER = 1.2  # under shared noise: a head's law is flatter than the target's, and agrees more often when it is less so
+
 
 class DraftLaw:
     """How the logits of one batch are read."""
 
     def __init__(self, seqs: Sequence[Seq], vocabulary: DraftVocabulary, device: torch.device) -> None:
         self.seqs, self.vocabulary, self.device = seqs, vocabulary, device
-        hot = [seq.params.temperature for seq in seqs]
+        factors = [factor_of(seq) for seq in seqs]
         self._cool: Tensor | None = None
-        if any(t not in (0.0, 1.0) for t in hot):
-            self._cool = torch.tensor([1.0 / t if t else 1.0 for t in hot], device=device)[:, None, None]
+        if any(factor != 1.0 for factor in factors):
+            self._cool = torch.tensor(factors, device=device)[:, None, None]
         self._noisy = [has_noise(seq) for seq in seqs]
 
     @property
@@ -63,13 +65,19 @@ def has_noise(seq: Seq) -> bool:
     return seq.shares_noise and not seq.params.is_greedy
 
 
+def factor_of(seq: Seq) -> float:
+    """What a head's logits are multiplied by."""
+    factor = 1.0 / seq.params.temperature if seq.params.temperature else 1.0
+    return factor * SHARPER if has_noise(seq) else factor
+
+
 class KernelDraftLaw:
     """The same for kernels that scale and add noise themselves: a factor for each row, and keys."""
 
     def __init__(self, seqs: Sequence[Seq]) -> None:
         self._seqs = seqs
-        hot = [seq.params.temperature for seq in seqs]
-        self._cool = [1.0 / t if t else 1.0 for t in hot] if any(t not in (0.0, 1.0) for t in hot) else None
+        factors = [factor_of(seq) for seq in seqs]
+        self._cool = factors if any(factor != 1.0 for factor in factors) else None
         self._noisy = [has_noise(seq) for seq in seqs]
 
     def scales(self, counts: Sequence[int]) -> list[float] | None:

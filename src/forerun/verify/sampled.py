@@ -25,7 +25,8 @@ from forerun.verify.base import Verifier
 from forerun.verify.block import BlockVerifier
 from forerun.verify.coupled import CoupledVerifier
 from forerun.verify.exact import ExactVerifier
-from forerun.verify.warp import adjusts, truncate
+from forerun.verify.truncation import truncate
+from forerun.verify.warp import adjusts
 
 MOST_TRUNCATIONS = 4  # different ones in a batch: each is computed for all rows
 GREEDY, COUPLED, DRAWN = range(3)  # how a sequence's tokens are found

@@ -16,6 +16,17 @@ _CLOSE = 4e-6  # masses nearer to the limit than this may round either way
 _CUT = -math.inf
 
 
+def truncate(log_weights: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """All that are set, one after the other."""
+    if top_k:
+        log_weights = keep_top_k(log_weights, top_k)
+    if top_p < 1.0:
+        log_weights = keep_top_p(log_weights, top_p)
+    if min_p > 0.0:
+        log_weights = keep_within_min_p(log_weights, min_p)
+    return log_weights
+
+
 def keep_top_k(log_weights: Tensor, k: int) -> Tensor:
     """The k likeliest, and whatever ties with the last of them."""
     kth = log_weights.topk(min(k, log_weights.shape[-1])).values[..., -1:]

@@ -21,7 +21,7 @@ from forerun.params import SamplingParams
 from forerun.sources import LawRules
 from forerun.types import Laws, Seq, TokenLogprob, TreeBatch
 from forerun.verify.processors import process_block
-from forerun.verify.truncation import keep_top_k, keep_top_p, keep_within_min_p
+from forerun.verify.truncation import truncate
 
 _BANNED = -math.inf
 NOTHING_LEFT = (
@@ -121,17 +121,6 @@ def _truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
     if temperature != 1.0:
         logits = logits / temperature
     return truncate(logits, top_k, top_p, min_p)
-
-
-def truncate(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Log-weights [N, V] without what is cut."""
-    if top_k:
-        logits = keep_top_k(logits, top_k)
-    if top_p < 1.0:
-        logits = keep_top_p(logits, top_p)
-    if min_p > 0.0:
-        logits = keep_within_min_p(logits, min_p)
-    return logits
 
 
 def is_plain_greedy(seq: Seq) -> bool:

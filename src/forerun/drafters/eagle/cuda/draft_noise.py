@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.drafters.draft_law import factor_of, has_noise
 from forerun.drafters.eagle.cuda.draft_plan import MOST
 from forerun.models.cuda.integers import SentInts
 from forerun.noise import device_uniforms, mixed_seed
@@ -27,9 +28,7 @@ Noised = Callable[[Tensor, int], Tensor]  # logits [B W, Vd] after nodes of a le
 
 def settings_of(seq: Seq) -> Settings | None:
     """None where no noise is shared."""
-    if not seq.shares_noise or seq.params.is_greedy:
-        return None
-    return mixed_seed(seq.seed), 1.0 / seq.params.temperature
+    return (mixed_seed(seq.seed), factor_of(seq)) if has_noise(seq) else None
 
 
 class DraftNoise:
