@@ -132,6 +132,25 @@ def test_the_gap_is_what_rounds_show() -> None:
     assert around.gap(8) == 0.0
 
 
+def test_the_first_round_of_a_text_tells_no_gap() -> None:
+    """Its head has a prompt to read, which takes long and is no reason to follow."""
+    simulation = FollowSimulation(SMALL, TREE, RECORDED, Host(8e-4), lambda text, at: 0.6)
+    seconds_of, seen = simulation._seconds, list[float]()
+
+    def seconds(by_head: bool, nodes: int, followed: bool) -> dict[str, float]:
+        first = len(simulation.seq.tokens) == simulation.seq.prompt_length
+        found = seconds_of(by_head, nodes, followed)
+        return {**found, "host": found["host"] + (5e-3 if first else 0.0)}
+
+    simulation._seconds = seconds  # type: ignore[method-assign]
+    for _ in range(300):
+        simulation._step()
+        (chooser,) = simulation.controller._choosers.values()
+        seen.append(chooser.around.gap(1))
+    assert simulation._text > 5
+    assert seen[-1] == pytest.approx(8e-4, rel=0.3)
+
+
 def test_few_rounds_follow_the_end_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would keep the next prompt waiting for a whole round."""
     short: list[Text] = [(prompt, answer[:20]) for prompt, answer in RECORDED]

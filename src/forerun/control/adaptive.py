@@ -208,7 +208,8 @@ class AdaptiveController:
         promise, chooser = decision.promise, decision.chooser
         if not nodes and promise.form.nodes:
             promise = promise._replace(form=PLAIN)  # the drafter was not ready
-        chooser.observe(promise, ids, accepted, batch, outcome.seconds, outcome.delayed, outcome.followed)
+        waited = outcome.delayed or (chooser.around.follows(promise.form, batch) and _starts(outcome))
+        chooser.observe(promise, ids, accepted, batch, outcome.seconds, waited, outcome.followed)
         chooser.note_delay(promise.form, outcome.delayed)
         taken = chooser.promise_of(promise.form, batch + nodes, batch, 0.0, len(ids)).seconds
         self.waiting.observe(decision.head, promise.form, taken, sum(accepted), batch)
@@ -222,6 +223,14 @@ class AdaptiveController:
 def chain_budget(depth: int) -> Budget:
     """A chain that was found, so long."""
     return Budget(depth, depth, source="free") if depth else NOTHING
+
+
+def _starts(outcome: Round) -> bool:
+    """Was it the first round of a text? Then its drafter has read a prompt, which other rounds need not."""
+    if outcome.followed:
+        return False
+    columns = zip(outcome.seqs, outcome.accepted, strict=True)
+    return any([len(seq.tokens) - seq.prompt_length <= count + 1 for seq, count in columns])  # noqa: C419
 
 
 def _by_menu(offers: Sequence[Offer]) -> list[tuple[Menu, list[int]]]:

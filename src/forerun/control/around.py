@@ -39,6 +39,10 @@ class Around:
         """Seconds that a round takes longer if the one before it is read first; 0 = that was not seen yet."""
         return self._gaps.get(batch.bit_length(), (0.0, 0))[0]
 
+    def follows(self, form: Form, batch: int) -> bool:
+        """Were there rounds of this form that followed?"""
+        return (form, batch.bit_length()) in self._follow
+
     def is_known(self, form: Form, batch: int) -> bool:
         return (form, batch.bit_length()) in self._seconds
 
