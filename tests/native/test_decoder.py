@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.errors import DamagedFile, InvalidInput
+from forerun.errors import DamagedFile, InvalidInput, ModelError
 from forerun.models import decoder as decoder_module
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
@@ -129,6 +129,37 @@ def test_logits_that_were_returned_are_never_written_again(checkpoint: Checkpoin
         copies.append(logits.clone())
     assert len({tuple(row.flatten().tolist()) for row in copies}) == 20
     assert all(map(torch.equal, returned, copies))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("mode", ["float32", "q8"])
+def test_the_first_of_equal_logits_is_found_whoever_computes_it(
+    tmp_path: Path, mode: Mode, threads: int
+) -> None:
+    """The LM head's rows repeat, so that every logit is there hundreds of times, in every worker's part."""
+    config, weights = save(make_reference("llama2"), tmp_path)
+    torch.manual_seed(4)
+    width, words = weights["model.embed_tokens.weight"].shape[1], 30_001
+    weights["model.embed_tokens.weight"] = torch.randn(words, width)
+    weights["lm_head.weight"] = torch.randn(7, width).repeat(words // 7 + 1, 1)[:words]
+    checkpoint = {**config, "vocab_size": words}, weights
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        target, seq = _native(checkpoint, mode), FakeSeq(0, _text(1, 5), max_length=LENGTH)
+        target.prefill([seq], Needs())
+        for turn in range(8):  # a worker may come late, and find nothing left to do
+            scores = target.score([seq], TreeBatch.chains([_text(turn, 9)]), Needs())
+            assert scores.greedy is not None
+            assert scores.greedy.argmax == scores.required_logits.numpy().argmax(-1).tolist()
+            assert 1 < len({*scores.greedy.argmax}) <= 7 > max(scores.greedy.argmax)
+        weights["lm_head.weight"][29_500] = torch.nan
+        damaged = _native(checkpoint)
+        damaged.prefill([seq], Needs())
+        with pytest.raises(ModelError, match="NaN"):
+            damaged.score([seq], TreeBatch.chains([_text(2, 9)]), Needs())
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_hidden_rows_are_tensors_over_one_block() -> None:

@@ -150,13 +150,8 @@ def adjusts(seq: Seq) -> bool:
 def _bans(seq: Seq) -> bool:
     """Can every token become impossible?"""
     params = seq.params
-    return bool(
-        params.bad_words
-        or params.min_tokens
-        or params.logit_bias
-        or params.processors
-        or seq.rules is not None
-    )
+    given = params.bad_words or params.min_tokens or params.logit_bias or params.processors
+    return bool(given) or seq.rules is not None
 
 
 def _impossible(log_weights: Tensor, rows: list[int], failures: Mapping[int, str]) -> dict[int, str]:

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUFFERS = 9, FR_ABI = 8 };
+enum { BUFFERS = 9, FR_ABI = 9 };
 
 typedef struct {
     float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores;
@@ -145,8 +145,8 @@ FR_API int fr_decode(const fr_decoder *m, const fr_pass *p) {
     if (p->normed || p->logits) {
         float *normed = p->normed ? p->normed : b.normed;
         fr_rms_norm(b.x, m->final_norm, m->eps, normed, p->nodes, m->width);
-        if (p->logits) fr_linear(&m->head, normed, p->logits, p->scored, b.quants);
-        if (p->logits && p->tops) fr_argmax_rows(p->logits, p->scored, m->vocab, p->tops);
+        if (p->logits && p->tops) fr_linear_tops(&m->head, normed, p->logits, p->scored, b.quants, p->tops);
+        else if (p->logits) fr_linear(&m->head, normed, p->logits, p->scored, b.quants);
     }
     free(block);
     return 0;

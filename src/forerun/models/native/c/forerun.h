@@ -188,6 +188,14 @@ typedef struct {
     float *totals;            /* [rows] or NULL: log of the sum of all exponentials */
 } fr_top;
 FR_API int fr_top_rows(const fr_top *top);
+/* The largest of the numbers that were seen, the first of equal ones, and the sum of all: none where one was NaN. */
+typedef struct {
+    float most, total;
+    int32_t at;
+} fr_best;
+#define FR_NO_BEST {-__builtin_inff(), 0.0f, INT32_MAX}
+void fr_note_best(const float *x, int64_t count, int64_t first, fr_best *best); /* x[0] is number `first` */
+int32_t fr_best_of(const fr_best *bests, int64_t count, int64_t stride);        /* -1 where they hold no numbers */
 FR_API void fr_argmax_rows(const float *x, int64_t rows, int64_t count, int32_t *out);
 FR_API void fr_log_noise(const int32_t *ids, int64_t count, uint32_t low, uint32_t high, float *out);
 

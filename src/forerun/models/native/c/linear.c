@@ -10,6 +10,7 @@ typedef struct {
     const fr_tile *tiles;
     float *y;
     int64_t rows, stride;
+    fr_best *bests; /* [threads, rows] or NULL */
 } linear_job;
 
 FR_INLINE int64_t panels_of(const fr_weight *w) { return (w->outputs + fr_width(w->kind) - 1) / fr_width(w->kind); }
@@ -33,8 +34,23 @@ static void run_panels(void *arg, int64_t begin, int64_t end, int worker) {
     }
 }
 
-void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void *scratch) {
-    linear_job job = {.weights = w, .x = x, .y = y, .rows = rows};
+/* Panels of one weight, some at a time, and the largest of what they gave. */
+static void run_panels_and_look(void *arg, int64_t begin, int64_t end, int worker) {
+    enum { LOOK = 32 };
+    const linear_job *job = arg;
+    const fr_weight *w = job->weights->part;
+    for (int64_t p = begin, to; p < end; p = to) {
+        to = p + LOOK < end ? p + LOOK : end;
+        run_panels(arg, p, to, worker);
+        int64_t first = p * fr_width(w->kind), last = to * fr_width(w->kind);
+        if (last > w->outputs) last = w->outputs;
+        for (int64_t r = 0; r < job->rows; r++)
+            fr_note_best(job->y + r * job->stride + first, last - first, first, job->bests + worker * job->rows + r);
+    }
+}
+
+static void run_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void *scratch, fr_best *bests) {
+    linear_job job = {.weights = w, .x = x, .y = y, .rows = rows, .bests = bests};
     int64_t panels = 0, inputs = w->part[0].inputs, packed = 0, least = 1; /* panels worth a turn: 16 outputs */
     for (int64_t i = 0; i < w->count; i++) {
         panels += panels_of(&w->part[i]);
@@ -47,7 +63,26 @@ void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void
         job.q = quants.groups, job.tiles = quants.tiles;
     }
     int64_t grain = panels / (fr_threads() * 4);
-    fr_parallel(run_panels, &job, panels, grain < least ? least : grain > 32 * least ? 32 * least : grain);
+    grain = grain < least ? least : grain > 32 * least ? 32 * least : grain;
+    fr_parallel(bests ? run_panels_and_look : run_panels, &job, panels, grain);
+}
+
+void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void *scratch) {
+    run_linear(w, x, y, rows, scratch, NULL);
+}
+
+void fr_linear_tops(const fr_weights *w, const float *x, float *y, int64_t rows, void *scratch, int32_t *tops) {
+    int64_t threads = fr_threads();
+    fr_best *bests = w->count == 1 ? malloc((size_t)(threads * rows) * sizeof(fr_best)) : NULL;
+    for (int64_t i = 0; bests && i < threads * rows; i++) bests[i] = (fr_best)FR_NO_BEST;
+    run_linear(w, x, y, rows, scratch, bests);
+    for (int64_t r = 0; bests && r < rows; r++) tops[r] = fr_best_of(bests + r, threads, rows);
+    if (!bests) {
+        int64_t outputs = 0;
+        for (int64_t i = 0; i < w->count; i++) outputs += w->part[i].outputs;
+        fr_argmax_rows(y, rows, outputs, tops);
+    }
+    free(bests);
 }
 
 typedef struct {

@@ -133,6 +133,8 @@ fr_quants fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, void *s
 
 /* y[rows, sum of outputs] = x[rows, inputs] W^T + bias; scratch holds fr_quants_bytes(rows, inputs). */
 void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void *scratch);
+/* The same, and where each row of y is largest, as fr_argmax_rows says it: found while y is still in the first cache. */
+void fr_linear_tops(const fr_weights *w, const float *x, float *y, int64_t rows, void *scratch, int32_t *tops);
 
 /* Rows first .. first + rows, which one expert's weights multiply. */
 typedef struct {

@@ -225,26 +225,38 @@ static float total_of(const float *x, int64_t count) {
     return total;
 }
 
-/* Chunk by chunk: a row is longer than the first cache, and each of its chunks is walked twice. */
-static int64_t first_most(const float *x, int64_t count) {
-    float most = -INFINITY, total = 0;
+void fr_note_best(const float *x, int64_t count, int64_t first, fr_best *best) {
+    float most = most_of(x, count);
+    best->total += total_of(x, count);
+    if (!(most > best->most || (most == best->most && first < best->at))) return;
+    const f32x4 wanted = all4(most);
     int64_t i = 0;
-    for (int64_t first = 0; first < count; first += CHUNK) {
-        int64_t here = count - first < CHUNK ? count - first : CHUNK;
-        float found = most_of(x + first, here);
-        total += total_of(x + first, here);
-        if (found > most) most = found, i = first;
-    }
-    if (total != total) return -1;
-    while (i + 8 <= count && !any((load4(x + i) == all4(most)) | (load4(x + i + 4) == all4(most)))) i += 8;
-    while (x[i] != most) i++;
-    return i;
+    while (i + 8 <= count && !any((load4(x + i) == wanted) | (load4(x + i + 4) == wanted))) i += 8;
+    while (i < count && x[i] != most) i++; /* in a chunk with NaN it may be nowhere */
+    best->most = most, best->at = (int32_t)(first + i);
 }
 
+int32_t fr_best_of(const fr_best *bests, int64_t count, int64_t stride) {
+    fr_best all = FR_NO_BEST;
+    for (const fr_best *one = bests; one < bests + count * stride; one += stride) {
+        all.total += one->total;
+        if (one->most > all.most || (one->most == all.most && one->at < all.at)) all.most = one->most, all.at = one->at;
+    }
+    return all.total == all.total ? all.at : -1;
+}
+
+/* Chunk by chunk: a row is longer than the first cache, and each of its chunks is walked twice. */
 static void find_most(void *arg, int64_t begin, int64_t end, int worker) {
     (void)worker;
     const argmax_job *job = arg;
-    for (int64_t r = begin; r < end; r++) job->out[r] = (int32_t)first_most(job->x + r * job->count, job->count);
+    for (int64_t r = begin; r < end; r++) {
+        fr_best best = FR_NO_BEST;
+        for (int64_t first = 0; first < job->count; first += CHUNK) {
+            int64_t here = job->count - first < CHUNK ? job->count - first : CHUNK;
+            fr_note_best(job->x + r * job->count + first, here, first, &best);
+        }
+        job->out[r] = fr_best_of(&best, 1, 1);
+    }
 }
 
 /* Where each row is largest, the first on a tie; -1 where it holds NaN or both infinities. */
