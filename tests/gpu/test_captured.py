@@ -1,0 +1,68 @@
+"""Rounds under graphs that are captured while texts are written, emulated: whatever was done first is done again.
+
+A graph does what was done when it was captured, on the same memory: values of Python that its name leaves out stay as
+they were. Here work is recorded by name and done again instead, on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from forerun.engine.engine import Engine
+from forerun.models.cuda import graphs
+from forerun.models.cuda.target import CudaDecoder
+from forerun.offers import Form
+from forerun.types import Request
+from tests.gpu.test_following import (
+    CHAIN,
+    TREE,
+    WIDE,
+    Forms,
+    Watched,
+    make,
+    plain_texts,
+    requests,
+    sampled,
+    willing_target,
+    write,
+)
+
+
+@dataclass
+class Recorded:
+    """In place of a graph."""
+
+    replay: Callable[[], None]
+
+
+def record(work: Callable[[], None], device: object, pool: object) -> Recorded:
+    """In place of `graphs.capture`: the work is done once on the way."""
+    work()
+    return Recorded(work)
+
+
+def captures(target: CudaDecoder, engine: Engine) -> Engine:
+    """The same engine, whose passes, drafts and small pieces of work are captured as on a GPU."""
+    drafter: Any = engine.drafters.get("device")
+    target.passes.capture = target.after.replays.capture = drafter.draft.replays.capture = True
+    return engine
+
+
+@pytest.mark.parametrize("forms", [[CHAIN], [WIDE], [CHAIN, TREE, WIDE, None]])
+@pytest.mark.parametrize("verifier", [None, "coupled", "exact"])
+def test_texts_stay_where_graphs_are_captured_on_the_way(
+    verifier: str | None, forms: Sequence[Form | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pass of a form is captured in a round that follows an unread one, too: it must be run once there."""
+    some: list[Request] = requests(9, 3) if verifier is None else sampled(9, 3, verifier)
+    wanted = plain_texts(willing_target(), some)
+    monkeypatch.setattr(graphs, "capture", record)
+    target, watched = willing_target(), Watched(monkeypatch)
+    engine = captures(target, make(target, Forms(forms, 6), follows=True))
+    assert write(engine, some, 5)[0] == wanted
+    assert watched.followed > 20
+    assert target.passes.captured_grown > 1
