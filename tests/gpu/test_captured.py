@@ -52,17 +52,28 @@ def captures(target: CudaDecoder, engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("forms", [[CHAIN], [WIDE], [CHAIN, TREE, WIDE, None]])
-@pytest.mark.parametrize("verifier", [None, "coupled", "exact"])
+@pytest.mark.parametrize(
+    ("verifier", "draw", "forms"),
+    [
+        (None, 6, [TREE]),
+        (None, 3, [CHAIN, TREE, WIDE, None]),
+        ("coupled", 3, [CHAIN]),
+        ("coupled", 3, [WIDE]),
+        ("exact", 6, [CHAIN, TREE, WIDE, None]),
+    ],
+)
 def test_texts_stay_where_graphs_are_captured_on_the_way(
-    verifier: str | None, forms: Sequence[Form | None], monkeypatch: pytest.MonkeyPatch
+    verifier: str | None, draw: int, forms: Sequence[Form | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pass of a form is captured in a round that follows an unread one, too: it must be run once there."""
-    some: list[Request] = requests(9, 3) if verifier is None else sampled(9, 3, verifier)
+    """The pass of a form is captured in a round that follows an unread one, too: it must be run once there.
+
+    All of these but the second failed where it was run twice.
+    """
+    some: list[Request] = requests(9, draw) if verifier is None else sampled(9, draw, verifier)
     wanted = plain_texts(willing_target(), some)
     monkeypatch.setattr(graphs, "capture", record)
     target, watched = willing_target(), Watched(monkeypatch)
     engine = captures(target, make(target, Forms(forms, 6), follows=True))
     assert write(engine, some, 5)[0] == wanted
-    assert watched.followed > 20
-    assert target.passes.captured_grown > 1
+    assert watched.followed > 10
+    assert target.passes.captured_grown > 0
