@@ -147,6 +147,20 @@ def test_top_p_keeps_what_a_full_sort_keeps(top_p: float, spread: float) -> None
         assert torch.equal(keep_top_p(rows[part], top_p), wanted[part])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [200, 6000])
+def test_top_p_of_a_row_does_not_depend_on_its_company(vocabulary: int) -> None:
+    """In single precision some rows of a few thousand are cut one token further in company than alone."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    generator = torch.Generator("cuda").manual_seed(7)
+    rows = torch.randn(3000, vocabulary, generator=generator, device="cuda") * 0.3
+    together = keep_top_p(rows, 0.9)
+    for first in range(0, 3000, 4):
+        some = slice(first, first + 4)
+        assert torch.equal(keep_top_p(rows[some], 0.9), together[some])
+
+
 def test_top_p_does_not_sort_where_it_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(log_weights: Tensor, top_p: float) -> Tensor:
         raise AssertionError("sorted")
