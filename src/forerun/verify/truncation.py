@@ -62,7 +62,7 @@ def _keep_row(log_weights: Tensor, probs: Tensor, top_p: float, floor: float) ->
 def _keep_top_p_by_sorting(log_weights: Tensor, top_p: float) -> Tensor:
     """The definition: least likely first, cut while the mass so far is at most 1 - top_p."""
     on_gpu = log_weights.device.type != "cpu"
-    values, order = log_weights.sort(-1, stable=on_gpu)
+    values, order = log_weights.sort(dim=-1, stable=on_gpu)
     masses = values.softmax(-1)
     if on_gpu:  # in how many parts it adds a row up depends on the number of rows
         masses = masses.double()
