@@ -1,6 +1,6 @@
 #!/bin/sh
 # What needs a GPU, in two commands of about two minutes each (mostly compiling, the first time).
-#   sh tests/gpu/check.sh tests OUT                 the GPU tests in seven processes; the end of each log is printed
+#   sh tests/gpu/check.sh tests OUT                 the GPU tests in twelve processes; the end of each log is printed
 #   sh tests/gpu/check.sh bench OUT [arguments]     a short benchmark; arguments go to forerun.bench.gpu
 #   sh tests/gpu/check.sh serve OUT [arguments]     a server of an 8B shape under load, about three minutes; arguments go
 #                                                   to forerun.bench.serve. Where the machine has no web framework, put
@@ -26,8 +26,12 @@ if [ "$what" = tests ]; then
     check plain tests/gpu/test_plain_rounds.py tests/gpu/test_mixed.py -m gpu &
     check bits tests/gpu/test_bits.py -k "smollm2 or large" &
     check block tests/gpu/test_block.py -m gpu &
+    check following tests/gpu/test_following.py tests/gpu/test_captured.py tests/gpu/test_hybrid_following.py -m gpu &
+    check kernels tests/gpu/test_draft_kernels.py tests/gpu/test_attention.py tests/gpu/test_draft_batch.py -m gpu &
+    check experts tests/gpu/test_moe.py -m gpu &
+    check sampled tests/verify/test_sampled.py tests/verify/test_warp.py -m gpu &
     wait
-    for name in grown draft captured packed models plain bits block; do
+    for name in grown draft captured packed models plain bits block following kernels experts sampled; do
         echo "== $name"
         tail -n 16 "$out/$name.log"
     done
@@ -39,8 +43,8 @@ if [ "$what" = serve ]; then
         "$python" -m pip install -q --no-index --no-deps --target "$site" .carry/wheels/*.whl || exit 1
         export PYTHONPATH=src:$site
     fi
-    "$python" -m forerun.bench.serve --shape 8b --loads= --clients 1,8,32,64 --modes off,adaptive --requests 64 \
-        --max-tokens 96 --repeats 3 --json "$out/serve.json" --plot "$out/serve.png" "$@" >"$out/serve.log" 2>&1
+    "$python" -m forerun.bench.serve --shape 8b --loads= --clients 1,8,32,64 --modes off,adaptive --requests 192 \
+        --max-tokens 96 --repeats 2 --json "$out/serve.json" --plot "$out/serve.png" "$@" >"$out/serve.log" 2>&1
     echo "serve: exit $?"
     grep -v '^{' "$out/serve.log" | tail -n 60
     exit

@@ -3,9 +3,7 @@
 Runs on a GPU, or on a CPU in Triton's interpreter: TRITON_INTERPRET=1 python -m pytest tests/gpu/test_attention.py
 """
 
-import importlib.util
 import math
-import os
 import random
 
 import pytest
@@ -17,17 +15,9 @@ from forerun.models.cuda.plan import MAX_ROWS, Plan, Size, Span, plan_pass, prog
 from forerun.models.paged import slots_of
 from forerun.testing import random_tree
 from forerun.topology import topology_of
+from tests.gpu.tiny import where_kernels_run
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 HEADS, KV_HEADS, DIM, PAGE, SLOTS = 8, 2, 32, 64, 2048
-
-
-def _where() -> torch.device:
-    if INTERPRETED:
-        return torch.device("cpu")
-    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
-        pytest.skip("needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1)")
-    return torch.device("cuda")
 
 
 def test_few_groups_have_a_program_for_every_split_and_many_have_four() -> None:
@@ -38,15 +28,16 @@ def test_few_groups_have_a_program_for_every_split_and_many_have_four() -> None:
     assert programs_for(Size(4, 512, 1), 8, 132) == 1  # never more than there are splits
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 150])
 def test_what_is_found_does_not_depend_on_the_number_of_programs(window: int) -> None:
-    device, rng = _where(), random.Random(3)
+    device, rng = where_kernels_run(), random.Random(3)
     spans = [
         _span(rng, length, nodes, first) for length, nodes, first in ((430, 13, 1), (100, 1, 9), (63, 5, 12))
     ]
     plan = plan_pass(spans, 64 // (HEADS // KV_HEADS))
     torch.manual_seed(0)
-    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     queries = torch.randn(MAX_ROWS, HEADS, DIM, device=device).to(dtype)
     kv = torch.randn(2, KV_HEADS, SLOTS, DIM, device=device).to(dtype)
     alone = _attend(plan, queries, kv, window, programs=plan.size.splits)
