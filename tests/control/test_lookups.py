@@ -16,7 +16,7 @@ from forerun.drafters.base import LookupDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.suffix.drafter import SuffixDrafter
 from forerun.testing.lookup_simulator import H200, HostSeconds, LookupSimulation, Text
-from tests.control import record_texts
+from tests.control.lookup_texts import COPYING, RECORDED, TEXTS
 
 LEAST = 0.985  # of plain decoding, over any 200 rounds
 HOST = HostSeconds()
@@ -24,19 +24,6 @@ SLOW = HostSeconds(
     drafted_round=1e-3, drafted_sequence=13e-5, look_up=6e-5, token=5e-7
 )  # 5 ms more at batch 32
 SUFFIX = HostSeconds(look_up=2e-4, token=6e-6)  # an automaton that grows token by token
-
-RECORDED: list[Text] = [*record_texts.read()]
-COPYING: list[Text] = [([*prompt, *answer], answer) for prompt, answer in record_texts.read()]
-
-
-def random_texts(alphabet: int) -> list[Text]:
-    """Nothing in them follows from anything; with few letters there are matches all the same, and most are wrong."""
-    rng = random.Random(alphabet)
-    draw = lambda count: [rng.randrange(alphabet) for _ in range(count)]  # noqa: E731
-    return [(draw(200), draw(96)) for _ in range(16)]
-
-
-TEXTS = {"recorded": RECORDED, "no matches": random_texts(60000), "wrong matches": random_texts(40)}
 
 
 def simulate(texts: list[Text], batch: int, host: HostSeconds = HOST, **settings: bool) -> LookupSimulation:

@@ -14,24 +14,12 @@ from forerun.offers import Form
 from forerun.testing.follow_simulator import FollowHistory, FollowSimulation, Host
 from forerun.testing.lookup_simulator import Text
 from forerun.testing.menu_simulator import SimulatedMenu
-from tests.control import record_texts
+from tests.control.lookup_texts import COPYING, RECORDED, TEXTS, random_texts
 from tests.control.test_forms import FORMS
 
 SMALL = CostModel({1: 1.56e-3, 16: 1.8e-3, 32: 1.9e-3, 64: 2.4e-3, 128: 3.2e-3})  # 1.5B on an H200
 LARGE = CostModel({1: 4.4e-3, 32: 4.9e-3, 64: 5.3e-3, 128: 7.2e-3})  # 8B
 TREE = SimulatedMenu(FORMS[-2:-1], 1.3e-4)  # one form, so that luck in choosing forms is no part of it
-
-RECORDED: list[Text] = [*record_texts.read()]
-COPYING: list[Text] = [([*prompt, *answer], answer) for prompt, answer in record_texts.read()]
-
-
-def random_texts(alphabet: int) -> list[Text]:
-    rng = random.Random(alphabet)
-    draw = lambda count: [rng.randrange(alphabet) for _ in range(count)]  # noqa: E731
-    return [(draw(200), draw(96)) for _ in range(16)]
-
-
-TEXTS = {"recorded": RECORDED, "no matches": random_texts(60000), "wrong matches": random_texts(40)}
 
 
 def run(

@@ -15,21 +15,9 @@ from forerun.types import Greedy, Laws, TreeBatch, Verdict
 from forerun.verify.exact import ExactVerifier
 from forerun.verify.greedy import device_walk, greedy_verdict, walk_argmax, walk_by_torch
 from forerun.verify.typical import TypicalVerifier
+from tests.verify.trees import make_tree
 
 VOCAB = 6  # small: argmax and nodes often agree
-
-
-def _tree(rng: random.Random, nodes: int, depth: int) -> tuple[list[int], list[int]]:
-    """Siblings are distinct, as drafters promise."""
-    tokens, parents, depths = [rng.randrange(VOCAB)], [-1], [0]
-    while len(tokens) < nodes:
-        parent, token = rng.randrange(len(tokens)), rng.randrange(VOCAB)
-        taken = {tokens[i] for i in range(len(tokens)) if parents[i] == parent}
-        if depths[parent] < depth and token not in taken:
-            tokens.append(token)
-            parents.append(parent)
-            depths.append(depths[parent] + 1)
-    return tokens, parents
 
 
 def _slow_walk(tokens: list[int], parents: list[int], argmax: list[int]) -> tuple[list[int], int]:
@@ -49,7 +37,7 @@ def test_all_forms_of_the_rule_agree_with_trying_every_path(seed: int, device: s
         pytest.skip("no CUDA device")
     rng = random.Random(seed)
     count, nodes, depth = rng.randint(1, 4), rng.randint(1, 24), rng.randint(3, 6)
-    trees = [_tree(rng, nodes, depth) for _ in range(count)]
+    trees = [make_tree(rng, nodes, depth, VOCAB) for _ in range(count)]
     argmax = [[rng.randrange(VOCAB) for _ in range(nodes)] for _ in trees]
     wanted = [_slow_walk(*tree, said) for tree, said in zip(trees, argmax, strict=True)]
     for (tokens, parents), said, right in zip(trees, argmax, wanted, strict=True):
@@ -69,7 +57,7 @@ def test_long_paths_are_among_those_tried() -> None:
     lengths = []
     for seed in range(200):
         rng = random.Random(seed)
-        tokens, parents = _tree(rng, 24, 6)
+        tokens, parents = make_tree(rng, 24, 6, VOCAB)
         lengths.append(len(_slow_walk(tokens, parents, [rng.randrange(VOCAB) for _ in tokens])[0]))
     assert sum(length >= 2 for length in lengths) > 20
 

@@ -37,6 +37,7 @@ from forerun.verify.greedy import walk_by_torch
 from forerun.verify.sampled import AT_ONCE, Kinds, SampledTokens, decides_alike, kinds_of
 from forerun.verify.typical import TypicalVerifier
 from forerun.verify.warp import warp
+from tests.verify.trees import make_tree
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu])]
 SEEDS = [0, 1, 77, 2**31, 2**63 - 1, 2**64 - 1, 2**70 + 5, -3]
@@ -98,19 +99,6 @@ def test_numbers_of_other_seeds_positions_and_purposes_differ() -> None:
         len({*keys.flatten().tolist(), *device_keys(seeds, torch.arange(50), ACCEPT).flatten().tolist()})
         == 5000
     )
-
-
-def make_tree(rng: random.Random, nodes: int, depth: int, vocab: int) -> tuple[list[int], list[int]]:
-    """Siblings are distinct, as drafters promise."""
-    tokens, parents, depths = [rng.randrange(vocab)], [-1], [0]
-    while len(tokens) < nodes:
-        parent, token = rng.randrange(len(tokens)), rng.randrange(vocab)
-        taken = {tokens[i] for i in range(len(tokens)) if parents[i] == parent}
-        if depths[parent] < depth and token not in taken:
-            tokens.append(token)
-            parents.append(parent)
-            depths.append(depths[parent] + 1)
-    return tokens, parents
 
 
 def make_round(
