@@ -416,3 +416,22 @@ def test_prompts_that_do_not_fit_beside_trees_wait_for_the_next_pass(
     watched = Watched(monkeypatch)
     assert texts(make(target, Forms([CHAIN], 9), follows=True)) == wanted
     assert watched.followed > 5
+
+
+def test_trees_too_large_to_lie_behind_each_other_are_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And others follow afterwards: such a tree, which any request may ask for, is no failure."""
+    target, rng = willing_target(), random.Random(4)
+    target.model.head[1] = 0.0  # texts go on
+    prompts = [[rng.randrange(2, VOCAB) for _ in range(9)] for _ in range(2)]
+    params, watched = SamplingParams(max_tokens=12), Watched(monkeypatch)
+    large, small = (
+        [Request(one, params, drafter="device", budget=budget) for one in prompts]
+        for budget in (Budget(254, 4, 10), Budget(8, 3, 3))
+    )
+    wanted = plain_texts(target, small)
+    engine = make(target, Forms([TREE], 9), follows=True, batch=2)
+    assert write_through(engine, large) == wanted
+    assert engine.follows_unread
+    before = watched.followed
+    assert write_through(engine, small) == wanted
+    assert watched.followed > before + 3

@@ -21,6 +21,7 @@ class HeadSwap:
 
     def __call__(self, engine: Engine) -> None:
         try:
+            engine.settle()  # the new head's graphs are captured by passes in the same buffers
             engine.drafters.swap_head(str(self.folder), [*engine.running, *engine.reading])
         except Exception as error:
             self.error = error

@@ -38,11 +38,13 @@ def check_request(
 
 
 def new_sequence(engine: Engine, request: Request, seq_id: int) -> SequenceState:
-    """The sequence of a request, if the engine can serve it; nothing is changed."""
+    """The sequence of a request, if the engine can serve it; a drafter that it is the first to ask for is built."""
     source = engine.target.source_rules
     check_request(request, engine.target.vocab_size, engine.max_length, engine.tokenizer is not None, source)
     start = request.prompt if source is None else (source.start,)
     params, drafter = request.params, request.drafter or engine.default_drafter
+    if not engine.drafters.has(drafter):
+        engine.settle()  # graphs of a drafter are captured by passes in the same buffers: no other is under way
     engine.drafters.get(drafter)  # an unknown or unloadable one is the caller's error, now
     verifier = request.verifier or engine.default_verifier
     if (

@@ -72,6 +72,10 @@ class DrafterPool:
             str, set[int]
         ] = {}  # drafters with a former head, and the sequences that have them
 
+    def has(self, name: str) -> bool:
+        """Is it made?"""
+        return name in self._made
+
     def get(self, name: str) -> Drafter:
         if name not in self._made:
             self._made[name] = self._make(name, self._head) if self._head is not None else self._make(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -102,21 +103,21 @@ def _rotate(pairs: Tensor, rotations: Tensor) -> Tensor:
 
 def _slots_seen(run: Run, window: int) -> tuple[Tensor, Tensor]:
     """[rows, P] the slot of every position of a row, and whether it is seen; from the groups, as the kernel."""
-    positions = run.positions.tolist()
-    longest = max(positions) + 1
-    table = torch.zeros(run.size.rows, longest, dtype=torch.long)
-    seen = torch.zeros(run.size.rows, longest, dtype=torch.bool)
-    ints = run.ints.cpu()
+    ints, positions = run.ints.cpu().numpy(), run.positions.cpu().numpy()
+    longest = int(positions.max()) + 1
+    table = np.zeros((run.size.rows, longest), dtype=np.int64)
+    seen = np.zeros((run.size.rows, longest), dtype=np.bool_)
     for low, high, first, count, base, length, ancestors, pages in run.groups.tolist():
-        for row in range(first, first + count if high > low else first):
-            end = min(split_start(high), positions[row] + 1)
-            at = torch.arange(split_start(low), max(end, split_start(low)))
-            behind = (at - length).clamp(min=0)
-            written = torch.where(at < length, at, length + ints[ancestors + behind])
-            table[row, at] = (
-                ints[pages + written // PAGE].long() * PAGE + written % PAGE if pages else base + written
-            )
-            seen[row, at] = at > positions[row] - window if window else torch.ones_like(at, dtype=torch.bool)
-    nothing = ~seen.any(-1)
-    seen[nothing, 0] = True  # padding rows: something finite that is never read
-    return table.to(run.ints.device), seen.to(run.ints.device)
+        own, start = positions[first : first + count, None], split_start(low)
+        end = min(split_start(high), int(own.max(initial=-1)) + 1)
+        if end <= start:
+            continue
+        at = np.arange(start, end)
+        written = np.where(at < length, at, length + ints[ancestors + np.maximum(at - length, 0)])
+        slots = ints[pages + written // PAGE] * PAGE + written % PAGE if pages else base + written
+        part, there = np.s_[first : first + count, start:end], at <= own
+        table[part] = np.where(there, slots, table[part])
+        seen[part] |= there & (at > own - window) if window else there
+    seen[~seen.any(-1), 0] = True  # padding rows: something finite that is never read
+    device = run.ints.device
+    return torch.from_numpy(table).to(device), torch.from_numpy(seen).to(device)

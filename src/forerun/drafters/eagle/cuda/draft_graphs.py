@@ -146,6 +146,8 @@ class DeviceDraft:
         last, grown = self._last, trees.form
         if last is None or grown is None or last.trees != grown or grown.depth >= STEPS:
             return None
+        if grown.nodes + grown.depth + 1 > TREE_MARGIN:
+            return None  # no room for such trees behind each other
         form, known = last.shape, [(seq, self.rows.get(self._state(seq)), tree) for seq, tree in going]
         if len(going) > MOST or not self.knows(form, len(going)):
             return None
