@@ -118,6 +118,31 @@ static int check_head(int joins_token) {
     return wrong;
 }
 
+/* A whole draft: rows in their slots, a tree whose parents come first, no more nodes than asked for; none where they are dear. */
+static int check_draft(double each) {
+    enum { NODES = 7, DEPTH = 4, WIDE = 3, FRESH = 2 };
+    fr_head h = new_head(0);
+    float *features = floats(FRESH * h.features), *turns = floats(SLOTS * DIM), *kv = floats(2 * KV * SLOTS * DIM);
+    float *out = floats(FRESH * WIDTH), *logits = floats((int64_t)WIDE * VOCAB);
+    int64_t tokens[FRESH] = {5, 9}, tree[2 * NODES], wrong = 0;
+    double price[NODES + 1];
+    const float *parts[FRESH * PARTS];
+    for (int i = 0; i < FRESH * PARTS; i++) parts[i] = features + i * WIDTH;
+    for (int i = 0; i <= NODES; i++) price[i] = 1.0 + each * i;
+    fr_head_pass like = {.cosines = turns, .sines = turns + SLOTS * DIM / 2, .keys = kv, .values = kv + KV * SLOTS * DIM,
+                         .head_stride = SLOTS * DIM};
+    fr_draft d = {.fresh = FRESH, .tokens = tokens, .features = parts, .out = out, .nodes = NODES, .depth = DEPTH, .width = WIDE,
+                  .frontier = WIDE, .branch = WIDE, .price = price, .prices = NODES + 1, .power = 0.1, .vocabulary = VOCAB,
+                  .logits = logits, .tree = tree, .scale = 0.5f};
+    wrong |= fr_head_draft(&h, &like, &d);
+    wrong |= each > 1.0 ? d.count != 0 || d.levels != 1 : d.count != NODES || d.levels < 2 || !(d.expected > 0.0);
+    for (int64_t i = 0; i < d.count; i++) wrong |= tree[i] < 0 || tree[i] >= VOCAB || tree[NODES + i] < 0 || tree[NODES + i] > i;
+    void *all[] = {features, turns, kv, out, logits};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+    free_head(&h);
+    return wrong != 0;
+}
+
 /* Short rows, equal numbers, impossible ones, and the noise of ids that are no multiple of four. */
 static int check_edges(void) {
     float x[] = {1, 3, 3, 2, -INFINITY, 3, 0}, values[7], totals[1], noise[7], scale[] = {0.5f};
@@ -139,7 +164,7 @@ int check_heads(void) {
     int wrong = 0;
     for (int threads = 1; threads <= 3; threads += 2) {
         fr_set_threads(threads);
-        wrong |= check_head(0) | check_head(1) << 1 | check_edges() << 2;
+        wrong |= check_head(0) | check_head(1) << 1 | check_edges() << 2 | check_draft(0.0) << 3 | check_draft(9.0) << 4;
     }
     return wrong;
 }

@@ -91,16 +91,17 @@ def test_trees_and_hidden_rows_equal_torch(checkpoint: Checkpoint, layers: tuple
 
 
 @pytest.mark.parametrize("mode", ["float32", "q8"])
-def test_the_short_way_of_one_chain_is_the_long_way(checkpoint: Checkpoint, mode: Mode) -> None:
-    """One text in turn with another: chains that grow and shrink, over the end of a page, with and without layers."""
+def test_the_short_way_of_one_tree_is_the_long_way(checkpoint: Checkpoint, mode: Mode) -> None:
+    """One text in turn with another: trees that grow and shrink, over the end of a page, with and without layers."""
+    shapes = (-1,), (-1,), (-1, 0, 1), (-1, 0, 0), (-1,), (-1, 0, 1, 2, 3), (-1, 0, 0, 1, 1, 2, 5)
     target, longer, rng = _native(checkpoint, mode), _native(checkpoint, mode), random.Random(5)
     seqs = [FakeSeq(b, _text(b, 58 + b), max_length=120) for b in range(2)]
     for one in (target, longer):
         one.prefill(seqs, Needs((0, 2, 3)))
-    for turn in range(24):
-        seq, nodes = seqs[turn // 4 % 2], (1, 1, 3, 1, 5)[turn % 5]
-        chain = [seq.tokens[-1], *_text(turn, nodes - 1)]
-        trees, needs = TreeBatch.chains([chain]), Needs(((), (0, 2), (0, 2, 3))[turn % 3])
+    for turn in range(28):
+        seq, parents = seqs[turn // 4 % 2], shapes[turn % 7]
+        tokens = [seq.tokens[-1], *_text(turn, len(parents) - 1)]
+        trees, needs = TreeBatch.trees([(tokens, parents)]), Needs(((), (0, 2), (0, 2, 3))[turn % 3])
         got, wanted = target.score([seq], trees, needs), Decoder.score(longer, [seq], trees, needs)
         assert got.logits is not None
         assert wanted.logits is not None
@@ -109,12 +110,12 @@ def test_the_short_way_of_one_chain_is_the_long_way(checkpoint: Checkpoint, mode
         assert {layer: got.hidden[layer].tolist() for layer in got.hidden} == {
             layer: wanted.hidden[layer].tolist() for layer in wanted.hidden
         }
-        kept = rng.randrange(nodes)
-        verdict = Verdict.of([range(1, kept + 1)], [7], "cpu")
+        path = trees.topology()[0].paths[rng.randrange(len(parents))][1:]
+        verdict = Verdict.of([path], [7], "cpu")
         for one in (target, longer):
             one.commit([seq], trees, verdict)
             assert one.kv.extent(seq.id).layers == target.kv.extent(seq.id).layers
-        seq.tokens += [*chain[1 : kept + 1], 7]
+        seq.tokens += [*(tokens[node] for node in path), 7]
     assert torch.equal(target.kv.data[:, :, :, : 2 * 58], longer.kv.data[:, :, :, : 2 * 58])
 
 

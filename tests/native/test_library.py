@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.queues import Queue
 from pathlib import Path
+from time import process_time, sleep
 
 import pytest
 import torch
@@ -113,6 +114,24 @@ def test_two_callers_at_once() -> None:
     with ThreadPoolExecutor(4) as callers:
         results = list(callers.map(lambda _: apply(packed, x), range(200)))
     assert all(torch.equal(result, wanted) for result in results)
+
+
+@needs_native
+def test_idle_workers_sleep() -> None:
+    """A worker watches for the next job a moment after the last one; whatever comes later finds it asleep."""
+    packed, x = _work()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        wanted = apply(packed, x)
+        sleep(0.1)
+        spent = process_time()
+        sleep(0.5)
+        spent = process_time() - spent
+        assert torch.equal(apply(packed, x), wanted)  # and wakes
+    finally:
+        torch.set_num_threads(before)
+    assert spent < 0.1  # CPU seconds: one that goes on watching uses its share of a core
 
 
 def _in_child(answers: "Queue[bool]", packed: PackedWeight, x: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -72,8 +72,12 @@ class Meter:
         return perf_counter() - self._started
 
     def stop(self, levels: int) -> None:
+        self.note(self.elapsed(), levels)
+
+    def note(self, seconds: float, levels: int) -> None:
+        """So many levels took so long together."""
         if levels:
-            spent, self._drafts = self.elapsed() / levels, self._drafts + 1
+            spent, self._drafts = seconds / levels, self._drafts + 1
             if self._drafts <= 2:
                 self.seconds = spent if self._drafts == 2 else 0.1 * spent
             else:

@@ -18,7 +18,7 @@ from typing import Any
 from forerun.bench.machine import load_average, machine_facts
 from forerun.errors import InvalidInput
 
-NATIVE = ("fr_decode", "fr_head_run", "fr_head_rank")  # calls of rounds
+NATIVE = ("fr_decode", "fr_head_draft", "fr_head_run", "fr_head_rank")  # calls of rounds
 QUESTIONS = (
     "Write a short story about a lighthouse keeper who finds a message in a bottle.",
     "Repeat this list twice: apples, pears, plums, apples, pears, plums. Then explain photosynthesis.",

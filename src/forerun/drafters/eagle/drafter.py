@@ -22,8 +22,10 @@ from forerun.drafters.eagle.head import EagleHead
 from forerun.drafters.eagle.native_head import NativeHead
 from forerun.drafters.eagle.native_runner import NativeRunner
 from forerun.drafters.eagle.torch_runner import TorchRunner
+from forerun.drafters.eagle.whole_draft import WholeDraft
 from forerun.drafters.head_drafter import (
     UNMEASURED,
+    Calibration,
     Meter,
     ObservedRows,
     head_dtype,
@@ -52,6 +54,12 @@ class Runner(Protocol):
         self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], budgets: Sequence[Budget]
     ) -> RunnerSteps:
         """Run the observed rows of these sequences through the head; the result drafts for them."""
+        ...
+
+    def draft(
+        self, seq: Seq, observed: ObservedRows, budget: Budget, calibration: Calibration
+    ) -> WholeDraft | None:
+        """The same and the tree itself in one go; None where only `begin` will do."""
         ...
 
     def forget(self, seq_id: int) -> None: ...
@@ -116,6 +124,10 @@ class EagleDrafter:
         )
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        if len(seqs) == 1 and self._rates is None:
+            tree = self._draft_alone(seqs[0], budgets[0])
+            if tree is not None:
+                return TreeBatch.trees([tree])
         trees = [([seq.tokens[-1]], [-1]) for seq in seqs]
         rows = [[-1] for _ in seqs]
         laws: list[Tensor] = []
@@ -142,6 +154,27 @@ class EagleDrafter:
                 trees[b], rows[b] = tree, sources
             self._first.stop(steps.levels)
         return lay_out(trees, rows, laws)
+
+    def _draft_alone(self, seq: Seq, budget: Budget) -> Tree | None:
+        """One sequence's tree of chosen nodes in one go, as in most rounds on a CPU; None where that cannot be."""
+        observed = self._sequences.get(seq.id)
+        if (
+            not is_ready(observed, seq, budget)
+            or len(seq.tokens) + budget.depth > self.head.config.max_length
+        ):
+            return [seq.tokens[-1]], [-1]
+        assert observed is not None
+        if self._draws(seq) or len(observed.tokens) > PROMPT:
+            return None
+        self._first.start()
+        found = self._runner.draft(seq, observed, budget, self.head.config.calibration)
+        if found is None:
+            return None
+        spent = self._first.elapsed()
+        self._first.note(spent * found.first, 1)
+        self._further.note(spent * (1.0 - found.first), found.levels - 1)
+        self._expected[seq.id] = found.expected
+        return found.tree
 
     def _draws(self, seq: Seq) -> bool:
         return self.sampled and is_drawn(seq)

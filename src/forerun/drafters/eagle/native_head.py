@@ -64,6 +64,8 @@ class NativeHead:
         with torch.no_grad(), torch.inference_mode(False):
             self.struct = self._struct()
         self.ids: list[int] = self.vocabulary.ids.tolist()
+        # can the kernels look up whatever they draft?
+        self.looks_up = self._table is not None and max(self.ids) < self._table.shape[0]
         self.int32_ids = self.vocabulary.ids.to(torch.int32)
         del self._weights  # what is needed is packed by now
 

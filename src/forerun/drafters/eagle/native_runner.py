@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from forerun.drafters.draft_law import KernelDraftLaw
+from forerun.drafters.draft_law import KernelDraftLaw, factor_of, has_noise
 from forerun.drafters.eagle.head_cache import HeadCache
 from forerun.drafters.eagle.native_head import NativeHead
 from forerun.drafters.eagle.torch_runner import CHUNK, frontier_sizes
-from forerun.drafters.head_drafter import ObservedRows, Piece
+from forerun.drafters.eagle.whole_draft import DraftCall, NewRows, WholeDraft
+from forerun.drafters.head_drafter import Calibration, ObservedRows, Piece
 from forerun.drafters.tree_growth import Frontier, Ranked
 from forerun.models.hidden_rows import LayerRows
 from forerun.models.layers import Rotations
@@ -46,6 +47,7 @@ class NativeRunner:
         self._pass, self._known = HeadPass(), self.cache.data  # the slots that it points to
         self._ranking = Ranking(1, 1, head.int32_ids)
         self._outs = [self._room(1) for _ in range(2)]
+        self._call = DraftCall(head)
 
     def begin(
         self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows], budgets: Sequence[Budget]
@@ -61,6 +63,25 @@ class NativeRunner:
         return NativeSteps(
             self, one, [seq.id for seq in seqs], lasts[0] if len(lasts) == 1 else self._gather(lasts)
         )
+
+    def draft(
+        self, seq: Seq, observed: ObservedRows, budget: Budget, calibration: Calibration
+    ) -> WholeDraft | None:
+        """New rows and tree of one sequence in one call; not under noise, or where kernels look no tokens up."""
+        tokens, cache = observed.tokens, self.cache
+        if not (tokens and self.head.looks_up) or has_noise(seq):
+            return None
+        self.head.embedded(tokens)  # are they in its table?
+        native.match_threads(torch.get_num_threads())
+        cache.admit(seq.id, observed.seen + min(budget.width, budget.nodes) * budget.depth)
+        one = self._current_pass(observed.seen + budget.depth)
+        count, out = len(tokens), self._room(len(tokens))
+        features = _Features(observed.take(), self.head.config.feature_width // self.head.struct.parts)
+        base, length = cache.base(seq.id), cache.lengths[seq.id]
+        rows = NewRows(tokens, features.of(0, count), _address(out), base, length)
+        found = self._call.run(one, rows, seq.tokens[-1], budget, calibration, factor_of(seq))
+        cache.lengths[seq.id], self._last[seq.id] = length + count, (out, count - 1)
+        return found
 
     def forget(self, seq_id: int) -> None:
         self._last.pop(seq_id, None)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forerun.drafters.eagle.head import EagleHead
 from forerun.drafters.eagle.head_cache import HeadCache
-from forerun.drafters.head_drafter import ObservedRows
+from forerun.drafters.head_drafter import Calibration, ObservedRows
 from forerun.drafters.tree_growth import LogitRanks
 from forerun.types import Budget, Seq
 
@@ -37,6 +37,9 @@ class TorchRunner:
         nodes = sum(frontier_sizes(budgets))
         out = self._catch_up(seqs, sequences, nodes)
         return TorchSteps(self.head, self.cache, [seq.id for seq in seqs], out, nodes)
+
+    def draft(self, seq: Seq, observed: ObservedRows, budget: Budget, calibration: Calibration) -> None:
+        """There is no such call."""
 
     def forget(self, seq_id: int) -> None:
         self._last.pop(seq_id, None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 from typing import Any, ClassVar
 
@@ -59,6 +59,26 @@ class Top(Structure):
     ]
 
 
+class Draft(Structure):
+    """fr_draft: a whole draft of one sequence, what it may be, and what it became."""
+
+    _fields_: ClassVar[Fields] = [
+        ("fresh", c_int64),
+        *[(name, c_void_p) for name in ("tokens", "features", "out")],
+        *[(name, c_int64) for name in ("base", "length", "nodes", "depth", "width", "frontier", "branch")],
+        ("price", c_void_p),
+        ("prices", c_int64),
+        *[(name, c_double) for name in ("level", "power", "shift")],
+        ("ids", c_void_p),
+        ("vocabulary", c_int64),
+        ("logits", c_void_p),
+        ("tree", c_void_p),
+        *[(name, c_int64) for name in ("count", "levels", "drafted")],
+        *[(name, c_double) for name in ("expected", "first", "further")],
+        ("scale", c_float),
+    ]
+
+
 def available() -> bool:
     """Is the library there, and does it draft?"""
     return _load() is not None
@@ -77,18 +97,27 @@ def _load() -> Any:
         library.fr_log_noise.restype = None
         library.fr_head_run.argtypes = [POINTER(Head), POINTER(HeadPass)]
         library.fr_head_rank.argtypes = [POINTER(Head), c_void_p, c_void_p, POINTER(Top)]
+        library.fr_head_draft.argtypes = [POINTER(Head), POINTER(HeadPass), POINTER(Draft)]
+        library.fr_draft_layout.restype = c_int64
+        drafts = library.fr_draft_layout() == ctypes.sizeof(Draft)
     except AttributeError:
         return None
-    for function in (library.fr_top_rows, library.fr_head_run, library.fr_head_rank):
+    for function in (library.fr_top_rows, library.fr_head_run, library.fr_head_rank, library.fr_head_draft):
         function.restype = c_int
     sizes = [ctypes.sizeof(part) for part in (Head, HeadPass, Top)]
-    return library if layout == sizes[0] * 10**6 + sizes[1] * 10**3 + sizes[2] else None
+    return library if drafts and layout == sizes[0] * 10**6 + sizes[1] * 10**3 + sizes[2] else None
 
 
 def run_rows(head: Head, one: HeadPass) -> None:
     """The head's layer over the rows of one pass."""
     if _load().fr_head_run(head, one):
         raise MemoryError(f"no memory for a pass over {one.rows} rows")
+
+
+def draft_tree(head: Head, like: HeadPass, draft: Draft) -> None:
+    """The new rows of a sequence, and a tree below them, on the slots that `like` points to."""
+    if _load().fr_head_draft(head, like, draft):
+        raise MemoryError(f"no memory for a draft of {draft.nodes} nodes")
 
 
 def top_rows(logits: Tensor, count: int, *, as_log_probs: bool = True) -> tuple[Tensor, Tensor]:

@@ -27,10 +27,10 @@ from forerun.models.layers import Rotations
 from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights
 from forerun.models.native import library as native
-from forerun.models.native.chain_pass import ChainPass
 from forerun.models.native.packing import table_of, unpack_rows
 from forerun.models.native.pass_rows import Rows, rows_of
 from forerun.models.native.rotation_tables import RotationTables, Table
+from forerun.models.native.tree_pass import TreePass
 from forerun.models.native.weights import Mode, NativeReader, some_layers
 from forerun.models.partial import PartialTarget
 from forerun.models.shared import SharedWeights
@@ -82,8 +82,8 @@ class NativeDecoder(Decoder):
             self._kept, self._asleep = reader.kept, sum(reader.asleep)
         self._model.embedding = table_of(self._embedding_rows)
         self._looks_up = bool(self._model.embedding.rows)  # the kernels themselves, token by token
-        self._chain = ChainPass(self._model)
-        self._chain.one.woken = self._pass.woken
+        self._alone = TreePass(self._model)
+        self._alone.one.woken = self._pass.woken
         if isinstance(weights, GgufWeights):
             weights.file.drop_pages()  # what is needed is packed by now
         self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
@@ -151,34 +151,34 @@ class NativeDecoder(Decoder):
     def score(
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
     ) -> Scores:
-        """As every decoder's; a chain of one sequence has a shorter way to the same call."""
+        """As every decoder's; the tree of one sequence has a shorter way to the same call."""
         alone = prompts is None and len(seqs) == 1 and self._looks_up and not self.begun
-        if alone and -1 not in needs.hidden_layers and trees.topology()[0].is_chain:
-            return self._score_chain(seqs[0], trees.to_host()[0], needs)
+        if alone and -1 not in needs.hidden_layers:
+            return self._score_alone(seqs[0], trees, needs)
         return super().score(seqs, trees, needs, prompts)
 
-    def _score_chain(self, seq: Seq, tokens: list[int], needs: Needs) -> Scores:
+    def _score_alone(self, seq: Seq, trees: TreeBatch, needs: Needs) -> Scores:
+        tokens, alone = trees.to_host()[0], self._alone
         if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # C would read what is not there
             raise IndexError(f"tokens {tokens} in a vocabulary of {self.vocab_size}")
-        nodes, chain = len(tokens), self._chain
-        extent = self._extent_for(seq, nodes)
+        nodes, extent = len(tokens), self._extent_for(seq, len(tokens))
         if extent.layers:
             self._note_layers((seq,), needs)
         hidden = self._hidden_rows(needs, nodes) if needs.hidden_layers else {}
         regime, end = self.config.ropes[0].regime(self._lengths[seq.id]), extent.length + nodes
-        chain.fill(tokens, extent.length, extent.pages, self._tables.at(regime, end))
+        alone.fill(tokens, trees.topology()[0], extent.length, extent.pages, self._tables.at(regime, end))
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
-        shown = self._show(chain.one, hidden, self.config.layers)
-        last, logits = self.config.layers, chain.logits(nodes)
-        chain.one.x = hidden[last].data_ptr() if last in hidden else None
-        chain.one.logits = logits.data_ptr()
+        shown = self._show(alone.one, hidden, self.config.layers)
+        last, logits = self.config.layers, alone.logits(nodes)
+        alone.one.x = hidden[last].data_ptr() if last in hidden else None
+        alone.one.logits = logits.data_ptr()
         native.match_threads(torch.get_num_threads())
-        failed = self._decode(*chain.at)
+        failed = self._decode(*alone.at)
         del shown
         if failed:
             raise MemoryError(f"no memory for a pass over {nodes} nodes")
-        found = _checked(chain.tops())
+        found = _checked(alone.tops())
         if hidden:
             self._keep_rows(hidden, extent.slots(extent.length, end))
         return Scores(logits, hidden, Greedy(found))
@@ -239,7 +239,7 @@ class NativeDecoder(Decoder):
         native.library().fr_use_huge_pages(at, data.nbytes)
         self._cache_at = at, at + data.stride(1) * data.element_size()
         self._layer_bytes = data.stride(0) * data.element_size()
-        for one in (self._pass, self._chain.one):
+        for one in (self._pass, self._alone.one):
             one.half = data.dtype == torch.float16
             one.layer_stride, one.head_stride = data.stride(0), data.stride(2)
             one.keys, one.values = self._cache_at

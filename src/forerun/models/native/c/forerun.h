@@ -233,6 +233,32 @@ FR_API int64_t fr_head_layout(void);
 FR_API int fr_head_run(const fr_head *head, const fr_head_pass *pass);
 FR_API int fr_head_rank(const fr_head *head, const float *out, float *logits, const fr_top *top);
 
+/* ---- head_draft.c: a whole draft of one sequence ---- */
+typedef struct {
+    int64_t fresh;                /* true rows that are new; 0 = none */
+    const int64_t *tokens;        /* [fresh] */
+    const float *const *features; /* [fresh, parts] */
+    float *out;                   /* [fresh, width] takes their outputs; of none, has that of the last true row */
+    int64_t base, length;         /* the sequence's first slot, and true rows that are there already */
+    int64_t nodes, depth, width;  /* below the root, levels, children of a node at most */
+    int64_t frontier, branch;     /* nodes of a level that are asked for children, and candidates of each */
+    const double *price;          /* [prices] of 0, 1, .. nodes, in tokens; NULL = they cost nothing */
+    int64_t prices;
+    double level, power, shift;   /* price of a level; a log-probability v is accepted at min(0, v * power + shift) */
+    const int32_t *ids;           /* [vocabulary] the target's, or NULL: the same */
+    int64_t vocabulary;
+    float *logits;                /* [frontier, vocabulary] scratch */
+    int64_t *tree;                /* [2, nodes] tokens, and parents with the root as 0 */
+    int64_t count, levels;        /* nodes of the tree, and levels that were run */
+    int64_t drafted;              /* rows that were run for them */
+    double expected;              /* tokens of it that should be accepted */
+    double first, further;        /* seconds of the first level and of all others */
+    float scale;                  /* what logits are multiplied by */
+} fr_draft;
+
+FR_API int64_t fr_draft_layout(void);
+FR_API int fr_head_draft(const fr_head *head, const fr_head_pass *like, fr_draft *draft);
+
 /* ---- gguf.c, pack.c: GGUF types are numbered as in the file ---- */
 /* 32 weights of one row: value[k] * scale[k / 16] + offset. */
 typedef struct {

@@ -2,9 +2,10 @@
  * so that a core that is busy elsewhere does less. Shares are the same for the same work, so a worker reads the weights
  * that it packed: where memory belongs to sockets, they lie on its own.
  *
- * Within a pass jobs follow each other within microseconds, so an idle worker watches for a moment before it sleeps;
- * after that it waits in the kernel and costs nothing. A worker that comes late finds the job closed and leaves: the
- * caller waits only for those that took part. Which thread computes a chunk never changes a result.
+ * Within a pass jobs follow each other within microseconds, and passes within tenths of a millisecond, so an idle worker
+ * watches for two milliseconds before it sleeps; after that it waits in the kernel and costs nothing. A worker that comes
+ * late finds the job closed and leaves: the caller waits only for those that took part. Which thread computes a chunk
+ * never changes a result.
  */
 #include "forerun.h"
 
@@ -12,8 +13,13 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
+#include <time.h>
 
-enum { FR_WATCH = 4000 };
+enum {
+    FR_TURNS = 64,         /* pauses between two looks at the clock */
+    FR_PAUSING = 200000,   /* nanoseconds since the last job in which an idle worker keeps its core, */
+    FR_WATCHING = 2000000, /* and in which it does not sleep */
+};
 
 static struct {
     pthread_mutex_t entry; /* one job at a time */
@@ -62,11 +68,25 @@ static void take_chunks(int worker) {
     }
 }
 
+static int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Between two passes the caller runs Python for some tenths of a millisecond. Waking a worker that sleeps takes about as
+ * long, in a virtual machine longer, so it watches beyond that; after the first moment anyone else may have the core. By
+ * the clock, because a pause takes ten times as long on some processors as on others. */
 static unsigned long wait_for_round(unsigned long seen) {
-    for (int i = 0; i < FR_WATCH; i++) {
-        unsigned long now = atomic_load_explicit(&pool.round, memory_order_acquire);
-        if (now != seen) return now;
-        pause_core();
+    int64_t began = nanoseconds(), waited = 0;
+    while (waited < FR_WATCHING) {
+        for (int i = 0; i < FR_TURNS; i++) {
+            unsigned long now = atomic_load_explicit(&pool.round, memory_order_acquire);
+            if (now != seen) return now;
+            pause_core();
+        }
+        if (waited >= FR_PAUSING) sched_yield();
+        waited = nanoseconds() - began;
     }
     pthread_mutex_lock(&pool.lock);
     atomic_fetch_add(&pool.sleeping, 1);
@@ -141,6 +161,17 @@ FR_API void fr_set_threads(int threads) {
 
 FR_API int fr_threads(void) { return pool.threads ? pool.threads : 1; }
 
+/* Until those that took part are done. One that lost its core to another process may have ours. */
+static void wait_for_workers(void) {
+    int64_t began = 0;
+    for (int turn = 1; atomic_load(&pool.inside) > 0; turn++) {
+        pause_core();
+        if (turn % FR_TURNS) continue;
+        if (!began) began = nanoseconds();
+        else if (nanoseconds() - began >= FR_PAUSING) sched_yield();
+    }
+}
+
 void fr_parallel(fr_job job, void *arg, int64_t count, int64_t grain) {
     if (grain < 1) grain = 1;
     if (pool.threads <= 1 || count <= grain) {
@@ -160,9 +191,6 @@ void fr_parallel(fr_job job, void *arg, int64_t count, int64_t grain) {
     announce();
     take_chunks(0);
     atomic_store(&pool.open, false);
-    for (int i = 0; atomic_load(&pool.inside) > 0; i++) {
-        if (i < FR_WATCH) pause_core();
-        else sched_yield(); /* a worker lost its core to another process: let it have ours */
-    }
+    wait_for_workers();
     pthread_mutex_unlock(&pool.entry);
 }

@@ -1,7 +1,8 @@
-"""ChainPass: the struct of a pass over a chain of one sequence, filled once and then changed in place.
+"""TreePass: the struct of a pass over one sequence's tree, filled once and then changed in place.
 
-Plain decoding of one text, and an n-gram draft for it, are such passes. From one to the next a few integers
-change: the token, its position, its slot. Filling everything anew took half of the Python of a round.
+Plain decoding of one text, and an n-gram draft for it, are chains: from one pass to the next a few integers change, the
+token, its position, its slot. Filling everything anew took half of the Python of a round. Of other trees the columns
+of integers are written anew, and the rest stays.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from torch import Tensor
 from forerun.models.native.library import Model, Pass
 from forerun.models.native.rotation_tables import Table
 from forerun.models.pages import PAGE
+from forerun.topology import Topology
 
 _AT_ONCE = 8  # logits of one node that are made together
 
 
-class ChainPass:
-    """One struct, and the integers that it points to: six columns as `Rows` has them, then the pages."""
+class TreePass:
+    """One struct, and the integers that it points to: columns as `Rows` has them, then the pages."""
 
     def __init__(self, model: Model) -> None:
         self.one = Pass()
@@ -42,9 +44,19 @@ class ChainPass:
                 self._spare = [block[i] for i in range(_AT_ONCE)]
         return self._spare.pop()
 
-    def fill(self, tokens: Sequence[int], length: int, pages: Sequence[int], table: Table) -> None:
-        """These tokens follow `length` committed ones of a sequence with these pages."""
-        nodes, one = len(tokens), self.one
+    def fill(
+        self, tokens: Sequence[int], shape: Topology, length: int, pages: Sequence[int], table: Table
+    ) -> None:
+        """A tree of these tokens follows `length` committed ones of a sequence with these pages."""
+        if table is not self._table:
+            self._table, self.one.cosines, self.one.sines = table, table.cosines, table.sines
+        if shape.is_chain:
+            self._fill_chain(tokens, length, pages)
+        else:
+            self._fill_tree(tokens, shape, length, pages)
+
+    def _fill_chain(self, tokens: Sequence[int], length: int, pages: Sequence[int]) -> None:
+        nodes = len(tokens)
         if nodes != len(self._ids) or pages is not self._pages:
             self._lay_out(nodes, pages)
         numbers, ids = self._numbers, self._ids
@@ -54,20 +66,37 @@ class ChainPass:
             slot = pages[position // PAGE] * PAGE + position % PAGE
             numbers[4 * nodes + i] = numbers[5 * nodes + i] = slot
         self._reach.most = length + nodes
-        if table is not self._table:
-            self._table, one.cosines, one.sines = table, table.cosines, table.sines
+
+    def _fill_tree(self, tokens: Sequence[int], shape: Topology, length: int, pages: Sequence[int]) -> None:
+        """Its nodes share the context, and have their own paths behind it."""
+        nodes, depths, stride = len(tokens), shape.depths, shape.deepest + 1
+        slots = [pages[at // PAGE] * PAGE + at % PAGE for at in range(length, length + nodes)]
+        numbers = [*[0] * nodes, *[length] * nodes, *[depth + 1 for depth in depths]]
+        numbers += [length + depth for depth in depths]
+        numbers += slots
+        for path, depth in zip(shape.paths, depths, strict=True):
+            numbers += [slots[node] for node in path]
+            numbers += [0] * (stride - depth - 1)
+        self._numbers = array("i", [*numbers, *pages])
+        self._ids, self._tops, self._pages = array("q", tokens), array("i", [0] * nodes), ()
+        self._point(nodes, stride)
+        self._reach.most = length + stride
 
     def _lay_out(self, nodes: int, pages: Sequence[int]) -> None:
         """Room for so many nodes, behind these pages."""
         none = [0] * nodes
         self._numbers = array("i", [*none, *none, *[1] * nodes, *none, *none, *none, *pages])
         self._ids, self._tops, self._pages = array("q", none), array("i", none), pages
+        self._point(nodes, 1)
+
+    def _point(self, nodes: int, stride: int) -> None:
+        """To the columns of so many nodes, with so many slots in each tail."""
         one, reach, at, size = self.one, self._reach, self._numbers.buffer_info()[0], 4 * nodes
         one.nodes = one.scored = nodes
         one.tokens, one.tops = self._ids.buffer_info()[0], self._tops.buffer_info()[0]
         one.position, one.write = at + 3 * size, at + 4 * size
         reach.first, reach.context, reach.tail = at, at + size, at + 2 * size
-        reach.tails, reach.tail_stride, reach.pages = at + 5 * size, 1, at + 6 * size
+        reach.tails, reach.tail_stride, reach.pages = at + 5 * size, stride, at + (5 + stride) * size
 
     def tops(self) -> list[int]:
         """Where each row of logits is largest, after the pass."""
