@@ -12,7 +12,8 @@ demo: $(READY) model  ## a real model answers, drafted tokens in colour
 serve: $(READY) model  ## an OpenAI-compatible server and its page on http://127.0.0.1:8000 (ARGS="--port 9000")
 	$(BIN)/forerun serve $(ARGS)
 
-test: lint check  ## what CI runs
+test: $(READY)  ## what CI runs: lint beside the tests
+	@$(MAKE) --no-print-directory -j 2 lint check
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -20,8 +21,8 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-check: $(READY) model
-	$(BIN)/pytest -q -n 2 --dist loadfile
+check: $(READY) model  # tests/conftest.py puts the longest files first
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 fuzz: $(READY)  ## 300 damaged files of every format
 	$(BIN)/pytest -q -n 2 -m fuzz tests/damaged
@@ -59,10 +60,11 @@ llama: $(READY)  ## llama.cpp to compare with: pip builds it, which takes minute
 	nice $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt llama-cpp-python; } \
 	|| echo "llama-cpp-python could not be installed: the benchmark goes on without llama.cpp"
 
+# --no-compile: Python compiles what is imported, which is a small part of what is installed
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard src/forerun/models/native/c/*)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
+	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
 	@touch $@
 
 clean:

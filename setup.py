@@ -4,7 +4,9 @@ The library is plain C that is loaded with ctypes: it knows nothing of Python, s
 Where it cannot be built (no compiler, another system) the package installs without it and runs on torch.
 """
 
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -15,7 +17,18 @@ NATIVE = Path("src/forerun/models/native/c")
 
 
 class BuildLibrary(build_ext):
-    """Names the file without a Python version, and asks for no initialiser in it."""
+    """Compiles on every core, names the file without a Python version, and asks for no initialiser in it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        one_by_one = self.compiler.compile
+
+        def at_once(sources: list[str], **options: object) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+                made = pool.map(lambda source: one_by_one([source], **options), sources)
+                return [file for files in made for file in files]
+
+        self.compiler.compile = at_once
+        super().build_extension(ext)
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")).with_suffix(".so"))

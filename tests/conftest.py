@@ -1,13 +1,46 @@
-"""Fixtures that several folders share: the real default model, loaded once per worker."""
+"""Fixtures that several folders share: the real default model, loaded once per worker; and which files run first."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers on two cores: one thread each
+
+
+# Files of many seconds, longest first: a worker that began one of them last would end long after the other.
+LONGEST = (
+    "exactness/test_real_model.py",
+    "exactness/test_engine.py",
+    "cluster/test_ray.py",
+    "engine/test_faults.py",
+    "server/test_load.py",
+    "native/test_library.py",
+    "control/test_following.py",
+    "train/test_recipes.py",
+    "server/test_robust.py",
+    "bench/cpu/test_command.py",
+    "models/test_parallel_processes.py",
+    "control/test_forms.py",
+    "engine/test_prefix.py",
+    "drafters/test_cascade.py",
+    "server/test_exact.py",
+    "server/test_hang.py",
+    "bench/spec/test_command.py",
+    "cluster/test_without_ray.py",
+    "encoder_decoder/test_target.py",
+    "encoder_decoder/test_specdec.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, the others as they were found; within a file nothing moves."""
+    tests = Path(__file__).parent
+    place = {tests / file: i for i, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
 
 
 @pytest.fixture(scope="session")

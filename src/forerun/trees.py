@@ -170,12 +170,15 @@ class TreeBatch:
 
     def select(self, which: Sequence[int]) -> TreeBatch:
         """The trees of some sequences, in the order asked for."""
-        if list(which) == list(range(len(self))):
+        if len(which) == len(self) and list(which) == list(range(len(self))):
             return self
-        nodes, sizes, drawn = self.nodes_of(which), self.sizes(), self.drawn_from
+        nodes, drawn = self.nodes_of(which), self.drawn_from
         if drawn is not None:
             drawn = Draws(drawn.laws, drawn.rows[nodes.to(drawn.rows.device)], drawn.replace)
-        return TreeBatch(self.tokens[nodes], self.parents[nodes], offsets([sizes[b] for b in which]), drawn)
+        sizes = [
+            self.starts[b + 1] - self.starts[b] for b in which
+        ]  # not of all: batches are walked tree by tree
+        return TreeBatch(self.tokens[nodes], self.parents[nodes], offsets(sizes), drawn)
 
     def kept(self, which: Sequence[int]) -> TreeBatch:
         """Some trees of a form, which were read; the device knows them as it did."""

@@ -19,7 +19,7 @@ from tests.exactness.harness import run
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
-TOKENS = 40
+TOKENS = 24
 QUESTIONS = [
     "What is the capital of France?",
     "Write a haiku about autumn.",
@@ -113,9 +113,7 @@ def test_greedy_text_equals_transformers(
         engine.step()
     assert [seq.tokens[seq.prompt_length :] for seq in seqs] == oracle
     accepted = sum(seq.stats.accepted for seq in seqs)
-    few = (
-        len(seqs) // 2 if drafter == "draft_text" else len(seqs)
-    )  # a text must end with the draft's own tokens
+    few = len(seqs) // (3 if drafter == "draft_text" else 1)  # a text must end with that draft's own tokens
     assert (accepted > few) is (drafter != "none"), accepted  # else equal texts would say little
     assert target.used_slots == draft.used_slots == 0
 

@@ -202,12 +202,12 @@ def started(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", ["20", "0.5"])
+@pytest.mark.parametrize("seconds", ["60", "0.5"])
 def test_sigterm_drains(seconds: str) -> None:
     """While it drains it answers, says that it is not ready, and ends what it began, or says why it could not."""
-    enough = seconds == "20"
+    enough = seconds == "60"
     with started("--drain-seconds", seconds) as (process, url):
-        body = {"prompt": "Once", "max_tokens": 600 if enough else 4000, "stream": True, "ignore_eos": True}
+        body = {"prompt": "Once", "max_tokens": 300 if enough else 4000, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
             lines = answer.iter_lines()
             next(lines)

@@ -251,8 +251,8 @@ def _offer(cost: float) -> Offer:
 
 def tree_of(trees: TreeBatch, b: int) -> tuple[list[int], list[int]]:
     """Tokens and parents of tree b."""
-    span = slice(trees.starts[b], trees.starts[b + 1])
-    return trees.tokens[span].tolist(), trees.parents[span].tolist()
+    span, (tokens, parents) = slice(trees.starts[b], trees.starts[b + 1]), trees.to_host()
+    return tokens[span], parents[span]
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
