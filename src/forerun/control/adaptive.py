@@ -26,6 +26,7 @@ from forerun.offers import NEVER, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
+EVERY, AT_FIRST = 4, 16  # of rounds that drafted nothing, which are timed; and the first, which all are
 REPEATS = 64  # rounds that follow under one plan at most, before one is read first
 
 
@@ -66,6 +67,10 @@ class AdaptiveController:
         self._asked: int | None = (
             None  # sequences of this round that were asked for look-ups; None = others draft too
         )
+        self._idle: bool | None = (
+            None  # nothing could be drafted in this round; True = a drafter that costs rested
+        )
+        self._idles = 0  # such rounds so far
         self._choosers: dict[int, FormChooser] = {}  # by the menu's identity
         self._decisions: list[Decision] = []  # of this round
 
@@ -85,10 +90,13 @@ class AdaptiveController:
             chooser.cost = cost
 
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
-        self._decisions, self._asked = [], None
+        self._decisions, self._asked, self._idle = [], None, None
         if self._all_look_up(seqs):
             return self._plan_lookups(seqs)
         offers = self.planner.offers_of(seqs)
+        if len(seqs) == 1 and self.planner.rests(seqs[0], offers[0]):
+            self._idle = True
+            return [NOTHING]
         if all([offer is NEVER for offer in offers]):  # noqa: C419 - twice as fast
             self.planner.skip()
             return [NOTHING] * len(seqs)
@@ -106,6 +114,9 @@ class AdaptiveController:
     def _plan_lookups(self, seqs: Sequence[Seq]) -> list[Budget]:
         """For the whole batch first: is anybody asked, and is what they have found drafted?"""
         batch, gate, planner = len(seqs), self.gate, self.planner
+        if batch == 1 and not planner.offer(seqs[0]).free:
+            self._idle = False
+            return [NOTHING]
         few = gate.whom([seq.id for seq in seqs])
         if few is not None:
             for seq in seqs if few else ():
@@ -161,6 +172,9 @@ class AdaptiveController:
     def observe(self, outcome: Round) -> None:
         batch, nodes = len(outcome.seqs), sum(outcome.drafted)
         self.cost.note_prompts(outcome.prompt_rows)
+        if self._idle is not None:
+            self._observe_idle(outcome, self._idle)
+            return
         if outcome.tells_times:
             self.cost.observe(batch + nodes, outcome.seconds["pass"], batch)
         if self._asked is not None:
@@ -170,6 +184,14 @@ class AdaptiveController:
         for decision in self._decisions:
             self._observe_menu(decision, outcome)
         self.planner.observe(outcome)
+
+    def _observe_idle(self, outcome: Round, costly: bool) -> None:
+        """A round of one sequence for which there was nothing to draft: most rounds of many texts, so in few steps."""
+        self._idles += 1
+        if outcome.tells_times and (self._idles <= AT_FIRST or self._idles % EVERY == 0):
+            self.cost.observe(1, outcome.seconds["pass"])
+        self.gate.note_delay(drafts=False, delayed=outcome.delayed)
+        self.planner.note_idle(outcome.seqs[0], costly)
 
     def forget(self, seq: Seq) -> None:
         self.planner.forget(seq)

@@ -97,6 +97,19 @@ def allocate(offers: Sequence[Levels], price: Callable[[int], float]) -> list[in
     return depths
 
 
+def share_options(
+    options: Sequence[Option], depths: Sequence[int], batch: int, beside: int
+) -> tuple[list[Option], list[int]]:
+    """The same with one pass for all sequences, so deep each: and how many nodes the others of each have."""
+    nodes = [round(depth * option.levels.nodes) for depth, option in zip(depths, options, strict=True)]
+    shared = [
+        Option(one.offer, one.levels, one.asks and depth > 0, one.idle or (one.asks and not depth), depth)
+        for one, depth in zip(options, depths, strict=True)
+    ]
+    step, drafted = max(1, batch // 8), beside + sum(nodes)
+    return shared, [(drafted - own) // step * step for own in nodes]
+
+
 def share_chains(
     chains: Sequence[Sequence[float]], price: Sequence[float], trust: float = 1.0
 ) -> tuple[list[int], float]:

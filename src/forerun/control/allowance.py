@@ -35,6 +35,10 @@ class Allowance:
             self.usual = max(cost, 0.9 * self.usual)
         self.book(cost - accepted)
 
+    def rounds_until(self, worst: float, most: int) -> int:
+        """Rounds without a draft, `most` of them at most, in which a trial is not covered for sure."""
+        return max(0, min(most, int((worst - self.level) / max(self.earned, 1e-9)) - 1))
+
     @property
     def covers_usual(self) -> bool:
         """May drafts be made that cost as much as those of late?"""

@@ -176,7 +176,7 @@ class LookupGate:
         """Plain rounds that a draft would wait for now."""
         return self._delay if self._streak > self._in_time else 0.0
 
-    def _note_delay(self, drafts: bool, delayed: bool) -> None:
+    def note_delay(self, drafts: bool, delayed: bool) -> None:
         if not drafts:
             self._streak += 1
             return
@@ -193,7 +193,7 @@ class LookupGate:
             own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
             self.around.observe(form, batch, own, 0.0)
         self._time_asking(seconds.get("draft", 0.0), asked, batch)
-        self._note_delay(nodes > 0, outcome.delayed)
+        self.note_delay(nodes > 0, outcome.delayed)
         if nodes:
             self._kept.add(sum(outcome.accepted), self._promised, KEPT_MEMORY)
         if form is PLAIN:

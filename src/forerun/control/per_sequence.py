@@ -23,22 +23,20 @@ from forerun.control.allocate import (
     best_depth,
     deepest,
     share_chains,
+    share_options,
     shortest_that_pays,
     widest,
 )
 from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
 from forerun.control.history import History
+from forerun.control.pace import Pace
 from forerun.offers import FREE, Offer, total
 from forerun.types import Budget, Round, Seq
 
-PACE = 0.97  # memory of the rate, per round
 WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
 CLOSE = 0.05  # smaller errors of a drafter's expectations are not corrected
-FREE_MEMORY, FORGIVING = (
-    0.99,
-    0.997,
-)  # per draft that cost nothing, and per round, so that distrust does not last
+FREE_MEMORY, FORGIVING = 0.99, 0.997  # per draft that cost nothing, and per round: distrust does not last
 REFRESH = 16  # rounds for which a price list holds
 MOST_CHAINS = 1024  # nodes of a round's chains
 NOTHING = Budget(0, 0, source="free")
@@ -51,9 +49,7 @@ class SequencePlanner:
         self.cost, self.nodes, self.width = cost, nodes, width
         self.offer = offer  # of the sequence's own drafter
         self.allowance = Allowance(most=4.0, earned=0.015, floor=4.0, level=2.0)
-        self.free_allowance = Allowance(
-            most=2.0, earned=0.01, floor=2.0, level=2.0
-        )  # of drafts that cost nothing
+        self.free_allowance = Allowance(most=2.0, earned=0.01, floor=2.0, level=2.0)  # of free drafts
         self._records: dict[int, History] = {}
         self._latest = History()  # what a new sequence starts from
         self._offers: dict[int, Offer] = {}  # of this round's sequences
@@ -61,14 +57,14 @@ class SequencePlanner:
         self._asked: dict[int, int] = {}  # sequences whose costly drafter may draft, and how deep
         self._free = Factor(4.0)  # of drafts that cost nothing: tokens accepted, by those that were expected
         self._usual: dict[int, float] = {}  # nodes that a sequence drafts on average
-        self._written, self._passes = 1.0, 1.0
+        self._pace = Pace()
         self._prices: dict[tuple[int, float, int], PriceList] = {}
         self._rounds = 0
+        self._rest = (-1, 0)  # a sequence alone for which nothing pays, and up to which round that is known
 
     @property
     def rate(self) -> float:
-        """Tokens that a sequence writes in the time of a plain pass, of late."""
-        return max(1.0, self._written / self._passes)
+        return self._pace.rate
 
     def offers_of(self, seqs: Sequence[Seq]) -> list[Offer]:
         """The drafters' offers; one that was asked for when the last round was booked still holds."""
@@ -83,8 +79,7 @@ class SequencePlanner:
 
     def plan(self, seqs: Sequence[Seq], offers: Sequence[Offer], batch: int, beside: int = 0) -> list[Budget]:
         """Budgets of these sequences of a batch, whose other ones draft `beside` nodes together."""
-        self._offers = {seq.id: offer for seq, offer in zip(seqs, offers, strict=True)}
-        self._asked = {}
+        self.take_chains(seqs, offers)
         if not seqs:
             return []
         costly = sum(offer.costs for offer in offers)
@@ -92,7 +87,8 @@ class SequencePlanner:
         options = [self._option(*pair, batch, costly, listed) for pair in zip(seqs, offers, strict=True)]
         others = [beside] * len(seqs)
         if batch > 1:
-            options, others = self._share(options, batch, beside)
+            depths = self._shared_depths([option.levels for option in options], batch, beside)
+            options, others = share_options(options, depths, batch, beside)
         spare, budgets = self.allowance.level, []
         for seq, option, nodes in zip(seqs, options, others, strict=True):
             length, worst = self._trial(option, batch, costly) if option.idle else (0, 0.0)
@@ -100,10 +96,29 @@ class SequencePlanner:
                 spare -= worst
                 depth = 2 * length if option.offer.stops else length  # it goes on only where it is confident
                 option = Option(option.offer, option.levels, asks=True, depth=depth)
+            elif option.idle and batch == 1 and option.offer.stops:
+                rounds = self.allowance.rounds_until(worst, REFRESH) if length else REFRESH
+                self._rest = seq.id, self._rounds + rounds  # nothing is drafted, so nothing is learnt
             if option.asks:
                 self._asked[seq.id] = option.depth
             budgets.append(NOTHING if option.idle else self._budget(seq, option, batch, costly, nodes))
         return budgets
+
+    def rests(self, seq: Seq, offer: Offer) -> bool:
+        """Is it known, without a plan, that nothing pays for this sequence? It is alone in its batch."""
+        return not offer.free and self._rounds < self._rest[1] and seq.id == self._rest[0]
+
+    def note_idle(self, seq: Seq, costly: bool) -> None:
+        """A round of one sequence in which nothing could be drafted: what `observe` would book, in few steps."""
+        self._pace.add(1.0, 1.0)
+        self._free.add(0.0, 0.0, FORGIVING)
+        self._rounds += 1
+        if self._rounds % REFRESH == 0:
+            self._prices.clear()
+        self._usual[seq.id] = 0.8 * self._usual.get(seq.id, 0.0)
+        self.free_allowance.book(0.0)
+        if costly:
+            self.allowance.book(0.0)
 
     def skip(self) -> None:
         """Nobody can draft in this round: there is nothing to plan, and nothing to learn from it."""
@@ -122,7 +137,7 @@ class SequencePlanner:
         return share_chains(chains, price, self.free_trust)
 
     def take_chains(self, seqs: Sequence[Seq], offers: Sequence[Offer]) -> None:
-        """Chains that cost nothing were planned for these by `free_chains`: their round is observed here."""
+        """The round of these is observed here; where `free_chains` has planned it, nobody else is asked."""
         self._offers = {seq.id: offer for seq, offer in zip(seqs, offers, strict=True)}
         self._asked = {}
 
@@ -136,8 +151,7 @@ class SequencePlanner:
         plain, taken = self.cost.pass_seconds(batch, batch), self.cost.pass_seconds(batch + nodes, batch)
         drafting = self._drafting_seconds(outcome) / plain
         if any(offer.chosen or offer.costs for offer in offers.values()):  # plain decoding shows nothing
-            self._written = self._written * PACE + 1.0 + sum([row[3] for row in rows]) / len(rows)
-            self._passes = self._passes * PACE + taken / plain + drafting
+            self._pace.add(1.0 + sum([row[3] for row in rows]) / len(rows), taken / plain + drafting)
         self._free.add(0.0, 0.0, FORGIVING)
         self._rounds += 1
         if self._rounds % REFRESH == 0:
@@ -220,17 +234,6 @@ class SequencePlanner:
         if pays and depth and self.allowance.covers(0.0):
             return Option(offer, levels, asks=True, depth=depth)
         return Option(offer, free.levels, idle=not free_gain)
-
-    def _share(self, options: list[Option], batch: int, beside: int) -> tuple[list[Option], list[int]]:
-        """The same with one pass for all sequences: how deep each goes, and how many nodes the others have."""
-        depths = self._shared_depths([option.levels for option in options], batch, beside)
-        nodes = [round(depth * option.levels.nodes) for depth, option in zip(depths, options, strict=True)]
-        shared = [
-            Option(one.offer, one.levels, one.asks and depth > 0, one.idle or (one.asks and not depth), depth)
-            for one, depth in zip(options, depths, strict=True)
-        ]
-        step, drafted = max(1, batch // 8), beside + sum(nodes)
-        return shared, [(drafted - own) // step * step for own in nodes]
 
     def _shared_depths(self, levels: Sequence[Levels], batch: int, beside: int) -> list[int]:
         """How deep each of several sequences should draft beside so many nodes of others."""

@@ -73,6 +73,7 @@ class HybridDrafter:
         self.first, self.second = first, second
         self._sequences: dict[int, _Sequence] = {}
         self._is_crowded = False  # no look-ups were made for the last round
+        self._alone = Offer(), Offer()  # the second's offer, and ours where the first has none
 
     @classmethod
     def compose(cls, first: Drafter, second: Drafter) -> Drafter:
@@ -92,6 +93,8 @@ class HybridDrafter:
             return second
         first = self.first.offer(seq)
         own = state is not None and state.drafted and not state.merged
+        if not (first.free or own):
+            return self._without_match(second)
         return replace(
             second,
             free=max(first.free, second.free, key=sum) if second.free else first.free,
@@ -99,7 +102,18 @@ class HybridDrafter:
             expected=second.expected if own else None,
         )
 
+    def _without_match(self, second: Offer) -> Offer:
+        """What the second offers in a round behind one that it did not draft; often the same again and again."""
+        if second is not self._alone[0]:
+            chosen = second.chosen or not second.costs
+            self._alone = second, replace(second, chosen=chosen, expected=None)
+        return self._alone[1]
+
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        if len(seqs) == 1 and not budgets[0].nodes and budgets[0].source == "free":
+            state = self._sequences.setdefault(seqs[0].id, _Sequence())
+            state.drafted, state.parting, state.merged, self._is_crowded = False, None, False, False
+            return self.first.propose(seqs, budgets)
         self._is_crowded = len(seqs) > FEW and self.second.offer(seqs[0]).menu is not None
         if self._is_crowded:
             for seq in seqs:

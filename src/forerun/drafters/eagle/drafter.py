@@ -94,6 +94,7 @@ class EagleDrafter:
         self._reading = 0.0  # seconds per row of a prompt
         self._expected: dict[int, float] = {}  # tokens of the last draft that should be accepted
         self._rates = None if self.dynamic else config.rates or _RATES
+        self._offer = Offer()  # the last one, which often holds for the next round too
 
     @classmethod
     def build(cls, parts: Parts) -> Drafter:
@@ -118,10 +119,11 @@ class EagleDrafter:
         levels = first, self._further.seconds or first
         unread = len(observed.tokens) if observed is not None else 0
         start = unread * (self._reading or READING * first) if unread > PROMPT else 0.0
-        chosen = not self._draws(seq)
-        return Offer(
-            levels, start, chosen=chosen, stops=self.dynamic and chosen, expected=self._expected.get(seq.id)
-        )
+        chosen, expected, last = not self._draws(seq), self._expected.get(seq.id), self._offer
+        if (levels, start, chosen, expected) != (last.seconds, last.start, last.chosen, last.expected):
+            last = Offer(levels, start, chosen=chosen, stops=self.dynamic and chosen, expected=expected)
+            self._offer = last
+        return last
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         if len(seqs) == 1 and self._rates is None:
