@@ -50,15 +50,6 @@ class Option:
     depth: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PriceList:
-    """What nodes cost, and the longest chain and widest tree that can pay."""
-
-    price: tuple[float, ...]
-    deepest: int
-    widest: int
-
-
 def best_depth(levels: Levels, price: Sequence[float]) -> tuple[int, float]:
     """How deep one sequence should draft, and what it gains; (0, 0.0) where nothing pays."""
     best, best_gain, gain = 0, 0.0, price[0]

@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 PRIOR = 0.7  # acceptance before anything was seen
 WEIGHT = 3.0  # tries that a prior counts for
 MEMORY = 0.95  # per position tested, or per round
+GAIN_MEMORY = 0.9  # per round, where the gain is known from the drafter's confidence: that varies less
+FIRST_WAIT, LONGEST_WAIT = (
+    2,
+    32,
+)  # rounds from a draft that did not pay to the next trial, twice as many each time
 TRUST_MEMORY = 0.98  # per round: a drafter's bias changes more slowly than acceptance
 RECENT, MARGIN = 0.25, 0.2  # weight of the newest position in the short memory, and what it must be ahead by
 PRIOR_GAIN = 0.3  # tokens a round: the assumed gain of a drafter that has not drafted yet
@@ -31,6 +36,8 @@ class History:
     expected: float = WEIGHT  # tokens that the drafter expected to be accepted, and those that were
     accepted: float = WEIGHT
     nodes: float = 0.0  # drafted per level
+    wait: int = FIRST_WAIT  # rounds without a draft before a trial
+    idle: int = 0  # such rounds so far
 
     @classmethod
     def after(cls, earlier: History) -> History:
@@ -49,6 +56,8 @@ class History:
             WEIGHT,
             trusted,
             earlier.nodes,
+            max(FIRST_WAIT, earlier.wait // 2),
+            LONGEST_WAIT,  # what holds for others may not hold for it: one trial at once
         )
 
     def count(self, depth: int, accepted: int, nodes: int = 0) -> None:
@@ -67,10 +76,14 @@ class History:
         if depth:
             self.nodes += 0.2 * (max(nodes, depth) / depth - self.nodes)
 
-    def count_gain(self, gain: float) -> None:
+    def count_gain(self, gain: float, memory: float = MEMORY) -> None:
         """A round with this drafter gained so many tokens beyond what its time was worth."""
-        self.gain = self.gain * MEMORY + gain
-        self.rounds = self.rounds * MEMORY + 1.0
+        self.gain = self.gain * memory + gain
+        self.rounds = self.rounds * memory + 1.0
+
+    def note_trial(self) -> None:
+        """Nothing pays, and it is tried all the same; the next trial comes later, unless this one pays."""
+        self.idle, self.wait = 0, min(2 * self.wait, LONGEST_WAIT)
 
     def count_expected(self, expected: float, accepted: int) -> None:
         """The drafter expected so many tokens to be accepted, and so many were."""

@@ -18,26 +18,24 @@ from forerun.control.acceptance import Factor
 from forerun.control.allocate import (
     Levels,
     Option,
-    PriceList,
     allocate,
     best_depth,
-    deepest,
     share_chains,
     share_options,
     shortest_that_pays,
-    widest,
 )
 from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
-from forerun.control.history import History
+from forerun.control.history import FIRST_WAIT, GAIN_MEMORY, MEMORY, History
 from forerun.control.pace import Pace
+from forerun.control.prices import PriceList, PriceLists
+from forerun.control.trials import Trials
 from forerun.offers import FREE, Offer, total
 from forerun.types import Budget, Round, Seq
 
 WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
 CLOSE = 0.05  # smaller errors of a drafter's expectations are not corrected
 FREE_MEMORY, FORGIVING = 0.99, 0.997  # per draft that cost nothing, and per round: distrust does not last
-REFRESH = 16  # rounds for which a price list holds
 MOST_CHAINS = 1024  # nodes of a round's chains
 NOTHING = Budget(0, 0, source="free")
 
@@ -58,9 +56,8 @@ class SequencePlanner:
         self._free = Factor(4.0)  # of drafts that cost nothing: tokens accepted, by those that were expected
         self._usual: dict[int, float] = {}  # nodes that a sequence drafts on average
         self._pace = Pace()
-        self._prices: dict[tuple[int, float, int], PriceList] = {}
-        self._rounds = 0
-        self._rest = (-1, 0)  # a sequence alone for which nothing pays, and up to which round that is known
+        self._prices = PriceLists(nodes, width)
+        self._trials = Trials(self.allowance)
 
     @property
     def rate(self) -> float:
@@ -82,43 +79,48 @@ class SequencePlanner:
         self.take_chains(seqs, offers)
         if not seqs:
             return []
-        costly = sum(offer.costs for offer in offers)
+        costly, others = sum(offer.costs for offer in offers), [beside] * len(seqs)
         listed = self._price(batch, self.rate, self._usual_beside(batch) + beside)
         options = [self._option(*pair, batch, costly, listed) for pair in zip(seqs, offers, strict=True)]
-        others = [beside] * len(seqs)
         if batch > 1:
             depths = self._shared_depths([option.levels for option in options], batch, beside)
             options, others = share_options(options, depths, batch, beside)
-        spare, budgets = self.allowance.level, []
+        spare, budgets = self._trials.levels(), []
         for seq, option, nodes in zip(seqs, options, others, strict=True):
-            length, worst = self._trial(option, batch, costly) if option.idle else (0, 0.0)
-            if length and spare >= worst:
-                spare -= worst
-                depth = 2 * length if option.offer.stops else length  # it goes on only where it is confident
-                option = Option(option.offer, option.levels, asks=True, depth=depth)
-            elif option.idle and batch == 1 and option.offer.stops:
-                rounds = self.allowance.rounds_until(worst, REFRESH) if length else REFRESH
-                self._rest = seq.id, self._rounds + rounds  # nothing is drafted, so nothing is learnt
+            if option.idle:
+                option = self._tried(seq, option, batch, costly, spare)
             if option.asks:
                 self._asked[seq.id] = option.depth
             budgets.append(NOTHING if option.idle else self._budget(seq, option, batch, costly, nodes))
         return budgets
 
+    def _tried(self, seq: Seq, option: Option, batch: int, costly: int, spare: dict[bool, float]) -> Option:
+        """A trial where one is due and covered by what is left; else the same."""
+        record, stops, trials = self._record(seq), option.offer.stops, self._trials
+        length, worst = self._trial(option, batch, costly)
+        if length and trials.is_due(record, worst, spare[stops], stops):
+            spare[stops] -= worst
+            depth = 2 * length if stops else length  # it goes on only where it is confident
+            return Option(option.offer, option.levels, asks=True, depth=depth)
+        record.idle += 1
+        if batch == 1 and stops:
+            trials.rest(seq.id, self._prices.rounds, record, worst if length else None)
+        return option
+
     def rests(self, seq: Seq, offer: Offer) -> bool:
         """Is it known, without a plan, that nothing pays for this sequence? It is alone in its batch."""
-        return not offer.free and self._rounds < self._rest[1] and seq.id == self._rest[0]
+        return not offer.free and self._trials.are_off(seq.id, self._prices.rounds)
 
     def note_idle(self, seq: Seq, costly: bool) -> None:
         """A round of one sequence in which nothing could be drafted: what `observe` would book, in few steps."""
         self._pace.add(1.0, 1.0)
         self._free.add(0.0, 0.0, FORGIVING)
-        self._rounds += 1
-        if self._rounds % REFRESH == 0:
-            self._prices.clear()
+        self._prices.note_round()
         self._usual[seq.id] = 0.8 * self._usual.get(seq.id, 0.0)
         self.free_allowance.book(0.0)
         if costly:
-            self.allowance.book(0.0)
+            self._trials.stopping.book(0.0)
+            self._record(seq).idle += 1
 
     def skip(self) -> None:
         """Nobody can draft in this round: there is nothing to plan, and nothing to learn from it."""
@@ -153,9 +155,7 @@ class SequencePlanner:
         if any(offer.chosen or offer.costs for offer in offers.values()):  # plain decoding shows nothing
             self._pace.add(1.0 + sum([row[3] for row in rows]) / len(rows), taken / plain + drafting)
         self._free.add(0.0, 0.0, FORGIVING)
-        self._rounds += 1
-        if self._rounds % REFRESH == 0:
-            self._prices.clear()
+        self._prices.note_round()
         each = max(0.0, taken - plain) / plain / max(1, nodes)  # passes of a node
         costly = gained = free_cost = free_gained = 0.0
         for seq, drafted, depth, accepted in rows:
@@ -172,7 +172,8 @@ class SequencePlanner:
                     self._free.add(accepted, sum(offers[seq.id].free[:depth]), FREE_MEMORY)
         self.free_allowance.book_draft(free_cost, free_gained / batch)
         if any(offer.costs for offer in offers.values()):
-            self.allowance.book_draft(costly / batch, gained / batch)
+            own = self._trials.of(any(offer.stops for offer in offers.values()))
+            own.book_draft(costly / batch, gained / batch)
 
     def forget(self, seq: Seq) -> None:
         for kept in (self._records, self._offers, self._usual, self._next):
@@ -192,8 +193,12 @@ class SequencePlanner:
             if expected is not None:
                 record.count_expected(expected, accepted)
             # what a drafter expects, corrected by its bias, varies less than what was accepted
-            likely = accepted if expected is None else record.trust * expected
-            record.count_gain(likely - self.rate * (spent - once))
+            likely, memory = (
+                (accepted, MEMORY) if expected is None else (record.trust * expected, GAIN_MEMORY)
+            )
+            record.count_gain(likely - self.rate * (spent - once), memory)
+            if record.mean_gain > WORTH_IT:
+                record.wait = FIRST_WAIT
 
     def _drafting_seconds(self, outcome: Round) -> float:
         """What drafting took; a pause of the machine is not charged to the drafter."""
@@ -231,7 +236,7 @@ class SequencePlanner:
             gain = min(gain, record.mean_gain)
         left = (seq.max_length - len(seq.tokens)) / (1.0 + sum(levels.survivals[:depth]))  # rounds
         pays = gain > max(free_gain, WORTH_IT) and gain * left > self._in_tokens(offer.start, batch, 1)
-        if pays and depth and self.allowance.covers(0.0):
+        if pays and depth and self._trials.of(offer.stops).covers(0.0):
             return Option(offer, levels, asks=True, depth=depth)
         return Option(offer, free.levels, idle=not free_gain)
 
@@ -283,11 +288,7 @@ class SequencePlanner:
         return Budget(nodes, option.depth, listed.widest, price, level, "costly")
 
     def _price(self, batch: int, rate: float, others: int) -> PriceList:
-        key = batch, round(rate * 20) / 20, others
-        if key not in self._prices:
-            price = self.cost.price(self.nodes, batch - 1, key[1], others)
-            self._prices[key] = PriceList(price, deepest(price), widest(price, self.width))
-        return self._prices[key]
+        return self._prices.of(self.cost, batch, rate, others)
 
     def _in_tokens(self, seconds: float, batch: int, sharing: int) -> float:
         """Tokens that would have been written in that time, per sequence of those that share it."""

@@ -1,0 +1,40 @@
+"""PriceLists: what nodes cost in tokens, made anew every few rounds, as costs are corrected by every round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forerun.control.allocate import deepest, widest
+from forerun.control.cost import CostModel
+
+REFRESH = 16  # rounds for which a list holds
+
+
+@dataclass(frozen=True, slots=True)
+class PriceList:
+    """What nodes cost, and the longest chain and widest tree that can pay."""
+
+    price: tuple[float, ...]
+    deepest: int
+    widest: int
+
+
+class PriceLists:
+    """Lists by batch size, pace and nodes of others, for trees of so many nodes and children at most."""
+
+    def __init__(self, nodes: int, width: int) -> None:
+        self.nodes, self.width, self.rounds = nodes, width, 0
+        self._lists: dict[tuple[int, float, int], PriceList] = {}
+
+    def note_round(self) -> None:
+        self.rounds += 1
+        if self.rounds % REFRESH == 0:
+            self._lists.clear()
+
+    def of(self, cost: CostModel, batch: int, rate: float, others: int) -> PriceList:
+        """For one sequence of a batch whose others draft so many nodes; `rate` is its pace."""
+        key = batch, round(rate * 20) / 20, others
+        if key not in self._lists:
+            price = cost.price(self.nodes, batch - 1, key[1], others)
+            self._lists[key] = PriceList(price, deepest(price), widest(price, self.width))
+        return self._lists[key]

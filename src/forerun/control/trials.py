@@ -1,0 +1,53 @@
+"""Trials: when a drafter that does not pay is tried again.
+
+A drafter that stops where it is not confident says at once what it would gain, so one round tells. Its trials come
+after 2, 4, ... 32 rounds without a draft, until one pays again; a new text has one at once, and then starts
+from half the wait of the text before. All trials together lose no more than the allowance has (allowance.py). Others
+need several rounds to show what they gain, which only the allowance limits.
+"""
+
+from __future__ import annotations
+
+from forerun.control.allowance import Allowance
+from forerun.control.history import History
+from forerun.control.prices import REFRESH
+
+
+class Trials:
+    """Whether a trial is due, and until when it is known that none is."""
+
+    def __init__(self, others: Allowance) -> None:
+        self.others = others
+        # a loss is noticed within a few rounds, and texts are often short: 40 tokens may lose little
+        self.stopping = Allowance(most=2.0, earned=0.015, floor=1.0, level=1.0)
+        self._off = (-1, 0)  # a sequence alone in its batch, and the round up to which nothing pays for it
+
+    def of(self, stops: bool) -> Allowance:
+        """That of drafters that stop where they are not confident, or of all others."""
+        return self.stopping if stops else self.others
+
+    def levels(self) -> dict[bool, float]:
+        """What each has left, by whether drafters stop."""
+        return {True: self.stopping.level, False: self.others.level}
+
+    def is_due(self, record: History, worst: float, spare: float, stops: bool) -> bool:
+        """May a trial be made that loses so much at worst, with so much allowance left? Then the next is put off."""
+        if spare < self._least(worst, stops) or (stops and record.idle < record.wait):
+            return False
+        record.note_trial()
+        return True
+
+    def rest(self, seq_id: int, now: int, record: History, worst: float | None) -> None:
+        """No trial now, of a drafter that stops: nothing is learnt until one is due. `worst` None = none can pay."""
+        rounds = REFRESH
+        if worst is not None:
+            covered = self.stopping.rounds_until(self._least(worst, stops=True), REFRESH)
+            rounds = min(REFRESH, max(record.wait - record.idle, covered))
+        self._off = seq_id, now + rounds
+
+    def are_off(self, seq_id: int, now: int) -> bool:
+        return seq_id == self._off[0] and now < self._off[1]
+
+    def _least(self, worst: float, stops: bool) -> float:
+        """The allowance that covers it."""
+        return worst - 0.9 * self.stopping.floor if stops else worst
