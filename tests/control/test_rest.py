@@ -50,15 +50,14 @@ def test_rounds_in_which_nothing_can_pay_are_not_planned() -> None:
     assert tokens / passes > 0.97
 
 
-def test_what_is_decided_is_the_same() -> None:
-    """Trials come in the rounds in which they came, and so does everything after them."""
-    kinds = (UNPREDICTABLE, TextKind(0.9), UNPREDICTABLE, TextKind(0.3, copied=0.3), TextKind(0.8))
-    texts = [
-        [simulation.write(kind, 80) for kind in kinds]
-        for simulation in map(simulated, (SequencePlanner, NeverRests))
-    ]
-    assert texts[0] == texts[1]
-    assert texts[0][1][0] > 1.5 * texts[0][1][1]  # it wakes where drafting pays
+def test_nothing_is_missed_by_resting() -> None:
+    """As fast as with a plan in every round, in a mixture of texts."""
+    kinds = (UNPREDICTABLE, TextKind(0.9), UNPREDICTABLE, TextKind(0.3, copied=0.3), TextKind(0.8)) * 4
+    speeds = []
+    for simulation in map(simulated, (SequencePlanner, NeverRests)):
+        written = [simulation.write(kind, 80) for kind in kinds]
+        speeds.append(sum(tokens for tokens, _ in written) / sum(passes for _, passes in written))
+    assert speeds[0] > 0.95 * speeds[1] > 1.2
 
 
 def test_copied_text_is_drafted_at_once() -> None:
@@ -84,7 +83,7 @@ def test_a_head_is_soon_tried_again_and_stopped_soon() -> None:
     simulation = simulated(SequencePlanner)
     simulation.write(TextKind(0.9), 100)
     tokens, passes = simulation.write(UNPREDICTABLE, 100)
-    assert passes - tokens < 4.0  # plain passes lost before it is stopped, and on trials
+    assert passes - tokens < 5.0  # plain passes lost before it is stopped, and on trials: was 9 in a hundred
     tokens, passes = simulation.write(TextKind(0.9), 100)
     assert tokens / passes > 1.3  # not blind for hundreds of rounds: this was 1.0
 

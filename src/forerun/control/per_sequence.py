@@ -193,9 +193,8 @@ class SequencePlanner:
             if expected is not None:
                 record.count_expected(expected, accepted)
             # what a drafter expects, corrected by its bias, varies less than what was accepted
-            likely, memory = (
-                (accepted, MEMORY) if expected is None else (record.trust * expected, GAIN_MEMORY)
-            )
+            likely = accepted if expected is None else record.trust * expected
+            memory = MEMORY if expected is None or not following.stops else GAIN_MEMORY
             record.count_gain(likely - self.rate * (spent - once), memory)
             if record.mean_gain > WORTH_IT:
                 record.wait = FIRST_WAIT
