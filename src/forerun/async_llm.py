@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from threading import Thread
 from types import TracebackType
@@ -40,6 +41,8 @@ class AsyncLLM:
         self._broken: BaseException | None = None
         self._handles: dict[Handle, str | None] = {}  # with the names that callers gave them
         self._owner = Waiter(lambda: self._is_closed)
+        self._waiting = _Coroutines(lambda: self._is_closed or self._broken is not None)
+        llm.driver.watch(self._waiting)
         self._thread = Thread(target=self._serve, name="forerun-engine", daemon=True)
         self._thread.start()
 
@@ -131,6 +134,16 @@ class AsyncLLM:
         return self._broken
 
     @property
+    def cpu_seconds(self) -> float:
+        """CPU time of the engine's thread so far; 0 once it has ended, or where the system does not tell."""
+        if self._thread.ident is None or not self._thread.is_alive():
+            return 0.0
+        try:
+            return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+        except (AttributeError, OSError):
+            return 0.0
+
+    @property
     def requests(self) -> int:
         """Requests that are being served or wait in the engine."""
         return len(self._handles)
@@ -166,13 +179,7 @@ class AsyncLLM:
 
     async def _until(self, is_ready: Callable[[], bool]) -> None:
         """Wait for the engine's thread."""
-        waiter = _Coroutine(lambda: is_ready() or self._is_closed or self._broken is not None)
-        try:
-            self.llm.driver.watch(waiter)
-            while not waiter.is_ready():
-                await waiter.woken()
-        finally:
-            self.llm.driver.ignore(waiter)
+        await self._waiting.until(is_ready)
         if not is_ready():
             self._check_open()
 
@@ -189,27 +196,51 @@ class AsyncLLM:
         except BaseException as error:
             log.exception("the engine's thread ended with an error")
             self._broken = self._broken or error
+        self._waiting.wake()
+        self.llm.driver.ignore(self._waiting)
         self.llm.driver.wake_all()
 
 
-class _Coroutine:
-    """A coroutine that waits for a condition."""
+class _Coroutines:
+    """All coroutines that wait for the engine: one call into their event loop wakes all that are ready after a round.
 
-    def __init__(self, is_ready: Callable[[], bool]) -> None:
-        self._is_ready, self._event = is_ready, asyncio.Event()
+    Each call writes to a socket, and the engine's thread may lose the interpreter there: so one, not one for each.
+    """
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self._is_over = is_over  # nothing more will come: all are ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: dict[
+            asyncio.Future[None], Callable[[], bool]
+        ] = {}  # changed by the loop's thread alone
         self._is_called = False  # and has not come yet: rounds may be quicker than the loop
-        self._loop = asyncio.get_running_loop()
 
     def is_ready(self) -> bool:
-        return self._is_ready()
+        """Asked by the engine's thread after every round; those that were woken and have not run yet do not count."""
+        waiting = list(self._waiting.items())
+        return self._is_over() or any(not woken.done() and is_ready() for woken, is_ready in waiting)
 
     def wake(self) -> None:
-        if not self._is_called and not self._loop.is_closed():
+        if not self._is_called and self._loop is not None and not self._loop.is_closed():
             self._is_called = True
-            self._loop.call_soon_threadsafe(self._event.set)
+            self._loop.call_soon_threadsafe(self._wake_ready)
 
-    async def woken(self) -> None:
-        """Wait for a call; the caller then looks itself, so none that comes from here on is lost."""
-        await self._event.wait()
-        self._event.clear()
-        self._is_called = False
+    def _wake_ready(self) -> None:
+        self._is_called = False  # first: whatever comes from here on calls again
+        is_over = self._is_over()
+        for woken, is_ready in self._waiting.items():
+            if not woken.done() and (is_over or is_ready()):
+                woken.set_result(None)
+
+    async def until(self, is_ready: Callable[[], bool]) -> None:
+        """Return once that holds, or nothing more will come."""
+        self._loop = asyncio.get_running_loop()
+        while True:
+            woken = self._loop.create_future()
+            self._waiting[woken] = is_ready
+            try:
+                if is_ready() or self._is_over():  # asked once it waits: a round that ends meanwhile wakes it
+                    return
+                await woken
+            finally:
+                del self._waiting[woken]

@@ -18,6 +18,7 @@ from forerun.types import Budget, Request
 Params = SamplingParams | Mapping[str, Any]
 Encode = Callable[[Prompt], tuple[int, ...]]
 MOST_COPIES = 1024  # of one prompt in a call
+_DEFAULTS = SamplingParams()
 
 
 class Options(SamplingOptions, total=False):
@@ -47,7 +48,7 @@ def make_request(
     drafter, verifier = (
         None if options.get(name) is None else as_name(name, options[name]) for name in ours[:2]
     )
-    merged = SamplingParams.from_dict(sampling, over=params or SamplingParams())
+    merged = SamplingParams.from_dict(sampling, over=params or _DEFAULTS)
     rest = options.get("shows_rejected", False), options.get("cache_salt", "")
     return Request(encode(prompt), merged, drafter, verifier, budget, *rest)
 

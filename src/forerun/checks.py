@@ -37,15 +37,15 @@ def refuse(name: str, value: object, limit: str) -> InvalidInput:
 
 def as_whole(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
     """An integer within limits; booleans, fractions and text are none."""
-    limits = _limits(low, high)
     try:
         number = None if _is_bool(value) else int(operator.index(value))
     except Exception:  # a caller's own class may raise anything
         number = None
     if number is None:
+        limits = _limits(low, high)
         raise refuse(name, value, f"an integer, {limits}" if limits else "an integer")
     if (low is not None and number < low) or (high is not None and number > high):
-        raise refuse(name, value, limits)
+        raise refuse(name, value, _limits(low, high))
     return number
 
 
@@ -53,14 +53,13 @@ def as_real(
     name: str, value: Any, low: float = -math.inf, high: float = math.inf, limit: str | None = None
 ) -> float:
     """A finite number within limits; booleans and text are none."""
-    limits = _limits(low, high)
-    limit = limit or (f"a finite number, {limits}" if limits else "a finite number")
     try:
         number = math.nan if _is_bool(value) or isinstance(value, str | bytes | bytearray) else float(value)
     except Exception:
-        raise refuse(name, value, limit) from None
+        number = math.nan
     if not (math.isfinite(number) and low <= number <= high):
-        raise refuse(name, value, limit)
+        limits = _limits(low, high)
+        raise refuse(name, value, limit or (f"a finite number, {limits}" if limits else "a finite number"))
     return number
 
 

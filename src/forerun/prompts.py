@@ -58,6 +58,8 @@ def as_messages(messages: Any, system: Any = None) -> list[Message]:
 def as_token_list(prompt: Any) -> tuple[int, ...]:
     """Token ids from integers of any library."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(ids, list | tuple) and set(map(type, ids)) == {int}:  # nearly always, and ten times faster
+        return tuple(ids)
     try:
         if any(isinstance(part, bool) for part in ids):
             raise TypeError("a truth value is no token id")

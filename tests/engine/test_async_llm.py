@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forerun import AsyncLLM
-from forerun.async_llm import _Coroutine
+from forerun.async_llm import _Coroutines
 from forerun.errors import ForerunError
 from forerun.llm import Completion
 from forerun.params import SamplingParams
@@ -22,8 +22,8 @@ LONG = SamplingParams(max_tokens=800, ignore_eos=True)
 def test_a_whole_text_wakes_the_loop_at_its_first_round_and_its_end(
     every_round: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wakes, real = list[None](), _Coroutine.woken
-    monkeypatch.setattr(_Coroutine, "woken", lambda self: (wakes.append(None), real(self))[1])
+    wakes, real = list[None](), _Coroutines._wake_ready
+    monkeypatch.setattr(_Coroutines, "_wake_ready", lambda self: (wakes.append(None), real(self))[1])
 
     async def main() -> list[Any]:
         async with AsyncLLM(make()) as llm:
@@ -62,3 +62,32 @@ def test_an_engine_that_is_given_up_keeps_nobody_waiting(monkeypatch: pytest.Mon
         assert not llm.llm.engine.busy, "what was dropped is gone when the thread has ended"
 
     asyncio.run(main())
+
+
+def test_a_round_calls_the_loop_once_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call writes to a socket: one for each stream would take the engine's thread longer than the round."""
+    calls, params = list[None](), SamplingParams(max_tokens=100, ignore_eos=True)
+
+    async def main() -> tuple[int, int]:
+        async with AsyncLLM(make(max_batch=8)) as llm:
+            loop = asyncio.get_running_loop()
+            real = loop.call_soon_threadsafe
+            monkeypatch.setattr(
+                loop, "call_soon_threadsafe", lambda *args, **kw: (calls.append(None), real(*args, **kw))[1]
+            )
+            wanted = await llm.generate("abc", params, drafter="none")
+
+            async def read() -> str:
+                steps = [step async for step in llm.stream("abc", params, drafter="none")]
+                assert len(steps) == 101
+                return "".join(step.text for step in steps[:-1])
+
+            before = llm.llm.engine.stats.rounds
+            calls.clear()
+            texts = await asyncio.gather(*(read() for _ in range(8)))
+            assert texts == [wanted.text] * 8
+            return len(calls), llm.llm.engine.stats.rounds - before
+
+    woken, rounds = asyncio.run(main())
+    assert rounds < 8 * 101 / 2, "negative control: they ran together"
+    assert 10 < woken <= rounds + 40, "one for each round, and a few for requests that come and go"

@@ -17,6 +17,7 @@ import torch
 
 from forerun.bench.gpu.inflated import load_inflated
 from forerun.build import make_engine
+from forerun.cli.loading import without_collector
 from forerun.drafters.eagle.inflate_head import inflate_head_folder
 from forerun.errors import ForerunError, InvalidInput
 from forerun.heads import find_head
@@ -24,7 +25,7 @@ from forerun.llm import LLM
 from forerun.models.inflate import PRESETS, find_shape
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import EngineConfig, SpeculativeConfig
-from forerun.server.run import address_of, bind, serve
+from forerun.server.run import address_of, bind, import_application, serve
 from forerun.server.settings import ServerSettings
 
 PLACE_SLOTS = 1024  # of the KV cache for each sequence: prompt, answer and a tree
@@ -38,7 +39,10 @@ def main(words: Sequence[str] | None = None) -> int:
         if flags.device == "cuda" and not torch.cuda.is_available():
             raise InvalidInput("a larger shape needs a GPU, and torch sees none")
         with TemporaryDirectory() as folder:
-            listener, llm = bind(settings), load(flags, Path(folder))
+            listener = bind(settings)
+            with without_collector():
+                llm = load(flags, Path(folder))
+                import_application()
             said = f"serving {llm.name} at {address_of(listener)} (drafter: {llm.engine.default_drafter})"
             serve(llm, settings, listener, lambda: print(said, file=sys.stderr, flush=True))
     except ForerunError as error:

@@ -12,9 +12,10 @@ from forerun.completion import Completion
 from forerun.server.generation import speculation_of, usage_of
 from forerun.server.logprobs import Spells, for_chat, for_completion
 from forerun.server.schemas import Generation
+from forerun.server.sse import TextLine, as_line
 from forerun.server.tools import ToolCall
 from forerun.server.tracing import RequestSpan
-from forerun.types import Branch, Event
+from forerun.types import Branch, Event, TokenLogprob
 
 Kind = Literal["chat.completion", "text_completion"]
 Found = tuple[str | None, list[ToolCall]]  # the text of an answer, and the calls that were in it
@@ -39,10 +40,13 @@ class Answer:
     prompt_tokens: int = 0
     _lengths: dict[int, int] = field(default_factory=dict)  # characters sent, by choice
     _written: int = 0  # tokens so far, of all choices
+    _only_text: bool = False  # does nothing but the text differ between the pieces of a choice?
+    _lines: dict[int, TextLine] = field(default_factory=dict)  # then: by choice
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat.completion" else "cmpl"
         self.id = self.id or f"{prefix}-{secrets.token_hex(12)}"
+        self._only_text = not (self.has_logprobs or self.says_speculation or self.says_usage)
 
     @property
     def says_speculation(self) -> bool:
@@ -70,25 +74,38 @@ class Answer:
         """The chunk that opens a choice of a chat."""
         return self._delta(index, {"role": "assistant", "content": ""})
 
-    def piece(self, index: int, event: Event) -> dict[str, Any]:
-        """What one round added."""
+    @property
+    def says_usage(self) -> bool:
+        """In every chunk."""
+        options = self.body.stream_options
+        return options is not None and options.continuous_usage_stats is True
+
+    def piece(self, index: int, event: Event) -> bytes:
+        """The message of what one round added."""
+        if self._only_text:
+            line = self._lines.get(index)
+            if line is None:
+                line = self._lines[index] = TextLine(lambda text: self._piece(index, text))
+            return line.with_text(event.text)
         self._written += len(event.tokens)
-        entries = event.logprobs if self.has_logprobs else None
-        if self.kind == "chat.completion":
-            spelt = None if entries is None else for_chat(entries, self.tokenizer)
-            chunk = self._delta(index, {"content": event.text}, spelt)
-        else:
-            at = self._lengths.get(index, 0)
-            self._lengths[index] = at + len(event.text)
-            older = None if entries is None else for_completion(entries, self.tokenizer, at)
-            chunk = self._chunk(
-                [{"index": index, "text": event.text, "logprobs": older, "finish_reason": None}]
-            )
+        at = self._lengths.get(index, 0)
+        self._lengths[index] = at + len(event.text)
+        chunk = self._piece(index, event.text, event.logprobs if self.has_logprobs else None, at)
         if self.says_speculation:
             chunk["speculative"] = {"tokens": list(event.tokens), "accepted": event.accepted}
             if self.says_rejected:
                 chunk["speculative"]["rejected"] = [self._branch(each) for each in event.rejected]
-        return chunk
+        return as_line(chunk)
+
+    def _piece(
+        self, index: int, text: str, entries: Sequence[TokenLogprob] | None = None, at: int = 0
+    ) -> dict[str, Any]:
+        """A chunk with more of a text, which so far has `at` characters."""
+        if self.kind == "chat.completion":
+            spelt = None if entries is None else for_chat(entries, self.tokenizer)
+            return self._delta(index, {"content": text}, spelt)
+        older = None if entries is None else for_completion(entries, self.tokenizer, at)
+        return self._chunk([{"index": index, "text": text, "logprobs": older, "finish_reason": None}])
 
     def whole_text(self, index: int, text: str, done: Completion) -> dict[str, Any]:
         """A text that was held back until it was known which part of it calls tools."""
@@ -157,8 +174,7 @@ class Answer:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.kind == "chat.completion" else "text_completion"
-        options = self.body.stream_options
-        if choices and options is not None and options.continuous_usage_stats:
+        if choices and self.says_usage:
             read, own = self.prompt_tokens, self._written
             usage = {"prompt_tokens": read, "completion_tokens": own, "total_tokens": read + own}
             return {**self._head(kind), "choices": choices, "usage": usage}

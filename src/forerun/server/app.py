@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import ExitStack, asynccontextmanager
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +19,7 @@ from forerun.server.errors import RESPONSES, ApiError, add_error_handlers, as_ap
 from forerun.server.generation import Job, salted
 from forerun.server.guard import Guard
 from forerun.server.keys import Gate
+from forerun.server.outbox import ClientLeft, connection_of
 from forerun.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -244,23 +245,21 @@ async def _whole_or_stream(
         if not body.stream:
             whole = await _while_connected(request, service.write(body, answer, jobs))
             return JSONResponse(whole, headers=span.headers())
-        chunks = service.stream(body, answer, jobs)
+        lines = service.stream(body, answer, jobs)
         # what the engine has against the request is an answer with a status of its own
-        first = await _while_connected(request, anext(chunks))
-        ends = held.pop_all()
-
-    async def rest() -> AsyncGenerator[dict[str, Any]]:
-        with ends:
-            async with aclosing(chunks) as found:
-                yield first
-                async for chunk in found:
-                    yield chunk
-
-    return EventStream(rest(), {"x-request-id": state.id, **span.headers()})
+        first = await _while_connected(request, anext(lines))
+        headers = {"x-request-id": state.id, **span.headers()}
+        return EventStream(first, lines, held.pop_all(), headers)
 
 
-async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await some work, unless the client goes away: then it is cancelled, which aborts its texts."""
+    own = connection_of(request.scope)
+    if own is not None:
+        try:
+            return await own.while_open(work)
+        except ClientLeft:
+            raise ApiError(499, "the client has gone away") from None
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

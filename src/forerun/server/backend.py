@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from time import monotonic
+from time import monotonic, process_time, thread_time
 from typing import Any
 
 from forerun import registry
@@ -109,6 +109,11 @@ class Backend:
             stats.rounds, stats.tokens, stats.drafted, stats.accepted, dict(stats.forms), list(stats.reached),
             list(stats.kept), dict(stats.seconds),
         )  # fmt: skip
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU time so far, by thread; asked by the front's."""
+        engine, front = self._llm.cpu_seconds, thread_time()
+        return {"engine": engine, "front": front, "others": max(0.0, process_time() - engine - front)}
 
     @property
     def failure(self) -> BaseException | None:

@@ -13,11 +13,15 @@ import logging
 import socket
 import sys
 import termios
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from forerun.server.outbox import CONNECTION, Attendance, Outbox
+
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 KERNEL_BYTES = 128 << 10
 _Protocol: Any = AutoHTTPProtocol
@@ -26,12 +30,16 @@ _Protocol: Any = AutoHTTPProtocol
 def connection_class(patience: float) -> type[asyncio.Protocol]:
     """What uvicorn makes one of for each connection; `patience` in seconds."""
 
+    outbox = Outbox()
+
     class Connection(_Protocol):  # type: ignore[misc]
         _check: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
             super().connection_made(transport)
+            self._client = Attendance()
+            self.app_state: dict[str, Any] = {**self.app_state, CONNECTION: self}  # of each request's state
             asyncio.get_running_loop().call_later(patience, self._close_if_silent)
 
         def pause_writing(self) -> None:
@@ -45,6 +53,14 @@ def connection_class(patience: float) -> type[asyncio.Protocol]:
         def connection_lost(self, error: Exception | None) -> None:
             super().connection_lost(error)
             self._stop_looking()
+            self._client.end()
+            self.app_state = {}
+
+        async def send_body(self, lines: AsyncGenerator[bytes]) -> None:
+            await outbox.send(lines, self.transport, self.flow)
+
+        async def while_open(self, work: Coroutine[Any, Any, T]) -> T:
+            return await self._client.during(work)
 
         def _close_if_silent(self) -> None:
             if self.cycle is None:  # no request has come

@@ -25,8 +25,14 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = model
         self._read = self._counter("prompt_tokens", "Tokens of prompts that were answered")
-        self._ended = self._counter("request_success", "Texts that ended, by reason", "finished_reason")
-        self._refused = self._counter("requests_refused", "Requests turned away, by status", "status")
+        self._ended = Counter(
+            "forerun:request_success", "Texts that ended, by reason", ["model_name", "finished_reason"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._refused = Counter(
+            "forerun:requests_refused", "Requests turned away, by status", ["model_name", "status"],
+            registry=self.registry,
+        )  # fmt: skip
         self._first = self._histogram("time_to_first_token_seconds", "From request to first token", _SECONDS)
         self._per_token = self._histogram(
             "time_per_output_token_seconds", "Per token after the first", _PER_TOKEN
@@ -50,31 +56,29 @@ class Metrics:
 
     def count(self, done: Completion, timing: Timing) -> None:
         """One text has ended."""
-        self._read.labels(self._model).inc(done.prompt_tokens)
+        self._read.inc(done.prompt_tokens)
         self._ended.labels(self._model, done.finish_reason).inc()
-        self._prompts.labels(self._model).observe(done.prompt_tokens)
-        self._queue.labels(self._model).observe(done.queue_seconds)
-        self._lengths.labels(self._model).observe(done.tokens)
+        self._prompts.observe(done.prompt_tokens)
+        self._queue.observe(done.queue_seconds)
+        self._lengths.observe(done.tokens)
         if timing.ended is None:
             return
-        self._whole.labels(self._model).observe(timing.ended - timing.started)
+        self._whole.observe(timing.ended - timing.started)
         if timing.first is not None:
-            self._first.labels(self._model).observe(timing.first - timing.started)
+            self._first.observe(timing.first - timing.started)
             if done.tokens > 1:
-                self._per_token.labels(self._model).observe((timing.ended - timing.first) / (done.tokens - 1))
+                self._per_token.observe((timing.ended - timing.first) / (done.tokens - 1))
 
-    def _counter(self, name: str, says: str, *labels: str) -> Counter:
-        made = Counter(f"forerun:{name}", says, ["model_name", *labels], registry=self.registry)
-        if not labels:
-            made.labels(self._model)  # there from the start, at 0
-        return made
+    def _counter(self, name: str, says: str) -> Counter:
+        """Labelled once, and there from the start, at 0."""
+        made = Counter(f"forerun:{name}", says, ["model_name"], registry=self.registry)
+        return made.labels(self._model)
 
     def _histogram(self, name: str, says: str, buckets: Iterable[float]) -> Histogram:
         made = Histogram(
             f"forerun:{name}", says, ["model_name"], buckets=tuple(buckets), registry=self.registry
         )
-        made.labels(self._model)
-        return made
+        return made.labels(self._model)
 
 
 class _EngineGauges:
@@ -119,4 +123,6 @@ class _EngineGauges:
             ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted", (), {"": load.accepted}),
             ("spec_decode_num_accepted_tokens_per_pos", "Of these, by depth", ("position",), places),
             ("round_seconds", "Where rounds spend time", ("part",), load.seconds),
+            ("cpu_seconds", "CPU time of the engine's thread, of the HTTP front's, and of all others", ("thread",),
+             self._backend.cpu_seconds()),
         )  # fmt: skip

@@ -22,6 +22,7 @@ from forerun.server.metrics import Metrics
 from forerun.server.record import Recorder
 from forerun.server.schemas import ChatRequest, CompletionRequest, Generation
 from forerun.server.settings import ServerSettings
+from forerun.server.sse import as_line
 from forerun.server.tools import find_calls, must_call
 from forerun.types import Event
 
@@ -141,16 +142,14 @@ class Service:
         texts = [done[job.index] for job in jobs]
         return answer.whole(texts, [self._found(body, each) for each in texts])
 
-    async def stream(
-        self, body: Generation, answer: Answer, jobs: list[Job]
-    ) -> AsyncGenerator[dict[str, Any]]:
-        """The answer in chunks, as it grows."""
+    async def stream(self, body: Generation, answer: Answer, jobs: list[Job]) -> AsyncGenerator[bytes]:
+        """The answer in messages, as it grows."""
         done, opened, tools = dict[int, Completion](), set[int](), self._offers_tools(body)
         async with aclosing(self._counted(jobs, answer)) as items:
             async for index, item in items:
                 if answer.kind == "chat.completion" and index not in opened:
                     opened.add(index)
-                    yield answer.first(index)
+                    yield as_line(answer.first(index))
                 if not isinstance(item, Completion):
                     if not tools and (item.text or item.tokens):
                         yield answer.piece(index, item)
@@ -158,12 +157,12 @@ class Service:
                 done[index] = item
                 text, calls = self._found(body, item)
                 if tools and text:
-                    yield answer.whole_text(index, text, item)
+                    yield as_line(answer.whole_text(index, text, item))
                 if calls:
-                    yield answer.calls(index, calls)
-                yield answer.last(index, item, bool(calls))
+                    yield as_line(answer.calls(index, calls))
+                yield as_line(answer.last(index, item, bool(calls)))
         if (body.stream_options is not None and body.stream_options.include_usage) or answer.says_speculation:
-            yield answer.figures([done[job.index] for job in jobs])
+            yield as_line(answer.figures([done[job.index] for job in jobs]))
 
     async def _counted(
         self, jobs: list[Job], answer: Answer
@@ -201,8 +200,11 @@ class Service:
         async with aclosing(write_all(self.backend, jobs)) as items:
             while True:
                 try:
-                    async with asyncio.timeout_at(until):
+                    if until is None:
                         news = await anext(items)
+                    else:
+                        async with asyncio.timeout_at(until):
+                            news = await anext(items)
                 except StopAsyncIteration:
                     return
                 except InvalidInput:

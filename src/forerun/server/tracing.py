@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from forerun.server.outbox import ClientLeft
+
 try:
     from opentelemetry import propagate, trace
 except ImportError:
@@ -47,10 +49,10 @@ class RequestSpan:
     ) -> None:
         if not IS_THERE:
             return
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not isinstance(error, ClientLeft):
             self._span.record_exception(error)
             self._span.set_status(trace.StatusCode.ERROR, str(error))
-        elif error is not None:  # cancelled, or its generator was closed
+        elif error is not None:  # cancelled, or its client has left
             self._span.set_attribute("forerun.finish_reason", "aborted")
         self._span.end()
 

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from threading import Thread
+from time import process_time
 from typing import Any
 
 from rich.console import Console
@@ -26,12 +27,14 @@ from rich.table import Table
 
 from forerun.bench.machine import cores, is_busy, load_average, machine_facts
 from forerun.bench.peers.endpoint import base_of, first_model
+from forerun.bench.serve.host_time import host_figures, read_host
 from forerun.bench.serve.load import Load, Target, figures, over_off, send_all
 from forerun.bench.serve.stream_client import Endpoint
 from forerun.bench.suites import load_suite
 from forerun.errors import ForerunError, InvalidInput
 
 MODES: dict[str, Any] = {"off": "off", "fixed": {"budget": 4}, "adaptive": "on"}
+EMULATED = "emulated"  # instead of a shape: no model, passes that take a GPU's time
 FEWEST = 8  # requests of a run with few clients
 Body = dict[str, Any]
 
@@ -68,7 +71,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--url", help="a server that runs already; one that does not know `speculative` is asked in one mode")
     add("--model", default="smollm2", help="what to serve")
     add("--serve-args", default="", help="more words for forerun serve, in one string")
-    add("--shape", help="serve it at the cost of a larger shape, on a GPU: 1b or 8b")
+    add(
+        "--shape",
+        help=f"serve it at the cost of a larger shape, on a GPU: 1b or 8b; {EMULATED} = without a model",
+    )
     add("--loads", default="0.5,1,2,4", help="rates, as multiples of what one client at a time gets")
     add("--clients", default="", help="numbers of clients, each of which asks again when it has its answer")
     add("--modes", default=",".join(MODES), help="of off, fixed and adaptive")
@@ -89,6 +95,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def serving(model: str, words: str, shape: str | None = None) -> Iterator[str]:
     """`forerun serve` in a process of its own, as long as it is needed; `shape` = at that shape's cost."""
     what = ["forerun.cli", "serve"] if shape is None else ["forerun.cli.serve_inflated", "--shape", shape]
+    what = ["forerun.cli.serve_emulated"] if shape == EMULATED else what
     with running(["-m", *what, model, "--port", "0", *words.split()]) as url:
         yield url
 
@@ -133,9 +140,23 @@ async def measure(flags: argparse.Namespace, endpoint: Endpoint) -> dict[str, An
                 asked = [bodies[i % len(bodies)] for i in range(load.requests)]
                 if modes[mode] is not None:
                     asked = [{**body, **own} for body in asked]
+                before, own_cpu = await asyncio.to_thread(read_host, endpoint), process_time()
                 answers, seconds = await load.send(endpoint, asked)
+                busy_share = round(
+                    (process_time() - own_cpu) / seconds, 3
+                )  # near 1, the client is what is measured
+                spent = host_figures(before, await asyncio.to_thread(read_host, endpoint))
                 found = figures(answers, [wanted[str(body["messages"])] for body in asked], seconds, target)
-                rows.append({**load.facts(), "mode": mode, "repeat": repeat, **found})
+                rows.append(
+                    {
+                        **load.facts(),
+                        "mode": mode,
+                        "repeat": repeat,
+                        **found,
+                        **spent,
+                        "client_cpu": busy_share,
+                    }
+                )
     return {
         "what": "bench-serve", "schema": 2, "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine_facts(), "busy_before": is_busy(busy, cores()), "model": endpoint.model,

@@ -1,0 +1,80 @@
+"""A server without a model, for what the host costs: `python -m forerun.cli.serve_emulated`.
+
+Passes take the time of an 8B model on a GPU and none of the host (forerun.testing.emulated_device); HTTP, the engine,
+the controller and the detokenizer are real. It answers the built-in prompts of `forerun.bench` alone, with pieces of
+their own prose. `python -m forerun.bench.serve --shape emulated` starts it, and reads from /metrics the CPU seconds of
+the engine's thread and of the front's. `--pure` answers without httptools, as where it cannot be installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from forerun.bench.host import H200, HEAD, Text, make
+from forerun.bench.suites import load_suite
+from forerun.cli.loading import without_collector
+from forerun.errors import ForerunError
+from forerun.llm import LLM
+from forerun.models.load.checkpoint import open_checkpoint
+from forerun.models.load.tokenizer import Tokenizer
+from forerun.server.run import address_of, bind, import_application, serve
+from forerun.server.settings import ServerSettings
+
+LONGEST = 256  # tokens of an answer
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM."""
+    flags = parse(words)
+    if flags.pure:
+        sys.modules["httptools"] = None  # type: ignore[assignment]  # importing it fails from now on
+    try:
+        settings = ServerSettings((flags.model,), port=flags.port, max_queue=1024)
+        listener = bind(settings)
+        with without_collector():
+            llm = load(flags)
+            import_application()
+        said = f"serving {llm.name} at {address_of(listener)} (drafter: {llm.engine.default_drafter})"
+        serve(llm, settings, listener, lambda: print(said, file=sys.stderr, flush=True))
+    except ForerunError as error:
+        print(f"bench serve: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m forerun.cli.serve_emulated")
+    add = parser.add_argument
+    add("model", nargs="?", default="smollm2", help="whose tokenizer and chat template are used")
+    add("--max-num-seqs", type=int, default=64)
+    add("--at-once", action="store_true", help="passes take no time")
+    add("--pure", action="store_true", help="without httptools")
+    add("--port", type=int, default=8000)
+    return parser.parse_args(words)
+
+
+def load(flags: argparse.Namespace) -> LLM:
+    """The real engine over the emulated device, with a drafter that is right as often as a trained head."""
+    tokenizer = open_checkpoint(flags.model).tokenizer()
+    seconds = None if flags.at_once else {rows: ms / 1e3 for rows, ms in H200.items()}
+    engine = make(HEAD, texts_of(tokenizer), flags.max_num_seqs, seconds)
+    engine.tokenizer = tokenizer
+    return LLM(engine, tokenizer, f"{flags.model}-emulated")
+
+
+def texts_of(tokenizer: Tokenizer) -> list[Text]:
+    """The built-in prompts as chats, each with a piece of their prose as its answer."""
+    chats = [list(item.messages) for item in load_suite()]
+    prose = tokenizer.encode(" ".join(str(message["content"]) for chat in chats for message in chat))
+    starts = [7 * number % (len(prose) - LONGEST) for number in range(len(chats))]
+    return [
+        (tuple(tokenizer.chat_ids(chat)), prose[start : start + LONGEST])
+        for chat, start in zip(chats, starts, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""What the load test says of the host's time, and the server without a model that it can be measured on."""
+
+from __future__ import annotations
+
+from forerun.bench.serve.host_time import host_figures, read_host
+from forerun.bench.serve.stream_client import Endpoint
+from forerun.cli.serve_emulated import load, parse, texts_of
+from tests.server.conftest import Running
+
+
+def test_a_server_tells_what_its_threads_spent(served: Running) -> None:
+    endpoint = Endpoint(served.url, "smollm2")
+    before = read_host(endpoint)
+    served.llm.generate("Once", max_tokens=4, ignore_eos=True)
+    assert host_figures(before, read_host(endpoint)).keys() >= {
+        "engine_us_per_token",
+        "front_us_per_token",
+        "engine_cpu_ms_per_round",
+    }
+    assert host_figures(before, before) == {}, "nothing was written"
+    assert read_host(Endpoint("http://127.0.0.1:9", "m")) == {}
+    assert host_figures({}, before) == {}
+
+
+def test_figures_are_per_token_and_per_round() -> None:
+    before = {"engine": 1.0, "front": 2.0, "others": 0.5, "tokens": 100.0, "rounds": 50.0, "host": 1.0}
+    after = {"engine": 1.2, "front": 2.1, "others": 0.5, "tokens": 1100.0, "rounds": 150.0, "host": 1.5}
+    assert host_figures(before, after) == {
+        "engine_us_per_token": 200.0,
+        "front_us_per_token": 100.0,
+        "others_us_per_token": 0.0,
+        "engine_cpu_ms_per_round": 2.0,
+        "host_ms_per_round": 5.0,
+        "tokens_per_round": 10.0,
+    }
+
+
+def test_the_emulated_server_writes_the_texts_that_it_was_given() -> None:
+    llm = load(parse(["--at-once", "--max-num-seqs", "4"]))
+    asked = texts_of(llm.tokenizer)[:6]
+    for drafter in (None, "none"):
+        done = llm.generate([prompt for prompt, _ in asked], max_tokens=32, temperature=0, drafter=drafter)
+        assert [each.token_ids for each in done] == [answer[:32] for _, answer in asked]
