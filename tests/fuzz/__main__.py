@@ -1,6 +1,7 @@
 """A long run of random loads: `python -m tests.fuzz --seconds 600 [--first SEED] [--drafters eagle3,narrow]`.
 
-Prints what each scenario was; one that fails is made smaller and printed so that it can be played again.
+Prints what each scenario was; one that fails is made smaller and printed so that it can be played again. Every sixth is
+also played through AsyncLLM, where it depends on the machine's pace what happens when.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from itertools import count
 from time import monotonic
 
 from tests.fuzz.play import Counts, Wrong, play
+from tests.fuzz.play_async import play_async
 from tests.fuzz.scenario import DRAFTERS, make_scenario
 from tests.fuzz.shrink import shrink
 
@@ -35,6 +37,8 @@ def main() -> int:
         what = f"{seed} {setting.target} {'|'.join({*setting.drafters})} {setting.controller} batch {setting.batch}"
         try:
             counts = play(scenario)
+            if seed % 6 == 5:
+                play_async(scenario)
         except Wrong as wrong:
             failed.append(seed)
             print(f"{what}: WRONG: {wrong}", flush=True)

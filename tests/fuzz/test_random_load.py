@@ -24,6 +24,7 @@ from tests.fuzz.damage import (
     shared_pages_that_are_written,
 )
 from tests.fuzz.play import Counts, Wrong, play
+from tests.fuzz.play_async import play_async
 from tests.fuzz.scenario import FOLLOW, Scenario, make_scenario
 from tests.fuzz.shrink import shrink
 
@@ -102,6 +103,11 @@ def test_a_scenario_that_fails_is_made_smaller() -> None:
     assert len(found.requests[0].prompt) <= 3
     assert [order.kind for orders in found.steps for order in orders] == ["submit"]
     assert not found.setting.captures
+
+
+@pytest.mark.parametrize("seed", [3001, 3004])
+def test_every_text_is_the_same_by_way_of_an_event_loop(seed: int) -> None:
+    assert play_async(make_scenario(seed)) > 0
 
 
 @pytest.mark.fuzz
