@@ -24,8 +24,8 @@ lint: $(READY)
 check: $(READY) model  # tests/conftest.py puts the longest files first
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-fuzz: $(READY)  ## 300 damaged files of every format
-	$(BIN)/pytest -q -n 2 -m fuzz tests/damaged
+fuzz: $(READY)  ## 300 damaged files of every format, 400 random loads
+	$(BIN)/pytest -q -n 2 -m fuzz tests/damaged tests/fuzz
 
 mutants: $(READY) model  ## faults put in on purpose: do the tests notice? (ARGS="--area verify")
 	$(BIN)/python tools/mutants.py $(ARGS)

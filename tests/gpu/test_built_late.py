@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.types import Request
 from tests.gpu.heads import both_drafters
 from tests.gpu.test_captured import captures, record
-from tests.gpu.test_following import CHAIN, TREE, Forms, make, plain_texts, requests, willing_target
+from tests.gpu.test_following import TREE, Forms, make, plain_texts, requests, willing_target
 
 Change = Callable[[Engine, Request], int]
 
@@ -52,18 +51,15 @@ def has_accepted(engine: Engine, target: CudaDecoder) -> bool:
 
 
 @pytest.mark.parametrize("change", [ask_for_another, swap_the_head])
-@pytest.mark.parametrize("form", [CHAIN, TREE])
-def test_texts_stay_while_a_drafter_is_built(
-    change: Change, form: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_stay_while_a_drafter_is_built(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     some = [
-        replace(one, params=replace(one.params, ignore_eos=True, max_tokens=24)) for one in requests(6, 6)
+        replace(one, params=replace(one.params, ignore_eos=True, max_tokens=16)) for one in requests(6, 6)
     ]
     wanted = plain_texts(willing_target(words=4), some)
     monkeypatch.setattr(graphs, "capture", record)
-    monkeypatch.setattr(capture, "jobs_of", lambda batch, length: [(4, form, 100)])
+    monkeypatch.setattr(capture, "jobs_of", lambda batch, length: [(4, TREE, 100)])
     target = willing_target(words=4)
-    engine = captures(target, make(target, Forms([form], 9), follows=True))
+    engine = captures(target, make(target, Forms([TREE], 9), follows=True))
     monkeypatch.setattr(engine.drafters, "_make", lambda name, head=None: built(target, name, head))
     monkeypatch.setattr(engine.drafters, "_runs_head", lambda name: name == "device")
     seqs = [engine.find(engine.submit(one)) for one in some[:5]]
