@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST
 from tests.readme.pages import ROOT
 
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 300, 60
@@ -94,3 +95,9 @@ def test_every_folder_of_tests_that_the_page_names_is_collected() -> None:
     for name in named:
         path = Path(ROOT / name)
         assert list(path.glob("test_*.py")) or path.with_suffix(".py").is_file(), name
+
+
+def test_the_files_that_run_first_are_there() -> None:
+    """A file that was renamed would fall back into the middle, and the tests would take longer."""
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
+    assert "--no-loadscope-reorder" in (ROOT / "Makefile").read_text()

@@ -7,27 +7,21 @@ import sys
 
 import pytest
 
-from tests.warm_python import run_warm
-
 NO_RAY = "import sys; sys.modules['ray'] = None\n"
 
 
-def run_cold(program: str) -> subprocess.CompletedProcess[str]:
-    """In a process that has imported nothing yet."""
+def run(program: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", NO_RAY + program], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", NO_RAY + program], capture_output=True, text=True, check=check, timeout=120
     )
 
 
 def test_the_package_and_the_server_are_imported_without_it() -> None:
-    library = (
-        "forerun, forerun.ray, forerun.llm, forerun.cluster.run, forerun.cluster.data, forerun.plan.advice"
+    run(
+        "import forerun, forerun.ray, forerun.llm, forerun.cluster.run, forerun.cluster.data, forerun.plan.advice"
     )
-    ended = run_warm(f"{NO_RAY}import {library}")
-    assert ended.returncode == 0, ended.stderr
     pytest.importorskip("fastapi")
-    ended = run_warm(f"{NO_RAY}import forerun.server.app, forerun.server.run")
-    assert ended.returncode == 0, ended.stderr
+    run("import forerun.server.app, forerun.server.run")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +29,7 @@ def test_the_package_and_the_server_are_imported_without_it() -> None:
 )
 def test_what_needs_it_says_so(words: str, smollm2_path: str) -> None:
     program = f"sys.argv = ['forerun', *{words.split()!r}]\nfrom forerun.cli.app import main\nmain()"
-    ended = run_warm(NO_RAY + program)
+    ended = run(program, check=False)
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.strip().splitlines()[-1].endswith("pip install 'forerun[ray]'"), ended.stderr
 
@@ -47,4 +41,4 @@ def test_help_needs_neither_ray_nor_torch() -> None:
             f"sys.argv = ['forerun', *{words.split()!r}]\nfrom forerun.cli.app import main\n"
             f"try:\n    main()\nexcept SystemExit:\n    pass\n{told}"
         )
-        assert run_cold(program).stdout.splitlines()[-1] == "False False", words
+        assert run(program).stdout.splitlines()[-1] == "False False", words

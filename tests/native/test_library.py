@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -16,7 +17,6 @@ from forerun.models.native import library as native_library
 from forerun.models.native.linear_op import apply
 from forerun.models.native.packing import PackedWeight, pack_blocks
 from tests.native.blocks import needs_native, random_blocks
-from tests.warm_python import run_warm
 
 NATIVE = Path(native_library.__file__).parent / "c"
 CHECKS = [Path(__file__).with_name(name) for name in ("check.c", "check_head.c", "check_experts.c")]
@@ -26,9 +26,10 @@ FLAGS = ["-std=gnu11", "-ffp-contract=off", "-pthread", f"-I{NATIVE}"]
 def _ask(setting: str, path: str = "") -> str:
     """What another process says of the library under settings of FORERUN_NATIVE and FORERUN_ISA."""
     code = "from forerun.models.native import library as n; print(n.available(), n.isa(), n.why_not())"
-    ran = run_warm(code, FORERUN_NATIVE=setting, FORERUN_ISA=path)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    environment = {**os.environ, "FORERUN_NATIVE": setting, "FORERUN_ISA": path}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_it_can_be_turned_off_and_says_why_it_is_missing(tmp_path: Path) -> None:
@@ -48,8 +49,11 @@ def test_a_library_of_another_version_is_warned_of_once(tmp_path: Path) -> None:
     source.write_text("".join(f"long {name}(void) {{ return 1; }}\n" for name in native_library._SIGNATURES))
     subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(stale)], check=True)
     code = "from forerun.models.native import library as n; n.available(); n.isa(); print(n.why_not())"
-    ran = run_warm(code, FORERUN_NATIVE=str(stale))
-    assert "another version" in ran.stdout, ran.stderr
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "FORERUN_NATIVE": str(stale)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "another version" in ran.stdout
     assert ran.stderr.count("pip install") == 2
     assert ran.stderr.count(str(stale)) == 1
     quiet = _ask("0")  # turned off on purpose: nothing to warn of
@@ -73,7 +77,11 @@ def test_a_path_can_be_forced(path: str) -> None:
 
 @needs_native
 def test_a_path_that_the_machine_lacks_is_one_line() -> None:
-    ran = run_warm("from forerun.models.native import library as n; n.available()", FORERUN_ISA="vax")
+    environment = {**os.environ, "FORERUN_ISA": "vax"}
+    code = "from forerun.models.native import library as n; n.available()"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     assert ran.returncode != 0
     last = ran.stderr.strip().splitlines()[-1]
     assert "FORERUN_ISA=vax: this machine cannot run that; it can run" in last
