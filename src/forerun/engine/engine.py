@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from time import perf_counter
 
 from forerun.control.base import Controller
 from forerun.engine.budgets import cut_budgets
@@ -167,7 +166,7 @@ class Engine(Queues):
         self.target.commit(seqs, trees, verdict)
         rows = self._note_prompts(readers, scores.read[0], clock.started) if scores.read is not None else 0
         self.drafters.observe(seqs, trees, scores, verdict)
-        spent = perf_counter() - clock.started
+        spent = self.stats.now() - clock.started
         parts = clock.seconds, spent, rows, scores.delayed, launched.trees.follows is not None
         advances, outcome = outcome_of(seqs, trees, laws, verdict, *parts)
         pending.advances = advances  # from here on the round has happened
@@ -227,7 +226,7 @@ class Engine(Queues):
 
     def _note_prompts(self, seqs: Sequence[SequenceState], chains: TreeBatch, started: float) -> int:
         """The rows of prompts that were computed since then."""
-        return chains.nodes - note_prompts(seqs, self.target, self.stats, perf_counter() - started)
+        return chains.nodes - note_prompts(seqs, self.target, self.stats, self.stats.now() - started)
 
     def _send_back(self, seq: SequenceState) -> None:
         self._roll_back([seq])
