@@ -54,6 +54,7 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
         return None
     both = [*last.pending.seqs, *(seq for seq, tree in going if tree < 0)]
     engine.hold(both)
+    share = engine.prompt_share(len(seqs))
     if not _goes_on(engine, [seq for seq in seqs if seq.request.budget is None]):
         return None
     rows = form.nodes + form.depth + 1
@@ -62,11 +63,10 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
         grown = trees.grower.follow(going, trees, last.scores.hidden)
     if grown is None:
         return None
-    rows = engine.prompt_rows.rows(len(seqs), engine.scheduler.could_start)
-    readers = engine.scheduler.next_readers(rows) if engine.scheduler.has_prompts else []
+    readers = engine.scheduler.next_readers(share) if share else []
     engine.hold([*both, *readers])
     engine.scheduler.begin(readers)
-    scores = engine.score(seqs, grown, readers, rows)
+    scores = engine.score(seqs, grown, readers, share)
     return Launched(Pending([*seqs, *readers]), seqs, readers, grown, scores, last.clock, last.repeats - 1)
 
 

@@ -2,8 +2,8 @@
 
 A round with prompts in it may take about twice as long as one without: whoever is writing notices little, and weights
 that are read for the trees serve the prompts too. What rows cost is learnt from the rounds themselves. Where so many
-requests wait for places that are free that the batch would grow by an eighth, or by half, rounds take two or four times
-as many rows: a batch that fills slowly costs more than the longer rounds.
+requests wait for places that are free that the batch would grow by a twelfth, or by a sixth (on a CPU by an eighth, or
+by half), rounds take two or four times as many rows: a batch that fills slowly costs more than the longer rounds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from forerun.models.base import Target
 
 LEAST = 16  # rows: a CPU does as many in nearly the time of one
 START_CPU, START_GPU = 32, 256  # rows, before any round with prompts was timed; on a GPU the least, too
-SOME, MANY = (4, 1 / 8), (8, 1 / 2)  # that wait: so many, and that share of those that run
+MANY_CPU = (4, 1 / 8), (8, 1 / 2)  # that wait: so many, and that share of those that run
+MANY_GPU = (2, 1 / 12), (6, 1 / 6)  # trees fill its passes, so that rows of prompts cost the same in larger ones
 SLOWER = 1.0  # plain rounds that the prompts of a round may add
 PACE = 0.2  # weight of the last round in the mean
 
@@ -28,13 +29,14 @@ class PromptRows:
         self._most, self._fixed = most, fixed
         self._rows = min(most, START_CPU if device == "cpu" else START_GPU)
         self._least = min(self._rows, LEAST if device == "cpu" else START_GPU)
+        self._many = MANY_CPU if device == "cpu" else MANY_GPU
         self._plain = 0.0  # seconds of a round without prompts, a running mean
 
     def rows(self, running: int = 1, waiting: int = 0) -> int:
         """Of the coming round; `waiting` requests could start at once if their prompts were read."""
         if not waiting:
             return self._fixed or self._rows
-        more = [waiting >= max(count, share * running) for count, share in (SOME, MANY)]
+        more = [waiting >= max(count, share * running) for count, share in self._many]
         return self._fixed or min(self._most, self._rows << sum(more))
 
     def observe(self, seconds: float, rows: int) -> None:

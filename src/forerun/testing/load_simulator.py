@@ -51,7 +51,7 @@ class Answered:
 
     first: list[float] = field(default_factory=list)  # seconds to the first token, by request
     passes: list[int] = field(default_factory=list)  # passes that were launched meanwhile
-    longest: list[float] = field(default_factory=list)  # seconds between two events of a request, at most
+    longest_pause: float = 0.0  # seconds between two events of one request
     tokens: int = 0
     seconds: float = 0.0
 
@@ -100,7 +100,6 @@ class SimulatedServer:
                 when, client = heapq.heappop(arrivals)
                 number = self._submit(pending.pop(client))
                 asked[number] = when, len(self.gpu.passes), client
-                found.longest.append(0.0)
                 last[number] = -1.0
             if not self.engine.busy:
                 self.clock.wait_until(arrivals[0][0])
@@ -113,7 +112,7 @@ class SimulatedServer:
                     found.first.append(now - asked[number][0])
                     found.passes.append(len(self.gpu.passes) - asked[number][1])
                 else:
-                    found.longest[-1] = max(found.longest[-1], now - last[number])
+                    found.longest_pause = max(found.longest_pause, now - last[number])
                 last[number] = now
                 if event.finished is not None and (following := next(coming, None)) is not None:
                     client = asked[number][2]
@@ -128,11 +127,11 @@ class SimulatedServer:
         return self.engine.submit(Request(prompt, params, drafter=self.drafter))
 
 
-def compare(clients: int, each: int = 3, **more: float) -> tuple[Answered, Answered]:
+def compare(clients: int, each: int = 3, places: int = 64) -> tuple[Answered, Answered]:
     """A load without drafts and with them, on servers that have served such loads before."""
     found = []
     for drafts in (False, True):
-        server = SimulatedServer(drafts)
+        server = SimulatedServer(drafts, places=places)
         for few in (1, 8, clients, clients):
             answered = server.serve(asks(max(8, each * few), seed=few), few)
         found.append(answered)

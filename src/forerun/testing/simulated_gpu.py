@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Speeds:
     passes: Mapping[int, float]  # rows -> seconds
     level: float = 1.1e-4  # of a draft, at batch 1
     slope: float = 0.03  # of that, more for each further sequence
-    prompt_row: float = 1.2e-6  # the head's reading of a row of a prompt
+    prompt_row: float = 6e-7  # the head's reading of a row of a prompt
     host: float = 1.5e-4  # of launching a round, and the same of ending it
     host_row: float = 1.2e-5  # and of every sequence in it
 
@@ -124,8 +125,8 @@ class SimulatedGPU(UnpagedTarget):
             self.busy_for(self.speeds.of_pass(nodes + prompts))
         return self._free_at
 
-    def _fresh(self, seqs: Sequence[Seq], rows: int) -> list[list[int]]:
-        return first_rows([seq.tokens[self._cached.get(seq.id, 0) : -1] for seq in seqs], rows)
+    def _fresh(self, seqs: Sequence[Seq]) -> list[list[int]]:
+        return [seq.tokens[self._cached.get(seq.id, 0) : -1] for seq in seqs]
 
     def _keep(self, seqs: Sequence[Seq], fresh: Sequence[list[int]]) -> TreeBatch:
         for seq, tokens in zip(seqs, fresh, strict=True):
@@ -133,10 +134,11 @@ class SimulatedGPU(UnpagedTarget):
         return TreeBatch.chains(fresh)
 
     def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
-        read = self._keep(seqs, self._fresh(seqs, MAX_ROWS if rows is None else rows))
+        read = self._keep(seqs, first_rows(self._fresh(seqs), MAX_ROWS if rows is None else rows))
         self.host_works(len(seqs))
-        self._run(0, read.nodes)
-        return read, Scores(None)
+        started = max(self.clock.seconds, self._free_at)
+        taken = self._run(0, read.nodes) - started
+        return read, Scores(None, seconds=lambda: taken)
 
     def score(
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
@@ -145,9 +147,10 @@ class SimulatedGPU(UnpagedTarget):
         plain = trees.form is None
         was_ahead = self._ahead.under_way
         found = self._ahead.score(plain and {seq.id for seq in seqs} <= self._ahead_of)
-        fresh = [] if prompts is None else self._fresh(prompts.seqs, prompts.rows)
-        if prompts is not None and not found:
-            fresh = beside_trees(fresh, trees, prompts.rows)
+        fresh = list[list[int]]()
+        if prompts is not None:
+            fresh = self._fresh(prompts.seqs)
+            fresh = (first_rows if found else partial(beside_trees, trees=trees))(fresh, rows=prompts.rows)
         nodes, beside = len(seqs) if trees.form is None else trees.form.rows, sum(map(len, fresh))
         if found:
             started, end = self._free_at - self.speeds.of_pass(nodes), self._free_at
@@ -221,6 +224,9 @@ class SimulatedForms:
     def seconds(self, form: Form, batch: int) -> float:
         listed = form in forms_for(bucket_of(batch))
         return self.speeds.of_draft(form, bucket_of(batch)) if listed else math.inf
+
+    def rows(self, form: Form, batch: int) -> int:
+        return bucket_of(batch) * (form.nodes + 1)
 
     def expected(self, form: Form) -> float:
         return accepted_of(form, self.rate)
