@@ -32,7 +32,9 @@ HOPE = 1.2  # times the tokens that are expected of a form, if all goes well
 FAMILIAR, UNFAMILIAR = 0.92, 0.75  # times the seconds, where rounds have shown them and where not
 SOON = 8  # rounds in which another form must gain as much as is lost by reading one first
 LOOKS = 4  # rounds that follow, from one look at other forms to the next
-PATIENCE = 8.0  # tokens of those that write, for one of a request that has not begun: somebody waits for its first
+PATIENCE = (
+    8.0  # tokens of those that write, for one of a request that has not begun: somebody waits for its first
+)
 REFRESH = 8  # rounds for which seconds are kept
 
 

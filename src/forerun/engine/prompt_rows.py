@@ -17,7 +17,10 @@ from forerun.models.base import Target
 LEAST = 16  # rows: a CPU does as many in nearly the time of one
 START_CPU, START_GPU = 32, 256  # rows, before any round with prompts was timed; on a GPU the least, too
 MANY_CPU = (4, 1 / 8), (8, 1 / 2)  # that wait: so many, and that share of those that run
-MANY_GPU = (2, 1 / 12), (6, 1 / 6)  # trees fill its passes, so that rows of prompts cost the same in larger ones
+MANY_GPU = (
+    (2, 1 / 12),
+    (6, 1 / 6),
+)  # trees fill its passes, so that rows of prompts cost the same in larger ones
 SLOWER = 1.0  # plain rounds that the prompts of a round may add
 PACE = 0.2  # weight of the last round in the mean
 

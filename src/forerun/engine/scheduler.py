@@ -14,7 +14,6 @@ from forerun.engine.preemption import is_too_long
 from forerun.engine.sequence import SequenceState
 from forerun.models.base import Target
 
-
 EARLY = 8  # places of a batch to one prompt that is read before a place is free: it then starts at once
 
 
@@ -24,7 +23,9 @@ class Scheduler:
     def __init__(self, target: Target, max_batch: int) -> None:
         self.target, self.max_batch = target, max_batch
         self.waiting: deque[SequenceState] = deque()
-        self.reading: list[SequenceState] = []  # whose prompts are partly cached, or wholly and no place is free
+        self.reading: list[
+            SequenceState
+        ] = []  # whose prompts are partly cached, or wholly and no place is free
         self.running: list[SequenceState] = []
         self.limit: int | None = None  # sequences at once, since a round failed; None = max_batch
 

@@ -1,6 +1,7 @@
 """Simulate a server under load: clients in a closed loop, the real engine and controller, time that is counted.
 
-    python -m forerun.testing.load_simulator --clients 1,8,32,64
+    plain, drafted = compare(32)
+    drafted.rate / plain.rate, drafted.first_at(0.99)
 
 Every client asks again as soon as it has its answer. For each number of clients: the time to the first token and tokens
 per second, with drafts (forerun.control.adaptive) and without, on an 8B of one H200 (forerun.testing.simulated_gpu).
@@ -8,7 +9,6 @@ per second, with drafts (forerun.control.adaptive) and without, on an 8B of one 
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import random
 from collections.abc import Sequence
@@ -68,13 +68,13 @@ class Answered:
 class SimulatedServer:
     """One engine on a simulated GPU; `drafts` = the adaptive controller, else speculation is off."""
 
-    def __init__(self, drafts: bool, *, places: int = 64, speeds: Speeds | None = None, rate: float = 0.7) -> None:
+    def __init__(
+        self, drafts: bool, *, places: int = 64, speeds: Speeds | None = None, rate: float = 0.7
+    ) -> None:
         self.clock, speeds = SimulatedClock(), speeds or h200()
         self.gpu = SimulatedGPU(self.clock, speeds, rate)
         speculative = SpeculativeConfig(drafter="none", controller="fixed")
-        self.engine: Engine = make_engine(
-            self.gpu, frozenset(), speculative, EngineConfig(max_batch=places)
-        )
+        self.engine: Engine = make_engine(self.gpu, frozenset(), speculative, EngineConfig(max_batch=places))
         self.drafter = HEAD if drafts else "none"
         head = SimulatedHead(self.gpu)
         self.engine.drafters.add(HEAD, head)
@@ -122,7 +122,7 @@ class SimulatedServer:
         return found
 
     def _submit(self, ask: Ask) -> int:
-        prompt = [1 + i % 1000 for i in range(ask.prompt)]
+        prompt = tuple([1 + i % 1000 for i in range(ask.prompt)])
         params = SamplingParams(max_tokens=ask.answer, ignore_eos=True)
         return self.engine.submit(Request(prompt, params, drafter=self.drafter))
 
@@ -136,21 +136,3 @@ def compare(clients: int, each: int = 3, places: int = 64) -> tuple[Answered, An
             answered = server.serve(asks(max(8, each * few), seed=few), few)
         found.append(answered)
     return found[0], found[1]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--clients", default="1,8,32,64")
-    parser.add_argument("--each", type=int, default=3, help="requests of each client")
-    given = parser.parse_args()
-    for clients in map(int, given.clients.split(",")):
-        plain, drafted = compare(clients, given.each)
-        ratio = drafted.rate / plain.rate
-        print(f"{clients:3d} clients: tokens/s {plain.rate:6.0f} off, {drafted.rate:6.0f} adaptive, {ratio:.2f}x")
-        for share in (0.5, 0.9, 0.99):
-            off, on = (1e3 * one.first_at(share) for one in (plain, drafted))
-            print(f"    first token p{100 * share:.0f}: {off:6.1f} ms off, {on:6.1f} adaptive")
-
-
-if __name__ == "__main__":
-    main()

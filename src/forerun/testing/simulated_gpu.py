@@ -27,11 +27,22 @@ from forerun.models.unpaged import UnpagedTarget
 from forerun.offers import Form, Menu, Offer
 from forerun.testing.emulated_device import LaunchAhead
 from forerun.testing.menu_simulator import accepted_of, level_rate
-from forerun.types import Budget, Greedy, Needs, Prompts, Scores, Seq, TreeBatch, TreeForm, Verdict, first_rows
+from forerun.types import (
+    Budget,
+    Greedy,
+    Needs,
+    Prompts,
+    Scores,
+    Seq,
+    TreeBatch,
+    TreeForm,
+    Verdict,
+    first_rows,
+)
 
 # milliseconds of a pass of an 8B by rows: docs/benchmarks.md, "More than 64 rows" and "GPU, one H200"
-H200_8B = {1: 4.1, 8: 4.4, 16: 4.6, 32: 5.0, 48: 5.2, 64: 5.4, 96: 5.7, 128: 6.1, 160: 7.0, 192: 7.6, 224: 8.5, 256: 9.0,
-           384: 12.3, 512: 15.6, 768: 22.5, 1024: 29.5}  # fmt: skip
+H200_8B = {1: 4.1, 8: 4.4, 16: 4.6, 32: 5.0, 48: 5.2, 64: 5.4, 96: 5.7, 128: 6.1, 160: 7.0, 192: 7.6, 224: 8.5,
+           256: 9.0, 384: 12.3, 512: 15.6, 768: 22.5, 1024: 29.5}  # fmt: skip
 WORDS = 1009
 
 

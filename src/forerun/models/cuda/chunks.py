@@ -38,7 +38,7 @@ def fitting_rows(nodes: int, rows: int) -> int:
     a prompt is read.
     """
     place = bisect_right(ROW_SIZES, nodes + rows)
-    near = min(ROW_SIZES[max(0, place - 1) : place + 1], key=lambda size: abs(size - nodes - rows))
+    near = min(ROW_SIZES[max(0, place - 1) : place + 1], key=lambda size: (abs(size - nodes - rows), -size))
     return near - nodes if near > 64 and 2 * (near - nodes) >= rows else rows
 
 
