@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from forerun.control.base import Controller, SeesPrompts, WaitingPrompts
+from forerun.control.base import Controller
 from forerun.engine.budgets import cut_budgets
 from forerun.engine.detokenize import Decodes
 from forerun.engine.following import follow
@@ -27,7 +27,7 @@ from forerun.engine.metrics import EngineStats
 from forerun.engine.outcome import outcome_of
 from forerun.engine.pending import Launched, Pending
 from forerun.engine.preemption import NO_ROOM, find_room
-from forerun.engine.prompt_rows import PromptRows, note_prompts
+from forerun.engine.prompt_rows import PromptRows, note_prompts, prompt_share
 from forerun.engine.queues import Queues
 from forerun.engine.requests import new_sequence
 from forerun.engine.routing import DrafterPool, VerifierPool
@@ -125,7 +125,7 @@ class Engine(Queues):
         """Plan, propose and score."""
         clock = self.stats.clock()
         scheduler, self._pending = self.scheduler, Pending(seqs)
-        rows = self.prompt_share(len(seqs))
+        rows = prompt_share(scheduler, self.prompt_rows, self.controller, len(seqs))
         budgets = cut_budgets(seqs, self.controller.plan(seqs))
         if not self.target.make_room(seqs, [1 + budget.nodes for budget in budgets]):
             seqs, budgets = find_room(self.target, seqs, budgets, self.reading, self._send_back)
@@ -139,16 +139,6 @@ class Engine(Queues):
         repeats = min([budget.repeats for budget in budgets])
         self._ahead = Launched(pending, seqs, readers, trees, scores, clock, repeats)
         self._pending = None  # last: whatever interrupts a launch undoes it
-
-    def prompt_share(self, running: int) -> int:
-        """Rows of prompts in the coming round. The controller hears what waits for them."""
-        scheduler, waiting, rows, unread = self.scheduler, 0, 0, 0
-        if scheduler.has_prompts:
-            waiting, unread = scheduler.could_start, scheduler.unread_rows()
-            rows = self.prompt_rows.rows(running, waiting)
-        if isinstance(self.controller, SeesPrompts):
-            self.controller.note_waiting(WaitingPrompts(waiting, unread, rows, self.target.pass_rows))
-        return rows
 
     def hold(self, seqs: Sequence[SequenceState]) -> None:
         """Undo the rounds of these sequences if what is done next is interrupted."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from forerun.control.base import Reconsiders
 from forerun.engine.pending import Launched, Pending
+from forerun.engine.prompt_rows import prompt_share
 from forerun.engine.sequence import SequenceState
 from forerun.verify.warp import is_plain_greedy
 
@@ -54,7 +55,7 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
         return None
     both = [*last.pending.seqs, *(seq for seq, tree in going if tree < 0)]
     engine.hold(both)
-    share = engine.prompt_share(len(seqs))
+    share = prompt_share(engine.scheduler, engine.prompt_rows, engine.controller, len(seqs))
     if not _goes_on(engine, [seq for seq in seqs if seq.request.budget is None]):
         return None
     rows = form.nodes + form.depth + 1

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forerun.control.base import Controller, SeesPrompts, WaitingPrompts
 from forerun.engine.metrics import EngineStats
+from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import SequenceState
 from forerun.models.base import Target
 
@@ -57,6 +59,17 @@ def _rounded(rows: float) -> int:
     """Down to a multiple of 16, or of 64 from 128 on: passes of few different sizes."""
     step = 64 if rows >= 128 else 16
     return int(rows) // step * step
+
+
+def prompt_share(scheduler: Scheduler, prompt_rows: PromptRows, controller: Controller, running: int) -> int:
+    """Rows of prompts in the coming round. The controller hears what waits for them."""
+    requests = unread = rows = 0
+    if scheduler.has_prompts:
+        requests, unread = scheduler.could_start, scheduler.unread_rows()
+        rows = prompt_rows.rows(running, requests)
+    if isinstance(controller, SeesPrompts):
+        controller.note_waiting(WaitingPrompts(requests, unread, rows, scheduler.target.pass_rows))
+    return rows
 
 
 def note_prompts(seqs: Sequence[SequenceState], target: Target, stats: EngineStats, seconds: float) -> int:
