@@ -27,6 +27,8 @@ class Scheduler:
             SequenceState
         ] = []  # whose prompts are partly cached, or wholly and no place is free
         self.running: list[SequenceState] = []
+        # a GPU reads a prompt beside the others nearly for nothing; on a CPU those that write would wait for it
+        self.reads_early = target.device.type == "cuda"
         self.limit: int | None = None  # sequences at once, since a round failed; None = max_batch
 
     @property
@@ -51,7 +53,7 @@ class Scheduler:
     def next_readers(self, rows: int) -> list[SequenceState]:
         """Whose prompts are read next: those half read, then of the queue what fits rows, batch and slots."""
         old, new = [seq for seq in self.reading if not self._is_read(seq)], list[SequenceState]()
-        most = self.limit or self.max_batch + self.max_batch // EARLY
+        most = self.limit or self.max_batch + (self.max_batch // EARLY if self.reads_early else 0)
         most -= len(self.running) + len(self.reading)
         rows -= sum(len(seq.tokens) - 1 - self.target.cached_tokens(seq) for seq in old)
         for seq in islice(self.waiting, max(0, most)):

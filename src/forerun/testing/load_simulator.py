@@ -86,6 +86,7 @@ class SimulatedServer:
         self.engine.prompt_rows = PromptRows("cuda", self.gpu.pass_rows, None)
         self.engine.stats.now = self.clock
         self.engine.launches_ahead = self.engine.follows_unread = True
+        self.engine.scheduler.reads_early = True
 
     def serve(self, some: Sequence[Ask], clients: int) -> Answered:
         """All of these, by so many clients who begin at once."""
