@@ -100,7 +100,7 @@ class Prompts:
     """Prompts of which the next tokens share a pass with the trees of other sequences: the first come first."""
 
     seqs: Sequence[Seq]  # not wholly cached, but for those of one token
-    rows: int  # tokens of all of them together that the pass takes at most
+    rows: int  # tokens of all of them together that the pass takes, about: at most, or as many as fill a GPU's pass
 
 
 def first_rows(prompts: Sequence[list[int]], rows: int) -> list[list[int]]:
@@ -289,6 +289,7 @@ class Round:
     prompt_rows: int = 0  # rows of prompts that were in the same pass
     delayed: bool = False  # `Scores.delayed`
     followed: bool = False  # it was launched before the round before it was read
+    tree_rows: int = 0  # rows of trees in the pass, padding included; 0 = one for every node
 
     @property
     def tells_times(self) -> bool:

@@ -305,9 +305,11 @@ def test_the_rows_of_a_chunk_follow_what_rounds_take() -> None:
 
 def test_the_rows_of_a_chunk_grow_where_many_wait() -> None:
     rows = PromptRows("cuda", 1024)
-    assert [rows.rows(32, waiting) for waiting in (0, 3, 4, 15, 16, 32)] == [256, 256, 512, 512, 1024, 1024]
-    assert rows.rows(1, 1) == rows.rows(1, 3) == 256, "one long prompt does not stall the one that writes"
-    assert rows.rows(64, 7) == 256
+    assert [rows.rows(32, waiting) for waiting in (0, 2, 3, 5, 6, 32)] == [256, 256, 512, 512, 1024, 1024]
+    assert rows.rows(1, 1) == 256, "one long prompt does not stall the one that writes"
+    assert [rows.rows(64, waiting) for waiting in (5, 6, 10, 11)] == [256, 512, 512, 1024]
+    on_cpu = PromptRows("cpu", 1024)
+    assert [on_cpu.rows(32, waiting) for waiting in (3, 4, 15, 16)] == [32, 64, 64, 128]
     for _ in range(20):
         rows.observe(0.004, 0)
         rows.observe(1.0, 256)

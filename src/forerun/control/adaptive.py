@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from forerun.control.allowance import Allowance
 from forerun.control.around import FREE_CHAINS, PLAIN
-from forerun.control.base import ControlParts
+from forerun.control.base import ControlParts, WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.forms import FormChooser, Promise
 from forerun.control.lookups import WIDE, LookupGate
@@ -154,6 +154,10 @@ class AdaptiveController:
         planned |= dict(zip(left, budgets, strict=True))
         return [planned[b] for b in range(len(seqs))]
 
+    def note_waiting(self, prompts: WaitingPrompts) -> None:
+        for chooser in self._choosers.values():
+            chooser.prompts = prompts
+
     def goes_on(self, seqs: Sequence[Seq]) -> bool:
         """May these start another round of the form under way? Their look-ups are made now, beside the device."""
         if len(self._decisions) != 1:
@@ -176,7 +180,7 @@ class AdaptiveController:
             self._observe_idle(outcome, self._idle)
             return
         if outcome.tells_times:
-            self.cost.observe(batch + nodes, outcome.seconds["pass"], batch)
+            self.cost.observe(outcome.tree_rows or batch + nodes, outcome.seconds["pass"], batch)
         if self._asked is not None:
             self.gate.observe(outcome, self._asked)
             if self._asked < batch:
@@ -233,7 +237,8 @@ class AdaptiveController:
         waited = outcome.delayed or (chooser.around.follows(promise.form, batch) and _starts(outcome))
         chooser.observe(promise, ids, accepted, batch, outcome.seconds, waited, outcome.followed)
         chooser.note_delay(promise.form, outcome.delayed)
-        taken = chooser.promise_of(promise.form, batch + nodes, batch, 0.0, len(ids)).seconds
+        rows = outcome.tree_rows or batch + nodes
+        taken = chooser.promise_of(promise.form, rows, batch, 0.0, len(ids)).seconds
         self.waiting.observe(decision.head, promise.form, taken, sum(accepted), batch)
         if promise.form.nodes and not outcome.followed:
             taken += chooser.around.gap(batch)

@@ -31,6 +31,16 @@ class ControllerClass(Protocol):
     def build(self, parts: ControlParts) -> Controller: ...
 
 
+@dataclass(frozen=True, slots=True)
+class WaitingPrompts:
+    """Requests that write nothing while a round is planned, because their prompts are not read yet."""
+
+    requests: int = 0  # for which there are places
+    rows: int = 0  # tokens of theirs that are not cached
+    taken: int = 0  # of these, as many as the coming pass takes at most
+    room: int = 1 << 30  # rows that a pass has, trees included
+
+
 class Controller(Protocol):
     """Plans budgets before anything is drawn, from what earlier rounds showed.
 
@@ -56,4 +66,13 @@ class Reconsiders(Protocol):
 
     def goes_on(self, seqs: Sequence[Seq]) -> bool:
         """May these start another round under the last plan, before the one under way is known? Asked meanwhile."""
+        ...
+
+
+@runtime_checkable
+class SeesPrompts(Protocol):
+    """A controller that weighs drafts against prompts that wait."""
+
+    def note_waiting(self, prompts: WaitingPrompts) -> None:
+        """What waits now: said before `plan`, and before `goes_on`."""
         ...

@@ -116,6 +116,10 @@ class CostModel:
         found = self._known(rows + round(self.beside), batch)
         return max(found - self._prompts_seconds(batch), 1e-3 * found)
 
+    def whole_seconds(self, rows: int, batch: int) -> float:
+        """Seconds of a pass over so many rows, prompts among them."""
+        return self._known(rows, batch)
+
     def _prompts_seconds(self, batch: int) -> float:
         """What prompts add to a plain pass of such a batch."""
         rows = round(self.beside)

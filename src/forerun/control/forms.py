@@ -18,6 +18,7 @@ from typing import NamedTuple
 from forerun.control.acceptance import Acceptance
 from forerun.control.allowance import Allowance
 from forerun.control.around import PLAIN, Around
+from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.offers import Form, Menu
 
@@ -31,6 +32,9 @@ HOPE = 1.2  # times the tokens that are expected of a form, if all goes well
 FAMILIAR, UNFAMILIAR = 0.92, 0.75  # times the seconds, where rounds have shown them and where not
 SOON = 8  # rounds in which another form must gain as much as is lost by reading one first
 LOOKS = 4  # rounds that follow, from one look at other forms to the next
+PATIENCE = (
+    8.0  # tokens of those that write, for one of a request that has not begun: somebody waits for its first
+)
 REFRESH = 8  # rounds for which seconds are kept
 
 
@@ -40,10 +44,11 @@ class Promise(NamedTuple):
     form: Form
     tokens: float  # of the whole batch
     seconds: float
+    missed: float = 0.0  # tokens that requests would have written whose prompts are read later for it
 
     @property
     def rate(self) -> float:
-        return self.tokens / self.seconds
+        return (self.tokens - self.missed) / self.seconds
 
 
 class FormChooser:
@@ -69,6 +74,7 @@ class FormChooser:
         self._tried: dict[Form, int] = {}  # the round in which a form last ran
         self._times: dict[tuple[int, int], list[float]] = {}  # (drafting, batch) -> seconds by form
         self._round = 0
+        self.prompts = WaitingPrompts()  # that wait for the coming round
 
     def choose(self, ids: Sequence[int], batch: int) -> Promise:
         """The form for these sequences of a batch, the others of which do not draft."""
@@ -99,7 +105,7 @@ class FormChooser:
         last = Promise(form, batch + tokens, times[self._places[form]])
         if not self.allowance.covers(last.seconds / times[0] - 1.0):
             return None
-        if self._round % LOOKS:
+        if self._round % LOOKS and not self.prompts.requests:
             return last
         better = max(BETTER, 1.0 + self.around.gap(batch) / last.seconds / SOON)
         return last if self._best(self._promises(ids, batch), better).form == form else None
@@ -107,10 +113,30 @@ class FormChooser:
     def _promises(self, ids: Sequence[int], batch: int) -> list[Promise]:
         weight, expected = self.acceptance.weight(ids), self.acceptance.expected
         times = self._seconds(len(ids), batch)
-        return [
+        found = [
             Promise(form, batch + weight * expected(form, prior), seconds)
             for (form, prior), seconds in zip(self._priors.items(), times, strict=True)
         ]
+        return self._with_missed(found, len(ids), batch) if self.prompts.requests else found
+
+    def _with_missed(self, promises: Sequence[Promise], drafting: int, batch: int) -> list[Promise]:
+        """The same, with what requests miss that wait for their prompts while a round of each form runs.
+
+        Trees take time, and rows of the pass that prompts could have. A request whose prompt is read so much later than
+        beside plain rounds writes so much less, at the best rate that one of the batch has.
+        """
+        plain, prompts = promises[0], self.prompts
+        each = max([one.rate for one in promises]) / batch
+        read = min(prompts.rows, prompts.taken, max(1, prompts.room - batch))
+        beside = self.cost.whole_seconds(batch + read, batch) + self._around(plain.form, drafting, batch)
+        found = list[Promise]()
+        for one in promises:
+            rows = self.rows_of(one.form, drafting, batch)
+            some = min(read, max(0, prompts.room - rows))
+            seconds = self.cost.whole_seconds(rows + some, batch) + self._around(one.form, drafting, batch)
+            later = max(0.0, seconds - beside * some / read) if one.form.nodes else 0.0
+            found.append(one._replace(missed=PATIENCE * prompts.requests * each * later))
+        return found
 
     def _best(self, promises: Sequence[Promise], better: float = BETTER) -> Promise:
         """The best form whose worst case is covered; the last one, where that is nearly as good."""
@@ -163,15 +189,23 @@ class FormChooser:
 
     def promise_of(self, form: Form, rows: int, batch: int, tokens: float, drafting: int = 0) -> Promise:
         """What a round of this form takes that has so many rows; `drafting` sequences get a draft of the menu's."""
-        around = self.around.seconds(form, batch, self._said(form, drafting))
-        return Promise(form, tokens, self.cost.pass_seconds(rows, batch) + around)
+        return Promise(
+            form, tokens, self.cost.pass_seconds(rows, batch) + self._around(form, drafting, batch)
+        )
+
+    def _around(self, form: Form, drafting: int, batch: int) -> float:
+        return self.around.seconds(form, batch, self._said(form, drafting))
+
+    def rows_of(self, form: Form, drafting: int, batch: int) -> int:
+        """Of a pass in which so many of a batch get a draft of the menu's."""
+        return self.menu.rows(form, drafting) + batch - drafting if form.nodes else batch
 
     def _seconds(self, drafting: int, batch: int) -> list[float]:
         """Of a round of every form; computed anew every few rounds, or every round while much is new."""
         key = drafting, batch
         if key not in self._times:
             self._times[key] = [
-                self.promise_of(form, batch + drafting * form.nodes, batch, 0.0, drafting).seconds
+                self.promise_of(form, self.rows_of(form, drafting, batch), batch, 0.0, drafting).seconds
                 for form in self._priors
             ]
         return self._times[key]
@@ -207,7 +241,7 @@ class FormChooser:
             best = sum(BEST_ACCEPTANCE**depth for depth in range(1, form.depth + 1))
             hoped = max(hoped, batch * (1.0 + best))
         known = self.around.is_known(form, batch)
-        return hoped / (promise.seconds * (FAMILIAR if known else UNFAMILIAR))
+        return (hoped - promise.missed) / (promise.seconds * (FAMILIAR if known else UNFAMILIAR))
 
     def forget(self, seq_id: int) -> None:
         self.acceptance.forget(seq_id)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from time import perf_counter
 
 from forerun.control.base import Controller
 from forerun.engine.budgets import cut_budgets
@@ -28,7 +27,7 @@ from forerun.engine.metrics import EngineStats
 from forerun.engine.outcome import outcome_of
 from forerun.engine.pending import Launched, Pending
 from forerun.engine.preemption import NO_ROOM, find_room
-from forerun.engine.prompt_rows import PromptRows, note_prompts
+from forerun.engine.prompt_rows import PromptRows, note_prompts, prompt_share
 from forerun.engine.queues import Queues
 from forerun.engine.requests import new_sequence
 from forerun.engine.routing import DrafterPool, VerifierPool
@@ -126,7 +125,7 @@ class Engine(Queues):
         """Plan, propose and score."""
         clock = self.stats.clock()
         scheduler, self._pending = self.scheduler, Pending(seqs)
-        rows = self.prompt_rows.rows(len(seqs), scheduler.could_start) if scheduler.has_prompts else 0
+        rows = prompt_share(scheduler, self.prompt_rows, self.controller, len(seqs))
         budgets = cut_budgets(seqs, self.controller.plan(seqs))
         if not self.target.make_room(seqs, [1 + budget.nodes for budget in budgets]):
             seqs, budgets = find_room(self.target, seqs, budgets, self.reading, self._send_back)
@@ -167,7 +166,7 @@ class Engine(Queues):
         self.target.commit(seqs, trees, verdict)
         rows = self._note_prompts(readers, scores.read[0], clock.started) if scores.read is not None else 0
         self.drafters.observe(seqs, trees, scores, verdict)
-        spent = perf_counter() - clock.started
+        spent = self.stats.now() - clock.started
         parts = clock.seconds, spent, rows, scores.delayed, launched.trees.follows is not None
         advances, outcome = outcome_of(seqs, trees, laws, verdict, *parts)
         pending.advances = advances  # from here on the round has happened
@@ -227,7 +226,7 @@ class Engine(Queues):
 
     def _note_prompts(self, seqs: Sequence[SequenceState], chains: TreeBatch, started: float) -> int:
         """The rows of prompts that were computed since then."""
-        return chains.nodes - note_prompts(seqs, self.target, self.stats, perf_counter() - started)
+        return chains.nodes - note_prompts(seqs, self.target, self.stats, self.stats.now() - started)
 
     def _send_back(self, seq: SequenceState) -> None:
         self._roll_back([seq])

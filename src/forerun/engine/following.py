@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from forerun.control.base import Reconsiders
 from forerun.engine.pending import Launched, Pending
+from forerun.engine.prompt_rows import prompt_share
 from forerun.engine.sequence import SequenceState
 from forerun.verify.warp import is_plain_greedy
 
@@ -54,6 +55,7 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
         return None
     both = [*last.pending.seqs, *(seq for seq, tree in going if tree < 0)]
     engine.hold(both)
+    share = prompt_share(engine.scheduler, engine.prompt_rows, engine.controller, len(seqs))
     if not _goes_on(engine, [seq for seq in seqs if seq.request.budget is None]):
         return None
     rows = form.nodes + form.depth + 1
@@ -62,11 +64,10 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
         grown = trees.grower.follow(going, trees, last.scores.hidden)
     if grown is None:
         return None
-    rows = engine.prompt_rows.rows(len(seqs), engine.scheduler.could_start)
-    readers = engine.scheduler.next_readers(rows) if engine.scheduler.has_prompts else []
+    readers = engine.scheduler.next_readers(share) if share else []
     engine.hold([*both, *readers])
     engine.scheduler.begin(readers)
-    scores = engine.score(seqs, grown, readers, rows)
+    scores = engine.score(seqs, grown, readers, share)
     return Launched(Pending([*seqs, *readers]), seqs, readers, grown, scores, last.clock, last.repeats - 1)
 
 

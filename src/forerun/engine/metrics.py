@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import Literal, NamedTuple
 
 from forerun.engine.round_clock import PARTS, RoundClock, Seconds
@@ -84,6 +85,7 @@ class EngineStats:
     reused: int = 0  # of these, tokens that were found in the prefix cache
     preemptions: int = 0  # sequences that gave their slots to others and were read again later
     trace: Trace | None = None  # where to write every round
+    now: Callable[[], float] = perf_counter  # the clock of all rounds: a simulation counts its own time
     _launched: list[Seconds] = field(
         default_factory=list
     )  # passes over prompts that no round has waited for yet
@@ -94,7 +96,7 @@ class EngineStats:
 
     def clock(self) -> RoundClock:
         """The clock of a round, or of a pass over prompts, that starts now."""
-        return RoundClock(self._launched)
+        return RoundClock(self._launched, self.now)
 
     def count(self, outcome: Round, tokens: int, clock: RoundClock) -> None:
         """A round has ended."""

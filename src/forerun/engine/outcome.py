@@ -59,7 +59,8 @@ def outcome_of(
         places = len(seq.rounds), counts, len(seq.events)
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
     trees_of = tuple(drafted), tuple(deepest), tuple(accepted)
-    return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, delayed, followed)
+    rows = 0 if trees.form is None else trees.form.rows
+    return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, delayed, followed, rows)
 
 
 def _up_to_impossible(

@@ -2,21 +2,27 @@
 
 A round with prompts in it may take about twice as long as one without: whoever is writing notices little, and weights
 that are read for the trees serve the prompts too. What rows cost is learnt from the rounds themselves. Where so many
-requests wait for places that are free that the batch would grow by an eighth, or by half, rounds take two or four times
-as many rows: a batch that fills slowly costs more than the longer rounds.
+requests wait for places that are free that the batch would grow by a twelfth, or by a sixth (on a CPU by an eighth, or
+by half), rounds take two or four times as many rows: a batch that fills slowly costs more than the longer rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forerun.control.base import Controller, SeesPrompts, WaitingPrompts
 from forerun.engine.metrics import EngineStats
+from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import SequenceState
 from forerun.models.base import Target
 
 LEAST = 16  # rows: a CPU does as many in nearly the time of one
 START_CPU, START_GPU = 32, 256  # rows, before any round with prompts was timed; on a GPU the least, too
-SOME, MANY = (4, 1 / 8), (8, 1 / 2)  # that wait: so many, and that share of those that run
+MANY_CPU = (4, 1 / 8), (8, 1 / 2)  # that wait: so many, and that share of those that run
+MANY_GPU = (
+    (2, 1 / 12),
+    (6, 1 / 6),
+)  # trees fill its passes, so that rows of prompts cost the same in larger ones
 SLOWER = 1.0  # plain rounds that the prompts of a round may add
 PACE = 0.2  # weight of the last round in the mean
 
@@ -28,13 +34,14 @@ class PromptRows:
         self._most, self._fixed = most, fixed
         self._rows = min(most, START_CPU if device == "cpu" else START_GPU)
         self._least = min(self._rows, LEAST if device == "cpu" else START_GPU)
+        self._many = MANY_CPU if device == "cpu" else MANY_GPU
         self._plain = 0.0  # seconds of a round without prompts, a running mean
 
     def rows(self, running: int = 1, waiting: int = 0) -> int:
         """Of the coming round; `waiting` requests could start at once if their prompts were read."""
         if not waiting:
             return self._fixed or self._rows
-        more = [waiting >= max(count, share * running) for count, share in (SOME, MANY)]
+        more = [waiting >= max(count, share * running) for count, share in self._many]
         return self._fixed or min(self._most, self._rows << sum(more))
 
     def observe(self, seconds: float, rows: int) -> None:
@@ -52,6 +59,17 @@ def _rounded(rows: float) -> int:
     """Down to a multiple of 16, or of 64 from 128 on: passes of few different sizes."""
     step = 64 if rows >= 128 else 16
     return int(rows) // step * step
+
+
+def prompt_share(scheduler: Scheduler, prompt_rows: PromptRows, controller: Controller, running: int) -> int:
+    """Rows of prompts in the coming round. The controller hears what waits for them."""
+    requests = unread = rows = 0
+    if scheduler.has_prompts:
+        requests, unread = scheduler.could_start, scheduler.unread_rows()
+        rows = prompt_rows.rows(running, requests)
+    if isinstance(controller, SeesPrompts):
+        controller.note_waiting(WaitingPrompts(requests, unread, rows, scheduler.target.pass_rows))
+    return rows
 
 
 def note_prompts(seqs: Sequence[SequenceState], target: Target, stats: EngineStats, seconds: float) -> int:

@@ -14,6 +14,8 @@ from forerun.engine.preemption import is_too_long
 from forerun.engine.sequence import SequenceState
 from forerun.models.base import Target
 
+EARLY = 8  # places of a batch to one prompt that is read before a place is free: it then starts at once
+
 
 class Scheduler:
     """First come, first served: what fits the batch and the KV cache."""
@@ -21,8 +23,12 @@ class Scheduler:
     def __init__(self, target: Target, max_batch: int) -> None:
         self.target, self.max_batch = target, max_batch
         self.waiting: deque[SequenceState] = deque()
-        self.reading: list[SequenceState] = []  # whose prompts are partly cached
+        self.reading: list[
+            SequenceState
+        ] = []  # whose prompts are partly cached, or wholly and no place is free
         self.running: list[SequenceState] = []
+        # a GPU reads a prompt beside the others nearly for nothing; on a CPU those that write would wait for it
+        self.reads_early = target.device.type == "cuda"
         self.limit: int | None = None  # sequences at once, since a round failed; None = max_batch
 
     @property
@@ -34,14 +40,21 @@ class Scheduler:
         """Requests that wait, or are being read, and for which there are places."""
         return min(self.max_batch - len(self.running), len(self.waiting) + len(self.reading))
 
+    def unread_rows(self) -> int:
+        """Tokens of the prompts of these that are not cached."""
+        rows = sum([len(seq.tokens) - 1 - self.target.cached_tokens(seq) for seq in self.reading])
+        some = islice(self.waiting, max(0, self.could_start - len(self.reading)))
+        return rows + sum([len(seq.source) + len(seq.tokens) - 1 for seq in some])
+
     def find(self, seq_id: int) -> SequenceState | None:
         every = (*self.running, *self.reading, *self.waiting)
         return next((seq for seq in every if seq.id == seq_id), None)
 
     def next_readers(self, rows: int) -> list[SequenceState]:
         """Whose prompts are read next: those half read, then of the queue what fits rows, batch and slots."""
-        old, new = self.reading, list[SequenceState]()
-        most = min(self.max_batch, self.limit or self.max_batch) - len(self.running) - len(old)
+        old, new = [seq for seq in self.reading if not self._is_read(seq)], list[SequenceState]()
+        most = self.limit or self.max_batch + (self.max_batch // EARLY if self.reads_early else 0)
+        most -= len(self.running) + len(self.reading)
         rows -= sum(len(seq.tokens) - 1 - self.target.cached_tokens(seq) for seq in old)
         for seq in islice(self.waiting, max(0, most)):
             lengths = [len(each.tokens) for each in (*new, seq)]
@@ -53,16 +66,22 @@ class Scheduler:
 
     def begin(self, readers: Sequence[SequenceState]) -> None:
         """Those of `next_readers` that waited are read from now on."""
-        for _ in readers[len(self.reading) :]:
+        known = {seq.id for seq in self.reading}
+        new = [seq for seq in readers if seq.id not in known]
+        for _ in new:
             self.waiting.popleft()
-        self.reading = list(readers)
+        self.reading = [*self.reading, *new]
 
     def start_those_read(self) -> None:
-        """Sequences whose prompts are cached run from now on."""
-        done = [seq for seq in self.reading if self.target.cached_tokens(seq) == len(seq.tokens) - 1]
+        """Sequences whose prompts are cached run from now on, as far as there are places."""
+        places = max(0, (self.limit or self.max_batch) - len(self.running))
+        done = [seq for seq in self.reading if self._is_read(seq)][:places]
         if done:
             self.running = [*self.running, *(seq for seq in done if seq not in self.running)]
             self.reading = [seq for seq in self.reading if seq not in done]
+
+    def _is_read(self, seq: SequenceState) -> bool:
+        return self.target.cached_tokens(seq) == len(seq.tokens) - 1
 
     def drop_finished(self) -> None:
         self.running = [seq for seq in self.running if not seq.finished]

@@ -48,6 +48,9 @@ class SimulatedMenu:
     def seconds(self, form: Form, batch: int) -> float:
         return self.level * form.depth * (1.0 + self.slope * (batch - 1))
 
+    def rows(self, form: Form, batch: int) -> int:
+        return batch * (form.nodes + 1)
+
     def expected(self, form: Form) -> float:
         return accepted_of(form, self.claimed_rate)
 

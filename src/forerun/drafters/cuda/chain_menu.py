@@ -50,5 +50,8 @@ class ChainMenu:
         self._seconds[bucket] = first, further
         self._found.clear()
 
+    def rows(self, form: Form, batch: int) -> int:
+        return (round_up(batch, BUCKETS) if batch <= MOST else batch) * (form.nodes + 1)
+
     def expected(self, form: Form) -> float:
         return sum(ACCEPTED**depth for depth in range(1, form.depth + 1))

@@ -32,22 +32,29 @@ def chunks_of(pieces: Sequence[Piece]) -> list[Span]:
 
 
 def fitting_rows(nodes: int, rows: int) -> int:
-    """So many rows of prompts beside these nodes that the pass has a size without padding, if that is most of them."""
-    size = ROW_SIZES[bisect_right(ROW_SIZES, nodes + rows) - 1]
-    return size - nodes if size > 64 and 2 * (size - nodes) >= rows else rows
+    """About so many rows of prompts beside these nodes, so that the pass has a size without padding.
+
+    The nearest size, up or down: a row costs about the same in any of them, and fewer rows a pass are more passes until
+    a prompt is read.
+    """
+    place = bisect_right(ROW_SIZES, nodes + rows)
+    near = min(ROW_SIZES[max(0, place - 1) : place + 1], key=lambda size: (abs(size - nodes - rows), -size))
+    return near - nodes if near > 64 and 2 * (near - nodes) >= rows else rows
 
 
 def beside_trees(fresh: Sequence[list[int]], trees: TreeBatch, rows: int) -> list[list[int]]:
-    """What of prompts goes into the pass over trees, where at most so many rows were asked for.
+    """What of prompts goes into the pass over trees, where about so many rows were asked for.
 
-    Where there may be more, they fill a size that passes have, and pad none. Beside trees that were grown on a device
-    no more than fit: trees that follow unread ones cannot go into another pass, as the host cannot read them.
+    Where there are more, they fill a size that passes have, and pad none. Beside trees that were grown on a device no
+    more than fit: trees that follow unread ones cannot go into another pass, as the host cannot read them. Beside
+    others that leave little of a pass they get one of their own.
     """
     nodes = trees.nodes if trees.form is None else trees.form.rows
-    most = rows if trees.form is None else max(0, min(rows, MAX_ROWS - nodes))
-    if sum(map(len, fresh)) == rows:
-        most = min(most, fitting_rows(nodes, rows))
-    return first_rows(fresh, most)
+    waiting, room = sum(map(len, fresh)), max(0, MAX_ROWS - nodes)
+    if trees.form is None and 2 * room < min(rows, waiting):
+        return first_rows(fresh, rows)
+    most = waiting if waiting <= rows else fitting_rows(nodes, rows)
+    return first_rows(fresh, min(most, room))
 
 
 def rows_of(spans: Sequence[Span]) -> int:

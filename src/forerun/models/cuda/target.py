@@ -32,7 +32,7 @@ from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
 from forerun.topology import chain_of
 from forerun.trees import TreeBatch, TreeForm
-from forerun.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict
+from forerun.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict, first_rows
 
 log = logging.getLogger(__name__)
 
@@ -126,10 +126,11 @@ class CudaDecoder(SlotTarget):
         self._note_layers(seqs, needs)
         if prompts is None:
             return self._score(seqs, trees, layers, ())[0]
-        fresh = self._admit(prompts.seqs, needs, prompts.rows)
+        fresh = self._admit(prompts.seqs, needs)
         self._note_layers(prompts.seqs, needs)
         if self.plain.is_ahead_of(seqs, trees):  # their pass is under way: prompts get their own behind it
             scores = self.plain.score(seqs, trees.to_host()[0], layers, more=True)
+            fresh = first_rows(fresh, prompts.rows)
             pieces, found = self._pieces(prompts.seqs, fresh), Found(layers)
             self._run(chunks_of(pieces), 0, found)
             behind = self._hidden(found)

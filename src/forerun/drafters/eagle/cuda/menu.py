@@ -59,6 +59,9 @@ class DraftMenu:
             found = self._found[form, batch] = self.drafting(form, batch) if listed else math.inf
         return found
 
+    def rows(self, form: Form, batch: int) -> int:
+        return (bucket_of(batch) if batch <= MOST else batch) * (form.nodes + 1)
+
     def drafting(self, form: Form, batch: int) -> float:
         """The same of any form; a guess where none was timed for so many sequences or a few more."""
         larger = [bucket for bucket in BUCKETS if bucket >= batch]

@@ -1,0 +1,298 @@
+"""SimulatedGPU: a target and a head that take a GPU's time by a clock that is counted, never measured.
+
+Passes take t(rows), rounded up to the sizes that passes have there; drafts and the head's reading of prompts take their
+own time in the same stream; the host's work takes time too, and is hidden while the device is busy. What goes into a
+pass is decided by the code that decides it on a GPU (forerun.models.cuda.chunks), and rounds are launched before the
+last was read by the real engine (forerun.engine.following). How many tokens of a tree are accepted is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.base import BaseDrafter, lone_roots
+from forerun.drafters.eagle.cuda.draft_plan import bucket_of
+from forerun.drafters.eagle.cuda.menu import FORMS, forms_for
+from forerun.models.cuda.chunks import beside_trees
+from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, round_up
+from forerun.models.shared import SharedWeights
+from forerun.models.unpaged import UnpagedTarget
+from forerun.offers import Form, Menu, Offer
+from forerun.testing.emulated_device import LaunchAhead
+from forerun.testing.menu_simulator import accepted_of, level_rate
+from forerun.types import (
+    Budget,
+    Greedy,
+    Needs,
+    Prompts,
+    Scores,
+    Seq,
+    TreeBatch,
+    TreeForm,
+    Verdict,
+    first_rows,
+)
+
+# milliseconds of a pass of an 8B by rows: docs/benchmarks.md, "More than 64 rows" and "GPU, one H200"
+H200_8B = {1: 4.1, 8: 4.4, 16: 4.6, 32: 5.0, 48: 5.2, 64: 5.4, 96: 5.7, 128: 6.1, 160: 7.0, 192: 7.6, 224: 8.5,
+           256: 9.0, 384: 12.3, 512: 15.6, 768: 22.5, 1024: 29.5}  # fmt: skip
+WORDS = 1009
+
+
+@dataclass(slots=True)
+class SimulatedClock:
+    """Seconds, as far as they were counted."""
+
+    seconds: float = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def wait_until(self, when: float) -> None:
+        self.seconds = max(self.seconds, when)
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What a device and its host take."""
+
+    passes: Mapping[int, float]  # rows -> seconds
+    level: float = 1.1e-4  # of a draft, at batch 1
+    slope: float = 0.03  # of that, more for each further sequence
+    prompt_row: float = 6e-7  # the head's reading of a row of a prompt
+    host: float = 1.5e-4  # of launching a round, and the same of ending it
+    host_row: float = 1.2e-5  # and of every sequence in it
+
+    def of_pass(self, rows: int) -> float:
+        """Of the next size that passes have."""
+        return self._of_size(round_up(rows, ROW_SIZES))
+
+    def _of_size(self, rows: int) -> float:
+        if rows in self.passes:
+            return self.passes[rows]
+        low = max(size for size in self.passes if size < rows)
+        high = min(size for size in self.passes if size > rows)
+        share = (rows - low) / (high - low)
+        return self.passes[low] * (1 - share) + self.passes[high] * share
+
+    def curve(self) -> dict[int, float]:
+        """t(rows) as it is measured at load."""
+        return {rows: self._of_size(rows) for rows in ROW_SIZES}
+
+    def of_draft(self, form: Form, batch: int) -> float:
+        return self.level * form.depth * (1.0 + self.slope * (batch - 1))
+
+
+def h200(**other: float) -> Speeds:
+    """An 8B on one H200."""
+    return Speeds({rows: ms / 1e3 for rows, ms in H200_8B.items()}, **other)
+
+
+@dataclass(slots=True)
+class SimulatedGPU(UnpagedTarget):
+    """Implements forerun.models.base.Target."""
+
+    clock: SimulatedClock
+    speeds: Speeds
+    rate: float = 0.7  # how likely the head's likeliest token is right
+    vocab_size: int = WORDS
+    max_length: int = 1 << 16
+    slots: int | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    pass_rows: int = MAX_ROWS
+    passes: list[tuple[int, int]] = field(default_factory=list)  # rows of trees and of prompts, of every pass
+    _promised: int = 0
+    _cached: dict[int, int] = field(default_factory=dict)
+    _ahead: LaunchAhead = field(default_factory=LaunchAhead)
+    _ahead_of: frozenset[int] = frozenset()
+    _free_at: float = 0.0  # when the device has nothing to do
+    _logits: Tensor = field(default_factory=lambda: torch.zeros(1, WORDS))
+
+    @property
+    def used_slots(self) -> int:
+        return sum(self._cached.values())
+
+    def shared(self) -> SharedWeights | None:
+        return None
+
+    def busy_for(self, seconds: float) -> None:
+        """More work in the device's stream."""
+        self._free_at = max(self.clock.seconds, self._free_at) + seconds
+
+    def host_works(self, sequences: int) -> None:
+        self.clock.seconds += self.speeds.host + self.speeds.host_row * sequences
+
+    def _run(self, nodes: int, prompts: int) -> float:
+        """Launch a pass; when it ends."""
+        if nodes + prompts:
+            self.passes.append((nodes, prompts))
+            self.busy_for(self.speeds.of_pass(nodes + prompts))
+        return self._free_at
+
+    def _fresh(self, seqs: Sequence[Seq]) -> list[list[int]]:
+        return [seq.tokens[self._cached.get(seq.id, 0) : -1] for seq in seqs]
+
+    def _keep(self, seqs: Sequence[Seq], fresh: Sequence[list[int]]) -> TreeBatch:
+        for seq, tokens in zip(seqs, fresh, strict=True):
+            self._cached[seq.id] = self._cached.get(seq.id, 0) + len(tokens)
+        return TreeBatch.chains(fresh)
+
+    def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
+        read = self._keep(seqs, first_rows(self._fresh(seqs), MAX_ROWS if rows is None else rows))
+        self.host_works(len(seqs))
+        started = max(self.clock.seconds, self._free_at)
+        taken = self._run(0, read.nodes) - started
+        return read, Scores(None, seconds=lambda: taken)
+
+    def score(
+        self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
+    ) -> Scores:
+        self.host_works(len(seqs))
+        plain = trees.form is None
+        was_ahead = self._ahead.under_way
+        found = self._ahead.score(plain and {seq.id for seq in seqs} <= self._ahead_of)
+        fresh = list[list[int]]()
+        if prompts is not None:
+            fresh = self._fresh(prompts.seqs)
+            fresh = (first_rows if found else partial(beside_trees, trees=trees))(fresh, rows=prompts.rows)
+        nodes, beside = len(seqs) if trees.form is None else trees.form.rows, sum(map(len, fresh))
+        if found:
+            started, end = self._free_at - self.speeds.of_pass(nodes), self._free_at
+            self._run(0, beside)
+        else:
+            started = max(self.clock.seconds, self._free_at)
+            end = self._run(nodes, beside)
+        taken = end - started
+        known = Greedy(verdict=lambda: self._decide(seqs, trees, plain and not beside, end))
+        read = None if prompts is None else (self._keep(prompts.seqs, fresh), Scores(None))
+        logits, delayed = self._logits.expand(trees.nodes, -1), was_ahead and not found
+        return Scores(logits, {}, known, read, seconds=lambda: taken, delayed=delayed)
+
+    def _decide(self, seqs: Sequence[Seq], trees: TreeBatch, goes_on: bool, end: float) -> Verdict:
+        if goes_on and self._ahead.read():
+            self._ahead_of = frozenset(seq.id for seq in seqs)
+            self._run(len(seqs), 0)
+        self.clock.wait_until(end)
+        self.host_works(len(seqs))
+        form = trees.form
+        if form is None:
+            return Verdict.of([()] * len(seqs), [self._word(seq, 0) for seq in seqs], self.device)
+        parents = [-1, *range(form.depth), *[0] * (form.nodes - form.depth - 1)]
+        tokens, paths, bonus = list[int](), list[range](), list[int]()
+        for seq in seqs:
+            count = self._accepted(seq, form)
+            right = [self._word(seq, depth) for depth in range(count)]
+            tokens += [seq.tokens[-1], *right, *[0] * (form.nodes - 1 - count)]
+            paths.append(range(1, count + 1))
+            bonus.append(self._word(seq, count))
+        trees.note_host(tokens, parents * len(seqs))
+        return Verdict.of(paths, bonus, self.device)
+
+    def _word(self, seq: Seq, depth: int) -> int:
+        return 1 + (seq.id * 7919 + (len(seq.tokens) + depth) * 104729) % (WORDS - 1)
+
+    def _accepted(self, seq: Seq, form: TreeForm) -> int:
+        each = level_rate(_shape(form), self.rate)
+        count = 0
+        while count < form.depth and _chance(seq.id, len(seq.tokens) + count) < each:
+            count += 1
+        return count
+
+    def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
+        self._promised = 0
+        for seq, path in zip(seqs, verdict.to_host()[0], strict=True):
+            self._cached[seq.id] += 1 + len(path)
+
+    def truncate(self, seq: Seq, length: int) -> None:
+        if seq.id in self._cached:
+            self._cached[seq.id] = min(length, self._cached[seq.id])
+
+    def cached_tokens(self, seq: Seq) -> int:
+        return self._cached.get(seq.id, 0)
+
+    def release(self, seq: Seq) -> None:
+        self._cached.pop(seq.id, None)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedForms:
+    """The menu of a head on a GPU; implements forerun.offers.Menu."""
+
+    speeds: Speeds
+    rate: float
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        return FORMS
+
+    def seconds(self, form: Form, batch: int) -> float:
+        listed = form in forms_for(bucket_of(batch))
+        return self.speeds.of_draft(form, bucket_of(batch)) if listed else math.inf
+
+    def rows(self, form: Form, batch: int) -> int:
+        return bucket_of(batch) * (form.nodes + 1)
+
+    def expected(self, form: Form) -> float:
+        return accepted_of(form, self.rate)
+
+
+class SimulatedHead(BaseDrafter):
+    """Trees that the simulated device grows, behind unread ones too."""
+
+    def __init__(self, gpu: SimulatedGPU) -> None:
+        self.gpu, self.menu = gpu, SimulatedForms(gpu.speeds, gpu.rate)
+        menu: Menu = self.menu
+        self._offer = Offer(menu=menu)
+
+    def offer(self, seq: Seq) -> Offer:
+        return self._offer
+
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        most = max(budgets, key=lambda one: (one.nodes, one.depth))  # others were cut because a sequence ends
+        if not most.nodes:
+            return lone_roots(seqs)
+        listed = [one for one in forms_for(bucket_of(len(seqs))) if one.nodes <= most.nodes]
+        return self._grow(max(listed), len(seqs), None)
+
+    def follow(
+        self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
+    ) -> TreeBatch | None:
+        assert trees.form is not None
+        form = _shape(trees.form)
+        if form not in forms_for(bucket_of(len(going))):
+            return None
+        return self._grow(form, len(going), tuple(tree for _, tree in going))
+
+    def _grow(self, form: Form, count: int, follows: tuple[int, ...] | None) -> TreeBatch:
+        bucket = bucket_of(count)
+        seconds = self.gpu.speeds.of_draft(form, bucket)
+        self.gpu.busy_for(seconds)
+        trees = TreeForm(bucket, form.nodes + 1, form.depth, chain=form.width == 1)
+        rows = torch.zeros(count * trees.nodes, dtype=torch.long)
+        return TreeBatch(
+            rows, rows, trees.starts(count), form=trees, device_seconds=seconds, grower=self, follows=follows
+        )
+
+    def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        if scores.logits is None:  # prompts
+            self.gpu.busy_for(self.gpu.speeds.prompt_row * trees.nodes)
+
+
+def _shape(form: TreeForm) -> Form:
+    """The form of the menu whose trees these are."""
+    return next(one for one in FORMS if (one.nodes + 1, one.depth) == (form.nodes, form.depth))
+
+
+def _chance(seq_id: int, position: int) -> float:
+    """A number below 1 for every position of every text, always the same."""
+    mixed = (seq_id * 1_000_003 + position * 7_368_787 + 12_345) & 0xFFFFFFFF
+    for _ in range(2):
+        mixed = ((mixed ^ (mixed >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    return (mixed ^ (mixed >> 16)) / 2**32

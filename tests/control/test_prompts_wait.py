@@ -1,0 +1,111 @@
+"""Drafts while prompts wait: trees give way to prompts where many requests wait for them, and only there."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.control import forms
+from forerun.control.allowance import Allowance
+from forerun.control.around import PLAIN
+from forerun.control.base import WaitingPrompts
+from forerun.control.cost import CostModel
+from forerun.control.forms import FormChooser, Promise
+from forerun.testing.load_simulator import Answered, SimulatedServer, asks
+from forerun.testing.simulated_gpu import SimulatedForms, h200
+
+ROOM = 1024
+
+
+def chooser_of(batch: int) -> FormChooser:
+    """A chooser that knows what plain rounds of this batch take around their pass."""
+    speeds = h200()
+    chooser = FormChooser(SimulatedForms(speeds, 0.7), CostModel(speeds.curve()), Allowance(), 60, 10)
+    plain = Promise(PLAIN, batch, 5e-3)
+    chooser.observe(plain, range(batch), [0] * batch, batch, {"pass": 5e-3, "host": 1e-4})
+    return chooser
+
+
+def chosen(batch: int, prompts: WaitingPrompts) -> int:
+    """Nodes of the form for a batch, while so much waits."""
+    chooser = chooser_of(batch)
+    chooser.prompts = prompts
+    return chooser.choose(range(batch), batch).form.nodes
+
+
+def test_trees_give_way_where_many_requests_wait() -> None:
+    assert chosen(8, WaitingPrompts()) > 3
+    assert chosen(8, WaitingPrompts(24, 24 * 290, ROOM, ROOM)) == 0
+    assert chosen(24, WaitingPrompts(24, 24 * 290, ROOM, ROOM)) == 0
+
+
+@pytest.mark.parametrize("batch", [8, 32])
+def test_one_long_prompt_does_not_stop_the_drafts_of_a_batch(batch: int) -> None:
+    assert chosen(batch, WaitingPrompts(1, 30_000, 256, ROOM)) > 0
+
+
+def test_negative_control_without_patience_large_trees_are_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "PATIENCE", 0.0)
+    assert chosen(8, WaitingPrompts(24, 24 * 290, ROOM, ROOM)) > 3
+
+
+def test_what_is_missed_grows_with_rows_and_requests() -> None:
+    chooser = chooser_of(8)
+
+    def missed(prompts: WaitingPrompts) -> list[float]:
+        chooser.prompts = prompts
+        return [one.missed for one in chooser._promises(range(8), 8) if one.seconds < 1.0]
+
+    none, some, many = (missed(WaitingPrompts(n, n * 290, ROOM, ROOM)) for n in (0, 4, 16))
+    assert set(none) == {0.0}
+    assert some[0] == many[0] == 0.0, "plain rounds are what is compared with"
+    assert all(0.0 < few < more for few, more in zip(some[1:], many[1:], strict=True))
+    assert some[1:] == sorted(some[1:]), "the menu's forms, smallest first"
+
+
+def test_a_form_under_way_ends_when_many_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser = chooser_of(8)
+    assert chooser.choose(range(8), 8).form.nodes
+    assert chooser.keeps(range(8), 8) is not None
+    chooser.prompts = WaitingPrompts(24, 24 * 290, ROOM, ROOM)
+    assert chooser.keeps(range(8), 8) is None
+    monkeypatch.setattr(forms, "PATIENCE", 0.0)
+    assert chooser.keeps(range(8), 8) is not None, "the negative control"
+
+
+def served(drafts: bool, clients: int) -> tuple[Answered, SimulatedServer]:
+    """The second load of so many clients, on a server that has learnt from the first."""
+    server = SimulatedServer(drafts)
+    for _ in range(2):
+        found = server.serve(asks(2 * clients, seed=clients), clients)
+    return found, server
+
+
+@pytest.mark.parametrize("clients", [8, 32])
+def test_first_tokens_come_as_soon_as_without_drafts_and_more_follow(clients: int) -> None:
+    (plain, _), (drafted, _) = served(False, clients), served(True, clients)
+    assert drafted.rate >= 1.3 * plain.rate
+    assert drafted.first_at(0.99) <= 1.06 * plain.first_at(0.99)
+
+
+def test_negative_control_without_patience_first_tokens_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    patient, _ = served(True, 32)
+    monkeypatch.setattr(forms, "PATIENCE", 0.0)
+    hasty, _ = served(True, 32)
+    assert hasty.first_at(0.99) > 1.03 * patient.first_at(0.99)
+
+
+def test_a_simulated_load_is_the_same_every_time() -> None:
+    once, again = served(True, 8)[0], served(True, 8)[0]
+    assert once == again
+    assert once.tokens == sum(one.answer for one in asks(16, seed=8))
+
+
+def test_a_round_with_prompts_of_one_request_takes_two_rounds_more_at_most() -> None:
+    """One long prompt among 32 that write: nobody waits longer than for two rounds more than usual."""
+    for drafts in (False, True):
+        server = SimulatedServer(drafts)
+        server.serve(asks(64, seed=3), 32)
+        usual = server.serve(asks(32, seed=4, prompt=3), 32)
+        assert usual.longest_pause < 0.012
+        mixed = server.serve([*asks(31, seed=4, prompt=3), *asks(1, seed=5, prompt=20_000)], 32)
+        assert mixed.longest_pause <= 3.0 * usual.longest_pause
