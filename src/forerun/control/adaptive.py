@@ -5,7 +5,8 @@ Sequences whose drafter has a menu (captured graphs on a GPU) draft together, an
 that cost nothing, n-gram chains, a round takes either the menu's form or those chains, whichever promises more tokens
 per second for the batch: trees from the host and from the device in one pass would send all of them through the host.
 The menu's form stays for many rounds, each launched before the last one is read, until another is better or a look-up
-is worth reading first (waiting.py).
+is worth reading first (waiting.py). Look-ups alone stand beside a menu without forms: where the target launches plain
+passes one behind the other, they do so until a look-up is worth reading one first.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from forerun.control.allowance import Allowance
 from forerun.control.around import FREE_CHAINS, PLAIN
 from forerun.control.base import ControlParts
 from forerun.control.cost import CostModel
-from forerun.control.forms import FormChooser, Promise
+from forerun.control.forms import NO_FORMS, FormChooser, Promise
 from forerun.control.lookups import WIDE, LookupGate
 from forerun.control.per_sequence import NOTHING, SequencePlanner
-from forerun.control.waiting import FEW, Waiting, ends, within
-from forerun.offers import NEVER, Menu, Offer
+from forerun.control.waiting import FEW, Waiting, beside_plain, ends, free_promise, within
+from forerun.offers import FREE, NEVER, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
 REPEATS = 64  # rounds that follow under one plan at most, before one is read first
+ASKED_NO_MORE = 4  # plain rounds that were read first, after which none is expected to follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,9 @@ class AdaptiveController:
         width: int,
         offer: Callable[[Seq], Offer],
         looks_up: Callable[[Seq], bool] = lambda seq: False,
+        follows: bool = False,
     ) -> None:
+        """`follows`: the target launches plain passes before the last one is read, where nobody drafts."""
         self.planner = SequencePlanner(cost, nodes, width, offer)
         self.allowance = Allowance()  # of all menus together
         self.gate = LookupGate(cost, self.planner.free_chains)
@@ -68,11 +72,15 @@ class AdaptiveController:
         )
         self._choosers: dict[int, FormChooser] = {}  # by the menu's identity
         self._decisions: list[Decision] = []  # of this round
+        self._never = False  # nobody of this round can draft
+        self._unasked = 0 if follows else ASKED_NO_MORE  # plain rounds in a row that had to be read first
+        self._stay: frozenset[int] = frozenset()  # sequences whose next round was said to be plain
 
     @classmethod
     def build(cls, parts: ControlParts) -> AdaptiveController:
         nodes = MOST_NODES if parts.nodes is None else parts.nodes
-        return cls(parts.measure(), nodes, parts.width or MOST_WIDTH, parts.offer, parts.looks_up)
+        width = parts.width or MOST_WIDTH
+        return cls(parts.measure(), nodes, width, parts.offer, parts.looks_up, parts.follows)
 
     @property
     def cost(self) -> CostModel:
@@ -85,11 +93,14 @@ class AdaptiveController:
             chooser.cost = cost
 
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
-        self._decisions, self._asked = [], None
+        self._decisions, self._asked, self._never = [], None, False
         if self._all_look_up(seqs):
+            if self._unasked < ASKED_NO_MORE and self.gate.asks_all(len(seqs)):
+                return self._plan_beside_plain(seqs)
             return self._plan_lookups(seqs)
         offers = self.planner.offers_of(seqs)
         if all([offer is NEVER for offer in offers]):  # noqa: C419 - twice as fast
+            self._never = True
             self.planner.skip()
             return [NOTHING] * len(seqs)
         return self._plan_all(seqs, offers)
@@ -123,6 +134,36 @@ class AdaptiveController:
         if batch <= WIDE:
             return planner.plan(seqs, offers, batch)
         return [chain_budget(depth) for depth in depths]
+
+    def _plan_beside_plain(self, seqs: Sequence[Seq]) -> list[Budget]:
+        """Where plain rounds follow each other: a plain one, as was said, or look-ups where they are worth more."""
+        batch, ids, stay, self._stay = len(seqs), tuple([seq.id for seq in seqs]), self._stay, frozenset()
+        if stay.issuperset(ids):
+            plain = self._chooser(NO_FORMS).choose(ids, batch)
+            self._decisions = [Decision(self._chooser(NO_FORMS), stay, plain, plain)]
+            self.planner.take_chains(seqs, [FREE] * batch)
+            return [NOTHING] * batch
+        offers = [within(self.planner.offer(seq), seq) for seq in seqs]
+        decision = self._decide(NO_FORMS, ids, offers, batch)
+        self._decisions = [decision]
+        self.planner.take_chains(seqs, offers)
+        if decision.promise.form is not FREE_CHAINS:
+            return [NOTHING] * batch
+        if batch <= WIDE:
+            return self.planner.plan(seqs, offers, batch)
+        return [chain_budget(depth) for depth in self.planner.free_chains(offers, batch)[0]]
+
+    def stays_plain(self, seqs: Sequence[Seq]) -> bool | None:
+        """Will the round behind the plain one under way be plain? Look-ups are made now, beside the device."""
+        if self._never:
+            return True
+        if not self._all_look_up(seqs) or not self.gate.asks_all(len(seqs)):
+            return None
+        self._unasked, ids = 0, tuple([seq.id for seq in seqs])
+        chooser, offers = self._chooser(NO_FORMS), [within(self.planner.offer(seq), seq) for seq in seqs]
+        waits = self.waiting.waits(chooser, chooser.choose(ids, len(ids)), offers)
+        self._stay = frozenset() if waits else frozenset(ids)
+        return not waits
 
     def _plan_all(self, seqs: Sequence[Seq], offers: list[Offer]) -> list[Budget]:
         """Forms for the sequences of each menu, and budgets of their own for all others."""
@@ -160,6 +201,7 @@ class AdaptiveController:
 
     def observe(self, outcome: Round) -> None:
         batch, nodes = len(outcome.seqs), sum(outcome.drafted)
+        self._unasked += not nodes
         self.cost.note_prompts(outcome.prompt_rows)
         if outcome.tells_times:
             self.cost.observe(batch + nodes, outcome.seconds["pass"], batch)
@@ -180,20 +222,25 @@ class AdaptiveController:
 
     def _decide(self, menu: Menu, ids: tuple[int, ...], offers: Sequence[Offer], batch: int) -> Decision:
         """The menu's best form, or chains that cost nothing where these promise more."""
-        chooser = self._choosers.get(id(menu))
-        if chooser is None:
-            chooser = self._choosers[id(menu)] = FormChooser(
-                menu, self.cost, self.allowance, self.planner.nodes, self.planner.width
-            )
+        chooser = self._chooser(menu)
         head = promise = chooser.choose(ids, batch)
         self.waiting.note(offers)
         if not chooser.insists and any([offer.free for offer in offers]):  # noqa: C419
             depths, accepted = self.planner.free_chains(offers, batch)
             nodes = sum(depths)
-            free = chooser.promise_of(FREE_CHAINS, batch + nodes, batch, batch + accepted)
+            free = free_promise(chooser, head, nodes, batch, accepted)
             if nodes and self.waiting.takes(chooser, head, free, batch):
                 promise = free
         return Decision(chooser, frozenset(ids), promise, head)
+
+    def _chooser(self, menu: Menu) -> FormChooser:
+        chooser = self._choosers.get(id(menu))
+        if chooser is None:
+            allowance = beside_plain() if menu is NO_FORMS else self.allowance
+            chooser = self._choosers[id(menu)] = FormChooser(
+                menu, self.cost, allowance, self.planner.nodes, self.planner.width
+            )
+        return chooser
 
     def _observe_menu(self, decision: Decision, outcome: Round) -> None:
         """Book what the round gained or lost against plain decoding, and learn what its form brings and takes."""
@@ -208,15 +255,16 @@ class AdaptiveController:
         promise, chooser = decision.promise, decision.chooser
         if not nodes and promise.form.nodes:
             promise = promise._replace(form=PLAIN)  # the drafter was not ready
-        waited = outcome.delayed or (chooser.around.follows(promise.form, batch) and _starts(outcome))
+        follows = chooser.around.follows(promise.form, batch)
+        waited = outcome.delayed or (follows and _starts(outcome))
         chooser.observe(promise, ids, accepted, batch, outcome.seconds, waited, outcome.followed)
         chooser.note_delay(promise.form, outcome.delayed)
         taken = chooser.promise_of(promise.form, batch + nodes, batch, 0.0, len(ids)).seconds
         self.waiting.observe(decision.head, promise.form, taken, sum(accepted), batch)
-        if promise.form.nodes and not outcome.followed:
+        if not outcome.followed and (promise.form.nodes or (follows and not _starts(outcome))):
             taken += chooser.around.gap(batch)
-        lost = taken / chooser.plain_seconds(batch) - 1.0 - sum(accepted) / batch if nodes else 0.0
-        self.allowance.book(lost + outcome.delayed)  # and a plain pass that was launched ahead in vain
+        lost = taken / chooser.plain_seconds(batch) - 1.0 - sum(accepted) / batch
+        chooser.allowance.book(lost + outcome.delayed)  # and a plain pass that was launched ahead in vain
 
 
 @lru_cache(maxsize=64)

@@ -34,6 +34,21 @@ LOOKS = 4  # rounds that follow, from one look at other forms to the next
 REFRESH = 8  # rounds for which seconds are kept
 
 
+class _NoForms:
+    """The menu of look-ups alone: plain decoding is all that they are compared with."""
+
+    forms: tuple[Form, ...] = ()
+
+    def seconds(self, form: Form, batch: int) -> float:
+        return 0.0
+
+    def expected(self, form: Form) -> float:
+        return 0.0
+
+
+NO_FORMS = _NoForms()
+
+
 class Promise(NamedTuple):
     """What a form would give in the coming round."""
 

@@ -6,12 +6,15 @@ last pass is still running; the host reads that one meanwhile. Sequences turn ou
 round that follows are dropped. Everything a pass writes lies behind what is committed, so that a round that follows can
 be forgotten at any time. The controller's plan stands for as many rounds as it says (`Budget.repeats`), and a
 controller that reconsiders is asked before each of them.
+
+Plain passes the target itself launches one behind the other (forerun.models.cuda.plain_rounds); where a look-up may
+draft in the next round, the controller says before each whether to.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from forerun.control.base import Reconsiders
@@ -43,6 +46,9 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
     Whatever interrupts it undoes the last round too: the engine holds both as pending meanwhile.
     """
     trees, form = last.trees, last.trees.form
+    if last.scores.greedy is not None and last.scores.greedy.next_is_plain is not None:
+        _tell_plain(engine, last, last.scores.greedy.next_is_plain)
+        return None
     if last.repeats <= 0 or form is None or trees.grower is None or last.scores.greedy is None:
         return None
     engine.scheduler.start_those_read()  # whose prompts the last pass has completed
@@ -68,6 +74,20 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
     engine.scheduler.begin(readers)
     scores = engine.score(seqs, grown, readers, rows)
     return Launched(Pending([*seqs, *readers]), seqs, readers, grown, scores, last.clock, last.repeats - 1)
+
+
+def _tell_plain(engine: Engine, last: Launched, tell: Callable[[bool], None]) -> None:
+    """Will the round behind a plain one be plain too, as far as that is known before this one is read?"""
+    assert last.scores.greedy is not None
+    controller, seqs = engine.controller, last.seqs
+    if not isinstance(controller, Reconsiders) or any(seq.request.budget is not None for seq in seqs):
+        return
+    if not _may_follow(engine, seqs, last.scores.greedy.sampled):
+        return
+    engine.hold(last.pending.seqs)
+    plain = controller.stays_plain(seqs)
+    if plain is not None:
+        tell(plain)
 
 
 def _going(last: Launched, running: Sequence[SequenceState]) -> Going:
