@@ -1,4 +1,4 @@
-"""Look-ups alone where plain rounds follow each other, at batch 1, in counted time: never slower than plain decoding."""
+"""Look-ups alone where plain rounds follow each other, at batch 1, in counted time: never slower than plain."""
 
 from __future__ import annotations
 

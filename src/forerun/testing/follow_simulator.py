@@ -1,4 +1,4 @@
-"""Simulate a head on a GPU at batch 1, with look-ups beside it, or look-ups alone: rounds that follow, wait, or are dropped.
+"""Simulate a head on a GPU at batch 1, with look-ups beside it, or these alone: rounds that follow, wait, or are dropped.
 
     both = FollowSimulation(COST, menu, texts, Host(), rate).run(3000)
     both.least_speed(FollowSimulation(COST, menu, texts, Host(), rate, looks_up=False).run(3000))
@@ -36,7 +36,7 @@ Rate = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Seconds of the host's work: in a round that was read first, in a plain one behind another, and of a look-up's draft."""
+    """Seconds of the host's work: of a round that was read first, of a plain one behind another, and of a draft of look-ups."""
 
     gap: float = 8e-4
     plain: float = 5e-5
