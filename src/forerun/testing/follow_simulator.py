@@ -1,4 +1,4 @@
-"""Simulate a head on a GPU at batch 1, with look-ups beside it, or these alone: rounds that follow, wait, or are dropped.
+"""Simulate a head on a GPU at batch 1, with look-ups beside it, or these alone: rounds follow, wait, or are dropped.
 
     both = FollowSimulation(COST, menu, texts, Host(), rate).run(3000)
     both.least_speed(FollowSimulation(COST, menu, texts, Host(), rate, looks_up=False).run(3000))
@@ -36,7 +36,7 @@ Rate = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Seconds of the host's work: of a round that was read first, of a plain one behind another, and of a draft of look-ups."""
+    """Seconds of the host's work: of a round that was read first, of plain ones in a row, of drafting look-ups."""
 
     gap: float = 8e-4
     plain: float = 5e-5
