@@ -74,7 +74,7 @@ class AdaptiveController:
         self._decisions: list[Decision] = []  # of this round
         self._never = False  # nobody of this round can draft
         self._unasked = 0 if follows else ASKED_NO_MORE  # plain rounds in a row that had to be read first
-        self._stay: frozenset[int] = frozenset()  # sequences whose next round was said to be plain
+        self._stay: Decision | None = None  # of the next round, where it was said to be plain
 
     @classmethod
     def build(cls, parts: ControlParts) -> AdaptiveController:
@@ -137,10 +137,9 @@ class AdaptiveController:
 
     def _plan_beside_plain(self, seqs: Sequence[Seq]) -> list[Budget]:
         """Where plain rounds follow each other: a plain one, as was said, or look-ups where they are worth more."""
-        batch, ids, stay, self._stay = len(seqs), tuple([seq.id for seq in seqs]), self._stay, frozenset()
-        if stay.issuperset(ids):
-            plain = self._chooser(NO_FORMS).choose(ids, batch)
-            self._decisions = [Decision(self._chooser(NO_FORMS), stay, plain, plain)]
+        batch, ids, stay, self._stay = len(seqs), tuple([seq.id for seq in seqs]), self._stay, None
+        if stay is not None and stay.ids.issuperset(ids):
+            self._decisions = [stay]
             self.planner.take_chains(seqs, [FREE] * batch)
             return [NOTHING] * batch
         offers = [within(self.planner.offer(seq), seq) for seq in seqs]
@@ -159,10 +158,12 @@ class AdaptiveController:
             return True
         if not self._all_look_up(seqs) or not self.gate.asks_all(len(seqs)):
             return None
-        self._unasked, ids = 0, tuple([seq.id for seq in seqs])
-        chooser, offers = self._chooser(NO_FORMS), [within(self.planner.offer(seq), seq) for seq in seqs]
-        waits = self.waiting.waits(chooser, chooser.choose(ids, len(ids)), offers)
-        self._stay = frozenset() if waits else frozenset(ids)
+        self._unasked, chooser, batch = 0, self._chooser(NO_FORMS), len(seqs)
+        plain = chooser.promise_of(PLAIN, batch, batch, batch)
+        offers = [within(self.planner.offer(seq), seq) for seq in seqs]
+        waits = self.waiting.waits(chooser, plain, offers)
+        ids = frozenset([seq.id for seq in seqs])
+        self._stay = None if waits else Decision(chooser, ids, plain, plain)
         return not waits
 
     def _plan_all(self, seqs: Sequence[Seq], offers: list[Offer]) -> list[Budget]:

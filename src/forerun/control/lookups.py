@@ -144,7 +144,7 @@ class LookupGate:
 
     def asks_all(self, batch: int) -> bool:
         """Is asking all of so many so cheap that it is not weighed?"""
-        return self._is_cheap(batch, self.plain_seconds(batch))
+        return batch <= FEW or self._is_cheap(batch, self.plain_seconds(batch))
 
     def note_offer(self, offer: Offer) -> None:
         """What one of the few that were asked has to offer."""

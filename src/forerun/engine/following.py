@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, TypeGuard
 
-from forerun.control.base import Reconsiders
+from forerun.control.base import Controller, Reconsiders
 from forerun.engine.pending import Launched, Pending
 from forerun.engine.sequence import SequenceState
 from forerun.verify.warp import is_plain_greedy
@@ -80,7 +81,7 @@ def _tell_plain(engine: Engine, last: Launched, tell: Callable[[bool], None]) ->
     """Will the round behind a plain one be plain too, as far as that is known before this one is read?"""
     assert last.scores.greedy is not None
     controller, seqs = engine.controller, last.seqs
-    if not isinstance(controller, Reconsiders) or any(seq.request.budget is not None for seq in seqs):
+    if not _reconsiders(controller) or any([seq.request.budget is not None for seq in seqs]):  # noqa: C419
         return
     if not _may_follow(engine, seqs, last.scores.greedy.sampled):
         return
@@ -111,4 +112,14 @@ def _may_follow(engine: Engine, seqs: Sequence[SequenceState], sampled: bool) ->
 def _goes_on(engine: Engine, planned: Sequence[SequenceState]) -> bool:
     """Does the plan of these hold for another round? A request's own budget always does."""
     controller = engine.controller
-    return not planned or not isinstance(controller, Reconsiders) or controller.goes_on(planned)
+    return not planned or not _reconsiders(controller) or controller.goes_on(planned)
+
+
+def _reconsiders(controller: Controller) -> TypeGuard[Reconsiders]:
+    return _kind_reconsiders(type(controller))
+
+
+@cache
+def _kind_reconsiders(kind: type) -> bool:
+    """Asked once: to compare a class with a protocol takes as long as a look-up."""
+    return issubclass(kind, Reconsiders)
