@@ -138,7 +138,8 @@ def make_controller(
             f"the controller {name!r} has no classmethod build(parts); see forerun.control.base"
         )
     measure = partial(CostModel.measure_or_load, target, cost_file)
-    return cls.build(ControlParts(offer, measure, speculative.budget, speculative.width, drafters.looks_up))
+    limits, follows = (speculative.budget, speculative.width), target.device.type == "cuda"
+    return cls.build(ControlParts(offer, measure, *limits, drafters.looks_up, follows))
 
 
 def choose_drafter(

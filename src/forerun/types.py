@@ -119,6 +119,7 @@ class Greedy:
     argmax: list[int] | None = None  # [M] where each row of logits is largest, the first on a tie
     verdict: Callable[[], Verdict] | None = None  # decided on the device; the call waits for it and reads it
     sampled: bool = False  # the verdict holds above temperature 0 too: `forerun.verdicts.DeviceSampling`
+    next_is_plain: Callable[[bool], None] | None = None  # of a plain pass: tell it before it is read
 
 
 class GreedyWalk(Protocol):
@@ -153,6 +154,7 @@ class Scores:
 
     seconds: Callable[[], float | None] | None = None  # of the pass on a device, asked for behind its verdict
     delayed: bool = False  # another pass, launched in vain, had to end first
+    followed: bool = False  # its pass was launched before the last one was read
     encoded: Sequence[Tensor] | None = None  # of a prefill: [S, D] of each sequence, where Needs asked for it
 
     @property

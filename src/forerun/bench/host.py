@@ -131,7 +131,7 @@ def make(drafter: str, texts: Sequence[Text], batch: int, seconds: dict[int, flo
     name = "ngram" if drafter in (HEAD, NGRAM_HEAD) else drafter
     speculative = SpeculativeConfig(drafter=name, controller="fixed")
     engine = make_engine(target, frozenset(), speculative, EngineConfig(max_batch=batch))
-    engine.launches_ahead = True
+    engine.launches_ahead = engine.follows_unread = True
     engine.prompt_rows = PromptRows("cuda", target.pass_rows, None)
     if drafter in (HEAD, NGRAM_HEAD):
         head: Drafter = HeadLike(target)
@@ -146,7 +146,7 @@ def _controller(engine: Engine, seconds: dict[int, float]) -> AdaptiveController
         assert isinstance(seq, SequenceState)
         return engine.drafters.ask(seq, lambda drafter: drafter.offer(seq))
 
-    return AdaptiveController(CostModel(seconds), 60, 10, offer, engine.drafters.looks_up)
+    return AdaptiveController(CostModel(seconds), 60, 10, offer, engine.drafters.looks_up, follows=True)
 
 
 def measure(engine: Engine, texts: Sequence[Text], batch: int, rounds: int) -> dict[str, float]:

@@ -5,46 +5,30 @@ Sequences whose drafter has a menu (captured graphs on a GPU) draft together, an
 that cost nothing, n-gram chains, a round takes either the menu's form or those chains, whichever promises more tokens
 per second for the batch: trees from the host and from the device in one pass would send all of them through the host.
 The menu's form stays for many rounds, each launched before the last one is read, until another is better or a look-up
-is worth reading first (waiting.py).
+is worth reading first (waiting.py). Look-ups alone stand beside a menu without forms: where the target launches plain
+passes one behind the other, they do so until a look-up is worth reading one first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 
 from forerun.control.allowance import Allowance
 from forerun.control.around import FREE_CHAINS, PLAIN
 from forerun.control.base import ControlParts, WaitingPrompts
 from forerun.control.cost import CostModel
-from forerun.control.forms import FormChooser, Promise
+from forerun.control.decision import Decision, by_menu, chain_budget, starts
+from forerun.control.forms import NO_FORMS, FormChooser
 from forerun.control.lookups import WIDE, LookupGate
 from forerun.control.per_sequence import NOTHING, SequencePlanner
-from forerun.control.waiting import FEW, Waiting, ends, within
-from forerun.offers import NEVER, Menu, Offer
+from forerun.control.waiting import FEW, Waiting, beside_plain, ends, free_promise, within
+from forerun.offers import FREE, NEVER, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
 EVERY, AT_FIRST = 4, 16  # of rounds that drafted nothing, which are timed; and the first, which all are
-REPEATS = 64  # rounds that follow under one plan at most, before one is read first
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What the sequences of one menu do in this round."""
-
-    chooser: FormChooser
-    ids: frozenset[int]
-    promise: Promise
-    head: Promise  # of the menu's best form, taken or not
-
-    def budget(self) -> Budget:
-        """The same for each of them."""
-        form, repeats = self.promise.form, 0 if self.chooser.insists else REPEATS
-        if not form.nodes:
-            return NOTHING
-        return Budget(form.nodes, form.depth, form.width, source="costly", repeats=repeats)
+ASKED_NO_MORE = 4  # plain rounds that were read first, after which none is expected to follow
 
 
 class AdaptiveController:
@@ -57,7 +41,9 @@ class AdaptiveController:
         width: int,
         offer: Callable[[Seq], Offer],
         looks_up: Callable[[Seq], bool] = lambda seq: False,
+        follows: bool = False,
     ) -> None:
+        """`follows`: the target launches plain passes before the last one is read, where nobody drafts."""
         self.planner = SequencePlanner(cost, nodes, width, offer)
         self.allowance = Allowance()  # of all menus together
         self.gate = LookupGate(cost, self.planner.free_chains)
@@ -73,11 +59,15 @@ class AdaptiveController:
         self._idles = 0  # such rounds so far
         self._choosers: dict[int, FormChooser] = {}  # by the menu's identity
         self._decisions: list[Decision] = []  # of this round
+        self._never = False  # nobody of this round can draft
+        self._unasked = 0 if follows else ASKED_NO_MORE  # plain rounds in a row that had to be read first
+        self._stay: Decision | None = None  # of the next round, where it was said to be plain
 
     @classmethod
     def build(cls, parts: ControlParts) -> AdaptiveController:
         nodes = MOST_NODES if parts.nodes is None else parts.nodes
-        return cls(parts.measure(), nodes, parts.width or MOST_WIDTH, parts.offer, parts.looks_up)
+        width = parts.width or MOST_WIDTH
+        return cls(parts.measure(), nodes, width, parts.offer, parts.looks_up, parts.follows)
 
     @property
     def cost(self) -> CostModel:
@@ -90,14 +80,17 @@ class AdaptiveController:
             chooser.cost = cost
 
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
-        self._decisions, self._asked, self._idle = [], None, None
+        self._decisions, self._asked, self._idle, self._never = [], None, None, False
         if self._all_look_up(seqs):
+            if self._unasked < ASKED_NO_MORE and self.gate.asks_all(len(seqs)):
+                return self._plan_beside_plain(seqs)
             return self._plan_lookups(seqs)
         offers = self.planner.offers_of(seqs)
         if len(seqs) == 1 and self.planner.rests(seqs[0], offers[0]):
             self._idle = True
             return [NOTHING]
         if all([offer is NEVER for offer in offers]):  # noqa: C419 - twice as fast
+            self._never = True
             self.planner.skip()
             return [NOTHING] * len(seqs)
         return self._plan_all(seqs, offers)
@@ -135,11 +128,42 @@ class AdaptiveController:
             return planner.plan(seqs, offers, batch)
         return [chain_budget(depth) for depth in depths]
 
+    def _plan_beside_plain(self, seqs: Sequence[Seq]) -> list[Budget]:
+        """Where plain rounds follow each other: a plain one, as was said, or look-ups where they are worth more."""
+        batch, ids, stay, self._stay = len(seqs), tuple([seq.id for seq in seqs]), self._stay, None
+        if stay is not None and stay.ids.issuperset(ids):
+            self._decisions = [stay]
+            self.planner.take_chains(seqs, [FREE] * batch)
+            return [NOTHING] * batch
+        offers = [within(self.planner.offer(seq), seq) for seq in seqs]
+        decision = self._decide(NO_FORMS, ids, offers, batch)
+        self._decisions = [decision]
+        self.planner.take_chains(seqs, offers)
+        if decision.promise.form is not FREE_CHAINS:
+            return [NOTHING] * batch
+        if batch <= WIDE:
+            return self.planner.plan(seqs, offers, batch)
+        return [chain_budget(depth) for depth in self.planner.free_chains(offers, batch)[0]]
+
+    def stays_plain(self, seqs: Sequence[Seq]) -> bool | None:
+        """Will the round behind the plain one under way be plain? Look-ups are made now, beside the device."""
+        if self._never:
+            return True
+        if not self._all_look_up(seqs) or not self.gate.asks_all(len(seqs)):
+            return None
+        self._unasked, chooser, batch = 0, self._chooser(NO_FORMS), len(seqs)
+        plain = chooser.promise_of(PLAIN, batch, batch, batch)
+        offers = [within(self.planner.offer(seq), seq) for seq in seqs]
+        waits = self.waiting.waits(chooser, plain, offers)
+        ids = frozenset([seq.id for seq in seqs])
+        self._stay = None if waits else Decision(chooser, ids, plain, plain)
+        return not waits
+
     def _plan_all(self, seqs: Sequence[Seq], offers: list[Offer]) -> list[Budget]:
         """Forms for the sequences of each menu, and budgets of their own for all others."""
         beside = 0
         planned: dict[int, Budget] = {}
-        for menu, which in _by_menu(offers):
+        for menu, which in by_menu(offers):
             some = [within(offers[b], seqs[b]) for b in which]
             decision = self._decide(menu, tuple([seqs[b].id for b in which]), some, len(seqs))
             self._decisions.append(decision)
@@ -175,6 +199,7 @@ class AdaptiveController:
 
     def observe(self, outcome: Round) -> None:
         batch, nodes = len(outcome.seqs), sum(outcome.drafted)
+        self._unasked += not nodes
         self.cost.note_prompts(outcome.prompt_rows)
         if self._idle is not None:
             self._observe_idle(outcome, self._idle)
@@ -206,20 +231,25 @@ class AdaptiveController:
 
     def _decide(self, menu: Menu, ids: tuple[int, ...], offers: Sequence[Offer], batch: int) -> Decision:
         """The menu's best form, or chains that cost nothing where these promise more."""
-        chooser = self._choosers.get(id(menu))
-        if chooser is None:
-            chooser = self._choosers[id(menu)] = FormChooser(
-                menu, self.cost, self.allowance, self.planner.nodes, self.planner.width
-            )
+        chooser = self._chooser(menu)
         head = promise = chooser.choose(ids, batch)
         self.waiting.note(offers)
         if not chooser.insists and any([offer.free for offer in offers]):  # noqa: C419
             depths, accepted = self.planner.free_chains(offers, batch)
             nodes = sum(depths)
-            free = chooser.promise_of(FREE_CHAINS, batch + nodes, batch, batch + accepted)
+            free = free_promise(chooser, head, nodes, batch, accepted)
             if nodes and self.waiting.takes(chooser, head, free, batch):
                 promise = free
         return Decision(chooser, frozenset(ids), promise, head)
+
+    def _chooser(self, menu: Menu) -> FormChooser:
+        chooser = self._choosers.get(id(menu))
+        if chooser is None:
+            allowance = beside_plain() if menu is NO_FORMS else self.allowance
+            chooser = self._choosers[id(menu)] = FormChooser(
+                menu, self.cost, allowance, self.planner.nodes, self.planner.width
+            )
+        return chooser
 
     def _observe_menu(self, decision: Decision, outcome: Round) -> None:
         """Book what the round gained or lost against plain decoding, and learn what its form brings and takes."""
@@ -234,39 +264,14 @@ class AdaptiveController:
         promise, chooser = decision.promise, decision.chooser
         if not nodes and promise.form.nodes:
             promise = promise._replace(form=PLAIN)  # the drafter was not ready
-        waited = outcome.delayed or (chooser.around.follows(promise.form, batch) and _starts(outcome))
+        follows = chooser.around.follows(promise.form, batch)
+        waited = outcome.delayed or (follows and starts(outcome))
         chooser.observe(promise, ids, accepted, batch, outcome.seconds, waited, outcome.followed)
         chooser.note_delay(promise.form, outcome.delayed)
         rows = outcome.tree_rows or batch + nodes
         taken = chooser.promise_of(promise.form, rows, batch, 0.0, len(ids)).seconds
         self.waiting.observe(decision.head, promise.form, taken, sum(accepted), batch)
-        if promise.form.nodes and not outcome.followed:
+        if not outcome.followed and (promise.form.nodes or (follows and not starts(outcome))):
             taken += chooser.around.gap(batch)
-        lost = taken / chooser.plain_seconds(batch) - 1.0 - sum(accepted) / batch if nodes else 0.0
-        self.allowance.book(lost + outcome.delayed)  # and a plain pass that was launched ahead in vain
-
-
-@lru_cache(maxsize=64)
-def chain_budget(depth: int) -> Budget:
-    """A chain that was found, so long."""
-    return Budget(depth, depth, source="free") if depth else NOTHING
-
-
-def _starts(outcome: Round) -> bool:
-    """Was it the first round of a text? Then its drafter has read a prompt, which other rounds need not."""
-    if outcome.followed:
-        return False
-    columns = zip(outcome.seqs, outcome.accepted, strict=True)
-    return any([len(seq.tokens) - seq.prompt_length <= count + 1 for seq, count in columns])  # noqa: C419
-
-
-def _by_menu(offers: Sequence[Offer]) -> list[tuple[Menu, list[int]]]:
-    """Menus, and the sequences that draft from each."""
-    first = offers[0].menu
-    if first is not None and all([offer.menu is first for offer in offers]):  # noqa: C419 - twice as fast
-        return [(first, [*range(len(offers))])]
-    groups: dict[int, tuple[Menu, list[int]]] = {}
-    for b, offer in enumerate(offers):
-        if offer.menu is not None:
-            groups.setdefault(id(offer.menu), (offer.menu, []))[1].append(b)
-    return [*groups.values()]
+        lost = taken / chooser.plain_seconds(batch) - 1.0 - sum(accepted) / batch
+        chooser.allowance.book(lost + outcome.delayed)  # and a plain pass that was launched ahead in vain

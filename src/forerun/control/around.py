@@ -54,10 +54,10 @@ class Around:
         if followed and key not in self._follow:
             self._follow.add(key)
             self._rounds[key] = 0  # those before it were read first
+        elif not followed and key in self._follow:
+            self._note_gap(batch.bit_length(), seconds, self._seconds[key])
+            return
         elif not followed and form.nodes:
-            if key in self._follow:
-                self._note_gap(batch.bit_length(), seconds, self._seconds[key])
-                return
             seconds = max(0.0, seconds - self.gap(batch))
         rounds = self._rounds[key] = self._rounds.get(key, 0) + 1
         known = self._seconds.get(key, expected)
@@ -67,7 +67,8 @@ class Around:
 
     def _note_gap(self, group: int, seconds: float, known: float) -> None:
         gap, rounds = self._gaps.get(group, (0.0, 0))
-        found = min(max(0.0, seconds - known), 3.0 * (gap + known))
+        found = max(0.0, seconds - known)
+        found = min(found, 3.0 * (gap + known)) if gap else found
         self._gaps[group] = gap + (found - gap) * max(SMOOTH, 1.0 / (rounds + 1)), rounds + 1
 
     def lower(self, form: Form, batch: int, least: float) -> None:

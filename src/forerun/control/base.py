@@ -22,6 +22,7 @@ class ControlParts:
     nodes: int | None  # drafted nodes per round that the user allows; None = what may pay
     width: int | None  # children per node at most
     looks_up: Callable[[Seq], bool] = lambda seq: False  # does its drafter make look-ups and nothing else?
+    follows: bool = False  # are plain passes launched before the last one is read?
 
 
 @runtime_checkable
@@ -66,6 +67,10 @@ class Reconsiders(Protocol):
 
     def goes_on(self, seqs: Sequence[Seq]) -> bool:
         """May these start another round under the last plan, before the one under way is known? Asked meanwhile."""
+        ...
+
+    def stays_plain(self, seqs: Sequence[Seq]) -> bool | None:
+        """Will the round behind the plain one under way be plain too? None = that depends on its outcome."""
         ...
 
 

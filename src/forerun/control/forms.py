@@ -38,6 +38,24 @@ PATIENCE = (
 REFRESH = 8  # rounds for which seconds are kept
 
 
+class _NoForms:
+    """The menu of look-ups alone: plain decoding is all that they are compared with."""
+
+    forms: tuple[Form, ...] = ()
+
+    def seconds(self, form: Form, batch: int) -> float:
+        return 0.0
+
+    def rows(self, form: Form, batch: int) -> int:
+        return batch * (1 + form.nodes)
+
+    def expected(self, form: Form) -> float:
+        return 0.0
+
+
+NO_FORMS = _NoForms()
+
+
 class Promise(NamedTuple):
     """What a form would give in the coming round."""
 

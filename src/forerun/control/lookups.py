@@ -40,10 +40,7 @@ ENOUGH, KEPT = 8, 32  # offers of single sequences before they tell anything, an
 WEIGHED = 16  # rounds from one decision to the next while the gate is closed
 FIRST_WAIT, LONGEST_WAIT = 64, 512  # rounds that it stays closed behind an opening in vain
 TRIES, SMOOTH = 48, 0.02  # rounds before it may close again; weight of the last one in the average gain
-KEPT_MEMORY, MOST_KEPT = (
-    0.97,
-    2.0,
-)  # of tokens accepted by those promised: trees have more than their best chain
+KEPT_MEMORY, MOST_KEPT = 0.97, 2.0  # of tokens accepted by those promised: trees have more than chains
 NEWEST = 0.05  # weight of the last round in other averages
 PLAIN_AFTER, PLAIN_ROUNDS = 8, 8  # open rounds, and then plain ones that show what these take
 SETTLED = 4  # plain rounds in a row before they tell that: then they are launched ahead
@@ -96,8 +93,8 @@ class LookupGate:
     def whom(self, ids: Sequence[int]) -> Sequence[int] | None:
         """Which of these sequences are asked in this round: None = all, and what pays may be drafted."""
         batch = len(ids)
-        size = self._size(batch)
-        if size.is_open or batch <= FEW or self._is_cheap(batch, plain := self.plain_seconds(batch)):
+        size, plain = self._size(batch), self.plain_seconds(batch)
+        if size.is_open or self._is_cheap(batch, plain):
             return self._open_round(size, batch)
         size.rounds += 1
         if self._should_open(size, ids, plain):
@@ -144,6 +141,10 @@ class LookupGate:
             size.plain_left, size.plain_due = PLAIN_ROUNDS - 1, 1 << 30
             return ()
         return None
+
+    def asks_all(self, batch: int) -> bool:
+        """Is asking all of so many so cheap that it is not weighed?"""
+        return batch <= FEW or self._is_cheap(batch, self.plain_seconds(batch))
 
     def note_offer(self, offer: Offer) -> None:
         """What one of the few that were asked has to offer."""
@@ -274,9 +275,8 @@ class LookupGate:
         if not self.around.is_known(PLAIN, len(ids)):
             return False
         few, batch = [*self._sample], len(ids)
-        most = 1.0 + sum([sum(offer.free) for offer in few]) / len(
-            few
-        )  # tokens of a sequence, if all were drafted
+        found = sum([sum(offer.free) for offer in few])
+        most = 1.0 + found / len(few)  # tokens of a sequence, if all were drafted
         if most * plain <= BETTER * self._seconds(FREE_CHAINS, batch, batch):
             self._promising = False
             return False

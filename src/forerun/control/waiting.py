@@ -6,14 +6,17 @@ follow the tokens that it knows. The match is expected to go on behind the round
 counts say (of matches so long, in this text first). Only if the tokens that it then promises are worth more than what
 the head would write in the same time, and in the gap, does the next round wait.
 
-What waiting and look-ups can lose against the head alone is bounded (allowance.py): whatever their counts say, 3% over
-any 200 rounds.
+Where there is no head, the same holds of plain rounds, which the target launches one behind the other.
+
+What waiting and look-ups can lose is bounded (allowance.py), whatever their counts say: against the head alone 3% over
+any 200 rounds; against plain decoding 1.4%, and what look-ups have gained just before, up to 2.5 rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 from forerun.control.acceptance import Factor
@@ -26,7 +29,8 @@ from forerun.types import Seq
 FEW = 2  # sequences for which a round may wait for look-ups
 MEMORY = 0.95  # of what the head's trees accept where look-ups promise more, and of what waiting brought, each time
 FORGIVING = 0.997  # of the same, per round, so that distrust does not last
-WORTH_IT = 1.0  # tokens that waiting must gain
+WORTH_IT = 1.0  # tokens that waiting must gain on a head
+WORTH_A_GAP = 0.15  # the same on plain rounds
 PRESUMED = 0.25  # the gap before any was seen, in rounds of the head
 BETTER = 1.3  # times the head's tokens per second, for look-ups in its place
 
@@ -36,7 +40,7 @@ Chains = Callable[[Sequence[Offer], int], tuple[list[int], float]]  # offers, ba
 class _Matches(NamedTuple):
     """What look-ups promise behind the round under way."""
 
-    holds: float  # how likely the best match goes on so far
+    holds: float  # how likely one of them goes on so far
     nodes: int
     accepted: float  # tokens of the batch, if they do
 
@@ -68,9 +72,8 @@ class Waiting:
         return taken
 
     def _is_better(self, chooser: FormChooser, head: Promise, free: Promise, batch: int) -> bool:
-        if not head.form.nodes:
-            return free.rate > head.rate
-        if free.rate <= BETTER * self._head_tokens(head, batch) / head.seconds:
+        better = BETTER if head.form.nodes else 1.0
+        if free.rate <= better * self._head_tokens(head, batch) / head.seconds:
             _forgive(chooser, batch)
             return False
         return self._covers(chooser, head, free, batch)
@@ -79,20 +82,22 @@ class Waiting:
         """Should the next round wait until the one under way is read?"""
         batch = len(offers)
         self.note(offers)
-        matches = self._behind(offers, head.tokens / batch)
+        least = WORTH_IT if head.form.nodes else WORTH_A_GAP
+        matches = self._behind(offers, head.tokens / batch, least)
         if not matches.nodes:
             return False
         accepted = matches.accepted * min(1.0, self._kept.value())
-        free = chooser.promise_of(FREE_CHAINS, batch + matches.nodes, batch, batch + accepted)
+        free = free_promise(chooser, head, matches.nodes, batch, accepted)
         gap, rate = _gap(chooser, head, batch), self._head_tokens(head, batch) / head.seconds
         gain = matches.holds * (free.tokens - rate * free.seconds) - rate * gap
-        if gain <= WORTH_IT * batch:
+        if gain <= least * batch:
             _forgive(chooser, batch)
             return False
         lost = gap / head.seconds
         if not self._covers(chooser, head, free, batch, lost):
             return False
-        self.allowance.book(lost)
+        if head.form.nodes:
+            self.allowance.book(lost)
         self._hoped = matches.holds * matches.accepted
         return True
 
@@ -102,6 +107,8 @@ class Waiting:
         """If nothing of the look-ups is accepted, may the head still draft, and is not too much lost against it?"""
         both = (free.seconds + head.seconds) / chooser.plain_seconds(batch) - 2.0
         worst = free.seconds / head.seconds - batch / head.tokens
+        if not head.form.nodes:
+            return chooser.allowance.covers(lost + worst)
         return chooser.allowance.covers(both) and self.allowance.covers(lost + worst)
 
     def _give_up(self) -> None:
@@ -109,12 +116,12 @@ class Waiting:
         self._kept.add(0.0, self._hoped, MEMORY if self._hoped else 1.0)
         self._hoped = 0.0
 
-    def _behind(self, offers: Sequence[Offer], written: float) -> _Matches:
+    def _behind(self, offers: Sequence[Offer], written: float, least: float) -> _Matches:
         """The same matches behind so many tokens more, given that these are right."""
         more = round(written)
-        if sum([sum(offer.free[more:]) for offer in offers]) <= WORTH_IT * len(offers):  # the usual case
+        if sum([sum(offer.free[more:]) for offer in offers]) <= least * len(offers):  # the usual case
             return _Matches(0.0, 0, 0.0)
-        holds = max([offer.free[more - 1] for offer in offers if len(offer.free) > more])
+        holds = 1.0 - prod([1.0 - offer.free[more - 1] for offer in offers if len(offer.free) > more])
         later = [Offer(free=tuple([one / holds for one in offer.free[more:]])) for offer in offers]
         depths, accepted = self.chains(later, len(offers))
         return _Matches(holds, sum(depths), accepted)
@@ -125,10 +132,11 @@ class Waiting:
 
     def observe(self, head: Promise, taken: Form, seconds: float, accepted: int, batch: int) -> None:
         """A round of the head's form, or of look-ups in its place, that took so long and accepted so many tokens."""
-        if not head.form.nodes:
-            return
         if taken is FREE_CHAINS:
-            self.allowance.book(seconds / head.seconds - (batch + accepted) / self._head_tokens(head, batch))
+            if head.form.nodes:
+                self.allowance.book(
+                    seconds / head.seconds - (batch + accepted) / self._head_tokens(head, batch)
+                )
             if self._hoped:
                 self._kept.add(accepted, self._hoped, MEMORY)
                 self._hoped = 0.0
@@ -141,9 +149,24 @@ class Waiting:
         self._promised = 0.0
 
 
+def beside_plain() -> Allowance:
+    """Of look-ups where nothing else drafts: what they have gained they may lose again, up to three rounds of it."""
+    return Allowance(most=3.0, earned=0.006, floor=1.0)
+
+
+def free_promise(chooser: FormChooser, head: Promise, nodes: int, batch: int, accepted: float) -> Promise:
+    """A round that drafts so many nodes from look-ups. It is read first, and the one behind it too."""
+    free = chooser.promise_of(FREE_CHAINS, batch + nodes, batch, batch + accepted)
+    if chooser.around.is_known(FREE_CHAINS, batch) or not chooser.around.follows(PLAIN, batch):
+        return free
+    return free._replace(seconds=free.seconds + _gap(chooser, head, batch))
+
+
 def _forgive(chooser: FormChooser, batch: int) -> None:
     """Look-ups that are not drafted for what their rounds once took: in time they are tried again."""
-    chooser.around.lower(FREE_CHAINS, batch, chooser.around.seconds(PLAIN, batch, 0.0))
+    around = chooser.around
+    gap = around.gap(batch) if around.follows(PLAIN, batch) else 0.0
+    around.lower(FREE_CHAINS, batch, around.seconds(PLAIN, batch, 0.0) + gap)
 
 
 def _gap(chooser: FormChooser, head: Promise, batch: int) -> float:

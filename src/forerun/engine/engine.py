@@ -167,7 +167,8 @@ class Engine(Queues):
         rows = self._note_prompts(readers, scores.read[0], clock.started) if scores.read is not None else 0
         self.drafters.observe(seqs, trees, scores, verdict)
         spent = self.stats.now() - clock.started
-        parts = clock.seconds, spent, rows, scores.delayed, launched.trees.follows is not None
+        followed = scores.followed or launched.trees.follows is not None
+        parts = clock.seconds, spent, rows, scores.delayed, followed
         advances, outcome = outcome_of(seqs, trees, laws, verdict, *parts)
         pending.advances = advances  # from here on the round has happened
         tokens = 0

@@ -6,15 +6,19 @@ last pass is still running; the host reads that one meanwhile. Sequences turn ou
 round that follows are dropped. Everything a pass writes lies behind what is committed, so that a round that follows can
 be forgotten at any time. The controller's plan stands for as many rounds as it says (`Budget.repeats`), and a
 controller that reconsiders is asked before each of them.
+
+Plain passes the target itself launches one behind the other (forerun.models.cuda.plain_rounds); where a look-up may
+draft in the next round, the controller says before each whether to.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, TypeGuard
 
-from forerun.control.base import Reconsiders
+from forerun.control.base import Controller, Reconsiders
 from forerun.engine.pending import Launched, Pending
 from forerun.engine.prompt_rows import prompt_share
 from forerun.engine.sequence import SequenceState
@@ -44,6 +48,9 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
     Whatever interrupts it undoes the last round too: the engine holds both as pending meanwhile.
     """
     trees, form = last.trees, last.trees.form
+    if last.scores.greedy is not None and last.scores.greedy.next_is_plain is not None:
+        _tell_plain(engine, last, last.scores.greedy.next_is_plain)
+        return None
     if last.repeats <= 0 or form is None or trees.grower is None or last.scores.greedy is None:
         return None
     engine.scheduler.start_those_read()  # whose prompts the last pass has completed
@@ -71,6 +78,20 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
     return Launched(Pending([*seqs, *readers]), seqs, readers, grown, scores, last.clock, last.repeats - 1)
 
 
+def _tell_plain(engine: Engine, last: Launched, tell: Callable[[bool], None]) -> None:
+    """Will the round behind a plain one be plain too, as far as that is known before this one is read?"""
+    assert last.scores.greedy is not None
+    controller, seqs = engine.controller, last.seqs
+    if not _reconsiders(controller) or any([seq.request.budget is not None for seq in seqs]):  # noqa: C419
+        return
+    if not _may_follow(engine, seqs, last.scores.greedy.sampled):
+        return
+    engine.hold(last.pending.seqs)
+    plain = controller.stays_plain(seqs)
+    if plain is not None:
+        tell(plain)
+
+
 def _going(last: Launched, running: Sequence[SequenceState]) -> Going:
     """All that run but those whom one more token ends."""
     places = {seq.id: tree for tree, seq in enumerate(last.seqs)}
@@ -92,4 +113,14 @@ def _may_follow(engine: Engine, seqs: Sequence[SequenceState], sampled: bool) ->
 def _goes_on(engine: Engine, planned: Sequence[SequenceState]) -> bool:
     """Does the plan of these hold for another round? A request's own budget always does."""
     controller = engine.controller
-    return not planned or not isinstance(controller, Reconsiders) or controller.goes_on(planned)
+    return not planned or not _reconsiders(controller) or controller.goes_on(planned)
+
+
+def _reconsiders(controller: Controller) -> TypeGuard[Reconsiders]:
+    return _kind_reconsiders(type(controller))
+
+
+@cache
+def _kind_reconsiders(kind: type) -> bool:
+    """Asked once: to compare a class with a protocol takes as long as a look-up."""
+    return issubclass(kind, Reconsiders)

@@ -2,7 +2,8 @@
 
 Passes are launched and end when a device with this t(rows) would end them; the verdict waits for that. As on a GPU
 (forerun.models.cuda.plain_rounds), the next plain pass is launched before the last one is read, once a few rounds in a
-row were plain, and a pass that was launched in vain has to end first. With `seconds=None` passes take no time.
+row were plain or a controller has said that the next is, and a pass that was launched in vain has to end first.
+With `seconds=None` passes take no time.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ class LaunchAhead:
     streak: int = 0
     wait: int = FIRST
     under_way: bool = False
+    told: bool | None = None  # is the next round plain? None = nobody said so
+
+    def tell(self, plain: bool) -> None:
+        self.told = plain
 
     def score(self, plain: bool) -> bool:
         """A pass is asked for: is it the one that is under way? Where that was in vain, `wait` has doubled."""
@@ -39,13 +44,13 @@ class LaunchAhead:
             self.wait = min(LONGEST, 2 * self.wait)
         if not plain:
             self.streak = 0
-        self.under_way = False
+        self.under_way, self.told = False, None
         return found
 
     def read(self) -> bool:
         """A plain pass is about to be read: is the next one launched first?"""
         self.streak += 1
-        self.under_way = self.streak >= self.wait
+        self.under_way = self.streak >= self.wait if self.told is None else self.told
         return self.under_way
 
 
@@ -108,10 +113,11 @@ class EmulatedDevice(UnpagedTarget):
         goes_on, own = plain and read is None, 0.0 if self.seconds is None else self.seconds(rows)
         if self._row is None:
             self._row = torch.zeros(1, self.vocab_size)
-        known = Greedy(verdict=lambda: self._decide(seqs, trees, goes_on, end))
+        verdict = lambda: self._decide(seqs, trees, goes_on, end)  # noqa: E731
+        known = Greedy(verdict=verdict, next_is_plain=self._ahead.tell if goes_on else None)
         self.spent += perf_counter() - started
         logits, prompt = self._row.expand(trees.nodes, -1), None if read is None else (read, Scores(None))
-        return Scores(logits, {}, known, prompt, seconds=lambda: own, delayed=delayed)
+        return Scores(logits, {}, known, prompt, seconds=lambda: own, delayed=delayed, followed=found)
 
     def _launch(self, rows: int) -> None:
         if self.seconds is not None and rows:

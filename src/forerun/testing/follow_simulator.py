@@ -1,7 +1,9 @@
-"""Simulate a head on a GPU at batch 1, with look-ups beside it or alone: rounds that follow, wait, or are dropped.
+"""Simulate a head on a GPU at batch 1, with look-ups beside it, or these alone: rounds follow, wait, or are dropped.
 
     both = FollowSimulation(COST, menu, texts, Host(), rate).run(3000)
     both.least_speed(FollowSimulation(COST, menu, texts, Host(), rate, looks_up=False).run(3000))
+
+Without a menu there is no head: look-ups alone, or with looks_up=False plain decoding.
 
 As in forerun.engine.following, a round of the head's may be launched before the last one is read, which hides what
 the host does; any other round shows it. Look-ups, texts and the controller are real; which tokens of a text a head
@@ -17,9 +19,10 @@ from dataclasses import dataclass, field
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.drafters.base import BaseDrafter, lone_roots
+from forerun.drafters.base import BaseDrafter, Drafter, LookupDrafter, lone_roots
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.none import NoDrafter
 from forerun.offers import Form, Menu, Offer
 from forerun.testing.lookup_simulator import Text
 from forerun.testing.menu_simulator import level_rate
@@ -33,10 +36,11 @@ Rate = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Seconds of the host's work: in a round that was read first, and in a plain one behind another."""
+    """Seconds of the host's work: of a round that was read first, of plain ones in a row, of drafting look-ups."""
 
     gap: float = 8e-4
     plain: float = 5e-5
+    drafts: float = 0.0
 
 
 @dataclass(slots=True)
@@ -90,19 +94,25 @@ class FollowSimulation:
     def __init__(
         self,
         cost: CostModel,
-        menu: Menu,
+        menu: Menu | None,
         texts: Sequence[Text],
         host: Host,
-        rate: Rate,
+        rate: Rate = lambda text, at: 0.0,
         *,
         looks_up: bool = True,
+        lookup: LookupDrafter | None = None,
         seed: int = 1,
     ) -> None:
         self.cost, self.menu, self.texts, self.host = cost, menu, texts, host
         self.rate, self.seed = rate, seed
-        self.lookup, head = NgramDrafter(), _Head(menu)
-        drafter = HybridDrafter(self.lookup, head) if looks_up else head
-        self.controller = AdaptiveController(CostModel(cost.seconds), 60, 10, drafter.offer)
+        self.lookup = lookup or NgramDrafter()
+        drafter: Drafter = NoDrafter() if menu is None else _Head(menu)
+        if looks_up:
+            drafter = self.lookup if menu is None else HybridDrafter(self.lookup, drafter)
+        alone = menu is None and looks_up
+        self.controller = AdaptiveController(
+            CostModel(cost.seconds), 60, 10, drafter.offer, lambda seq: alone, follows=True
+        )
         self.history = FollowHistory()
         self._text, self._left = -1, 0  # rounds that may still follow under this plan
         self._budget, self._following, self._drafted = Budget(0, 0), False, False
@@ -115,14 +125,14 @@ class FollowSimulation:
 
     def _step(self) -> None:
         followed = self._following
-        if not followed:
+        if not followed or self.menu is None:
             (self._budget,) = self.controller.plan([self.seq])
             self._left = self._budget.repeats
         self._left -= 1
         seq, budget, by_head = self.seq, self._budget, self._budget.source == "costly"
         trees = lone_roots([seq]) if by_head else self.lookup.propose([seq], [budget])
-        self._following = self._follows(by_head and budget.nodes > 0)
         accepted, nodes, depth = self._accept(trees, budget)
+        self._following = self._follows(by_head and budget.nodes > 0, plain=not nodes)
         seconds = self._seconds(by_head, nodes, followed)
         fresh = self._whole[len(seq.tokens) : len(seq.tokens) + accepted + 1]
         chain = TreeBatch.chains([[seq.tokens[-1], *fresh[:-1]]])
@@ -130,7 +140,9 @@ class FollowSimulation:
         seq.tokens += fresh
         outcome = Round((seq,), (nodes,), (depth,), (len(fresh) - 1,), seconds, followed=followed)
         self.controller.observe(outcome)
-        kind = ("followed" if followed else "head") if by_head else "look-up" if nodes else "plain"
+        kind = "look-up" if nodes else "plain"
+        if by_head or (followed and not nodes):
+            kind = "followed" if followed else "head"
         self._drafted, spent = by_head, sum(seconds.values())
         if len(seq.tokens) >= seq.max_length:
             if self._following:
@@ -142,9 +154,13 @@ class FollowSimulation:
             self.seq, self._whole = self._next_text()
         self.history.add(kind, len(fresh), spent)
 
-    def _follows(self, can: bool) -> bool:
+    def _follows(self, can: bool, plain: bool) -> bool:
         """Is the next round launched before this one is read? As in forerun.engine.following."""
-        if not can or self._left < 0 or len(self.seq.tokens) + 1 >= self.seq.max_length:
+        if len(self.seq.tokens) + 1 >= self.seq.max_length:
+            return False
+        if self.menu is None:
+            return plain and bool(self.controller.stays_plain([self.seq]))
+        if not can or self._left < 0:
             return False
         return self.controller.goes_on([self.seq])
 
@@ -170,11 +186,15 @@ class FollowSimulation:
 
     def _seconds(self, by_head: bool, nodes: int, followed: bool) -> dict[str, float]:
         form = Form(self._budget.nodes, self._budget.depth, self._budget.width)
-        drafting = self.menu.seconds(form, 1) if by_head and nodes else 0.0
-        if not by_head and nodes and self._drafted:
-            drafting = self.menu.seconds(Form(5, 5, 1), 1)  # the head has drafted ahead, in vain
-        in_row = not nodes and self.history.kinds[-1:] == ["plain"]
+        drafting = self.host.drafts if nodes and not by_head else 0.0
+        if by_head and nodes and self.menu is not None:
+            drafting = self.menu.seconds(form, 1)
+        elif nodes and self._drafted and self.menu is not None:
+            drafting += self.menu.seconds(Form(5, 5, 1), 1)  # the head has drafted ahead, in vain
+        in_row = self.menu is not None and not nodes and self.history.kinds[-1:] == ["plain"]
         host = 0.0 if followed else self.host.plain if in_row else self.host.gap
+        if followed and nodes and not by_head:  # a plain pass was launched ahead, in vain
+            host = self.host.gap + self.cost.pass_seconds(1)
         return {"draft": drafting, "pass": self.cost.pass_seconds(1 + nodes), "host": host}
 
     def _next_text(self) -> tuple[PlainSeq, list[int]]:

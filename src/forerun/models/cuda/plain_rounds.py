@@ -5,8 +5,9 @@ device (models/cuda/sampled.py), one position further: so the next pass can be l
 is used if the next round is what was expected: the same tokens after the same lengths. Sequences that have ended leave
 their rows unused; rows do not depend on their company, so the others stay as they are.
 
-When: once a few plain rounds in a row were decided by `Scores.greedy`, which tells that the device can. A pass that was
-launched in vain makes the next attempt wait twice as long. Such a pass has written keys and values behind what is
+When: where the engine's controller says that the next round will be plain (`Greedy.next_is_plain`); where nobody says
+so, once a few plain rounds in a row were decided by `Scores.greedy`. Then a pass that was launched in vain makes the
+next attempt wait twice as long. Such a pass has written keys and values behind what is
 committed, where whatever comes next writes before it reads: all passes run in one stream.
 """
 
@@ -105,7 +106,12 @@ class PlainPass:
     into: int
     seconds: Seconds  # on the device
     sampled: bool  # do its tokens hold above temperature 0?
+    told: bool | None = None  # is the next round plain? None = nobody said so
     verdict: Verdict | None = None  # once it was read
+
+    def tell(self, plain: bool) -> None:
+        """Will the next round be plain? Then its pass is launched before this one is read, else it is not."""
+        self.told = plain
 
 
 class PlainRounds:
@@ -167,8 +173,10 @@ class PlainRounds:
         self._ahead = None
         logits, hidden = self._results(this, rows)
         verdict = lambda: self._decide(seqs, this, rows, more)  # noqa: E731
-        known = Greedy(verdict=verdict, sampled=this.sampled)
-        return Scores(logits, hidden, known, seconds=this.seconds, delayed=delayed)
+        tell = None if more or not self._may_go_on(seqs) else this.tell
+        known = Greedy(verdict=verdict, sampled=this.sampled, next_is_plain=tell)
+        followed = is_ahead and not delayed
+        return Scores(logits, hidden, known, seconds=this.seconds, delayed=delayed, followed=followed)
 
     def _under_way(
         self, seqs: Sequence[Seq], tokens: list[int], lengths: list[int], layers: tuple[int, ...]
@@ -217,8 +225,8 @@ class PlainRounds:
         if this.verdict is not None:
             return this.verdict
         self._streak, self._decided = self._streak + 1, True
-        goes_on = any(len(seq.tokens) + 1 < seq.max_length for seq in seqs)
-        if self.looks_ahead and goes_on and not more and self._streak >= self._wait:
+        goes = self._streak >= self._wait if this.told is None else this.told
+        if goes and not more and self._may_go_on(seqs):
             self._go_ahead(seqs, this, rows)
         read = self.results.read(this.into, len(this.ids))
         tokens = [read[row] for row in rows]
@@ -226,6 +234,9 @@ class PlainRounds:
             self._ahead.roots = tokens
         this.verdict = Verdict.of([[] for _ in rows], tokens, self.results.tops.device)
         return this.verdict
+
+    def _may_go_on(self, seqs: Sequence[Seq]) -> bool:
+        return self.looks_ahead and any([len(seq.tokens) + 1 < seq.max_length for seq in seqs])  # noqa: C419
 
     def _go_ahead(self, seqs: Sequence[Seq], this: PlainPass, rows: list[int]) -> None:
         try:
