@@ -6,6 +6,7 @@ document that comes back is described in docs/benchmarking.md and checked by `fo
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -66,6 +67,7 @@ def run(
             result = measure(llm, cost, peers, items, settings, run_log, fixed)
     finally:
         peers.close()
+        gc.unfreeze()
     conditions = {
         **result["conditions"],
         "load_before": before,
@@ -208,6 +210,8 @@ def _with_progress(
         bar = progress.add_task(plan.cell.name, total=total)
         if len(known) < total:
             warm_up(contenders, plan.groups[0], min(WARM_UP_TOKENS, settings.max_tokens), lost)
+            gc.collect()  # contenders have loaded models, heads and graphs by now; a full collection of these takes a
+            gc.freeze()  # tenth of a second, as long as a whole text, and would fall into one call and not into another
         for done in alternate(contenders, plan.groups, settings.max_tokens, settings.repeats, known, lost):
             run_log.add(plan.cell, done)
             runs.append(done)
