@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from forerun.build import make_engine
 from forerun.drafters.base import Drafter
@@ -20,7 +21,7 @@ from forerun.models.cuda import graphs
 from forerun.models.cuda.target import CudaDecoder
 from forerun.offers import Form
 from forerun.params import EngineConfig, SpeculativeConfig
-from forerun.types import Request
+from forerun.types import Request, Round
 from tests.gpu.test_captured import record
 from tests.gpu.test_following import (
     Forms,
@@ -37,10 +38,25 @@ from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 SHORT, LONG = Form(2, 2, 1), Form(5, 5, 1)
 
 
-def _draft_model(device: str = "cpu", seed: int | None = None, words: int = 8) -> CudaDecoder:
-    """The target's own weights, or others; it says few different tokens too."""
-    draft = make_target("llama", device, dtype_on(device), seed=seed)
-    draft.model.head[words:] = 0.0
+class Noted(Forms):
+    """Notes what was accepted of whole chains, by sequence and position; shorter ones are cut at the end of a text."""
+
+    def __init__(self, forms: Sequence[Form | None], repeats: int) -> None:
+        super().__init__(forms, repeats)
+        self.accepted: dict[tuple[int, int], int] = {}
+
+    def observe(self, outcome: Round) -> None:
+        for seq, drafted, accepted in zip(outcome.seqs, outcome.drafted, outcome.accepted, strict=True):
+            if drafted == LONG.depth and seq.max_length - len(seq.tokens) > LONG.depth:
+                self.accepted[seq.id, len(seq.tokens) - accepted] = accepted
+
+
+def _draft_model(device: str = "cpu", blur: float = 0.0, words: int = 8) -> CudaDecoder:
+    """The target's own weights, but for its LM head; it says few different tokens too."""
+    draft = make_target("llama", device, dtype_on(device))
+    head, noise = draft.model.head, torch.Generator().manual_seed(3)
+    head += blur * head.std() * torch.randn(head.shape, generator=noise).to(head)
+    head[words:] = 0.0
     return draft
 
 
@@ -82,10 +98,10 @@ def test_texts_are_those_of_plain_decoding(
     assert _is_clean(drafter)
 
 
-@pytest.mark.parametrize("seed", [None, 9])
+@pytest.mark.parametrize("blur", [0.0, 0.5])
 @pytest.mark.parametrize("coupled", [False, True])
 def test_chains_are_those_of_rounds_that_were_read(
-    seed: int | None, coupled: bool, monkeypatch: pytest.MonkeyPatch
+    blur: float, coupled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a draft model reads next follows from what the device has decided: else less would be accepted.
 
@@ -95,20 +111,22 @@ def test_chains_are_those_of_rounds_that_were_read(
     target.model.head[1] = 0.0  # texts go on
     some = sampled(7, 4, "coupled") if coupled else requests(7, 4)
     some, watched = [one for one in some if len(one.prompt) > 1], Watched(monkeypatch)
-    draft = _draft_model(seed=seed, words=5)
+    draft = _draft_model(blur=blur, words=5)
     draft.model.head[1] = 0.0
-    found = []
+    texts, found = [], []
     for follows in (False, True):
-        engine, drafter = _engine(target, draft, Forms([LONG], 9), follows=follows)
-        found.append(write(engine, some, 6))
+        noted = Noted([LONG], 9)
+        engine, drafter = _engine(target, draft, noted, follows=follows)
+        texts.append(write(engine, some, 6)[0])
+        found.append(noted.accepted)
         assert _is_clean(drafter)
-    texts, accepted = found[0]
-    assert found[1][0] == texts
+    assert texts[0] == texts[1]
     assert watched.followed > 8
-    assert sum(map(sum, found[1][1])) == pytest.approx(sum(map(sum, accepted)), rel=0.02)
-    if seed is None and not coupled:
-        whole = [count for counts in found[1][1] for count in counts[:-1]]
-        assert whole == [LONG.depth] * len(whole), "the same weights draft"
+    both = found[0].keys() & found[1].keys()
+    assert len(both) > 5, both
+    assert [found[0][key] for key in both] == [found[1][key] for key in both]
+    counts = {found[1][key] for key in both}
+    assert counts == {LONG.depth} if not blur and not coupled else len(counts) > 2
 
 
 def test_a_token_outside_the_draft_models_vocabulary_ends_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
