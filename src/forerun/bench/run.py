@@ -20,6 +20,7 @@ from forerun.bench.contenders import load, load_peers, own_contenders
 from forerun.bench.figures import Figures, summarise
 from forerun.bench.machine import is_busy, load_average, machine_facts, peak_memory, weight_bytes
 from forerun.bench.measure import (
+    TEXTS_PER_PLACE,
     Contender,
     Group,
     Prompt,
@@ -123,6 +124,8 @@ def measure(
             "sampling": "greedy" if settings.temperatures == (0.0,) else "sampled",
             "batch": settings.batches[0],
             "timed": "whole calls, prompt included; drafters keep what they learnt between prompts",
+            "texts_per_place": TEXTS_PER_PLACE,  # of a batch in one call, at least; prompts are repeated if too few
+            "collector": "what is loaded is left out of garbage collections, as in generate, chat and serve",
             "reference": next((each.name for each in contenders if each.exact), contenders[0].name),
             "prompts": len(prompts),
             "prompt_tokens": sum(len(prompt.ids) for prompt in prompts),
