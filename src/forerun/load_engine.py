@@ -5,6 +5,7 @@ Settings are checked before any file is read, so that a mistake is reported at o
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import platform
@@ -90,7 +91,18 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
     if target.device.type == "cuda":
         drafter = engine.drafters.get(engine.default_drafter)  # captures its graphs
         target.warm_up(drafter.needs, engine.max_batch, engine.max_length)  # no text should wait for either
+        collect_garbage()
     return engine, tokenizer
+
+
+def collect_garbage() -> None:
+    """Collect what loading has left: a full collection, a tenth of a second, would else fall into the first texts.
+
+    Python collects all objects again once a quarter more have survived. Objects are not frozen, as commands do with
+    what they load: a program may drop a model and load another, and frozen cycles would keep its memory.
+    """
+    if gc.isenabled():
+        gc.collect()
 
 
 def drafting(model: Target, tokens: TokenMap | None, target: Target) -> Target:

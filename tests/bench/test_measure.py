@@ -8,6 +8,7 @@ import pytest
 
 from forerun.bench.figures import Figures, summarise
 from forerun.bench.measure import (
+    TEXTS_PER_PLACE,
     Contender,
     Difference,
     Group,
@@ -59,18 +60,30 @@ def test_what_is_known_is_not_measured_again() -> None:
     assert runs[0].seconds == 7.0
 
 
-def test_groups_are_of_one_task_where_it_has_enough_and_no_prompt_is_used_twice() -> None:
-    prompts = [Prompt(f"{task}{i}", task, (i,)) for task in ("qa", "rag") for i in range(3)]
-    groups = group(prompts, 2)
-    assert [(one.id, one.task) for one in groups] == [
-        ("qa0+qa1", "qa"),
-        ("rag0+rag1", "rag"),
-        ("qa2+rag2", "mixed"),
+def test_a_group_has_several_texts_per_place_and_repeats_prompts_only_where_it_must() -> None:
+    prompts = [
+        Prompt(f"{task}{i}", task, (i,)) for task, count in (("qa", 9), ("rag", 4)) for i in range(count)
     ]
     assert [one.id for one in group(prompts, 1)] == [prompt.id for prompt in prompts]
-    assert len(group(prompts, 4)) == 1
-    with pytest.raises(InvalidInput, match="batch=7 needs as many prompts and there are 6"):
-        group(prompts, 7)
+    (alone,) = group(prompts, 2)  # 9 of qa make one group; the rest is too little for a second
+    assert (alone.task, len(alone.prompts)) == ("qa", TEXTS_PER_PLACE * 2)
+    (mixed,) = group(prompts, 3)  # all of them, in turn
+    assert (mixed.task, len(mixed.prompts), len(set(mixed.prompts))) == ("mixed", 13, 13)
+    assert [prompt.id for prompt in mixed.prompts[:4]] == ["qa0", "rag0", "qa1", "rag1"]
+    (again,) = group(prompts, 4)
+    assert len(again.prompts) == TEXTS_PER_PLACE * 4
+    assert set(again.prompts) == set(prompts)
+    assert again.prompts[13:] == again.prompts[:3]
+    with pytest.raises(InvalidInput, match="batch=14 needs as many prompts and there are 13"):
+        group(prompts, 14)
+
+
+def test_what_is_left_over_is_shared_out() -> None:
+    prompts = [Prompt(f"{task}{i}", task, (i,)) for task in ("qa", "rag", "code") for i in range(7)]
+    sizes = [len(one.prompts) for one in group(prompts, 2)]
+    assert sizes == [10, 11]
+    names = [prompt.id for one in group(prompts, 2) for prompt in one.prompts]
+    assert sorted(names) == sorted(prompt.id for prompt in prompts)
 
 
 def test_a_differing_text_is_caught_and_located() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,38 @@ def test_the_command_prints_tables_then_the_document(
     assert len(lines) == 4 * (2 + 1) * 4  # (verifier, temperature) x (two groups, one of two) x contenders
     row = json.loads(lines[0])
     assert len(row["drafts"][0]) == row["rounds"] == len(row["passes"])
+
+
+def test_no_full_collection_of_what_was_loaded_falls_into_a_timed_call(
+    monkeypatch: pytest.MonkeyPatch, suite: str
+) -> None:
+    frozen, alternate = list[int](), run.alternate
+
+    def watched(*args: Any) -> Iterator[Run]:
+        frozen.append(gc.get_freeze_count())
+        return alternate(*args)
+
+    monkeypatch.setattr(run, "alternate", watched)
+    run.run(Settings(suite=suite, max_tokens=4, repeats=1, batches=(1, 2)))
+    assert len(frozen) == 2
+    assert min(frozen) > 10_000, "objects that collections leave out"
+    assert gc.get_freeze_count() == 0, "afterwards models may be dropped"
+
+
+def test_a_cell_writes_as_many_texts_at_once_as_its_batch_has_places(suite: str) -> None:
+    llm = table_llm()
+    settings, most = Settings(suite=suite, max_tokens=6), llm.engine.max_batch
+    running, step = list[int](), llm.engine.step
+
+    def watched() -> Any:
+        events = step()
+        running.append(len(llm.engine.running) + len(llm.engine.reading))
+        return events
+
+    llm.engine.step = watched  # type: ignore[method-assign]
+    contender = contenders.own_contender(llm, settings, Cell(batch=2), DrafterSetup("plain", "none"))
+    assert len(contender.write([(1, 2)] * 8, 6).texts) == 8
+    assert max(running) == 2 < most == llm.engine.max_batch
 
 
 def test_the_report_needs_nothing_from_outside_and_escapes_what_models_write(suite: str) -> None:

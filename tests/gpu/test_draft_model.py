@@ -10,8 +10,9 @@ import torch
 from forerun.build import make_engine
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.cuda.chain_plan import DEEPEST
-from forerun.drafters.cuda.model_draft import IN_VAIN, ModelDraft
+from forerun.drafters.cuda.model_draft import ModelDraft
 from forerun.drafters.cuda.model_drafter import DeviceModelDrafter, capture_chains
+from forerun.drafters.cuda.model_views import IN_VAIN
 from forerun.drafters.draft_model import ModelDrafter
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
@@ -35,7 +36,7 @@ def _targets(device: str, *seeds: int | None) -> list[CudaDecoder]:
 
 def _drafter(draft: CudaDecoder, target: CudaDecoder | None = None) -> DeviceModelDrafter:
     """On the device; graphs are captured where a target is given."""
-    model = ModelDraft(draft, VOCAB)
+    model = ModelDraft(draft, VOCAB, None if target is None else target.grown.last)
     if target is not None:
         capture_chains(model, target, 4, 256)
     return DeviceModelDrafter(model, lambda: ModelDrafter(draft, VOCAB))
@@ -294,7 +295,7 @@ def test_an_idle_draft_model_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     host = ModelDrafter(draft, VOCAB)
     found = drafter.propose([seq], [Budget(3, 3)])
     assert as_lists(found) == as_lists(host.propose([FakeSeq(100, [3, 4, 5, 6])], [Budget(3, 3)]))
-    assert drafter.draft._in_vain == 0, "prompts are read at once again"
+    assert drafter.draft.views.in_vain == 0, "prompts are read at once again"
 
 
 def test_rounds_without_drafts_between_others_are_caught_up_with() -> None:
@@ -310,7 +311,7 @@ def test_rounds_without_drafts_between_others_are_caught_up_with() -> None:
             assert as_lists(trees) == as_lists(host.propose([seq], [Budget(depth, depth)])), f"round {turn}"
         path = list(range(1, 1 + rng.randrange(depth + 1)))
         _advance(drafter, target, [seq], trees, Verdict.of([path], [rng.randrange(VOCAB)], "cpu"))
-        assert drafter.draft._views[0].observed == 3, "of the prompt only"
+        assert drafter.draft.views._views[0].observed == 3, "of the prompt only"
 
 
 def test_the_offer_says_what_the_device_takes() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
@@ -118,15 +119,27 @@ def own_contender(llm: LLM, settings: Settings, cell: Cell, setup: DrafterSetup)
             Request(tuple(ids), one, drafter, cell.verifier, budget, cache_salt=None)
             for ids, one in zip(prompts, params, strict=True)
         ]
-        started = perf_counter()
-        seqs = llm.driver.write(requests)
-        seconds = perf_counter() - started
+        with places(llm, cell.batch):
+            started = perf_counter()
+            seqs = llm.driver.write(requests)
+            seconds = perf_counter() - started
         passes, drafts = recorder.take()
         texts = [seq.tokens[seq.prompt_length :] for seq in seqs]
         decoding = sum(spent for one in passes for part, spent in one.items() if part != "prompt")
         return Written(texts, seconds, len(passes), decoding, passes, drafts)
 
     return Contender(setup.name, write, exact=is_comparable(llm, cell))
+
+
+@contextmanager
+def places(llm: LLM, batch: int) -> Iterator[None]:
+    """In a batch, no more texts are written at once than it has places; a text alone has the whole engine."""
+    engine, most = llm.engine, llm.engine.max_batch
+    engine.max_batch = most if batch == 1 else min(batch, most)
+    try:
+        yield
+    finally:
+        engine.max_batch = most
 
 
 def recorder_of(llm: LLM) -> Recorder:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from forerun.errors import InvalidInput
 
+TEXTS_PER_PLACE = 4  # of a batch, in a group
 MIXED = "mixed"  # the task of a group whose prompts are of several
 
 Drafts = tuple[tuple[int, int, int], ...]  # per round of a sequence: nodes drafted, depth, accepted
@@ -67,7 +69,7 @@ class Group:
     @classmethod
     def of(cls, prompts: Sequence[Prompt]) -> Group:
         tasks = {prompt.task for prompt in prompts}
-        name = "+".join(prompt.id for prompt in prompts)
+        name = "+".join(dict.fromkeys(prompt.id for prompt in prompts))
         return cls(name, tasks.pop() if len(tasks) == 1 else MIXED, tuple(prompts))
 
 
@@ -106,21 +108,28 @@ class Difference:
 
 
 def group(prompts: Sequence[Prompt], batch: int) -> list[Group]:
-    """Prompts in groups of one size: of one task where it has enough, the left-over ones of all tasks mixed.
+    """Prompts in groups, each of which is answered `batch` at a time: one alone, or several times as many as places.
 
-    No prompt is used twice, since repeating one flatters every lookup drafter; what does not fill a group
-    is left out.
+    In a group with a text for each place, little would be measured but how the batch fills and drains: whoever drafts
+    ends with the text that gains least, alone, and a plain loop does not. A group is of one task where that has enough;
+    the other prompts, one of each task in turn, are mixed. Prompts are used twice only where all of them are too few
+    for a group, since repeating one flatters every lookup drafter.
     """
-    groups, over = [], []
+    if len(prompts) < batch:
+        raise InvalidInput(f"batch={batch} needs as many prompts and there are {len(prompts)}; raise --limit")
+    size = 1 if batch == 1 else TEXTS_PER_PLACE * batch
+    groups, over = list[Group](), list[tuple[int, Prompt]]()
     for task in dict.fromkeys(prompt.task for prompt in prompts):
         mine = [prompt for prompt in prompts if prompt.task == task]
-        full = len(mine) // batch * batch
-        groups += [Group.of(mine[i : i + batch]) for i in range(0, full, batch)]
-        over += mine[full:]
-    groups += [Group.of(over[i : i + batch]) for i in range(0, len(over) // batch * batch, batch)]
-    if not groups:
-        raise InvalidInput(f"batch={batch} needs as many prompts and there are {len(prompts)}; raise --limit")
-    return groups
+        full = len(mine) // size * size
+        groups += [Group.of(mine[i : i + size]) for i in range(0, full, size)]
+        over += enumerate(mine[full:])
+    mixed = [prompt for _, prompt in sorted(over, key=lambda pair: pair[0])]
+    if not groups and len(mixed) < size:
+        return [Group.of([mixed[i % len(mixed)] for i in range(size)])]
+    count = len(mixed) // size
+    cuts = [i * len(mixed) // count for i in range(count + 1)] if count else []
+    return groups + [Group.of(mixed[first:end]) for first, end in pairwise(cuts)]
 
 
 def warm_up(

@@ -6,6 +6,7 @@ document that comes back is described in docs/benchmarking.md and checked by `fo
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -19,6 +20,7 @@ from forerun.bench.contenders import load, load_peers, own_contenders
 from forerun.bench.figures import Figures, summarise
 from forerun.bench.machine import is_busy, load_average, machine_facts, peak_memory, weight_bytes
 from forerun.bench.measure import (
+    TEXTS_PER_PLACE,
     Contender,
     Group,
     Prompt,
@@ -66,6 +68,7 @@ def run(
             result = measure(llm, cost, peers, items, settings, run_log, fixed)
     finally:
         peers.close()
+        gc.unfreeze()
     conditions = {
         **result["conditions"],
         "load_before": before,
@@ -121,6 +124,8 @@ def measure(
             "sampling": "greedy" if settings.temperatures == (0.0,) else "sampled",
             "batch": settings.batches[0],
             "timed": "whole calls, prompt included; drafters keep what they learnt between prompts",
+            "texts_per_place": TEXTS_PER_PLACE,  # of a batch in one call, at least; prompts are repeated if too few
+            "collector": "what is loaded is left out of garbage collections, as in generate, chat and serve",
             "reference": next((each.name for each in contenders if each.exact), contenders[0].name),
             "prompts": len(prompts),
             "prompt_tokens": sum(len(prompt.ids) for prompt in prompts),
@@ -208,6 +213,8 @@ def _with_progress(
         bar = progress.add_task(plan.cell.name, total=total)
         if len(known) < total:
             warm_up(contenders, plan.groups[0], min(WARM_UP_TOKENS, settings.max_tokens), lost)
+            gc.collect()  # contenders have loaded models, heads and graphs by now; a full collection of these takes a
+            gc.freeze()  # tenth of a second, as long as a whole text, and would fall into one call and not into another
         for done in alternate(contenders, plan.groups, settings.max_tokens, settings.repeats, known, lost):
             run_log.add(plan.cell, done)
             runs.append(done)

@@ -1,6 +1,6 @@
 """ChainGraphs: the passes of a draft model, captured, each fed with the token that the last one chose.
 
-A chain of k tokens is k passes and nothing that waits: the host sends the integers of all of them in one copy, then
+A chain of k tokens is k passes and nothing that waits: the host sends a few integers of each sequence in one copy, then
 launches the first pass, the choice of a token, and both again for every further token. All further passes of a batch
 size are replays of one graph, which counts for itself how far the draft is. The same code runs step by step where
 nothing is captured.
@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from forerun.drafters.cuda.chain_plan import DEEPEST, MOST, ChainForm, Lane, plan_chain
+from forerun.drafters.cuda.chain_plan import DEEPEST, MOST, ChainForm, Lane, complete, plan_chain
+from forerun.drafters.eagle.cuda.draft_noise import DraftNoise, Settings
 from forerun.drafters.eagle.cuda.draft_plan import aligned
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.integers import SentInts
+from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.network import Run, run_pass
 from forerun.models.cuda.pass_clock import seconds_of
 from forerun.models.cuda.plan import FIELDS, MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
-from forerun.noise import keyed_uniforms
 
 INTEGERS = 1 << 18  # room for the largest draft, and for the pages of all sequences
 PADDING = Lane((0,), (), 0)
@@ -30,15 +30,17 @@ PADDING = Lane((0,), (), 0)
 class ChainGraphs:
     """Drafts chains for sequences of one CUDA decoder."""
 
-    def __init__(self, model: CudaDecoder, vocab_size: int) -> None:
-        """`vocab_size` is the target's: ids beyond it are never drafted."""
-        self.model, device = model, model.device
+    def __init__(self, model: CudaDecoder, vocab_size: int, last: LastRound) -> None:
+        """`vocab_size` is the target's: ids beyond it are never drafted. `last`: what its last round decided."""
+        self.model, self._last, device = model, last, model.device
         self._vocab = min(vocab_size, model.vocab_size)
+        self.noise = DraftNoise(torch.arange(self._vocab, device=device))
         self.replays = Replays(device, capture=model.kernels == "triton")
         self.ints = SentInts(device, INTEGERS, torch.int32, first=MAX_ROWS)
         with torch.inference_mode(False):
             self.trees = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)  # tokens and parents
             self._drafted = torch.zeros(DEEPEST, MOST, dtype=torch.long, device=device)
+            self._roots = torch.zeros(MOST, dtype=torch.long, device=device)
             self._tokens = torch.zeros(MOST, dtype=torch.int32, device=device)  # of the next pass
             self._now = torch.zeros(
                 2 * MOST + FIELDS * MOST, dtype=torch.int32, device=device
@@ -46,16 +48,18 @@ class ChainGraphs:
             self._count = torch.zeros(1, dtype=torch.long, device=device)  # tokens drafted so far
 
     @torch.no_grad()
-    def draft(self, lanes: Sequence[Lane], depth: int, farthest: int = 0) -> None:
-        """Leave a chain so deep behind the root of every lane in `trees`."""
+    def draft(
+        self, lanes: Sequence[Lane], depth: int, noise: Sequence[Settings | None] = (), farthest: int = 0
+    ) -> None:
+        """Leave a chain so deep behind the root of every lane in `trees`; `noise`: by which tokens are drawn."""
         form, ints = plan_chain(lanes, depth, farthest)
-        self.ints.send(ints)
-        noisy = any(lane.noise is not None for lane in lanes)
+        self.ints.send(ints, form.sent_at)
+        self.noise.send(noise)
         self._do_first(form)
         for i in range(depth):
             if i:
                 self._do_further(form)
-            self._choose(form, noisy)
+            self._choose(form)
         self.rehearse_trees(len(lanes), depth)
 
     def rehearse_trees(self, count: int, depth: int) -> None:
@@ -69,28 +73,30 @@ class ChainGraphs:
         order = torch.tensor(which).to(trees.device, non_blocking=True)
         trees[:, : len(which)] = trees.index_select(1, order)
 
-    def rehearse(self, bucket: int, farthest: int, noisy: bool) -> None:
+    def rehearse(self, bucket: int, farthest: int) -> None:
         """Capture the passes of a batch size, in contexts up to `farthest`; they are written nowhere."""
         form, ints = plan_chain([PADDING] * bucket, 2, farthest)
-        self.ints.send(ints)
+        self.ints.send(ints, form.sent_at)
+        self.noise.is_on = False
         self._do_first(form)
-        self._choose(form, noisy)
+        self._choose(form)
         self._do_further(form)
-        self._choose(form, noisy)
+        self.noise.rehearse(lambda: self._choose(form))
 
     def time(self, bucket: int, repeats: int = 3) -> tuple[float, float]:
         """Seconds of the first pass and of a further one with its choice, on the device, in a short context."""
         form, ints = plan_chain([PADDING] * bucket, 2)
-        self.ints.send(ints)
+        self.ints.send(ints, form.sent_at)
+        self.noise.is_on = False
 
         def first() -> None:
             self._do_first(form)
-            self._choose(form, noisy=False)
+            self._choose(form)
 
         def both() -> None:
             first()
             self._do_further(form)
-            self._choose(form, noisy=False)
+            self._choose(form)
 
         both()
         one, two = (seconds_of(work, self.model.device, repeats) for work in (first, both))
@@ -102,14 +108,16 @@ class ChainGraphs:
     def _do_further(self, form: ChainForm) -> None:
         self.replays.do(("further", form), lambda: self._further(form))
 
-    def _choose(self, form: ChainForm, noisy: bool) -> None:
-        self.replays.do(("choose", form.sequences, noisy), lambda: self._take_tokens(form, noisy))
+    def _choose(self, form: ChainForm) -> None:
+        self.replays.do(("choose", form.sequences, self.noise.is_on), lambda: self._take_tokens(form))
 
     def _first(self, form: ChainForm) -> None:
         """Over what was not read, the roots first."""
+        roots = complete(self.ints.all, form, self._last, self.model.vocab_size)
+        self._roots[: form.sequences].copy_(roots)
         size, ints, rows = form.first, self.ints.all, aligned(form.first.rows)
         parts = ints[MAX_ROWS : MAX_ROWS + 3 * rows].view(3, rows)[:, : size.rows]
-        groups = ints[MAX_ROWS + 3 * rows : MAX_ROWS + form.noise_at].view(size.groups, FIELDS)
+        groups = ints[MAX_ROWS + 3 * rows : MAX_ROWS + form.passes_at].view(size.groups, FIELDS)
         self._count.zero_()
         tokens, positions, slots = parts.unbind(0)
         self._run(Run(size, ints, tokens, positions, slots, groups), form.scored)
@@ -128,26 +136,19 @@ class ChainGraphs:
         model = self.model
         run_pass(model.passes.steps, model.model, model.buffers, run, (), scored)
 
-    def _take_tokens(self, form: ChainForm, noisy: bool) -> None:
+    def _take_tokens(self, form: ChainForm) -> None:
         """The likeliest token behind every row, or the one that the verifier's noise would draw."""
-        count = form.sequences
+        count, first = form.sequences, MAX_ROWS + aligned(form.first.rows)
         logits = self.model.buffers.logits[:count, : self._vocab]
-        chosen = (self._noised(form, logits) if noisy else logits).argmax(-1)
+        # a root's position; the token drafted first is one behind it, which DraftNoise counts from the row before it
+        before = self.ints.all[first : first + count] - 1 + self._count
+        chosen = self.noise.of(before, 1)(logits, 0).argmax(-1)
         self._drafted[:, :count].index_copy_(0, self._count, chosen[None])
         self._tokens[:count].copy_(chosen)
         self._count += 1
 
-    def _noised(self, form: ChainForm, logits: Tensor) -> Tensor:
-        count, at = form.sequences, MAX_ROWS + form.noise_at
-        table = self.ints.all[at : MAX_ROWS + form.passes_at].view(2 * DEEPEST + 2, -1)[:, :count]
-        low, high = (table[first : first + DEEPEST].index_select(0, self._count)[0] for first in (0, DEEPEST))
-        numbers = keyed_uniforms(low[:, None], high[:, None], self._vocab, logits.device)
-        noise = numbers.neg_().log1p_().neg_().log_()
-        temperatures = table[-2].contiguous().view(torch.float32)
-        return logits / temperatures[:, None] - noise * table[-1][:, None]
-
     def _lay_out(self, count: int, depth: int) -> None:
         trees = self.trees[:, : count * (depth + 1)].view(2, count, depth + 1)
-        trees[0, :, 0] = self.ints.all[MAX_ROWS : MAX_ROWS + count]
+        trees[0, :, 0] = self._roots[:count]
         trees[0, :, 1:] = self._drafted[:depth, :count].t()
         trees[1] = torch.arange(-1, depth, device=trees.device)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from forerun.drafters.cuda.chain_menu import forms_for
 from forerun.drafters.cuda.chain_plan import BUCKETS, MOST
-from forerun.drafters.cuda.model_draft import NEEDS, ModelDraft
+from forerun.drafters.cuda.model_draft import ModelDraft
+from forerun.drafters.cuda.model_views import NEEDS
 from forerun.drafters.eagle.cuda.capture import contexts_of
 from forerun.drafters.eagle.cuda.drafter import DeviceDrafter
 from forerun.errors import ForerunError
@@ -46,7 +47,7 @@ def on_device(
     if target.device != draft.device:
         return None
     try:
-        model = ModelDraft(draft, target.vocab_size)
+        model = ModelDraft(draft, target.vocab_size, target.grown.last)
         capture_chains(model, target, max_batch, max_length)
     except ForerunError:
         raise
@@ -69,8 +70,7 @@ def capture_chains(draft: ModelDraft, target: CudaDecoder, max_batch: int, max_l
     for i, bucket in enumerate(buckets):
         progress.info("capturing drafts of the draft model: %d of %d batch sizes", i + 1, len(buckets))
         for farthest in reaches:
-            for noisy in (True, False):
-                draft.graphs.rehearse(bucket, farthest, noisy)
+            draft.graphs.rehearse(bucket, farthest)
             for form in forms_for(bucket):
                 target.rehearse(TreeForm(bucket, form.nodes + 1, form.depth, chain=True), NEEDS, farthest)
         for form in forms_for(bucket):

@@ -13,7 +13,7 @@ from torch import Tensor
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.grown import GrownBuffers
 from forerun.models.cuda.network import Buffers
-from forerun.models.cuda.plan import MAX_ROWS, Plan
+from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Plan, Size, padding
 from forerun.models.paged import PagedKV
 from forerun.types import TreeForm
 
@@ -65,6 +65,13 @@ class AfterPass:
             tensors, moves, moves.stride(0), plane_stride, row_stride, columns // size, form.depth, SIZE=size,
             STEPS_UP=steps, COLUMNS=AT_ONCE // steps, num_warps=4,
         )  # fmt: skip
+
+    def warm_up(self, layers: tuple[int, ...]) -> None:
+        """Capture what keeps the rows of these layers, for passes of every size; what is kept is dropped."""
+        for rows in ROW_SIZES if self.replays.capture else ():
+            plan = padding(Size(rows, 1, 1))
+            self.buffers.send(plan)
+            self.keep_rows(plan, layers)
 
     def keep_rows(self, plan: Plan, layers: tuple[int, ...]) -> None:
         """Keep the hidden rows of a pass beside keys and values, from buffer to slot: one replay per size of pass."""

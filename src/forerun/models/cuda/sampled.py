@@ -16,7 +16,7 @@ from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.grown import GrownBuffers, Places
 from forerun.models.cuda.network import Buffers, Run
 from forerun.models.cuda.plain_rounds import MOST_ROWS, PlainResults, PlainStep
-from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Size, round_up
+from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Plan, Size, round_up
 from forerun.types import DeviceSampling, Seq, TreeForm
 
 
@@ -35,6 +35,8 @@ class Sampler:
         self._replays, device = replays, buffers.logits.device
         with torch.inference_mode(False):
             self._table = torch.zeros(rule.fields if rule else 0, MAX_ROWS, dtype=torch.long, device=device)
+            self._positions = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+            self._found = torch.zeros(MAX_ROWS, dtype=torch.long, device=device)
         self._sent: tuple[object, ...] = ()
 
     def kinds(self, seqs: Sequence[Seq]) -> Hashable | None:
@@ -44,17 +46,19 @@ class Sampler:
             self._send(seqs, kinds)
         return kinds
 
-    def decide_grown(self, seqs: Sequence[Seq], size: Size, form: TreeForm) -> bool:
+    def decide_grown(self, seqs: Sequence[Seq], plan: Plan, form: TreeForm) -> bool:
         """About the last pass over grown trees; False where there is nothing to add to the greedy verdict."""
         kinds = self.kinds(seqs)
         if kinds is not None:
-            self._decide_grown(size, form, kinds)
+            decide = self._decide_grown if plan.rows == form.rows else self._decide_beside_prompts
+            decide(plan.size, form, kinds)
         return kinds is not None
 
     def rehearse(self, size: Size, form: TreeForm) -> None:
         """Capture what usual requests need."""
         for kinds in () if self._rule is None else self._rule.usual():
             self._decide_grown(size, form, kinds)
+            self._take_tokens(form, kinds)
 
     def warm_up(self, max_batch: int) -> None:
         """Capture what plain rounds of usual requests need."""
@@ -87,6 +91,31 @@ class Sampler:
 
         name = "sample", form, Places.of(size, form), kinds
         self._replays.do(name, lambda: self._grown.decide(ints, size, form, logits, samples))
+
+    def _decide_beside_prompts(self, size: Size, form: TreeForm, kinds: Hashable) -> None:
+        """The same where prompts share the pass, which has any size: only the tokens are found by a graph.
+
+        A graph for each form and size would be captured while texts are written.
+        """
+
+        def samples(rows: Tensor, positions: Tensor) -> Tensor:
+            self._positions[: form.rows].copy_(positions.flatten())
+            return self._take_tokens(form, kinds)
+
+        logits = self._buffers.logits[: form.rows]
+        self._grown.decide(self._buffers.ints, size, form, logits, samples)
+
+    def _take_tokens(self, form: TreeForm, kinds: Hashable) -> Tensor:
+        """[B, N] after every node, by the positions that were copied."""
+        shape, found = (form.trees, form.nodes), self._found[: form.rows]
+        logits = self._buffers.logits[: form.rows].view(*shape, -1)
+
+        def sample() -> None:
+            tokens = self._tokens(logits, self._positions[: form.rows].view(shape), kinds, form.depth)
+            found.copy_(tokens.flatten())
+
+        self._replays.do(("tokens", form, kinds), sample)
+        return found.view(shape)
 
     def _tokens(self, logits: Tensor, positions: Tensor, kinds: Hashable, depth: int) -> Tensor:
         """[B, N] after every node of the trees of the sequences that were sent last; padding gets any tokens."""

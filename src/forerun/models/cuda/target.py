@@ -200,7 +200,7 @@ class CudaDecoder(SlotTarget):
         plan = plan_grown(places, form, self._group_nodes, chunks, size_for=self.passes.scored_size)
         self.grown.take(trees, form)
         self.passes.run_grown(plan, layers, form)
-        sampled = self.sampler.decide_grown(seqs, plan.size, form)
+        sampled = self.sampler.decide_grown(seqs, plan, form)
         number = self.grown.send(form)
         self.after.keep_rows(plan, layers)
         if trees.follows is not None:  # it is decided; and now, before those that have ended give pages back
@@ -229,8 +229,10 @@ class CudaDecoder(SlotTarget):
     def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
         """Capture the passes of plain rounds, of drafts that the host makes, and of prompts."""
         self.plain.drop()
-        self.passes.warm_up(self._layers(needs), max_batch, min(max_length, self.max_length))
+        layers = self._layers(needs)
+        self.passes.warm_up(layers, max_batch, min(max_length, self.max_length))
         self.sampler.warm_up(max_batch)
+        self.after.warm_up(layers)
 
     @torch.no_grad()
     def rehearse(self, form: TreeForm, needs: Needs, farthest: int) -> Scores:

@@ -1,0 +1,156 @@
+"""What is captured when a model is loaded suffices for the first call: no text waits for a graph.
+
+Captures are emulated on the CPU: whatever is captured is only noted while the model is loaded, and done, each time
+anew, once texts are written. So a piece of work that has no graph by then is seen, under any batch, drafter and law.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from forerun.build import make_engine
+from forerun.control.adaptive import AdaptiveController
+from forerun.control.cost import CostModel
+from forerun.drafters.base import Drafter
+from forerun.drafters.cuda.model_draft import ModelDraft
+from forerun.drafters.cuda.model_drafter import DeviceModelDrafter, capture_chains
+from forerun.drafters.draft_model import ModelDrafter
+from forerun.drafters.eagle.cuda.capture import capture_menu
+from forerun.drafters.hybrid import HybridDrafter
+from forerun.drafters.ngram import NgramDrafter
+from forerun.engine.engine import Engine
+from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.sequence import SequenceState
+from forerun.models.cuda import graphs
+from forerun.models.cuda.plan import Size
+from forerun.models.cuda.target import CudaDecoder
+from forerun.offers import Offer
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.types import Request, Seq, TreeForm
+from tests.gpu.heads import both_drafters
+from tests.gpu.test_following import willing_target
+from tests.gpu.tiny import VOCAB, make_target
+
+MOST, LENGTH = 32, 400
+PASSES = {1: 1.8e-3, 8: 1.8e-3, 64: 2.4e-3, 256: 4e-3, 1024: 12e-3}  # seconds, by rows
+KINDS = ["eagle3", "ngram+eagle3", "draft_model", "ngram+draft_model"]
+
+
+@dataclass
+class Captures:
+    """In place of graphs.capture."""
+
+    is_loading: bool = True
+    late: list[str] = field(default_factory=list)  # what was captured while texts were written
+
+    def capture(self, work: Callable[[], None], device: object, pool: object) -> Graph:
+        graph = Graph(work, self)
+        if not self.is_loading:
+            self.late.append(_name_of(work))
+            work()
+        return graph
+
+
+@dataclass
+class Graph:
+    """In place of a graph: the work is done again, by then on real sequences."""
+
+    work: Callable[[], None]
+    captures: Captures
+
+    def replay(self) -> None:
+        if not self.captures.is_loading:
+            self.work()
+
+
+def _name_of(work: Callable[[], None]) -> str:
+    inside = [cell.cell_contents for cell in work.__closure__ or ()]
+    return (
+        f"{work.__qualname__} {[one for one in inside if isinstance(one, (int, str, tuple, TreeForm, Size))]}"
+    )
+
+
+def _captures_all(*targets: CudaDecoder) -> None:
+    for target in targets:
+        target.passes.capture = target.after.replays.capture = True
+
+
+def _head(target: CudaDecoder) -> Drafter:
+    drafter, _ = both_drafters(target, borrows=True)
+    drafter.draft.replays.capture = True
+    capture_menu(drafter.draft, target, drafter.needs, MOST, LENGTH)
+    return drafter
+
+
+def _model(target: CudaDecoder) -> Drafter:
+    draft = make_target("llama", "cpu", seed=9)
+    draft.model.head[8:] = 0.0
+    _captures_all(draft)
+    model = ModelDraft(draft, VOCAB, target.grown.last)
+    model.graphs.replays.capture = True
+    capture_chains(model, target, MOST, LENGTH)
+    return DeviceModelDrafter(model, lambda: ModelDrafter(draft, VOCAB))
+
+
+def _load(kind: str, captures: Captures) -> tuple[Engine, CudaDecoder]:
+    """As load_engine does on a GPU: the drafter, which captures its graphs, then the target's passes."""
+    target = willing_target()
+    _captures_all(target)
+    drafter = _head(target) if "eagle3" in kind else _model(target)
+    if kind.startswith("ngram"):
+        drafter = HybridDrafter(NgramDrafter(), drafter)
+    target.warm_up(drafter.needs, MOST, LENGTH)
+    speculative = SpeculativeConfig(drafter="none", controller="fixed")
+    engine = make_engine(target, frozenset({1}), speculative, EngineConfig(max_batch=MOST, max_length=LENGTH))
+    engine.drafters.add("device", drafter)
+
+    def offer(seq: Seq) -> Offer:
+        assert isinstance(seq, SequenceState)
+        return engine.drafters.ask(seq, lambda drafter: drafter.offer(seq))
+
+    engine.controller = AdaptiveController(CostModel(PASSES), 60, 10, offer, engine.drafters.looks_up)
+    engine.prompt_rows = PromptRows("cuda", target.pass_rows)
+    engine.launches_ahead = engine.follows_unread = True
+    captures.is_loading = False
+    return engine, target
+
+
+def _requests(batch: int, temperature: float) -> list[Request]:
+    """Prompts of ragged lengths, texts that end one after another, and a few that join later."""
+    rng = random.Random(batch)
+    count = batch + 1 + batch // 4
+    return [
+        Request(
+            [rng.randrange(2, VOCAB) for _ in range(rng.choice((1, 3, 20, 20, 70)))],
+            SamplingParams(2 + i // 2, temperature=temperature, seed=i if temperature else None),
+            drafter="device",
+        )
+        for i in range(count)
+    ]
+
+
+def _write(engine: Engine, requests: Sequence[Request], batch: int) -> list[list[int]]:
+    texts, waiting = dict[int, list[int]](), list(requests)
+    while waiting or engine.busy:
+        while waiting and len(engine.running) + len(engine.waiting) + len(engine.reading) < batch:
+            texts[engine.submit(waiting.pop(0))] = []
+        for event in engine.step():
+            assert event.error is None
+            texts[event.seq_id] += event.tokens
+    return [texts[key] for key in sorted(texts)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_captured_in_first_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = Captures()
+    monkeypatch.setattr(graphs, "capture", captures.capture)
+    engine, _ = _load(kind, captures)
+    for batch, temperature in ((32, 0.0), (32, 1.0), (8, 1.0), (1, 0.0)):
+        _write(engine, _requests(batch, temperature), batch)
+        assert captures.late == [], f"at batch {batch}, temperature {temperature}"
+    assert engine.stats.rounds > 0
+    assert not engine.drafters._failed
