@@ -90,6 +90,30 @@ class ScaledLinear(nn.Linear):
         return F.linear(x, self.full, bias)
 
 
+class ScaledNorm(nn.RMSNorm):
+    """A norm that learns its weight in units of what it writes."""
+
+    out: Tensor
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps)
+        self.register_buffer("out", torch.ones(width), persistent=False)
+
+    @torch.no_grad()
+    def scale(self, writes: Tensor, share: float) -> None:
+        """Start at a share of these sizes [width], and learn in units of them."""
+        self.out.copy_(writes)
+        self.weight.fill_(share)
+
+    @property
+    def full(self) -> Tensor:
+        """[width] the weight that files hold."""
+        return self.out * self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.to(self.weight.dtype), x.shape[-1:], self.full, self.eps)
+
+
 @torch.no_grad()
 def fold(module: nn.Module) -> dict[str, Tensor]:
     """The weights of a module as files hold them."""
@@ -99,6 +123,8 @@ def fold(module: nn.Module) -> dict[str, Tensor]:
             weights[f"{name}.weight"] = layer.full
             if layer.bias is not None:
                 weights[f"{name}.bias"] = layer.bias * layer.out[:, 0]
+        elif isinstance(layer, ScaledNorm):
+            weights[f"{name}.weight"] = layer.full
     return weights
 
 
@@ -116,6 +142,8 @@ def unfold(module: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
                 found[key] = found[key] / into[:columns] / out[:rows]
             if (key := f"{name}.bias") in found:
                 found[key] = found[key] / out[: len(found[key]), 0]
+        elif isinstance(layer, ScaledNorm) and (key := f"{name}.weight") in found:
+            found[key] = found[key] / layer.out.cpu()
     return found
 
 
