@@ -15,8 +15,9 @@
 #   small     these three side by side on one GPU
 #   block-check   tokens per round of DSpark and DFlash, chains of 8, decoded for the suite
 #   medusa2-check tokens per round of Medusa-2 on its own target, exact and typical acceptance
-#   table     `forerun.bench.spec` with every head that was trained, and those of the package (SECONDS_: its limit)
-#   pack      into OUT what the next machine needs to use or continue RUNS, in parts of 15 MB; PARTS: which of them
+#   table     `forerun.bench.spec` with every head that was trained, and those of the package (TABLE_SECONDS: its limit)
+#   pack      into OUT what the next machine needs to use or continue RUNS, in parts of 15 MB; PARTS: which of them;
+#             PACK=--heads-only: what it needs to use them
 #   unpack    the same back, from the folder FROM
 #
 # R: where runs go (bench-out/heads). OUT: where results are copied, if set. LIMIT: seconds after which a training stage
@@ -26,8 +27,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 ROOT=$PWD HEAD=$PWD/src/forerun/heads/smollm2-135m-eagle3
-M=$(realpath "$M") S=$(realpath "$S") P=${P:+$(realpath "$P")} R=${R:-bench-out/heads} LIMIT=${LIMIT:-280}
-mkdir -p "$R" && cd "$R" && ln -sfn "$M" "$(basename "$M")" && M=$(basename "$M") # heads name their target by this
+WHOLE=$(realpath "$M") S=$(realpath "$S") P=${P:+$(realpath "$P")} R=${R:-bench-out/heads} LIMIT=${LIMIT:-280}
+mkdir -p "$R" && cd "$R" && ln -sfn "$WHOLE" "$(basename "$WHOLE")" && M=$(basename "$WHOLE") # heads name their target by this
 DEVICE=${DEVICE:-auto} SEED=${SEED:-11} ROWS=${ROWS:-4096}
 FIRST=${FIRST:-10000} LONG=${LONG:-7000} OWN=${OWN:-22000} GREEDY=${GREEDY:-20000}
 TOKENS=${TOKENS:-32768} COMPILE=${COMPILE---compile} HOLDOUT=${HOLDOUT:-0.02} EVERY=${EVERY:-250} SAVE=${SAVE:-100}
@@ -51,7 +52,7 @@ train() { # METHOD OUT flags...; stopped after LIMIT seconds: code 124
 }
 side_by_side() { # stages...; each in a process of its own
     local waiting=() code=0
-    for stage in "$@"; do bash "$ROOT/tools/train_heads.sh" "$stage" > "$stage.log" 2>&1 & waiting+=($!); done
+    for stage in "$@"; do M=$WHOLE bash "$ROOT/tools/train_heads.sh" "$stage" > "$stage.log" 2>&1 & waiting+=($!); done
     for i in "${!waiting[@]}"; do
         wait "${waiting[i]}" || code=$?
         tail -n 3 "${@:i+1:1}.log"
@@ -145,12 +146,12 @@ medusa2-check)
 table)
     found=$(trained | paste -sd,)
     python -m forerun.bench.spec --model "$M" --suite "$S" ${found:+--heads "$found"} --limit "${PROMPTS:-20}" \
-        --max-tokens "${ANSWER:-256}" --time-limit "${SECONDS_:-480}" --out spec --json spec.json --plot spec.png ${TABLE:-}
+        --max-tokens "${ANSWER:-256}" --time-limit "${TABLE_SECONDS:-480}" --out spec --json spec.json --plot spec.png ${TABLE:-}
     [ -z "${OUT:-}" ] || cp spec.json spec.png "$OUT/"
     ;;
 pack)
     rm -rf packed && mkdir packed
-    python -m forerun.train.pack --out packed ${RUNS:-$(trained)}
+    python -m forerun.train.pack --out packed ${PACK:-} ${RUNS:-$(trained)}
     tar cf - -C packed . | split -b 15000000 -d -a 2 - "${OUT:?where to}/heads.tar."
     [ -z "${PARTS:-}" ] || for part in "$OUT"/heads.tar.*; do # eight files and 64 MB may leave a machine at once
         [[ " $PARTS " == *" ${part##*.} "* ]] || rm "$part"

@@ -96,4 +96,7 @@ def test_a_packed_run_is_small_and_goes_on_from_its_step(
     train(further, seen.append)
     assert [progress.step for progress in seen] == [*range(1, 15)]
     assert seen[12].loss < seen[0].loss - 0.5 * (seen[0].loss - seen[11].loss)  # it did not begin again
+    assert pack([str(tmp_path / "run"), "--heads-only", "--out", str(tmp_path / "heads")]) == 0
+    assert (tmp_path / "heads" / "run" / "config.json").is_file()
+    assert not (tmp_path / "heads" / "run" / "checkpoint").exists()
     assert pack([str(tmp_path / "nothing"), "--out", str(tmp_path / "packed")]) == 2

@@ -44,7 +44,7 @@ class Muon(torch.optim.AdamW):
             if MOMENT not in state:
                 state["step"], state[MOMENT] = torch.zeros(()), torch.zeros_like(parameter)
             state["step"] += 1  # AdamW looks for it when a state is loaded
-            state[MOMENT].lerp_(parameter.grad, 1 - MOMENTUM)  # type: ignore[arg-type]
+            state[MOMENT].lerp_(parameter.grad, 1 - MOMENTUM)
             momenta.append(torch.lerp(parameter.grad, state[MOMENT], MOMENTUM))  # type: ignore[arg-type]
         directions = orthogonal(torch.stack(momenta))
         for (parameter, group), direction in zip(moved, directions, strict=True):
@@ -59,11 +59,11 @@ def _kind(moved: tuple[Tensor, dict[str, Any]]) -> tuple[int, ...]:
 def orthogonal(matrices: Tensor) -> Tensor:
     """[N, A, B] with the same singular vectors and singular values near one."""
     wide = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.bfloat16()
-    x = x.mT if wide else x
+    x: Tensor = matrices.mT.bfloat16() if wide else matrices.bfloat16()
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     a, b, c = _QUINTIC
     for _ in range(_ROUNDS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if wide else x
+    found: Tensor = x.mT if wide else x
+    return found

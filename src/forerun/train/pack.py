@@ -25,13 +25,13 @@ log = logging.getLogger("forerun.train")
 _CHECKPOINT = "checkpoint"
 
 
-def pack_run(run: Path, out: Path) -> int:
-    """One run into a folder of its name; returns its size in bytes."""
+def pack_run(run: Path, out: Path, *, state: bool = True) -> int:
+    """One run into a folder of its name, with its checkpoint or without; returns its size in bytes."""
     if not any((run / name).is_file() for name in ("config.json", f"{_CHECKPOINT}/run.json")):
         raise ModelNotFound(f"{run} holds neither a head nor a checkpoint; name the folder of a run")
     folder = out / run.name
     shutil.copytree(run, folder, ignore=shutil.ignore_patterns(f"{_CHECKPOINT}*"), dirs_exist_ok=True)
-    if (kept := run / _CHECKPOINT).is_dir():
+    if state and (kept := run / _CHECKPOINT).is_dir():
         narrow = folder / _CHECKPOINT
         narrow.mkdir(exist_ok=True)
         weights = load_file(kept / "weights.safetensors")
@@ -48,11 +48,13 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("runs", nargs="+", type=Path, help="folders of training runs")
     parser.add_argument("--out", required=True, type=Path, help="where copies of them go")
+    parser.add_argument("--heads-only", action="store_true", help="no checkpoints: nothing can be continued")
     flags = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         for run in flags.runs:
-            log.info("%s: %.1f MB", run.name, pack_run(run, flags.out) / 1e6)
+            size = pack_run(run, flags.out, state=not flags.heads_only)
+            log.info("%s: %.1f MB", run.name, size / 1e6)
     except ForerunError as error:
         log.error("%s", " ".join(str(error).split()))
         return 2
