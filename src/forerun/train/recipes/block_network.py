@@ -14,12 +14,7 @@ from torch import Tensor, nn
 
 from forerun.drafters.block.config import BlockConfig
 from forerun.train.recipes.eagle import Norm
-from forerun.train.recipes.scaling import ScaledLinear, ScaledNorm, Sizes
-
-# The last norm starts at a tenth of the size of the target's rows, so that the first laws are nearly even: at full size
-# noise is told as certainty, and masks, whose own token the LM head finds likely, cost a loss of 40 a token. It grows
-# four times as fast as other weights move.
-BEGINNING, QUICK = 0.1, 4.0
+from forerun.train.recipes.scaling import BEGINNING, QUICK, ScaledLinear, ScaledNorm, Sizes
 
 
 class BlockLayer(nn.Module):
