@@ -10,22 +10,34 @@
 #   hass      HASS, started from that head
 #   more      EAGLE-1 for as many steps more as HASS had: what HASS is to be compared with
 #   hass-check  tokens per round of the three, decoded for the suite; their curves as JSON
+#   block     block drafters: DSpark, and DFlash from its layers, on greedy texts
+#   mtp, hydra, medusa2   a multi-token-prediction layer, Hydra's heads, Medusa-2 (another target, in medusa2/target)
+#   small     these three side by side on one GPU
+#   block-check   tokens per round of DSpark and DFlash, chains of 8, decoded for the suite
+#   medusa2-check tokens per round of Medusa-2 on its own target, exact and typical acceptance
+#   table     `forerun.bench.spec` with every head that was trained, and those of the package (TABLE_SECONDS: its limit)
+#   pack      into OUT what the next machine needs to use or continue RUNS, in parts of 15 MB; PARTS: which of them;
+#             PACK=--heads-only: what it needs to use them
+#   unpack    the same back, from the folder FROM
 #
 # R: where runs go (bench-out/heads). OUT: where results are copied, if set. LIMIT: seconds after which a training stage
-# is stopped at its last checkpoint (280); call it again to go on. Steps: BOX, EAGLE, HASS. DEVICE and the sizes of the
-# data can be set too, for a trial on a CPU.
+# is stopped at its last checkpoint (280); call it again to go on. Steps: BOX, EAGLE, HASS, DSPARK, DFLASH, MTP, HYDRA,
+# MEDUSA2. DEVICE and the sizes of the data can be set too, for a trial on a CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 ROOT=$PWD HEAD=$PWD/src/forerun/heads/smollm2-135m-eagle3
-M=$(realpath "$M") S=$(realpath "$S") P=${P:+$(realpath "$P")} R=${R:-bench-out/heads} LIMIT=${LIMIT:-280}
-mkdir -p "$R" && cd "$R" && ln -sfn "$M" "$(basename "$M")" && M=$(basename "$M") # heads name their target by this
+WHOLE=$(realpath "$M") S=$(realpath "$S") P=${P:+$(realpath "$P")} R=${R:-bench-out/heads} LIMIT=${LIMIT:-280}
+mkdir -p "$R" && cd "$R" && ln -sfn "$WHOLE" "$(basename "$WHOLE")" && M=$(basename "$WHOLE") # heads name their target by this
 DEVICE=${DEVICE:-auto} SEED=${SEED:-11} ROWS=${ROWS:-4096}
-FIRST=${FIRST:-10000} LONG=${LONG:-7000} OWN=${OWN:-22000}
+FIRST=${FIRST:-10000} LONG=${LONG:-7000} OWN=${OWN:-22000} GREEDY=${GREEDY:-20000}
 TOKENS=${TOKENS:-32768} COMPILE=${COMPILE---compile} HOLDOUT=${HOLDOUT:-0.02} EVERY=${EVERY:-250} SAVE=${SAVE:-100}
 TRAIN=(--target "$M" --data first,own,long --measure-on suite --max-length 1024 --batch-tokens "$TOKENS"
        --save-every "$SAVE" --eval-every "$EVERY" --holdout "$HOLDOUT" --device "$DEVICE" $COMPILE)
 EAGLE3=(--vocab 16384 --levels 6 --no-train-head --fc-norm --norm-output --features 2 9 16 23 29)
+# as many blocks per step as pay for the target's pass; short steps, many of them
+BLOCK=(--data first,own,long,greedy --hottest 0 --vocab 16384 --layers 5 --levels 8 --anchors "${ANCHORS:-0.5}"
+       --batch-tokens "${BLOCK_TOKENS:-16384}" --stored int8)
 CHECK=(--target "$M" --suite "$S" --only chain --temperatures 0 --limit "${PROMPTS:-20}"
        --max-tokens "${ANSWER:-256}" --batch 32 --device "$DEVICE")
 
@@ -37,6 +49,18 @@ train() { # METHOD OUT flags...; stopped after LIMIT seconds: code 124
     timeout --signal=INT "$LIMIT" python -m forerun.train "$1" --out "$2" "${TRAIN[@]}" "${@:3}" || code=$?
     [ $code -ne 124 ] || say "stopped after $LIMIT s; the same stage goes on from $2/checkpoint"
     [ $code -eq 0 ] || exit $code
+}
+side_by_side() { # stages...; each in a process of its own
+    local waiting=() code=0
+    for stage in "$@"; do M=$WHOLE bash "$ROOT/tools/train_heads.sh" "$stage" > "$stage.log" 2>&1 & waiting+=($!); done
+    for i in "${!waiting[@]}"; do
+        wait "${waiting[i]}" || code=$?
+        tail -n 3 "${@:i+1:1}.log"
+    done
+    [ $code -eq 0 ] || exit $code
+}
+trained() { # the heads in R of the default model, but for starting points of others
+    for run in box eagle1 hass more mtp hydra dspark dflash; do [ ! -e "$run/config.json" ] || echo "$run"; done
 }
 keep() { # RUN files...; into OUT, where there is one
     [ -n "${OUT:-}" ] || return 0
@@ -50,6 +74,8 @@ warm() { # compile every step once on a handful of texts, while others are writt
     python -m forerun.train eagle3 --out warm/eagle3 "${flags[@]}" --init "$HEAD" --inner 3072 "${EAGLE3[@]}" >> warm.log 2>&1
     python -m forerun.train hass --out warm/hass "${flags[@]}" --vocab 16384 >> warm.log 2>&1
     python -m forerun.train eagle --out warm/eagle "${flags[@]}" --vocab 16384 >> warm.log 2>&1
+    python -m forerun.train dspark --out warm/dspark "${flags[@]}" --vocab 16384 --layers 5 >> warm.log 2>&1
+    python -m forerun.train mtp --out warm/mtp "${flags[@]}" --vocab 16384 >> warm.log 2>&1
 }
 
 case ${1:?name a stage} in
@@ -60,6 +86,8 @@ data)
     data --out long --seed "$SEED" --own-prompts 0 --passages first --wrapped "$LONG" --max-prompt 640 \
         --temperatures 0 1.0 --max-length 1024 --batch $(((ROWS + 1) / 2))
     data --out own --seed $((SEED + 1)) --own-prompts "$OWN" ${P:+--prompts "$P"} --temperatures 0 1.0 \
+        --max-length 512 --batch "$ROWS"
+    [ "$GREEDY" -eq 0 ] || data --out greedy --seed $((SEED + 2)) --own-prompts "$GREEDY" --temperatures 0 \
         --max-length 512 --batch "$ROWS"
     wait
     ;;
@@ -90,6 +118,48 @@ hass-check)
     python -m forerun.train.curves "${runs[@]}" --json hass-curves.json
     python -m forerun.bench.acceptance --drafters "$(IFS=,; echo "${runs[*]}")" "${CHECK[@]}" | tee hass-check.jsonl
     [ -z "${OUT:-}" ] || cp hass-curves.json hass-check.jsonl "$OUT/"
+    ;;
+block)
+    train dspark dspark "${BLOCK[@]}" --lr "${BLOCK_LR:-1e-3}" --steps "${DSPARK:-3000}"
+    train dflash dflash "${BLOCK[@]}" --init dspark --lr 5e-4 --steps "${DFLASH:-1000}"
+    python -m forerun.train.curves dspark dflash --json block-curves.json
+    ;;
+mtp)
+    train mtp mtp --vocab 16384 --lr 1e-3 --steps "${MTP:-1200}"
+    ;;
+hydra)
+    train hydra hydra --vocab 16384 --lr 1e-3 --steps "${HYDRA:-1200}"
+    ;;
+medusa2)
+    train medusa medusa2 --joint --lr 1e-3 --steps "${MEDUSA2:-300}"
+    ;;
+small)
+    side_by_side mtp hydra medusa2
+    ;;
+block-check)
+    python -m forerun.bench.acceptance --drafters dspark,dflash --length 8 "${CHECK[@]}" | tee block-check.jsonl
+    ;;
+medusa2-check)
+    python -m forerun.bench.acceptance --drafters medusa2 --verifiers exact typical "${CHECK[@]}" \
+        --target medusa2/target --temperatures 0.7 1 | tee medusa2-check.jsonl
+    ;;
+table)
+    found=$(trained | paste -sd,)
+    python -m forerun.bench.spec --model "$M" --suite "$S" ${found:+--heads "$found"} --limit "${PROMPTS:-20}" \
+        --max-tokens "${ANSWER:-256}" --time-limit "${TABLE_SECONDS:-480}" --out spec --json spec.json --plot spec.png ${TABLE:-}
+    [ -z "${OUT:-}" ] || cp spec.json spec.png "$OUT/"
+    ;;
+pack)
+    rm -rf packed && mkdir packed
+    python -m forerun.train.pack --out packed ${PACK:-} ${RUNS:-$(trained)}
+    tar cf - -C packed . | split -b 15000000 -d -a 2 - "${OUT:?where to}/heads.tar."
+    [ -z "${PARTS:-}" ] || for part in "$OUT"/heads.tar.*; do # eight files and 64 MB may leave a machine at once
+        [[ " $PARTS " == *" ${part##*.} "* ]] || rm "$part"
+    done
+    ls -l "$OUT"
+    ;;
+unpack)
+    cat "${FROM:?where from}"/heads.tar.* | tar xf -
     ;;
 *)
     say "no stage $1; see $ROOT/tools/train_heads.sh"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,11 @@ from forerun.testing import FakeSeq
 from forerun.train.data.corpus import Batch, Batches, Corpus
 from forerun.train.export import export_head, rows_of_target
 from forerun.train.options import Method
-from forerun.train.recipes.base import shifted
+from forerun.train.recipes.base import loss_of, shifted
 from forerun.train.recipes.block import BlockRecipe, choose_anchors
 from forerun.train.recipes.block_network import attend_blocks
 from forerun.train.recipes.scaling import fold
+from forerun.train.recipes.survival import survival_weights
 from forerun.train.run import make_recipe
 from forerun.train.teacher import load_teacher
 from forerun.types import Needs, Verdict
@@ -97,7 +100,10 @@ def test_what_is_learnt_is_what_drafts(kind: Method, tiny: Checkpoint, texts: Pa
                 compared += 1
                 if kind == "dspark":
                     judge = recipe.module().get_submodule("confidence_head.proj")
-                    sure = torch.sigmoid(judge(output.rows[where[0]]))
+                    spoken = recipe.teacher.embedding[text[anchor + level]][None]
+                    known = recipe.known_of(spoken)
+                    plain = 2 * output.rows[where[0]] - recipe.corrected(output.rows[where[0]], known)
+                    sure = torch.sigmoid(judge(torch.cat((plain, known), -1)))
                     assert steps.sure is not None
                     torch.testing.assert_close(steps.sure, sure, rtol=2e-3, atol=2e-3)
         drafter.forget(seq)
@@ -132,6 +138,66 @@ def test_a_block_sees_the_context_before_its_anchor_and_itself(wrong: str) -> No
     torch.testing.assert_close(found, by_hand(anchors))
     other = by_hand(anchors.clamp(max=4)) if wrong == "anchor" else by_hand(anchors, swap=True)
     assert not torch.allclose(found, other, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@torch.no_grad()
+def test_a_run_begins_with_laws_that_are_nearly_even(
+    kind: Method, tiny: Checkpoint, texts: Path, tmp_path: Path
+) -> None:
+    """No token is certain before anything is learnt; with the last norm at full size one is."""
+    options = options_for(kind, tiny, texts, tmp_path, layers=2, levels=4)
+    teacher = load_teacher(tiny, torch.device("cpu"))
+    corpus = Corpus(options.data, max_length=options.max_length, holdout=options.holdout)
+    torch.manual_seed(1)
+    recipe, batch = make_recipe(options, tiny, teacher, corpus), one_batch(texts)
+    loss = float(loss_of(recipe, batch, None)[0])
+    assert loss < 1.3 * math.log(len(teacher.head))
+    recipe.module().get_parameter("norm.weight").fill_(1.0)
+    assert float(loss_of(recipe, batch, None)[0]) > 2 * loss
+
+
+def test_survival_weights_are_the_length_that_hangs_on_a_position() -> None:
+    """Drafts of three positions and of two: sums of products of the chances up to each later position."""
+    a, b, c = 0.9, 0.6, 0.8
+    weights = survival_weights(torch.tensor([[a, b, c], [a, b, 0.0]]))
+    wanted = [[a + a * b + a * b * c, a * b + a * b * c, a * b * c], [a + a * b, a * b, 0.0]]
+    torch.testing.assert_close(weights, torch.tensor(wanted))
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_positions_count_as_far_as_drafts_get(
+    kind: Method, tiny: Checkpoint, texts: Path, tmp_path: Path
+) -> None:
+    """The loss against its definition, written out from each level's laws; a decay gives another one."""
+    recipe, batch = recipe_for(kind, tiny, texts, tmp_path, anchors=1.0), one_batch(texts)
+    found, _ = loss_of(recipe, batch, None)
+    reading = recipe.read(batch)
+    rows: dict[int, list[tuple[Tensor, Tensor, bool]]] = {}
+    for output in recipe.outputs(batch, reading, None):
+        assert output.at is not None
+        for place, row in zip(output.at.tolist(), output.rows, strict=True):
+            if output.shift and place not in rows:
+                continue  # it starts within a prompt, where nothing is drafted
+            spoken = place + output.shift
+            p = (reading.last.flatten(0, 1)[spoken] @ recipe.truth_head().t()).log_softmax(-1)
+            q = (row @ recipe.lm_head().t()).log_softmax(-1)
+            inside = reading.inside is None or bool(reading.inside.flatten()[spoken])
+            overlap = torch.minimum(p.exp(), q.exp()).sum().detach() * inside
+            rows.setdefault(place, []).append(((p.exp() * (p - q)).sum() * inside, overlap, inside))
+    total, count = torch.zeros(()), 0.0
+    for draft in rows.values():
+        weights = survival_weights(torch.stack([0.5 + 0.5 * overlap for _, overlap, _ in draft])[None])[0]
+        for weight, (loss, _, inside) in zip(weights.tolist(), draft, strict=True):
+            total, count = total + weight * loss, count + weight * inside
+    torch.testing.assert_close(found, total / count, rtol=1e-3, atol=1e-4)
+    names = ("norm.weight", "layers.0.mlp.down_proj.weight", "fc.weight")
+    parameters = [recipe.module().get_parameter(name) for name in names]
+    ours, wanted = (torch.autograd.grad(one, parameters) for one in (found, total / count))
+    for one, other in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
+    recipe.options = replace(recipe.options, positions="decay")
+    assert not torch.isclose(loss_of(recipe, batch, None)[0], found, rtol=1e-2)
 
 
 def test_anchors_are_chosen_before_tokens_to_be_learnt() -> None:

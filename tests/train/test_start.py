@@ -181,3 +181,21 @@ def test_a_head_in_one_byte_is_trained_further_and_written_as_it_was(
     assert all(dtype != torch.int8 for _, dtype in kinds[2].values())
     sizes = [(tmp_path / run / "model.safetensors").stat().st_size for run in "abc"]
     assert sizes[0] == sizes[1] < sizes[2]
+
+
+@pytest.mark.parametrize(("first", "then"), [("dspark", "dflash"), ("dflash", "dspark")])
+def test_a_block_drafter_may_start_from_the_layers_of_the_other_kind(
+    first: Method, then: Method, tiny: Checkpoint, texts: Path, tmp_path: Path, teacher: Teacher
+) -> None:
+    """As many tokens a pass; DSpark's own two heads are left out, or begin anew."""
+    options = options_for(first, tiny, texts, tmp_path / "a", steps=2, vocab=40, eval_batches=1)
+    train(options)
+    recipe = begun(replace(options, method=then, init=str(tmp_path / "a")), tiny, teacher)
+    written, folded = read_block(tmp_path / "a")[1], half(fold(recipe.module()))
+    heads = ("markov_head", "confidence_head")
+    for name, weight in folded.items():
+        assert name.startswith(heads) or torch.equal(weight, written[name]), name
+    assert any(name.startswith(heads) for name in folded) == (then == "dspark")
+    assert len(said(recipe, options)) == options.depth
+    with pytest.raises(InvalidInput, match="a head of the kind"):
+        begun(replace(options, method="mtp", init=str(tmp_path / "a")), tiny, teacher)

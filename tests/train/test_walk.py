@@ -68,7 +68,7 @@ def test_no_more_is_accepted_in_a_round_than_a_chain_of_five_drafts() -> None:
     assert walk_rows(usable, usable, torch.zeros(30, 8, dtype=torch.long), 0) == (30, 5)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "hydra"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "hydra", "dflash"])
 def test_what_is_walked_is_what_decoding_counts(
     method: Method, tiny: Checkpoint, texts: Path, others: Path, tmp_path: Path
 ) -> None:
@@ -118,9 +118,12 @@ def test_prompts_that_are_learnt_from_cannot_be_measured_on(
         train(options_for("hydra", tiny, texts, tmp_path / "a", measure_on="nowhere", steps=1))
 
 
-def test_a_block_drafter_starts_at_some_tokens_only_and_is_not_walked(
+def test_a_block_drafter_is_walked_by_whole_blocks_from_every_token(
     tiny: Checkpoint, texts: Path, others: Path, tmp_path: Path
 ) -> None:
+    """It learns from some anchors only; a simulation starts at all of them."""
     seen: list[Progress] = []
     train(options_for("dspark", tiny, texts, tmp_path, measure_on=str(others), steps=1), seen.append)
-    assert [progress.walked_tokens_per_round for progress in seen] == [None, None]
+    assert all(1 <= (progress.walked_tokens_per_round or 0) <= 9 for progress in seen)
+    ones = torch.ones(1, 30, dtype=torch.bool)
+    assert walk_rows(ones, ones, torch.zeros(30, 8, dtype=torch.long), 0, 8) == (36, 4)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from forerun.errors import DamagedFile, InvalidInput, brief
+from forerun.train.muon import MOMENT
 from forerun.train.options import TrainOptions
 
 _FREE = (
@@ -40,7 +41,9 @@ class Saved:
 
     step: int
     weights: dict[str, Tensor]
-    moments: dict[str, dict[str, Tensor]]  # parameter -> what AdamW keeps of it; none before its first step
+    moments: dict[
+        str, dict[str, Tensor]
+    ]  # parameter -> what the optimiser keeps of it; none before its first step
 
 
 def write_checkpoint(
@@ -89,8 +92,8 @@ def read_checkpoint(folder: Path, options: TrainOptions, named: Mapping[str, nn.
         if name not in weights or weights[name].shape != parameter.shape:
             raise _damaged(kept, f"{name!r} is missing or not {tuple(parameter.shape)}")
         shapes = {kind: tuple(found[kind].shape) for kind in found}
-        expected = dict.fromkeys(_MOMENTS[1:], tuple(parameter.shape)) | {"step": ()}
-        if found and shapes != expected:
+        adam = dict.fromkeys(_MOMENTS[1:], tuple(parameter.shape)) | {"step": ()}
+        if found and shapes not in (adam, {MOMENT: tuple(parameter.shape), "step": ()}):
             raise _damaged(kept, f"what the optimiser kept of {name!r} does not fit it")
     return Saved(step, weights, moments)
 

@@ -21,6 +21,7 @@ import torch
 from forerun.errors import InvalidInput
 from forerun.train.checkpoint import read_checkpoint, write_checkpoint
 from forerun.train.data.corpus import Batches, Corpus
+from forerun.train.muon import Muon
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.base import Measured, Recipe, loss_of
 from forerun.train.simulate import measure, walk
@@ -152,18 +153,20 @@ class Trainer:
         return True
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        """AdamW, one group per parameter so that a checkpoint can name its state."""
-        slow = self.recipe.rates()
+        """AdamW or Muon, one group per parameter so that a checkpoint can name its state."""
+        slow, muon = self.recipe.rates(), self.options.mover == "muon"
         groups = [
             {
                 "params": [parameter],
                 "share": next((rate for start, rate in slow.items() if name.startswith(start)), 1.0),
                 "weight_decay": self.options.weight_decay if parameter.dim() > 1 else 0.0,
+                # not tables of tokens, nor what has a single output
+                "orthogonal": muon and parameter.dim() == 2 and len(parameter) > 1 and "lm_head" not in name,
             }
             for name, parameter in self.named.items()
         ]
         fused = self.device.type == "cuda"
-        return torch.optim.AdamW(groups, lr=self.options.rate, betas=(0.9, 0.95), fused=fused)
+        return Muon(groups, lr=self.options.rate, betas=(0.9, 0.95), fused=fused)
 
     def _set_rates(self) -> float:
         """Warmup, then a cosine down to a tenth; parts that learn slower start after the warmup."""

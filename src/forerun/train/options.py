@@ -23,6 +23,7 @@ _STEPS: dict[str, int] = {
     "medusa": 4, "hydra": 4, "eagle": 1, "eagle3": 7, "hass": 3, "draft-model": 1, "early-exit": 1, "mtp": 4,
     "dflash": 8, "dspark": 8, "specdec": 6,
 }  # fmt: skip
+_MOVERS: dict[str, str] = {"dflash": "muon", "dspark": "muon"}
 _RANKS: dict[str, int] = {"early-exit": 128, "dspark": 64, "medusa": 16}
 WIDTHS = 16  # the width of a head is a multiple of this
 
@@ -48,12 +49,14 @@ class TrainOptions:
     target: str
     data: str  # one folder of `forerun data make`, or several with commas between
     out: str
+    hottest: float | None = None  # texts that were written at a higher temperature are not learnt from
     measure_on: str = ""  # greedy texts of other prompts: rounds through them are counted at every evaluation
     init: str = ""  # a finished head of the same method and shape to start from
     steps: int = 2000  # optimiser steps in all
     batch_tokens: int = 16384  # per step
     max_length: int = 512  # longer sequences are cut
     lr: float | None = None
+    optimizer: Literal["adamw", "muon"] | None = None  # muon moves matrices along orthogonalised momentum
     warmup: float = 0.04  # share of the steps
     clip: float = 0.5
     weight_decay: float = 0.0
@@ -78,6 +81,9 @@ class TrainOptions:
     fc_norm: bool = False  # EAGLE-3.1
     norm_output: bool = False  # EAGLE-3.1
     joint: bool = False  # Medusa-2: a LoRA on the target is trained with the heads
+    positions: Literal["survival", "decay"] = (
+        "survival"  # how a block's positions weigh: by how far its draft gets, or by `decay`
+    )
     anchors: float = 0.5  # share of the answers' tokens at which blocks start, per step
     stored: Literal["bfloat16", "int8"] = "bfloat16"  # how a block drafter is written
     holdout: float = 0.02  # share of the prompts that are held back
@@ -113,6 +119,11 @@ class TrainOptions:
     def own_rank(self) -> int:
         """Of what has low rank in this recipe."""
         return self.rank or _RANKS.get(self.method, 0)
+
+    @property
+    def mover(self) -> str:
+        """The optimiser."""
+        return self.optimizer or _MOVERS.get(self.method, "adamw")
 
     @property
     def rate(self) -> float:

@@ -50,7 +50,9 @@ def train(
     require_texts(options)  # before anything is loaded
     accelerator = _accelerator()
     device = device_of(options.device) if accelerator is None else accelerator.device
-    corpus = Corpus(options.data, max_length=options.max_length, holdout=options.holdout)
+    corpus = Corpus(
+        options.data, max_length=options.max_length, holdout=options.holdout, hottest=options.hottest
+    )
     say(corpus.in_words(options.steps * options.batch_tokens))
     checkpoint, start = open_checkpoint(options.target), None
     with torch.random.fork_rng():

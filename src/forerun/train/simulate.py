@@ -22,7 +22,7 @@ from forerun.train.data.corpus import Batch
 from forerun.train.recipes.base import Measured, Recipe, shifted
 
 RANKS = 10
-CHAIN = 5  # tokens drafted in a round that is walked through
+CHAIN = 5  # tokens drafted in a round that is walked through; a block drafter drafts its whole block
 
 
 @torch.no_grad()
@@ -40,18 +40,20 @@ def measure(recipe: Recipe, batches: Iterable[Batch], device: torch.device, chun
 def walk(
     recipe: Recipe, batches: Iterable[Batch], device: torch.device, chunk: int = 4096
 ) -> tuple[int, int] | None:
-    """Tokens and rounds of chains of 5 through greedy texts; None for a recipe that drafts from some rows only."""
+    """Tokens and rounds of chains of 5, or of whole blocks, through greedy texts; None where rows were left out."""
     tokens = rounds = 0
     for batch in batches:
         found = _ranks(recipe, batch.to(device), chunk)
         if not found.every_row:
             return None
-        more = walk_rows(batch.learnt, found.usable.cpu(), found.ranks.cpu(), found.shift)
+        more = walk_rows(batch.learnt, found.usable.cpu(), found.ranks.cpu(), found.shift, found.chain)
         tokens, rounds = tokens + more[0], rounds + more[1]
     return tokens, rounds
 
 
-def walk_rows(learnt: Tensor, usable: Tensor, ranks: Tensor, shift: int) -> tuple[int, int]:
+def walk_rows(
+    learnt: Tensor, usable: Tensor, ranks: Tensor, shift: int, chain: int = CHAIN
+) -> tuple[int, int]:
     """Tokens and rounds through sequences [B, T], each round from where the one before ended.
 
     `learnt` are the answers' tokens, `usable` the rows that have ranks [N, levels]; the first level of row t predicts
@@ -59,7 +61,7 @@ def walk_rows(learnt: Tensor, usable: Tensor, ranks: Tensor, shift: int) -> tupl
     prompt's own pass gave that. It ends where a row has no ranks.
     """
     accepted = torch.full(learnt.shape, -1)
-    accepted[usable] = (ranks[:, :CHAIN] == 0).long().cumprod(1).sum(1)
+    accepted[usable] = (ranks[:, :chain] == 0).long().cumprod(1).sum(1)
     tokens = rounds = 0
     for row, first in zip(accepted.tolist(), learnt.int().argmax(1).tolist(), strict=True):
         place = max(0, first - shift)
@@ -110,6 +112,7 @@ class _Ranks:
     usable: Tensor  # [B, T] which rows these are
     every_row: bool  # False: the recipe drafts from some rows only
     shift: int  # of the first level
+    chain: int  # tokens of a draft
 
 
 def _ranks(recipe: Recipe, batch: Batch, chunk: int) -> _Ranks:
@@ -137,4 +140,6 @@ def _ranks(recipe: Recipe, batch: Batch, chunk: int) -> _Ranks:
         ranks.append(torch.cat([rank for rank, _ in parts] or [empty[0]]))
         sure.append(torch.cat([q.float() for _, q in parts] or [empty[1].float()]))
     first = outputs[0]
-    return _Ranks(torch.stack(ranks, 1), torch.stack(sure, 1), usable, first.at is None, first.shift)
+    chain = CHAIN if first.at is None else len(outputs)
+    every_row = bool(usable.sum() == inside.sum())
+    return _Ranks(torch.stack(ranks, 1), torch.stack(sure, 1), usable, every_row, first.shift, chain)

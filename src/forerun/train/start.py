@@ -1,21 +1,22 @@
 """Start a training run from a finished head: its weights, its draft vocabulary, and what must be the same.
 
-The head must be of the run's method and shape, so that the first step computes what the head did. One thing may
-differ: the MLP of an EAGLE head may become wider, by units whose output weights start at zero.
+The head must be of the run's method and shape, so that the first step computes what the head did. Two things may
+differ: the MLP of an EAGLE head may become wider, by units whose output weights start at zero; and DFlash and DSpark
+may start from each other's layers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forerun.drafters.block.config import BlockConfig
+from forerun.drafters.block.config import BlockConfig, BlockKind
 from forerun.drafters.block.files import read_block
 from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.files import read_head
@@ -30,7 +31,10 @@ from forerun.heads import kind_of
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.scaling import unfold
 
-_FREE = ("inner", "target", "calibration", "rates", "max_length", "draft_vocab_size")
+_FREE = (
+    "inner", "target", "calibration", "rates", "max_length", "draft_vocab_size", "markov_rank", "confidence",
+)  # fmt: skip
+_HEADS = ("markov_head.", "confidence_head.")  # DSpark's own
 _BESIDE = ("d2t", "t2d", "embed_tokens.weight")  # entries of a head's file that are not trained
 _WIDER = ("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight", "midlayer.mlp.down_proj.weight")
 
@@ -99,8 +103,7 @@ def read_start(options: TrainOptions, width: int, vocab_size: int) -> Start | No
         rows = len(weights["d2t"]) if "d2t" in weights else heads.vocab_size
         start = Start(folder, heads, weights, DraftVocabulary.from_file(weights, rows, heads.vocab_size))
     elif options.method == "dflash" or options.method == "dspark":
-        block, weights = read_block(folder, kind=options.method)
-        start = Start(folder, block, weights, vocabulary_of(block, weights))
+        start = _block_start(folder, options.method)
     else:
         config, weights = read_mtp(folder) if options.method == "mtp" else read_head(folder)
         in_bytes = bool(read_tensors(folder, wanted=lambda name: name.endswith(SCALES)))
@@ -110,8 +113,19 @@ def read_start(options: TrainOptions, width: int, vocab_size: int) -> Start | No
     return start
 
 
+def _block_start(folder: Path, kind: BlockKind) -> Start:
+    """A block drafter; of the other kind its layers alone, whose rows then predict one token more or less far."""
+    block, weights = read_block(folder)
+    if block.kind != kind:
+        weights = {name: weight for name, weight in weights.items() if not name.startswith(_HEADS)}
+        rows = block.rows + (1 if kind == "dflash" else -1)
+        block = replace(block, kind=kind, rows=rows)
+    return Start(folder, block, weights, vocabulary_of(block, weights))
+
+
 def _family_of(method: str) -> str:
-    return "eagle" if method in ("eagle", "eagle3", "hass") else method
+    families = {"eagle3": "eagle", "hass": "eagle", "dspark": "dflash"}
+    return families.get(method, method)
 
 
 def _refuse(folder: Path, theirs: str, ours: str) -> None:

@@ -103,7 +103,10 @@ def hash_of(data: str | Path) -> str:
 class Corpus:
     """All sequences of the data in memory, split into those to learn and those held back (with holdout=1 all)."""
 
-    def __init__(self, data: str | Path, *, max_length: int, holdout: float) -> None:
+    def __init__(
+        self, data: str | Path, *, max_length: int, holdout: float, hottest: float | None = None
+    ) -> None:
+        """`hottest`: texts that were written at a higher temperature are left out."""
         parts = [read_shard(file) for file in shards_of(data)]
         self.tokens = torch.cat([part["tokens"].to(torch.int32) for part in parts])
         self.max_length = max_length
@@ -111,7 +114,10 @@ class Corpus:
         ids, base = self.tokens.numpy(), 0
         for part in parts:
             starts, prompts = (part["starts"] + base).tolist(), part["prompt_lengths"].tolist()
-            for (first, end), prompt in zip(pairwise(starts), prompts, strict=True):
+            wanted = (part["temperatures"] <= (torch.inf if hottest is None else hottest + 1e-6)).tolist()
+            for (first, end), prompt, one in zip(pairwise(starts), prompts, wanted, strict=True):
+                if not one:
+                    continue
                 share = zlib.crc32(ids[first : first + prompt].tobytes()) / 2**32
                 span = (first, min(end, first + max_length), first + prompt)
                 if span[1] > span[2]:

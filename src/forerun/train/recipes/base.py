@@ -20,6 +20,7 @@ from forerun.drafters.head_drafter import Calibration
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.train.data.corpus import Batch
 from forerun.train.recipes.losses import LawLoss
+from forerun.train.recipes.survival import Survival
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,9 @@ class Output:
     unit: Tensor | None = None  # [D] what a gap between features is measured in
     at: Tensor | None = None  # [N] which rows of [B T] it predicts from; None = all
     aside: Tensor | None = None  # a further loss, of what is learnt beside the law
+    survives: bool = (
+        False  # weigh each row by how far its draft gets, instead of by `weight` (recipes.survival)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ def loss_of(recipe: Recipe, batch: Batch, noise: torch.Generator | None) -> tupl
     head, truth_head = recipe.lm_head(), recipe.truth_head()
     total: Tensor = torch.zeros((), device=batch.tokens.device)
     first: Tensor | None = None
-    last = reading.last.flatten(0, 1)
+    last, drafts = reading.last.flatten(0, 1), Survival(batch.tokens.numel())
     for output in recipe.outputs(batch, reading, noise):
         rows, said = rows_of(batch, output)  # prompts and padding need no logits
         spoken = said + output.shift  # the target's rows for the same tokens; never past a sequence's end
@@ -131,19 +135,28 @@ def loss_of(recipe: Recipe, batch: Batch, noise: torch.Generator | None) -> tupl
             weights = reading.inside.flatten()[spoken].float()
         count = weights.sum().clamp(min=1.0)
         truth = last[spoken]
-        loss, accepted = recipe.law_loss(rows, head, truth, truth_head, weights)
-        part = recipe.law_weight * loss / count
+        losses, accepted = recipe.law_loss.of_rows(rows, head, truth, truth_head, weights)
+        if output.survives:
+            drafts.add(said, losses, accepted, weights)
+            part = torch.zeros_like(total)
+        else:
+            part = recipe.law_weight * losses.sum() / count
         if output.features is not None and recipe.feature_weight:
-            unit = 1.0 if output.unit is None else output.unit
-            guess, wanted = output.features.flatten(0, 1)[said].float() / unit, truth.float() / unit
-            gaps = F.smooth_l1_loss(guess, wanted, reduction="none").mean(-1)
-            part = part + recipe.feature_weight * gaps.sum() / max(1, len(said))
+            part = part + recipe.feature_weight * _gap(output, said, truth)
         if output.aside is not None:
             part = part + output.aside
         total = total + output.weight * part
-        first = accepted / count if first is None else first
+        first = accepted.sum() / count if first is None else first
     assert first is not None, "a recipe has at least one output"
-    return total, first
+    return (total + recipe.law_weight * drafts.loss() if drafts else total), first
+
+
+def _gap(output: Output, said: Tensor, truth: Tensor) -> Tensor:
+    """Between predicted features and the target's own, per row."""
+    assert output.features is not None
+    unit = 1.0 if output.unit is None else output.unit
+    guess, wanted = output.features.flatten(0, 1)[said].float() / unit, truth.float() / unit
+    return F.smooth_l1_loss(guess, wanted, reduction="none").mean(-1).sum() / max(1, len(said))
 
 
 def rows_of(batch: Batch, output: Output) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,10 @@
 A block at anchor a is the token there and mask tokens behind it. Its rows see the target's features of the tokens
 before a, and each other. Row j learns the target's law of the token at a + j + 1 (recipes.block_network runs them).
 
+Positions are weighed by how far their draft gets (recipes.survival), or by a fixed decay.
+
 DSpark's Markov head adds to the logits what the token before says: a product of two small matrices between the target's
-embedding and its LM head. So rows and LM head become wider by its rank, and the loss is the same. The confidence head
+embedding and its LM head, which is the same as adding it to the rows in front of the LM head. The confidence head
 learns whether the likeliest token is the target's likeliest; nothing of its gradient reaches the rest.
 """
 
@@ -66,11 +68,7 @@ class BlockRecipe:
         return {}
 
     def lm_head(self) -> Tensor:
-        """The target's rows; with a Markov head its columns beside them, for rows that are as much wider."""
-        if not self.config.markov_rank:
-            return self._truth_head
-        up: Tensor = self._module.markov_head["up"].get_parameter("weight")
-        return torch.cat((self._truth_head, self._truth_head @ up.to(self._truth_head.dtype)), 1)
+        return self._truth_head
 
     def truth_head(self) -> Tensor:
         return self._truth_head
@@ -78,13 +76,12 @@ class BlockRecipe:
     def read(self, batch: Batch) -> Reading:
         kept = self.teacher.features(batch.tokens, self.config.layers)
         with torch.no_grad():
-            return read_teacher(kept, self.teacher.head, self.vocabulary)
+            return read_teacher(kept, self.teacher.head, self.vocabulary, batch)
 
     def outputs(self, batch: Batch, reading: Reading, noise: torch.Generator | None) -> Iterator[Output]:
         device, length = batch.tokens.device, batch.tokens.shape[1]
-        anchors = choose_anchors(
-            batch.learnt, self.options.anchors, 0 if noise is None else noise.initial_seed()
-        )
+        share, seed = (1.0, 0) if noise is None else (self.options.anchors, noise.initial_seed())
+        anchors = choose_anchors(batch.learnt, share, seed)  # a simulation drafts from every token
         places = anchors.to(device, non_blocking=True)
         features = torch.cat([reading.features[layer] for layer in self.config.layers], -1)
         embedded = F.embedding(batch.tokens, self.teacher.embedding).float()
@@ -98,22 +95,33 @@ class BlockRecipe:
             learnt = shifted(batch.learnt, level + 1).gather(1, anchors).flatten().nonzero()[:, 0]
             at = first.flatten()[learnt].to(device, non_blocking=True)
             here = rows[:, :, level].flatten(0, 1)[learnt.to(device, non_blocking=True)]
-            if self.config.markov_rank:
-                before = self._module.markov_head["down"](embedded.flatten(0, 1)[at + level])
-                here = torch.cat((here, before.to(here.dtype)), -1)
-            aside = (
-                None
-                if noise is None or not self.config.confidence
-                else self._judge(here, at + level, reading)
-            )
-            yield Output(here, level, self.options.decay**level, at=at, aside=aside)
+            spoken, aside, survives = at + level, None, self.options.positions == "survival"
+            known = self.known_of(embedded.flatten(0, 1)[spoken])
+            law = self.corrected(here, known)
+            if noise is not None and self.config.confidence:
+                aside = self._judge(here, known, law, spoken, reading)
+            yield Output(law, level, self.options.decay**level, at=at, aside=aside, survives=survives)
 
-    def _judge(self, rows: Tensor, spoken: Tensor, reading: Reading) -> Tensor:
+    def known_of(self, embedded: Tensor) -> Tensor | None:
+        """[N, rank] what the Markov head knows of previous tokens, from their embeddings [N, D]."""
+        if not self.config.markov_rank:
+            return None
+        known: Tensor = self._module.markov_head["down"](embedded)
+        return known
+
+    def corrected(self, rows: Tensor, known: Tensor | None) -> Tensor:
+        """Rows [N, D] for the LM head, with what is known of the tokens before them."""
+        return rows if known is None else rows + self._module.markov_head["up"](known).to(rows.dtype)
+
+    def _judge(
+        self, rows: Tensor, known: Tensor | None, law: Tensor, spoken: Tensor, reading: Reading
+    ) -> Tensor:
         """The loss of the confidence head: is the likeliest token of these rows the target's likeliest?"""
         step = max(1, ceil(len(rows) / JUDGED))
-        some, spoken = rows[::step].detach(), spoken[::step]
+        parts = [rows] if known is None else [rows, known.to(rows.dtype)]
+        some, spoken = torch.cat([part[::step].detach() for part in parts], -1), spoken[::step]
         with torch.no_grad():
-            guessed = (some.to(self._truth_head.dtype) @ self.lm_head().t()).argmax(-1)
+            guessed = (law[::step].to(self._truth_head.dtype) @ self._truth_head.t()).argmax(-1)
             truth = reading.last.flatten(0, 1)[spoken] @ self._truth_head.t()
             right = guessed == truth.argmax(-1)
             if reading.inside is not None:

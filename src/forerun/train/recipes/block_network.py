@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from forerun.drafters.block.config import BlockConfig
 from forerun.train.recipes.eagle import Norm
-from forerun.train.recipes.scaling import ScaledLinear, Sizes
+from forerun.train.recipes.scaling import BEGINNING, QUICK, ScaledLinear, ScaledNorm, Sizes
 
 
 class BlockLayer(nn.Module):
@@ -118,7 +118,8 @@ class BlockModule(nn.Module):
         self.fc.scale(reads=features)
         self.hidden_norm = Norm(width, config.norm_eps)
         self.layers = nn.ModuleList([BlockLayer(config) for _ in range(config.depth)])
-        self.norm = Norm(width, config.norm_eps)
+        self.norm = ScaledNorm(width, config.norm_eps)
+        self.norm.scale(QUICK * sizes.feature, BEGINNING / QUICK)
         if rank:
             down, up = ScaledLinear(width, rank), nn.Linear(rank, width, bias=False)
             down.scale(reads=sizes.token)

@@ -48,6 +48,23 @@ class LawLoss:
         rows [N, D] by head [Vd, D] against truth [N, D'] by truth_head [Vd, D']; weights [N].
         """
         apply: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLaw.apply
+        losses, accepted = apply(rows, head, truth, truth_head, weights, self, chunk)
+        return losses.sum(), accepted.sum()
+
+    def of_rows(
+        self,
+        rows: Tensor,
+        head: Tensor,
+        truth: Tensor,
+        truth_head: Tensor,
+        weights: Tensor,
+        chunk: int = CHUNK,
+    ) -> tuple[Tensor, Tensor]:
+        """The same for each row [N]: they may be weighted once more when all are known, if the head is frozen.
+
+        The gradient of a head that learns is a sum over rows with the weights given here.
+        """
+        apply: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLaw.apply
         return apply(rows, head, truth, truth_head, weights, self, chunk)
 
 
@@ -83,11 +100,11 @@ def weighted_terms(
     top_weight: float,
     best: Tensor | None,
 ) -> Terms:
-    """The same, weighted: sums of losses and acceptances, and gradients as the products want them."""
+    """The same, weighted: losses and acceptances [n], and gradients as the products want them."""
     losses, slope, accepted, pull = law_terms(z, t, kind, top_weight, best)
     pulled = None if pull is None else (pull * weights[:, None]).to(dtype)
     slope = (slope * weights[:, None]).to(dtype)
-    return (losses * weights).sum(), slope, (accepted * weights).sum(), pulled
+    return losses * weights, slope, accepted * weights, pulled
 
 
 @cache
@@ -112,8 +129,7 @@ class _ChunkedLaw(torch.autograd.Function):
         small, narrow = rows.to(dtype), head.to(dtype)
         slopes = torch.empty_like(small)
         head_slope = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        total = torch.zeros((), device=rows.device)
-        accepted = torch.zeros((), device=rows.device)
+        total, accepted = (torch.zeros(len(rows), device=rows.device) for _ in range(2))
         terms = _terms_for(rows.device.type)
         for low in range(0, len(rows), chunk):
             part, some = slice(low, low + chunk), weights[low : low + chunk]
@@ -122,8 +138,7 @@ class _ChunkedLaw(torch.autograd.Function):
             losses, slope, alphas, pull = terms(z, t, some, dtype, loss.kind, loss.top_weight, best)
             if best is not None and pull is not None:
                 slope.scatter_add_(-1, best, pull)
-            total += losses
-            accepted += alphas
+            total[part], accepted[part] = losses, alphas
             torch.mm(slope, narrow, out=slopes[part])
             if head_slope is not None:
                 head_slope += slope.t() @ small[part]
@@ -135,6 +150,7 @@ class _ChunkedLaw(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         slopes, head_slope = ctx.saved_tensors
-        onto_rows = (slopes * grads[0]).to(ctx.dtypes[0])
-        onto_head = None if head_slope is None else (head_slope * grads[0]).to(ctx.dtypes[1])
+        onto_rows = (slopes * grads[0][:, None]).to(ctx.dtypes[0])
+        # a head that learns is given the sum over all rows, so that they all have the same factor
+        onto_head = None if head_slope is None else (head_slope * grads[0][:1].sum()).to(ctx.dtypes[1])
         return onto_rows, onto_head, None, None, None, None, None

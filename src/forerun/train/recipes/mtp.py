@@ -21,7 +21,7 @@ from forerun.train.options import TrainOptions
 from forerun.train.recipes.base import Measured, shifted
 from forerun.train.recipes.eagle import EagleLayer, EagleRecipe, Norm
 from forerun.train.recipes.losses import LawLoss
-from forerun.train.recipes.scaling import ScaledLinear, Sizes, fold
+from forerun.train.recipes.scaling import BEGINNING, QUICK, ScaledLinear, ScaledNorm, Sizes, fold
 from forerun.train.teacher import Teacher
 
 
@@ -35,7 +35,8 @@ class MtpModule(nn.Module):
         self.fc = ScaledLinear(2 * width, width)
         self.midlayer = EagleLayer(config, Sizes.ones(width))
         self.midlayer.input_layernorm = Norm(width, config.norm_eps)
-        self.norm = Norm(width, config.norm_eps)
+        self.norm = ScaledNorm(width, config.norm_eps)
+        self.norm.scale(QUICK * sizes.feature, BEGINNING / QUICK)
         with torch.no_grad():  # dimensions of the target's rows are very unequal: made equal when read
             self.hnorm.weight.copy_(sizes.row / sizes.feature)
 
