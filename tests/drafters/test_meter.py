@@ -24,3 +24,14 @@ def test_a_slow_start_and_a_pause_count_little(monkeypatch: pytest.MonkeyPatch) 
     assert draft(100.0) == pytest.approx(1.1)
     assert draft(0.1) == pytest.approx(0.8)  # falls are followed sooner than rises
     assert draft(9.0, levels=0) == pytest.approx(0.8)  # nothing was drafted
+
+
+def test_a_pause_in_the_second_draft_does_not_stick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It replaces the first; a drafter that seems ten times too slow is not used again, and so not measured again."""
+    now, meter = [0.0], Meter()
+    monkeypatch.setattr(heads, "perf_counter", lambda: now[0])
+    for seconds in (2.0, 50.0):
+        meter.start()
+        now[0] += seconds
+        meter.stop(1)
+    assert meter.seconds == pytest.approx(2.0)

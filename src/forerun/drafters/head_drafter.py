@@ -56,8 +56,8 @@ class Calibration:
 class Meter:
     """Seconds per drafted level, a running mean.
 
-    The first draft includes warm-up: it counts for a tenth, and the second replaces it. Pauses of the machine count
-    little too: a drafter that seems too slow is not used again, and so is not measured again.
+    The first draft includes warm-up: it counts for a tenth, and the second replaces it, unless it took longer. Pauses
+    of the machine count little too: a drafter that seems too slow is not used again, and so is not measured again.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Meter:
         if levels:
             spent, self._drafts = seconds / levels, self._drafts + 1
             if self._drafts <= 2:
-                self.seconds = spent if self._drafts == 2 else 0.1 * spent
+                self.seconds = min(spent, 10.0 * self.seconds) if self._drafts == 2 else 0.1 * spent
             else:
                 weight = 0.3 if spent < self.seconds else 0.1
                 self.seconds += weight * (min(spent, 2.0 * self.seconds) - self.seconds)
