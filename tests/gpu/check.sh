@@ -22,7 +22,7 @@ if [ "$what" = tests ]; then
     check draft tests/gpu/test_draft.py -m gpu -k "not captured" &
     check captured tests/gpu/test_draft.py -m gpu -k captured &
     check packed tests/gpu/test_packed.py -m gpu &
-    check models tests/gpu/test_draft_model.py -m gpu &
+    check models tests/gpu/test_draft_model.py tests/gpu/test_model_following.py -m gpu &
     check plain tests/gpu/test_plain_rounds.py tests/gpu/test_mixed.py -m gpu &
     check bits tests/gpu/test_bits.py -k "smollm2 or large" &
     check block tests/gpu/test_block.py -m gpu &
