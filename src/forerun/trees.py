@@ -175,9 +175,8 @@ class TreeBatch:
         nodes, drawn = self.nodes_of(which), self.drawn_from
         if drawn is not None:
             drawn = Draws(drawn.laws, drawn.rows[nodes.to(drawn.rows.device)], drawn.replace)
-        sizes = [
-            self.starts[b + 1] - self.starts[b] for b in which
-        ]  # not of all: batches are walked tree by tree
+        starts = self.starts  # sizes of these trees only: some walk a batch tree by tree
+        sizes = [starts[b + 1] - starts[b] for b in which]
         return TreeBatch(self.tokens[nodes], self.parents[nodes], offsets(sizes), drawn)
 
     def kept(self, which: Sequence[int]) -> TreeBatch:
