@@ -184,7 +184,7 @@ class Player:
     def check_drafters(self) -> None:
         """Nothing of sequences that have ended stays with those who drafted for them."""
         for draft in self.world.device_drafts():
-            left = draft.rows._states if "rows" in vars(draft) else draft._views
+            left = draft.rows._states if "rows" in vars(draft) else draft.views._views
             if left:
                 raise Wrong(f"a drafter keeps {left}")
         for drafter in self.world.drafters.values():

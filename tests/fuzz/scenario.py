@@ -100,7 +100,7 @@ class Allowed:
 def make_scenario(seed: int, drafters: Sequence[str] = DRAFTERS, target: str | None = None) -> Scenario:
     """Any scenario, always the same for a seed; in most of them rounds can follow each other unread."""
     rng = random.Random(f"forerun {seed}")
-    follow = [name for name in drafters if name in FOLLOW]
+    follow = [name for name in drafters if name in FOLLOW] or [name for name in drafters if name in DEVICE]
     if follow and target != "native" and rng.random() < 0.75:
         setting = replace(
             _setting(rng, seed, follow[:1], "twin"), drafters=(rng.choice(follow),), is_even=True

@@ -132,7 +132,9 @@ def make_drafter(name: str, target: Any, setting: Setting) -> Drafter:
         return (DFlashDrafter if name == "dflash" else DSparkDrafter)(block_head)
     if name == "draft_model":
         model = make_target(setting, draft=True)
-        return DeviceModelDrafter(ModelDraft(model, VOCAB), lambda: ModelDrafter(model, VOCAB))
+        return DeviceModelDrafter(
+            ModelDraft(model, VOCAB, target.grown.last), lambda: ModelDrafter(model, VOCAB)
+        )
     return _eagle(name, target, shared, dtype, on_device=setting.target == "twin" and name != "plain-eagle3")
 
 
@@ -277,6 +279,7 @@ def make_world(setting: Setting, patch: pytest.MonkeyPatch) -> World:
     )
     engine.prompt_rows = RandomRows(setting)
     engine.launches_ahead = engine.follows_unread = setting.follows and setting.target == "twin"
+    engine.scheduler.reads_early = engine.launches_ahead
     return world
 
 
