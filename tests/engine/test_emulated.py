@@ -7,9 +7,10 @@ import pytest
 from forerun.bench.host import HEAD, NGRAM_HEAD, Text, made_texts, make, measure
 from forerun.control.lookups import LookupGate
 from forerun.engine.engine import Engine
+from forerun.offers import FREE, Offer
 from forerun.params import SamplingParams
 from forerun.testing.emulated_device import LaunchAhead
-from forerun.types import Request
+from forerun.types import Request, Seq
 
 
 def write(engine: Engine, texts: list[Text]) -> dict[int, list[int]]:
@@ -41,13 +42,19 @@ def test_while_the_gate_is_closed_rounds_are_plain_and_nobody_looks_anything_up(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LookupGate, "whom", lambda self, ids: ())
+    monkeypatch.setattr(LookupGate, "asks_all", lambda self, batch: False)
     texts = [(prompt, answer[:24]) for prompt, answer in made_texts(40, 0.9)]
     engine = make(drafter, texts, 40, None)
     looked = list[int]()
-    monkeypatch.setattr(type(engine.drafters.get(drafter)), "offer", lambda self, seq: looked.append(seq.id))
+
+    def offer(self: object, seq: Seq) -> Offer:
+        looked.append(len(engine.running))
+        return FREE
+
+    monkeypatch.setattr(type(engine.drafters.get(drafter)), "offer", offer)
     assert [*write(engine, texts).values()] == [answer for _, answer in texts]
     assert engine.stats.drafted == 0
-    assert not looked
+    assert not [batch for batch in looked if batch > 1], "one alone is always asked"
     assert engine.stats.forms == {"plain": engine.stats.tokens}
 
 
