@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.cluster.resume import Replay, StreamLost, can_resume, with_seed
@@ -24,7 +24,6 @@ def events(cuts: list[int], words: list[str] = WORDS, held: int = 0) -> list[Eve
     return found
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(
     st.lists(st.integers(0, 9)), st.lists(st.integers(0, 9)), st.integers(0, 9), st.integers(0, 2), st.integers(0, 2)
 )  # fmt: skip

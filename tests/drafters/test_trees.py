@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.drafters.tree_builder import TreeBuilder, best_count, pays_to_deepen
@@ -24,7 +24,6 @@ def grow(branches: list[list[tuple[int, float]]]) -> TreeBuilder:
     return builder
 
 
-@settings(deadline=None)
 @given(BRANCHES, st.integers(0, 12), PRICES)
 def test_a_cut_tree_is_a_tree(
     branches: list[list[tuple[int, float]]], nodes: int, price: tuple[float, ...] | None
@@ -38,7 +37,6 @@ def test_a_cut_tree_is_a_tree(
     assert len(set(children)) == len(children)
 
 
-@settings(deadline=None)
 @given(BRANCHES, st.integers(0, 12))
 def test_the_likeliest_nodes_stay(branches: list[list[tuple[int, float]]], nodes: int) -> None:
     builder = grow(branches)
@@ -46,7 +44,6 @@ def test_the_likeliest_nodes_stay(branches: list[list[tuple[int, float]]], nodes
     assert kept == min(nodes, len(builder.tokens) - 1)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), max_size=8), st.lists(st.floats(0.5, 9), min_size=1, max_size=10))
 def test_what_is_drafted_never_costs_more_than_it_is_expected_to_bring(
     survivals: list[float], rest: list[float]

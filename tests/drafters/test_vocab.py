@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.drafters import draft_law
@@ -18,7 +18,6 @@ from forerun.testing import FakeSeq
 CPU = torch.device("cpu")
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.data())
 def test_files_hold_offsets_and_a_mask(counts: list[int], data: st.DataObject) -> None:
     size = data.draw(st.integers(1, len(counts)))

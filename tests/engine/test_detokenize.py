@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.engine.detokenize import Detokenizer
@@ -16,7 +16,6 @@ class Bytes:
         return bytes(ids).decode("utf-8", errors="replace")
 
 
-@settings(deadline=None)
 @given(st.text(max_size=30), st.integers(1, 5))
 def test_pieces_add_up_to_the_text(text: str, every: int) -> None:
     stream, pieces = Detokenizer(Bytes()), []
@@ -29,7 +28,6 @@ def test_pieces_add_up_to_the_text(text: str, every: int) -> None:
     assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
 
 
-@settings(deadline=None)
 @given(st.text("abc", max_size=40), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_stop_strings_cut_at_the_first_place_and_are_never_shown(text: str, stops: list[str]) -> None:
     stream, shown, stopped = Detokenizer(Bytes(), stops), "", False

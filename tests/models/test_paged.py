@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.errors import InvalidInput
@@ -16,7 +16,6 @@ def store(capacity: int | None = None) -> PagedKV:
     return PagedKV(2, 3, 4, dtype=torch.float32, device=torch.device("cpu"), capacity=capacity)
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(1, 9)), st.integers(0, PAGE + 4))
 def test_a_commit_brings_the_path_next_to_the_root(nodes: set[int], length: int) -> None:
     kv, path, room = store(), sorted(nodes), length + 12
