@@ -1,6 +1,6 @@
 #!/bin/sh
 # What needs a GPU, in two commands of about two minutes each (mostly compiling, the first time).
-#   sh tests/gpu/check.sh tests OUT                 the GPU tests in twelve processes; the end of each log is printed
+#   sh tests/gpu/check.sh tests OUT                 the GPU tests in thirteen processes; the end of each log is printed
 #   sh tests/gpu/check.sh bench OUT [arguments]     a short benchmark; arguments go to forerun.bench.gpu
 #   sh tests/gpu/check.sh serve OUT [arguments]     a server of an 8B shape under load, about three minutes; arguments go
 #                                                   to forerun.bench.serve. Where the machine has no web framework, put
@@ -29,9 +29,10 @@ if [ "$what" = tests ]; then
     check following tests/gpu/test_following.py tests/gpu/test_captured.py tests/gpu/test_hybrid_following.py -m gpu &
     check kernels tests/gpu/test_draft_kernels.py tests/gpu/test_attention.py tests/gpu/test_draft_batch.py -m gpu &
     check experts tests/gpu/test_moe.py -m gpu &
+    check late tests/gpu/test_built_late.py tests/gpu/test_head_swap.py tests/gpu/test_lookups_following.py -m gpu &
     check sampled tests/verify/test_sampled.py tests/verify/test_warp.py -m gpu &
     wait
-    for name in grown draft captured packed models plain bits block following kernels experts sampled; do
+    for name in grown draft captured packed models plain bits block following kernels experts late sampled; do
         echo "== $name"
         tail -n 16 "$out/$name.log"
     done
