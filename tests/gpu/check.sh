@@ -10,7 +10,7 @@ what=$1 out=$2
 shift 2
 mkdir -p "$out"
 python=${PYTHON:-python3}
-export PYTHONPATH=src PYTHONUNBUFFERED=1 OMP_NUM_THREADS=2
+export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=2
 check() {
     name=$1
     shift
@@ -42,7 +42,7 @@ if [ "$what" = serve ]; then
     if ls .carry/wheels/*.whl >/dev/null 2>&1; then
         site=$(mktemp -d)
         "$python" -m pip install -q --no-index --no-deps --target "$site" .carry/wheels/*.whl || exit 1
-        export PYTHONPATH=src:$site
+        export PYTHONPATH="$PYTHONPATH:$site"
     fi
     "$python" -m forerun.bench.serve --shape 8b --loads= --clients 1,8,32,64 --modes off,adaptive --requests 192 \
         --max-tokens 96 --repeats 2 --json "$out/serve.json" --plot "$out/serve.png" "$@" >"$out/serve.log" 2>&1
