@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from contextvars import ContextVar
 from pathlib import Path
+from time import process_time, thread_time
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
@@ -69,6 +70,11 @@ class ClusterBackend(Backend):
 
     def load(self) -> Load:
         return self.loads.total()
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU time of this process so far, by thread: engines have others."""
+        front = thread_time()
+        return {"front": front, "others": max(0.0, process_time() - front)}
 
     @property
     def failure(self) -> BaseException | None:

@@ -19,7 +19,7 @@ def test_native_calls_are_counted_and_put_back() -> None:
             pass
         return 3
 
-    kernels = SimpleNamespace(fr_decode=busy, fr_head_run=busy, fr_head_rank=busy)
+    kernels = SimpleNamespace(**dict.fromkeys(host.NATIVE, busy))
     with host.native_time(kernels) as spent:
         assert kernels.fr_decode(0.002) == 3
         kernels.fr_head_run(0.001)
