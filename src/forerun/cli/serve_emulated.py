@@ -14,13 +14,10 @@ from collections.abc import Sequence
 
 from forerun.bench.host import H200, HEAD, Text, make
 from forerun.bench.suites import load_suite
-from forerun.cli.loading import without_collector
-from forerun.errors import ForerunError
+from forerun.cli.serve_inflated import serve_for_bench
 from forerun.llm import LLM
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.server.run import address_of, bind, import_application, serve
-from forerun.server.settings import ServerSettings
 
 LONGEST = 256  # tokens of an answer
 
@@ -30,18 +27,7 @@ def main(words: Sequence[str] | None = None) -> int:
     flags = parse(words)
     if flags.pure:
         sys.modules["httptools"] = None  # type: ignore[assignment]  # importing it fails from now on
-    try:
-        settings = ServerSettings((flags.model,), port=flags.port, max_queue=1024)
-        listener = bind(settings)
-        with without_collector():
-            llm = load(flags)
-            import_application()
-        said = f"serving {llm.name} at {address_of(listener)} (drafter: {llm.engine.default_drafter})"
-        serve(llm, settings, listener, lambda: print(said, file=sys.stderr, flush=True))
-    except ForerunError as error:
-        print(f"bench serve: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return serve_for_bench(flags.model, flags.port, lambda: load(flags))
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:

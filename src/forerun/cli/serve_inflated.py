@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,17 +34,20 @@ PLACE_SLOTS = 1024  # of the KV cache for each sequence: prompt, answer and a tr
 def main(words: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM."""
     flags = parse(words)
+    with TemporaryDirectory() as folder:
+        return serve_for_bench(flags.model, flags.port, lambda: load(flags, Path(folder)))
+
+
+def serve_for_bench(model: str, port: int, load: Callable[[], LLM]) -> int:
+    """Serve what `load` makes until SIGTERM, as the load test expects it: said on stderr, errors in one line."""
     try:
-        settings = ServerSettings((flags.model,), port=flags.port, max_queue=1024)
-        if flags.device == "cuda" and not torch.cuda.is_available():
-            raise InvalidInput("a larger shape needs a GPU, and torch sees none")
-        with TemporaryDirectory() as folder:
-            listener = bind(settings)
-            with without_collector():
-                llm = load(flags, Path(folder))
-                import_application()
-            said = f"serving {llm.name} at {address_of(listener)} (drafter: {llm.engine.default_drafter})"
-            serve(llm, settings, listener, lambda: print(said, file=sys.stderr, flush=True))
+        settings = ServerSettings((model,), port=port, max_queue=1024)
+        listener = bind(settings)
+        with without_collector():
+            llm = load()
+            import_application()
+        said = f"serving {llm.name} at {address_of(listener)} (drafter: {llm.engine.default_drafter})"
+        serve(llm, settings, listener, lambda: print(said, file=sys.stderr, flush=True))
     except ForerunError as error:
         print(f"bench serve: {error}", file=sys.stderr)
         return 2
@@ -67,6 +70,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def load(flags: argparse.Namespace, folder: Path) -> LLM:
     """The model at that shape, ready to write; its head is written to the folder, from where drafters read it."""
+    if flags.device == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput("a larger shape needs a GPU, and torch sees none")
     checkpoint = open_checkpoint(flags.model)
     tokenizer = checkpoint.tokenizer()
     slots = PLACE_SLOTS * (flags.max_num_seqs + 1)

@@ -47,8 +47,7 @@ class LawLoss:
 
         rows [N, D] by head [Vd, D] against truth [N, D'] by truth_head [Vd, D']; weights [N].
         """
-        apply: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLaw.apply
-        losses, accepted = apply(rows, head, truth, truth_head, weights, self, chunk)
+        losses, accepted = self.of_rows(rows, head, truth, truth_head, weights, chunk)
         return losses.sum(), accepted.sum()
 
     def of_rows(
