@@ -54,8 +54,35 @@ class LaunchAhead:
         return self.under_way
 
 
+@dataclass(slots=True, kw_only=True)
+class CountedTokens(UnpagedTarget):
+    """A KV cache that is a number of tokens for each sequence."""
+
+    _promised: int = 0
+    _cached: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def used_slots(self) -> int:
+        return sum(self._cached.values())
+
+    def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
+        self._promised = 0
+        for seq, path in zip(seqs, verdict.to_host()[0], strict=True):
+            self._cached[seq.id] += 1 + len(path)
+
+    def truncate(self, seq: Seq, length: int) -> None:
+        if seq.id in self._cached:
+            self._cached[seq.id] = min(length, self._cached[seq.id])
+
+    def cached_tokens(self, seq: Seq) -> int:
+        return self._cached.get(seq.id, 0)
+
+    def release(self, seq: Seq) -> None:
+        self._cached.pop(seq.id, None)
+
+
 @dataclass(slots=True)
-class EmulatedDevice(UnpagedTarget):
+class EmulatedDevice(CountedTokens):
     """Greedy texts by prompt; t(rows) in seconds."""
 
     texts: Mapping[tuple[int, ...], Sequence[int]]
@@ -66,16 +93,10 @@ class EmulatedDevice(UnpagedTarget):
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     pass_rows: int = 512
     spent: float = 0.0  # seconds of the host in here, waits included
-    _promised: int = 0
-    _cached: dict[int, int] = field(default_factory=dict)
     _known: dict[int, Sequence[int]] = field(default_factory=dict)
     _ahead: LaunchAhead = field(default_factory=LaunchAhead)
     _free_at: float = 0.0  # when the device has nothing to do
     _row: torch.Tensor | None = None
-
-    @property
-    def used_slots(self) -> int:
-        return sum(self._cached.values())
 
     def shared(self) -> SharedWeights | None:
         return None
@@ -161,18 +182,6 @@ class EmulatedDevice(UnpagedTarget):
         known, place = self._known[seq.id], len(seq.tokens) + depth
         return known[place] if place < len(known) else NEVER_COMES
 
-    def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
-        self._promised = 0
-        for seq, path in zip(seqs, verdict.to_host()[0], strict=True):
-            self._cached[seq.id] += 1 + len(path)
-
-    def truncate(self, seq: Seq, length: int) -> None:
-        if seq.id in self._cached:
-            self._cached[seq.id] = min(length, self._cached[seq.id])
-
-    def cached_tokens(self, seq: Seq) -> int:
-        return self._cached.get(seq.id, 0)
-
     def release(self, seq: Seq) -> None:
-        self._cached.pop(seq.id, None)
+        CountedTokens.release(self, seq)
         self._known.pop(seq.id, None)

@@ -23,9 +23,8 @@ from forerun.drafters.eagle.cuda.menu import FORMS, forms_for
 from forerun.models.cuda.chunks import beside_trees
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, round_up
 from forerun.models.shared import SharedWeights
-from forerun.models.unpaged import UnpagedTarget
 from forerun.offers import Form, Menu, Offer
-from forerun.testing.emulated_device import LaunchAhead
+from forerun.testing.emulated_device import CountedTokens, LaunchAhead
 from forerun.testing.menu_simulator import accepted_of, level_rate
 from forerun.types import (
     Budget,
@@ -96,7 +95,7 @@ def h200(**other: float) -> Speeds:
 
 
 @dataclass(slots=True)
-class SimulatedGPU(UnpagedTarget):
+class SimulatedGPU(CountedTokens):
     """Implements forerun.models.base.Target."""
 
     clock: SimulatedClock
@@ -108,16 +107,10 @@ class SimulatedGPU(UnpagedTarget):
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     pass_rows: int = MAX_ROWS
     passes: list[tuple[int, int]] = field(default_factory=list)  # rows of trees and of prompts, of every pass
-    _promised: int = 0
-    _cached: dict[int, int] = field(default_factory=dict)
     _ahead: LaunchAhead = field(default_factory=LaunchAhead)
     _ahead_of: frozenset[int] = frozenset()
     _free_at: float = 0.0  # when the device has nothing to do
     _logits: Tensor = field(default_factory=lambda: torch.zeros(1, WORDS))
-
-    @property
-    def used_slots(self) -> int:
-        return sum(self._cached.values())
 
     def shared(self) -> SharedWeights | None:
         return None
@@ -204,21 +197,6 @@ class SimulatedGPU(UnpagedTarget):
         while count < form.depth and _chance(seq.id, len(seq.tokens) + count) < each:
             count += 1
         return count
-
-    def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
-        self._promised = 0
-        for seq, path in zip(seqs, verdict.to_host()[0], strict=True):
-            self._cached[seq.id] += 1 + len(path)
-
-    def truncate(self, seq: Seq, length: int) -> None:
-        if seq.id in self._cached:
-            self._cached[seq.id] = min(length, self._cached[seq.id])
-
-    def cached_tokens(self, seq: Seq) -> int:
-        return self._cached.get(seq.id, 0)
-
-    def release(self, seq: Seq) -> None:
-        self._cached.pop(seq.id, None)
 
 
 @dataclass(frozen=True, slots=True)
