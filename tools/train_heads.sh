@@ -36,8 +36,8 @@ TRAIN=(--target "$M" --data first,own,long --measure-on suite --max-length 1024 
        --save-every "$SAVE" --eval-every "$EVERY" --holdout "$HOLDOUT" --device "$DEVICE" $COMPILE)
 EAGLE3=(--vocab 16384 --levels 6 --no-train-head --fc-norm --norm-output --features 2 9 16 23 29)
 # as many blocks per step as pay for the target's pass; short steps, many of them
-BLOCK=(--data first,own,long,greedy --hottest 0 --vocab 16384 --layers 5 --levels 8 --anchors "${ANCHORS:-0.5}"
-       --batch-tokens "${BLOCK_TOKENS:-16384}" --stored int8)
+BLOCK=(--data "${BLOCK_DATA:-first,own,long,greedy}" ${HOTTEST:+--hottest "$HOTTEST"} --cut-loops "${CUT:-32}" --vocab 16384
+       --layers 5 --levels 8 --anchors "${ANCHORS:-0.15}" --batch-tokens "${BLOCK_TOKENS:-16384}" --stored int8)
 CHECK=(--target "$M" --suite "$S" --only chain --temperatures 0 --limit "${PROMPTS:-20}"
        --max-tokens "${ANSWER:-256}" --batch 32 --device "$DEVICE")
 

@@ -28,6 +28,7 @@ HELP: Mapping[str, str] = {
     "data": "A folder that `forerun data make` filled.",
     "out": "Where the drafter goes; an interrupted run resumes there.",
     "hottest": "Leave out texts that were written at a higher temperature.",
+    "cut_loops": "Cut answers that repeat themselves so many tokens behind the first repetition; 0 is never.",
     "measure_on": "A folder of greedy texts of other prompts; at each evaluation rounds through them are counted.",
     "init": "The folder of a finished head of the same method and shape to start from.",
     "steps": "Optimiser steps in all.",

@@ -50,6 +50,9 @@ class TrainOptions:
     data: str  # one folder of `forerun data make`, or several with commas between
     out: str
     hottest: float | None = None  # texts that were written at a higher temperature are not learnt from
+    cut_loops: int = (
+        0  # an answer that repeats itself is cut so many tokens behind the first repetition; 0 = never
+    )
     measure_on: str = ""  # greedy texts of other prompts: rounds through them are counted at every evaluation
     init: str = ""  # a finished head of the same method and shape to start from
     steps: int = 2000  # optimiser steps in all
@@ -103,6 +106,7 @@ class TrainOptions:
         _check(self.levels >= 0, "levels", self.levels, "0 (the recipe's) or more")
         _check(self.exit >= 0, "exit", self.exit, "0 (two thirds of the layers) or more")
         _check(self.rank >= 0, "rank", self.rank, "0 (the recipe's) or more")
+        _check(self.cut_loops >= 0, "cut_loops", self.cut_loops, "0 (never) or more")
         _check(0 < self.anchors <= 1, "anchors", self.anchors, "above 0, up to 1")
         _check(self.layers >= 1, "layers", self.layers, "at least 1")
         fresh = self.method in ("draft-model", "early-exit", "specdec")

@@ -51,7 +51,11 @@ def train(
     accelerator = _accelerator()
     device = device_of(options.device) if accelerator is None else accelerator.device
     corpus = Corpus(
-        options.data, max_length=options.max_length, holdout=options.holdout, hottest=options.hottest
+        options.data,
+        max_length=options.max_length,
+        holdout=options.holdout,
+        hottest=options.hottest,
+        cut_loops=options.cut_loops,
     )
     say(corpus.in_words(options.steps * options.batch_tokens))
     checkpoint, start = open_checkpoint(options.target), None

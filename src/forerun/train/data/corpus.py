@@ -25,6 +25,7 @@ from torch import Tensor
 
 from forerun.errors import DamagedFile, InvalidInput, brief
 from forerun.train.data.folder import shards_of, wanted_prompts
+from forerun.train.data.loops import first_repeats
 
 Span = tuple[int, int, int]  # first token, end, first token of the answer
 _WIDTHS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
@@ -104,9 +105,16 @@ class Corpus:
     """All sequences of the data in memory, split into those to learn and those held back (with holdout=1 all)."""
 
     def __init__(
-        self, data: str | Path, *, max_length: int, holdout: float, hottest: float | None = None
+        self,
+        data: str | Path,
+        *,
+        max_length: int,
+        holdout: float,
+        hottest: float | None = None,
+        cut_loops: int = 0,
     ) -> None:
-        """`hottest`: texts that were written at a higher temperature are left out."""
+        """`hottest`: texts that were written at a higher temperature are left out. `cut_loops`: an answer that
+        repeats itself ends so many tokens behind the first repetition; 0 = none is cut."""
         parts = [read_shard(file) for file in shards_of(data)]
         self.tokens = torch.cat([part["tokens"].to(torch.int32) for part in parts])
         self.max_length = max_length
@@ -123,6 +131,8 @@ class Corpus:
                 if span[1] > span[2]:
                     (self.held_back if share < holdout else self.training).append(span)
             base += len(part["tokens"])
+        if cut_loops:
+            self._cut(cut_loops)
         if (not self.training and holdout < 1) or not self.held_back:
             count = sum(len(part["numbers"]) for part in parts)
             raise InvalidInput(
@@ -130,6 +140,17 @@ class Corpus:
                 f"back (holdout={holdout:g}); make more data, of {wanted_prompts(holdout)} prompts at least, or raise "
                 "--holdout"
             )
+
+    def _cut(self, further: int) -> None:
+        """Answers end so many tokens behind their first repetition."""
+        spans = sorted([*self.training, *self.held_back])
+        _, ends, answers = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+        found = first_repeats(self.tokens.numpy().astype(np.int64), answers, ends) + further
+        cut = dict(zip(answers.tolist(), np.minimum(found, ends).tolist(), strict=True))
+        self.training, self.held_back = (
+            [(first, cut[answer], answer) for first, _, answer in some]
+            for some in (self.training, self.held_back)
+        )
 
     def in_words(self, read: int) -> str:
         """How much there is, and how often a run that reads so many tokens sees it."""
