@@ -23,7 +23,7 @@ import torch
 
 from forerun.bench.gpu.kernel_trace import GAP, Grid, Kernel, cut_up, kind_of, said, traced
 from forerun.bench.gpu.rounds import make_drafter, play, random_head
-from forerun.bench.gpu.stand_ins import RandomWeights
+from forerun.bench.gpu.stand_ins import SHAPE_OF_0_5B, SHAPE_OF_1_5B, random_decoder
 from forerun.bench.machine import machine_facts
 from forerun.build import make_engine
 from forerun.control.fixed import ALWAYS, FixedController
@@ -35,19 +35,15 @@ from forerun.drafters.none import NoDrafter
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
 from forerun.heads import BOX
-from forerun.models.config import DecoderConfig
 from forerun.models.cuda.pass_clock import seconds_of
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.inflate import PRESETS, Shape
+from forerun.models.inflate import PRESETS
 from forerun.offers import Form
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
 from forerun.types import Budget, Needs, Request, TreeBatch, Verdict
-from forerun.verify.greedy import device_walk
-from forerun.verify.sampled import SampledTokens
 
 CONTEXT = 460  # tokens; the split in which trees start has 76 of them
-QWEN, DRAFT = Shape(1536, 28, 12, 2, 128, 8960), Shape(896, 24, 14, 2, 64, 4864)
 HEAD = BOX / "qwen2.5-coder-1.5b-eagle3"
 FORMS = {
     8: Form(7, 5, 3),
@@ -60,19 +56,6 @@ FORMS = {
 WARM, TIMED, TRACED = 8, 40, 8  # rounds
 REPLAYS = 4
 PARTS = ("propose", "score", "verify", "rest")  # of a round, as `play` books them
-
-
-def random_decoder(shape: Shape, vocab_size: int, tied: bool) -> CudaDecoder:
-    """A decoder of some shape with random weights."""
-    weights = RandomWeights(shape, vocab_size, tied, "cuda")
-    return CudaDecoder(
-        DecoderConfig.from_hf(weights.config),
-        weights,
-        dtype=torch.bfloat16,
-        kv_slots=32_000,
-        greedy_walk=device_walk(torch.device("cuda")),
-        sampling=SampledTokens(),
-    )
 
 
 def product_names(owners: Mapping[str, object]) -> dict[Grid, str]:
@@ -226,10 +209,11 @@ def measure_large(batches: Sequence[int], sizes: Sequence[int]) -> Iterator[dict
             yield measure_rounds(engine, "none" if form is None else "head", form, batch, 0.0, names)
 
 
-def measure_small(batches: Sequence[int]) -> Iterator[dict[str, Any]]:
+def measure_small(batches: Sequence[int], sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
     """In the shapes of Qwen2.5-Coder 1.5B and 0.5B."""
-    target, draft = random_decoder(QWEN, 151936, True), random_decoder(DRAFT, 151936, True)
+    target, draft = random_decoder(SHAPE_OF_1_5B, 151936, True), random_decoder(SHAPE_OF_0_5B, 151936, True)
     head = make_drafter(target, read_head(HEAD), None)
+    yield from measure_trees(target, head, 1, sizes)
     model = on_device(target, draft, NoDrafter, max(batches), 1000)
     assert model is not None, "a draft model of our own decoder drafts on the device"
     owners = {"pass": target.passes.steps, "head": head.draft.net.steps, "draft": draft.passes.steps}
@@ -263,7 +247,7 @@ def main() -> None:
     document: dict[str, Any] = {"machine": {**machine_facts(), "gpu": torch.cuda.get_device_name()}}
     document["rows"] = []
     works = [measure_large(batches, sizes)] * (not given.skip_large)
-    works += [measure_small(batches)] * (not given.skip_small)
+    works += [measure_small(batches, sizes)] * (not given.skip_small)
     for work in works:
         try:
             for row in work:
