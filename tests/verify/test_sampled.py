@@ -28,6 +28,7 @@ from forerun.params import SamplingParams
 from forerun.testing import path_to
 from forerun.topology import trace
 from forerun.types import Laws, PlainSeq, TreeBatch, Verdict
+from forerun.verify import sampled
 from forerun.verify.at_once import decide_at_once, drawn_tokens, is_worth_it
 from forerun.verify.base import Verifier
 from forerun.verify.block import BlockVerifier
@@ -299,3 +300,34 @@ def test_what_the_host_must_decide() -> None:
     assert kinds_of(cut) is None
     assert all(map(decides_alike, [ExactVerifier(), BlockVerifier(), CoupledVerifier()]))
     assert not decides_alike(TypicalVerifier())
+
+
+@pytest.mark.parametrize("vocab", [300, 4096, 9001])
+def test_the_kernels_tokens_are_those_of_torch(vocab: int) -> None:
+    """On a GPU to the last token. On a CPU: TRITON_INTERPRET=1, whose functions round otherwise than torch's."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if find_spec("triton") is None or (device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
+        pytest.skip("needs a GPU, or Triton's interpreter")
+    from forerun.verify.kernels_tokens import coupled_by_kernels
+
+    seqs = [
+        PlainSeq(i, [1], params=SamplingParams(temperature=hot), seed=seed, shares_noise=True)
+        for i, (hot, seed) in enumerate([(1.0, 3), (0.0, 4), (0.7, 2**63 - 1), (1.4, -9)])
+    ]
+    kinds, nodes, numbers = Kinds(True, False, ()), 6, torch.Generator().manual_seed(vocab)
+    assert kinds_of(seqs) == kinds
+    logits = (3.0 * torch.randn(len(seqs), nodes, vocab, generator=numbers)).to(device)
+    logits[:, 1] = logits[:, 1].round()  # the same logit often
+    logits[:, 2, 7:] = float("-inf")
+    positions = torch.randint(0, 2**20, (len(seqs), nodes), generator=numbers, dtype=torch.int32).to(device)
+    positions[:, 1:] = positions[:, :1] + torch.tensor([1, 1, 2, 3, 3], device=device)
+    table = torch.from_numpy(RULE.settings(seqs, kinds)).to(device)
+    wide = torch.zeros(4, 9, dtype=torch.long, device=device)  # a part of what was sent for more
+    wide[:, : len(seqs)] = table
+    found = coupled_by_kernels(logits, positions, wide[:, : len(seqs)], 1)
+    wanted = sampled._tokens(logits, positions.long(), table, kinds, 3)
+    assert torch.equal(found, wanted)
+    assert torch.equal(found[1], logits[1].argmax(-1))
+    others = coupled_by_kernels(logits, positions + 1, table, 1)
+    assert not torch.equal(found[0], others[0])
+    assert torch.equal(found[1], others[1])

@@ -12,6 +12,7 @@ do not depend on each other: every sum is over one row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,6 +96,10 @@ class SampledTokens:
 
         The first node of a tree is its root; no node is more than `depth` positions further.
         """
+        if logits.device.type == "cuda" and _has_kernels(kinds):
+            from forerun.verify.kernels_tokens import coupled_by_kernels
+
+            return coupled_by_kernels(logits, positions, table, COUPLED)  # type: ignore[no-any-return]
         trees, nodes, vocab = logits.shape
         step = max(1, AT_ONCE // (nodes * vocab))
         parts = [
@@ -104,6 +109,11 @@ class SampledTokens:
             for b in range(0, trees, step)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _has_kernels(kinds: Kinds) -> bool:
+    """Are there kernels for what these sequences need?"""
+    return kinds == Kinds(True, False, ()) and find_spec("triton") is not None
 
 
 def _tokens(logits: Tensor, positions: Tensor, table: Tensor, kinds: Kinds, depth: int) -> Tensor:

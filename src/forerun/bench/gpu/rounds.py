@@ -124,7 +124,7 @@ def _measure_round(
         parts = dict.fromkeys(("propose", "score", "verify", "rest"), 0.0)
         started = perf_counter()
         for _ in range(ROUNDS if timed else 3):
-            _play(target, drafter, seqs, budget, parts)
+            play(target, drafter, seqs, budget, parts)
         whole = (perf_counter() - started) / ROUNDS
     draft = seconds_of(drafter.draft.replay_last, 20)
     device = seconds_of(target.passes.replay_last, 20)
@@ -138,7 +138,7 @@ def _measure_round(
     return {name: value * 1e3 for name, value in times.items()}
 
 
-def _play(
+def play(
     target: CudaDecoder,
     drafter: DeviceEagle,
     seqs: Sequence[FakeSeq],

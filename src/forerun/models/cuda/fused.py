@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,51 +19,16 @@ from forerun.models.cuda.early_start import starts_early
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.packed import Weight
 from forerun.models.cuda.plan import MAX_ROWS, programs_for, split_of
+from forerun.models.cuda.tiles import Tile, choose_tile, outputs_per_tile, rows_per_tile
 
 if TYPE_CHECKING:
     from forerun.models.cuda.wide import WideProducts
 
 SHARED = 104 << 10  # bytes of shared memory that one program may fill: two to a multiprocessor
 SHORT_SPLITS = 20  # up to here splits of the context have no more than 256 positions
+EARLY = 0  # bytes of each row of weights that a product asks for before the kernel ahead of it has ended
 NORM_COLUMNS = 32  # at least: a sum over fewer would be laid out differently for few rows and for many
 QKV, GATED, RESIDUAL, LOGITS = range(4)  # as in kernels_linear
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How a product is cut up."""
-
-    outputs: int  # BN
-    depth: int  # BK
-    splits: int
-    stages: int
-    warps: int = 4
-
-
-def choose_tile(outputs: int, depth: int, tile: int, whole: bool = False) -> Tile:
-    """Tiles of 64 outputs keep the memory busy where weights are large; 16 give more programs where not.
-
-    Splits along the depth make up for few tiles, to about two programs per multiprocessor. All of it was found
-    by measuring on an H200. Where bytes are multiplied (`whole`), a step is twice as deep.
-    """
-    step = next(size for size in (128, 64, 32, 16) if depth % size == 0)
-    if whole and tile == 64 and depth % 256 == 0:
-        step = 256
-    if tile < 64:
-        splits = 2 if depth >= 12 * step and depth % (2 * step) == 0 else 1
-        return Tile(tile, step, splits, depth // step // splits, 2)
-    tiles, splits = outputs // tile, 1
-    while splits < 8 and tiles * splits * 2 <= 288 and depth % (splits * 2 * step) == 0:
-        splits *= 2
-    return Tile(tile, step, splits, 4)
-
-
-def outputs_per_tile(model: Model) -> int:
-    """One width of tile for all products of a model, because norms are handed on tile by tile."""
-    config = model.config
-    most = 64 if config.width * config.inner >= 1 << 22 else 16
-    sizes = config.width, 2 * config.inner, config.kv_heads * config.head_dim, config.heads * config.head_dim
-    return math.gcd(most, *sizes)
 
 
 class FusedSteps:
@@ -89,6 +53,7 @@ class FusedSteps:
         }
         self.norm_tile = tile
         self.pdl = starts_early(device)
+        self.early, self.soon = EARLY, False  # soon: the next kernel starts before a product, not behind it
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.split_stride = MAX_ROWS * config.heads
         rows = self.split_stride * (split_of(model.max_length + MAX_ROWS) + 1)
@@ -216,7 +181,7 @@ class FusedSteps:
             D=config.head_dim, ROT=0 if place.rope is None else place.rope.shape[1],
             BIAS=place.qkv_bias is not None, HEAD_NORM=place.qk_norm is not None, ROPE=place.rope is not None,
             TMA=tma, PDL=self.pdl, W8=data is not weight, NORMED=normed, ROOM=self.room,
-            enable_fp_fusion=False, **settings,
+            AHEAD=self._bytes_early(weight, tile), SOON=self.soon, enable_fp_fusion=False, **settings,
         )  # fmt: skip
 
     def _wide_linear(
@@ -256,6 +221,12 @@ class FusedSteps:
             return Tile(128, tile.depth, tile.splits, 3, tile.warps)
         return tile
 
+    def _bytes_early(self, weight: Weight, tile: Tile) -> int:
+        """Of each row of a tile's stretch: what is fetched before the kernel ahead has ended."""
+        data = weight if isinstance(weight, Tensor) else weight.data
+        stretch = data.shape[1] // tile.splits * data.element_size()
+        return min(self.early, stretch) // 32 * 32 if self.pdl else 0
+
     def _describe(self, tensor: Tensor, rows: int, columns: int) -> Any:
         """What the copy engine needs to know of a matrix to fetch tiles of it."""
         key = tensor.data_ptr(), rows, columns
@@ -283,12 +254,6 @@ class FusedSteps:
             H=config.heads, D=config.head_dim, HEADS=heads, WINDOW=window, STEP=8, ROOM=self.room,
             PDL=self.pdl, num_warps=heads, launch_pdl=self.pdl,
         )  # fmt: skip
-
-
-def rows_per_tile(rows: int, whole: bool = False) -> int:
-    """The width of a product: it changes its speed, not its result. Rows of two bytes count twice."""
-    sizes = (8, 16, 32, 64) if whole else (16, 32, 64, 128)
-    return next((size for size in sizes if rows <= size), sizes[-1])
 
 
 def power_of_two(value: int) -> int:
