@@ -152,14 +152,14 @@ class SpeculativeConfig:
     controller: str = "adaptive"
     prompt_lookup_max: int = 16  # longest suffix that ngram looks up
     prompt_lookup_min: int = 1
-    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"  # heads: their law at T > 0
+    draft_sample_method: Literal["auto", "greedy", "probabilistic"] = "auto"  # T > 0; auto = drawn on a CPU
     corpus: str | None = None  # a file of `forerun corpus build` that suffix looks up
     shared: bool = False  # suffix, recycling and lookahead learn from earlier requests of the same tenant
     history: str | None = None  # a file that keeps what suffix learnt so; needs shared
     draft_layers: str | None = None  # a plan of layers that layer_skip runs, or a number of first layers
 
     def __post_init__(self) -> None:
-        methods = "greedy", "probabilistic"
+        methods = "auto", "greedy", "probabilistic"
         longest = as_whole("prompt_lookup_max", self.prompt_lookup_max, low=1)
         _store(
             self,

@@ -18,7 +18,7 @@ LIKED = 3  # a token that this head drafts more often than the target says it
 
 
 def engine_of(drafter: str, shape: str, least: float, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr(block_drafter, "wants_sampling", lambda speculative: True)
+    monkeypatch.setattr(block_drafter, "wants_sampling", lambda speculative, device: True)
     monkeypatch.setattr(DFlashDrafter, "least", least)
     engine = engine_for(drafter, "exact", shape, VOCAB, frozenset())
     assert isinstance(engine.drafters.get(drafter), DFlashDrafter)

@@ -68,7 +68,7 @@ def test_a_draft_model_draws_each_number_once(verifier: str, budget: Budget, use
 def test_a_drawn_head_draws_each_number_once(
     budget: Budget, used: Counter[Key], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eagle_drafter, "wants_sampling", lambda speculative: True)
+    monkeypatch.setattr(eagle_drafter, "wants_sampling", lambda speculative, device: True)
     folder = save_head("eagle3", tmp_path, VOCAB)
     seq = write("eagle3", "exact", budget, draft_model=str(folder))
     assert 12 < seq.stats.rounds < 41

@@ -28,7 +28,7 @@ TEXTS = 1000
 def test_the_law_of_the_text_is_the_targets(
     verifier: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forerun.drafters.eagle.drafter.wants_sampling", lambda speculative: True)
+    monkeypatch.setattr("forerun.drafters.eagle.drafter.wants_sampling", lambda speculative, device: True)
     vocab, length, prompt = 6, 3, (1, 2, 3, 1, 2, 3, 1, 2)
     params = replace(SETTINGS["T=0.8"], max_tokens=length)
     engine = engine_for("eagle3", verifier, shape, vocab, frozenset())
@@ -124,8 +124,12 @@ def test_shapes_are_the_best_of_their_size() -> None:
 
 
 def test_the_setting_is_vllms() -> None:
-    assert wants_sampling(SpeculativeConfig())
-    assert not wants_sampling(SpeculativeConfig(draft_sample_method="greedy"))
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert wants_sampling(SpeculativeConfig(), cpu)
+    assert not wants_sampling(SpeculativeConfig(), gpu)
+    for device in (cpu, gpu):
+        assert wants_sampling(SpeculativeConfig(draft_sample_method="probabilistic"), device)
+        assert not wants_sampling(SpeculativeConfig(draft_sample_method="greedy"), device)
 
     with pytest.raises(InvalidInput, match="probabilistic"):
         SpeculativeConfig(draft_sample_method="magic")  # type: ignore[arg-type]

@@ -203,6 +203,11 @@ class LastRowDrafter:
         return torch.cat([self._sequences[seq.id].features[0] for seq in seqs]).to(dtype)  # [B, D]
 
 
-def wants_sampling(speculative: SpeculativeConfig) -> bool:
-    """Should nodes be drawn from the head's law, where the verifier can test them? (vLLM's setting)"""
+def wants_sampling(speculative: SpeculativeConfig, device: torch.device) -> bool:
+    """Should nodes be drawn from the head's law, where the verifier can test them? (vLLM's setting)
+
+    On a GPU trees of chosen tokens are grown without the host, drawn ones are not: there it must be asked for.
+    """
+    if speculative.draft_sample_method == "auto":
+        return device.type == "cpu"
     return speculative.draft_sample_method == "probabilistic"

@@ -31,7 +31,7 @@ class HydraDrafter(LastRowDrafter):
     @classmethod
     def build(cls, parts: Parts) -> HydraDrafter:
         heads = load_heads(parts.head_folder("hydra"), parts.target, "hydra")
-        return cls(heads, sampled=wants_sampling(parts.speculative))
+        return cls(heads, sampled=wants_sampling(parts.speculative, parts.target.device))
 
     @torch.no_grad()
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:

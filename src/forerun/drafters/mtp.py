@@ -105,7 +105,7 @@ class MtpDrafter(EagleDrafter):
     @classmethod
     def build(cls, parts: Parts) -> Drafter:
         head = load_mtp(parts.head_folder("mtp"), parts.target)
-        return cls(head, sampled=wants_sampling(parts.speculative))
+        return cls(head, sampled=wants_sampling(parts.speculative, parts.target.device))
 
 
 def load_mtp(folder: Path, target: Target) -> MtpHead:

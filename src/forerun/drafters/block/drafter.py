@@ -60,7 +60,7 @@ class DFlashDrafter:
     @classmethod
     def build(cls, parts: Parts) -> DFlashDrafter:
         head = load_block(parts.head_folder(cls.kind), parts.target, cls.kind)
-        return cls(head, sampled=wants_sampling(parts.speculative))
+        return cls(head, sampled=wants_sampling(parts.speculative, parts.target.device))
 
     def offer(self, seq: Seq) -> Offer:
         """The pass, which makes all levels; a level adds only its share of growing the tree."""

@@ -99,7 +99,7 @@ class EagleDrafter:
     @classmethod
     def build(cls, parts: Parts) -> Drafter:
         """On a GPU drafting stays on the device, in trees that follow the head's confidence, where that can be."""
-        folder, sampled = parts.head_folder(cls.kind), wants_sampling(parts.speculative)
+        folder, sampled = parts.head_folder(cls.kind), wants_sampling(parts.speculative, parts.target.device)
 
         def plain() -> Drafter:
             return cls(load_head(folder, parts.target, cls.kind), sampled=sampled)
