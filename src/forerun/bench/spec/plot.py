@@ -28,12 +28,13 @@ def draw(document: Mapping[str, Any], file: Path) -> None:
     ):
         for i, cell in enumerate(cells):
             _draw_cell(panel, cell, names, key, i, len(cells))
+        panel.margins(x=0.1)
         panel.axvline(1.0, color="grey", linestyle=":", linewidth=1)
         panel.set(xlabel=label, xlim=(0, None))
         panel.set_yticks(range(len(names)), names)
         panel.grid(axis="x", alpha=0.3)
     panels[0].invert_yaxis()
-    panels[0].legend(fontsize=8)
+    panels[0].legend(fontsize=8, loc="lower right")
     facts = document["conditions"]
     where = facts.get("gpu") or facts["cpu"]
     figure.suptitle(
@@ -51,8 +52,10 @@ def _draw_cell(panel: Any, cell: Mapping[str, Any], names: list[str], key: str, 
     places = [place + (i - (count - 1) / 2) * height for place in rows]
     plain = cell["methods"][PLAIN]["tokens_per_second"]
     label = f"{title_of(cell)} (plain {plain:.0f} tokens/s)"
-    bars = panel.barh(places, [row[key] or 0.0 for row in rows.values()], height=0.92 * height, label=label)
-    panel.bar_label(bars, fmt="%.2f", padding=3, fontsize=7)
-    for place, row in zip(places, rows.values(), strict=True):
+    values = [row[key] or 0.0 for row in rows.values()]
+    panel.barh(places, values, height=0.92 * height, label=label)
+    for place, value, row in zip(places, values, rows.values(), strict=True):
         tasks = [found[key] for found in row["by_task"].values() if found[key] is not None]
         panel.plot(tasks, [place] * len(tasks), linestyle="", marker=".", color="black", markersize=3)
+        beside = max([value, *tasks]), place  # behind the dots
+        panel.annotate(f"{value:.2f}", beside, (5, 0), textcoords="offset points", va="center", fontsize=7)
