@@ -1,11 +1,14 @@
-"""A controller that records every round and leaves the decisions to the controller it wraps."""
+"""A controller that records every round and leaves the decisions to the controller it wraps.
+
+All of them: a question of the engine's that stopped here would make the benchmark measure another product.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from forerun.bench.measure import Drafts
-from forerun.control.base import Controller
+from forerun.control.base import Controller, Reconsiders, SeesPrompts, WaitingPrompts
 from forerun.types import Budget, Round, Seq
 
 
@@ -14,11 +17,23 @@ class Recorder:
 
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
+        self._reconsiders = controller if isinstance(controller, Reconsiders) else None
+        self._sees_prompts = controller if isinstance(controller, SeesPrompts) else None
         self.passes: list[Mapping[str, float]] = []
         self._drafts: dict[int, list[tuple[int, int, int]]] = {}
 
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
         return self.controller.plan(seqs)
+
+    def goes_on(self, seqs: Sequence[Seq]) -> bool:
+        return self._reconsiders is None or self._reconsiders.goes_on(seqs)
+
+    def stays_plain(self, seqs: Sequence[Seq]) -> bool | None:
+        return None if self._reconsiders is None else self._reconsiders.stays_plain(seqs)
+
+    def note_waiting(self, prompts: WaitingPrompts) -> None:
+        if self._sees_prompts is not None:
+            self._sees_prompts.note_waiting(prompts)
 
     def observe(self, outcome: Round) -> None:
         self.controller.observe(outcome)
