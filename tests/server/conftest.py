@@ -19,7 +19,7 @@ from forerun import LLM
 from forerun.async_llm import AsyncLLM
 from forerun.params import EngineConfig
 from forerun.server.app import create_app
-from forerun.server.backend import Backend
+from forerun.server.local_backend import LocalBackend
 from forerun.server.run import uvicorn_options
 from forerun.server.settings import ServerSettings
 
@@ -35,7 +35,7 @@ class Running:
 
 def start(llm: LLM, settings: ServerSettings) -> tuple[uvicorn.Server, threading.Thread, str]:
     config = uvicorn.Config(
-        lambda: create_app(Backend(AsyncLLM(llm)), settings),
+        lambda: create_app(LocalBackend(AsyncLLM(llm)), settings),
         factory=True,
         host="127.0.0.1",
         port=0,

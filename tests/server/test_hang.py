@@ -15,7 +15,7 @@ import httpx
 
 from forerun import LLM, SamplingParams
 from forerun.async_llm import AsyncLLM
-from forerun.server.backend import Backend
+from forerun.server.local_backend import LocalBackend
 from forerun.types import Request
 from tests.readme.pages import ROOT
 from tests.server.test_robust import stream
@@ -85,7 +85,7 @@ def test_an_engine_without_work_does_not_hang(llm: LLM) -> None:
 
     async def look() -> list[bool]:
         served = AsyncLLM(llm)
-        backend = Backend(served)
+        backend = LocalBackend(served)
         try:
             found = [backend.looks_hung(0.05)]
             await asyncio.sleep(0.2)

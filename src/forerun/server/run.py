@@ -97,9 +97,9 @@ async def _serve(
 
     from forerun.async_llm import AsyncLLM
     from forerun.server.app import create_app
-    from forerun.server.backend import Backend
+    from forerun.server.local_backend import LocalBackend
 
-    app = create_app(Backend(AsyncLLM(llm, max_requests=1 << 16)), settings)
+    app = create_app(LocalBackend(AsyncLLM(llm, max_requests=1 << 16)), settings)
     service = app.state.service
 
     class Server(uvicorn.Server):
