@@ -25,7 +25,7 @@ from forerun.completion import Completion
 from forerun.errors import ForerunError, UnsupportedModel
 from forerun.messages import Event
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.server.backend import Backend, Load
+from forerun.server.backend import Backend, Load, Restarted
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 4
@@ -97,8 +97,8 @@ class ClusterBackend(Backend):
     def give_up(self) -> None:
         """Nothing: it never looks hung."""
 
-    async def restart(self) -> bool:
-        return False
+    async def restart(self) -> Restarted:
+        return "no"
 
     async def close(self) -> None:
         """Look no more; the replicas are Ray Serve's."""

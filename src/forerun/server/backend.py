@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from forerun import registry
 from forerun.completion import Completion
@@ -24,6 +24,7 @@ from forerun.messages import Event
 if TYPE_CHECKING:
     from forerun.models.load.tokenizer import Tokenizer
 
+Restarted = Literal["yes", "no", "needs a new program"]  # no = it will be asked again
 CLOSING = 2.0  # seconds that a round may still take when its engine is to end
 
 
@@ -62,6 +63,19 @@ class EngineHangs(ForerunError):
 
     def __init__(self) -> None:
         super().__init__("the engine makes no progress; the request was given up")
+
+
+class EngineError(Exception):
+    """An error that nobody foresaw, in an engine of another process: its kind and its message."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def kind_of(error: BaseException) -> str:
+    """The name of an error's class, wherever it was raised."""
+    return error.kind if isinstance(error, EngineError) else type(error).__name__
 
 
 class ProgressWatch:
@@ -157,8 +171,8 @@ class Backend(ABC):
         """Draft with the head in this folder from now on; raises, and changes nothing, where it cannot be used."""
 
     @abstractmethod
-    async def restart(self) -> bool:
-        """Start a new engine in place of one that has ended; False where that takes a new program."""
+    async def restart(self) -> Restarted:
+        """Start a new engine in place of one that has ended."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -167,4 +181,4 @@ class Backend(ABC):
 
 def why_ended(failure: BaseException) -> str:
     """What `/health` says of an engine that has ended: of errors that nobody foresaw only their kind."""
-    return f"the engine ended: {failure if isinstance(failure, ForerunError) else type(failure).__name__}"
+    return f"the engine ended: {failure if isinstance(failure, ForerunError) else kind_of(failure)}"

@@ -13,13 +13,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import InvalidInput, MissingDependency
-from forerun.server.schemas import FunctionSpec, ResponseFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.law_processor import LawProcessor, Prefix
     from forerun.models.load.tokenizer import Tokenizer
+    from forerun.server.schemas import FunctionSpec, ResponseFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from forerun.engine.head_swap import HeadSwap
 from forerun.engine.progress import prompt_progress
 from forerun.messages import Event
 from forerun.models.base import ServedByProcesses
-from forerun.server.backend import CLOSING, Backend, EngineHangs, Load, ProgressWatch, why_ended
+from forerun.server.backend import CLOSING, Backend, EngineHangs, Load, ProgressWatch, Restarted, why_ended
 from forerun.server.grammar_states import GrammarStates
 
 log = logging.getLogger(__name__)
@@ -119,14 +119,14 @@ class LocalBackend(Backend):
             await asyncio.sleep(0.005)
         order.raise_error()
 
-    async def restart(self) -> bool:
-        """Start a new engine thread where the old one has ended; False where it has not, and hangs."""
+    async def restart(self) -> Restarted:
+        """Start a new engine thread where the old one has ended; one that hangs cannot be ended."""
         if not await self._llm.close(CLOSING):
-            return False
+            return "needs a new program"
         for seq in [*self._engine.running, *self._engine.reading, *self._engine.waiting]:
             self._engine.abort(seq.id)
         self._llm = AsyncLLM(self._llm.llm, max_requests=self._llm.max_requests)
-        return True
+        return "yes"
 
     async def close(self) -> None:
         """End its thread; one that hangs is left behind."""
