@@ -1,13 +1,12 @@
 """Messages between two processes of ours over a pair of sockets. Sending never waits.
 
-A message is anything that `marshal` writes: numbers, texts, lists, tuples, dicts. Both ends run the same Python, and
-nobody else can reach the sockets.
+A message is anything that `marshal` writes: Python's own numbers, texts, lists, tuples and dicts (numpy's numbers would
+arrive as bytes). Both ends run the same Python, and nobody else can reach the sockets.
 """
 
 from __future__ import annotations
 
 import marshal
-import operator
 import socket
 import struct
 from collections import deque
@@ -39,10 +38,7 @@ class Channel:
 
     def send(self, message: Any) -> None:
         """Have it sent. What the other end is too slow for waits here; where the other end is gone it is dropped."""
-        try:
-            body = marshal.dumps(message, _PLAIN)
-        except ValueError:
-            body = marshal.dumps(_plain(message), _PLAIN)
+        body = marshal.dumps(message, _PLAIN)
         frame = _LENGTH.pack(len(body)) + body
         with self._lock:
             if not self._backlog:
@@ -124,17 +120,3 @@ class Channel:
                 self._socket.sendall(frame)
             with self._lock:
                 self._backlog.popleft()
-
-
-def _plain(message: Any) -> Any:
-    """The same with numbers of other libraries as Python's own."""
-    if message is None or isinstance(message, bool | str | bytes):
-        return message
-    if isinstance(message, dict):
-        return {_plain(key): _plain(value) for key, value in message.items()}
-    if isinstance(message, list | tuple):
-        return [*map(_plain, message)] if isinstance(message, list) else (*map(_plain, message),)
-    try:
-        return operator.index(message)
-    except TypeError:
-        return float(message)

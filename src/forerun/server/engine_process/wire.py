@@ -1,4 +1,7 @@
-"""Requests, events, endings and errors as plain values that a Channel carries, and back. No torch here."""
+"""Requests, events, endings and errors as plain values that a Channel carries, and back. No torch here.
+
+What an engine made is turned into Python's own numbers: they may be a library's, which would arrive as bytes.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +67,8 @@ def _schema(processor: LawProcessor) -> str:
 def pack_event(event: Event) -> Packed:
     """All but whose it is, and its error, which ends the text and comes by itself."""
     entries = _pack_logprobs(event.logprobs) if event.logprobs else ()
-    branches = tuple((each.after, each.tokens) for each in event.rejected) if event.rejected else ()
-    return event.tokens, event.accepted, event.text, event.finished, entries, branches
+    branches = tuple(map(_pack_branch, event.rejected)) if event.rejected else ()
+    return (*map(int, event.tokens),), int(event.accepted), event.text, event.finished, entries, branches
 
 
 def unpack_event(key: int, packed: Packed) -> Event:
@@ -78,7 +81,8 @@ def unpack_event(key: int, packed: Packed) -> Event:
 
 def pack_ended(ended: Ended) -> Packed:
     plain = ended._asdict()
-    plain["rounds"] = [tuple(counts) for counts in ended.rounds]
+    plain["token_ids"] = [*map(int, ended.token_ids)]
+    plain["rounds"] = [(*map(int, counts[:4]), counts.seconds) for counts in ended.rounds]
     plain["logprobs"] = _pack_logprobs(ended.logprobs)
     return tuple(plain.values())
 
@@ -89,8 +93,15 @@ def unpack_ended(packed: Packed) -> Completion:
     return ended._replace(rounds=rounds, logprobs=[*_logprobs(ended.logprobs)]).completion()
 
 
+def _pack_branch(branch: Branch) -> Packed:
+    return int(branch.after), (*map(int, branch.tokens),)
+
+
 def _pack_logprobs(entries: Iterable[TokenLogprob]) -> Packed:
-    return tuple((each.token, each.logprob, each.top) for each in entries)
+    return tuple(
+        (int(each.token), float(each.logprob), tuple((int(token), float(value)) for token, value in each.top))
+        for each in entries
+    )
 
 
 def _logprobs(packed: Iterable[Any]) -> Iterable[TokenLogprob]:
