@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
 
-from forerun.collector import without_collector
+from forerun.models.load.collector import without_collector
 
 if TYPE_CHECKING:
     from forerun.cli.flags import Settings

@@ -105,9 +105,7 @@ def serve(
     drafting = {"drafter": drafter, "draft_model": _head_of(heads, draft_model),
                 "speculative_config": _parse(speculative_config)}  # fmt: skip
     if replicas == 1 and (max_replicas or 1) == 1 and write_config is None:
-        given = {"model": model, "engine": engine, "drafting": drafting}
-        loader = Loader(LOAD_LLM, {**given, "heads": None if heads is None else str(heads)})
-        _load_and_run(loader, settings, front, trace)
+        _load_and_run({"model": model, "engine": engine, "drafting": drafting}, settings, front, trace)
         return
     if trace is not None:
         raise InvalidInput("--trace writes the rounds of one engine; leave it out with several replicas")
@@ -117,7 +115,7 @@ def serve(
     serve_replicas(model, settings, {**engine, **drafting}, many, api_key_file, write_config)
 
 
-def _load_and_run(loader: Loader, settings: ServerSettings, front: Front, trace: Path | None) -> None:
+def _load_and_run(given: dict[str, Any], settings: ServerSettings, front: Front, trace: Path | None) -> None:
     """Take the port, load the model, answer."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     from forerun.server.run import address_of, bind
@@ -129,6 +127,8 @@ def _load_and_run(loader: Loader, settings: ServerSettings, front: Front, trace:
         where = f"{address_of(listener)} (API below /v1, drafter: {backend.drafter})"
         typer.echo(f"serving {settings.model_names[0]} at {where}; Ctrl-C ends it", err=True)
 
+    heads = None if settings.heads is None else str(settings.heads)
+    loader = Loader(LOAD_LLM, {**given, "heads": heads})
     run(loader, settings, listener, announce, front=front, trace=trace)
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from forerun.collector import without_collector
 from forerun.errors import ForerunError
+from forerun.models.load.collector import without_collector
 from forerun.server.backend import CLOSING
 from forerun.server.engine_process.channel import Channel
 from forerun.server.engine_process.loader import Loader
