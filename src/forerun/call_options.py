@@ -8,12 +8,11 @@ from typing import Any
 
 from forerun.checks import as_name, as_whole, shown, unknown
 from forerun.completion import Completion
-from forerun.control.fixed import budget_of
 from forerun.errors import InvalidInput
-from forerun.noise import derived_seed
+from forerun.messages import Budget, Request, budget_of
 from forerun.params import SPELLINGS, SamplingOptions, SamplingParams
 from forerun.prompts import Prompt
-from forerun.types import Budget, Request
+from forerun.seeds import derived_seed
 
 Params = SamplingParams | Mapping[str, Any]
 Encode = Callable[[Prompt], tuple[int, ...]]

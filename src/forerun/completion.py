@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from forerun.engine.sequence import SequenceState
-from forerun.types import FinishReason, TokenLogprob
+from forerun.engine.metrics import RoundCounts, SequenceStats
+from forerun.messages import FinishReason, TokenLogprob
+
+if TYPE_CHECKING:
+    from forerun.engine.sequence import SequenceState
 
 SHOWN = 48  # characters of the text in a repr
 
@@ -58,28 +62,63 @@ class Completion:
         return f"Completion({text!r}, {self.tokens} tokens, {self.finish_reason!r}, {rate}{exact})"
 
 
-def completion_of(seq: SequenceState, exact: bool) -> Completion:
-    """A sequence that has ended, as a Completion; `exact` is its verifier's."""
-    stats = seq.stats
-    return Completion(
+class Ended(NamedTuple):
+    """A sequence that has ended, in plain values: its rounds are added up by whoever wants the Completion."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    rounds: Sequence[RoundCounts]
+    prompt_seconds: float
+    drafter: str
+    verifier: str
+    exact: bool
+    seed: int | None
+    logprobs: list[TokenLogprob]
+    queue_seconds: float
+    cached_tokens: int
+
+    def completion(self) -> Completion:
+        stats = SequenceStats.of(self.rounds, self.prompt_seconds)
+        return Completion(
+            text=self.text,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            prompt_tokens=self.prompt_tokens,
+            rounds=stats.rounds,
+            tokens_per_round=stats.tokens_per_round,
+            accepted_per_position=stats.accepted_per_position,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            drafter=self.drafter,
+            verifier=self.verifier,
+            exact=self.exact,
+            seed=self.seed,
+            seconds=stats.seconds,
+            logprobs=self.logprobs,
+            queue_seconds=self.queue_seconds,
+            reached=stats.reached,
+            kept=stats.kept,
+            cached_tokens=self.cached_tokens,
+        )
+
+
+def ended_of(seq: SequenceState, exact: bool) -> Ended:
+    """A sequence that has ended; `exact` is its verifier's."""
+    return Ended(
         text="".join(event.text for event in seq.events),
         token_ids=[*seq.tokens[seq.prompt_length :]],
         finish_reason=seq.finished or "aborted",
         prompt_tokens=len(seq.request.prompt),
-        rounds=stats.rounds,
-        tokens_per_round=stats.tokens_per_round,
-        accepted_per_position=stats.accepted_per_position,
-        drafted=stats.drafted,
-        accepted=stats.accepted,
+        rounds=seq.rounds,
+        prompt_seconds=seq.prompt_seconds,
         drafter=seq.drafter,
         verifier=seq.verifier,
         exact=exact,
         seed=seed_of(seq),
-        seconds=stats.seconds,
         logprobs=[entry for event in seq.events for entry in event.logprobs],
         queue_seconds=seq.queue_seconds or 0.0,
-        reached=stats.reached,
-        kept=stats.kept,
         cached_tokens=seq.cached_tokens,
     )
 

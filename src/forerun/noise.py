@@ -10,7 +10,6 @@ agrees often.
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,44 +20,24 @@ import torch
 from torch import Tensor
 
 from forerun.errors import InvalidInput
-
-_MASK = (1 << 64) - 1
-DRAW, ACCEPT, BLOCK, DRAFT, COUPLE, DERIVE = range(6)  # purposes: two of them never share a number
-
-
-def fresh_seed() -> int:
-    """A seed for a request that gave none."""
-    return secrets.randbits(63)
-
-
-def derived_seed(seed: int, index: int) -> int:
-    """The seed of the index-th of several completions of one prompt: the first has the seed itself."""
-    return _key(seed, index, DERIVE) >> 1 if index else seed
-
-
-def _mix(x: int) -> int:
-    """The finaliser of splitmix64."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
-
-
-def _key(seed: int, *parts: int) -> int:
-    key = _mix(seed & _MASK)
-    for part in parts:
-        key = _mix(key ^ (part & _MASK))
-    return key
+from forerun.seeds import ACCEPT as ACCEPT
+from forerun.seeds import BLOCK as BLOCK
+from forerun.seeds import COUPLE as COUPLE
+from forerun.seeds import DRAFT as DRAFT
+from forerun.seeds import DRAW as DRAW
+from forerun.seeds import MASK, hashed, mixed
+from forerun.seeds import derived_seed as derived_seed
+from forerun.seeds import fresh_seed as fresh_seed
 
 
 def uniform(seed: int, position: int, purpose: int, index: int = 0) -> float:
     """A number in [0, 1), 53 bits; it may be exactly 0."""
-    return (_key(seed, position, purpose, index) >> 11) * 2.0**-53
+    return (hashed(seed, position, purpose, index) >> 11) * 2.0**-53
 
 
 def coupling_key(seed: int, position: int) -> tuple[int, int]:
     """Two numbers of 31 bits from which `uniforms` hashes; native kernels do it themselves."""
-    key = _key(seed, position, COUPLE)
+    key = hashed(seed, position, COUPLE)
     return key & 0x7FFFFFFF, key >> 33
 
 
@@ -85,12 +64,12 @@ def keyed_uniforms(low: Tensor | int, high: Tensor | int, size: int, device: tor
 
 def mixed_seed(seed: int) -> int:
     """Where `device_keys` starts from: a number of 64 bits, as torch has them, with a sign."""
-    key = _mix(seed & _MASK)
+    key = mixed(seed & MASK)
     return key - (1 << 64) if key >> 63 else key
 
 
 def device_keys(seeds: Tensor, positions: Tensor, *parts: int) -> Tensor:
-    """`_key` for seeds that are mixed and positions, int64 both, on their device."""
+    """`seeds.hashed` for seeds that are mixed and positions, int64 both, on their device."""
     keys = _mix_rows(seeds ^ positions)
     for part in parts:
         keys = _mix_rows(keys ^ part)

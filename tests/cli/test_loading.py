@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from forerun.cli.loading import without_collector
+from forerun.models.load.collector import without_collector
 
 
 def test_what_was_loaded_is_left_out_of_later_collections() -> None:

@@ -15,8 +15,9 @@ import torch
 from forerun.control import cost
 from forerun.control.allocate import Levels, allocate, best_depth, deepest, shortest_that_pays, widest
 from forerun.control.cost import CostModel
-from forerun.control.fixed import FixedController, budget_of
+from forerun.control.fixed import FixedController
 from forerun.control.history import History
+from forerun.messages import budget_of
 from forerun.testing import FakeSeq, TableLM
 
 STEEP = CostModel({1: 1.0, 2: 2.9, 4: 3.0, 8: 3.4, 16: 6.0})

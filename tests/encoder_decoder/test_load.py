@@ -131,11 +131,11 @@ def test_a_server_completes_and_refuses_chats(llm: LLM) -> None:
 
     from forerun.async_llm import AsyncLLM
     from forerun.server.app import create_app
-    from forerun.server.backend import Backend
+    from forerun.server.local_backend import LocalBackend
     from forerun.server.settings import ServerSettings
 
     wanted = llm.generate(TEXTS[0], max_tokens=20)
-    with TestClient(create_app(Backend(AsyncLLM(llm)), ServerSettings(("tiny",)))) as client:
+    with TestClient(create_app(LocalBackend(AsyncLLM(llm)), ServerSettings(("tiny",)))) as client:
         body = {"model": "tiny", "prompt": TEXTS[0], "max_tokens": 20, "temperature": 0}
         answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text

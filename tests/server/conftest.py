@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
@@ -17,25 +19,78 @@ import uvicorn
 
 from forerun import LLM
 from forerun.async_llm import AsyncLLM
-from forerun.params import EngineConfig
 from forerun.server.app import create_app
 from forerun.server.backend import Backend
+from forerun.server.engine_process.backend import ProcessBackend
+from forerun.server.engine_process.loader import LOAD_LLM, Loader
+from forerun.server.engine_process.start import EngineProcess
+from forerun.server.local_backend import LocalBackend
 from forerun.server.run import uvicorn_options
 from forerun.server.settings import ServerSettings
+
+MODEL = {
+    "model": "smollm2",
+    "engine": {
+        "max_batch": 4,
+        "max_length": 1024,
+        "kv_slots": 1 << 16,
+    },  # by memory, two engines would differ
+    "drafting": {},
+}
+Started = tuple[uvicorn.Server, threading.Thread, str]
 
 
 @dataclass
 class Running:
-    """A server and what it serves."""
+    """A server, the same model here, and questions to the engine that serves."""
 
     url: str
     llm: LLM
-    app: object = None
+
+    def stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{self.url}/stats").json()
+        return found
+
+    def metric(self, name: str) -> float:
+        """One that has no labels beside the model's name."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"forerun:{name}{{"))
 
 
-def start(llm: LLM, settings: ServerSettings) -> tuple[uvicorn.Server, threading.Thread, str]:
+def children_of(process: int) -> list[int]:
+    """The engines' processes that a process has started; those that have ended are left out."""
+    words = ["ps", "-o", "pid=,args=", "--ppid", str(process)]
+    lines = subprocess.run(words, capture_output=True, text=True, check=False).stdout.splitlines()
+    return [int(line.split()[0]) for line in lines if "forerun.server.engine_process" in line]
+
+
+def is_there(process: int) -> bool:
+    """Does it run? One that has ended and waits to be reaped does not."""
+    found = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip()[:1] not in ("", "Z")
+
+
+def start(llm: LLM, settings: ServerSettings) -> Started:
+    """A server whose engine is a thread of this process."""
+    return start_with(lambda: LocalBackend(AsyncLLM(llm)), settings)
+
+
+def start_process(loader: Loader, settings: ServerSettings) -> Started:
+    """A server whose engine is a process of its own."""
+
+    def backend() -> Backend:
+        engine = EngineProcess(loader)
+        facts = engine.wait_until_ready()
+        return ProcessBackend(engine, facts, facts.tokenizer.tokenizer())
+
+    return start_with(backend, settings)
+
+
+def start_with(make: Callable[[], Backend], settings: ServerSettings) -> Started:
     config = uvicorn.Config(
-        lambda: create_app(Backend(AsyncLLM(llm)), settings),
+        lambda: create_app(make(), settings),
         factory=True,
         host="127.0.0.1",
         port=0,
@@ -54,12 +109,14 @@ def start(llm: LLM, settings: ServerSettings) -> tuple[uvicorn.Server, threading
 
 @pytest.fixture(scope="session")
 def llm() -> LLM:
-    return LLM.load("smollm2", config=EngineConfig(max_batch=4, max_length=1024))
+    return Loader(LOAD_LLM, MODEL)()
 
 
 @pytest.fixture(scope="session")
 def served(llm: LLM) -> Iterator[Running]:
-    server, thread, url = start(llm, ServerSettings(("smollm2", "alias"), max_queue=8, max_body=200_000))
+    """As `forerun serve` does by default."""
+    settings = ServerSettings(("smollm2", "alias"), max_queue=8, max_body=200_000)
+    server, thread, url = start_process(Loader(LOAD_LLM, MODEL), settings)
     yield Running(url, llm)
     server.should_exit = True
     thread.join(10)

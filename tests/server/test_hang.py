@@ -1,4 +1,7 @@
-"""An engine that hangs: its requests end with an error, `/health` says so, and where asked the process starts anew."""
+"""An engine that hangs: its requests end with an error, `/health` says so, and where asked it starts anew.
+
+On a thread of the server it can only be left behind, and the whole process is replaced; a process of its own is killed.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,24 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 import httpx
+import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.async_llm import AsyncLLM
-from forerun.server.backend import Backend
+from forerun.server.local_backend import LocalBackend
 from forerun.types import Request
 from tests.readme.pages import ROOT
+from tests.server.conftest import children_of, is_there
 from tests.server.test_robust import stream
 
 
 @contextmanager
-def hanging(how: str) -> Iterator[tuple[subprocess.Popen[str], IO[str], str]]:
-    command = [sys.executable, "-m", "tests.server.hanging_server", how]
+def hanging(front: str, how: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str], str]]:
+    command = [sys.executable, "-m", "tests.server.hanging_server", front, how, str(folder / "hung")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stderr is not None
         try:
@@ -39,8 +45,11 @@ def started(said: IO[str], which: str) -> str:
     return line.split()[2]
 
 
-def test_requests_end_with_an_error_and_sigterm_still_ends_it() -> None:
-    with hanging("stays") as (process, said, url):
+@pytest.mark.parametrize("front", ["thread", "process"])
+def test_requests_end_with_an_error_and_sigterm_still_ends_it(front: str, tmp_path: Path) -> None:
+    with hanging(front, "stays", tmp_path) as (process, said, url):
+        engines = children_of(process.pid)
+        assert len(engines) == (front == "process")
         assert httpx.get(f"{url}/health").status_code == 200
         text, reason, error = stream(url, "Once", max_tokens=100)
         assert text
@@ -52,10 +61,11 @@ def test_requests_end_with_an_error_and_sigterm_still_ends_it() -> None:
         assert httpx.get(f"{url}/ready").status_code == 503
         again = stream(url, "Once", max_tokens=100)[2]
         assert again is not None, "nobody waits for an engine that hangs"
+        assert not any(map(is_there, engines)), "it was killed"
         process.send_signal(signal.SIGTERM)
         rest = said.read()  # until it has ended
         assert process.wait(20) == 0
-        assert "left behind" in rest
+        assert ("left behind" in rest) == (front == "thread")
 
 
 def healthy(client: httpx.Client) -> bool:
@@ -65,15 +75,21 @@ def healthy(client: httpx.Client) -> bool:
         return False
 
 
-def test_it_starts_anew_on_the_same_socket(llm: LLM) -> None:
-    with hanging("restart") as (process, said, url):
+@pytest.mark.parametrize("front", ["thread", "process"])
+def test_it_starts_anew_on_the_same_socket(front: str, llm: LLM, tmp_path: Path) -> None:
+    with hanging(front, "restart", tmp_path) as (process, said, url):
+        engines = children_of(process.pid)
         assert stream(url, "Once", max_tokens=100)[2] is not None
         with httpx.Client(base_url=url, timeout=60) as client:
             deadline = time.monotonic() + 60
             while not healthy(client):  # a client that comes meanwhile waits
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
-        assert started(said, f"in {process.pid}, first: False") == url
+        if front == "thread":
+            assert started(said, f"in {process.pid}, first: False") == url
+        else:
+            assert not any(map(is_there, engines))
+            assert len(children_of(process.pid)) == 1, "a new one"
         wanted = llm.generate("Once", SamplingParams(max_tokens=20, ignore_eos=True)).text
         assert stream(url, "Once", max_tokens=20) == (wanted, "length", None)
         process.send_signal(signal.SIGTERM)
@@ -85,7 +101,7 @@ def test_an_engine_without_work_does_not_hang(llm: LLM) -> None:
 
     async def look() -> list[bool]:
         served = AsyncLLM(llm)
-        backend = Backend(served)
+        backend = LocalBackend(served)
         try:
             found = [backend.looks_hung(0.05)]
             await asyncio.sleep(0.2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import httpx
+
 from forerun.bench.serve.host_time import host_figures, read_host
 from forerun.bench.serve.stream_client import Endpoint
 from forerun.cli.serve_emulated import load, parse, texts_of
@@ -11,7 +13,8 @@ from tests.server.conftest import Running
 def test_a_server_tells_what_its_threads_spent(served: Running) -> None:
     endpoint = Endpoint(served.url, "smollm2")
     before = read_host(endpoint)
-    served.llm.generate("Once", max_tokens=4, ignore_eos=True)
+    body = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True}
+    assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).status_code == 200
     assert host_figures(before, read_host(endpoint)).keys() >= {
         "engine_us_per_token",
         "front_us_per_token",

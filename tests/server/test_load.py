@@ -68,7 +68,8 @@ from forerun.control import cost
 from forerun.models.inflate import PRESETS, Shape
 cost.QUICK = 1, 4  # it is not the time of passes that counts here
 PRESETS["little"] = Shape(640, 31, 9, 3, 64, 1600)
-sys.exit(inflated.main(["--shape", "little", "--device", "cpu", "--max-num-seqs", "2", "--port", "0"]))
+words = "--shape little --device cpu --max-num-seqs 2 --port 0 --front thread"  # the shape is known in this process
+sys.exit(inflated.main(words.split()))
 """
 
 

@@ -129,7 +129,7 @@ def test_texts_that_nobody_waits_for_are_counted_as_such(http: httpx.Client, ser
             "POST", "/v1/completions", json={**ASKED, "max_tokens": 900, "stream": True}
         ) as answer:
             written = json.loads(next(answer.iter_lines()).removeprefix("data: "))
-        while served.llm.engine.busy or http.get("/stats").json()["running"]:
+        while served.stats()["running"] or served.stats()["waiting"]:
             pass
     assert written["choices"][0]["text"]
     assert change.of('request_success_total finished_reason="aborted"') == 1

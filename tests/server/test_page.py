@@ -94,7 +94,7 @@ def test_pointing_at_a_token_tells_where_it_came_from(page: Chromium) -> None:
 
 def test_figures_are_live(page: Chromium, served: Running) -> None:
     page.ask("document.getElementById('tokens').value = 200")
-    before = served.llm.engine.stats.tokens
+    before = served.stats()["tokens"]
     page.type("one two three four one two three four one two three four, and so on without an end")
     page.press("Enter")
     page.until("document.querySelector('#plot-batch').getAttribute('aria-label').includes('most 1')")
@@ -111,7 +111,7 @@ def test_figures_are_live(page: Chromium, served: Running) -> None:
             f"document.querySelector('#plot-{name} polyline').getAttribute('points')"
         )
     assert page.ask("document.querySelectorAll('#plot-position rect').length") == len(
-        served.llm.engine.stats.reached
+        served.stats()["accepted_per_position"]
     )
     assert re.search(r"\d+ (plain|chain)", page.ask("document.getElementById('now').textContent"))
     keep(page, "figures")

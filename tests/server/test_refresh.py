@@ -21,8 +21,8 @@ from forerun.completion import Completion
 from forerun.errors import ForerunError, InvalidInput
 from forerun.heads import BOX
 from forerun.heads.versions import HeadVersions
-from forerun.server.backend import Backend
 from forerun.server.head_watch import HeadWatch
+from forerun.server.local_backend import LocalBackend
 from forerun.server.record import Recorder
 from forerun.server.settings import ServerSettings
 from tests.server.conftest import start
@@ -87,7 +87,7 @@ def test_a_full_file_or_a_bad_folder(tmp_path: Path, drafting: LLM, caplog: pyte
         Recorder(tmp_path / "file")
 
 
-async def write(backend: Backend, watch: HeadWatch, tokens: int = 24) -> Completion:
+async def write(backend: LocalBackend, watch: HeadWatch, tokens: int = 24) -> Completion:
     started = perf_counter()
     text: Completion | None = None
     async for item in backend.stream(_ids(backend), max_tokens=tokens, temperature=0, ignore_eos=True):
@@ -98,7 +98,7 @@ async def write(backend: Backend, watch: HeadWatch, tokens: int = 24) -> Complet
     return text
 
 
-def _ids(backend: Backend) -> tuple[int, ...]:
+def _ids(backend: LocalBackend) -> tuple[int, ...]:
     return tuple(backend.tokenizer.chat_ids([{"role": "user", "content": PROMPT}]))
 
 
@@ -107,7 +107,7 @@ def test_a_head_that_drafts_worse_is_taken_out_again(
 ) -> None:
     async def run() -> None:
         async with AsyncLLM(drafting) as llm:
-            backend = Backend(llm)
+            backend = LocalBackend(llm)
             watch = HeadWatch(heads.folder, backend.drafter, backend.swap_head, enough=12)
             before = [await write(backend, watch) for _ in range(2)]
             heads.publish("v0003")
@@ -139,7 +139,7 @@ def test_a_text_under_way_keeps_its_head(drafting: LLM, heads: HeadVersions) -> 
 
     async def run() -> None:
         async with AsyncLLM(drafting) as llm:
-            backend = Backend(llm)
+            backend = LocalBackend(llm)
             ids, options = _ids(backend), {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
             await backend.swap_head(heads.folder / "v0001")
             alone = [item async for item in backend.stream(ids, **options)][-1]

@@ -29,12 +29,13 @@ from typing import Any
 from forerun import registry
 from forerun.bench.suites import Item, load_suite
 from forerun.call_options import make_request
-from forerun.control.fixed import ALWAYS, FixedController
+from forerun.control.fixed import FixedController
 from forerun.engine.driver import Waiter
 from forerun.engine.sequence import SequenceState
 from forerun.errors import ForerunError
 from forerun.heads import open_head
 from forerun.llm import LLM
+from forerun.messages import ALWAYS
 from forerun.models.load import checkpoint as loading
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.types import Budget, Request

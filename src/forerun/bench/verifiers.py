@@ -20,8 +20,8 @@ from time import process_time
 from typing import Any
 
 from forerun.bench.suites import Item, load_suite
-from forerun.control.fixed import budget_of
 from forerun.llm import LLM, Completion
+from forerun.messages import budget_of
 from forerun.params import EngineConfig, SamplingParams
 from forerun.types import Budget, Event
 

@@ -5,7 +5,6 @@ An unknown name is reported before torch is imported, which takes a second or tw
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
+
+from forerun.models.load.collector import without_collector
 
 if TYPE_CHECKING:
     from forerun.cli.flags import Settings
@@ -94,21 +95,3 @@ def progress_shown(show: Callable[[str], None]) -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagates
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Turn off garbage collection while libraries and a model are loaded: start-up is a tenth faster.
-
-    What was loaded stays until the process ends, so later collections leave it out: walking its 180,000 objects would
-    stop all texts for a tenth of a second now and then.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-        if was_on:
-            gc.freeze()
-    finally:
-        if was_on:
-            gc.enable()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli import loading
 from forerun.cli.flags import TraceFile
 from forerun.errors import InvalidInput
 from forerun.heads.versions import HeadVersions
-from forerun.server.settings import LOOPBACK, ServerSettings, read_keys
+from forerun.server.engine_process.loader import LOAD_LLM, Loader
+from forerun.server.settings import LOG_FORMAT, LOOPBACK, Front, ServerSettings, read_keys
+
+if TYPE_CHECKING:
+    from forerun.server.backend import Backend
 
 ClientSeconds = Annotated[
     float, typer.Option(help="Seconds to send a request, or to read nothing of an answer.")
@@ -28,6 +31,9 @@ LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Write prompts a
 Keys = Annotated[list[str] | None, typer.Option(help="A key that clients must send; repeatable.")]
 Memory = Annotated[
     str | None, typer.Option(help="Memory of the KV cache: 8GB, or a share of what is free as 50%.")
+]
+FrontFlag = Annotated[
+    Front, typer.Option(help="Answer HTTP beside a process that has the engine, or on a thread of it.")
 ]
 Record = Annotated[
     Path | None, typer.Option(help='Keep texts of requests that say "record": true there, for training.')
@@ -74,6 +80,7 @@ def serve(
     client_seconds: ClientSeconds = 60.0,
     hang_seconds: HangSeconds = 120.0,
     restart: Restart = False,
+    front: FrontFlag = "process",
     trace: TraceFile = None,
     log_prompts: LogPrompts = False,
     share_prefixes: SharePrefixes = False,
@@ -98,7 +105,7 @@ def serve(
     drafting = {"drafter": drafter, "draft_model": _head_of(heads, draft_model),
                 "speculative_config": _parse(speculative_config)}  # fmt: skip
     if replicas == 1 and (max_replicas or 1) == 1 and write_config is None:
-        _load_and_run(model, settings, engine, drafting, trace)
+        _load_and_run({"model": model, "engine": engine, "drafting": drafting}, settings, front, trace)
         return
     if trace is not None:
         raise InvalidInput("--trace writes the rounds of one engine; leave it out with several replicas")
@@ -108,25 +115,21 @@ def serve(
     serve_replicas(model, settings, {**engine, **drafting}, many, api_key_file, write_config)
 
 
-def _load_and_run(
-    model: str, settings: ServerSettings, engine: dict[str, Any], drafting: dict[str, Any], trace: Path | None
-) -> None:
+def _load_and_run(given: dict[str, Any], settings: ServerSettings, front: Front, trace: Path | None) -> None:
     """Take the port, load the model, answer."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    from forerun.server.run import address_of, bind, import_application
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    from forerun.server.run import address_of, bind
     from forerun.server.run import serve as run
 
     listener = bind(settings)
-    with loading.without_collector():
-        from forerun.llm import LLM
-        from forerun.params import EngineConfig
 
-        llm = LLM.load(model, config=EngineConfig.from_dict(engine), **drafting)
-        import_application()
-    where = f"{address_of(listener)} (API below /v1, drafter: {llm.engine.default_drafter})"
-    said = f"serving {settings.model_names[0]} at {where}; Ctrl-C ends it"
-    with loading.traced(llm, trace):
-        run(llm, settings, listener, lambda: typer.echo(said, err=True))
+    def announce(backend: Backend) -> None:
+        where = f"{address_of(listener)} (API below /v1, drafter: {backend.drafter})"
+        typer.echo(f"serving {settings.model_names[0]} at {where}; Ctrl-C ends it", err=True)
+
+    heads = None if settings.heads is None else str(settings.heads)
+    loader = Loader(LOAD_LLM, {**given, "heads": heads})
+    run(loader, settings, listener, announce, front=front, trace=trace)
 
 
 def _head_of(heads: Path | None, draft_model: str | None) -> str | None:

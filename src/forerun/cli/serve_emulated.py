@@ -11,13 +11,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from forerun.bench.host import H200, HEAD, Text, make
 from forerun.bench.suites import load_suite
-from forerun.cli.serve_inflated import serve_for_bench
+from forerun.cli.serve_inflated import add_server_flags, serve_for_bench
 from forerun.llm import LLM
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.models.load.tokenizer import Tokenizer
+from forerun.server.engine_process.loader import Loader
 
 LONGEST = 256  # tokens of an answer
 
@@ -27,7 +29,8 @@ def main(words: Sequence[str] | None = None) -> int:
     flags = parse(words)
     if flags.pure:
         sys.modules["httptools"] = None  # type: ignore[assignment]  # importing it fails from now on
-    return serve_for_bench(flags.model, flags.port, lambda: load(flags))
+    loader = Loader("forerun.cli.serve_emulated:load_by_name", vars(flags))
+    return serve_for_bench(f"{flags.model}-emulated", flags, loader)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,8 +41,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-num-seqs", type=int, default=64)
     add("--at-once", action="store_true", help="passes take no time")
     add("--pure", action="store_true", help="without httptools")
-    add("--port", type=int, default=8000)
+    add_server_flags(parser)
     return parser.parse_args(words)
+
+
+def load_by_name(**flags: Any) -> LLM:
+    """The same from plain values, for the engine's process."""
+    return load(argparse.Namespace(**flags))
 
 
 def load(flags: argparse.Namespace) -> LLM:

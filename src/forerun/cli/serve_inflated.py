@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, get_args
 
 import torch
 
 from forerun.bench.gpu.inflated import load_inflated
 from forerun.build import make_engine
-from forerun.cli.loading import without_collector
 from forerun.drafters.eagle.inflate_head import inflate_head_folder
 from forerun.errors import ForerunError, InvalidInput
 from forerun.heads import find_head
@@ -25,8 +25,10 @@ from forerun.llm import LLM
 from forerun.models.inflate import PRESETS, find_shape
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import EngineConfig, SpeculativeConfig
-from forerun.server.run import address_of, bind, import_application, serve
-from forerun.server.settings import ServerSettings
+from forerun.server.backend import Backend
+from forerun.server.engine_process.loader import Loader
+from forerun.server.run import address_of, bind, serve
+from forerun.server.settings import Front, ServerSettings
 
 PLACE_SLOTS = 1024  # of the KV cache for each sequence: prompt, answer and a tree
 
@@ -35,19 +37,21 @@ def main(words: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM."""
     flags = parse(words)
     with TemporaryDirectory() as folder:
-        return serve_for_bench(flags.model, flags.port, lambda: load(flags, Path(folder)))
+        loader = Loader("forerun.cli.serve_inflated:load_by_name", {**vars(flags), "folder": folder})
+        return serve_for_bench(f"{flags.model}-at-{flags.shape}", flags, loader)
 
 
-def serve_for_bench(model: str, port: int, load: Callable[[], LLM]) -> int:
-    """Serve what `load` makes until SIGTERM, as the load test expects it: said on stderr, errors in one line."""
+def serve_for_bench(name: str, flags: argparse.Namespace, loader: Loader) -> int:
+    """Serve what is loaded until SIGTERM, as the load test expects it: said on stderr, errors in one line."""
     try:
-        settings = ServerSettings((model,), port=port, max_queue=1024)
+        settings = ServerSettings((flags.model,), port=flags.port, max_queue=1024)
         listener = bind(settings)
-        with without_collector():
-            llm = load()
-            import_application()
-        said = f"serving {llm.name} at {address_of(listener)} (drafter: {llm.engine.default_drafter})"
-        serve(llm, settings, listener, lambda: print(said, file=sys.stderr, flush=True))
+
+        def announce(backend: Backend) -> None:
+            said = f"serving {name} at {address_of(listener)} (drafter: {backend.drafter})"
+            print(said, file=sys.stderr, flush=True)
+
+        serve(loader, settings, listener, announce, front=flags.front)
     except ForerunError as error:
         print(f"bench serve: {error}", file=sys.stderr)
         return 2
@@ -64,8 +68,20 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--drafter", help="default: the best for the head that comes with the package")
     add("--max-num-seqs", type=int, default=64)
     add("--max-model-len", type=int, default=4096)
-    add("--port", type=int, default=8000)
+    add_server_flags(parser)
     return parser.parse_args(words)
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """What servers for benchmarks have in common."""
+    parser.add_argument("--port", type=int, default=8000)
+    says = "answer HTTP beside the engine's process, or on a thread of it"
+    parser.add_argument("--front", default="process", choices=get_args(Front), help=says)
+
+
+def load_by_name(folder: str, **flags: Any) -> LLM:
+    """The same from plain values, for the engine's process."""
+    return load(argparse.Namespace(**flags), Path(folder))
 
 
 def load(flags: argparse.Namespace, folder: Path) -> LLM:

@@ -23,9 +23,9 @@ from forerun.cluster.replica import Begun, Ended
 from forerun.cluster.resume import Replay, StreamLost, can_resume, with_seed
 from forerun.completion import Completion
 from forerun.errors import ForerunError, UnsupportedModel
+from forerun.messages import Event
 from forerun.models.load.tokenizer import Tokenizer
-from forerun.server.backend import Backend, Load
-from forerun.types import Event
+from forerun.server.backend import Backend, Load, Restarted
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 4
@@ -97,12 +97,15 @@ class ClusterBackend(Backend):
     def give_up(self) -> None:
         """Nothing: it never looks hung."""
 
-    async def restart(self) -> bool:
-        return False
+    async def restart(self) -> Restarted:
+        return "no"
 
     async def close(self) -> None:
         """Look no more; the replicas are Ray Serve's."""
         self._looking.cancel()
+
+    async def refresh(self) -> None:
+        """Nothing: all replicas are asked every second."""
 
     async def stream(self, prompt: tuple[int, ...], **options: Any) -> AsyncGenerator[Event | Completion]:
         """One text as it grows, from as many replicas as it takes."""

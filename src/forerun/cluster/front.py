@@ -11,7 +11,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forerun.cluster.backend import ClusterBackend, session_of_request
-from forerun.cluster.grammar import SentGrammars
 from forerun.cluster.loads import ReplicaGauges
 from forerun.cluster.settings import ClusterSettings
 from forerun.models.load.checkpoint import open_checkpoint
@@ -37,7 +36,6 @@ def front_app(backend: ClusterBackend, settings: ClusterSettings) -> FastAPI:
     """The server's application, and what only a cluster has: replicas, sessions."""
     app = create_app(backend, settings.server_settings())
     service = app.state.service
-    service.grammars = SentGrammars(backend.tokenizer, backend.vocab_size)
     service.metrics.registry.register(ReplicaGauges(backend.loads))
 
     @app.get("/replicas")

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun import registry
-from forerun.cluster.grammar import with_local_grammars
 from forerun.cluster.loads import Report
 from forerun.cluster.settings import ClusterSettings
 from forerun.completion import Completion
 from forerun.errors import ForerunError, InvalidInput
-from forerun.server.backend import Backend
-from forerun.server.grammar import Grammars
+from forerun.server.local_backend import LocalBackend
 from forerun.types import Event
 
 
@@ -49,8 +47,7 @@ class Replica:
 
         self._settings = ClusterSettings.from_dict(args)
         llm = LLM.load(self._settings.model, **self._settings.load)
-        self._llm, self._backend = llm, Backend(AsyncLLM(llm, max_requests=1 << 16))
-        self._grammars = Grammars(llm.tokenizer, self._backend.vocab_size)
+        self._llm, self._backend = llm, LocalBackend(AsyncLLM(llm, max_requests=1 << 16))
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._node = str(ray.get_runtime_context().get_node_id())
         self._drafter: str | None = None
@@ -75,7 +72,7 @@ class Replica:
     ) -> AsyncGenerator[Item]:
         """One text as it grows; a caller that leaves ends it. What is wrong with the request comes as an item."""
         yield Begun(self._name)
-        given = with_local_grammars(options, self._grammars)
+        given = dict(options)
         if self._drafter is not None:
             given.setdefault("drafter", self._drafter)
         try:

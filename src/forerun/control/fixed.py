@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.control.base import ControlParts
-from forerun.types import Budget, Round, Seq
+from forerun.messages import ALWAYS as ALWAYS
+from forerun.messages import Budget
+from forerun.messages import budget_of as budget_of
+from forerun.types import Round, Seq
 
 NODES = 8  # drafted every round, where no number was set
-ALWAYS = 1 << 30  # rounds under one plan
-
-
-def budget_of(nodes: int, width: int) -> Budget:
-    """A budget of so many nodes: one chain, or `width` of them side by side."""
-    return Budget(nodes, depth=max(1, nodes // width) if nodes else 0, width=width, repeats=ALWAYS)
 
 
 class FixedController:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from forerun.checks import shown
-from forerun.completion import Completion, completion_of
+from forerun.completion import Completion, ended_of
 from forerun.dropin.hooks import Hook, tokens_until_stop
 from forerun.engine.detokenize import Decodes
 from forerun.engine.driver import Driver, Handle
@@ -80,7 +80,7 @@ class _Text:
         return fresh
 
     def completion(self, seq: SequenceState, engine: Engine, tokenizer: Decodes | None) -> Completion:
-        done = completion_of(seq, engine.verifiers.get(seq.verifier).exact)
+        done = ended_of(seq, engine.verifiers.get(seq.verifier).exact).completion()
         text = "" if tokenizer is None else tokenizer.decode(self.written)
         ended = "stop" if self.stopped else done.finish_reason
         return replace(done, text=text, token_ids=self.written, finish_reason=ended)

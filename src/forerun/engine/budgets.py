@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from forerun.control.fixed import ALWAYS
 from forerun.engine.sequence import SequenceState
+from forerun.messages import ALWAYS
 from forerun.types import Budget
 
 

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from forerun.engine.round_clock import PARTS, RoundClock, Seconds
 from forerun.engine.trace import Trace
-from forerun.types import Round, Scores
+
+if TYPE_CHECKING:
+    from forerun.types import Round, Scores
 
 Form = Literal["plain", "chain", "tree"]
 

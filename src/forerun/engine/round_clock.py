@@ -12,8 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
+from typing import TYPE_CHECKING
 
-from forerun.types import Scores, TreeBatch
+if TYPE_CHECKING:
+    from forerun.types import Scores, TreeBatch
+
 
 PARTS = ("prompt", "draft", "pass", "verdict", "host")
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from forerun.engine.round_clock import PARTS
 from forerun.errors import InvalidInput
-from forerun.types import Round
+
+if TYPE_CHECKING:
+    from forerun.types import Round
 
 TRACKS = {"rounds": 1, **{part: 2 + i for i, part in enumerate(PARTS)}}
 

@@ -11,8 +11,8 @@ from statistics import fmean
 from forerun.bench.batches.sweep import PLAIN, Call, Setup, Sweep, Text
 from forerun.bench.machine import is_busy, load_average, machine_facts
 from forerun.bench.suites import load_suite
-from forerun.control.fixed import budget_of
 from forerun.llm import LLM
+from forerun.messages import budget_of
 from forerun.params import SamplingParams
 from forerun.plan.contention import Contention
 from forerun.plan.profile import Point, Profile, points_of

@@ -9,13 +9,13 @@ from time import perf_counter, time
 from typing import Any, Literal
 
 from forerun.completion import Completion
+from forerun.messages import Branch, Event, TokenLogprob
 from forerun.server.generation import speculation_of, usage_of
 from forerun.server.logprobs import Spells, for_chat, for_completion
 from forerun.server.schemas import Generation
 from forerun.server.sse import TextLine, as_line
 from forerun.server.tools import ToolCall
 from forerun.server.tracing import RequestSpan
-from forerun.types import Branch, Event, TokenLogprob
 
 Kind = Literal["chat.completion", "text_completion"]
 Found = tuple[str | None, list[ToolCall]]  # the text of an answer, and the calls that were in it

@@ -73,13 +73,15 @@ async def _watch(service: Service) -> None:
     backend, settings = service.backend, service.settings
     while True:
         await asyncio.sleep(POLL)
+        await backend.refresh()
         if backend.looks_hung(settings.hang_seconds):
             log.error("there was work, and no round for %g s: its requests are ended", settings.hang_seconds)
             backend.give_up()
         if settings.restart and backend.failure is not None:
-            if await backend.restart():
+            restarted = await backend.restart()
+            if restarted == "yes":
                 log.warning("the engine had ended and was started again")
-            elif not service.active:  # who waited has been told
+            elif restarted == "needs a new program" and not service.active:  # who waited has been told
                 service.must_replace = True
         if settings.restart and backend.lost_process is not None and not service.active:
             service.must_replace = True
@@ -126,10 +128,12 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
+        await service.backend.refresh()
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
+        await service.backend.refresh()
         return service.stats()
 
     @app.get("/", include_in_schema=False)

@@ -1,29 +1,30 @@
-"""The model behind a server: texts as they grow, how busy its engine is, and whether it still works."""
+"""The model behind a server, wherever its engine runs: texts as they grow, how busy it is, whether it still works.
+
+`local_backend` has the engine in this process, `engine_process` in one of its own, `forerun.cluster` in many.
+No torch here.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from time import monotonic, process_time, thread_time
-from typing import Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Literal
 
 from forerun import registry
-from forerun.async_llm import AsyncLLM
 from forerun.completion import Completion
-from forerun.engine.head_swap import HeadSwap
 from forerun.engine.metrics import Form
-from forerun.engine.progress import prompt_progress
 from forerun.errors import ForerunError
 from forerun.heads import heads_in_the_box
-from forerun.models.base import ServedByProcesses
-from forerun.models.load.tokenizer import Tokenizer
-from forerun.types import Event
+from forerun.messages import Event
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from forerun.models.load.tokenizer import Tokenizer
+
+Restarted = Literal["yes", "no", "needs a new program"]  # no = it will be asked again
 CLOSING = 2.0  # seconds that a round may still take when its engine is to end
 
 
@@ -60,35 +61,62 @@ class Load:
 class EngineHangs(ForerunError):
     """There was work, and the engine made no progress."""
 
+    def __init__(self) -> None:
+        super().__init__("the engine makes no progress; the request was given up")
 
-class Backend:
-    """An AsyncLLM, with what a server wants to know of it."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm, self._engine = llm, llm.llm.engine
-        self.tokenizer: Tokenizer = llm.llm.tokenizer
+class EngineError(Exception):
+    """An error that nobody foresaw, in an engine of another process: its kind and its message."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def kind_of(error: BaseException) -> str:
+    """The name of an error's class, wherever it was raised."""
+    return error.kind if isinstance(error, EngineError) else type(error).__name__
+
+
+class ProgressWatch:
+    """Sees whether an engine that has work gets on with it."""
+
+    def __init__(self) -> None:
         self._seen, self._since, self._had_work = (-1, 0), monotonic(), False
 
-    @property
-    def vocab_size(self) -> int:
-        return self._engine.target.vocab_size
+    def stands_still(self, progress: tuple[int, int], has_work: bool, patience: float) -> bool:
+        """Was there work, and the same progress, for so many seconds? To be told often."""
+        if progress != self._seen or not (has_work and self._had_work):
+            self._seen, self._since = progress, monotonic()
+        self._had_work = has_work
+        return monotonic() - self._since > patience
+
+
+class Backend(ABC):
+    """A model that writes texts. Made inside the event loop that uses it."""
+
+    tokenizer: Tokenizer
 
     @property
-    def max_length(self) -> int:
-        return self._engine.max_length
+    @abstractmethod
+    def vocab_size(self) -> int: ...
 
     @property
+    @abstractmethod
+    def max_length(self) -> int: ...
+
+    @property
+    @abstractmethod
     def has_encoder(self) -> bool:
         """Is a prompt what an encoder reads? Then it takes no room in the context of the text."""
-        return self._engine.target.source_rules is not None
 
     @property
-    def max_batch(self) -> int:
-        return self._engine.max_batch
+    @abstractmethod
+    def max_batch(self) -> int: ...
 
     @property
-    def drafter(self) -> str:
-        return self._engine.default_drafter
+    @abstractmethod
+    def drafter(self) -> str: ...
 
     @cached_property
     def drafters(self) -> list[str]:
@@ -97,73 +125,60 @@ class Backend:
         heads = [head.drafter for head in heads_in_the_box() if head.vocab_size in (None, self.vocab_size)]
         return list(dict.fromkeys([self.drafter, *heads, *plain]))
 
+    @abstractmethod
     def stream(self, prompt: tuple[int, ...], **options: Any) -> AsyncGenerator[Event | Completion]:
-        return self._llm.stream(prompt, **options)
+        """An Event per round as the text grows, then its Completion; leaving it early aborts it.
 
-    def load(self) -> Load:
-        engine = self._engine
-        stats = engine.stats
-        return Load(
-            len(engine.running) + len(engine.reading), len(engine.waiting), engine.target.used_slots,
-            engine.target.cached_slots, engine.target.slots, stats.read, stats.reused, stats.preemptions,
-            stats.rounds, stats.tokens, stats.drafted, stats.accepted, dict(stats.forms), list(stats.reached),
-            list(stats.kept), dict(stats.seconds),
-        )  # fmt: skip
+        Without `every_round` only the event of the first round comes before the Completion, at the least.
+        """
 
+    @abstractmethod
+    async def refresh(self) -> None:
+        """Have `load`, `cpu_seconds` and what is known of its health be as of now, as far as it answers."""
+
+    @abstractmethod
+    def load(self) -> Load: ...
+
+    @abstractmethod
     def cpu_seconds(self) -> dict[str, float]:
         """CPU time so far, by thread; asked by the front's."""
-        engine, front = self._llm.cpu_seconds, thread_time()
-        return {"engine": engine, "front": front, "others": max(0.0, process_time() - engine - front)}
 
     @property
+    @abstractmethod
     def failure(self) -> BaseException | None:
-        return self._llm.failure
+        """What ended the engine; None while it runs."""
 
     @property
+    @abstractmethod
     def problem(self) -> str | None:
         """Why the engine cannot answer; None while it can."""
-        failure = self._llm.failure
-        if failure is None:
-            return self.lost_process
-        said = str(failure) if isinstance(failure, EngineHangs) else type(failure).__name__
-        return f"the engine ended: {said}"
 
     @property
+    @abstractmethod
     def lost_process(self) -> str | None:
         """Which of the processes that the model is split over has ended; None where all run, or there is but one."""
-        target = self._engine.target
-        return target.problem if isinstance(target, ServedByProcesses) else None
 
+    @abstractmethod
     def looks_hung(self, patience: float) -> bool:
         """Was there work, and neither a round nor a prompt that was read on, for so many seconds? Asked often."""
-        now, has_work = (self._engine.stats.rounds, prompt_progress(self._engine)[0]), self._engine.busy
-        if now != self._seen or not (has_work and self._had_work) or self.failure is not None:
-            self._seen, self._since = now, monotonic()
-        self._had_work = has_work
-        return monotonic() - self._since > patience
 
+    @abstractmethod
     def give_up(self) -> None:
-        """Whoever waits gets an error, and nobody else is served: the engine's thread cannot be ended from outside."""
-        self._llm.fail(EngineHangs("the engine makes no progress; the request was given up"))
+        """Whoever waits gets an error, and nobody else is served."""
 
+    @abstractmethod
     async def swap_head(self, folder: Path) -> None:
         """Draft with the head in this folder from now on; raises, and changes nothing, where it cannot be used."""
-        order = HeadSwap(folder)
-        self._llm.llm.driver.post(order, at_once=False)
-        while not order.done.is_set():
-            await asyncio.sleep(0.005)
-        order.raise_error()
 
-    async def restart(self) -> bool:
-        """Start a new engine thread where the old one has ended; False where it has not, and hangs."""
-        if not await self._llm.close(CLOSING):
-            return False
-        for seq in [*self._engine.running, *self._engine.reading, *self._engine.waiting]:
-            self._engine.abort(seq.id)
-        self._llm = AsyncLLM(self._llm.llm, max_requests=self._llm.max_requests)
-        return True
+    @abstractmethod
+    async def restart(self) -> Restarted:
+        """Start a new engine in place of one that has ended."""
 
+    @abstractmethod
     async def close(self) -> None:
-        """End its thread; one that hangs is left behind."""
-        if not await self._llm.close(CLOSING):
-            log.error("the engine hangs: its thread is left behind")
+        """End the engine; whoever waits gets an error."""
+
+
+def why_ended(failure: BaseException) -> str:
+    """What `/health` says of an engine that has ended: of errors that nobody foresaw only their kind."""
+    return f"the engine ended: {failure if isinstance(failure, ForerunError) else kind_of(failure)}"

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from forerun.errors import ForerunError, InvalidInput, MissingDependency, PromptTooLong
+from forerun.server.backend import kind_of
 
 log = logging.getLogger(__name__)
 # parts of a place that name one of a field's types, not a field
@@ -85,7 +86,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request ran past the server's deadline", "server_error", code="timeout")
     log.error("a request failed", exc_info=error)
-    return ApiError(500, f"the server failed: {type(error).__name__}", "server_error", code="internal_error")
+    return ApiError(500, f"the server failed: {kind_of(error)}", "server_error", code="internal_error")
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.completion import Completion
 from forerun.errors import InvalidInput, PromptTooLong
-from forerun.noise import derived_seed
+from forerun.messages import Budget, Event
+from forerun.seeds import derived_seed
 from forerun.server.errors import ApiError
 from forerun.server.schemas import ChatRequest, CompletionRequest, Generation, Speculative, TreeBudget
-from forerun.types import Budget, Event
 
 if TYPE_CHECKING:
     from forerun.law_processor import LawProcessor

@@ -1,35 +1,44 @@
-"""`response_format` and tools that must be called: JSON schemas as a rule on the law, node by node, by llguidance.
+"""`response_format` and tools that must be called: JSON schemas, checked by llguidance. No torch here.
 
-The mask after a text is part of the law that the target's token is drawn from. So it is exact under speculation: a node
-is judged by the grammar along its own path, and a drafted token that the grammar rules out cannot be accepted.
+The server's front checks a schema and hands its text on, as `SchemaText`; the process that has the engine makes the
+rule on the law of it (`forerun.server.grammar_states`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from forerun.errors import InvalidInput, MissingDependency
-from forerun.server.schemas import FunctionSpec, ResponseFormat
-from forerun.verify.processors import AllowByState, Allowed
 
 if TYPE_CHECKING:
-    from forerun.law_processor import LawProcessor
+    from torch import Tensor
+
+    from forerun.law_processor import LawProcessor, Prefix
     from forerun.models.load.tokenizer import Tokenizer
+    from forerun.server.schemas import FunctionSpec, ResponseFormat
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaText:
+    """Stands for the processor that holds a text to a JSON schema, which the engine's side puts in its place."""
+
+    text: str
+
+    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
+        raise AssertionError("the engine's side puts the real processor here")
 
 
 class Grammars:
-    """Compiles response formats for one tokenizer."""
+    """Checks response formats for one tokenizer, and hands them on as texts."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._known: Any = None
-        self._compile = lru_cache(maxsize=64)(self._compiled)
+        self.matcher_of = lru_cache(maxsize=64)(self._new_matcher)  # by the text of a schema; never changed
 
     def processors_for(self, wanted: ResponseFormat | None) -> list[LawProcessor]:
         """What holds a text to the format asked for; nothing for plain text."""
@@ -56,9 +65,11 @@ class Grammars:
 
     def held_to(self, schema: Any) -> list[LawProcessor]:
         """What holds a text to a JSON schema; raises where the schema cannot be used."""
-        return [AllowByState(self._compile(json.dumps(schema, sort_keys=True)))]
+        text = json.dumps(schema, sort_keys=True)
+        self.matcher_of(text)
+        return [SchemaText(text)]
 
-    def _compiled(self, schema: str) -> _State:
+    def _new_matcher(self, schema: str) -> Any:
         guidance = _llguidance()
         if self._known is None:
             end = min(self._tokenizer.eos_ids)
@@ -72,31 +83,7 @@ class Grammars:
             problem = str(error) or "no reason given"
         if problem:
             raise InvalidInput(f"the JSON schema cannot be used: {problem.splitlines()[0][:200]}")
-        matcher = guidance.LLMatcher(self._known, grammar)
-        return _State(matcher, sorted(self._tokenizer.eos_ids))
-
-
-class _State:
-    """Implements forerun.verify.processors.State: a matcher after some text, never changed."""
-
-    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
-        self._matcher, self._ends = matcher, ends
-        self._allowed: Allowed = None
-
-    def allowed(self) -> Allowed:
-        if self._allowed is None:
-            if self._matcher.is_stopped():
-                self._allowed = list(self._ends)
-            else:
-                bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
-                self._allowed = torch.from_numpy(bits.copy())
-        return self._allowed
-
-    def after(self, token: int) -> _State:
-        copied = self._matcher.deep_copy()
-        if not copied.is_stopped():
-            copied.consume_token(token)
-        return _State(copied, self._ends)
+        return guidance.LLMatcher(self._known, grammar)
 
 
 def _llguidance() -> Any:

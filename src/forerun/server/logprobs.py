@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from forerun.types import TokenLogprob
+from forerun.messages import TokenLogprob
 
 LOWEST = -9999.0  # JSON has no -inf
 

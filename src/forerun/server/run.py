@@ -3,8 +3,9 @@
 After SIGTERM or Ctrl-C it still listens: `/ready` says no, new requests get status 503, and those that run have
 `drain_seconds` to end; what is left then ends with an error. A second signal ends everything at once.
 
-A pass that hangs cannot be ended from inside. Where `restart` is set the process then replaces itself by a new one with
-the same command line, which inherits the listening socket: clients that come meanwhile wait until the model is loaded.
+The engine has a process of its own (`forerun.server.engine_process`), or with `front="thread"` a thread of this one,
+where a pass that hangs cannot be ended. With `restart` the process then replaces itself by a new one with the same
+command line, which inherits the listening socket: clients that come meanwhile wait until the model is loaded.
 """
 
 from __future__ import annotations
@@ -16,15 +17,21 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import InvalidInput, MissingDependency
-from forerun.server.settings import LOOPBACK, ServerSettings
+from forerun.models.load.collector import without_collector
+from forerun.server.settings import LOOPBACK, Front, ServerSettings
 
 if TYPE_CHECKING:
-    from forerun.llm import LLM
+    from forerun.server.backend import Backend
+    from forerun.server.engine_process.loader import Loader
+
+    MakeBackend = Callable[[], Backend]
+    Answer = Callable[[MakeBackend], int | None]
 
 log = logging.getLogger(__name__)
 REPLACE = -1  # instead of a signal: the process is to start anew
@@ -55,18 +62,57 @@ def address_of(listener: socket.socket) -> str:
 
 
 def serve(
-    llm: LLM, settings: ServerSettings, listener: socket.socket, announce: Callable[[], object]
+    loader: Loader,
+    settings: ServerSettings,
+    listener: socket.socket,
+    announce: Callable[[Backend], object],
+    *,
+    front: Front = "process",
+    trace: Path | None = None,
 ) -> None:
-    """Answer requests until SIGTERM, or Ctrl-C, which is raised again; `announce` is called once it listens."""
+    """Load a model and answer requests until SIGTERM, or Ctrl-C, which is raised again.
+
+    `announce` is called once it listens; `trace` is a file that gets every round.
+    """
     if settings.host not in (LOOPBACK, "localhost", "::1") and not settings.api_keys:
         log.warning("listening on %s without an API key: everybody who reaches it may ask", settings.host)
-    spare = listener.dup()  # the server closes its own
-    with spare:
-        told = asyncio.run(_serve(llm, settings, listener, announce))
+    answer = _beside_a_process if front == "process" else _beside_a_thread
+    with listener.dup() as spare:  # the server closes its own
+        told = answer(loader, trace, lambda make: asyncio.run(_answer(make, settings, listener, announce)))
         if told == signal.SIGINT:
             raise KeyboardInterrupt
         if told == REPLACE:
             _replace(spare)
+
+
+def _beside_a_process(loader: Loader, trace: Path | None, answer: Answer) -> int | None:
+    """The engine in a process of its own, which loads its model while this one imports the web framework."""
+    from forerun.server.engine_process.start import EngineProcess
+
+    engine = EngineProcess(loader, trace)
+    try:
+        with without_collector():
+            import_application()
+            from forerun.server.engine_process.backend import ProcessBackend
+
+            facts = engine.wait_until_ready()
+            tokenizer = facts.tokenizer.tokenizer()
+        return answer(lambda: ProcessBackend(engine, facts, tokenizer))
+    finally:
+        engine.kill()
+
+
+def _beside_a_thread(loader: Loader, trace: Path | None, answer: Answer) -> int | None:
+    """The engine on a thread of this process."""
+    with without_collector():
+        llm = loader()
+        import_application()
+    from forerun.async_llm import AsyncLLM
+    from forerun.engine.metrics import traced
+    from forerun.server.local_backend import LocalBackend
+
+    with traced(llm.engine.stats, trace):
+        return answer(lambda: LocalBackend(AsyncLLM(llm, max_requests=1 << 16)))
 
 
 def _replace(listener: socket.socket) -> None:
@@ -82,24 +128,33 @@ def import_application() -> None:
     try:
         import uvicorn  # noqa: F401
 
-        import forerun.server.app
-        import forerun.server.backend  # noqa: F401
+        import forerun.server.app  # noqa: F401
     except ImportError as error:
         raise MissingDependency(f"serving needs {error.name}; pip install 'forerun[serve]'") from None
 
 
-async def _serve(
-    llm: LLM, settings: ServerSettings, listener: socket.socket, announce: Callable[[], object]
+async def _answer(
+    make_backend: MakeBackend,
+    settings: ServerSettings,
+    listener: socket.socket,
+    announce: Callable[[Backend], object],
 ) -> int | None:
     """Returns the signal that ended it, or REPLACE."""
-    import_application()
+    backend = make_backend()
+    try:
+        return await _answer_with(backend, settings, listener, lambda: announce(backend))
+    finally:
+        await backend.close()
+
+
+async def _answer_with(
+    backend: Backend, settings: ServerSettings, listener: socket.socket, announce: Callable[[], object]
+) -> int | None:
     import uvicorn
 
-    from forerun.async_llm import AsyncLLM
     from forerun.server.app import create_app
-    from forerun.server.backend import Backend
 
-    app = create_app(Backend(AsyncLLM(llm, max_requests=1 << 16)), settings)
+    app = create_app(backend, settings)
     service = app.state.service
 
     class Server(uvicorn.Server):

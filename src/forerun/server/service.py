@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.completion import Completion
 from forerun.errors import ForerunError, InvalidInput
+from forerun.messages import Event
 from forerun.prompts import as_messages, as_token_list, check_text
 from forerun.server.answers import Answer, Found
 from forerun.server.errors import ApiError
@@ -24,7 +25,6 @@ from forerun.server.schemas import ChatRequest, CompletionRequest, Generation
 from forerun.server.settings import ServerSettings
 from forerun.server.sse import as_line
 from forerun.server.tools import find_calls, must_call
-from forerun.types import Event
 
 if TYPE_CHECKING:
     from forerun.law_processor import LawProcessor

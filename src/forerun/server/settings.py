@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from forerun.errors import InvalidInput
 
 LOOPBACK = "127.0.0.1"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+Front = Literal[
+    "process", "thread"
+]  # where HTTP is answered: beside the engine's process, or on a thread of it
 
 
 @dataclass(frozen=True, slots=True)

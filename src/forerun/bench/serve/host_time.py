@@ -1,7 +1,7 @@
 """The host's time under load, as a server's /metrics tells it: CPU seconds by thread, and what rounds took.
 
-CPU seconds hardly change on a machine that others use. The engine's thread and the front's share one interpreter, so
-what the front spends the engine may have to wait for.
+CPU seconds hardly change on a machine that others use. With `--front thread` the engine's thread and the front's share
+one interpreter, so what the front spends the engine may have to wait for.
 """
 
 from __future__ import annotations

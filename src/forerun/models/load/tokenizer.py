@@ -9,17 +9,32 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import tokenizers
 
 from forerun.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel, brief
 from forerun.models.load.chat import render_chat
-from forerun.models.load.gguf_tokenizer import cached_tokenizer
-from forerun.models.load.metadata import Metadata
+
+if TYPE_CHECKING:
+    from forerun.models.load.metadata import Metadata
 
 # What chat models end a turn with; one counts as an end of text when the model's chat template uses it.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|end_of_turn|>")
+
+
+class TokenizerParts(NamedTuple):
+    """A tokenizer in plain values, for another process."""
+
+    json: str
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    chat_template: str | None
+    special: dict[str, str]
+
+    def tokenizer(self) -> Tokenizer:
+        backend = tokenizers.Tokenizer.from_str(self.json)
+        return Tokenizer(backend, self.eos_ids, self.bos_id, self.chat_template, self.special)
 
 
 class Tokenizer:
@@ -63,6 +78,11 @@ class Tokenizer:
     def to_json(self) -> str:
         """The whole of it as `tokenizer.json` has it, for other libraries."""
         return self._backend.to_str()
+
+    def parts(self) -> TokenizerParts:
+        """The whole of it in plain values."""
+        ends = tuple(sorted(self.eos_ids))
+        return TokenizerParts(self.to_json(), ends, self.bos_id, self._template, self._special)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """The ids of a text; `add_special` adds the model's special tokens (BOS, where it uses one)."""
@@ -121,6 +141,9 @@ class Tokenizer:
 
 def tokenizer_from_gguf(metadata: Metadata, cache: Path) -> Tokenizer:
     """The tokenizer that a GGUF file describes; built ones are kept under `cache`."""
+    # imports torch, which a process that gets its tokenizer as `TokenizerParts` does without
+    from forerun.models.load.gguf_tokenizer import cached_tokenizer
+
     backend = cached_tokenizer(metadata, cache)
     named = {
         role: metadata.integer(f"tokenizer.ggml.{key}_token_id", -1, least=0)

@@ -1,0 +1,116 @@
+"""What goes into an engine and what comes out of it: requests with their budgets, and events.
+
+No torch here: a process that only asks an engine in another one needs none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from forerun.checks import as_token_ids, as_whole, refuse
+from forerun.params import SamplingParams
+
+FinishReason = Literal["stop", "length", "aborted", "error"]
+Source = Literal["free", "costly", "any"]
+ALWAYS = 1 << 30  # rounds under one plan
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much one sequence may draft this round, fixed before anything is drawn.
+
+    `price` and `level` are in tokens: what would have been written in the time that they take. A drafter whose
+    nodes are chosen leaves out those whose estimated gain is below their price. `source` is the controller's
+    decision which drafter may draft; `any` leaves it to the drafter.
+    """
+
+    nodes: int  # below the root; 0 = do not draft
+    depth: int
+    width: int = 1
+    price: tuple[float, ...] | None = (
+        None  # of a pass over the root and 0, 1, ... more nodes; None = all alike
+    )
+    level: float = 0.0  # of drafting one more level
+    source: Source = "any"  # free = only what costs nothing | costly = the drafter that must run | any
+    repeats: int = 0  # further rounds that may start under this plan before the one before them is known
+
+    @property
+    def runs(self) -> bool:
+        """May a drafter that costs something draft?"""
+        return self.nodes > 0 and self.depth > 0 and self.source != "free"
+
+    def __post_init__(self) -> None:
+        for name, least in (("nodes", 0), ("depth", 0), ("width", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:  # checked every round: the usual case comes first
+                object.__setattr__(self, name, as_whole(f"Budget.{name}", value, low=least))
+        if self.price is not None and not isinstance(self.price, tuple):
+            raise refuse("Budget.price", self.price, "a tuple of numbers, or None")
+
+
+def budget_of(nodes: int, width: int) -> Budget:
+    """A budget of so many nodes: one chain, or `width` of them side by side."""
+    return Budget(nodes, depth=max(1, nodes // width) if nodes else 0, width=width, repeats=ALWAYS)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to continue, with its settings."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    drafter: str | None = None  # None = the engine's
+    verifier: str | None = None
+    budget: Budget | None = None  # None = the controller decides
+    shows_rejected: bool = False  # do its events tell what was drafted in vain?
+    cache_salt: str | None = ""  # cached prompts are shared with requests of the same salt; None = with none
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", as_token_ids("Request.prompt", self.prompt))
+        for name, kind in (
+            ("params", SamplingParams),
+            ("drafter", str),
+            ("verifier", str),
+            ("budget", Budget),
+            ("shows_rejected", bool),
+            ("cache_salt", str),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and (value is not None or name in ("params", "shows_rejected")):
+                raise refuse(
+                    f"Request.{name}",
+                    value,
+                    f"{kind.__name__}{'' if name in ('params', 'shows_rejected') else ' or None'}",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a token under the law it was sampled from, and of the likeliest tokens there."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Drafted tokens that were not accepted."""
+
+    after: int  # how many of the round's own tokens come before it
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one round added to one sequence."""
+
+    seq_id: int
+    tokens: tuple[int, ...]
+    accepted: int  # how many of them, from the front, were drafted; the rest the target sampled
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finished: FinishReason | None = None
+    error: Exception | None = None  # why it ended, where finished is "error"
+    rejected: tuple[Branch, ...] = ()  # only where the request has shows_rejected

@@ -1,0 +1,87 @@
+"""EngineProcess: starts an engine's process, waits until its model is loaded, and ends it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from forerun.errors import ForerunError
+from forerun.server.engine_process.channel import Channel
+from forerun.server.engine_process.loader import Loader
+from forerun.server.engine_process.wire import Facts, unpack_error
+
+log = logging.getLogger(__name__)
+GRACE = 2.0  # seconds that the system may take to end a process that was killed
+
+
+class EngineLost(ForerunError):
+    """The engine's process has ended."""
+
+
+class EngineProcess:
+    """One process and our end of the channel to it. To be started by a thread that stays as long as it does."""
+
+    def __init__(self, loader: Loader, trace: Path | None = None) -> None:
+        self.loader, self.trace = loader, trace
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "forerun.server.engine_process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(_paths())},
+                start_new_session=True,  # Ctrl-C in a terminal is for the front
+            )
+        self.channel = Channel(ours)
+        self.channel.send(
+            {
+                "function": loader.function,
+                "arguments": dict(loader.arguments),
+                "trace": None if trace is None else str(trace),
+                "level": logging.getLogger().getEffectiveLevel(),
+            }
+        )
+
+    def wait_until_ready(self) -> Facts:
+        """Until the model is loaded; raises where it cannot be, and ends the process."""
+        try:
+            what, packed = next(self.channel.receive(), ("gone", ()))
+            if what == "ready":
+                return Facts.unpacked(packed)
+            if what == "ended":
+                raise unpack_error(packed)
+            self.process.wait()
+            raise EngineLost(f"the engine could not be loaded: {self.how_it_ended()}")
+        except BaseException:
+            self.kill()
+            raise
+
+    def how_it_ended(self) -> str:
+        """Its status in words; it may not have been reaped yet."""
+        try:
+            status = self.process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "its process has closed the connection"
+        if status < 0:
+            return f"its process was ended by {signal.Signals(-status).name}"
+        return f"its process has ended with status {status}"
+
+    def kill(self) -> None:
+        """End it, whatever it is doing; a second call changes nothing."""
+        self.channel.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            try:
+                self.process.wait(GRACE)
+            except subprocess.TimeoutExpired:  # stuck in a driver
+                log.error("the engine's process %d was killed and does not end", self.process.pid)
+
+
+def _paths() -> list[str]:
+    """It imports what this process would."""
+    return [str(Path(__file__).parents[3]), *filter(None, sys.path)]

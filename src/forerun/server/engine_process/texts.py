@@ -1,0 +1,171 @@
+"""The texts that an engine writes for a front in another process: orders in, what each round added out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import main_thread
+from time import clock_gettime, process_time, pthread_getcpuclockid
+
+from forerun.completion import ended_of
+from forerun.engine.driver import Handle, Waiter
+from forerun.engine.engine import Engine
+from forerun.engine.head_swap import HeadSwap
+from forerun.engine.sequence import SequenceState
+from forerun.llm import LLM
+from forerun.server.engine_process.channel import Channel
+from forerun.server.engine_process.wire import (
+    Facts,
+    Packed,
+    Report,
+    has_schema,
+    pack_ended,
+    pack_error,
+    pack_event,
+    unpack_request,
+)
+from forerun.server.grammar_states import GrammarStates
+from forerun.server.local_backend import load_of, lost_process_of, progress_of
+
+log = logging.getLogger(__name__)
+
+
+class _Text:
+    """A text that the front waits for."""
+
+    __slots__ = ("every_round", "handle", "read", "seq")
+
+    def __init__(self, handle: Handle, every_round: bool) -> None:
+        self.handle, self.every_round = handle, every_round
+        self.seq: SequenceState | None = None  # once it is queued
+        self.read = 0  # events that the front has
+
+
+class Texts:
+    """Implements forerun.engine.driver.Waits: after every round one message goes to the front."""
+
+    def __init__(self, llm: LLM, channel: Channel) -> None:
+        self._llm, self._channel = llm, channel
+        self._texts: dict[int, _Text] = {}
+        self._compiling: set[int] = set()  # texts whose grammar is made
+        self._compiler = ThreadPoolExecutor(1, "forerun-grammar")
+        self._grammars = GrammarStates(llm.tokenizer, llm.engine.target.vocab_size)
+        self._is_closed = False
+        self._owner = Waiter(lambda: self._is_closed)
+        self._orders: dict[str, Callable[..., None]] = {
+            "write": self._write, "abort": self._abort, "report": self._report, "swap": self._swap,
+        }  # fmt: skip
+
+    def make_rounds(self) -> None:
+        """Until it is closed. This thread is the engine's."""
+        self._llm.driver.watch(self)
+        self._llm.driver.wait(self._owner)
+
+    def close(self) -> None:
+        """Have `make_rounds` return after the round that is under way."""
+        self._is_closed = True
+        self._owner.wake()
+
+    def facts(self) -> Facts:
+        """What the front has to know."""
+        engine, parts = self._llm.engine, self._llm.tokenizer.parts()
+        has_encoder = engine.target.source_rules is not None
+        return Facts(
+            engine.target.vocab_size, engine.max_length, engine.max_batch, has_encoder, parts, self.report()
+        )
+
+    def report(self) -> Report:
+        """What the engine is doing; any thread may ask."""
+        engine, own = self._llm.engine, main_thread().ident
+        assert own is not None
+        spent = clock_gettime(pthread_getcpuclockid(own)), process_time()
+        return Report(
+            load_of(engine), *spent, progress_of(engine), engine.default_drafter, lost_process_of(engine)
+        )
+
+    def obey(self, orders: Sequence[Packed]) -> None:
+        """What the front has sent, in its order; called by the thread that reads."""
+        for name, *given in orders:
+            self._orders[name](*given)
+
+    def _write(self, key: int, every_round: bool, packed: Packed) -> None:
+        if not has_schema(packed):
+            self._submit(key, every_round, packed)
+            return
+        self._compiling.add(key)  # others need not wait for its grammar
+        self._compiler.submit(self._submit_compiled, key, every_round, packed)
+
+    def _submit_compiled(self, key: int, every_round: bool, packed: Packed) -> None:
+        if key in self._compiling:
+            self._submit(key, every_round, packed)
+
+    def _submit(self, key: int, every_round: bool, packed: Packed) -> None:
+        try:
+            handle = Handle(unpack_request(packed, self._grammars.real))
+        except Exception as error:
+            self._channel.send(("texts", [(key, (), None, pack_error(error))]))
+            return
+        self._texts[key] = _Text(handle, every_round)
+        if has_schema(packed) and key not in self._compiling:  # dropped meanwhile
+            self._abort(key)
+            return
+        self._compiling.discard(key)
+        self._llm.driver.post(handle.queue_in, at_once=False)
+
+    def _abort(self, key: int) -> None:
+        self._compiling.discard(key)
+        text = self._texts.pop(key, None)
+        if text is not None:
+            self._llm.driver.abort(text.handle, at_once=False)
+
+    def _report(self, number: int) -> None:
+        self._channel.send(("reply", number, self.report().packed(), None))
+
+    def _swap(self, number: int, folder: str) -> None:
+        order = HeadSwap(Path(folder))
+
+        def swap(engine: Engine) -> None:
+            order(engine)
+            error = None if order.error is None else pack_error(order.error)
+            self._channel.send(("reply", number, None, error))
+
+        self._llm.driver.post(swap, at_once=False)
+
+    def is_ready(self) -> bool:
+        """Asked after every round, and after orders: `wake` looks closer."""
+        return bool(self._texts)
+
+    def wake(self) -> None:
+        """Send what is new, in one message. Called by the engine's thread."""
+        news = list[Packed]()
+        for key, text in list(self._texts.items()):  # copied: the thread that reads adds and takes away
+            seq = text.seq
+            if seq is None:
+                if not text.handle.is_decided:
+                    continue
+                if text.handle.refused is not None:
+                    self._texts.pop(key, None)
+                    news.append((key, (), None, pack_error(text.handle.refused)))
+                    continue
+                seq = text.seq = text.handle.seq
+            is_finished = seq.finished is not None  # read first: no event comes after it is set
+            events = seq.events
+            if len(events) > text.read and (text.every_round or not text.read):
+                fresh = [pack_event(event) for event in events[text.read :]]
+                text.read = len(events)
+            elif is_finished:
+                fresh = []
+            else:
+                continue
+            news.append((key, fresh, *self._ending(key, seq)) if is_finished else (key, fresh, None, None))
+        if news:
+            self._channel.send(("texts", news))
+
+    def _ending(self, key: int, seq: SequenceState) -> tuple[Packed | None, Packed | None]:
+        """How a text has ended: with its figures, or with an error."""
+        self._texts.pop(key, None)
+        if seq.error is not None:
+            return None, pack_error(seq.error)
+        return pack_ended(ended_of(seq, self._llm.engine.verifiers.get(seq.verifier).exact)), None
