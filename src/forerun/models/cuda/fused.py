@@ -19,14 +19,12 @@ from forerun.models.cuda.early_start import starts_early
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.packed import Weight
 from forerun.models.cuda.plan import MAX_ROWS, programs_for, split_of
-from forerun.models.cuda.tiles import Tile, choose_tile, outputs_per_tile, rows_per_tile
+from forerun.models.cuda.tiles import Tile, choose_tile, outputs_per_tile, rows_per_tile, stages_of
 
 if TYPE_CHECKING:
     from forerun.models.cuda.wide import WideProducts
 
-SHARED = 104 << 10  # bytes of shared memory that one program may fill: two to a multiprocessor
 SHORT_SPLITS = 20  # up to here splits of the context have no more than 256 positions
-EARLY = 0  # bytes of each row of weights that a product asks for before the kernel ahead of it has ended
 NORM_COLUMNS = 32  # at least: a sum over fewer would be laid out differently for few rows and for many
 QKV, GATED, RESIDUAL, LOGITS = range(4)  # as in kernels_linear
 
@@ -53,7 +51,6 @@ class FusedSteps:
         }
         self.norm_tile = tile
         self.pdl = starts_early(device)
-        self.early, self.soon = EARLY, False  # soon: the next kernel starts before a product, not behind it
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.split_stride = MAX_ROWS * config.heads
         rows = self.split_stride * (split_of(model.max_length + MAX_ROWS) + 1)
@@ -161,7 +158,7 @@ class FusedSteps:
         deep = (
             tile.stages if self.whole else tile.stages * 2 // data.element_size()
         )  # as many bytes in flight
-        stages = max(2, min(deep, SHARED // stage))
+        stages = stages_of(tile, depth, stage, math.prod(grid), self.processors, deep)
         left: Any = data
         right: Any = rows
         tma = (
@@ -181,7 +178,7 @@ class FusedSteps:
             D=config.head_dim, ROT=0 if place.rope is None else place.rope.shape[1],
             BIAS=place.qkv_bias is not None, HEAD_NORM=place.qk_norm is not None, ROPE=place.rope is not None,
             TMA=tma, PDL=self.pdl, W8=data is not weight, NORMED=normed, ROOM=self.room,
-            AHEAD=self._bytes_early(weight, tile), SOON=self.soon, enable_fp_fusion=False, **settings,
+            enable_fp_fusion=False, **settings,
         )  # fmt: skip
 
     def _wide_linear(
@@ -220,12 +217,6 @@ class FusedSteps:
         if wide == 64 and tile.outputs == 64 and not self.whole and name in ("gate", "head"):
             return Tile(128, tile.depth, tile.splits, 3, tile.warps)
         return tile
-
-    def _bytes_early(self, weight: Weight, tile: Tile) -> int:
-        """Of each row of a tile's stretch: what is fetched before the kernel ahead has ended."""
-        data = weight if isinstance(weight, Tensor) else weight.data
-        stretch = data.shape[1] // tile.splits * data.element_size()
-        return min(self.early, stretch) // 32 * 32 if self.pdl else 0
 
     def _describe(self, tensor: Tensor, rows: int, columns: int) -> Any:
         """What the copy engine needs to know of a matrix to fetch tiles of it."""

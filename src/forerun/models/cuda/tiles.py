@@ -10,6 +10,11 @@ from dataclasses import dataclass
 
 from forerun.models.cuda.network import Model
 
+SHARED = 104 << 10  # bytes of shared memory that one program may fill: two to a multiprocessor
+ALL_SHARED = 192 << 10  # where there is one to each
+FEW = 132  # programs: as many as an H200 has multiprocessors
+LEAST = 4  # steps of a split, at least, where splits are no power of two
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -25,8 +30,9 @@ class Tile:
 def choose_tile(outputs: int, depth: int, tile: int, whole: bool = False) -> Tile:
     """Tiles of 64 outputs keep the memory busy where weights are large; 16 give more programs where not.
 
-    Splits along the depth make up for few tiles, to about two programs per multiprocessor. All of it was found
-    by measuring on an H200. Where bytes are multiplied (`whole`), a step is twice as deep.
+    Splits along the depth make up for few tiles, to about two programs per multiprocessor; where their number is no
+    power of two, to about one. All of it was found by measuring on an H200. Where bytes are multiplied (`whole`), a
+    step is twice as deep.
     """
     step = next(size for size in (128, 64, 32, 16) if depth % size == 0)
     if whole and tile == 64 and depth % 256 == 0:
@@ -37,7 +43,27 @@ def choose_tile(outputs: int, depth: int, tile: int, whole: bool = False) -> Til
     tiles, splits = outputs // tile, 1
     while splits < 8 and tiles * splits * 2 <= 288 and depth % (splits * 2 * step) == 0:
         splits *= 2
+    if tiles * splits < FEW // 2:
+        odd = [
+            n
+            for n in (3, 5, 6, 7)
+            if tiles * n <= FEW and depth % (n * step) == 0 and depth // (n * step) >= LEAST
+        ]
+        splits = max([splits, *odd])
     return Tile(tile, step, splits, 4)
+
+
+def stages_of(tile: Tile, depth: int, stage: int, programs: int, processors: int, deep: int) -> int:
+    """Steps of a product that are fetched at once: `deep`, as far as two programs fit a multiprocessor.
+
+    Where there is no more than one program to each, one may have all of its memory, and needs it: its own reads
+    are all that keeps the memory busy. `stage`: bytes of one step.
+    """
+    if programs <= processors:
+        deep, room = max(deep, depth // tile.depth // tile.splits), ALL_SHARED
+    else:
+        room = SHARED
+    return max(2, min(deep, room // stage))
 
 
 def outputs_per_tile(model: Model) -> int:
