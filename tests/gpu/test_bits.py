@@ -73,6 +73,22 @@ def test_a_row_has_the_same_bits_at_every_width(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["large", "odd", "wide-qwen2"])
+def test_a_row_has_the_same_bits_in_tiles_of_twice_as_many_outputs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which only larger models take otherwise, for 33 to 64 rows."""
+    need_cuda()
+    from forerun.models.cuda import tiles
+    from forerun.models.cuda.fused import FusedSteps
+
+    monkeypatch.setattr(tiles, "MANY", 1)
+    steps = make_target(name, "cuda", torch.bfloat16, "triton").passes.steps
+    assert isinstance(steps, FusedSteps)
+    assert steps.doubled == {"qkv", "o", "down"}
+    test_a_row_has_the_same_bits_at_every_width(name)
+
+
 @pytest.mark.parametrize("name", ["smollm2", "large"])
 def test_a_text_is_the_same_however_its_prompt_was_cut_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts alone or together, in passes of any size: what is read later is the same."""

@@ -19,7 +19,14 @@ from forerun.models.cuda.early_start import starts_early
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.packed import Weight
 from forerun.models.cuda.plan import MAX_ROWS, programs_for, split_of
-from forerun.models.cuda.tiles import Tile, choose_tile, outputs_per_tile, rows_per_tile, stages_of
+from forerun.models.cuda.tiles import (
+    Tile,
+    choose_tile,
+    doubled_products,
+    outputs_per_tile,
+    rows_per_tile,
+    stages_of,
+)
 
 if TYPE_CHECKING:
     from forerun.models.cuda.wide import WideProducts
@@ -50,6 +57,7 @@ class FusedSteps:
             "head": choose_tile(config.vocab_size, self.width, wide, self.whole),
         }
         self.norm_tile = tile
+        self.doubled = doubled_products(config, self.tiles)
         self.pdl = starts_early(device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.split_stride = MAX_ROWS * config.heads
@@ -212,15 +220,15 @@ class FusedSteps:
             )
 
     def _tile(self, name: str, wide: int) -> Tile:
-        """64 rows are worth larger tiles where that changes no sum: the norms' tiles must stay.
+        """64 rows are worth larger tiles, where those are enough to keep the memory busy.
 
         Their steps are half as deep, so that more of them are on their way at once.
         """
         tile = self.tiles[name]
         if wide < 64 or tile.outputs < 64 or self.whole or tile.depth % 64:
             return tile
-        outputs = 128 if tile.outputs == 64 and name in ("gate", "head") else tile.outputs
-        return Tile(outputs, 64, tile.splits, 6, tile.warps)
+        doubled = tile.outputs == 64 and (name in ("gate", "head") or (wide == 64 and name in self.doubled))
+        return Tile(128 if doubled else tile.outputs, 64, tile.splits, 6, tile.warps)
 
     def _describe(self, tensor: Tensor, rows: int, columns: int) -> Any:
         """What the copy engine needs to know of a matrix to fetch tiles of it."""

@@ -110,8 +110,8 @@ def _finish_qkv(acc, n0, rows, live, out, keys, values, bias, head_norm, rope, p
 
 @triton.jit
 def _finish_residual(acc, old, lift, tile, n0, rows, live, x, out, squares, norm, N: tl.constexpr, BN: tl.constexpr,
-                     TILES_UP: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
-    """Add to the residual stream, and leave what the next norm needs."""
+                     TILES: tl.constexpr, TILES_UP: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
+    """Add to the residual stream, and leave what the next norm needs: a tile may be several of the norm's TILES."""
     n = n0 + tl.arange(0, BN)
     place = rows[None, :] * N + n[:, None]
     acc += old
@@ -120,7 +120,10 @@ def _finish_residual(acc, old, lift, tile, n0, rows, live, x, out, squares, norm
     if ROOM > 0:
         scaled = scaled * lift[None, :]
     put_rows(out, place, scaled, live[None, :], ROOM * N)
-    tl.store(squares + rows * TILES_UP + tile, _sum_of_squares(acc), mask=live)
+    for i in tl.static_range(BN * TILES // N):
+        own = (tl.arange(0, BN) // (N // TILES) == i)[:, None]
+        place = squares + rows * TILES_UP + tile * (BN * TILES // N) + i
+        tl.store(place, _sum_of_squares(tl.where(own, acc, 0.0)), mask=live)
 
 
 @triton.jit
@@ -138,7 +141,9 @@ def _finish(acc, scale, before, lift, tile, rows, live, out, x, squares, norm, k
     else:
         given = _before(x, squares, tile, rows, live, N, MODE, BN, TILES, TILES_UP)
     if MODE == RESIDUAL:
-        _finish_residual(acc, given, lift, tile, n0, rows, live, x, out, squares, norm, N, BN, TILES_UP, ROOM)
+        _finish_residual(
+            acc, given, lift, tile, n0, rows, live, x, out, squares, norm, N, BN, TILES, TILES_UP, ROOM
+        )
     else:
         if not NORMED:
             inverse = tl.rsqrt(tl.sum(given, 1).to(tl.float32) / K + eps)

@@ -6,13 +6,16 @@ Splits depend on the weight's shape alone and never on the number of rows, becau
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Model
 
 SHARED = 104 << 10  # bytes of shared memory that one program may fill: two to a multiprocessor
 ALL_SHARED = 192 << 10  # where there is one to each
 FEW = 132  # programs: as many as an H200 has multiprocessors
+MANY = 90  # programs that keep the memory busy, where each has a multiprocessor for itself
 LEAST = 4  # steps of a split, at least, where splits are no power of two
 
 
@@ -72,6 +75,18 @@ def outputs_per_tile(model: Model) -> int:
     most = 64 if config.width * config.inner >= 1 << 22 else 16
     sizes = config.width, 2 * config.inner, config.kv_heads * config.head_dim, config.heads * config.head_dim
     return math.gcd(most, *sizes)
+
+
+def doubled_products(config: DecoderConfig, tiles: Mapping[str, Tile]) -> frozenset[str]:
+    """Which of qkv, o and down have enough programs of 128 outputs for 64 rows: those read rows half as often."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    outputs = {"qkv": queries + 2 * keys, "o": config.width, "down": config.width}
+    whole = {"qkv": queries % 128 == keys % 128 == 0 and not config.qk_norm}  # a tile is of one kind
+    return frozenset(
+        name
+        for name, count in outputs.items()
+        if whole.get(name, True) and count % 128 == 0 and count // 128 * tiles[name].splits >= MANY
+    )
 
 
 def rows_per_tile(rows: int, whole: bool = False) -> int:
