@@ -5,6 +5,7 @@ Runs on a GPU, or on a CPU in Triton's interpreter: TRITON_INTERPRET=1 python -m
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ def test_few_groups_have_a_program_for_every_split_and_many_have_four() -> None:
     assert programs_for(Size(64, 64, 32), 8, 132) == 8
     assert programs_for(Size(256, 512, 8), 8, 132) == 4
     assert programs_for(Size(4, 512, 1), 8, 132) == 1  # never more than there are splits
+    assert programs_for(Size(64, 64, 32, trees=1, lone=60), 8, 132) == 32  # lone nodes have one each
+    assert programs_for(Size(64, 64, 8, trees=1, lone=64), 8, 132) == 8
 
 
 @pytest.mark.gpu
@@ -47,6 +50,33 @@ def test_what_is_found_does_not_depend_on_the_number_of_programs(window: int) ->
         assert torch.equal(_attend(plan, queries, kv, window, programs)[: plan.rows], alone[: plan.rows])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(430,), (430, 255, 1100)])  # 255: paths cross from one split to the next
+def test_lone_nodes_with_one_program_each_find_the_same(lengths: tuple[int, ...]) -> None:
+    device, rng = where_kernels_run(), random.Random(5)
+    nodes, spans = 21, list[Span]()
+    for i, length in enumerate(lengths):
+        parents = (-1, *(rng.randrange(max(0, node - 5), node) for node in range(1, nodes)))
+        pages = [*range(1 + 20 * i, 2 + 20 * i + (length + nodes) // PAGE)]
+        spans.append(Span([*range(nodes)], topology_of(parents), pages, length))
+    plan, each = plan_pass(spans, 16), 2 + nodes  # two groups share what was committed
+    wide = plan.size
+    exact = replace(wide, groups=each * len(spans), trees=len(spans), lone=nodes)
+    assert sum(map(bool, Run.of(wide, _ints(plan)).groups[:, 3])) == exact.groups
+    torch.manual_seed(0)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    queries = torch.randn(MAX_ROWS, HEADS, DIM, device=device).to(dtype)
+    kv = torch.randn(2, KV_HEADS, 2 * SLOTS, DIM, device=device).to(dtype)
+    wanted = _attend(plan, queries, kv, 0, programs=4)
+    for programs in (1, 3, wide.splits):
+        found = _attend(plan, queries, kv, 0, programs, exact)
+        assert torch.equal(found[: plan.rows], wanted[: plan.rows])
+
+
+def _ints(plan: Plan) -> Tensor:
+    return torch.cat((torch.arange(MAX_ROWS, dtype=torch.int32), torch.from_numpy(plan.ints)))
+
+
 def _span(rng: random.Random, length: int, nodes: int, first_page: int) -> Span:
     tokens, parents = random_tree(rng, 1, 50, nodes)
     pages = [*range(first_page, first_page + (length + len(tokens)) // PAGE + 1)]
@@ -54,18 +84,22 @@ def _span(rng: random.Random, length: int, nodes: int, first_page: int) -> Span:
     return Span(tokens, topology_of(tuple(parents)), pages, length)
 
 
-def _attend(plan: Plan, queries: Tensor, kv: Tensor, window: int, programs: int) -> Tensor:
+def _attend(
+    plan: Plan, queries: Tensor, kv: Tensor, window: int, programs: int, exact: Size | None = None
+) -> Tensor:
+    """`exact`: of which groups it is known that they are lone."""
     from forerun.models.cuda import kernels_attention as kernels
 
-    size, device, stride = plan.size, queries.device, MAX_ROWS * HEADS
-    ints = torch.cat((torch.arange(MAX_ROWS, dtype=torch.int32), torch.from_numpy(plan.ints))).to(device)
-    run = Run.of(size, ints)
+    size, device, stride = exact or plan.size, queries.device, MAX_ROWS * HEADS
+    ints = _ints(plan).to(device)
+    run = Run.of(plan.size, ints)
     parts = torch.full((size.splits * stride, DIM), math.nan, device=device)  # what nobody wrote shows
     tops, sums = torch.full((2, size.splits * stride), math.nan, device=device)
     out = torch.empty_like(queries)
-    kernels.attend[(size.groups, KV_HEADS, programs)](
+    kernels.attend[(size.shared * programs + size.trees * size.lone, KV_HEADS)](
         queries, kv[0], kv[1], ints, run.groups, run.positions, parts, tops, sums, DIM**-0.5 / math.log(2),
-        kv.stride(1), stride, H=HEADS, HKV=KV_HEADS, EACH=HEADS // KV_HEADS, D=DIM, WINDOW=window, PDL=False,
+        kv.stride(1), stride, size.groups // size.trees, size.lone, programs,
+        H=HEADS, HKV=KV_HEADS, EACH=HEADS // KV_HEADS, D=DIM, WINDOW=window, PDL=False,
     )  # fmt: skip
     kernels.combine[(size.rows, HEADS // 4)](
         out, run.positions, parts, tops, sums, stride, H=HEADS, D=DIM, HEADS=4, WINDOW=window, STEP=8,

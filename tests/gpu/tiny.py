@@ -52,6 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
     },
 }
+SHAPES["odd"] = {**SHAPES["large"], "intermediate_size": 3840}  # 30 steps deep: down is cut into five
 SHAPES["wide-qwen2"] = {**SHAPES["large"], "model_type": "qwen2"}
 SHAPES["wide-qwen3"] = {**SHAPES["large"], "model_type": "qwen3"}
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu])]

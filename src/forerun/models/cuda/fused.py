@@ -19,14 +19,19 @@ from forerun.models.cuda.early_start import starts_early
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.packed import Weight
 from forerun.models.cuda.plan import MAX_ROWS, programs_for, split_of
-from forerun.models.cuda.tiles import Tile, choose_tile, outputs_per_tile, rows_per_tile
+from forerun.models.cuda.tiles import (
+    Tile,
+    choose_tile,
+    doubled_products,
+    outputs_per_tile,
+    rows_per_tile,
+    stages_of,
+)
 
 if TYPE_CHECKING:
     from forerun.models.cuda.wide import WideProducts
 
-SHARED = 104 << 10  # bytes of shared memory that one program may fill: two to a multiprocessor
 SHORT_SPLITS = 20  # up to here splits of the context have no more than 256 positions
-EARLY = 0  # bytes of each row of weights that a product asks for before the kernel ahead of it has ended
 NORM_COLUMNS = 32  # at least: a sum over fewer would be laid out differently for few rows and for many
 QKV, GATED, RESIDUAL, LOGITS = range(4)  # as in kernels_linear
 
@@ -52,8 +57,8 @@ class FusedSteps:
             "head": choose_tile(config.vocab_size, self.width, wide, self.whole),
         }
         self.norm_tile = tile
+        self.doubled = doubled_products(config, self.tiles)
         self.pdl = starts_early(device)
-        self.early, self.soon = EARLY, False  # soon: the next kernel starts before a product, not behind it
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.split_stride = MAX_ROWS * config.heads
         rows = self.split_stride * (split_of(model.max_length + MAX_ROWS) + 1)
@@ -161,7 +166,7 @@ class FusedSteps:
         deep = (
             tile.stages if self.whole else tile.stages * 2 // data.element_size()
         )  # as many bytes in flight
-        stages = max(2, min(deep, SHARED // stage))
+        stages = stages_of(tile, depth, stage, math.prod(grid), self.processors, deep)
         left: Any = data
         right: Any = rows
         tma = (
@@ -181,7 +186,7 @@ class FusedSteps:
             D=config.head_dim, ROT=0 if place.rope is None else place.rope.shape[1],
             BIAS=place.qkv_bias is not None, HEAD_NORM=place.qk_norm is not None, ROPE=place.rope is not None,
             TMA=tma, PDL=self.pdl, W8=data is not weight, NORMED=normed, ROOM=self.room,
-            AHEAD=self._bytes_early(weight, tile), SOON=self.soon, enable_fp_fusion=False, **settings,
+            enable_fp_fusion=False, **settings,
         )  # fmt: skip
 
     def _wide_linear(
@@ -215,17 +220,15 @@ class FusedSteps:
             )
 
     def _tile(self, name: str, wide: int) -> Tile:
-        """64 rows are worth larger tiles where that changes no sum: the norms' tiles must stay."""
-        tile = self.tiles[name]
-        if wide == 64 and tile.outputs == 64 and not self.whole and name in ("gate", "head"):
-            return Tile(128, tile.depth, tile.splits, 3, tile.warps)
-        return tile
+        """64 rows are worth larger tiles, where those are enough to keep the memory busy.
 
-    def _bytes_early(self, weight: Weight, tile: Tile) -> int:
-        """Of each row of a tile's stretch: what is fetched before the kernel ahead has ended."""
-        data = weight if isinstance(weight, Tensor) else weight.data
-        stretch = data.shape[1] // tile.splits * data.element_size()
-        return min(self.early, stretch) // 32 * 32 if self.pdl else 0
+        Their steps are half as deep, so that more of them are on their way at once.
+        """
+        tile = self.tiles[name]
+        if wide < 64 or tile.outputs < 64 or self.whole or tile.depth % 64:
+            return tile
+        doubled = tile.outputs == 64 and (name in ("gate", "head") or (wide == 64 and name in self.doubled))
+        return Tile(128 if doubled else tile.outputs, 64, tile.splits, 6, tile.warps)
 
     def _describe(self, tensor: Tensor, rows: int, columns: int) -> Any:
         """What the copy engine needs to know of a matrix to fetch tiles of it."""
@@ -236,17 +239,18 @@ class FusedSteps:
 
     def attend(self, run: Run, layer: int) -> None:
         config, window = self.model.config, self.model.layers[layer].window
-        grid = run.size.groups, config.kv_heads, programs_for(run.size, config.kv_heads, self.processors)
+        size, programs = run.size, programs_for(run.size, config.kv_heads, self.processors)
+        grid = size.shared * programs + size.trees * size.lone, config.kv_heads
         each = power_of_two(config.heads // config.kv_heads)
-        short = run.size.splits <= SHORT_SPLITS  # a program has few steps, and prefetching gains nothing
+        short = size.splits <= SHORT_SPLITS  # a program has few steps, and prefetching gains nothing
         settings: dict[str, Any] = {"num_stages": 1 if short else 3}
         if short and config.head_dim <= 128 and math.prod(grid) > 2 * self.processors:
             settings["maxnreg"] = 168  # three programs to a multiprocessor
         kernels_attention.attend[grid](
             self.buffers.queries, self.kv[layer, 0], self.kv[layer, 1], run.ints, run.groups, run.positions,
             self.parts, self.tops, self.sums, config.attention_scale / math.log(2), self.kv.stride(2),
-            self.split_stride, H=config.heads, HKV=config.kv_heads, EACH=each,
-            D=config.head_dim, WINDOW=window, PDL=self.pdl, num_warps=4, launch_pdl=self.pdl, **settings,
+            self.split_stride, size.groups // size.trees, size.lone, programs, H=config.heads, HKV=config.kv_heads,
+            EACH=each, D=config.head_dim, WINDOW=window, PDL=self.pdl, num_warps=4, launch_pdl=self.pdl, **settings,
         )  # fmt: skip
         heads = math.gcd(config.heads, 4)
         kernels_attention.combine[(run.size.rows, config.heads // heads)](

@@ -72,12 +72,22 @@ def _walk(q, at, last, start, end, top, total, acc, keys, values, ints, base, le
     return top, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["EACH_TREE", "LONE", "PROGRAMS"])
 def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, scale, head_stride, split_stride,
-           H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-           PDL: tl.constexpr):  # fmt: skip
-    """One group, one key-value head, every so many-th split: what its queries found in each, unnormalised, in fp32."""
-    g, h = tl.program_id(0), tl.program_id(1)
+           EACH_TREE, LONE, PROGRAMS, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
+           WINDOW: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One group, one key-value head, every so many-th split: what its queries found in each, unnormalised, in fp32.
+
+    Trees have EACH_TREE groups each. The last LONE of them have one program, which takes all of their few splits, the
+    others PROGRAMS.
+    """
+    h, shared = tl.program_id(1), EACH_TREE - LONE
+    units = shared * PROGRAMS + LONE
+    tree, unit = tl.program_id(0) // units, tl.program_id(0) % units
+    alone = unit >= shared * PROGRAMS
+    wide = tl.maximum(shared, 1)
+    g = tree * EACH_TREE + tl.where(alone, unit - shared * PROGRAMS + shared, unit % wide)
+    turn, step = tl.where(alone, 0, unit // wide), tl.where(alone, 1, PROGRAMS)
     group = groups + g * FIELDS
     low, high = tl.load(group), tl.load(group + 1)
     first, count = tl.load(group + 2), tl.load(group + 3)
@@ -90,13 +100,13 @@ def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, sc
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if low + tl.program_id(2) < high:
+    if low + turn < high:
         head = h * (H // HKV) + r % EACH
         place = (node * H + head)[:, None] * D + d[None, :]
         q = tl.load(queries + place, mask=real[:, None], other=0.0, cache_modifier=".cg")
         last = tl.max(at, 0)
         mine, theirs = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
-        for s in range(low + tl.program_id(2), high, tl.num_programs(2)):
+        for s in range(low + turn, high, step):
             start, end = _split_start(s), tl.minimum(_split_start(s + 1), last + 1)
             if WINDOW > 0:  # tiles that no node of the group sees are passed over
                 near = tl.load(positions + first) - WINDOW + 1

@@ -110,8 +110,8 @@ def _finish_qkv(acc, n0, rows, live, out, keys, values, bias, head_norm, rope, p
 
 @triton.jit
 def _finish_residual(acc, old, lift, tile, n0, rows, live, x, out, squares, norm, N: tl.constexpr, BN: tl.constexpr,
-                     TILES_UP: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
-    """Add to the residual stream, and leave what the next norm needs."""
+                     TILES: tl.constexpr, TILES_UP: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
+    """Add to the residual stream, and leave what the next norm needs: a tile may be several of the norm's TILES."""
     n = n0 + tl.arange(0, BN)
     place = rows[None, :] * N + n[:, None]
     acc += old
@@ -120,7 +120,10 @@ def _finish_residual(acc, old, lift, tile, n0, rows, live, x, out, squares, norm
     if ROOM > 0:
         scaled = scaled * lift[None, :]
     put_rows(out, place, scaled, live[None, :], ROOM * N)
-    tl.store(squares + rows * TILES_UP + tile, _sum_of_squares(acc), mask=live)
+    for i in tl.static_range(BN * TILES // N):
+        own = (tl.arange(0, BN) // (N // TILES) == i)[:, None]
+        place = squares + rows * TILES_UP + tile * (BN * TILES // N) + i
+        tl.store(place, _sum_of_squares(tl.where(own, acc, 0.0)), mask=live)
 
 
 @triton.jit
@@ -138,7 +141,9 @@ def _finish(acc, scale, before, lift, tile, rows, live, out, x, squares, norm, k
     else:
         given = _before(x, squares, tile, rows, live, N, MODE, BN, TILES, TILES_UP)
     if MODE == RESIDUAL:
-        _finish_residual(acc, given, lift, tile, n0, rows, live, x, out, squares, norm, N, BN, TILES_UP, ROOM)
+        _finish_residual(
+            acc, given, lift, tile, n0, rows, live, x, out, squares, norm, N, BN, TILES, TILES_UP, ROOM
+        )
     else:
         if not NORMED:
             inverse = tl.rsqrt(tl.sum(given, 1).to(tl.float32) / K + eps)
@@ -209,30 +214,13 @@ def _product_of_bytes(a, w, tile, first, k0, M, N: tl.constexpr, K: tl.constexpr
     return high * 256.0 + low
 
 
-@triton.jit
-def _ask_early(w, tile, k0, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BYTES: tl.constexpr):
-    """Let the L2 cache fetch the first bytes of a tile's rows, which no other kernel writes, and go on.
-
-    It changes when weights come, and nothing else. BYTES is a multiple of 32: a thread asks for one half of a row's.
-    """
-    half = tl.arange(0, 2 * BN)
-    row = tl.minimum(tile * BN + half // 2, N - 1).to(tl.int64)
-    address = (w + row * K + k0).to(tl.int64) + (half % 2) * (BYTES // 2)
-    size = tl.full((2 * BN,), BYTES // 2, tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [address, size],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["M"])
 def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bias, head_norm, rope, positions, slots,
            partial, counters, M, eps, head_stride, N: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr,
            BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, MT: tl.constexpr, TILES: tl.constexpr,
            TILES_UP: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr,
            BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
-           W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr, AHEAD: tl.constexpr,
-           SOON: tl.constexpr):  # fmt: skip
+           W8: tl.constexpr, NORMED: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
     """One tile of BN outputs for MT rows, over one of SPLIT stretches of K; the last split to end adds them up.
 
     Weights of one byte (W8) have a scale that multiplies the finished sum. Rows of one byte (ROOM) were multiplied
@@ -245,10 +233,6 @@ def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bi
     rows = first + tl.arange(0, MT)
     live = rows < M
     n = tl.arange(0, BN)
-    if AHEAD > 0:  # the kernel before this one is still at work, and perhaps leaves the memory idle
-        _ask_early(w, tile, k0, N, K, BN, AHEAD)
-    if PDL and SOON:
-        tl.extra.cuda.gdc_launch_dependents()
     if PDL:
         tl.extra.cuda.gdc_wait()
     before, lift, scale = 0.0, 1.0, 1.0
@@ -260,7 +244,7 @@ def linear(a, w, weights, scales, out, x, squares, lifts, norm, keys, values, bi
         acc = _product_of_bytes(a, w, tile, first, k0, M, N, K, BN, BK, SPLIT, MT, ROOM)
     else:
         acc = _product(a, w, weights, tile, first, k0, rows, live, N, K, BN, BK, SPLIT, MT, TMA)
-    if PDL and not SOON:  # the next kernel's programs would take room that this one's need
+    if PDL:  # not before: the next kernel's programs would take the place of this one's
         tl.extra.cuda.gdc_launch_dependents()
     if W8:
         scale = tl.load(scales + tile * BN + n, mask=tile * BN + n < N, other=0.0)[:, None]

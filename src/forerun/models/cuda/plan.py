@@ -72,15 +72,21 @@ class Size:
     rows: int
     groups: int
     splits: int
+    trees: int = 1  # of one form, whose groups lie tree by tree
+    lone: int = 0  # the last so many groups of each are single nodes, which attend to one split or to two
+
+    @property
+    def shared(self) -> int:
+        """Groups that may attend to any number of splits."""
+        return self.groups - self.trees * self.lone
 
 
 def programs_for(size: Size, heads: int, processors: int) -> int:
-    """Programs of attention to a group and a key-value head: they take its splits in turn.
+    """Programs of attention to a group that is not lone and a key-value head: they take its splits in turn.
 
-    One for each split, but fewer where there are many groups: most groups of a tree are single nodes, which attend to
-    one or two splits, and programs that find nothing to do take time to start too.
+    One for each split, but fewer where there are many groups: programs that find nothing to do take time to start too.
     """
-    return min(size.splits, max(FEWEST, ATTENDING * processors // (size.groups * heads)))
+    return min(size.splits, max(FEWEST, ATTENDING * processors // (max(1, size.shared) * heads)))
 
 
 def splits_to(farthest: int) -> int:

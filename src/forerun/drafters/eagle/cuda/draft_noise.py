@@ -41,6 +41,11 @@ class DraftNoise:
         self._last: list[Settings | None] = []
         self.is_on = False  # has a sequence of the draft noise?
 
+    @property
+    def sent(self) -> Tensor:
+        """[3 MOST] mixed seeds, factors as fp64 bits, and whether there is noise: of each sequence."""
+        return self._sent.all
+
     def send(self, settings: Sequence[Settings | None]) -> None:
         """Of the sequences of the next draft; padding may be left out."""
         self.is_on = any(one is not None for one in settings)

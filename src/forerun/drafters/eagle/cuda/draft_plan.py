@@ -80,9 +80,9 @@ class DraftForm:
 
     def level(self, group_nodes: int) -> Size:
         """The pass over a level."""
-        width = self.shape.width
-        groups = self.sequences * (-(-width // group_nodes) + (width if width > 1 else 0))
-        return Size(self.sequences * width, groups, self.splits)
+        width, lone = self.shape.width, self.shape.width if self.shape.width > 1 else 0
+        groups = self.sequences * (-(-width // group_nodes) + lone)
+        return Size(self.sequences * width, groups, self.splits, self.sequences, lone)
 
     @property
     def sources_at(self) -> int:

@@ -40,7 +40,7 @@ class FeatureFusion:
         count = len(config.layers) if config.fc_norm else 0
         self._norms = [get(f"fc_norm.{i}.weight") for i in range(count)]
         self._input_norm = get("input_norm.weight") if config.norm_before_fc else None
-        self._output_norm = model.final_norm if config.norm_output else None
+        self._output_norm = model.final_norm.float() if config.norm_output else None
 
     def fuse(self, features: Tensor) -> Tensor:
         """[N, F] of the target -> [N, D]; EAGLE-1 carries the target's own row."""
@@ -58,7 +58,7 @@ class FeatureFusion:
         """[N, D] fp32 outputs -> what the rows behind them carry."""
         if self._output_norm is None:
             return out
-        return F.rms_norm(out, out.shape[-1:], self._output_norm.float(), self._eps)
+        return F.rms_norm(out, out.shape[-1:], self._output_norm, self._eps)
 
 
 def why_not(config: EagleConfig, target: object) -> str:

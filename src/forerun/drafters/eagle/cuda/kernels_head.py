@@ -69,11 +69,10 @@ def tops(logits, found, rows, highs, sums, vocab, K: tl.constexpr, CHUNK: tl.con
     tl.store(sums + m * chunks + c, tl.sum(tl.exp(values - high), 0))
     place = (m * chunks + c) * K
     for j in range(K):
-        best = tl.max(values, 0)
-        at = tl.min(tl.where(values == best, n, vocab - 1), 0)
+        best, at = tl.max(values, 0, return_indices=True)  # of equal ones the first
         tl.store(found + place + j, best)
-        tl.store(rows + place + j, at)
-        values = tl.where(n == at, float("-inf"), values)
+        tl.store(rows + place + j, tl.minimum(c * CHUNK + at, vocab - 1))
+        values = tl.where(n == c * CHUNK + at, float("-inf"), values)
 
 
 @triton.jit(do_not_specialize=["first", "pool_size", "level"])
@@ -107,8 +106,8 @@ def advance(found, rows, highs, sums, ids, log_survivals, places, ancestors, poo
     bests = tl.full((WIDE_UP, K_UP), float("-inf"), dtype=tl.float32)
     spots = tl.zeros((WIDE_UP, K_UP), dtype=tl.int32)
     for j in range(K):
-        best = tl.max(values, 1)
-        at = tl.min(tl.where(values == best[:, None], f[None, :], C * K - 1), 1)
+        best, at = tl.max(values, 1, return_indices=True)
+        at = tl.minimum(at, C * K - 1)
         bests = tl.where((k == j)[None, :], best[:, None], bests)
         spots = tl.where((k == j)[None, :], at[:, None], spots)
         values = tl.where(f[None, :] == at[:, None], float("-inf"), values)
@@ -120,14 +119,13 @@ def advance(found, rows, highs, sums, ids, log_survivals, places, ancestors, poo
     tl.store(pool_scores + pool, scores, mask=real)
     tl.store(pool_tokens + pool, tl.load(ids + row, mask=real, other=0), mask=real)
     tl.store(pool_parents + pool, tl.broadcast_to(above[:, None], (WIDE_UP, K_UP)), mask=real)
-    scores = tl.where(real, scores, float("-inf"))
-    flat = w[:, None] * K_UP + k[None, :]
+    scores = tl.reshape(tl.where(real, scores, float("-inf")), (WIDE_UP * K_UP,))
+    flat = tl.arange(0, WIDE_UP * K_UP)
     i = tl.arange(0, FRESH_UP)
     leaders = tl.zeros((FRESH_UP,), dtype=tl.float32)
     chosen = tl.zeros((FRESH_UP,), dtype=tl.int32)
     for j in range(FRESH):
-        leader = tl.max(tl.max(scores, 1), 0)
-        spot = tl.min(tl.min(tl.where(scores == leader, flat, WIDE_UP * K_UP - 1), 1), 0)
+        leader, spot = tl.max(scores, 0, return_indices=True)
         leaders = tl.where(i == j, leader, leaders)
         chosen = tl.where(i == j, spot, chosen)
         scores = tl.where(flat == spot, float("-inf"), scores)

@@ -161,7 +161,7 @@ def cut_trees(pool: Pool, roots: Tensor, nodes: int, into: Tensor, fused: bool |
         pdl = starts_early(roots.device)
         kernels_head.cut[(len(roots),)](
             pool.scores, pool.tokens, pool.parents, roots, torch.empty_like(pool.scores, dtype=torch.int32), into,
-            size, into.stride(0), nodes, UP=_power(size), PDL=pdl, num_warps=1 if size <= 512 else 4, launch_pdl=pdl,
+            size, into.stride(0), nodes, UP=_power(size), PDL=pdl, num_warps=1 if size <= 1024 else 4, launch_pdl=pdl,
         )  # fmt: skip
         return
     order = pool.scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes]

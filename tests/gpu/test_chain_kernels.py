@@ -1,0 +1,71 @@
+"""The kernels between the passes of a draft model's chain do what their torch twins do.
+
+They run on a GPU, or on a CPU in Triton's interpreter:
+TRITON_INTERPRET=1 python -m pytest tests/gpu/test_chain_kernels.py
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.drafters.cuda.chain_graphs import PADDING, ChainGraphs
+from forerun.drafters.cuda.chain_plan import Lane
+from forerun.models.cuda.last_round import LastRound
+from forerun.models.cuda.target import CudaDecoder
+from forerun.noise import mixed_seed
+from forerun.testing import FakeSeq
+from forerun.types import Needs
+from tests.gpu.test_following import dtype_on
+from tests.gpu.tiny import VOCAB, make_target, where_kernels_run
+
+LENGTHS, DEPTH = (70, 3, 125, 64), 4
+
+
+def _lanes(model: CudaDecoder, rng: random.Random) -> list[Lane]:
+    """With one unread token, with two, behind a round that was not read, and padding."""
+    lanes = []
+    for i, length in enumerate(LENGTHS):
+        seq = FakeSeq(i, [rng.randrange(VOCAB) for _ in range(length + 2)], max_length=400)
+        model.prefill([seq], Needs())
+        pages = model.kv.grow(seq.id, length + 40).pages
+        unread = seq.tokens[-2:] if i == 1 else seq.tokens[-1:]
+        behind = (2, DEPTH) if i == 2 else (-1, 0)
+        lanes.append(Lane(unread, pages, length + 2 - len(unread), *behind))
+    return [*lanes, PADDING, PADDING, PADDING, PADDING]
+
+
+def _drafted(fused: bool, noise: bool, accepted: int) -> tuple[Tensor, Tensor]:
+    """Trees, and the keys and values that drafting them wrote."""
+    device = where_kernels_run()
+    model, rng = make_target("llama", device.type, dtype_on(device.type)), random.Random(7)
+    last = LastRound(device)
+    last.accepted[2] = accepted
+    last.tokens[2, : DEPTH + 1] = torch.tensor([9, 8, VOCAB + 7 if accepted < 2 else 7, 6, 5], device=device)
+    last.tokens[2, accepted] = VOCAB + 50 if accepted == 1 else 11
+    graphs = ChainGraphs(model, VOCAB - 3, last, fused)
+    lanes = _lanes(model, rng)
+    model.kv.data.zero_()
+    settings = [(mixed_seed(5), 0.8), None, (mixed_seed(-1), 1.3), (mixed_seed(9), 1.0)] if noise else []
+    graphs.draft(lanes, DEPTH, settings)
+    return graphs.trees[:, : len(lanes) * (DEPTH + 1)].clone(), model.kv.data.clone()
+
+
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("accepted", [0, 1, DEPTH])
+def test_chains_of_kernels_are_those_of_torch(noise: bool, accepted: int) -> None:
+    found, kept = _drafted(True, noise, accepted)
+    wanted, written = _drafted(False, noise, accepted)
+    assert torch.equal(found, wanted)
+    assert torch.equal(kept, written)
+    assert written.any()
+    assert int(found[0, 2 * (DEPTH + 1)]) == (VOCAB + 50 if accepted == 1 else 11)
+
+
+def test_noise_changes_what_is_drafted() -> None:
+    plain, noisy = (_drafted(True, noise, 0)[0].view(2, -1, DEPTH + 1) for noise in (False, True))
+    assert torch.equal(plain[:, 1], noisy[:, 1])  # the one that has none
+    assert not torch.equal(plain[:, 0], noisy[:, 0])
