@@ -87,7 +87,7 @@ class NativeDecoder(Decoder):
         if isinstance(weights, GgufWeights):
             weights.file.drop_pages()  # what is needed is packed by now
         self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
-        self._tables = RotationTables(self._rotations[0])
+        self._tables, self._regime_of = RotationTables(self._rotations[0]), config.ropes[0].regime
 
     @staticmethod
     def supports(config: DecoderConfig) -> bool:
@@ -158,21 +158,21 @@ class NativeDecoder(Decoder):
         return super().score(seqs, trees, needs, prompts)
 
     def _score_alone(self, seq: Seq, trees: TreeBatch, needs: Needs) -> Scores:
-        tokens, alone = trees.to_host()[0], self._alone
-        if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # C would read what is not there
-            raise IndexError(f"tokens {tokens} in a vocabulary of {self.vocab_size}")
+        tokens, alone, vocab = trees.to_host()[0], self._alone, self._model.vocab
+        if not 0 <= min(tokens) <= max(tokens) < vocab:  # C would read what is not there
+            raise IndexError(f"tokens {tokens} in a vocabulary of {vocab}")
         nodes, extent = len(tokens), self._extent_for(seq, len(tokens))
         if extent.layers:
             self._note_layers((seq,), needs)
-        hidden = self._hidden_rows(needs, nodes) if needs.hidden_layers else {}
-        regime, end = self.config.ropes[0].regime(self._lengths[seq.id]), extent.length + nodes
-        alone.fill(tokens, trees.topology()[0], extent.length, extent.pages, self._tables.at(regime, end))
+        end, last = extent.length + nodes, self.config.layers
+        table = self._tables.at(self._regime_of(self._lengths[seq.id]), end)
+        alone.fill(tokens, trees.topology()[0], extent.length, extent.pages, table)
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
-        shown = self._show(alone.one, hidden, self.config.layers)
-        last, logits = self.config.layers, alone.logits(nodes)
-        alone.one.x = hidden[last].data_ptr() if last in hidden else None
-        alone.one.logits = logits.data_ptr()
+        hidden = self._hidden_rows(needs, nodes) if needs.hidden_layers else {}
+        shown = self._show(alone.one, hidden, last) if hidden else ()
+        alone.set_x(hidden, last)
+        logits = alone.logits(nodes)
         native.match_threads(torch.get_num_threads())
         failed = self._decode(*alone.at)
         del shown
