@@ -98,7 +98,7 @@ class TreeBatch:
             return
         else:
             self._lists = _listed(tokens), _listed(parents)
-        self.device = torch.device(device) if type(device) is str else device
+        self.device = torch.device(device) if isinstance(device, str) else device
 
     @property
     def tokens(self) -> Tensor:
