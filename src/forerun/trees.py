@@ -225,6 +225,9 @@ class TreeBatch:
         device: torch.device | str = _CPU,
     ) -> TreeBatch:
         """One (tokens, parents) pair per sequence."""
+        if len(rows) == 1:
+            ((own, above),) = rows
+            return TreeBatch(list(own), list(above), (0, len(own)), drawn_from, device)
         tokens = [token for row, _ in rows for token in row]
         parents = [parent for _, row in rows for parent in row]
         return TreeBatch(tokens, parents, offsets([len(row) for row, _ in rows]), drawn_from, device)

@@ -94,7 +94,10 @@ class Corrections:
         self.overall.add(ratio)
         self.by_batch.setdefault(batch, Ratio()).add(ratio)
         for size, weight in weights.items():
-            self.by_size.setdefault((batch, size), Ratio()).add(ratio, weight)
+            known = self.by_size.get((batch, size))
+            if known is None:
+                known = self.by_size[batch, size] = Ratio()
+            known.add(ratio, weight)
 
 
 class CostModel:
