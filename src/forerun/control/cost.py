@@ -47,6 +47,7 @@ WIDE = (
     1024,
 )  # a GPU: as its passes are
 TOGETHER = 32  # nodes of one sequence while measuring: wider passes are over several sequences
+METHOD = 2  # of measuring: curves kept by others are measured again
 CONTEXT = 128  # tokens cached while measuring
 RECENT = 0.2  # weight of the last round in what prompts took beside it
 AT_ONCE, LATER = 32, 4  # rounds whose corrections count at once; of later ones, those of so many together
@@ -217,9 +218,12 @@ class CostModel:
     def measure(cls, target: Target, sizes: Sequence[int] = SIZES, repeats: int = 3) -> CostModel:
         """Time passes over chains of several sizes on scratch sequences; the best of a few, as noise only adds.
 
-        Where nodes wake experts, passes over other tokens cost something else: then the median of twice as many.
+        On a CPU each comes behind one of its own size that is not timed, as in a text: behind a pass over 64 rows one
+        over a single row takes longer, and drafts seem cheap beside it. Where nodes wake experts, passes over other
+        tokens cost something else: then the median of twice as many.
         """
         text, experts = probe_text(target, max(sizes)), has_experts(target)
+        passes = 2 if target.device.type == "cpu" else 1
         probes = scratch_sequences(target, max(sizes), text)
         sizes = [size for size in sizes if size <= TOGETHER * len(probes) or size <= 64]
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
@@ -228,8 +232,9 @@ class CostModel:
             for repeat in range((2 * repeats if experts else repeats) + 1):
                 for size in sizes:
                     at = repeat * size % len(text)
-                    some = probes[: max(1, size // TOGETHER if size > 64 else 1)]
-                    spent = _time_pass(target, some, size, text[at:] + text[:at])
+                    some, rows = probes[: max(1, size // TOGETHER if size > 64 else 1)], text[at:] + text[:at]
+                    for _ in range(passes):
+                        spent = _time_pass(target, some, size, rows)
                     if repeat:  # the first round warms up
                         seconds[size].append(spent)
         finally:
@@ -247,6 +252,7 @@ class CostModel:
                 values = json.loads(file.read_text())
                 kept = {int(n): float(t) for n, t in values["seconds"].items()}
                 was_busy = values.get("busy") is True
+                kept = kept if values.get("method") == METHOD else {}
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 kept, was_busy = {}, False
             whole = set(sizes) <= set(kept) and all(0.0 < t < inf and n > 0 for n, t in kept.items())
@@ -257,7 +263,7 @@ class CostModel:
         if file is not None:
             with suppress(OSError):  # a cache that cannot be written costs time, nothing else
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps({"seconds": model.seconds, "busy": busy}))
+                file.write_text(json.dumps({"seconds": model.seconds, "busy": busy, "method": METHOD}))
         return model
 
 
