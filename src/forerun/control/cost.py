@@ -47,6 +47,7 @@ WIDE = (
     1024,
 )  # a GPU: as its passes are
 TOGETHER = 32  # nodes of one sequence while measuring: wider passes are over several sequences
+RUN, FEW_ROWS = 3, 8  # passes of a run that are timed on a CPU, and of how many rows; one of more
 METHOD = 2  # of measuring: curves kept by others are measured again
 CONTEXT = 128  # tokens cached while measuring
 RECENT = 0.2  # weight of the last round in what prompts took beside it
@@ -218,12 +219,12 @@ class CostModel:
     def measure(cls, target: Target, sizes: Sequence[int] = SIZES, repeats: int = 3) -> CostModel:
         """Time passes over chains of several sizes on scratch sequences; the best of a few, as noise only adds.
 
-        On a CPU each comes behind one of its own size that is not timed, as in a text: behind a pass over 64 rows one
-        over a single row takes longer, and drafts seem cheap beside it. Where nodes wake experts, passes over other
-        tokens cost something else: then the median of twice as many.
+        On a CPU they come in runs of one size, as in a text, and the first of a run does not count: behind a pass over
+        64 rows one over a single row takes longer, and drafts seem cheap beside it. Where nodes wake experts, passes
+        over other tokens cost something else: then the median of twice as many.
         """
         text, experts = probe_text(target, max(sizes)), has_experts(target)
-        passes = 2 if target.device.type == "cpu" else 1
+        in_runs = target.device.type == "cpu"
         probes = scratch_sequences(target, max(sizes), text)
         sizes = [size for size in sizes if size <= TOGETHER * len(probes) or size <= 64]
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
@@ -233,10 +234,12 @@ class CostModel:
                 for size in sizes:
                     at = repeat * size % len(text)
                     some, rows = probes[: max(1, size // TOGETHER if size > 64 else 1)], text[at:] + text[:at]
-                    for _ in range(passes):
+                    if in_runs:
+                        _time_pass(target, some, size, rows)
+                    for _ in range(RUN if in_runs and size <= FEW_ROWS else 1):
                         spent = _time_pass(target, some, size, rows)
-                    if repeat:  # the first round warms up
-                        seconds[size].append(spent)
+                        if repeat:  # the first round warms up
+                            seconds[size].append(spent)
         finally:
             for probe in probes:
                 target.release(probe)
