@@ -267,7 +267,7 @@ class SequencePlanner:
         nodes = option.depth if listed.widest == 1 else self.nodes
         price, trust = listed.price[: nodes + 1], self._record(seq).trust
         if abs(trust - 1.0) > CLOSE:
-            price, level = tuple(cost / trust for cost in price), level / trust
+            price, level = tuple([cost / trust for cost in price]), level / trust
         return Budget(nodes, option.depth, listed.widest, price, level, "costly")
 
     def free_budget(self) -> Budget:

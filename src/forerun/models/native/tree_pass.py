@@ -48,9 +48,9 @@ class TreePass:
         logits, self.one.logits = self._spare.pop()
         return logits
 
-    def set_x(self, hidden: Mapping[int, Tensor], last: int) -> None:
-        """What leaves the last layer is computed in place where it is shown; `hidden` empty = no rows are shown."""
-        if hidden:
+    def set_x(self, hidden: Mapping[int, Tensor], last: int, shows: bool) -> None:
+        """What leaves the last layer is computed in place where it is shown; not `shows`: no rows are."""
+        if shows:
             self.one.x, self._shows = hidden[last].data_ptr() if last in hidden else None, True
         elif self._shows:
             self.one.hidden_count, self.one.kept, self.one.x, self._shows = 0, None, None, False
