@@ -20,6 +20,11 @@ from forerun.errors import InvalidInput
 from forerun.topology import Topology, chain_of, topology_of
 
 _CPU = torch.device("cpu")
+ONE_NODE = (
+    0,
+    1,
+)  # `starts` of one tree that is its root: a plain round of one sequence, the usual case on a CPU
+_ROOT_ALONE = [chain_of(1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +91,11 @@ class TreeBatch:
         self._topologies: list[Topology] | None = None
         self._lists: tuple[list[int], list[int]] | None = None
         self._tensors: tuple[Tensor, Tensor] | None = None
-        if isinstance(tokens, Tensor) and isinstance(parents, Tensor):
+        if type(tokens) is list and type(parents) is list:  # the usual case
+            self._lists = tokens, parents
+        elif isinstance(tokens, Tensor) and isinstance(parents, Tensor):
             self._tensors, self.device = (tokens, parents), tokens.device
             return
-        if isinstance(tokens, list) and isinstance(parents, list):  # the usual case
-            self._lists = tokens, parents
         else:
             self._lists = _listed(tokens), _listed(parents)
         self.device = torch.device(device) if isinstance(device, str) else device
@@ -148,7 +153,9 @@ class TreeBatch:
     def topology(self) -> list[Topology]:
         """[B] the shape of every tree: depths, ancestors, paths. Worked out once."""
         if self._topologies is None:
-            if self.is_plain():
+            if self.starts == ONE_NODE:
+                self._topologies = _ROOT_ALONE
+            elif self.is_plain():
                 self._topologies = [chain_of(1)] * len(self)
             else:
                 parents = self.to_host()[1]
@@ -166,7 +173,7 @@ class TreeBatch:
 
     def is_plain(self) -> bool:
         """Nothing was drafted: every tree is its root."""
-        return self.starts == tuple(range(len(self.starts)))
+        return self.starts == ONE_NODE or self.starts == tuple(range(len(self.starts)))
 
     def select(self, which: Sequence[int]) -> TreeBatch:
         """The trees of some sequences, in the order asked for."""
@@ -218,6 +225,9 @@ class TreeBatch:
         device: torch.device | str = _CPU,
     ) -> TreeBatch:
         """One (tokens, parents) pair per sequence."""
+        if len(rows) == 1:
+            ((own, above),) = rows
+            return TreeBatch(list(own), list(above), (0, len(own)), drawn_from, device)
         tokens = [token for row, _ in rows for token in row]
         parents = [parent for _, row in rows for parent in row]
         return TreeBatch(tokens, parents, offsets([len(row) for row, _ in rows]), drawn_from, device)

@@ -20,8 +20,9 @@ from forerun.control.base import ControlParts, WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.decision import Decision, by_menu, chain_budget, starts
 from forerun.control.forms import NO_FORMS, FormChooser
+from forerun.control.free_drafts import NOTHING
 from forerun.control.lookups import WIDE, LookupGate
-from forerun.control.per_sequence import NOTHING, SequencePlanner
+from forerun.control.per_sequence import SequencePlanner
 from forerun.control.waiting import FEW, Waiting, beside_plain, ends, free_promise, within
 from forerun.offers import FREE, NEVER, Menu, Offer
 from forerun.types import Budget, Round, Seq
@@ -107,7 +108,8 @@ class AdaptiveController:
     def _plan_lookups(self, seqs: Sequence[Seq]) -> list[Budget]:
         """For the whole batch first: is anybody asked, and is what they have found drafted?"""
         batch, gate, planner = len(seqs), self.gate, self.planner
-        if batch == 1 and not planner.offer(seqs[0]).free:
+        known = FREE
+        if batch == 1 and not (known := planner.offer(seqs[0])).free:
             self._idle = False
             return [NOTHING]
         few = gate.whom([seq.id for seq in seqs])
@@ -119,11 +121,13 @@ class AdaptiveController:
             planner.skip()
             return [NOTHING] * batch
         self._asked = batch
-        offers = [planner.offer(seq) for seq in seqs]
+        offers = [known] if batch == 1 else [planner.offer(seq) for seq in seqs]
         planner.take_chains(seqs, offers)
         depths, accepted = planner.free_chains(offers, batch, gate.most_nodes(batch))
         if not gate.pays(sum(depths), accepted, batch):
             return [NOTHING] * batch
+        if batch == 1:
+            return [planner.free_budget()]
         if batch <= WIDE:
             return planner.plan(seqs, offers, batch)
         return [chain_budget(depth) for depth in depths]

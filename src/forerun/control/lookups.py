@@ -93,8 +93,8 @@ class LookupGate:
     def whom(self, ids: Sequence[int]) -> Sequence[int] | None:
         """Which of these sequences are asked in this round: None = all, and what pays may be drafted."""
         batch = len(ids)
-        size, plain = self._size(batch), self.plain_seconds(batch)
-        if size.is_open or self._is_cheap(batch, plain):
+        size = self._size(batch)
+        if batch <= FEW or size.is_open or self._is_cheap(batch, plain := self.plain_seconds(batch)):
             return self._open_round(size, batch)
         size.rounds += 1
         if self._should_open(size, ids, plain):

@@ -15,6 +15,7 @@ from forerun.errors import InvalidInput
 from forerun.models.base import Target
 from forerun.offers import FREE, Offer
 from forerun.params import SpeculativeConfig
+from forerun.trees import ONE_NODE
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 AT_HAND, NEGLIGIBLE = (
@@ -157,6 +158,8 @@ class LookupDrafter(BaseDrafter):
 def lone_roots(seqs: Sequence[Seq]) -> TreeBatch:
     """Nothing is drafted for anybody: a plain round."""
     count = len(seqs)
+    if count == 1:
+        return TreeBatch([seqs[0].tokens[-1]], [-1], ONE_NODE)
     return TreeBatch([seq.tokens[-1] for seq in seqs], [-1] * count, tuple(range(count + 1)))
 
 

@@ -114,24 +114,27 @@ class Engine(Queues):
 
     def _start_round(self, reads: bool = True) -> None:
         """Launch a round of all that run, if anybody does. Where nobody runs, prompts are read first."""
-        self.scheduler.start_those_read()
-        if reads and self.scheduler.has_prompts and not self.running:
+        scheduler = self.scheduler
+        scheduler.start_those_read()
+        if reads and not scheduler.running and scheduler.has_prompts:
             self._read()
-            self.scheduler.start_those_read()
-        if self.running:
-            self._launch(self.running)
+            scheduler.start_those_read()
+        if scheduler.running:
+            self._launch(scheduler.running)
 
     def _launch(self, seqs: list[SequenceState]) -> None:
         """Plan, propose and score."""
         clock = self.stats.clock()
-        scheduler, self._pending = self.scheduler, Pending(seqs)
+        pending = self._pending = Pending(seqs)
+        scheduler, whole = self.scheduler, seqs
         rows = prompt_share(scheduler, self.prompt_rows, self.controller, len(seqs))
         budgets = cut_budgets(seqs, self.controller.plan(seqs))
         if not self.target.make_room(seqs, [1 + budget.nodes for budget in budgets]):
             seqs, budgets = find_room(self.target, seqs, budgets, self.reading, self._send_back)
         readers = scheduler.next_readers(rows) if rows else []
-        pending = self._pending = Pending([*seqs, *readers])
-        scheduler.begin(readers)
+        if readers or seqs is not whole:
+            pending = self._pending = Pending([*seqs, *readers])
+            scheduler.begin(readers)
         trees = self.drafters.propose(seqs, budgets)
         clock.lap("draft")
         scores = self.score(seqs, trees, readers, rows)

@@ -39,7 +39,10 @@ class Launched(NamedTuple):
 
     def without_ended(self, verdict: Verdict) -> tuple[list[SequenceState], TreeBatch, Verdict]:
         """Its sequences, trees and verdict, less those that had ended before it was known."""
-        going = [b for b, seq in enumerate(self.seqs) if seq.finished is None]
-        if len(going) == len(self.seqs):
+        for seq in self.seqs:
+            if seq.finished is not None:
+                break
+        else:
             return self.seqs, self.trees, verdict
+        going = [b for b, seq in enumerate(self.seqs) if seq.finished is None]
         return [self.seqs[b] for b in going], self.trees.kept(going), verdict.kept(going)

@@ -109,7 +109,7 @@ class DrafterPool:
 
     def needs(self, seqs: Sequence[SequenceState]) -> Needs:
         needs: Needs | None = None
-        for name in {seq.drafting for seq in seqs}:
+        for name in (seqs[0].drafting,) if len(seqs) == 1 else {seq.drafting for seq in seqs}:
             try:
                 more = self._made[name].needs
                 needs = more if needs is None else needs | more
@@ -238,8 +238,7 @@ class VerifierPool:
             )
             return laws, greedy_verdict(trees, known)
         laws = warp(scores.required_logits, seqs, trees)
-        noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
-        return laws, self.verify(seqs, trees, laws, noise, known)
+        return laws, self.verify(seqs, trees, laws, known)
 
     def decide_alike(self, seqs: Sequence[SequenceState]) -> bool:
         """Do the verifiers of these sequences come to the device's verdict on samples?"""
@@ -249,21 +248,20 @@ class VerifierPool:
         """Does a device that samples decide about all of these, some of which are sampled?"""
         return kinds_of(seqs) is not None and self.decide_alike(seqs)
 
+    def _are_exact(self, seqs: Sequence[SequenceState]) -> bool:
+        """Are the verifiers of these all exact? Then they come to one verdict where laws are point masses."""
+        for seq in seqs:  # noqa: SIM110 - a generator is one function more, in every round
+            if not self.get(seq.verifier).exact:
+                return False
+        return True
+
     def verify(
-        self,
-        seqs: Sequence[SequenceState],
-        trees: TreeBatch,
-        laws: Laws,
-        noise: Noise,
-        known: Greedy | None = None,
+        self, seqs: Sequence[SequenceState], trees: TreeBatch, laws: Laws, known: Greedy | None = None
     ) -> Verdict:
         """By each sequence's own verifier; where all are greedy and exact, from what the pass already knows."""
-        if known is not None and laws.plain_greedy:
-            for name in {seq.verifier for seq in seqs}:
-                if not self.get(name).exact:
-                    break
-            else:
-                return greedy_verdict(trees, known)
+        if known is not None and laws.plain_greedy and self._are_exact(seqs):
+            return greedy_verdict(trees, known)
+        noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
         groups = _groups([seq.verifier for seq in seqs])
         if len(groups) == 1:
             return self.get(seqs[0].verifier).verify(trees, laws, noise)
