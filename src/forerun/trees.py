@@ -187,13 +187,13 @@ class TreeBatch:
         return TreeBatch(self.tokens[nodes], self.parents[nodes], offsets(sizes), drawn)
 
     def kept(self, which: Sequence[int]) -> TreeBatch:
-        """Some trees of a form, which were read; the device knows them as it did."""
+        """Some of the trees, which were read; the device knows those of a form as it did."""
         (tokens, parents), starts, form = self.to_host(), self.starts, self.form
-        assert form is not None, "others are selected"
         rows = [row for b in which for row in range(starts[b], starts[b + 1])]
         some = [tokens[row] for row in rows], [parents[row] for row in rows]
-        members = [self.members[b] for b in which]
-        return TreeBatch(*some, form.starts(len(which)), None, self.device, form, members=members)
+        members = None if form is None else [self.members[b] for b in which]
+        sizes = offsets([starts[b + 1] - starts[b] for b in which])
+        return TreeBatch(*some, sizes, None, self.device, form, members=members)
 
     def nodes_of(self, which: Sequence[int]) -> Tensor:
         """[M'] indices into the M nodes of the trees named."""
@@ -242,6 +242,17 @@ class GrowsNext(Protocol):
         """The next trees, of sequences (`forerun.types.Seq`) and their trees among the last; -1 = they had none.
 
         `hidden` are the rows of the pass over the last trees. None = these have to be read first.
+        """
+        ...
+
+
+class NextRoots(Protocol):
+    """Makes the plain round behind one that was not read."""
+
+    def __call__(self, going: Sequence[tuple[Any, int]]) -> TreeBatch | None:
+        """The roots of sequences, by their trees in the round before; -1 = they had none. None = read that first.
+
+        A root that is known to the device alone is told with the verdict on it (`TreeBatch.follows`).
         """
         ...
 

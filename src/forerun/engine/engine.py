@@ -87,8 +87,7 @@ class Engine(Queues):
                 self._recover()
             if self._ahead is None:
                 self._start_round()
-            launched = self._ahead
-            if launched is not None:
+            if (launched := self._ahead) is not None:
                 if self.follows_unread:
                     self._following = follow(self, launched)  # before this one is read
                 self._finish(launched)
@@ -139,8 +138,8 @@ class Engine(Queues):
         clock.lap("draft")
         scores = self.score(seqs, trees, readers, rows)
         clock.lap("pass")
-        repeats = min([budget.repeats for budget in budgets])
-        self._ahead = Launched(pending, seqs, readers, trees, scores, clock, repeats)
+        plan = min([budget.repeats for budget in budgets]), any([budget.nodes for budget in budgets])  # noqa: C419
+        self._ahead = Launched(pending, seqs, readers, trees, scores, clock, *plan)
         self._pending = None  # last: whatever interrupts a launch undoes it
 
     def hold(self, seqs: Sequence[SequenceState]) -> None:
@@ -159,19 +158,18 @@ class Engine(Queues):
 
     def _finish(self, launched: Launched) -> None:
         """Verify, commit, observe and emit; all of it or nothing."""
-        pending, seqs, readers, trees, scores, clock, _ = launched
+        pending, seqs, readers, trees, scores, clock = launched[:6]
         self._pending, self._ahead = pending, None
         clock.lap("host")
         laws, verdict = self.verifiers.decide(seqs, trees, scores)
         clock.lap("verdict")
         clock.settle(trees, scores)
-        seqs, trees, verdict = launched.without_ended(verdict)
+        seqs, trees, scores, verdict = launched.without_ended(verdict)
         self.target.commit(seqs, trees, verdict)
         rows = self._note_prompts(readers, scores.read[0], clock.started) if scores.read is not None else 0
         self.drafters.observe(seqs, trees, scores, verdict)
         spent = self.stats.now() - clock.started
-        followed = scores.followed or launched.trees.follows is not None
-        parts = clock.seconds, spent, rows, scores.delayed, followed
+        parts = clock.seconds, spent, rows, launched.trees.follows is not None
         advances, outcome = outcome_of(seqs, trees, laws, verdict, *parts)
         pending.advances = advances  # from here on the round has happened
         tokens = 0
@@ -184,7 +182,10 @@ class Engine(Queues):
         self.prompt_rows.observe(spent, rows)
         self.stats.count(outcome, tokens, clock)
         following, self._following = self._following, None
-        self._ahead = None if following is None else following.begun(self.stats.clock())
+        if following is not None:
+            self._ahead, read = following.begun(self.stats.clock()), following.scores.read
+            if self._ahead is None and read is not None:  # its prompts were read all the same
+                self._note_prompts(following.readers, read[0], following.clock.started)
 
     def submit(self, request: Request) -> int:
         """Queue a request; its id names it in events."""

@@ -160,6 +160,11 @@ class DrafterPool:
                 del self._retired[seq.drafting], self._made[seq.drafting]
             seq.draft_with(seq.drafter)  # if it is read again, the new one sees all of it
 
+    def never_draft(self, seqs: Sequence[SequenceState]) -> bool:
+        """Does nobody draft for any of these, whatever the controller says?"""
+        name = _shared_drafter(seqs)
+        return name is not None and isinstance(self._made[name], NoDrafter)
+
     def looks_up(self, seq: Seq) -> bool:
         """Does its drafter make look-ups and nothing else?"""
         return isinstance(seq, SequenceState) and isinstance(self._made[seq.drafting], LookupDrafter)
