@@ -20,7 +20,7 @@ import logging
 from collections.abc import Sequence
 
 from forerun.control.base import Controller
-from forerun.engine.budgets import cut_budgets
+from forerun.engine.budgets import cut_budgets, standing
 from forerun.engine.detokenize import Decodes
 from forerun.engine.following import follow
 from forerun.engine.metrics import EngineStats
@@ -138,8 +138,7 @@ class Engine(Queues):
         clock.lap("draft")
         scores = self.score(seqs, trees, readers, rows)
         clock.lap("pass")
-        plan = min([budget.repeats for budget in budgets]), any([budget.nodes for budget in budgets])  # noqa: C419
-        self._ahead = Launched(pending, seqs, readers, trees, scores, clock, *plan)
+        self._ahead = Launched(pending, seqs, readers, trees, scores, clock, *standing(budgets))
         self._pending = None  # last: whatever interrupts a launch undoes it
 
     def hold(self, seqs: Sequence[SequenceState]) -> None:
