@@ -307,6 +307,7 @@ def test_whole_drafts_by_kernels(more: dict[str, Any], monkeypatch: pytest.Monke
     assert not drafter._failed
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("wide", [1, 3])
 def test_noise_by_a_kernel_is_that_of_torch(wide: int) -> None:
     device = where_kernels_run()

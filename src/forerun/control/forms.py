@@ -199,9 +199,10 @@ class FormChooser:
         if self._round < RARELY or self._round % REFRESH == 0:
             self._times.clear()
         if not delayed:  # else it waited for a pass of another round
-            known = self.around.seconds(form, batch, self._said(form, len(ids)))
+            said = self._said(form, len(ids))
+            known = self.around.seconds(form, batch, said)
             own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
-            self.around.observe(form, batch, own, known, followed)
+            self.around.observe(form, batch, own, known, followed, said)
         if form.nodes:
             self.acceptance.observe(form, self._priors[form], ids, accepted)
         gained = sum(accepted) / batch + 1.0 - promise.seconds / self.plain_seconds(batch)
