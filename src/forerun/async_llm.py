@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Callable
 from threading import Thread
 from types import TracebackType
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from forerun.call_options import Options, Params, make_request
 from forerun.completion import Completion
+from forerun.engine.cpu_time import seconds_of
 from forerun.engine.driver import Handle, Waiter
 from forerun.errors import ForerunError, Overloaded
 from forerun.llm import LLM
@@ -136,12 +136,7 @@ class AsyncLLM:
     @property
     def cpu_seconds(self) -> float:
         """CPU time of the engine's thread so far; 0 once it has ended, or where the system does not tell."""
-        if self._thread.ident is None or not self._thread.is_alive():
-            return 0.0
-        try:
-            return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
-        except (AttributeError, OSError):
-            return 0.0
+        return seconds_of(self._thread)
 
     @property
     def requests(self) -> int:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 
 from forerun.server.engine_process.child import main
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    status = main(int(sys.argv[1]))
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)  # the interpreter's own end unloads a model piece by piece; the system is quicker

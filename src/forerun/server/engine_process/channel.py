@@ -51,14 +51,19 @@ class Channel:
         """What comes, until the other end closes; waits."""
         while True:
             yield from self._whole()
-            if not self._add(self._receive()):
+            read = self._receive()
+            if not read:
                 return
+            self._read += read
 
     def receive_ready(self) -> list[Any] | None:
         """What has come; None = the other end has closed. To be called when there is something to read."""
-        if not self._add(self._receive()):
-            return None
-        return list(self._whole())
+        try:
+            read = self._receive(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        self._read += read
+        return list(self._whole()) if read else None
 
     def close(self) -> None:
         """Both ends read no more than what is there."""
@@ -69,15 +74,13 @@ class Channel:
         """Give the socket back to the system; nobody may use this end any more."""
         self._socket.close()
 
-    def _receive(self) -> bytes:
+    def _receive(self, how: int = 0) -> bytes:
         try:
-            return self._socket.recv(_AT_ONCE)
-        except OSError:  # the other end was killed
+            return self._socket.recv(_AT_ONCE, how)
+        except BlockingIOError:
+            raise
+        except OSError:  # the other end was killed, or this one was given back
             return b""
-
-    def _add(self, read: bytes) -> bool:
-        self._read += read
-        return bool(read)
 
     def _whole(self) -> Iterator[Any]:
         """Messages that are there; what was handed out is gone, however early the caller stops."""

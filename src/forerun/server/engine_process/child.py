@@ -70,6 +70,7 @@ def serve(channel: Channel, reader: Reader, loader: Loader, trace: str | None) -
         reader.texts = texts
         if not reader.has_left.is_set():
             texts.make_rounds()
+    llm.close()
     return 0
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import main_thread
-from time import clock_gettime, process_time, pthread_getcpuclockid
+from time import process_time
 
 from forerun.completion import ended_of
+from forerun.engine.cpu_time import seconds_of
 from forerun.engine.driver import Handle, Waiter
 from forerun.engine.engine import Engine
 from forerun.engine.head_swap import HeadSwap
@@ -78,9 +79,7 @@ class Texts:
 
     def report(self) -> Report:
         """What the engine is doing; any thread may ask."""
-        engine, own = self._llm.engine, main_thread().ident
-        assert own is not None
-        spent = clock_gettime(pthread_getcpuclockid(own)), process_time()
+        engine, spent = self._llm.engine, (seconds_of(main_thread()), process_time())
         return Report(
             load_of(engine), *spent, progress_of(engine), engine.default_drafter, lost_process_of(engine)
         )
