@@ -180,7 +180,7 @@ class AsyncLLM:
 
     def _check_open(self) -> None:
         if self._broken is not None:
-            raise self._broken
+            raise self._broken.with_traceback(None)  # it would keep what was on the stack each time before
         if self._is_closed:
             raise ForerunError("this AsyncLLM is closed; make a new one")
 

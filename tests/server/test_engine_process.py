@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ import httpx
 import pytest
 
 from forerun.errors import UnknownName
+from forerun.models.parallel.launch import Worker
+from forerun.server.engine_process.backend import ProcessBackend
 from forerun.server.engine_process.loader import LOAD_LLM, Loader
 from forerun.server.engine_process.start import EngineLost, EngineProcess
 from forerun.server.settings import ServerSettings
@@ -67,6 +70,35 @@ def test_an_engine_that_is_killed_is_started_again() -> None:
     assert not is_there(another)
 
 
+def test_an_engine_that_was_lost_keeps_nothing_of_requests_that_came_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An error that is raised once more would keep the places, and the values there, of all times before."""
+
+    async def depths() -> list[int]:
+        engine = EngineProcess(Loader(LOAD_LLM, MODEL))
+        facts = engine.wait_until_ready()
+        backend = ProcessBackend(engine, facts, facts.tokenizer.tokenizer())
+        os.kill(backend.process_id, signal.SIGKILL)
+        found = [await depth_of_failure(backend) for _ in range(4)]
+        restart = asyncio.create_task(backend.restart())
+        await asyncio.sleep(0.2)
+        await backend.close()
+        assert await restart == "no"
+        return found
+
+    async def depth_of_failure(backend: ProcessBackend) -> int:
+        with pytest.raises(EngineLost, match="the engine ended: its process was ended by SIGKILL") as caught:
+            async for _ in backend.stream((1, 2), max_tokens=400, ignore_eos=True):
+                pass
+        return len(caught.traceback)
+
+    first, *later = asyncio.run(depths())
+    assert first > 1
+    assert len({*later}) == 1
+    assert "could not be started again" not in caplog.text, "it was not wanted any more"
+
+
 def test_an_engine_that_fails_is_reported(tmp_path: Path) -> None:
     """By the name of what ended it, as from an engine on a thread."""
     loader = Loader(f"{FAULTY}:load_failing", {"once": str(tmp_path / "failed")})
@@ -97,11 +129,37 @@ def test_a_model_that_cannot_be_loaded_is_said_as_ever() -> None:
     for loader, error, says in (
         (Loader(LOAD_LLM, {**MODEL, "model": "no-such-model"}), UnknownName, "no-such-model"),
         (Loader(f"{FAULTY}:load_crash"), EngineLost, "ended with status 7"),
+        (Loader(f"{FAULTY}:no_such_name"), EngineLost, "could not be loaded: AttributeError: .*no_such_name"),
     ):
         engine = EngineProcess(loader)
         with pytest.raises(error, match=says):
             engine.wait_until_ready()
         assert not is_there(engine.process.pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="signals without a name")
+def test_an_engine_that_is_killed_by_a_signal_without_a_name(tmp_path: Path) -> None:
+    engine = EngineProcess(Loader(f"{FAULTY}:load_for_ever", {"started": str(tmp_path / "mark")}))
+    wait_for((tmp_path / "mark").exists, "it loads")
+    number = signal.SIGRTMIN + 1
+    os.kill(engine.process.pid, number)
+    with pytest.raises(EngineLost, match=f"its process was ended by signal {number}"):
+        engine.wait_until_ready()
+
+
+def test_other_processes_import_nothing_from_the_folder_they_are_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the `forerun` command does not: a user may have files there that are called like Python's own modules."""
+    monkeypatch.setattr(sys, "path", [str(ROOT), *(each for each in sys.path if each)])
+    monkeypatch.chdir(tmp_path)
+    for name in ("queue", "struct", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemError('a file of the user')")
+    with pytest.raises(EngineLost, match="ended with status 7"):
+        EngineProcess(Loader(f"{FAULTY}:load_crash")).wait_until_ready()
+    worker = Worker(1, 2, {"no": "job"})
+    worker.settled.wait(30)
+    assert "KeyError" in (worker.problem or ""), "what is wrong with its job"
 
 
 def end_and_look(process: subprocess.Popen[Any], how: signal.Signals, engines: list[int]) -> None:
@@ -161,6 +219,22 @@ def test_a_signal_to_both_processes_drains() -> None:
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-2]
     assert not is_there(engine)
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once_and_without_a_traceback() -> None:
+    with started("--drain-seconds", "60") as (process, url):
+        body = {"prompt": "Once", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            wait_for(lambda: httpx.get(f"{url}/ready").status_code == 503, "it drains")
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert "the server is shutting down" in rest[-2]
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
 
 
 def test_figures_of_both_processes_are_there(served: Running) -> None:

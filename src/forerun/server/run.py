@@ -175,6 +175,13 @@ async def _answer_with(
             service.draining = True
             log.info("shutting down: %d texts have %g s to end", service.active, settings.drain_seconds)
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().shutdown(sockets)
+            if (
+                self.force_exit
+            ):  # its own end of the application is left out then, which is logged as an error
+                await self.lifespan.shutdown()
+
         async def on_tick(self, counter: int) -> bool:
             if self.told is None and service.must_replace:
                 self.told, self.should_exit = REPLACE, True

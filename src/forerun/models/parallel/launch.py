@@ -43,12 +43,11 @@ class Worker:
 
     def __init__(self, rank: int, size: int, job: dict[str, Any]) -> None:
         self._name = f"rank {rank} of {size}"
-        paths = [
-            str(Path(__file__).parents[3]),
-            *filter(None, sys.path),
-        ]  # it imports what this process would
+        ours = str(Path(__file__).parents[3])
+        # it imports what this process would, and from there (-P: nothing from the folder it is started in)
+        paths = [*([] if ours in sys.path else [ours]), *filter(None, sys.path)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "forerun.models.parallel.worker", json.dumps(job | {"rank": rank})],
+            [sys.executable, "-P", "-m", "forerun.models.parallel.worker", json.dumps(job | {"rank": rank})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},

@@ -107,7 +107,7 @@ class ProcessBackend(Backend):
         """As the seam says."""
         packed = pack_request(make_request(prompt, None, options, as_token_list))
         if self._failure is not None:
-            raise self._failure
+            raise _told(self._failure)
         key, text = next(self._numbers), _Text()
         self._texts[key] = text
         self._send("write", key, every_round, packed)
@@ -178,13 +178,19 @@ class ProcessBackend(Backend):
             self._engine = EngineProcess(self._engine.loader, self._engine.trace)
             self._facts = await asyncio.to_thread(self._engine.wait_until_ready)
         except (ForerunError, OSError) as error:
-            log.error("the engine could not be started again, next try in %g s: %s", self._pause, error)
-            await asyncio.sleep(self._pause)
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            await self._wait_after(error)
             return "no"
         self._pause, self._report, self._failure = 1.0, self._facts.report, None
         self._loop.add_reader(self._engine.channel.fileno(), self._read)
         return "yes"
+
+    async def _wait_after(self, error: Exception) -> None:
+        """Before the next attempt, if there is to be one."""
+        if self._is_closed:
+            return
+        log.error("the engine could not be started again, next try in %g s: %s", self._pause, error)
+        await asyncio.sleep(self._pause)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     async def close(self) -> None:
         """End its process: by itself within a while, or else by force."""
@@ -268,13 +274,18 @@ class ProcessBackend(Backend):
         self._failure = why
         self._loop.remove_reader(self._engine.channel.fileno())
         for text in self._texts.values():
-            text.error = why
+            text.error = _told(why)
             text.wake()
         self._texts.clear()
         for reply in self._replies.values():
             _refuse(reply, EngineLost(why_ended(why)))
         self._replies.clear()
         self._orders = []
+
+
+def _told(failure: BaseException) -> BaseException:
+    """What ends a request because the engine has ended; raised for many, it keeps nothing of the others."""
+    return EngineLost(why_ended(failure)) if isinstance(failure, EngineLost) else failure.with_traceback(None)
 
 
 def _refuse(reply: asyncio.Future[Any], error: Exception) -> None:

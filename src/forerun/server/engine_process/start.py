@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from forerun.errors import ForerunError
+from forerun.server.backend import EngineError
 from forerun.server.engine_process.channel import Channel
 from forerun.server.engine_process.loader import Loader
 from forerun.server.engine_process.wire import Facts, unpack_error
@@ -31,7 +32,7 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "forerun.server.engine_process", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "forerun.server.engine_process", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(_paths())},
@@ -54,7 +55,7 @@ class EngineProcess:
             if what == "ready":
                 return Facts.unpacked(packed)
             if what == "ended":
-                raise unpack_error(packed)
+                raise _said(unpack_error(packed))
             self.process.wait()
             raise EngineLost(f"the engine could not be loaded: {self.how_it_ended()}")
         except BaseException:
@@ -68,7 +69,7 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             return "its process has closed the connection"
         if status < 0:
-            return f"its process was ended by {signal.Signals(-status).name}"
+            return f"its process was ended by {_name_of(-status)}"
         return f"its process has ended with status {status}"
 
     def kill(self) -> None:
@@ -83,5 +84,21 @@ class EngineProcess:
 
 
 def _paths() -> list[str]:
-    """It imports what this process would."""
-    return [str(Path(__file__).parents[3]), *filter(None, sys.path)]
+    """It imports what this process would, and from there (-P: nothing from the folder it is started in)."""
+    ours = str(Path(__file__).parents[3])
+    return [*([] if ours in sys.path else [ours]), *filter(None, sys.path)]
+
+
+def _name_of(number: int) -> str:
+    """Of a signal; not all have a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _said(error: Exception) -> Exception:
+    """What the front says of an error of loading; of one that nobody foresaw, the engine's process has said where."""
+    if isinstance(error, EngineError):
+        return EngineLost(f"the engine could not be loaded: {error.kind}: {error}")
+    return error
