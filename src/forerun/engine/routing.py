@@ -251,7 +251,7 @@ class VerifierPool:
     def _are_exact(self, seqs: Sequence[SequenceState]) -> bool:
         """Are the verifiers of these all exact? Then they come to one verdict where laws are point masses."""
         for seq in seqs:  # noqa: SIM110 - a generator is one function more, in every round
-            if not self.get(seq.verifier).exact:
+            if not (self._made.get(seq.verifier) or self.get(seq.verifier)).exact:
                 return False
         return True
 

@@ -86,7 +86,8 @@ class NativeDecoder(Decoder):
         if isinstance(weights, GgufWeights):
             weights.file.drop_pages()  # what is needed is packed by now
         self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
-        self._tables, self._regime_of = RotationTables(self._rotations[0]), config.ropes[0].regime
+        self._tables, rope = RotationTables(self._rotations[0]), config.ropes[0]
+        self._regime_of = rope.regime if rope.has_regimes else None
 
     @staticmethod
     def supports(config: DecoderConfig) -> bool:
@@ -164,8 +165,8 @@ class NativeDecoder(Decoder):
         if extent.layers:
             self._note_layers((seq,), needs)
         end, last = extent.length + nodes, self.config.layers
-        table = self._tables.at(self._regime_of(self._lengths[seq.id]), end)
-        alone.fill(tokens, trees.topology()[0], extent.length, extent.pages, table)
+        regime = 0 if self._regime_of is None else self._regime_of(self._lengths[seq.id])
+        alone.fill(tokens, trees.topology()[0], extent.length, extent.pages, self._tables.at(regime, end))
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
         hidden = self._hidden_rows(needs, nodes) if needs.hidden_layers else {}
