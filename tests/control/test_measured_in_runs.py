@@ -29,7 +29,7 @@ def test_a_pass_is_timed_behind_one_of_its_own_size(monkeypatch: pytest.MonkeyPa
     target = SlowBehindWide(vocab_size=8)
     monkeypatch.setattr(cost, "perf_counter", lambda: target.now)
     measured = CostModel.measure(target, (1, 4, 16), repeats=2).seconds
-    assert measured == pytest.approx({1: 1.1, 4: 1.4, 16: 2.6})
+    assert measured == pytest.approx({1: 1.1, 4: 1.4, 16: 3.1})  # so many rows come alone
     target.last = 0
     assert cost._time_pass(target, [_probe(target)], 4, [1]) == pytest.approx(1.9)  # what that avoids
 

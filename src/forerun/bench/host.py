@@ -144,7 +144,7 @@ def make(drafter: str, texts: Sequence[Text], batch: int, seconds: dict[int, flo
 def _controller(engine: Engine, seconds: dict[int, float]) -> AdaptiveController:
     def offer(seq: Seq) -> Offer:
         assert isinstance(seq, SequenceState)
-        return engine.drafters.ask(seq, lambda drafter: drafter.offer(seq))
+        return engine.drafters.offer(seq)
 
     return AdaptiveController(CostModel(seconds), 60, 10, offer, engine.drafters.looks_up, follows=True)
 

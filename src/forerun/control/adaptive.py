@@ -219,14 +219,14 @@ class AdaptiveController:
         self._take_stay()
 
     def _observe(self, outcome: Round) -> None:
-        batch, nodes = len(outcome.seqs), sum(outcome.drafted)
+        batch, nodes, cost = len(outcome.seqs), sum(outcome.drafted), self.planner.cost
         self._unasked += not nodes
-        self.cost.note_prompts(outcome.prompt_rows)
+        cost.note_prompts(outcome.prompt_rows)
         if self._idle is not None:
             self._observe_idle(outcome, self._idle)
             return
         if outcome.tells_times:
-            self.cost.observe(outcome.tree_rows or batch + nodes, outcome.seconds["pass"], batch)
+            cost.observe(outcome.tree_rows or batch + nodes, outcome.seconds["pass"], batch)
         if self._asked is not None:
             self.gate.observe(outcome, self._asked)
             if self._asked < batch:

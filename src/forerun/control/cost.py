@@ -47,7 +47,7 @@ WIDE = (
     1024,
 )  # a GPU: as its passes are
 TOGETHER = 32  # nodes of one sequence while measuring: wider passes are over several sequences
-RUN, FEW_ROWS = 3, 8  # passes of a run that are timed on a CPU, and of how many rows; one of more
+RUN, FEW_ROWS = 3, 8  # passes of a run on a CPU, and of how many rows at most; others come alone
 METHOD = 2  # of measuring: curves kept by others are measured again
 CONTEXT = 128  # tokens cached while measuring
 RECENT = 0.2  # weight of the last round in what prompts took beside it
@@ -219,9 +219,9 @@ class CostModel:
     def measure(cls, target: Target, sizes: Sequence[int] = SIZES, repeats: int = 3) -> CostModel:
         """Time passes over chains of several sizes on scratch sequences; the best of a few, as noise only adds.
 
-        On a CPU they come in runs of one size, as in a text, and the first of a run does not count: behind a pass over
-        64 rows one over a single row takes longer, and drafts seem cheap beside it. Where nodes wake experts, passes
-        over other tokens cost something else: then the median of twice as many.
+        On a CPU those over few rows come in runs of one size, as in a text, and the first of a run does not count:
+        behind a pass over 64 rows one over a single row takes longer, and drafts seem cheap beside it. Where nodes wake
+        experts, passes over other tokens cost something else: then the median of twice as many.
         """
         text, experts = probe_text(target, max(sizes)), has_experts(target)
         in_runs = target.device.type == "cpu"
@@ -234,12 +234,10 @@ class CostModel:
                 for size in sizes:
                     at = repeat * size % len(text)
                     some, rows = probes[: max(1, size // TOGETHER if size > 64 else 1)], text[at:] + text[:at]
-                    if in_runs:
-                        _time_pass(target, some, size, rows)
-                    for _ in range(RUN if in_runs and size <= FEW_ROWS else 1):
-                        spent = _time_pass(target, some, size, rows)
-                        if repeat:  # the first round warms up
-                            seconds[size].append(spent)
+                    run = RUN if in_runs and size <= FEW_ROWS else 1
+                    times = [_time_pass(target, some, size, rows) for _ in range(run)]
+                    if repeat:  # the first round warms up
+                        seconds[size] += times[run > 1 :]
         finally:
             for probe in probes:
                 target.release(probe)

@@ -166,6 +166,9 @@ def lone_roots(seqs: Sequence[Seq]) -> TreeBatch:
 def committed_tokens(trees: TreeBatch, verdict: Verdict) -> list[list[int]]:
     """What a round adds to every sequence: the tokens of its path, and the target's own."""
     (tokens, _), (paths, bonus) = trees.to_host(), verdict.to_host()
+    if len(bonus) == 1:
+        (path,), first = paths, trees.starts[0]
+        return [[*[tokens[first + node] for node in path], *bonus] if path else [*bonus]]
     return [
         [*(tokens[first + node] for node in path), last]
         for first, path, last in zip(trees.starts, paths, bonus, strict=False)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ from forerun.engine.sequence import SequenceState
 from forerun.engine.tree_check import check_trees
 from forerun.errors import InvalidInput
 from forerun.noise import Noise
+from forerun.offers import Offer
 from forerun.types import Budget, Greedy, Laws, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
 from forerun.verify.sampled import decides_alike, kinds_of
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 SWITCHED_OFF = ""  # what drafts for a sequence whose own drafter has failed
 
 
@@ -169,13 +169,13 @@ class DrafterPool:
         """Does its drafter make look-ups and nothing else?"""
         return isinstance(seq, SequenceState) and isinstance(self._made[seq.drafting], LookupDrafter)
 
-    def ask(self, seq: SequenceState, question: Callable[[Drafter], T]) -> T:
-        """What a sequence's drafter answers; one that raises is switched off, and the plain one is asked."""
+    def offer(self, seq: SequenceState) -> Offer:
+        """What a sequence's drafter offers; one that raises is switched off, and the plain one is asked."""
         try:
-            return question(self._made[seq.drafting])
+            return self._made[seq.drafting].offer(seq)
         except Exception as error:
             self._switch_off(seq.drafting, [seq], error)
-            return question(self._made[SWITCHED_OFF])
+            return self._made[SWITCHED_OFF].offer(seq)
 
     def _propose(self, name: str, seqs: Sequence[SequenceState], budgets: Sequence[Budget]) -> TreeBatch:
         try:
@@ -256,7 +256,7 @@ class VerifierPool:
     def _are_exact(self, seqs: Sequence[SequenceState]) -> bool:
         """Are the verifiers of these all exact? Then they come to one verdict where laws are point masses."""
         for seq in seqs:  # noqa: SIM110 - a generator is one function more, in every round
-            if not self.get(seq.verifier).exact:
+            if not (self._made.get(seq.verifier) or self.get(seq.verifier)).exact:
                 return False
         return True
 

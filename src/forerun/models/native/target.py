@@ -67,7 +67,7 @@ class NativeDecoder(Decoder):
         self._woken = (ctypes.c_int32 * config.layers)()
         self._pass.woken = ctypes.addressof(self._woken)
         self._known_data: Tensor | None = None  # the KV cache that it points to
-        self._stored: list[int] = []  # and layers whose rows are kept beside it, at these addresses
+        self._stored: tuple[list[int], list[Tensor]] = [], []  # layers whose rows lie beside it, and where
         self._stores_at = array("Q")
         self._cache_at, self._layer_bytes = (0, 0), 0  # first keys and values, and a layer's size
         self._all = LayerSubset(config.layers)
@@ -86,7 +86,8 @@ class NativeDecoder(Decoder):
         if isinstance(weights, GgufWeights):
             weights.file.drop_pages()  # what is needed is packed by now
         self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
-        self._tables, self._regime_of = RotationTables(self._rotations[0]), config.ropes[0].regime
+        self._tables, rope = RotationTables(self._rotations[0]), config.ropes[0]
+        self._regime_of = rope.regime if rope.has_regimes else None
 
     @staticmethod
     def supports(config: DecoderConfig) -> bool:
@@ -164,14 +165,13 @@ class NativeDecoder(Decoder):
         if extent.layers:
             self._note_layers((seq,), needs)
         end, last = extent.length + nodes, self.config.layers
-        table = self._tables.at(self._regime_of(self._lengths[seq.id]), end)
-        alone.fill(tokens, trees.topology()[0], extent.length, extent.pages, table)
+        regime = 0 if self._regime_of is None else self._regime_of(self._lengths[seq.id])
+        alone.fill(tokens, trees.topology()[0], extent.length, extent.pages, self._tables.at(regime, end))
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
-        shows = bool(needs.hidden_layers)
-        hidden = self._hidden_rows(needs, nodes) if shows else {}
-        shown = self._show(alone.one, hidden, last) if shows else ()
-        alone.set_x(hidden, last, shows)
+        hidden = self._hidden_rows(needs, nodes) if needs.hidden_layers else {}
+        shown = self._show(alone.one, hidden, last) if needs.hidden_layers else ()
+        alone.set_x(hidden, last, bool(needs.hidden_layers))
         logits = alone.logits(nodes)
         native.match_threads(torch.get_num_threads())
         failed = self._decode(*alone.at)
@@ -211,9 +211,9 @@ class NativeDecoder(Decoder):
 
     def _kept_at(self, layers: list[int]) -> int:
         """Where it says where the rows of these layers are kept, by slot."""
-        if layers != self._stored:  # they move when the cache does, and only then
+        if layers != self._stored[0]:  # they move when the cache does, and only then
             stores = [self.kv.rows_of(layer, self.config.width, self._dtype) for layer in layers]
-            self._stored, self._stores_at = layers, array("Q", [store.data_ptr() for store in stores])
+            self._stored, self._stores_at = (layers, stores), array("Q", [one.data_ptr() for one in stores])
         return self._stores_at.buffer_info()[0]
 
     def _model_of(self, layers: LayerSubset) -> native.Model:
@@ -243,7 +243,7 @@ class NativeDecoder(Decoder):
             one.half = data.dtype == torch.float16
             one.layer_stride, one.head_stride = data.stride(0), data.stride(2)
             one.keys, one.values = self._cache_at
-        self._known_data, self._stored = data, []
+        self._known_data, self._stored = data, ([], [])
 
     def shared(self) -> SharedWeights:
         """Rows in float32; heads that run on the same kernels read the tables in place."""
