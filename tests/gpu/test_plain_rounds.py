@@ -345,7 +345,7 @@ def test_a_round_that_fails_with_a_pass_under_way(
     assert target.used_slots == 0
 
 
-PLACES = ["spans", "run", "send", "next", "read", "commit", "observe", "outcome", "prompts"]
+PLACES = ["roots", "run", "send", "next", "read", "commit", "observe", "outcome", "prompts"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -360,7 +360,7 @@ def test_a_failure_leaves_texts_as_they_are(
         engine, left = _engine(target), [at]
         plain = target.plain
         owner, name = {
-            "spans": (plain, "_spans"), "run": (plain, "_run"), "send": (plain.results, "send"),
+            "roots": (plain, "_roots"), "run": (plain, "_run"), "send": (plain.results, "send"),
             "next": (plain, "_next_roots"), "read": (plain.results, "read"), "commit": (target, "commit"),
             "observe": (engine.drafters, "observe"), "outcome": (engine_module, "outcome_of"),
             "prompts": (engine, "_observe_prompts"),

@@ -53,12 +53,10 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
         return None
     engine.scheduler.start_those_read()  # whose prompts the last pass has completed
     going = _going(last, engine.running)
-    seqs = [seq for seq, _ in going]
-    if not any([tree >= 0 for _, tree in going]) or not _may_follow(  # noqa: C419
-        engine, [*last.seqs, *seqs], known.sampled
-    ):
+    seqs, joined = [seq for seq, _ in going], [seq for seq, tree in going if tree < 0]
+    if len(joined) == len(going) or not _may_follow(engine, [*last.seqs, *joined], known.sampled):
         return None
-    both = [*last.pending.seqs, *(seq for seq, tree in going if tree < 0)]
+    both = [*last.pending.seqs, *joined]
     engine.hold(both)
     share = prompt_share(engine.scheduler, engine.prompt_rows, engine.controller, len(seqs))
     trees = (

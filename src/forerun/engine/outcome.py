@@ -24,6 +24,10 @@ def outcome_of(
 ) -> tuple[list[Advance], Round]:
     """What each sequence gets, and what controllers observe: `clock` has the seconds of the round by part."""
     paths, bonus = verdict.to_host()
+    if trees.is_plain() and not laws.impossible:
+        nothing = (0,) * len(seqs)
+        done = Round(tuple(seqs), nothing, nothing, nothing, clock, prompt_rows, followed)
+        return _plain_advances(seqs, laws, bonus, seconds), done
     (tokens, parents), starts = trees.to_host(), trees.starts
     advances: list[Advance] = []
     drafted: list[int] = []
@@ -60,6 +64,20 @@ def outcome_of(
     trees_of = tuple(drafted), tuple(deepest), tuple(accepted)
     rows = 0 if trees.form is None else trees.form.rows
     return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows)
+
+
+def _plain_advances(
+    seqs: Sequence[SequenceState], laws: Laws, bonus: Sequence[int], seconds: float
+) -> list[Advance]:
+    """One token for each, in few steps: with many sequences, most rounds are plain."""
+    counts, advances = RoundCounts(1, 0, 0, 0, seconds), list[Advance]()
+    for b, seq in enumerate(seqs):
+        fresh = [bonus[b]]
+        _, detokenizer, finished = seq.extended(fresh)
+        event = _event(seq, fresh, [b], 0, detokenizer.take(finished is not None), laws, finished, None)
+        places = len(seq.rounds), counts, len(seq.events)
+        advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished))
+    return advances
 
 
 def _up_to_impossible(

@@ -219,9 +219,11 @@ class SlotTarget:
 
     def _note_layers(self, seqs: Sequence[Seq], needs: Needs) -> None:
         """A pass over these sequences computes, and keeps, the rows of these hidden layers only."""
+        wanted = frozenset(needs.hidden_layers)
         for seq in seqs:
             extent = self.kv.extent(seq.id)
-            extent.layers = extent.layers.intersection(needs.hidden_layers)
+            if not extent.layers <= wanted:
+                extent.layers = extent.layers & wanted
 
     def _accept(self, seqs: Sequence[Seq], verdict: Verdict) -> list[tuple[int, int]]:
         """Count root and path of every tree as committed; the slots that must move for it."""

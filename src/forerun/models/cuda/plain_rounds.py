@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from forerun.models.cuda.network import Buffers
-from forerun.models.cuda.plan import Plan, SizeFor, Span, plan_pass
+from forerun.models.cuda.plan import Plan, Root, SizeFor, Span, plan_pass
 from forerun.types import Greedy, Scores, Seq, TreeBatch, Verdict
 
 MOST_ROWS = 256  # sequences of a plain round whose tokens the device finds
 
-Spans = Callable[[Sequence[Seq], Sequence[int], Sequence[int]], list[Span]]  # roots, and the rows they follow
+Roots = Callable[
+    [Sequence[Seq], Sequence[int], Sequence[int]], list[Root]
+]  # tokens, and the rows they follow
 
 
 class PlainStep(NamedTuple):
@@ -95,12 +97,12 @@ class PlainRounds:
         results: PlainResults,
         buffers: Buffers,
         run: RunsPlain,
-        spans: Spans,
+        roots: Roots,
         group: int,
         size_for: SizeFor,
         kinds: Callable[[Sequence[Seq]], Hashable | None],
     ) -> None:
-        self.results, self.buffers, self._run, self._spans, self._group = results, buffers, run, spans, group
+        self.results, self.buffers, self._run, self._roots, self._group = results, buffers, run, roots, group
         self._kinds, self._size_for = kinds, size_for
         self.followed = 0  # passes that were launched before the last one was read
         self._last: PlainPass | None = None
@@ -117,8 +119,8 @@ class PlainRounds:
         """
         last, rows = self._last, len(seqs)
         follows = trees.follows or (-1,) * rows
-        spans = self._spans(seqs, trees.to_host()[0], follows)
-        plan = plan_pass([*spans, *chunks], self._group, self._size_for)
+        roots = self._roots(seqs, trees.to_host()[0], follows)
+        plan = plan_pass(chunks, self._group, self._size_for, roots)
         into = 0 if last is None else 1 - last.into
         step = PlainStep(rows, into, trees.follows is not None, self._kinds(seqs))
         self._run(plan, layers, step)

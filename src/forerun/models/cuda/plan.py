@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.models.paged import Ints, slots_of
+from forerun.models.pages import PAGE
 from forerun.topology import Topology
 
 MAX_ROWS = 1024  # rows in one pass; a tree has at most 257
@@ -63,6 +64,11 @@ class Span:
     shape: Topology
     pages: Sequence[int]
     length: int
+
+
+Root = tuple[
+    int, Sequence[int], int
+]  # a lone root: its token, its sequence's pages, and the length behind which it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +155,18 @@ class Rows:
             self.positions += [span.length + depth for depth in span.shape.depths]
             self.groups += _tree_groups(span, first, group_nodes, table, self.ancestors)
 
+    def add_roots(self, roots: Sequence[Root]) -> None:
+        """What `add` does of chains of one node, in one loop: there are as many as sequences, every round."""
+        tokens, positions, slots = self.tokens, self.positions, self.slots
+        groups, all_pages, row = self.groups, self.pages, self.first + len(self.tokens)
+        for token, pages, length in roots:
+            tokens.append(token)
+            positions.append(length)
+            slots.append(pages[length // PAGE] * PAGE + length % PAGE)
+            groups.append((0, split_of(length) + 1, row, 1, 0, length, 0, len(all_pages) + 1))
+            all_pages += pages
+            row += 1
+
     def write_chains(self, ints: Ints, size: Size, groups: int, pages: int) -> None:
         """Write chains behind the rows and the groups that come before them; their pages lie at `pages`."""
         end = self.first + len(self.tokens)
@@ -165,9 +183,12 @@ def padding(size: Size) -> Plan:
     return Plan(size, 0, _pack(size, Rows()))
 
 
-def plan_pass(spans: Sequence[Span], group_nodes: int, size_for: SizeFor = Need.rounded) -> Plan:
-    """Lay out a pass; `group_nodes` is how many nodes one program of attention can take."""
+def plan_pass(
+    spans: Sequence[Span], group_nodes: int, size_for: SizeFor = Need.rounded, roots: Sequence[Root] = ()
+) -> Plan:
+    """Lay out a pass, lone roots first; `group_nodes` is how many nodes one program of attention can take."""
     rows = Rows()
+    rows.add_roots(roots)
     for span in spans:
         rows.add(span, group_nodes)
     size = size_for(Need(len(rows.tokens), len(rows.groups), max(rows.positions)))

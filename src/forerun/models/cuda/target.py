@@ -24,13 +24,12 @@ from forerun.models.cuda.network import Buffers, Model
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.pass_clock import timed
 from forerun.models.cuda.plain_rounds import PlainRounds, PlainStep
-from forerun.models.cuda.plan import MAX_ROWS, Plan, Span, plan_pass
+from forerun.models.cuda.plan import MAX_ROWS, Plan, Root, Span, plan_pass
 from forerun.models.cuda.pool import Kind, make_steps, pick_kernels, pool_slots
 from forerun.models.cuda.sampled import Sampler
 from forerun.models.layers import Rotations
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
-from forerun.topology import chain_of
 from forerun.trees import TreeBatch, TreeForm
 from forerun.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict
 
@@ -238,15 +237,17 @@ class CudaDecoder(SlotTarget):
         self.after.move(form)
         return Scores(None, {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers})
 
-    def _roots(self, seqs: Sequence[Seq], tokens: Sequence[int], follows: Sequence[int]) -> list[Span]:
+    def _roots(self, seqs: Sequence[Seq], tokens: Sequence[int], follows: Sequence[int]) -> list[Root]:
         """One row per sequence, behind its committed tokens; or behind a row of the last pass, which was not read."""
-        spans = []
+        roots, extent_for = list[Root](), self._extent_for
         for seq, token, row in zip(seqs, tokens, follows, strict=True):
-            further = int(row >= 0)
-            extent = self._extent_for(seq, 1 + further)
-            root = -1 - row if further else token
-            spans.append(Span((root,), chain_of(1), extent.pages, extent.length + further))
-        return spans
+            if row >= 0:
+                extent = extent_for(seq, 2)
+                roots.append((-1 - row, extent.pages, extent.length + 1))
+            else:
+                extent = extent_for(seq, 1)
+                roots.append((token, extent.pages, extent.length))
+        return roots
 
     @torch.no_grad()
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
