@@ -161,7 +161,8 @@ class NgramDrafter(LookupDrafter):
             state.found, state.is_wide = self._matches(state, wide), wide
             state.guess = _copy(state.tokens, state.found[0][1], AT_HAND, seq.stop_ids) if state.found else []
             state.looked = len(state.tokens)
-            self._looked_up.add(seq.id)
+            if state.guess:
+                self._looked_up.add(seq.id)
         return state
 
     def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], Sequence[int]]:

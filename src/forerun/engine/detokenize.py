@@ -57,6 +57,9 @@ class Detokenizer:
         else:
             fresh = after[known:]
             self._from, self._done, self._ahead = self._done, len(self._ids), 0
+        if not self.stops:
+            self.text += fresh
+            return False
         return self._add(fresh)
 
     def _add(self, fresh: str) -> bool:

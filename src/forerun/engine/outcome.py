@@ -8,7 +8,7 @@ from dataclasses import replace
 from forerun.engine.metrics import RoundCounts
 from forerun.engine.sequence import Advance, SequenceState
 from forerun.errors import CannotSample
-from forerun.types import Branch, Event, FinishReason, Laws, Round, TokenLogprob, TreeBatch, Verdict
+from forerun.types import Branch, Event, Laws, Round, TokenLogprob, TreeBatch, Verdict
 from forerun.verify.warp import token_logprobs
 
 
@@ -54,7 +54,8 @@ def outcome_of(
         accepted.append(min(len(path), taken))
         counts = RoundCounts(taken, size - 1, depth, accepted[b], seconds)
         text = detokenizer.take(finished is not None)
-        event = _event(seq, fresh, nodes, accepted[b], text, laws, finished, error)
+        logprobs = _logprobs(seq, fresh, nodes, laws) if seq.params.logprobs is not None else ()
+        event = Event(seq.id, tuple(fresh), accepted[b], text, logprobs, finished, error)
         if seq.request.shows_rejected and size > 1:
             own = slice(first, starts[b + 1])
             branches = rejected_branches(tokens[own], parents[own], path, accepted[b])
@@ -90,22 +91,12 @@ def _up_to_impossible(
     return fresh, None
 
 
-def _event(
-    seq: SequenceState,
-    fresh: list[int],
-    nodes: list[int],
-    accepted: int,
-    text: str,
-    laws: Laws,
-    finished: FinishReason | None,
-    error: Exception | None,
-) -> Event:
-    """What the round added to a sequence; nodes[i] is the node whose law token i was drawn from."""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    wanted = seq.request.params.logprobs
-    if wanted is not None and fresh:
-        logprobs = token_logprobs(laws, nodes[: len(fresh)], fresh, wanted)
-    return Event(seq.id, tuple(fresh), accepted, text, logprobs, finished, error)
+def _logprobs(seq: SequenceState, fresh: list[int], nodes: list[int], laws: Laws) -> tuple[TokenLogprob, ...]:
+    """Of the tokens of a round, where they are asked for; nodes[i] is the node whose law token i was drawn from."""
+    wanted = seq.params.logprobs
+    if wanted is None or not fresh:
+        return ()
+    return token_logprobs(laws, nodes[: len(fresh)], fresh, wanted)
 
 
 def rejected_branches(
