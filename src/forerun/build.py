@@ -128,7 +128,7 @@ def make_controller(
 
     def offer(seq: Seq) -> Offer:
         if isinstance(seq, SequenceState):
-            return drafters.ask(seq, lambda drafter: drafter.offer(seq))
+            return drafters.offer(seq)
         return drafters.get(speculative.drafter).offer(seq)
 
     name = speculative.controller

@@ -39,6 +39,18 @@ def hash32(h):
     return h ^ (h >> 15)
 
 
+@triton.jit
+def log_exponential(seed, position, token):
+    """log E of one seed and position for tokens: near enough for drafts, not to the bit."""
+    key = mix(mix(seed.to(tl.uint64, bitcast=True) ^ position.to(tl.uint64)) ^ 4)  # noise.COUPLE
+    low, high = (key & 0x7FFFFFFF).to(tl.uint32), (key >> 33).to(tl.uint32)
+    h = hash32(hash32(token.to(tl.uint32) ^ low) ^ high) & 0x7FFFFFFF
+    u = (h.to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
+    return tl.log(
+        tl.where(u < 1e-3, u * (1.0 + 0.5 * u), -tl.log(1.0 - u))
+    )  # near 0 the difference has few bits
+
+
 @triton.jit(do_not_specialize=["size"])
 def uniform_rows(seeds, positions, tokens, found, size, BLOCK: tl.constexpr):
     """A part of one row: of one seed and position."""

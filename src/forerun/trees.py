@@ -20,6 +20,11 @@ from forerun.errors import InvalidInput
 from forerun.topology import Topology, chain_of, topology_of
 
 _CPU = torch.device("cpu")
+ONE_NODE = (
+    0,
+    1,
+)  # `starts` of one tree that is its root: a plain round of one sequence, the usual case on a CPU
+_ROOT_ALONE = [chain_of(1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +91,11 @@ class TreeBatch:
         self._topologies: list[Topology] | None = None
         self._lists: tuple[list[int], list[int]] | None = None
         self._tensors: tuple[Tensor, Tensor] | None = None
-        if isinstance(tokens, Tensor) and isinstance(parents, Tensor):
+        if type(tokens) is list and type(parents) is list:  # the usual case
+            self._lists = tokens, parents
+        elif isinstance(tokens, Tensor) and isinstance(parents, Tensor):
             self._tensors, self.device = (tokens, parents), tokens.device
             return
-        if isinstance(tokens, list) and isinstance(parents, list):  # the usual case
-            self._lists = tokens, parents
         else:
             self._lists = _listed(tokens), _listed(parents)
         self.device = torch.device(device) if isinstance(device, str) else device
@@ -148,7 +153,9 @@ class TreeBatch:
     def topology(self) -> list[Topology]:
         """[B] the shape of every tree: depths, ancestors, paths. Worked out once."""
         if self._topologies is None:
-            if self.is_plain():
+            if self.starts == ONE_NODE:
+                self._topologies = _ROOT_ALONE
+            elif self.is_plain():
                 self._topologies = [chain_of(1)] * len(self)
             else:
                 parents = self.to_host()[1]
@@ -166,7 +173,7 @@ class TreeBatch:
 
     def is_plain(self) -> bool:
         """Nothing was drafted: every tree is its root."""
-        return self.starts == tuple(range(len(self.starts)))
+        return self.starts == ONE_NODE or self.starts == tuple(range(len(self.starts)))
 
     def select(self, which: Sequence[int]) -> TreeBatch:
         """The trees of some sequences, in the order asked for."""
@@ -180,13 +187,13 @@ class TreeBatch:
         return TreeBatch(self.tokens[nodes], self.parents[nodes], offsets(sizes), drawn)
 
     def kept(self, which: Sequence[int]) -> TreeBatch:
-        """Some trees of a form, which were read; the device knows them as it did."""
+        """Some of the trees, which were read; the device knows those of a form as it did."""
         (tokens, parents), starts, form = self.to_host(), self.starts, self.form
-        assert form is not None, "others are selected"
         rows = [row for b in which for row in range(starts[b], starts[b + 1])]
         some = [tokens[row] for row in rows], [parents[row] for row in rows]
-        members = [self.members[b] for b in which]
-        return TreeBatch(*some, form.starts(len(which)), None, self.device, form, members=members)
+        members = None if form is None else [self.members[b] for b in which]
+        sizes = offsets([starts[b + 1] - starts[b] for b in which])
+        return TreeBatch(*some, sizes, None, self.device, form, members=members)
 
     def nodes_of(self, which: Sequence[int]) -> Tensor:
         """[M'] indices into the M nodes of the trees named."""
@@ -218,6 +225,9 @@ class TreeBatch:
         device: torch.device | str = _CPU,
     ) -> TreeBatch:
         """One (tokens, parents) pair per sequence."""
+        if len(rows) == 1:
+            ((own, above),) = rows
+            return TreeBatch(list(own), list(above), (0, len(own)), drawn_from, device)
         tokens = [token for row, _ in rows for token in row]
         parents = [parent for _, row in rows for parent in row]
         return TreeBatch(tokens, parents, offsets([len(row) for row, _ in rows]), drawn_from, device)
@@ -232,6 +242,17 @@ class GrowsNext(Protocol):
         """The next trees, of sequences (`forerun.types.Seq`) and their trees among the last; -1 = they had none.
 
         `hidden` are the rows of the pass over the last trees. None = these have to be read first.
+        """
+        ...
+
+
+class NextRoots(Protocol):
+    """Makes the plain round behind one that was not read."""
+
+    def __call__(self, going: Sequence[tuple[Any, int]]) -> TreeBatch | None:
+        """The roots of sequences, by their trees in the round before; -1 = they had none. None = read that first.
+
+        A root that is known to the device alone is told with the verdict on it (`TreeBatch.follows`).
         """
         ...
 

@@ -24,6 +24,7 @@ from forerun.messages import TokenLogprob as TokenLogprob
 from forerun.params import SamplingParams
 from forerun.sources import LawRules
 from forerun.trees import Draws as Draws
+from forerun.trees import NextRoots as NextRoots
 from forerun.trees import TreeBatch as TreeBatch
 from forerun.trees import TreeForm as TreeForm
 from forerun.trees import offsets as offsets
@@ -122,7 +123,7 @@ class Greedy:
     argmax: list[int] | None = None  # [M] where each row of logits is largest, the first on a tie
     verdict: Callable[[], Verdict] | None = None  # decided on the device; the call waits for it and reads it
     sampled: bool = False  # the verdict holds above temperature 0 too: `forerun.verdicts.DeviceSampling`
-    next_is_plain: Callable[[bool], None] | None = None  # of a plain pass: tell it before it is read
+    next_roots: NextRoots | None = None  # of a plain pass: the next plain round, before this one is read
 
 
 class GreedyWalk(Protocol):
@@ -156,8 +157,6 @@ class Scores:
     )
 
     seconds: Callable[[], float | None] | None = None  # of the pass on a device, asked for behind its verdict
-    delayed: bool = False  # another pass, launched in vain, had to end first
-    followed: bool = False  # its pass was launched before the last one was read
     encoded: Sequence[Tensor] | None = None  # of a prefill: [S, D] of each sequence, where Needs asked for it
 
     @property
@@ -197,11 +196,10 @@ class Round:
     accepted: tuple[int, ...]  # [B]
     seconds: Mapping[str, float]  # prompt, draft, pass, verdict, host: of the whole round
     prompt_rows: int = 0  # rows of prompts that were in the same pass
-    delayed: bool = False  # `Scores.delayed`
     followed: bool = False  # it was launched before the round before it was read
     tree_rows: int = 0  # rows of trees in the pass, padding included; 0 = one for every node
 
     @property
     def tells_times(self) -> bool:
         """Are its seconds those of its own trees?"""
-        return not self.prompt_rows and not self.delayed
+        return not self.prompt_rows

@@ -80,7 +80,7 @@ class Verdict:
         outcome: DeviceOutcome | None = None,
     ) -> Verdict:
         verdict = cls.__new__(cls)
-        verdict._lists, verdict._tensors = ([list(path) for path in paths], list(bonus)), None
+        verdict._lists, verdict._tensors = ([*map(list, paths)], list(bonus)), None
         verdict._device, verdict.outcome = device, outcome
         return verdict
 

@@ -80,7 +80,7 @@ def test_matches_that_claim_too_much_do_not_cost_much(cost: CostModel, batch: in
     lookups = Lookups(cost, batch, claimed=0.95, true=0.3, asking=0.0, matches=0.5)
     lookups.run(60)
     assert lookups.run(300) >= 0.975
-    assert lookups.controller.planner.free_trust < 0.75 or (
+    assert lookups.controller.planner.free.trust < 0.75 or (
         cost is CPU and batch == 64
     )  # nothing is worth a node there
 
@@ -97,7 +97,7 @@ def test_matches_that_are_right_are_believed() -> None:
     lookups = Lookups(GPU, 8, claimed=0.8, true=0.8, asking=0.0, matches=0.5)
     lookups.run(100)
     assert lookups.run(300) > 1.5
-    assert lookups.controller.planner.free_trust > 0.85
+    assert lookups.controller.planner.free.trust > 0.85
 
 
 def test_nobody_is_asked_where_asking_takes_longer_than_drafts_gain() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 
 import pytest
 
+from forerun.drafters import ngram
 from forerun.drafters.base import LookupDrafter
 from forerun.drafters.ngram import CANDIDATES, NgramDrafter
 from forerun.drafters.tree_builder import TreeBuilder
@@ -179,3 +181,18 @@ def test_forgets() -> None:
     drafter.propose([seq], [Budget(2, 2)])
     drafter.forget(seq)
     assert not drafter._sequences
+
+
+def test_nodes_that_cannot_pay_are_left_out_and_trees_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, cases = random.Random(5), []
+    for _ in range(200):
+        steps = [rng.choice((0.02, 0.08, 0.3)) for _ in range(12)]
+        price = tuple(accumulate([1.0, *steps]))
+        tokens = [rng.randrange(6) for _ in range(rng.randrange(4, 40))]
+        cases.append((tokens, Budget(12, rng.randrange(1, 9), rng.randrange(1, 4), price)))
+    lean = [draft(*case) for case in cases]
+    monkeypatch.setattr(ngram, "least_step", lambda price: 0.0)
+    assert [draft(*case) for case in cases] == lean
+    assert len({len(tokens) for tokens, _ in lean}) > 4  # trees of many sizes were compared
+    monkeypatch.setattr(ngram, "least_step", lambda price: 0.5)  # a bound that is too high shows
+    assert [draft(*case) for case in cases] != lean

@@ -9,7 +9,6 @@ from forerun.control.lookups import LookupGate
 from forerun.engine.engine import Engine
 from forerun.offers import FREE, Offer
 from forerun.params import SamplingParams
-from forerun.testing.emulated_device import LaunchAhead
 from forerun.types import Request, Seq
 
 
@@ -41,7 +40,7 @@ def test_texts_are_those_that_the_target_knows(drafter: str, copied: float) -> N
 def test_while_the_gate_is_closed_rounds_are_plain_and_nobody_looks_anything_up(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LookupGate, "whom", lambda self, ids: ())
+    monkeypatch.setattr(LookupGate, "whom", lambda self, ids, unread=False: ())
     monkeypatch.setattr(LookupGate, "asks_all", lambda self, batch: False)
     texts = [(prompt, answer[:24]) for prompt, answer in made_texts(40, 0.9)]
     engine = make(drafter, texts, 40, None)
@@ -63,13 +62,3 @@ def test_parts_of_the_host_are_measured() -> None:
     row = measure(make("ngram", texts, 4, None), texts, 4, 40)
     assert row["plan_ms"] > 0.0
     assert row["round_ms"] >= row["host_ms"] > row["outcome_ms"] > 0.0
-
-
-def test_passes_are_launched_ahead_behind_a_few_plain_ones() -> None:
-    ahead, found = LaunchAhead(), list[bool]()
-    for plain in (True, True, True, True, False, True, True, True, True, True, True):
-        found.append(ahead.score(plain))
-        if plain:
-            ahead.read()
-    assert found == [False, False, True, True, False, False, False, False, False, True, True]
-    assert ahead.wait < 4

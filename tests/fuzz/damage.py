@@ -14,6 +14,7 @@ from forerun.models.cuda import target as target_module
 from forerun.models.cuda.after_pass import AfterPass
 from forerun.models.cuda.chunks import rows_of
 from forerun.models.cuda.grown import GrownBuffers
+from forerun.models.cuda.plain_rounds import PlainResults
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.paged import PagedKV
 from forerun.models.pages import PagePool
@@ -44,6 +45,16 @@ def captures_that_run_twice(patch: pytest.MonkeyPatch) -> None:
         return Recorded(work)
 
     patch.setattr(world, "record", record)
+
+
+def roots_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
+    """Every row of a plain pass follows the first of the last."""
+    real = PlainResults.follow
+
+    def follow(self: PlainResults, tokens: Any, step: Any) -> None:
+        real(self, tokens.clamp_(min=-1), step)
+
+    patch.setattr(PlainResults, "follow", follow)
 
 
 def paths_that_are_not_moved(patch: pytest.MonkeyPatch) -> None:

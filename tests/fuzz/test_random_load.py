@@ -20,6 +20,7 @@ from tests.fuzz.damage import (
     paths_that_are_not_moved,
     positions_of_an_unread_round,
     prompts_beside_trees_without_limit,
+    roots_of_a_neighbour,
     rounds_that_are_not_rolled_back,
     shared_pages_that_are_written,
 )
@@ -52,6 +53,13 @@ def even(seed: int, ends: bool = False, **setting: Any) -> Scenario:
     return replace(made, setting=replace(made.setting, **names), requests=tuple(requests))
 
 
+@pytest.mark.parametrize("seed", [5002, 5004, 5008])
+def test_every_text_of_plain_rounds_that_follow_is_too(seed: int) -> None:
+    """Prompts beside nearly all of them, few pages, passes captured on the way."""
+    scenario = even(seed, drafters=("none",), pages=14, captures=True, prompt_rows=(16, 64))
+    assert play(scenario).followed > 50
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_text_is_what_its_request_gives_alone(seed: int) -> None:
     assert play(make_scenario(seed)).tokens > 0
@@ -60,7 +68,7 @@ def test_every_text_is_what_its_request_gives_alone(seed: int) -> None:
 def test_these_do_what_they_are_for() -> None:
     """Else they would prove nothing."""
     total = Counts()
-    for seed in (3001, 3003, 3009):
+    for seed in (3001, 3003, 3008, 3009):
         total.add(play(make_scenario(seed)))
     assert total.followed > 30
     assert total.accepted > 5
@@ -72,6 +80,7 @@ CONTROLS: list[tuple[Damage, Scenario]] = [
     (prompts_beside_trees_without_limit, even(5019, most_rows=96, prompt_rows=(512,), forms=TREES)),
     (captures_that_run_twice, even(5029, captures=True, forms=(*TREES, *CHAINS), repeats=4)),
     (paths_that_are_not_moved, even(5019, forms=TREES)),
+    (roots_of_a_neighbour, even(5019, drafters=("none",), captures=True)),
     (rounds_that_are_not_rolled_back, make_scenario(3002, FOLLOW, "twin")),
     (only_those_who_go_on_are_asked, even(5001, ends=True, forms=CHAINS)),
     (shared_pages_that_are_written, even(5009, forms=CHAINS)),

@@ -203,7 +203,7 @@ class RandomTimes(AdaptiveController):
 
     def observe(self, outcome: Round) -> None:
         times = {part: self.rng.choice((1e-4, 5e-4, 2e-3)) for part in ("draft", "pass", "host")}
-        super().observe(replace(outcome, seconds=times, delayed=False))
+        super().observe(replace(outcome, seconds=times))
 
 
 class RandomRows(PromptRows):

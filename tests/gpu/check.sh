@@ -22,12 +22,13 @@ if [ "$what" = tests ]; then
     check draft tests/gpu/test_draft.py -m gpu -k "not captured" &
     check captured tests/gpu/test_draft.py -m gpu -k captured &
     check packed tests/gpu/test_packed.py -m gpu &
-    check models tests/gpu/test_draft_model.py tests/gpu/test_model_following.py -m gpu &
+    check models tests/gpu/test_draft_model.py tests/gpu/test_model_following.py tests/gpu/test_chain_kernels.py -m gpu &
     check plain tests/gpu/test_plain_rounds.py tests/gpu/test_mixed.py -m gpu &
-    check bits tests/gpu/test_bits.py -k "smollm2 or large" &
+    check bits tests/gpu/test_bits.py -k "smollm2 or large or odd" &
     check block tests/gpu/test_block.py -m gpu &
     check following tests/gpu/test_following.py tests/gpu/test_captured.py tests/gpu/test_hybrid_following.py -m gpu &
-    check kernels tests/gpu/test_draft_kernels.py tests/gpu/test_attention.py tests/gpu/test_draft_batch.py -m gpu &
+    check kernels tests/gpu/test_draft_kernels.py tests/gpu/test_attention.py tests/gpu/test_draft_batch.py \
+        tests/gpu/test_linear_tiles.py -m gpu &
     check experts tests/gpu/test_moe.py -m gpu &
     check late tests/gpu/test_built_late.py tests/gpu/test_head_swap.py tests/gpu/test_lookups_following.py -m gpu &
     check sampled tests/verify/test_sampled.py tests/verify/test_warp.py -m gpu &

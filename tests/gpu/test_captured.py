@@ -7,7 +7,7 @@ they were. Here work is recorded by name and done again instead, on the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -77,3 +77,29 @@ def test_texts_stay_where_graphs_are_captured_on_the_way(
     assert write(engine, some, 5)[0] == wanted
     assert watched.followed > 10
     assert target.passes.captured_grown > 0
+
+
+def record_twice(work: Callable[[], None], device: object, pool: object) -> Recorded:
+    """As on a GPU where kernels are compiled on the way: what was captured has run once more."""
+    work()
+    work()
+    return Recorded(work)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "captured"),
+    [(None, record), (None, record_twice), ("coupled", record), ("exact", record_twice)],
+)
+def test_plain_rounds_stay_where_graphs_are_captured_on_the_way(
+    verifier: str | None, captured: Callable[..., Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of the last pass are put in, and the next ones found, outside of the graph of a pass."""
+    some = requests(7, 3) if verifier is None else sampled(7, 3, verifier)
+    some = [replace(one, drafter="none") for one in some]
+    wanted = plain_texts(willing_target(), some)
+    monkeypatch.setattr(graphs, "capture", captured)
+    target = willing_target()
+    engine = captures(target, make(target, Forms([None], 0), follows=True))
+    assert write(engine, some, 5)[0] == wanted
+    assert target.plain.followed > 20
+    assert target.passes.captured > 3

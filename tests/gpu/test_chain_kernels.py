@@ -22,6 +22,7 @@ from forerun.types import Needs
 from tests.gpu.test_following import dtype_on
 from tests.gpu.tiny import VOCAB, make_target, where_kernels_run
 
+pytestmark = pytest.mark.gpu
 LENGTHS, DEPTH = (70, 3, 125, 64), 4
 
 

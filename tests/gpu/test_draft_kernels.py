@@ -17,6 +17,7 @@ import torch
 from forerun.drafters.eagle.cuda import draft_graphs, feature_rows
 from forerun.drafters.eagle.cuda.draft_completion import complete
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
+from forerun.drafters.eagle.cuda.draft_noise import DraftNoise
 from forerun.drafters.eagle.cuda.draft_plan import BUCKETS, Lane, plan_draft
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle
 from forerun.drafters.eagle.cuda.feature_copies import append_decided, pick_fused, pick_plainly
@@ -304,3 +305,22 @@ def test_whole_drafts_by_kernels(more: dict[str, Any], monkeypatch: pytest.Monke
     assert longest > 1, "paths must be long enough to matter"
     assert type(drafter.draft.net.steps).__name__ == "FusedHeadSteps"
     assert not drafter._failed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wide", [1, 3])
+def test_noise_by_a_kernel_is_that_of_torch(wide: int) -> None:
+    device = where_kernels_run()
+    ids = torch.randperm(5000, generator=torch.Generator().manual_seed(1))[:1300].sort().values.to(device)
+    settings = [(12345, 1.3), None, (-(2**60), 0.7)]
+    positions = torch.tensor([3, 70_000, 511], dtype=torch.int32, device=device)
+    logits = torch.randn(3 * wide, len(ids), generator=torch.Generator().manual_seed(2)).to(device)
+    found = []
+    for fused in (True, False):
+        noise = DraftNoise(ids, fused)
+        noise.send(settings)
+        noised = noise.of(positions, 4)
+        found.append(torch.stack([noised(logits, level) for level in (0, 3)]))
+    torch.testing.assert_close(*found, atol=2e-3, rtol=1e-4)
+    assert torch.equal(found[0][:, wide : 2 * wide], logits[wide : 2 * wide].expand(2, -1, -1))
+    assert not torch.allclose(found[0][0, :wide], found[0][1, :wide])

@@ -43,7 +43,7 @@ class Timed(AdaptiveController):
         self.sources += ("head" if by_head else "look-up" if nodes else "plain",)
         seconds = {"draft": LEVEL * depth if by_head else 0.0, "host": 0.0 if outcome.followed else GAP}
         seconds["pass"] = COST.pass_seconds(sum(outcome.drafted) + len(outcome.seqs))
-        super().observe(replace(outcome, seconds=seconds, prompt_rows=0, delayed=False))
+        super().observe(replace(outcome, seconds=seconds, prompt_rows=0))
 
 
 def make(target: CudaDecoder, *, lookup: bool, batch: int = 1) -> Engine:

@@ -25,7 +25,7 @@ from forerun.models.inflate import PRESETS, Shape
     [
         (6144, 4096, 2), (4096, 4096, 4), (28672, 4096, 1), (4096, 14336, 4),  # 8B
         (2048, 1536, 4), (1536, 1536, 4), (17920, 1536, 1), (1536, 8960, 5),  # 1.5B: 70 steps are not cut into four
-        (1152, 896, 1), (896, 4864, 2),  # 0.5B: neither are 7 steps, nor 38
+        (1152, 896, 1), (896, 4864, 4),  # 0.5B: 38 steps are not cut into four either, 76 half as deep are
         (1536, 3840, 5),
     ],
 )  # fmt: skip

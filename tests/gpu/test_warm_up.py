@@ -29,29 +29,28 @@ def test_nothing_is_captured_while_texts_are_written(device: str, drafter: str) 
     if device == "cuda":
         target.warm_up(Needs(), BATCH, LENGTH)
     else:
-        target.passes.take_sizes(menu(BATCH, LENGTH))
+        target.passes.take_sizes(menu(LENGTH))
     captured = target.passes.captured
     assert _write(engine, requests) == wanted
     assert target.passes.captured == captured
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8, 40, 64, 65, 100, 128])
-def test_plain_rounds_of_any_batch_have_both_sets_of_logits(batch: int) -> None:
-    jobs = list(menu(batch, 4096))
+def test_plain_rounds_of_any_batch_have_a_size(batch: int) -> None:
+    jobs = list(menu(4096))
     for farthest in (5, 1020, 3000, 4095):
         need = Need(batch, batch, farthest)
-        sizes = [size for size, scored, into in jobs if scored and not into and need.fits(size)]
+        sizes = [size for size, scored in jobs if scored and need.fits(size)]
         first = min(sizes, key=lambda size: (size.rows, size.groups, size.splits))
-        assert (first, True, 1) in jobs
         assert first.splits == splits_to(farthest)
 
 
 def test_a_need_that_no_size_has_room_for_is_rounded() -> None:
     need = Need(1000, 1100, 20)
     assert need.rounded() == Size(1024, 2048, 8)
-    assert not any(need.fits(size) for size, _, _ in menu(8, 4096))
+    assert not any(need.fits(size) for size, _ in menu(4096))
     for scored in (True, False):
-        assert any(Need(600, 70, 20).fits(size) for size, kind, _ in menu(8, 4096) if kind == scored)
+        assert any(Need(600, 70, 20).fits(size) for size, kind in menu(4096) if kind == scored)
 
 
 def test_the_largest_passes_have_fewer_rows_with_logits() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from forerun.engine.routing import VerifierPool
-from forerun.noise import Noise
 from forerun.testing import path_to
 from forerun.topology import topology_of, trace
 from forerun.types import Greedy, Laws, TreeBatch, Verdict
@@ -67,6 +66,8 @@ class _Sequence:
     """What the pool looks at."""
 
     verifier: str
+    seed: int = 0
+    tokens: tuple[int, ...] = (0,)
 
 
 class TestWhoDecides:
@@ -81,7 +82,7 @@ class TestWhoDecides:
     ) -> tuple[list[list[int]], list[int]]:
         pool = VerifierPool(lambda name: ExactVerifier() if name == "exact" else TypicalVerifier())
         seqs: Any = [_Sequence(name)]
-        return pool.verify(seqs, self.trees, laws, Noise([0], [1]), known).to_host()
+        return pool.verify(seqs, self.trees, laws, known).to_host()
 
     def test_an_exact_rule_takes_what_is_known(self) -> None:
         assert self.verdict(Laws(self.logits, (True,), plain_greedy=True), self.wrong) == ([[1]], [3])

@@ -302,6 +302,7 @@ def test_what_the_host_must_decide() -> None:
     assert not decides_alike(TypicalVerifier())
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [300, 4096, 9001])
 def test_the_kernels_tokens_are_those_of_torch(vocab: int) -> None:
     """On a GPU to the last token. On a CPU: TRITON_INTERPRET=1, whose functions round otherwise than torch's."""

@@ -1,7 +1,7 @@
 """The host's time per round, by part, over a target that takes no time of the host (`python -m forerun.bench.host`).
 
 The engine, the drafters and the controller are real. The target knows its texts (forerun.testing.emulated_device) and
-takes the time of a GPU with the t(rows) given, so that rounds are launched, hidden and delayed as there. Printed: plan,
+takes the time of a GPU with the t(rows) given, so that rounds are launched and hidden as there. Printed: plan,
 propose, observe, outcome, verdict and the rest of the host's work in milliseconds per round, what a round took in all,
 and tokens/s over those of plain decoding. `--copied` is the share of copied text in made-up answers; `--texts` reads
 pairs of prompt and answer from a JSON file instead. The last line of stdout is one JSON document.
@@ -144,7 +144,7 @@ def make(drafter: str, texts: Sequence[Text], batch: int, seconds: dict[int, flo
 def _controller(engine: Engine, seconds: dict[int, float]) -> AdaptiveController:
     def offer(seq: Seq) -> Offer:
         assert isinstance(seq, SequenceState)
-        return engine.drafters.ask(seq, lambda drafter: drafter.offer(seq))
+        return engine.drafters.offer(seq)
 
     return AdaptiveController(CostModel(seconds), 60, 10, offer, engine.drafters.looks_up, follows=True)
 

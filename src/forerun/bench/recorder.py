@@ -28,8 +28,8 @@ class Recorder:
     def goes_on(self, seqs: Sequence[Seq]) -> bool:
         return self._reconsiders is None or self._reconsiders.goes_on(seqs)
 
-    def stays_plain(self, seqs: Sequence[Seq]) -> bool | None:
-        return None if self._reconsiders is None else self._reconsiders.stays_plain(seqs)
+    def stays_plain(self, seqs: Sequence[Seq]) -> bool:
+        return self._reconsiders is not None and self._reconsiders.stays_plain(seqs)
 
     def note_waiting(self, prompts: WaitingPrompts) -> None:
         if self._sees_prompts is not None:

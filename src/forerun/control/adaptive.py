@@ -20,8 +20,10 @@ from forerun.control.base import ControlParts, WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.decision import Decision, by_menu, chain_budget, starts
 from forerun.control.forms import NO_FORMS, FormChooser
+from forerun.control.free_drafts import NOTHING
+from forerun.control.lookup_rounds import asked_beside, plan_lookups
 from forerun.control.lookups import WIDE, LookupGate
-from forerun.control.per_sequence import NOTHING, SequencePlanner
+from forerun.control.per_sequence import SequencePlanner
 from forerun.control.waiting import FEW, Waiting, beside_plain, ends, free_promise, within
 from forerun.offers import FREE, NEVER, Menu, Offer
 from forerun.types import Budget, Round, Seq
@@ -61,7 +63,9 @@ class AdaptiveController:
         self._decisions: list[Decision] = []  # of this round
         self._never = False  # nobody of this round can draft
         self._unasked = 0 if follows else ASKED_NO_MORE  # plain rounds in a row that had to be read first
-        self._stay: Decision | None = None  # of the next round, where it was said to be plain
+        self._stay: tuple[Decision | None, Sequence[Seq]] | None = (
+            None  # the next round, if it was said to be plain
+        )
 
     @classmethod
     def build(cls, parts: ControlParts) -> AdaptiveController:
@@ -80,7 +84,7 @@ class AdaptiveController:
             chooser.cost = cost
 
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
-        self._decisions, self._asked, self._idle, self._never = [], None, None, False
+        self._decisions, self._asked, self._idle, self._never, self._stay = [], None, None, False, None
         if self._all_look_up(seqs):
             if self._unasked < ASKED_NO_MORE and self.gate.asks_all(len(seqs)):
                 return self._plan_beside_plain(seqs)
@@ -105,36 +109,16 @@ class AdaptiveController:
         return True
 
     def _plan_lookups(self, seqs: Sequence[Seq]) -> list[Budget]:
-        """For the whole batch first: is anybody asked, and is what they have found drafted?"""
-        batch, gate, planner = len(seqs), self.gate, self.planner
-        if batch == 1 and not planner.offer(seqs[0]).free:
+        known = None if len(seqs) > 1 else self.planner.offer(seqs[0])
+        if known is not None and not known.free:
             self._idle = False
             return [NOTHING]
-        few = gate.whom([seq.id for seq in seqs])
-        if few is not None:
-            for seq in seqs if few else ():
-                if seq.id in few:
-                    gate.note_offer(planner.offer(seq))
-            self._asked = len(few)
-            planner.skip()
-            return [NOTHING] * batch
-        self._asked = batch
-        offers = [planner.offer(seq) for seq in seqs]
-        planner.take_chains(seqs, offers)
-        depths, accepted = planner.free_chains(offers, batch, gate.most_nodes(batch))
-        if not gate.pays(sum(depths), accepted, batch):
-            return [NOTHING] * batch
-        if batch <= WIDE:
-            return planner.plan(seqs, offers, batch)
-        return [chain_budget(depth) for depth in depths]
+        budgets, self._asked = plan_lookups(self.gate, self.planner, seqs, known)
+        return budgets
 
     def _plan_beside_plain(self, seqs: Sequence[Seq]) -> list[Budget]:
-        """Where plain rounds follow each other: a plain one, as was said, or look-ups where they are worth more."""
-        batch, ids, stay, self._stay = len(seqs), tuple([seq.id for seq in seqs]), self._stay, None
-        if stay is not None and stay.ids.issuperset(ids):
-            self._decisions = [stay]
-            self.planner.take_chains(seqs, [FREE] * batch)
-            return [NOTHING] * batch
+        """Where plain rounds follow each other: look-ups where they are worth more than another plain one."""
+        batch, ids = len(seqs), tuple([seq.id for seq in seqs])
         offers = [within(self.planner.offer(seq), seq) for seq in seqs]
         decision = self._decide(NO_FORMS, ids, offers, batch)
         self._decisions = [decision]
@@ -145,19 +129,52 @@ class AdaptiveController:
             return self.planner.plan(seqs, offers, batch)
         return [chain_budget(depth) for depth in self.planner.free_chains(offers, batch)[0]]
 
-    def stays_plain(self, seqs: Sequence[Seq]) -> bool | None:
-        """Will the round behind the plain one under way be plain? Look-ups are made now, beside the device."""
-        if self._never:
-            return True
-        if not self._all_look_up(seqs) or not self.gate.asks_all(len(seqs)):
-            return None
-        self._unasked, chooser, batch = 0, self._chooser(NO_FORMS), len(seqs)
+    def stays_plain(self, seqs: Sequence[Seq]) -> bool:
+        """Is the round behind the plain one under way plain? Look-ups are made now, beside the device."""
+        self._stay, batch = None, len(seqs)
+        if not self._all_look_up(seqs):
+            return self._keeps_plain(seqs)
+        if not self.gate.asks_all(batch):
+            asked = asked_beside(self.gate, self.planner, seqs)
+            if asked is not None:
+                self._asked, self._stay = (self._asked or 0) + asked, (None, seqs)
+            return asked is not None
+        self._unasked, chooser = 0, self._chooser(NO_FORMS)
         plain = chooser.promise_of(PLAIN, batch, batch, batch)
         offers = [within(self.planner.offer(seq), seq) for seq in seqs]
-        waits = self.waiting.waits(chooser, plain, offers)
-        ids = frozenset([seq.id for seq in seqs])
-        self._stay = None if waits else Decision(chooser, ids, plain, plain)
-        return not waits
+        if not self.waiting.waits(chooser, plain, offers):
+            self._stay = Decision(chooser, frozenset([seq.id for seq in seqs]), plain, plain), seqs
+        return self._stay is not None
+
+    def _keeps_plain(self, seqs: Sequence[Seq]) -> bool:
+        """The same for drafters that are more than look-ups: by the state of the round under way, which stays."""
+        if self._never:
+            return all([self.planner.offer(seq) is NEVER for seq in seqs])  # noqa: C419
+        if self._idle:
+            return len(seqs) == 1 and self.planner.rests(seqs[0], self.planner.offer(seqs[0]))
+        if len(self._decisions) != 1 or self._decisions[0].promise.form is not PLAIN:
+            return False
+        (decision,), ids = self._decisions, [seq.id for seq in seqs]
+        plain = decision.chooser.keeps_plain(ids, len(seqs))
+        if plain is None:
+            return False
+        if len(seqs) <= FEW:
+            offers = [within(self.planner.offer(seq), seq) for seq in seqs]
+            if self.waiting.waits(decision.chooser, plain, offers):
+                return False
+        self._decisions = [replace(decision, ids=decision.ids.union(ids), promise=plain, head=plain)]
+        return True
+
+    def _take_stay(self) -> None:
+        """The round under way is the one that was said to be plain: it is observed as that."""
+        if self._stay is not None:
+            (decision, seqs), self._stay = self._stay, None
+            self._idle, self._never = None, False
+            self._decisions, self._asked = ([], 0) if decision is None else ([decision], None)
+            if decision is None:
+                self.planner.skip()
+            else:
+                self.planner.take_chains(seqs, [FREE] * len(seqs))
 
     def _plan_all(self, seqs: Sequence[Seq], offers: list[Offer]) -> list[Budget]:
         """Forms for the sequences of each menu, and budgets of their own for all others."""
@@ -198,14 +215,18 @@ class AdaptiveController:
         return True
 
     def observe(self, outcome: Round) -> None:
-        batch, nodes = len(outcome.seqs), sum(outcome.drafted)
+        self._observe(outcome)
+        self._take_stay()
+
+    def _observe(self, outcome: Round) -> None:
+        batch, nodes, cost = len(outcome.seqs), sum(outcome.drafted), self.planner.cost
         self._unasked += not nodes
-        self.cost.note_prompts(outcome.prompt_rows)
+        cost.note_prompts(outcome.prompt_rows)
         if self._idle is not None:
             self._observe_idle(outcome, self._idle)
             return
         if outcome.tells_times:
-            self.cost.observe(outcome.tree_rows or batch + nodes, outcome.seconds["pass"], batch)
+            cost.observe(outcome.tree_rows or batch + nodes, outcome.seconds["pass"], batch)
         if self._asked is not None:
             self.gate.observe(outcome, self._asked)
             if self._asked < batch:
@@ -219,7 +240,6 @@ class AdaptiveController:
         self._idles += 1
         if outcome.tells_times and (self._idles <= AT_FIRST or self._idles % EVERY == 0):
             self.cost.observe(1, outcome.seconds["pass"])
-        self.gate.note_delay(drafts=False, delayed=outcome.delayed)
         self.planner.note_idle(outcome.seqs[0], costly)
 
     def forget(self, seq: Seq) -> None:
@@ -265,13 +285,12 @@ class AdaptiveController:
         if not nodes and promise.form.nodes:
             promise = promise._replace(form=PLAIN)  # the drafter was not ready
         follows = chooser.around.follows(promise.form, batch)
-        waited = outcome.delayed or (follows and starts(outcome))
+        waited = follows and starts(outcome)
         chooser.observe(promise, ids, accepted, batch, outcome.seconds, waited, outcome.followed)
-        chooser.note_delay(promise.form, outcome.delayed)
         rows = outcome.tree_rows or batch + nodes
         taken = chooser.promise_of(promise.form, rows, batch, 0.0, len(ids)).seconds
         self.waiting.observe(decision.head, promise.form, taken, sum(accepted), batch)
         if not outcome.followed and (promise.form.nodes or (follows and not starts(outcome))):
             taken += chooser.around.gap(batch)
         lost = taken / chooser.plain_seconds(batch) - 1.0 - sum(accepted) / batch
-        chooser.allowance.book(lost + outcome.delayed)  # and a plain pass that was launched ahead in vain
+        chooser.allowance.book(lost)

@@ -4,7 +4,8 @@ A form may also stand for a kind of round: a plain one, or one with look-ups.
 
 A round that was launched before the last one was read hides the host's work; one that was read first shows it. The
 seconds of a form are those of rounds that followed, once there were any, and what other rounds take on top of them
-is kept apart, as the gap.
+is kept apart, as the gap. What a form takes that did not run yet is judged by drafted rounds that followed, not by the
+few plain rounds that a process starts with: those may be the slowest it ever sees.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ class Around:
         self._rounds: dict[tuple[Form, int], int] = {}
         self._follow: set[tuple[Form, int]] = set()  # of which rounds followed
         self._gaps: dict[int, tuple[float, int]] = {}  # and of how many rounds
+        self._beside: dict[int, float] = {}  # of drafted rounds that followed, without their drafts
 
     def seconds(self, form: Form, batch: int, drafting: float) -> float:
         """What rounds took, else what drafting is said to take on top of a plain round."""
         group = batch.bit_length()
         known = self._seconds.get((form, group))
-        return self._seconds.get((PLAIN, group), 0.0) + drafting if known is None else known
+        if known is None:
+            plain = self._seconds.get((PLAIN, group), 0.0)
+            known = drafting + (self._beside.get(group, plain) if form.nodes else plain)
+        return known
 
     def gap(self, batch: int) -> float:
         """Seconds that a round takes longer if the one before it is read first; 0 = that was not seen yet."""
@@ -47,9 +52,18 @@ class Around:
         return (form, batch.bit_length()) in self._seconds
 
     def observe(
-        self, form: Form, batch: int, seconds: float, expected: float, followed: bool = False
+        self,
+        form: Form,
+        batch: int,
+        seconds: float,
+        expected: float,
+        followed: bool = False,
+        drafting: float = 0.0,
     ) -> None:
-        """Learn from a round. A pause of the machine counts little: at most for three times what was expected."""
+        """Learn from a round, of which `drafting` is what its draft is said to take.
+
+        A pause of the machine counts little: at most for three times what was expected.
+        """
         key = form, batch.bit_length()
         if followed and key not in self._follow:
             self._follow.add(key)
@@ -64,6 +78,8 @@ class Around:
         if known and isfinite(known):  # a menu may say that a form is not ready
             seconds = known + (min(seconds, 3.0 * known) - known) * max(SMOOTH, 1.0 / rounds)
         self._seconds[key] = seconds
+        if followed and form.nodes and isfinite(drafting):
+            self._beside[batch.bit_length()] = max(0.0, seconds - drafting)
 
     def _note_gap(self, group: int, seconds: float, known: float) -> None:
         gap, rounds = self._gaps.get(group, (0.0, 0))

@@ -69,8 +69,11 @@ class Reconsiders(Protocol):
         """May these start another round under the last plan, before the one under way is known? Asked meanwhile."""
         ...
 
-    def stays_plain(self, seqs: Sequence[Seq]) -> bool | None:
-        """Will the round behind the plain one under way be plain too? None = that depends on its outcome."""
+    def stays_plain(self, seqs: Sequence[Seq]) -> bool:
+        """Is the round of these, behind the plain one under way, plain too? Then it is launched, and not planned.
+
+        Asked before the one under way is known; where it is to be known first, the answer is no.
+        """
         ...
 
 

@@ -47,8 +47,11 @@ WIDE = (
     1024,
 )  # a GPU: as its passes are
 TOGETHER = 32  # nodes of one sequence while measuring: wider passes are over several sequences
+RUN, FEW_ROWS = 3, 8  # passes of a run on a CPU, and of how many rows at most; others come alone
+METHOD = 2  # of measuring: curves kept by others are measured again
 CONTEXT = 128  # tokens cached while measuring
 RECENT = 0.2  # weight of the last round in what prompts took beside it
+AT_ONCE, LATER = 32, 4  # rounds whose corrections count at once; of later ones, those of so many together
 FEW, MANY = 3.0, 30.0  # rounds that a less specific ratio counts for, and that a ratio remembers
 
 
@@ -93,7 +96,10 @@ class Corrections:
         self.overall.add(ratio)
         self.by_batch.setdefault(batch, Ratio()).add(ratio)
         for size, weight in weights.items():
-            self.by_size.setdefault((batch, size), Ratio()).add(ratio, weight)
+            known = self.by_size.get((batch, size))
+            if known is None:
+                known = self.by_size[batch, size] = Ratio()
+            known.add(ratio, weight)
 
 
 class CostModel:
@@ -103,7 +109,9 @@ class CostModel:
         self.seconds = dict(sorted(seconds.items()))
         self._sizes = tuple(self.seconds)
         self._corrections = Corrections()
-        self._found: dict[tuple[int, int], float] = {}  # since the last round: several ask, and it takes long
+        self._curves: dict[int, list[float]] = {}  # corrected seconds of the sizes, by group of batch sizes
+        self._found: dict[tuple[int, int], float] = {}  # of these curves: many ask
+        self._observed = 0  # rounds
         self.beside = 0.0  # rows of prompts that passes have had beside their trees, of late
 
     def pass_seconds(self, rows: int, batch: int = 1) -> float:
@@ -113,6 +121,8 @@ class CostModel:
         priced behind those that there are of late. What they take themselves is left out, because prompts must be read
         in any case: a token that is written sooner does not save their time, but that of a pass without them.
         """
+        if self.beside < 0.5:
+            return self._known(rows, batch)
         found = self._known(rows + round(self.beside), batch)
         return max(found - self._prompts_seconds(batch), 1e-3 * found)
 
@@ -126,25 +136,33 @@ class CostModel:
         return self._known(rows + batch, batch) - self._known(batch, batch) if rows else 0.0
 
     def _known(self, rows: int, batch: int) -> float:
-        """`_alone`, looked up once a round."""
+        """`_alone`, looked up once."""
         found = self._found.get((rows, batch))
         if found is None:
             found = self._found[rows, batch] = self._alone(rows, batch)
         return found
 
     def _alone(self, rows: int, batch: int) -> float:
-        group, ratio = (batch - 1).bit_length(), self._corrections.ratio
-        low, high, share = self._between(rows)
-        below = self.seconds[low] * ratio(group, low)
+        known, (low, high, share) = self._curve(batch), self._between(rows)
+        below = known[low]
         if share == 0.0:
             return below
-        above = self.seconds[high] * ratio(group, high)
+        above = known[high]
         return max(below * (1 - share) + above * share, 1e-3 * above)
+
+    def _curve(self, batch: int) -> list[float]:
+        """Corrected seconds of the measured sizes."""
+        group = (batch - 1).bit_length()
+        found = self._curves.get(group)
+        if found is None:
+            ratio = self._corrections.ratio
+            found = [seconds * ratio(group, size) for size, seconds in self.seconds.items()]
+            self._curves[group] = found
+        return found
 
     def passes_seconds(self, rows: int, count: int, batch: int) -> list[float]:
         """The same for `count` numbers of rows from `rows` on, in one go."""
-        group, ratio, sizes = (batch - 1).bit_length(), self._corrections.ratio, self._sizes
-        known = [self.seconds[size] * ratio(group, size) for size in sizes]
+        sizes, known = self._sizes, self._curve(batch)
         prompts, rows = self._prompts_seconds(batch), rows + round(self.beside)
         last = rows + count
         if last > sizes[-1]:  # beyond what was measured the last line goes on
@@ -159,29 +177,32 @@ class CostModel:
 
     def observe(self, rows: int, seconds: float, batch: int = 1) -> None:
         """Learn from what a round without prompts took; outliers (a pause of the machine) count little."""
-        known, measured = self._alone(rows, batch), self._measured(rows)
+        known, sizes, (low, high, share) = self._known(rows, batch), self._sizes, self._between(rows)
         seconds = min(max(seconds, 0.5 * known), 2.0 * known)
-        low, high, share = self._between(rows)
-        weights = (
-            {low: 1.0} if share == 0.0 else {high: 1.0} if share > 1.0 else {low: 1 - share, high: share}
-        )
+        below, above = self.seconds[sizes[low]], self.seconds[sizes[high]]
+        measured = max((1 - share) * below + share * above, 1e-3 * above)
+        if share == 0.0 or share > 1.0:
+            weights = {sizes[high]: 1.0}
+        else:
+            weights = {sizes[low]: 1 - share, sizes[high]: share}
         self._corrections.add((batch - 1).bit_length(), weights, seconds / measured)
-        self._found.clear()
+        self._observed += 1
+        if self._observed <= AT_ONCE or self._observed % LATER == 0:
+            self._curves.clear()
+            self._found.clear()
 
     def _between(self, rows: int) -> tuple[int, int, float]:
-        """The measured sizes beside so many rows, and how far between them; beyond the last, more than all the way."""
-        sizes = self._sizes
+        """Places of the sizes beside so many rows, and how far between them; beyond the last, more than all the way."""
+        sizes, last = self._sizes, len(self._sizes) - 1
         place = bisect_left(sizes, rows)
-        if place == 0 or len(sizes) == 1 or (place < len(sizes) and sizes[place] == rows):
-            place = min(place, len(sizes) - 1)
-            return sizes[place], sizes[place], 0.0
-        place = min(place, len(sizes) - 1)
-        low, high = sizes[place - 1], sizes[place]
-        return low, high, (rows - low) / (high - low)
-
-    def _measured(self, rows: int) -> float:
-        low, high, share = self._between(rows)
-        return max(self.seconds[low] * (1 - share) + self.seconds[high] * share, 1e-3 * self.seconds[high])
+        if place > last:
+            place = last
+            if not last:
+                return 0, 0, 0.0
+        elif place == 0 or sizes[place] == rows:
+            return place, place, 0.0
+        low = sizes[place - 1]
+        return place - 1, place, (rows - low) / (sizes[place] - low)
 
     def price(self, nodes: int, neighbours: int = 0, rate: float = 1.0, others: int = 0) -> tuple[float, ...]:
         """What a pass with 0..nodes more nodes of one sequence costs it, in tokens written in the same time.
@@ -198,9 +219,12 @@ class CostModel:
     def measure(cls, target: Target, sizes: Sequence[int] = SIZES, repeats: int = 3) -> CostModel:
         """Time passes over chains of several sizes on scratch sequences; the best of a few, as noise only adds.
 
-        Where nodes wake experts, passes over other tokens cost something else: then the median of twice as many.
+        On a CPU those over few rows come in runs of one size, as in a text, and the first of a run does not count:
+        behind a pass over 64 rows one over a single row takes longer, and drafts seem cheap beside it. Where nodes wake
+        experts, passes over other tokens cost something else: then the median of twice as many.
         """
         text, experts = probe_text(target, max(sizes)), has_experts(target)
+        in_runs = target.device.type == "cpu"
         probes = scratch_sequences(target, max(sizes), text)
         sizes = [size for size in sizes if size <= TOGETHER * len(probes) or size <= 64]
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
@@ -209,10 +233,11 @@ class CostModel:
             for repeat in range((2 * repeats if experts else repeats) + 1):
                 for size in sizes:
                     at = repeat * size % len(text)
-                    some = probes[: max(1, size // TOGETHER if size > 64 else 1)]
-                    spent = _time_pass(target, some, size, text[at:] + text[:at])
+                    some, rows = probes[: max(1, size // TOGETHER if size > 64 else 1)], text[at:] + text[:at]
+                    run = RUN if in_runs and size <= FEW_ROWS else 1
+                    times = [_time_pass(target, some, size, rows) for _ in range(run)]
                     if repeat:  # the first round warms up
-                        seconds[size].append(spent)
+                        seconds[size] += times[run > 1 :]
         finally:
             for probe in probes:
                 target.release(probe)
@@ -228,6 +253,7 @@ class CostModel:
                 values = json.loads(file.read_text())
                 kept = {int(n): float(t) for n, t in values["seconds"].items()}
                 was_busy = values.get("busy") is True
+                kept = kept if values.get("method") == METHOD else {}
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 kept, was_busy = {}, False
             whole = set(sizes) <= set(kept) and all(0.0 < t < inf and n > 0 for n, t in kept.items())
@@ -238,7 +264,7 @@ class CostModel:
         if file is not None:
             with suppress(OSError):  # a cache that cannot be written costs time, nothing else
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps({"seconds": model.seconds, "busy": busy}))
+                file.write_text(json.dumps({"seconds": model.seconds, "busy": busy, "method": METHOD}))
         return model
 
 

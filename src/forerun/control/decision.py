@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from forerun.control.forms import FormChooser, Promise
-from forerun.control.per_sequence import NOTHING
+from forerun.control.free_drafts import NOTHING
 from forerun.offers import Menu, Offer
 from forerun.types import Budget, Round
 

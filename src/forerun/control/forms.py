@@ -81,8 +81,6 @@ class FormChooser:
             form: menu.expected(form) for form in menu.forms if form.nodes <= nodes and form.width <= width
         }
         self._places = {form: i for i, form in enumerate(self._priors)}
-        self._delay = 0.0  # plain rounds that the first draft behind plain rounds waits for
-        self._last_ran = PLAIN
         self._since = 0.0  # rounds since the last trial
         self._trial = False  # is this round one?
         self.insists = False  # the form was chosen to learn, not to gain
@@ -100,7 +98,7 @@ class FormChooser:
         if not self.around.is_known(PLAIN, batch):  # what all else is compared with; one round shows it
             return self.promise_of(PLAIN, batch, batch, batch)
         promises = self._promises(ids, batch)
-        best = self._best(promises)
+        best = self._best(promises, batch)
         self.last = best.form
         paid, self._paid = self._paid, False
         if (self._since >= RARELY or (paid and best.form == PLAIN)) and (
@@ -126,7 +124,22 @@ class FormChooser:
         if self._round % LOOKS and not self.prompts.requests:
             return last
         better = max(BETTER, 1.0 + self.around.gap(batch) / last.seconds / SOON)
-        return last if self._best(self._promises(ids, batch), better).form == form else None
+        return last if self._best(self._promises(ids, batch), batch, better).form == form else None
+
+    def keeps_plain(self, ids: Sequence[int], batch: int) -> Promise | None:
+        """What plain decoding promises, if it was best, is, and no trial is due: asked before every round that follows.
+
+        Others are looked at now and then, as for `keeps`.
+        """
+        if self.last.nodes or self.insists or not self.around.is_known(PLAIN, batch):
+            return None
+        if self._round % LOOKS and not self.prompts.requests:
+            return self.promise_of(PLAIN, batch, batch, batch)
+        promises = self._promises(ids, batch)
+        best = self._best(promises, batch)
+        if best.form.nodes or (self._since >= RARELY and self._find_trial(promises, batch) is not None):
+            return None
+        return best
 
     def _promises(self, ids: Sequence[int], batch: int) -> list[Promise]:
         weight, expected = self.acceptance.weight(ids), self.acceptance.expected
@@ -156,14 +169,13 @@ class FormChooser:
             found.append(one._replace(missed=PATIENCE * prompts.requests * each * later))
         return found
 
-    def _best(self, promises: Sequence[Promise], better: float = BETTER) -> Promise:
+    def _best(self, promises: Sequence[Promise], batch: int, better: float = BETTER) -> Promise:
         """The best form whose worst case is covered; the last one, where that is nearly as good."""
-        plain = promises[0]
-        delay = self._delay if self._last_ran == PLAIN else 0.0
+        plain, better = promises[0], max(better, 1.0 + self._delay(batch) / SOON)
         covered = [
             one
             for one in promises
-            if not one.form.nodes or self.allowance.covers(one.seconds / plain.seconds - 1.0 + delay)
+            if not one.form.nodes or self.allowance.covers(one.seconds / plain.seconds - 1.0)
         ]
         best = max(covered, key=lambda one: one.rate, default=plain)
         last = next((one for one in covered if one.form == self.last), plain)
@@ -182,24 +194,23 @@ class FormChooser:
         """A round of this form: tokens accepted of each sequence, seconds by part."""
         form = promise.form
         self._round += 1
-        self._since += SELDOM if followed else 1.0
+        self._since += SELDOM if followed and form.nodes else 1.0
         self._tried[form] = self._round
         if self._round < RARELY or self._round % REFRESH == 0:
             self._times.clear()
         if not delayed:  # else it waited for a pass of another round
-            known = self.around.seconds(form, batch, self._said(form, len(ids)))
+            said = self._said(form, len(ids))
+            known = self.around.seconds(form, batch, said)
             own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
-            self.around.observe(form, batch, own, known, followed)
+            self.around.observe(form, batch, own, known, followed, said)
         if form.nodes:
             self.acceptance.observe(form, self._priors[form], ids, accepted)
         gained = sum(accepted) / batch + 1.0 - promise.seconds / self.plain_seconds(batch)
         self._paid = self._trial and self.last == PLAIN and gained > 0.0
 
-    def note_delay(self, form: Form, delayed: bool) -> None:
-        """Did the first draft behind plain rounds wait for a plain pass that was launched ahead, in vain?"""
-        if form.nodes and self._last_ran == PLAIN:
-            self._delay = float(delayed)
-        self._last_ran = form
+    def _delay(self, batch: int) -> float:
+        """Plain rounds that are lost where one is read before a draft, and one behind it before plain ones go on."""
+        return 0.0 if self.last.nodes else 2.0 * self.around.gap(batch) / self.plain_seconds(batch)
 
     def plain_seconds(self, batch: int) -> float:
         """Seconds of a plain round."""
@@ -237,9 +248,8 @@ class FormChooser:
 
         While nothing is drafted, the form whose worst case is cheapest: acceptance shows in any of them.
         """
-        plain = promises[0]
+        plain, delay = promises[0], self._delay(batch)
         last = next(each for each in promises if each.form == self.last)
-        delay = self._delay if last is plain else 0.0
         drafting = [
             each
             for each in promises

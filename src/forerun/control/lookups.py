@@ -1,8 +1,8 @@
 """LookupGate: are look-ups (n-gram, suffix) made for a batch at all? Decided for the whole batch, before any is made.
 
 A look-up costs no pass, but the host makes one per sequence. On a GPU plain passes are launched before the last one
-was read, which hides the host's work; a round that drafts is launched behind it, and a pass that was launched ahead
-waits in vain. So with many sequences and few matches look-ups lose, whatever is accepted of them.
+was read, which hides the host's work; a round that drafts is launched behind it. So with many sequences and few
+matches look-ups lose, whatever is accepted of them.
 
 Where asking all sequences takes a negligible share of a round, all are asked. Elsewhere the gate is open or closed.
 While it is closed, rounds are plain ones, and now and then single sequences are asked, one after the other: their
@@ -43,7 +43,7 @@ TRIES, SMOOTH = 48, 0.02  # rounds before it may close again; weight of the last
 KEPT_MEMORY, MOST_KEPT = 0.97, 2.0  # of tokens accepted by those promised: trees have more than chains
 NEWEST = 0.05  # weight of the last round in other averages
 PLAIN_AFTER, PLAIN_ROUNDS = 8, 8  # open rounds, and then plain ones that show what these take
-SETTLED = 4  # plain rounds in a row before they tell that: then they are launched ahead
+SETTLED = 4  # plain rounds in a row before they tell that: then they follow each other
 
 NODES = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 16, 8)  # that a round may draft at most
 
@@ -75,6 +75,9 @@ class LookupGate:
     allowance: Allowance = field(default_factory=lambda: Allowance(most=1.0, earned=0.003, floor=1.0))
     _sizes: dict[int, _Size] = field(default_factory=dict)
     _drafting: dict[int, float] = field(default_factory=dict)  # "draft" of rounds in which nobody was asked
+    _shown: dict[int, float] = field(
+        default_factory=dict
+    )  # beside the pass, of plain rounds that were read first
     _sample: deque[Offer] = field(default_factory=lambda: deque(maxlen=KEPT))
     _asking: float = 0.0  # seconds of one look-up where all are asked; 0 = none was timed
     _sampling: float = 0.0  # the same of those that are asked now and then
@@ -84,20 +87,24 @@ class LookupGate:
     _fresh: int = 0  # of those asked in this round, those that never were before
     _credit: float | None = None  # seconds that asking single sequences may take; None = it was never closed
     _promising: bool = False  # drafts seem to pay, but it is too dear to ask all at once
-    _delay: float = 0.0  # plain rounds that the first draft behind many plain rounds waits for
     _streak: int = 0  # rounds in a row that drafted nothing
     _kept: Factor = field(default_factory=lambda: Factor(8.0))  # tokens accepted, by those that were promised
     _promised: float = 0.0  # of this round
-    _in_time: int = 0  # of those, so many that a draft behind them did not wait
 
-    def whom(self, ids: Sequence[int]) -> Sequence[int] | None:
-        """Which of these sequences are asked in this round: None = all, and what pays may be drafted."""
+    def whom(self, ids: Sequence[int], unread: bool = False) -> Sequence[int] | None:
+        """Which of these sequences are asked in this round: None = all, and what pays may be drafted.
+
+        `unread`: of a round that would start before the last one is known; if the gate is to open, that is read first.
+        """
         batch = len(ids)
-        size, plain = self._size(batch), self.plain_seconds(batch)
-        if size.is_open or self._is_cheap(batch, plain):
+        size = self._size(batch)
+        if batch <= FEW or size.is_open or self._is_cheap(batch, plain := self.plain_seconds(batch)):
             return self._open_round(size, batch)
         size.rounds += 1
         if self._should_open(size, ids, plain):
+            if unread:
+                size.rounds -= 1  # the same question comes once more
+                return None
             size.is_open, size.rounds, size.gain, size.plain_due = True, 0, 0.0, 1 << 30
             self._met.update(ids)
             self._promising = False
@@ -142,6 +149,9 @@ class LookupGate:
             return ()
         return None
 
+    def is_open(self, batch: int) -> bool:
+        return self._size(batch).is_open
+
     def asks_all(self, batch: int) -> bool:
         """Is asking all of so many so cheap that it is not weighed?"""
         return batch <= FEW or self._is_cheap(batch, self.plain_seconds(batch))
@@ -154,7 +164,7 @@ class LookupGate:
         """Nodes that a round may draft, so that the allowance covers that all of them are rejected."""
         if batch <= FEW or self._is_cheap(batch, plain := self.plain_seconds(batch)):
             return NODES[0]
-        most = plain * (1.0 + 0.9 * max(0.0, self.allowance.level + self.allowance.floor - self._waits))
+        most = plain * (1.0 + 0.9 * max(0.0, self.allowance.level + self.allowance.floor))
         around = self._around(FREE_CHAINS, batch)
         fits = (n for n in NODES if self.cost.pass_seconds(batch + n, batch) + around <= most)
         return next(fits, 0)
@@ -167,41 +177,29 @@ class LookupGate:
         plain, looked = self.plain_seconds(batch), self._seconds(LOOKED_UP, batch, batch)
         drafted = self._seconds(FREE_CHAINS, batch + nodes, batch)
         likely = accepted * min(self._kept.value(), MOST_KEPT)
-        if (batch + likely) * looked <= batch * (drafted + self._waits * plain):
+        if (batch + likely) * looked <= batch * drafted:
             self.around.lower(FREE_CHAINS, batch, self._around(LOOKED_UP, batch))
             return False
-        return self._is_cheap(batch, plain) or self.allowance.covers(drafted / plain - 1.0 + self._waits)
-
-    @property
-    def _waits(self) -> float:
-        """Plain rounds that a draft would wait for now."""
-        return self._delay if self._streak > self._in_time else 0.0
-
-    def note_delay(self, drafts: bool, delayed: bool) -> None:
-        if not drafts:
-            self._streak += 1
-            return
-        if self._streak:
-            self._delay = max(float(delayed), self._delay)
-            self._in_time = self._streak - 1 if delayed else max(self._in_time, self._streak)
-        self._streak = 0
+        return self._is_cheap(batch, plain) or self.allowance.covers(drafted / plain - 1.0)
 
     def observe(self, outcome: Round, asked: int) -> None:
         """A round in which so many were asked."""
         batch, nodes, seconds = len(outcome.seqs), sum(outcome.drafted), outcome.seconds
         form = FREE_CHAINS if nodes else LOOKED_UP if asked >= batch else PLAIN
-        if not outcome.delayed and (form is not PLAIN or self._streak >= SETTLED):
-            own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
-            self.around.observe(form, batch, own, 0.0)
+        own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
+        if form is PLAIN and not outcome.followed:
+            self._shown[batch.bit_length()] = _moved(self._shown.get(batch.bit_length(), 0.0), own)
+        if form is not PLAIN or self._streak >= SETTLED:
+            self.around.observe(form, batch, own, 0.0, outcome.followed)
         self._time_asking(seconds.get("draft", 0.0), asked, batch)
-        self.note_delay(nodes > 0, outcome.delayed)
+        self._streak = 0 if nodes else self._streak + 1
         if nodes:
             self._kept.add(sum(outcome.accepted), self._promised, KEPT_MEMORY)
         if form is PLAIN:
             self.allowance.book(0.0)
             return
         plain = self.plain_seconds(batch)
-        lost = self._seconds(form, batch + nodes, batch) / plain - 1.0 + outcome.delayed
+        lost = self._seconds(form, batch + nodes, batch) / plain - 1.0
         gain = sum(outcome.accepted) / batch - lost
         self.allowance.book(-gain)
         self._book_open(self._size(batch), gain, batch, plain)
@@ -235,7 +233,8 @@ class LookupGate:
             return self.around.seconds(form, batch, 0.0)
         if form is not PLAIN:
             more = DRAFTED * batch if form is FREE_CHAINS else 0.0
-            return self.around.seconds(PLAIN, batch, 0.0) + asking + more
+            plain = max(self.around.seconds(PLAIN, batch, 0.0), self._shown.get(batch.bit_length(), 0.0))
+            return plain + asking + more
         seen = next((one for one in (LOOKED_UP, FREE_CHAINS) if known(one, batch)), PLAIN)
         return max(0.0, self.around.seconds(seen, batch, 0.0) - (asking if seen is not PLAIN else 0.0))
 
@@ -286,7 +285,7 @@ class LookupGate:
         nodes = sum(depths)
         seconds = self._seconds(FREE_CHAINS, batch + nodes, batch)
         better = nodes > 0 and (batch + accepted) * plain > BETTER * batch * seconds
-        worst = seconds / plain - 1.0 + self._waits
+        worst = seconds / plain - 1.0
         unread = self._reading / plain * len([one for one in ids if one not in self._met])
         covered = self.allowance.covers(worst + unread)
         self._promising = better and not covered and self.allowance.covers(worst)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from forerun.control.acceptance import Factor
 from forerun.control.allocate import (
     Levels,
     Option,
@@ -26,6 +25,7 @@ from forerun.control.allocate import (
 )
 from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
+from forerun.control.free_drafts import CLOSE, NOTHING, FreeDrafts
 from forerun.control.history import FIRST_WAIT, GAIN_MEMORY, MEMORY, History
 from forerun.control.pace import Pace
 from forerun.control.prices import PriceList, PriceLists
@@ -34,10 +34,7 @@ from forerun.offers import FREE, Offer, total
 from forerun.types import Budget, Round, Seq
 
 WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
-CLOSE = 0.05  # smaller errors of a drafter's expectations are not corrected
-FREE_MEMORY, FORGIVING = 0.99, 0.997  # per draft that cost nothing, and per round: distrust does not last
 MOST_CHAINS = 1024  # nodes of a round's chains
-NOTHING = Budget(0, 0, source="free")
 
 
 class SequencePlanner:
@@ -47,13 +44,12 @@ class SequencePlanner:
         self.cost, self.nodes, self.width = cost, nodes, width
         self.offer = offer  # of the sequence's own drafter
         self.allowance = Allowance(most=4.0, earned=0.015, floor=4.0, level=2.0)
-        self.free_allowance = Allowance(most=2.0, earned=0.01, floor=2.0, level=2.0)  # of free drafts
+        self.free = FreeDrafts()
         self._records: dict[int, History] = {}
         self._latest = History()  # what a new sequence starts from
         self._offers: dict[int, Offer] = {}  # of this round's sequences
         self._next: dict[int, tuple[int, Offer]] = {}  # asked for already: at how many tokens, and the offer
         self._asked: dict[int, int] = {}  # sequences whose costly drafter may draft, and how deep
-        self._free = Factor(4.0)  # of drafts that cost nothing: tokens accepted, by those that were expected
         self._usual: dict[int, float] = {}  # nodes that a sequence drafts on average
         self._pace = Pace()
         self._prices = PriceLists(nodes, width)
@@ -114,10 +110,10 @@ class SequencePlanner:
     def note_idle(self, seq: Seq, costly: bool) -> None:
         """A round of one sequence in which nothing could be drafted: what `observe` would book, in few steps."""
         self._pace.add(1.0, 1.0)
-        self._free.add(0.0, 0.0, FORGIVING)
+        self.free.note_round()
         self._prices.note_round()
         self._usual[seq.id] = 0.8 * self._usual.get(seq.id, 0.0)
-        self.free_allowance.book(0.0)
+        self.free.allowance.book(0.0)
         if costly:
             self._trials.stopping.book(0.0)
             self._record(seq).idle += 1
@@ -131,12 +127,16 @@ class SequencePlanner:
     ) -> tuple[list[int], float]:
         """How deep each chain that costs nothing is worth drafting, and how many tokens of all would be accepted."""
         chains = [offer.free[: self.nodes] for offer in offers]
-        if not (any(chains) and self.free_allowance.covers_usual):  # nobody has one: the usual case of a few
+        if not (any(chains) and self.free.allowance.covers_usual):  # nobody has one: the usual case of a few
             return [0] * len(offers), 0.0
+        if batch == 1:  # by the list that its budget will have
+            price = self._price(1, self.rate, 0).price
+            depth, gain = best_depth(self.free.levels(offers[0]), price)
+            return [depth], gain + price[depth] - price[0]
         seconds = self.cost.passes_seconds(batch, 1 + min(most, sum(map(len, chains))), batch)
         factor = self.rate * batch / self.cost.pass_seconds(batch, batch)
-        price = [factor * (one - seconds[0]) for one in seconds]
-        return share_chains(chains, price, self.free_trust)
+        costs = [factor * (one - seconds[0]) for one in seconds]
+        return share_chains(chains, costs, self.free.trust)
 
     def take_chains(self, seqs: Sequence[Seq], offers: Sequence[Offer]) -> None:
         """The round of these is observed here; where `free_chains` has planned it, nobody else is asked."""
@@ -154,7 +154,7 @@ class SequencePlanner:
         drafting = self._drafting_seconds(outcome) / plain
         if any(offer.chosen or offer.costs for offer in offers.values()):  # plain decoding shows nothing
             self._pace.add(1.0 + sum([row[3] for row in rows]) / len(rows), taken / plain + drafting)
-        self._free.add(0.0, 0.0, FORGIVING)
+        self.free.note_round()
         self._prices.note_round()
         each = max(0.0, taken - plain) / plain / max(1, nodes)  # passes of a node
         costly = gained = free_cost = free_gained = 0.0
@@ -169,8 +169,8 @@ class SequencePlanner:
             elif drafted:
                 free_cost, free_gained = free_cost + each * drafted, free_gained + accepted
                 if drafted == depth <= len(offers[seq.id].free):  # a chain: its survivals are known
-                    self._free.add(accepted, sum(offers[seq.id].free[:depth]), FREE_MEMORY)
-        self.free_allowance.book_draft(free_cost, free_gained / batch)
+                    self.free.note_chain(accepted, sum(offers[seq.id].free[:depth]))
+        self.free.allowance.book_draft(free_cost, free_gained / batch)
         if any(offer.costs for offer in offers.values()):
             own = self._trials.of(any(offer.stops for offer in offers.values()))
             own.book_draft(costly / batch, gained / batch)
@@ -211,13 +211,15 @@ class SequencePlanner:
 
     def _usual_beside(self, batch: int) -> int:
         """Nodes that the others of a batch usually draft, in steps, so that few price lists are made."""
+        if batch == 1:
+            return 0
         usual = sum(self._usual.get(seq_id, 0.0) for seq_id in self._offers)
         step = max(1, batch // 2)
         return step * round(usual * (batch - 1) / batch / step)
 
     def _option(self, seq: Seq, offer: Offer, batch: int, costly: int, listed: PriceList) -> Option:
         """What costs nothing, or what the drafter that costs would gain: whichever gains more."""
-        free = Option(offer, self._free_levels(offer))
+        free = Option(offer, self.free.levels(offer))
         if not offer.costs:
             return free
         free_gain = best_depth(free.levels, listed.price)[1]
@@ -246,18 +248,6 @@ class SequencePlanner:
         factor = self.rate * batch / self.cost.pass_seconds(batch, batch)
         return allocate(levels, lambda nodes: factor * (seconds[nodes] - seconds[0]))
 
-    @property
-    def free_trust(self) -> float:
-        """Tokens accepted of drafts that cost nothing, by those expected: the best are chosen, and so overrated."""
-        trust = self._free.value()
-        return trust if trust < 1.0 - CLOSE else 1.0
-
-    def _free_levels(self, offer: Offer) -> Levels:
-        trust = self.free_trust
-        if not self.free_allowance.covers_usual:
-            return Levels(())
-        return Levels(offer.free if trust == 1.0 else [trust * survival for survival in offer.free])
-
     def _trial(self, option: Option, batch: int, costly: int) -> tuple[int, float]:
         """The shortest draft that could pay, and what it costs in plain rounds if all of it is rejected."""
         offer, plain = option.offer, self.cost.pass_seconds(batch, batch)
@@ -270,21 +260,19 @@ class SequencePlanner:
     def _budget(self, seq: Seq, option: Option, batch: int, costly: int, others: int) -> Budget:
         offer, listed = option.offer, self._price(batch, self.rate, others)
         if not option.asks:
-            if not self.free_allowance.covers_usual:
-                return NOTHING
-            nodes = listed.deepest if listed.widest == 1 else self.nodes if listed.deepest else 0
-            price = listed.price[: nodes + 1]
-            if (trust := self.free_trust) < 1.0:
-                price = tuple([cost / trust for cost in price])
-            return Budget(nodes, listed.deepest, listed.widest, price, source="free")
+            return self.free.budget(listed)
         level = self._in_tokens(offer.level, batch, costly)
         if not offer.chosen:
             return Budget(option.depth, option.depth, level=level, source="costly")
         nodes = option.depth if listed.widest == 1 else self.nodes
         price, trust = listed.price[: nodes + 1], self._record(seq).trust
         if abs(trust - 1.0) > CLOSE:
-            price, level = tuple(cost / trust for cost in price), level / trust
+            price, level = tuple([cost / trust for cost in price]), level / trust
         return Budget(nodes, option.depth, listed.widest, price, level, "costly")
+
+    def free_budget(self) -> Budget:
+        """Of a sequence alone in its batch whose drafter costs nothing, and has something to draft."""
+        return self.free.budget(self._price(1, self.rate, 0))
 
     def _price(self, batch: int, rate: float, others: int) -> PriceList:
         return self._prices.of(self.cost, batch, rate, others)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from forerun.control.allocate import deepest, widest
 from forerun.control.cost import CostModel
+from forerun.types import Budget
 
 REFRESH = 16  # rounds for which a list holds
 
@@ -17,6 +18,7 @@ class PriceList:
     price: tuple[float, ...]
     deepest: int
     widest: int
+    free: Budget  # of a draft that costs nothing but its places
 
 
 class PriceLists:
@@ -36,5 +38,8 @@ class PriceLists:
         key = batch, round(rate * 20) / 20, others
         if key not in self._lists:
             price = cost.price(self.nodes, batch - 1, key[1], others)
-            self._lists[key] = PriceList(price, deepest(price), widest(price, self.width))
+            depth, width = deepest(price), widest(price, self.width)
+            nodes = depth if width == 1 else self.nodes if depth else 0
+            free = Budget(nodes, depth, width, price[: nodes + 1], source="free")
+            self._lists[key] = PriceList(price, depth, width, free)
         return self._lists[key]

@@ -15,6 +15,7 @@ from forerun.errors import InvalidInput
 from forerun.models.base import Target
 from forerun.offers import FREE, Offer
 from forerun.params import SpeculativeConfig
+from forerun.trees import ONE_NODE
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 AT_HAND, NEGLIGIBLE = (
@@ -157,12 +158,17 @@ class LookupDrafter(BaseDrafter):
 def lone_roots(seqs: Sequence[Seq]) -> TreeBatch:
     """Nothing is drafted for anybody: a plain round."""
     count = len(seqs)
+    if count == 1:
+        return TreeBatch([seqs[0].tokens[-1]], [-1], ONE_NODE)
     return TreeBatch([seq.tokens[-1] for seq in seqs], [-1] * count, tuple(range(count + 1)))
 
 
 def committed_tokens(trees: TreeBatch, verdict: Verdict) -> list[list[int]]:
     """What a round adds to every sequence: the tokens of its path, and the target's own."""
     (tokens, _), (paths, bonus) = trees.to_host(), verdict.to_host()
+    if len(bonus) == 1:
+        (path,), first = paths, trees.starts[0]
+        return [[*[tokens[first + node] for node in path], *bonus] if path else [*bonus]]
     return [
         [*(tokens[first + node] for node in path), last]
         for first, path, last in zip(trees.starts, paths, bonus, strict=False)

@@ -31,7 +31,7 @@ BESIDE = 0.15  # prior: how often n-gram is right where the other drafts another
 LONGEST_BESIDE = 8
 FEW = 2  # sequences for which look-ups are made beside a drafter on a device
 
-ANY = Budget(1, 1)
+ANY, NOTHING = Budget(1, 1), Budget(0, 0)
 
 Tree = tuple[list[int], list[int]]  # tokens and parents, the root first
 
@@ -73,6 +73,7 @@ class HybridDrafter:
         self.first, self.second = first, second
         self._sequences: dict[int, _Sequence] = {}
         self._is_crowded = False  # no look-ups were made for the last round
+        self._needs = Needs(), Needs(), Needs()  # of both, and of them together
         self._alone = Offer(), Offer()  # the second's offer, and ours where the first has none
 
     @classmethod
@@ -84,7 +85,10 @@ class HybridDrafter:
 
     @property
     def needs(self) -> Needs:
-        return self.first.needs | self.second.needs
+        first, second = self.first.needs, self.second.needs
+        if self._needs[:2] != (first, second):
+            self._needs = first, second, first | second
+        return self._needs[2]
 
     def offer(self, seq: Seq) -> Offer:
         """What the second costs, what is free, and what the second expected of a tree that is all its own."""
@@ -121,8 +125,7 @@ class HybridDrafter:
             return self.second.propose(seqs, budgets)
         ours = [self._goes_first(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
         # the first drafter proposes for all sequences: it scores its own guesses, used or not, at no cost
-        nothing = Budget(0, 0)
-        asked = [budget if mine else nothing for budget, mine in zip(budgets, ours, strict=True)]
+        asked = [budget if mine else NOTHING for budget, mine in zip(budgets, ours, strict=True)]
         trees = self.first.propose(seqs, asked)
         theirs = [b for b, mine in enumerate(ours) if not mine]  # those that end too: a device drafts for all
         if not any(budgets[b].nodes for b in theirs):
@@ -146,15 +149,12 @@ class HybridDrafter:
         verified = [
             b for b, seq in enumerate(seqs) if seq.id in self._sequences and self._sequences[seq.id].drafted
         ]
-        if verified:
-            depths, paths = trees.host_depths(), verdict.to_host()[0]
-            committed = committed_tokens(trees, verdict)
         for b in verified:
-            state, first, end = self._sequences[seqs[b].id], trees.starts[b], trees.starts[b + 1]
-            _count(state, max(depths[first:end]), len(paths[b]))
+            state, path = self._sequences[seqs[b].id], verdict.path(b)
+            _count(state, trees.topology()[b].deepest, len(path))
             if state.parting is not None:
-                nodes = [0, *paths[b]]
-                _count_parting(state, dict(zip(nodes, committed[b], strict=True)))
+                committed = committed_tokens(trees, verdict)[b]
+                _count_parting(state, dict(zip([0, *path], committed, strict=True)))
         known = trees.form is not None or all([seq.id in self._sequences for seq in seqs])  # noqa: C419 - quicker
         if not (self._is_crowded and known):
             self.first.observe(seqs, trees, scores, verdict)
@@ -167,7 +167,9 @@ class HybridDrafter:
 
     def _goes_first(self, seq: Seq, budget: Budget) -> bool:
         """Does the first drafter draft this round? By the budget's source, else by the higher acceptance."""
-        state = self._sequences.setdefault(seq.id, _Sequence())
+        state = self._sequences.get(seq.id)
+        if state is None:
+            state = self._sequences[seq.id] = _Sequence()
         if budget.source == "costly":
             return False
         if budget.source == "free":

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
-from forerun.drafters.tree_builder import TreeBuilder, best_count
+from forerun.drafters.tree_builder import TreeBuilder, best_count, least_step
 from forerun.offers import FREE, Offer
 from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 
@@ -98,7 +98,10 @@ class NgramDrafter(LookupDrafter):
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         """Where nothing may be drafted, nothing is looked up."""
-        if not any([budget.nodes for budget in budgets]):  # noqa: C419 - twice as fast
+        for budget in budgets:
+            if budget.nodes:
+                break
+        else:
             return lone_roots(seqs)
         return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
 
@@ -164,11 +167,15 @@ class NgramDrafter(LookupDrafter):
     def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], Sequence[int]]:
         if not budget.nodes:
             return seq.tokens[-1:], _ROOT
-        state = self._look_up(seq, wide=budget.width > 1)
+        state = self._look_up(seq)
         if not state.found:
             return state.tokens[-1:], _ROOT
-        if budget.width > 1 and len(state.found) > 1:
-            return self._branches(state, budget, seq.stop_ids)
+        least = 0.0 if budget.price is None else max(NEGLIGIBLE / 4, least_step(budget.price))
+        # a second branch is right only where the first is not: often that is too seldom to look for one
+        if budget.width > 1 and 1.0 - state.rates.rate(state.found[0][0], self._all) >= least:
+            state = self._look_up(seq, wide=True)
+            if len(state.found) > 1:
+                return self._branches(state, budget, seq.stop_ids, least)
         depth, guess = min(budget.nodes, budget.depth), state.guess
         if depth > AT_HAND:
             guess = _copy(state.tokens, state.found[0][1], depth, seq.stop_ids)
@@ -179,13 +186,14 @@ class NgramDrafter(LookupDrafter):
         return tokens, range(-1, len(tokens) - 1)
 
     def _branches(
-        self, state: _Sequence, budget: Budget, stop_ids: frozenset[int]
+        self, state: _Sequence, budget: Budget, stop_ids: frozenset[int], least: float
     ) -> tuple[list[int], Sequence[int]]:
-        """A tree of several continuations."""
+        """A tree of several continuations; nodes of lower survivals than `least` would be cut off again."""
         builder = TreeBuilder(state.tokens[-1])
         left = 1.0  # probability at the root that the better branches leave
-        least = 0.0 if budget.price is None else NEGLIGIBLE / 4
         for match, end in state.found[: budget.width]:
+            if left < least:
+                break
             node = 0
             for i, token in enumerate(_copy(state.tokens, end, budget.depth, stop_ids)):
                 rate = state.rates.rate(match + i, self._all) * (left if i == 0 else 1.0)

@@ -8,6 +8,8 @@ is the expected number of tokens of the round.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
 
 DEEPER = 0.9  # of what reaches a frontier, the share assumed to be accepted one level below
 ROW = 0.2  # of a level of one row: what a further row adds to it, on a CPU
@@ -36,7 +38,8 @@ class TreeBuilder:
 
     def cut(self, nodes: int, price: Sequence[float] | None) -> tuple[list[int], list[int]]:
         """(tokens, parents) of the root and the best nodes below it: at most `nodes`, and only while it pays."""
-        order = sorted(range(1, len(self.tokens)), key=lambda node: (-self.survivals[node], node))
+        survivals = self.survivals  # as sorted keeps the order of equals, those made first come first
+        order = sorted(range(1, len(self.tokens)), key=survivals.__getitem__, reverse=True)
         keep = order[: best_count([self.survivals[node] for node in order[:nodes]], price)]
         kept = [0, *sorted(keep)]  # parents were made before their children
         place = {node: i for i, node in enumerate(kept)}
@@ -57,6 +60,12 @@ def best_count(survivals: Sequence[float], price: Sequence[float] | None) -> int
         if gain - price[count] > best_gain:
             best, best_gain = count, gain - price[count]
     return best
+
+
+@lru_cache(maxsize=16)  # a list holds for many rounds
+def least_step(price: tuple[float, ...]) -> float:
+    """What one more node costs at least, however many there are: one that survives less often never pays."""
+    return max(0.0, min([after - before for before, after in pairwise(price)], default=0.0))
 
 
 def gain_of(survivals: Sequence[float], price: Sequence[float]) -> float:

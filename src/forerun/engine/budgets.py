@@ -31,3 +31,11 @@ def cut_budgets(seqs: Sequence[SequenceState], planned: Sequence[Budget]) -> lis
         fits = (nodes, depth) == (allowed.nodes, allowed.depth)  # the usual case
         budgets.append(allowed if fits else replace(allowed, nodes=nodes, depth=depth))
     return budgets
+
+
+def standing(budgets: Sequence[Budget]) -> tuple[int, bool]:
+    """For how many further rounds these stand, and whether anybody may draft."""
+    first = budgets[0]
+    if all([budget is first for budget in budgets]):  # noqa: C419 - the usual case
+        return first.repeats, first.nodes > 0
+    return min([budget.repeats for budget in budgets]), any([budget.nodes for budget in budgets])  # noqa: C419

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Sequence
 
 from forerun.control.base import Controller
-from forerun.engine.budgets import cut_budgets
+from forerun.engine.budgets import cut_budgets, standing
 from forerun.engine.detokenize import Decodes
 from forerun.engine.following import follow
 from forerun.engine.metrics import EngineStats
@@ -87,8 +87,7 @@ class Engine(Queues):
                 self._recover()
             if self._ahead is None:
                 self._start_round()
-            launched = self._ahead
-            if launched is not None:
+            if (launched := self._ahead) is not None:
                 if self.follows_unread:
                     self._following = follow(self, launched)  # before this one is read
                 self._finish(launched)
@@ -114,30 +113,32 @@ class Engine(Queues):
 
     def _start_round(self, reads: bool = True) -> None:
         """Launch a round of all that run, if anybody does. Where nobody runs, prompts are read first."""
-        self.scheduler.start_those_read()
-        if reads and self.scheduler.has_prompts and not self.running:
+        scheduler = self.scheduler
+        scheduler.start_those_read()
+        if reads and not scheduler.running and scheduler.has_prompts:
             self._read()
-            self.scheduler.start_those_read()
-        if self.running:
-            self._launch(self.running)
+            scheduler.start_those_read()
+        if scheduler.running:
+            self._launch(scheduler.running)
 
     def _launch(self, seqs: list[SequenceState]) -> None:
         """Plan, propose and score."""
         clock = self.stats.clock()
-        scheduler, self._pending = self.scheduler, Pending(seqs)
+        pending = self._pending = Pending(seqs)
+        scheduler, whole = self.scheduler, seqs
         rows = prompt_share(scheduler, self.prompt_rows, self.controller, len(seqs))
         budgets = cut_budgets(seqs, self.controller.plan(seqs))
         if not self.target.make_room(seqs, [1 + budget.nodes for budget in budgets]):
             seqs, budgets = find_room(self.target, seqs, budgets, self.reading, self._send_back)
         readers = scheduler.next_readers(rows) if rows else []
-        pending = self._pending = Pending([*seqs, *readers])
-        scheduler.begin(readers)
+        if readers or seqs is not whole:
+            pending = self._pending = Pending([*seqs, *readers])
+            scheduler.begin(readers)
         trees = self.drafters.propose(seqs, budgets)
         clock.lap("draft")
         scores = self.score(seqs, trees, readers, rows)
         clock.lap("pass")
-        repeats = min([budget.repeats for budget in budgets])
-        self._ahead = Launched(pending, seqs, readers, trees, scores, clock, repeats)
+        self._ahead = Launched(pending, seqs, readers, trees, scores, clock, *standing(budgets))
         self._pending = None  # last: whatever interrupts a launch undoes it
 
     def hold(self, seqs: Sequence[SequenceState]) -> None:
@@ -156,19 +157,18 @@ class Engine(Queues):
 
     def _finish(self, launched: Launched) -> None:
         """Verify, commit, observe and emit; all of it or nothing."""
-        pending, seqs, readers, trees, scores, clock, _ = launched
+        pending, seqs, readers, trees, scores, clock = launched[:6]
         self._pending, self._ahead = pending, None
         clock.lap("host")
         laws, verdict = self.verifiers.decide(seqs, trees, scores)
         clock.lap("verdict")
         clock.settle(trees, scores)
-        seqs, trees, verdict = launched.without_ended(verdict)
+        seqs, trees, scores, verdict = launched.without_ended(verdict)
         self.target.commit(seqs, trees, verdict)
         rows = self._note_prompts(readers, scores.read[0], clock.started) if scores.read is not None else 0
         self.drafters.observe(seqs, trees, scores, verdict)
         spent = self.stats.now() - clock.started
-        followed = scores.followed or launched.trees.follows is not None
-        parts = clock.seconds, spent, rows, scores.delayed, followed
+        parts = clock.seconds, spent, rows, launched.trees.follows is not None
         advances, outcome = outcome_of(seqs, trees, laws, verdict, *parts)
         pending.advances = advances  # from here on the round has happened
         tokens = 0
@@ -181,7 +181,10 @@ class Engine(Queues):
         self.prompt_rows.observe(spent, rows)
         self.stats.count(outcome, tokens, clock)
         following, self._following = self._following, None
-        self._ahead = None if following is None else following.begun(self.stats.clock())
+        if following is not None:
+            self._ahead, read = following.begun(self.stats.clock()), following.scores.read
+            if self._ahead is None and read is not None:  # its prompts were read all the same
+                self._note_prompts(following.readers, read[0], following.clock.started)
 
     def submit(self, request: Request) -> int:
         """Queue a request; its id names it in events."""

@@ -1,20 +1,18 @@
 """The next round, started before the last one was read: the device then never waits for the host.
 
-Where trees were grown on a device, the device itself decides what is accepted of greedy and sampled texts, and what
-grew the trees can go on from there (`TreeBatch.grower`). So the next draft and the pass over it are launched while the
-last pass is still running; the host reads that one meanwhile. Sequences turn out to have ended: their trees in the
-round that follows are dropped. Everything a pass writes lies behind what is committed, so that a round that follows can
-be forgotten at any time. The controller's plan stands for as many rounds as it says (`Budget.repeats`), and a
-controller that reconsiders is asked before each of them.
-
-Plain passes the target itself launches one behind the other (forerun.models.cuda.plain_rounds); where a look-up may
-draft in the next round, the controller says before each whether to.
+Where a device finds the next tokens of greedy and sampled texts itself, the round behind can be launched while the
+last pass is still running; the host reads that one meanwhile. Of a plain round the next roots follow
+(`Greedy.next_roots`); of trees that were grown on the device, what grew them goes on from there (`TreeBatch.grower`).
+Sequences that have joined, and chunks of prompts, are in the same pass. Sequences turn out to have ended: their trees
+in the round that follows are dropped. Everything a pass writes lies behind what is committed, so that a round that
+follows can be forgotten at any time. The controller's plan stands for as many rounds as it says (`Budget.repeats`), and
+a controller that reconsiders is asked before each of them. Nobody is asked about texts that are never drafted for.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -22,6 +20,7 @@ from forerun.control.base import Controller, Reconsiders
 from forerun.engine.pending import Launched, Pending
 from forerun.engine.prompt_rows import prompt_share
 from forerun.engine.sequence import SequenceState
+from forerun.types import NextRoots, TreeBatch
 from forerun.verify.warp import is_plain_greedy
 
 if TYPE_CHECKING:
@@ -47,49 +46,70 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
 
     Whatever interrupts it undoes the last round too: the engine holds both as pending meanwhile.
     """
-    trees, form = last.trees, last.trees.form
-    if last.scores.greedy is not None and last.scores.greedy.next_is_plain is not None:
-        _tell_plain(engine, last, last.scores.greedy.next_is_plain)
-        return None
-    if last.repeats <= 0 or form is None or trees.grower is None or last.scores.greedy is None:
+    known = last.scores.greedy
+    if known is None or not (
+        known.next_roots is not None or (last.repeats > 0 and last.trees.grower is not None)
+    ):
         return None
     engine.scheduler.start_those_read()  # whose prompts the last pass has completed
     going = _going(last, engine.running)
     seqs = [seq for seq, _ in going]
-    if not any(tree >= 0 for _, tree in going) or not _may_follow(
-        engine, [*last.seqs, *seqs], last.scores.greedy.sampled
+    if not any([tree >= 0 for _, tree in going]) or not _may_follow(  # noqa: C419
+        engine, [*last.seqs, *seqs], known.sampled
     ):
         return None
     both = [*last.pending.seqs, *(seq for seq, tree in going if tree < 0)]
     engine.hold(both)
     share = prompt_share(engine.scheduler, engine.prompt_rows, engine.controller, len(seqs))
-    if not _goes_on(engine, [seq for seq in seqs if seq.request.budget is None]):
-        return None
-    rows = form.nodes + form.depth + 1
-    grown = None
-    if engine.target.make_room(seqs, [rows] * len(seqs)):
-        grown = trees.grower.follow(going, trees, last.scores.hidden)
-    if grown is None:
+    trees = (
+        _grown(engine, last, going)
+        if known.next_roots is None
+        else _roots(engine, last, going, known.next_roots)
+    )
+    if trees is None:
         return None
     readers = engine.scheduler.next_readers(share) if share else []
     engine.hold([*both, *readers])
     engine.scheduler.begin(readers)
-    scores = engine.score(seqs, grown, readers, share)
-    return Launched(Pending([*seqs, *readers]), seqs, readers, grown, scores, last.clock, last.repeats - 1)
+    scores = engine.score(seqs, trees, readers, share)
+    pending, repeats = Pending([*seqs, *readers]), last.repeats - 1
+    return Launched(pending, seqs, readers, trees, scores, last.clock, repeats, last.may_draft)
 
 
-def _tell_plain(engine: Engine, last: Launched, tell: Callable[[bool], None]) -> None:
-    """Will the round behind a plain one be plain too, as far as that is known before this one is read?"""
-    assert last.scores.greedy is not None
-    controller, seqs = engine.controller, last.seqs
-    if not _reconsiders(controller) or any([seq.request.budget is not None for seq in seqs]):  # noqa: C419
-        return
-    if not _may_follow(engine, seqs, last.scores.greedy.sampled):
-        return
-    engine.hold(last.pending.seqs)
-    plain = controller.stays_plain(seqs)
-    if plain is not None:
-        tell(plain)
+def _grown(engine: Engine, last: Launched, going: Going) -> TreeBatch | None:
+    """Trees of the same form, where the plan holds and there is room for them."""
+    seqs, form, grower = [seq for seq, _ in going], last.trees.form, last.trees.grower
+    if form is None or grower is None:
+        return None
+    if not _goes_on(engine, [seq for seq in seqs if seq.request.budget is None]):
+        return None
+    if not engine.target.make_room(seqs, [form.nodes + form.depth + 1] * len(seqs)):
+        return None
+    return grower.follow(going, last.trees, last.scores.hidden)
+
+
+def _roots(engine: Engine, last: Launched, going: Going, next_roots: NextRoots) -> TreeBatch | None:
+    """Lone roots, where the next round is known to be plain and there is room for it."""
+    seqs = [seq for seq, _ in going]
+    if not _stays_plain(engine, last, seqs):
+        return None
+    if not engine.target.make_room(seqs, [2 if tree >= 0 else 1 for _, tree in going]):
+        return None
+    return next_roots(going)
+
+
+def _stays_plain(engine: Engine, last: Launched, seqs: Sequence[SequenceState]) -> bool:
+    """Is the round behind a plain one plain too, as far as that is known before this one is read?"""
+    if engine.drafters.never_draft(seqs):
+        return True
+    if any([seq.request.budget is not None for seq in seqs]):  # noqa: C419
+        return False
+    if _reconsiders(engine.controller):
+        last.clock.lap("host")
+        stays = engine.controller.stays_plain(seqs)
+        last.clock.lap("draft")  # look-ups are made beside the device
+        return stays
+    return not last.may_draft and last.repeats > 0
 
 
 def _going(last: Launched, running: Sequence[SequenceState]) -> Going:

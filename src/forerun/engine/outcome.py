@@ -20,7 +20,6 @@ def outcome_of(
     clock: dict[str, float],
     seconds: float,
     prompt_rows: int = 0,
-    delayed: bool = False,
     followed: bool = False,
 ) -> tuple[list[Advance], Round]:
     """What each sequence gets, and what controllers observe: `clock` has the seconds of the round by part."""
@@ -60,7 +59,7 @@ def outcome_of(
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
     trees_of = tuple(drafted), tuple(deepest), tuple(accepted)
     rows = 0 if trees.form is None else trees.form.rows
-    return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, delayed, followed, rows)
+    return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows)
 
 
 def _up_to_impossible(

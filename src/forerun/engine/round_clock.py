@@ -58,7 +58,11 @@ class RoundClock:
                 self.move(earlier() or 0.0, "verdict", "prompt")
             self._launched.clear()
         if trees.device_seconds:
-            self.move(trees.device_seconds, "verdict", "draft")  # drafted while the host did other work
+            moved = self.move(
+                trees.device_seconds, "verdict", "draft"
+            )  # drafted while the host did other work
+            if trees.follows is not None:  # the device was never idle: the draft lies in this round's time
+                self.move(trees.device_seconds - moved, "host", "draft")
         if scores.read is not None and (rows := scores.read[0].nodes):
             self.move(self.seconds["pass"] * rows / (rows + trees.nodes), "pass", "prompt")
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ from forerun.engine.sequence import SequenceState
 from forerun.engine.tree_check import check_trees
 from forerun.errors import InvalidInput
 from forerun.noise import Noise
+from forerun.offers import Offer
 from forerun.types import Budget, Greedy, Laws, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
 from forerun.verify.sampled import decides_alike, kinds_of
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 SWITCHED_OFF = ""  # what drafts for a sequence whose own drafter has failed
 
 
@@ -109,7 +109,7 @@ class DrafterPool:
 
     def needs(self, seqs: Sequence[SequenceState]) -> Needs:
         needs: Needs | None = None
-        for name in {seq.drafting for seq in seqs}:
+        for name in (seqs[0].drafting,) if len(seqs) == 1 else {seq.drafting for seq in seqs}:
             try:
                 more = self._made[name].needs
                 needs = more if needs is None else needs | more
@@ -160,17 +160,22 @@ class DrafterPool:
                 del self._retired[seq.drafting], self._made[seq.drafting]
             seq.draft_with(seq.drafter)  # if it is read again, the new one sees all of it
 
+    def never_draft(self, seqs: Sequence[SequenceState]) -> bool:
+        """Does nobody draft for any of these, whatever the controller says?"""
+        name = _shared_drafter(seqs)
+        return name is not None and isinstance(self._made[name], NoDrafter)
+
     def looks_up(self, seq: Seq) -> bool:
         """Does its drafter make look-ups and nothing else?"""
         return isinstance(seq, SequenceState) and isinstance(self._made[seq.drafting], LookupDrafter)
 
-    def ask(self, seq: SequenceState, question: Callable[[Drafter], T]) -> T:
-        """What a sequence's drafter answers; one that raises is switched off, and the plain one is asked."""
+    def offer(self, seq: SequenceState) -> Offer:
+        """What a sequence's drafter offers; one that raises is switched off, and the plain one is asked."""
         try:
-            return question(self._made[seq.drafting])
+            return self._made[seq.drafting].offer(seq)
         except Exception as error:
             self._switch_off(seq.drafting, [seq], error)
-            return question(self._made[SWITCHED_OFF])
+            return self._made[SWITCHED_OFF].offer(seq)
 
     def _propose(self, name: str, seqs: Sequence[SequenceState], budgets: Sequence[Budget]) -> TreeBatch:
         try:
@@ -238,8 +243,7 @@ class VerifierPool:
             )
             return laws, greedy_verdict(trees, known)
         laws = warp(scores.required_logits, seqs, trees)
-        noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
-        return laws, self.verify(seqs, trees, laws, noise, known)
+        return laws, self.verify(seqs, trees, laws, known)
 
     def decide_alike(self, seqs: Sequence[SequenceState]) -> bool:
         """Do the verifiers of these sequences come to the device's verdict on samples?"""
@@ -249,21 +253,20 @@ class VerifierPool:
         """Does a device that samples decide about all of these, some of which are sampled?"""
         return kinds_of(seqs) is not None and self.decide_alike(seqs)
 
+    def _are_exact(self, seqs: Sequence[SequenceState]) -> bool:
+        """Are the verifiers of these all exact? Then they come to one verdict where laws are point masses."""
+        for seq in seqs:  # noqa: SIM110 - a generator is one function more, in every round
+            if not (self._made.get(seq.verifier) or self.get(seq.verifier)).exact:
+                return False
+        return True
+
     def verify(
-        self,
-        seqs: Sequence[SequenceState],
-        trees: TreeBatch,
-        laws: Laws,
-        noise: Noise,
-        known: Greedy | None = None,
+        self, seqs: Sequence[SequenceState], trees: TreeBatch, laws: Laws, known: Greedy | None = None
     ) -> Verdict:
         """By each sequence's own verifier; where all are greedy and exact, from what the pass already knows."""
-        if known is not None and laws.plain_greedy:
-            for name in {seq.verifier for seq in seqs}:
-                if not self.get(name).exact:
-                    break
-            else:
-                return greedy_verdict(trees, known)
+        if known is not None and laws.plain_greedy and self._are_exact(seqs):
+            return greedy_verdict(trees, known)
+        noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
         groups = _groups([seq.verifier for seq in seqs])
         if len(groups) == 1:
             return self.get(seqs[0].verifier).verify(trees, laws, noise)

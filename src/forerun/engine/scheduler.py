@@ -74,6 +74,8 @@ class Scheduler:
 
     def start_those_read(self) -> None:
         """Sequences whose prompts are cached run from now on, as far as there are places."""
+        if not self.reading:
+            return
         places = max(0, (self.limit or self.max_batch) - len(self.running))
         done = [seq for seq in self.reading if self._is_read(seq)][:places]
         if done:

@@ -56,22 +56,20 @@ class SequenceState:
     finished: FinishReason | None = None
     error: Exception | None = None
     failures: int = 0  # rounds that failed since one succeeded
+    # what every round asks for, kept: a property is a call
+    params: SamplingParams = field(init=False)
+    source: tuple[int, ...] = field(init=False)
+    rules: LawRules | None = field(init=False)
 
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
+    def __post_init__(self) -> None:
+        own = self.source_rules
+        _set(self, "params", self.request.params)
+        _set(self, "source", () if own is None else self.request.prompt)
+        _set(self, "rules", None if own is None else own.laws)
 
     @property
     def cache_salt(self) -> str | None:
         return self.request.cache_salt
-
-    @property
-    def source(self) -> tuple[int, ...]:
-        return () if self.source_rules is None else self.request.prompt
-
-    @property
-    def rules(self) -> LawRules | None:
-        return None if self.source_rules is None else self.source_rules.laws
 
     @property
     def stats(self) -> SequenceStats:

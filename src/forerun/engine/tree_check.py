@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from forerun.errors import InvalidInput
+from forerun.trees import ONE_NODE
 from forerun.types import Budget, Draws, Seq, TreeBatch
 
 
@@ -53,6 +54,8 @@ def check_trees(trees: TreeBatch, seqs: Sequence[Seq], budgets: Sequence[Budget]
 
 def _are_lone_roots(trees: TreeBatch, tokens: list[int], parents: list[int], seqs: Sequence[Seq]) -> bool:
     """A plain round, as most are in a large batch: then there is nothing else to check."""
+    if trees.starts == ONE_NODE and len(tokens) == len(parents) == 1 and trees.drawn_from is None:
+        return type(tokens[0]) is int and parents[0] == -1 and tokens[0] == seqs[0].tokens[-1]
     if not trees.is_plain() or trees.drawn_from is not None or len(parents) != len(tokens):
         return False
     return {*map(type, tokens)} == {int} and {*parents} == {-1} and tokens == [seq.tokens[-1] for seq in seqs]

@@ -152,7 +152,9 @@ class Decoder(SlotTarget):
         return Scores(logits, {layer: rows[:nodes] for layer, rows in hidden.items()}, known, read)
 
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
-        self.kv.move(self._accept(seqs, verdict))
+        moves = self._accept(seqs, verdict)
+        if moves:
+            self.kv.move(moves)
 
     def release(self, seq: Seq) -> None:
         self.begun.pop(seq.id, None)

@@ -92,9 +92,14 @@ class RopeConfig:
                 raise ValueError(f"the {name} rope's settings give no angles")
         return rope
 
+    @property
+    def has_regimes(self) -> bool:
+        """Do frequencies depend on how long a sequence may become?"""
+        return self.kind in ("dynamic", "longrope")
+
     def regime(self, length: int) -> int:
         """Sequences of equal regime share frequencies: 0 but for dynamic and longrope beyond their context."""
-        if self.kind not in ("dynamic", "longrope") or length <= self.context:
+        if not self.has_regimes or length <= self.context:
             return 0
         return length if self.kind == "dynamic" else 1
 

@@ -227,7 +227,8 @@ async def _whole_or_stream(
     span = RequestSpan(request.headers, f"forerun {kind}", service.model, state.id)
     with ExitStack() as held:
         held.enter_context(span)
-        jobs = await asyncio.to_thread(make_jobs, body)
+        quick = service.is_quick(body, state.body_size)
+        jobs = make_jobs(body) if quick else await asyncio.to_thread(make_jobs, body)
         apart = bool(service.settings.api_keys) and not service.settings.share_prefixes
         jobs = salted(jobs, state.caller if apart else None, body.cache_salt)
         prompts = [job.prompt for job in jobs[:: body.n or 1]]

@@ -25,7 +25,8 @@ class Guard:
             return
         headers = Headers(scope=scope)
         name = headers.get("x-request-id", "")[:64] or secrets.token_hex(8)
-        scope.setdefault("state", {}).update(id=name, arrived=perf_counter())
+        state = scope.setdefault("state", {})
+        state.update(id=name, arrived=perf_counter(), body_size=0)
         left = self.max_body
         started = whole = False
 
@@ -39,6 +40,7 @@ class Guard:
                 raise ApiError(408, said, code="body_timeout", headers={"Connection": "close"}) from None
             whole = not message.get("more_body", False)
             left -= len(message.get("body", b""))
+            state["body_size"] = self.max_body - left
             if left < 0:
                 raise ApiError(413, f"the body is larger than {self.max_body} bytes", code="body_too_large")
             return message

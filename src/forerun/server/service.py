@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from forerun.server.backend import Backend
 
 log = logging.getLogger(__name__)
+QUICK = 16384  # bytes of a body whose prompt becomes tokens in little time
 
 
 class Service:
@@ -85,6 +86,14 @@ class Service:
             yield
         finally:
             self.active -= texts
+
+    def is_quick(self, body: Generation, size: int) -> bool:
+        """Are its texts to be written known within a few milliseconds? Then no thread is needed to find them.
+
+        Of many requests that come at once the first are with the engine before the last are looked at.
+        """
+        offers = isinstance(body, ChatRequest) and bool(body.tools)
+        return size <= QUICK and body.response_format is None and not offers
 
     def chat_jobs(self, body: ChatRequest) -> list[Job]:
         """The texts that a chat asks for."""

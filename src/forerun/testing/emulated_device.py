@@ -1,8 +1,7 @@
 """EmulatedDevice: a target that knows its texts and takes the time of a GPU, so that only the host's work is real.
 
 Passes are launched and end when a device with this t(rows) would end them; the verdict waits for that. As on a GPU
-(forerun.models.cuda.plain_rounds), the next plain pass is launched before the last one is read, once a few rounds in a
-row were plain or a controller has said that the next is, and a pass that was launched in vain has to end first.
+(forerun.models.cuda.plain_rounds), the next plain pass can be launched before the last one is read.
 With `seconds=None` passes take no time.
 """
 
@@ -19,39 +18,7 @@ from forerun.models.unpaged import UnpagedTarget
 from forerun.types import Greedy, Needs, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
 from forerun.verify.greedy import greedy_verdict
 
-FIRST, LONGEST = 2, 64  # plain rounds before a pass is launched ahead: at first, and after many in vain
 NEVER_COMES = 0  # what the target would say behind a draft that is wrong
-
-
-@dataclass(slots=True)
-class LaunchAhead:
-    """When the next plain pass is launched before the last one was read, and whether that was in vain."""
-
-    streak: int = 0
-    wait: int = FIRST
-    under_way: bool = False
-    told: bool | None = None  # is the next round plain? None = nobody said so
-
-    def tell(self, plain: bool) -> None:
-        self.told = plain
-
-    def score(self, plain: bool) -> bool:
-        """A pass is asked for: is it the one that is under way? Where that was in vain, `wait` has doubled."""
-        found = plain and self.under_way
-        if found:
-            self.wait = max(FIRST, self.wait - 1)
-        elif self.under_way:
-            self.wait = min(LONGEST, 2 * self.wait)
-        if not plain:
-            self.streak = 0
-        self.under_way, self.told = False, None
-        return found
-
-    def read(self) -> bool:
-        """A plain pass is about to be read: is the next one launched first?"""
-        self.streak += 1
-        self.under_way = self.streak >= self.wait if self.told is None else self.told
-        return self.under_way
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +48,14 @@ class CountedTokens(UnpagedTarget):
         self._cached.pop(seq.id, None)
 
 
+def next_roots(going: Sequence[tuple[Seq, int]]) -> TreeBatch:
+    """The plain round behind one that was not read; whoever knows the texts need not be told its roots."""
+    rows = tuple([row for _, row in going])
+    return TreeBatch(
+        [seq.tokens[-1] for seq, _ in going], [-1] * len(rows), tuple(range(len(rows) + 1)), follows=rows
+    )
+
+
 @dataclass(slots=True)
 class EmulatedDevice(CountedTokens):
     """Greedy texts by prompt; t(rows) in seconds."""
@@ -94,7 +69,6 @@ class EmulatedDevice(CountedTokens):
     pass_rows: int = 512
     spent: float = 0.0  # seconds of the host in here, waits included
     _known: dict[int, Sequence[int]] = field(default_factory=dict)
-    _ahead: LaunchAhead = field(default_factory=LaunchAhead)
     _free_at: float = 0.0  # when the device has nothing to do
     _row: torch.Tensor | None = None
 
@@ -119,38 +93,30 @@ class EmulatedDevice(CountedTokens):
     def score(
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
     ) -> Scores:
-        """Prompts share the pass, or follow one that was launched ahead."""
+        """Prompts share the pass."""
         started = perf_counter()
         read = None if prompts is None else self._read(prompts.seqs, prompts.rows)
-        plain, was_ahead = trees.is_plain(), self._ahead.under_way
-        found = self._ahead.score(plain)
-        beside = 0 if read is None else read.nodes
-        rows = trees.nodes + (0 if found else beside)
-        if not found:
-            self._launch(rows)
-        end, delayed = self._free_at, was_ahead and not found
-        if found and beside:
-            self._launch(beside)
-        goes_on, own = plain and read is None, 0.0 if self.seconds is None else self.seconds(rows)
+        rows = trees.nodes + (0 if read is None else read.nodes)
+        self._launch(rows)
+        end, own = self._free_at, 0.0 if self.seconds is None else self.seconds(rows)
         if self._row is None:
             self._row = torch.zeros(1, self.vocab_size)
-        verdict = lambda: self._decide(seqs, trees, goes_on, end)  # noqa: E731
-        known = Greedy(verdict=verdict, next_is_plain=self._ahead.tell if goes_on else None)
+        verdict = lambda: self._decide(seqs, trees, end)  # noqa: E731
+        known = Greedy(verdict=verdict, next_roots=next_roots if trees.is_plain() else None)
         self.spent += perf_counter() - started
         logits, prompt = self._row.expand(trees.nodes, -1), None if read is None else (read, Scores(None))
-        return Scores(logits, {}, known, prompt, seconds=lambda: own, delayed=delayed, followed=found)
+        return Scores(logits, {}, known, prompt, seconds=lambda: own)
 
     def _launch(self, rows: int) -> None:
         if self.seconds is not None and rows:
             self._free_at = max(perf_counter(), self._free_at) + self.seconds(rows)
 
-    def _decide(self, seqs: Sequence[Seq], trees: TreeBatch, goes_on: bool, end: float) -> Verdict:
+    def _decide(self, seqs: Sequence[Seq], trees: TreeBatch, end: float) -> Verdict:
         started = perf_counter()
-        if goes_on and self._ahead.read():
-            self._launch(trees.nodes)
         self._wait(end)
         if trees.is_plain():
             verdict = Verdict.of([()] * len(seqs), [self._after(seq, 0) for seq in seqs], trees.device)
+            trees.note_host([seq.tokens[-1] for seq in seqs], trees.to_host()[1])
         else:
             verdict = greedy_verdict(trees, Greedy(argmax=self._argmax(seqs, trees)))
         self.spent += perf_counter() - started

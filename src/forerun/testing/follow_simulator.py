@@ -5,9 +5,9 @@
 
 Without a menu there is no head: look-ups alone, or with looks_up=False plain decoding.
 
-As in forerun.engine.following, a round of the head's may be launched before the last one is read, which hides what
-the host does; any other round shows it. Look-ups, texts and the controller are real; which tokens of a text a head
-misses is drawn. One text is written behind the other, so that two runs can be compared token by token.
+As in forerun.engine.following, a round of the head's, or a plain one, may be launched before the last one is read,
+which hides what the host does; any other round shows it. Look-ups, texts and the controller are real; which tokens of
+a text a head misses is drawn. One text is written behind the other, so that two runs can be compared token by token.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ Rate = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Seconds of the host's work: of a round that was read first, of plain ones in a row, of drafting look-ups."""
+    """Seconds of the host's work: of a round that was read first, of drafting look-ups."""
 
     gap: float = 8e-4
-    plain: float = 5e-5
     drafts: float = 0.0
 
 
@@ -125,7 +124,7 @@ class FollowSimulation:
 
     def _step(self) -> None:
         followed = self._following
-        if not followed or self.menu is None:
+        if not followed:
             (self._budget,) = self.controller.plan([self.seq])
             self._left = self._budget.repeats
         self._left -= 1
@@ -133,6 +132,8 @@ class FollowSimulation:
         trees = lone_roots([seq]) if by_head else self.lookup.propose([seq], [budget])
         accepted, nodes, depth = self._accept(trees, budget)
         self._following = self._follows(by_head and budget.nodes > 0, plain=not nodes)
+        if self._following and not nodes:
+            self._budget = Budget(0, 0)
         seconds = self._seconds(by_head, nodes, followed)
         fresh = self._whole[len(seq.tokens) : len(seq.tokens) + accepted + 1]
         chain = TreeBatch.chains([[seq.tokens[-1], *fresh[:-1]]])
@@ -158,8 +159,8 @@ class FollowSimulation:
         """Is the next round launched before this one is read? As in forerun.engine.following."""
         if len(self.seq.tokens) + 1 >= self.seq.max_length:
             return False
-        if self.menu is None:
-            return plain and bool(self.controller.stays_plain([self.seq]))
+        if plain:
+            return self.controller.stays_plain([self.seq])
         if not can or self._left < 0:
             return False
         return self.controller.goes_on([self.seq])
@@ -191,10 +192,7 @@ class FollowSimulation:
             drafting = self.menu.seconds(form, 1)
         elif nodes and self._drafted and self.menu is not None:
             drafting += self.menu.seconds(Form(5, 5, 1), 1)  # the head has drafted ahead, in vain
-        in_row = self.menu is not None and not nodes and self.history.kinds[-1:] == ["plain"]
-        host = 0.0 if followed else self.host.plain if in_row else self.host.gap
-        if followed and nodes and not by_head:  # a plain pass was launched ahead, in vain
-            host = self.host.gap + self.cost.pass_seconds(1)
+        host = 0.0 if followed else self.host.gap
         return {"draft": drafting, "pass": self.cost.pass_seconds(1 + nodes), "host": host}
 
     def _next_text(self) -> tuple[PlainSeq, list[int]]:

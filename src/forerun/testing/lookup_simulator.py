@@ -2,9 +2,9 @@
 
     LookupSimulation(H200, HostSeconds(), NgramDrafter(), texts, batch=32).run(1000).worst_window()
 
-The device and the host have clocks of their own. As in forerun.models.cuda.plain_rounds, the next plain pass is
-launched before the last one is read, so that plain rounds hide the host's work; a round that drafts waits for the host,
-and for a pass that was launched in vain. Whoever has written a text is followed by the next one.
+The device and the host have clocks of their own. As in forerun.engine.following, the next plain pass is launched before
+the last one is read where the controller says that it is plain, which hides the host's work; a round that drafts waits
+for the host. Whoever has written a text is followed by the next one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.drafters.base import LookupDrafter, committed_tokens
+from forerun.drafters.base import LookupDrafter, committed_tokens, lone_roots
 from forerun.offers import Offer
-from forerun.testing.emulated_device import LaunchAhead
 from forerun.testing.menu_simulator import History, SimulatedRound
 from forerun.types import PlainSeq, Round, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import follow
@@ -64,10 +63,13 @@ class LookupSimulation:
         """`gated`: the controller knows that the drafter makes look-ups; else every sequence is always asked."""
         self.cost, self.host, self.drafter, self.texts = cost, host, drafter, texts
         looks_up = lambda seq: gated  # noqa: E731
-        self.controller = AdaptiveController(CostModel(cost.seconds), 60, 10, self._offer, looks_up)
+        self.controller = AdaptiveController(
+            CostModel(cost.seconds), 60, 10, self._offer, looks_up, launches_ahead
+        )
         self.launches_ahead = launches_ahead
         self.look_ups, self.history = 0, History()
-        self._ahead, self._now, self._free_at = LaunchAhead(), 0.0, 0.0
+        self._under_way: float | None = None  # when the pass of the next round ends, where it follows
+        self._now = self._free_at = 0.0
         self._looking, self._read = 0.0, dict[int, int]()
         self._next_text, self._next_id = 0, 0
         self._whole: dict[int, list[int]] = {}
@@ -85,38 +87,40 @@ class LookupSimulation:
 
     def _step(self) -> None:
         seqs, batch, started, self._looking = self.seqs, len(self.seqs), self._now, 0.0
-        budgets = self.controller.plan(seqs)
-        trees = self.drafter.propose(seqs, budgets)
-        drafted = trees.nodes - batch
-        looking = self._looking
-        self._now += looking + 0.4 * self.host.plain(batch)
-        self._now += self.host.drafted(batch) if drafted else 0.0
-        delayed = self._pass(trees.is_plain(), trees.nodes)
-        self._now += 0.6 * self.host.plain(batch)
+        end, followed = self._under_way, self._under_way is not None
+        trees = lone_roots(seqs) if followed else self.drafter.propose(seqs, self.controller.plan(seqs))
+        drafted, looking = trees.nodes - batch, self._looking
+        if end is None:
+            self._now += looking + 0.4 * self.host.plain(batch)
+            self._now += self.host.drafted(batch) if drafted else 0.0
+            end = self._launch(trees.nodes)
+        self._follow_up(trees)
+        self._now = max(self._now, end) + 0.6 * self.host.plain(batch)
         spent, verdict = self._now - started, self._verdict(trees)
         once = min(self.cost.pass_seconds(trees.nodes), spent - looking)
-        seconds = {"draft": looking, "pass": once, "host": spent - looking - once}
+        seconds = {"draft": self._looking, "pass": once, "host": max(0.0, spent - self._looking - once)}
         self.drafter.observe(seqs, trees, Scores(None), verdict)
         nodes = tuple(size - 1 for size in trees.sizes())
         depths = tuple(shape.deepest for shape in trees.topology())
         accepted = tuple(len(path) for path in verdict.to_host()[0])
         for seq, tokens in zip(seqs, committed_tokens(trees, verdict), strict=True):
             seq.tokens += tokens
-        self.controller.observe(Round(tuple(seqs), nodes, depths, accepted, seconds, delayed=delayed))
+        self.controller.observe(Round(tuple(seqs), nodes, depths, accepted, seconds, followed=followed))
         made = SimulatedRound(batch, drafted, sum(accepted) + batch, spent, self.plain_seconds(batch))
         self.history.rounds.append(made)
         self.seqs = [self._follow(seq) for seq in seqs]
 
-    def _pass(self, plain: bool, rows: int) -> bool:
-        """Launch it, or take the one under way; wait for it. Did it wait for one in vain?"""
-        was_ahead, found = self._ahead.under_way, self._ahead.score(plain)
-        if not found:
-            self._free_at = max(self._now, self._free_at) + self.cost.pass_seconds(rows)
-        end = self._free_at
-        if plain and self.launches_ahead and self._ahead.read():
-            self._free_at = max(self._now, self._free_at) + self.cost.pass_seconds(rows)
-        self._now = max(self._now, end)
-        return was_ahead and not found
+    def _follow_up(self, trees: TreeBatch) -> None:
+        """Launch the next round, if that is known to be plain, before this one is read."""
+        self._under_way, looking = None, self._looking
+        if self.launches_ahead and trees.is_plain() and self.controller.stays_plain(self.seqs):
+            self._now += self._looking - looking + 0.4 * self.host.plain(len(trees))
+            self._under_way = self._launch(len(trees))
+
+    def _launch(self, rows: int) -> float:
+        """When the pass ends."""
+        self._free_at = max(self._now, self._free_at) + self.cost.pass_seconds(rows)
+        return self._free_at
 
     def _verdict(self, trees: TreeBatch) -> Verdict:
         """The greedy one: what the texts say."""

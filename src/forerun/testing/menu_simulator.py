@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from forerun.control.adaptive import AdaptiveController
-from forerun.control.base import Controller
 from forerun.control.cost import CostModel
 from forerun.offers import Form, Offer
 from forerun.types import Budget, PlainSeq, Round
@@ -101,19 +100,20 @@ class MenuSimulation:
         lifetime: int = 0,
         host: float = 0.0,
         noise: float = 0.0,
-        ahead: bool = False,
+        gap: float = 0.0,
         seed: int = 1,
     ) -> None:
         """`believed` is the curve that was measured; `lifetime` rounds later another sequence takes a place.
 
-        With `ahead` the next plain pass is launched before the controller decides: a draft has to wait for it.
+        A round takes `gap` seconds more unless it was launched before the last one, of the same form, was read.
         """
         self.cost, self.menu, self.traces, self.lifetime = cost, menu, traces, lifetime
-        self.host, self.noise, self.ahead, self.rng = host, noise, ahead, random.Random(seed)
+        self.host, self.noise, self.gap, self.rng = host, noise, gap, random.Random(seed)
         offer, known = Offer(menu=menu), CostModel((believed or cost).seconds)
-        self.controller: Controller = AdaptiveController(known, 60, 10, lambda seq: offer)
+        self.controller = AdaptiveController(known, 60, 10, lambda seq: offer)
         self.seqs = [PlainSeq(i, [1]) for i in range(len(traces))]
         self.history, self._next_id = History(), len(traces)
+        self._following, self._budget = False, Budget(0, 0)
 
     def run(self, rounds: int, batch: Callable[[int], int] | None = None) -> History:
         """`batch` says how many of the sequences are there in a round; None = all of them."""
@@ -124,21 +124,27 @@ class MenuSimulation:
         return self.history
 
     def _step(self, now: int, seqs: Sequence[PlainSeq]) -> None:
-        budgets = self.controller.plan(seqs)
+        followed, gap = self._following, 0.0 if self._following else self.gap
+        budgets = [self._budget] * len(seqs) if followed else self.controller.plan(seqs)
         accepted = [self._accept(self.traces[i](now), budget) for i, budget in enumerate(budgets)]
         nodes, depths = [budget.nodes for budget in budgets], [budget.depth for budget in budgets]
         count, drafted = len(seqs), sum(nodes)
         form = next((Form(one.nodes, one.depth, one.width) for one in budgets if one.nodes), None)
         drafting = 0.0 if form is None else self.menu.seconds(form, count)
         target = self.cost.pass_seconds(count + drafted)
-        seconds = {"draft": drafting, "pass": target, "host": self.host * count}
+        seconds = {"draft": drafting, "pass": target, "host": self.host * count + gap}
         seconds = {part: spent * self._jitter() for part, spent in seconds.items()}
-        rounds = self.history.rounds
-        delayed = self.ahead and drafted > 0 and bool(rounds) and not rounds[-1].nodes
         trees = tuple(nodes), tuple(depths), tuple(accepted)
-        self.controller.observe(Round(tuple(seqs), *trees, seconds, delayed=delayed))
+        self._budget, goes_on = (
+            budgets[0],
+            self.controller.goes_on if drafted else self.controller.stays_plain,
+        )
+        self._following = bool(self.gap and goes_on(seqs))
+        for seq, count_of in zip(seqs, accepted, strict=True):
+            seq.tokens += [1] * (1 + count_of)
+        self.controller.observe(Round(tuple(seqs), *trees, seconds, followed=followed))
         plain = self.cost.pass_seconds(count) + self.host * count
-        truly = drafting + target + self.host * count + (plain if delayed else 0.0)
+        truly = drafting + target + self.host * count + gap
         self.history.rounds.append(SimulatedRound(count, drafted, sum(accepted) + count, truly, plain))
 
     def _replace_some(self, now: int) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from forerun.models.cuda.chunks import beside_trees
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, round_up
 from forerun.models.shared import SharedWeights
 from forerun.offers import Form, Menu, Offer
-from forerun.testing.emulated_device import CountedTokens, LaunchAhead
+from forerun.testing.emulated_device import CountedTokens, next_roots
 from forerun.testing.menu_simulator import accepted_of, level_rate
 from forerun.types import (
     Budget,
@@ -107,8 +106,6 @@ class SimulatedGPU(CountedTokens):
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     pass_rows: int = MAX_ROWS
     passes: list[tuple[int, int]] = field(default_factory=list)  # rows of trees and of prompts, of every pass
-    _ahead: LaunchAhead = field(default_factory=LaunchAhead)
-    _ahead_of: frozenset[int] = frozenset()
     _free_at: float = 0.0  # when the device has nothing to do
     _logits: Tensor = field(default_factory=lambda: torch.zeros(1, WORDS))
 
@@ -148,30 +145,21 @@ class SimulatedGPU(CountedTokens):
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
     ) -> Scores:
         self.host_works(len(seqs))
-        plain = trees.form is None
-        was_ahead = self._ahead.under_way
-        found = self._ahead.score(plain and {seq.id for seq in seqs} <= self._ahead_of)
         fresh = list[list[int]]()
         if prompts is not None:
-            fresh = self._fresh(prompts.seqs)
-            fresh = (first_rows if found else partial(beside_trees, trees=trees))(fresh, rows=prompts.rows)
+            fresh = beside_trees(self._fresh(prompts.seqs), trees, prompts.rows)
         nodes, beside = len(seqs) if trees.form is None else trees.form.rows, sum(map(len, fresh))
-        if found:
-            started, end = self._free_at - self.speeds.of_pass(nodes), self._free_at
-            self._run(0, beside)
-        else:
-            started = max(self.clock.seconds, self._free_at)
-            end = self._run(nodes, beside)
+        started = max(self.clock.seconds, self._free_at)
+        end = self._run(nodes, beside)
         taken = end - started
-        known = Greedy(verdict=lambda: self._decide(seqs, trees, plain and not beside, end))
+        known = Greedy(
+            verdict=lambda: self._decide(seqs, trees, end),
+            next_roots=next_roots if trees.form is None else None,
+        )
         read = None if prompts is None else (self._keep(prompts.seqs, fresh), Scores(None))
-        logits, delayed = self._logits.expand(trees.nodes, -1), was_ahead and not found
-        return Scores(logits, {}, known, read, seconds=lambda: taken, delayed=delayed)
+        return Scores(self._logits.expand(trees.nodes, -1), {}, known, read, seconds=lambda: taken)
 
-    def _decide(self, seqs: Sequence[Seq], trees: TreeBatch, goes_on: bool, end: float) -> Verdict:
-        if goes_on and self._ahead.read():
-            self._ahead_of = frozenset(seq.id for seq in seqs)
-            self._run(len(seqs), 0)
+    def _decide(self, seqs: Sequence[Seq], trees: TreeBatch, end: float) -> Verdict:
         self.clock.wait_until(end)
         self.host_works(len(seqs))
         form = trees.form

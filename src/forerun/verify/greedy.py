@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from forerun.trees import ONE_NODE
 from forerun.types import Greedy, GreedyWalk, TreeBatch, Verdict
 
 
@@ -27,8 +28,8 @@ def greedy_verdict(trees: TreeBatch, known: Greedy) -> Verdict:
 
 def greedy_walks(trees: TreeBatch, argmax: Sequence[int]) -> Verdict:
     """The verdict on trees by the target's token after each of their nodes [M]."""
-    if trees.is_plain():
-        return Verdict.of([()] * len(trees), argmax, trees.device)
+    if trees.starts == ONE_NODE or trees.is_plain():
+        return Verdict.of([()] * len(argmax), argmax, trees.device)
     paths: list[list[int]] = []
     bonus: list[int] = []
     tokens = trees.to_host()[0]

@@ -14,6 +14,6 @@ def test_plain_rounds_are_measured() -> None:
         (2, False),
         (2, True),
     ]
-    assert [row["launched"] > 0 for row in found["rounds"]] == [False, True, False, True]
+    assert [row["followed"] > 0 for row in found["rounds"]] == [False, True, False, True]
     chunks, whole = found["stalls"]
     assert chunks["rounds"] > whole["rounds"]

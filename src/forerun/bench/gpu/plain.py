@@ -47,9 +47,8 @@ def start(engine: Engine, texts: int, length: int, tokens: int) -> list[int]:
 
 def measure_rounds(target: CudaDecoder, batch: int, rounds: int, ahead: bool) -> dict[str, Any]:
     """Steady rounds of one batch size."""
-    target.plain.looks_ahead = ahead
-    before = target.plain.launched, target.plain.used
-    engine = plain_engine(target, batch)
+    before, engine = target.plain.followed, plain_engine(target, batch)
+    engine.follows_unread = ahead
     texts: dict[int, list[int]] = {i: [] for i in start(engine, batch, PROMPT, WARM_UP + rounds + 8)}
     while engine.waiting or engine.reading:
         _keep(texts, engine)
@@ -62,13 +61,11 @@ def measure_rounds(target: CudaDecoder, batch: int, rounds: int, ahead: bool) ->
     while engine.busy:
         _keep(texts, engine)
     device = seconds_of(target.passes.replay_last, 20)  # only now: it overwrites results
-    used = target.plain.launched - before[0], target.plain.used - before[1]
     row = {"batch": batch, "ahead": ahead, "tokens_per_s": batch / seconds, "round_ms": seconds * 1e3}
     row |= {
         "pass_ms": device * 1e3,
         "idle_ms": (seconds - device) * 1e3,
-        "launched": used[0],
-        "used": used[1],
+        "followed": target.plain.followed - before,
     }
     return row | {"texts": sha256(json.dumps(list(texts.values())).encode()).hexdigest()[:16]}
 
@@ -80,7 +77,6 @@ def _keep(texts: dict[int, list[int]], engine: Engine) -> None:
 
 def measure_stall(target: CudaDecoder, batch: int, length: int, rows: int | None) -> dict[str, Any]:
     """Rounds of running texts before and while a long prompt is read; `rows` of it per round, None = as measured."""
-    target.plain.looks_ahead = True
     engine = plain_engine(target, batch + 1)
     for _ in range(2):  # the first time captures
         start(engine, batch, PROMPT, 400)
@@ -120,7 +116,7 @@ def measure(target: CudaDecoder, batches: Sequence[int], rounds: int, prompt: in
             print(
                 f"batch {batch:3d} {'ahead' if ahead else 'plain'}: {row['tokens_per_s']:7.0f} tokens/s, round "
                 f"{row['round_ms']:.3f} ms, pass {row['pass_ms']:.3f}, idle {row['idle_ms']:.3f}, "
-                f"{row['used']} of {row['launched']} passes ahead used, texts {row['texts']}",
+                f"{row['followed']} passes launched ahead, texts {row['texts']}",
                 flush=True,
             )
     stalls = []

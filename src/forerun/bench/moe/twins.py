@@ -115,7 +115,7 @@ def llm_of(checkpoint: Checkpoint, target: Target, drafter: str, size: str = "")
     if isinstance(target, CudaDecoder):
         config = EngineConfig(max_batch=1, max_length=LONGEST)
         sizes = [Size(rows, rows // 8, splits_to(LONGEST)) for rows in (256, MAX_ROWS)]
-        target.passes.take_sizes([(one, False, 0) for one in sizes])
+        target.passes.take_sizes([(one, False) for one in sizes])
     with TemporaryDirectory() as folder:
         path = None if head is None else head.path
         if head is not None and size:

@@ -11,7 +11,7 @@ and writes what the next pass reads. What is drafted changes no text: the noise 
 import triton
 import triton.language as tl
 
-from forerun.kernels_noise import hash32, mix
+from forerun.kernels_noise import log_exponential
 from forerun.models.cuda.kernels_grown import split_at, write_group
 
 PAGE = tl.constexpr(64)  # positions; models/pages.py
@@ -63,15 +63,8 @@ def look(logits, lanes, noise, highs, spots, stride, vocab, MOST, CHUNK: tl.cons
     if NOISE:  # noqa: SIM102  (it is known when this is compiled)
         if tl.load(noise + 2 * MOST + b) > 0:
             factor = tl.load(noise + MOST + b).to(tl.float64, bitcast=True).to(tl.float32)
-            at = (tl.load(lanes + b) + 1 + tl.load(lanes + 2 * MOST + b)).to(tl.uint64)
-            key = mix(mix(tl.load(noise + b).to(tl.uint64, bitcast=True) ^ at) ^ 4)  # noise.COUPLE
-            low, high = (key & 0x7FFFFFFF).to(tl.uint32), (key >> 33).to(tl.uint32)
-            h = hash32(hash32(n.to(tl.uint32) ^ low) ^ high) & 0x7FFFFFFF
-            u = (h.to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
-            wait = tl.where(
-                u < 1e-3, u * (1.0 + 0.5 * u), -tl.log(1.0 - u)
-            )  # near 0 the difference has few bits
-            values = values * factor - tl.log(wait)
+            at = (tl.load(lanes + b) + 1 + tl.load(lanes + 2 * MOST + b)).to(tl.int64)
+            values = values * factor - log_exponential(tl.load(noise + b), at, n)
     best = tl.max(values, 0)
     tl.store(highs + b * tl.num_programs(1) + c, best)
     tl.store(spots + b * tl.num_programs(1) + c, tl.min(tl.where(values == best, n, vocab - 1), 0))

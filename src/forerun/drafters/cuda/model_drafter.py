@@ -66,7 +66,7 @@ def capture_chains(draft: ModelDraft, target: CudaDecoder, max_batch: int, max_l
         return 0.0
     started, reaches = perf_counter(), contexts_of(min(max_length, draft.model.max_length))
     buckets = [bucket for bucket in BUCKETS if bucket <= round_up(min(max_batch, MOST), BUCKETS)]
-    draft.model.passes.warm_up((), max_batch, min(max_length, draft.model.max_length), prompts_only=True)
+    draft.model.passes.warm_up((), min(max_length, draft.model.max_length), prompts_only=True)
     for i, bucket in enumerate(buckets):
         progress.info("capturing drafts of the draft model: %d of %d batch sizes", i + 1, len(buckets))
         for farthest in reaches:

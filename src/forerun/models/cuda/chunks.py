@@ -45,13 +45,13 @@ def fitting_rows(nodes: int, rows: int) -> int:
 def beside_trees(fresh: Sequence[list[int]], trees: TreeBatch, rows: int) -> list[list[int]]:
     """What of prompts goes into the pass over trees, where about so many rows were asked for.
 
-    Where there are more, they fill a size that passes have, and pad none. Beside trees that were grown on a device no
-    more than fit: trees that follow unread ones cannot go into another pass, as the host cannot read them. Beside
-    others that leave little of a pass they get one of their own.
+    Where there are more, they fill a size that passes have, and pad none. Beside lone roots, and beside trees that were
+    grown on a device, no more than fit: those that follow unread ones cannot go into another pass, as the host cannot
+    read them. Beside others that leave little of a pass they get one of their own.
     """
     nodes = trees.nodes if trees.form is None else trees.form.rows
     waiting, room = sum(map(len, fresh)), max(0, MAX_ROWS - nodes)
-    if trees.form is None and 2 * room < min(rows, waiting):
+    if trees.form is None and not trees.is_plain() and 2 * room < min(rows, waiting):
         return first_rows(fresh, rows)
     most = waiting if waiting <= rows else fitting_rows(nodes, rows)
     return first_rows(fresh, min(most, room))

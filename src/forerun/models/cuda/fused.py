@@ -130,8 +130,7 @@ class FusedSteps:
         )  # fmt: skip
 
     def head(self, run: Run) -> None:
-        logits = self.buffers.logits if run.logits is None else run.logits
-        self._linear(run, "head", LOGITS, self.buffers.rows, self.model.head, logits)
+        self._linear(run, "head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits)
 
     def woken(self) -> list[int]:
         return []

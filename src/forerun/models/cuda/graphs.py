@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 from forerun.models.cuda.grown import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, run_pass
 from forerun.models.cuda.pass_clock import PassClock
-from forerun.models.cuda.plain_rounds import MOST_ROWS, PlainResults, PlainStep, Seconds
+from forerun.models.cuda.plain_rounds import PlainResults, PlainStep
 from forerun.models.cuda.plan import NARROW, ROW_SIZES, Need, Plan, Size, padding, round_up, splits_to
 from forerun.types import TreeForm
 
@@ -31,7 +30,7 @@ MOST_SCORED = 384  # rows with logits of passes that are captured beforehand and
 PROMPT_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024)  # of passes without logits
 
 
-Job = tuple[Size, bool, int]  # has it logits, and into which of the two sets do they go
+Job = tuple[Size, bool]  # has it logits?
 
 
 class _Key(NamedTuple):
@@ -40,7 +39,6 @@ class _Key(NamedTuple):
     size: Size
     hidden: tuple[int, ...]
     scored: int  # rows with logits
-    into: int = 0  # which of two sets of logits
     form: TreeForm | None = None  # trees grown on the device, whose filling and verdict are part of the graph
 
 
@@ -70,27 +68,24 @@ class Passes:
         return sum(key.form is not None for key in self._graphs)
 
     @torch.inference_mode()
-    def warm_up(
-        self, hidden: tuple[int, ...], max_batch: int, max_length: int, prompts_only: bool = False
-    ) -> None:
+    def warm_up(self, hidden: tuple[int, ...], max_length: int, prompts_only: bool = False) -> None:
         """Capture all sizes that plain rounds, drafts of the host and prompts take, with hidden rows as needed."""
         if not self.capture:
             return
         started, self._layers = perf_counter(), tuple(sorted({*self._layers, *hidden}))
-        jobs = [job for job in menu(max_batch, max_length) if not (prompts_only and job[1])]
-        for i, (size, scored, into) in enumerate(jobs):
+        jobs = [job for job in menu(max_length) if not (prompts_only and job[1])]
+        for i, (size, scored) in enumerate(jobs):
             progress.info("capturing passes: %d of %d", i + 1, len(jobs))
             self.buffers.send(padding(size))
-            self._replay(_Key(size, self._layers, scored_rows(size) if scored else 0, into))
+            self._replay(_Key(size, self._layers, scored_rows(size) if scored else 0))
         self.take_sizes(jobs)
         log.info("captured %d sizes of passes in %.1f s", len(jobs), perf_counter() - started)
 
     def take_sizes(self, jobs: Iterable[Job]) -> None:
         """From now on passes take one of these sizes, if it has room."""
         self._ready = {True: [], False: []}
-        for size, scored, into in sorted(jobs, key=lambda job: (job[0].rows, job[0].groups, job[0].splits)):
-            if not into:
-                self._ready[scored].append(size)
+        for size, scored in sorted(jobs, key=lambda job: (job[0].rows, job[0].groups, job[0].splits)):
+            self._ready[scored].append(size)
 
     def scored_size(self, need: Need) -> Size:
         """Of a pass with logits: the smallest that has a graph and room for so much, else the next of the usual."""
@@ -123,18 +118,17 @@ class Passes:
         self.clock.stop()
 
     @torch.inference_mode()
-    def run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> Seconds:
-        """A pass over lone roots, and its argmax; results lie in one of two places until the next but one.
+    def run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> None:
+        """A pass over lone roots, and its argmax; chunks of prompts may follow behind the roots.
 
-        Returns what tells how long it takes.
+        What follows another pass and what is decided lie outside of the graph, which is captured in mid-text perhaps.
         """
         self.buffers.send(plan)
         self.clock.start()
         self.plain.follow(Run.of(plan.size, self.buffers.ints).tokens, step)
-        self._replay(self._key(plan, hidden, plan.size.rows)._replace(into=step.into))
-        self.plain.decide(plan.size.rows, step)
+        self._replay(self._key(plan, hidden, step.rows))
+        self.plain.decide(step)
         self.clock.stop()
-        return self.clock.taken()
 
     @torch.inference_mode()
     def replay_last(self) -> None:
@@ -160,18 +154,16 @@ class Passes:
             log.info("captured a pass of %s in %.2f s", key.size, perf_counter() - started)
 
     def _launch(self, key: _Key) -> None:
-        size, hidden, scored, into, form = key
+        size, hidden, scored, form = key
         run, buffers = Run.of(size, self.buffers.ints), self.buffers
         if form is not None:
             self.grown.fill(run.ints, size, form)
-        if into:
-            run = replace(run, logits=self.plain.logits(into))
         run_pass(self.steps, self.model, buffers, run, hidden, scored)
         if form is not None:
             self.grown.decide(run.ints, size, form, buffers.logits[: form.rows])
 
 
-def menu(max_batch: int, max_length: int) -> Iterator[Job]:
+def menu(max_length: int) -> Iterator[Job]:
     """Sizes to capture.
 
     Rows of different sequences attend in groups of their own: lone roots need a group each, nodes of a tree that
@@ -184,11 +176,9 @@ def menu(max_batch: int, max_length: int) -> Iterator[Job]:
             many = 1 << (rows - 1).bit_length()
             few = many if rows <= NARROW else max(NARROW, many // 4)
             for groups in dict.fromkeys((few, many, 2 * many if rows <= NARROW else many)):
-                yield Size(rows, groups, splits), True, 0
-            if rows <= min(MOST_ROWS, round_up(max_batch, ROW_SIZES)):
-                yield Size(rows, few if rows <= NARROW else many, splits), True, 1
+                yield Size(rows, groups, splits), True
         for rows in PROMPT_ROWS:
-            yield Size(rows, max(16, rows // 8), splits), False, 0
+            yield Size(rows, max(16, rows // 8), splits), False
 
 
 def scored_rows(size: Size) -> int:

@@ -172,7 +172,6 @@ class Run:
     positions: Tensor
     slots: Tensor
     groups: Tensor  # [groups, FIELDS]
-    logits: Tensor | None = None  # where logits go; None = to the buffers
 
     @classmethod
     def of(cls, size: Size, ints: Tensor) -> Run:

@@ -78,8 +78,7 @@ class PlainSteps:
 
     def head(self, run: Run) -> None:
         found = times(self._normed(run, self.model.final_norm), self.model.head)
-        logits = self.buffers.logits if run.logits is None else run.logits
-        logits[: run.size.rows] = found.float()
+        self.buffers.logits[: run.size.rows] = found.float()
 
     def woken(self) -> list[int]:
         return []

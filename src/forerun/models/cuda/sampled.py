@@ -65,23 +65,21 @@ class Sampler:
         sizes = [rows for rows in ROW_SIZES if rows <= min(MOST_ROWS, round_up(max_batch, ROW_SIZES))]
         for kinds in self._rule.usual() if self._rule is not None and self._replays.capture else ():
             for rows, into in product(sizes, (0, 1)):
-                self.decide_plain(Size(rows, 0, 0), PlainStep(into, False, kinds))
+                self.decide_plain(Size(rows, 0, 0), PlainStep(rows, into, kinds=kinds))
 
     def decide_plain(self, size: Size, step: PlainStep) -> None:
-        """About the last pass over lone roots, whose sequences were sent before it."""
-        rows, kinds = size.rows, step.kinds
+        """About the last pass over lone roots, whose sequences were sent before it; prompts may have shared it."""
+        rows, into, kinds = round_up(step.rows, ROW_SIZES), step.into, step.kinds
         if kinds is None:
             return
+        positions, logits = self._positions[:rows], self._buffers.logits[:rows]
+        positions.copy_(Run.of(size, self._buffers.ints).positions[:rows])
 
         def sample() -> None:
-            logits, positions = (
-                self._plain.logits(step.into)[:rows],
-                Run.of(size, self._buffers.ints).positions,
-            )
             tokens = self._tokens(logits[:, None], positions[:, None], kinds, 0)
-            self._plain.tops[step.into, :rows].copy_(tokens[:, 0])
+            self._plain.tops[into, :rows].copy_(tokens[:, 0])
 
-        self._replays.do(("sample", rows, step.into, kinds), sample)
+        self._replays.do(("sample", rows, into, kinds), sample)
 
     def _decide_grown(self, size: Size, form: TreeForm, kinds: Hashable) -> None:
         ints, logits = self._buffers.ints, self._buffers.logits[: form.rows]

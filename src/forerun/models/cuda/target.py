@@ -23,7 +23,7 @@ from forerun.models.cuda.grown import GrownBuffers, Place, plan_grown
 from forerun.models.cuda.network import Buffers, Model
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.pass_clock import timed
-from forerun.models.cuda.plain_rounds import PlainRounds, PlainStep, Seconds
+from forerun.models.cuda.plain_rounds import PlainRounds, PlainStep
 from forerun.models.cuda.plan import MAX_ROWS, Plan, Span, plan_pass
 from forerun.models.cuda.pool import Kind, make_steps, pick_kernels, pool_slots
 from forerun.models.cuda.sampled import Sampler
@@ -32,7 +32,7 @@ from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
 from forerun.topology import chain_of
 from forerun.trees import TreeBatch, TreeForm
-from forerun.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict, first_rows
+from forerun.types import DeviceSampling, Greedy, GreedyWalk, Needs, Prompts, Scores, Seq, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,6 @@ class CudaDecoder(SlotTarget):
     @torch.no_grad()
     def prefill(self, seqs: Sequence[Seq], needs: Needs, rows: int | None = None) -> tuple[TreeBatch, Scores]:
         """Cache tokens that are not cached yet, in passes of at most CHUNK rows."""
-        self.plain.drop()
         fresh, found = self._admit(seqs, needs, rows), Found(self._layers(needs))
         self._note_layers(seqs, needs)
         for _, pieces in self._passes(seqs, fresh, CHUNK):
@@ -128,16 +127,9 @@ class CudaDecoder(SlotTarget):
             return self._score(seqs, trees, layers, ())[0]
         fresh = self._admit(prompts.seqs, needs)
         self._note_layers(prompts.seqs, needs)
-        if self.plain.is_ahead_of(seqs, trees):  # their pass is under way: prompts get their own behind it
-            scores = self.plain.score(seqs, trees.to_host()[0], layers, more=True)
-            fresh = first_rows(fresh, prompts.rows)
-            pieces, found = self._pieces(prompts.seqs, fresh), Found(layers)
-            self._run(chunks_of(pieces), 0, found)
-            behind = self._hidden(found)
-        else:
-            fresh = beside_trees(fresh, trees, prompts.rows)
-            pieces = self._pieces(prompts.seqs, fresh)
-            scores, behind = self._score(seqs, trees, layers, chunks_of(pieces))
+        fresh = beside_trees(fresh, trees, prompts.rows)
+        pieces = self._pieces(prompts.seqs, fresh)
+        scores, behind = self._score(seqs, trees, layers, chunks_of(pieces))
         self._keep_pieces(pieces)
         behind = behind or self._hidden(Found(layers))  # prompts of one token have no rows
         chains, behind = self._with_found(prompts.seqs, fresh, behind)
@@ -147,11 +139,9 @@ class CudaDecoder(SlotTarget):
         self, seqs: Sequence[Seq], trees: TreeBatch, layers: tuple[int, ...], chunks: Sequence[Span]
     ) -> tuple[Scores, dict[int, Tensor]]:
         """Scores of the trees, and hidden rows of chunks of prompts."""
-        if not chunks and self.plain.takes(trees):
-            return self.plain.score(seqs, trees.to_host()[0], layers, more=False), {}
-        delayed = self.plain.drop()
-        scores, behind = self._score_trees(seqs, trees, layers, chunks)
-        return replace(scores, delayed=delayed), behind
+        if self.plain.takes(trees):
+            return self.plain.score(seqs, trees, layers, chunks)
+        return self._score_trees(seqs, trees, layers, chunks)
 
     def _score_trees(
         self, seqs: Sequence[Seq], trees: TreeBatch, layers: tuple[int, ...], chunks: Sequence[Span]
@@ -228,9 +218,8 @@ class CudaDecoder(SlotTarget):
     @torch.no_grad()
     def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
         """Capture the passes of plain rounds, of drafts that the host makes, and of prompts."""
-        self.plain.drop()
         layers = self._layers(needs)
-        self.passes.warm_up(layers, max_batch, min(max_length, self.max_length))
+        self.passes.warm_up(layers, min(max_length, self.max_length))
         self.sampler.warm_up(max_batch)
         self.after.warm_up(layers)
 
@@ -240,7 +229,6 @@ class CudaDecoder(SlotTarget):
 
         Returns scores of padding, whose hidden rows lie where those of real trees of this form will lie.
         """
-        self.plain.drop()
         layers = self._layers(needs)
         plan = plan_grown([], form, self._group_nodes, farthest=farthest)
         self.grown.take_padding(form)
@@ -250,21 +238,15 @@ class CudaDecoder(SlotTarget):
         self.after.move(form)
         return Scores(None, {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers})
 
-    def _roots(self, seqs: Sequence[Seq], tokens: Sequence[int], further: int) -> list[Span]:
-        """One row per sequence, behind its committed tokens or so many positions further."""
+    def _roots(self, seqs: Sequence[Seq], tokens: Sequence[int], follows: Sequence[int]) -> list[Span]:
+        """One row per sequence, behind its committed tokens; or behind a row of the last pass, which was not read."""
         spans = []
-        for seq, token in zip(seqs, tokens, strict=True):
+        for seq, token, row in zip(seqs, tokens, follows, strict=True):
+            further = int(row >= 0)
             extent = self._extent_for(seq, 1 + further)
-            spans.append(Span((token,), chain_of(1), extent.pages, extent.length + further))
+            root = -1 - row if further else token
+            spans.append(Span((root,), chain_of(1), extent.pages, extent.length + further))
         return spans
-
-    def release(self, seq: Seq) -> None:
-        self.plain.forget(seq.id)
-        super().release(seq)
-
-    def truncate(self, seq: Seq, length: int) -> None:
-        self.plain.forget(seq.id)
-        super().truncate(seq, length)
 
     @torch.no_grad()
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
@@ -276,11 +258,10 @@ class CudaDecoder(SlotTarget):
         elif moves and not outcome.is_moved:
             self.after.move_decided()
 
-    def _run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> Seconds:
-        seconds = self.passes.run_plain(plan, hidden, step)
+    def _run_plain(self, plan: Plan, hidden: tuple[int, ...], step: PlainStep) -> None:
+        self.passes.run_plain(plan, hidden, step)
         self.sampler.decide_plain(plan.size, step)
         self.after.keep_rows(plan, hidden)
-        return seconds
 
     def _run(self, spans: Sequence[Span], scored: int, found: Found) -> None:
         """One pass; hidden rows are copied out of the buffers, logits stay there until the next pass over trees."""

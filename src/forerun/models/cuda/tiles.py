@@ -16,7 +16,7 @@ SHARED = 104 << 10  # bytes of shared memory that one program may fill: two to a
 ALL_SHARED = 192 << 10  # where there is one to each
 FEW = 132  # programs: as many as an H200 has multiprocessors
 MANY = 90  # programs that keep the memory busy, where each has a multiprocessor for itself
-LEAST = 4  # steps of a split, at least, where splits are no power of two
+LEAST = 512  # of the depth: of a split, where there would be few programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,16 @@ def choose_tile(outputs: int, depth: int, tile: int, whole: bool = False) -> Til
     tiles, splits = outputs // tile, 1
     while splits < 8 and tiles * splits * 2 <= 288 and depth % (splits * 2 * step) == 0:
         splits *= 2
-    if tiles * splits < FEW // 2:
-        odd = [
-            n
-            for n in (3, 5, 6, 7)
-            if tiles * n <= FEW and depth % (n * step) == 0 and depth // (n * step) >= LEAST
-        ]
-        splits = max([splits, *odd])
+    for size in () if whole else dict.fromkeys((step, min(step, 64))):
+        if tiles * splits < FEW // 2:
+            step, splits = max([(step, splits), *_finer(tiles, depth, size)], key=lambda cut: cut[1])
     return Tile(tile, step, splits, 4)
+
+
+def _finer(tiles: int, depth: int, step: int) -> list[tuple[int, int]]:
+    """Steps and splits, also of numbers that are no power of two, which make about one program per multiprocessor."""
+    counts = [count for count in range(3, 9) if tiles * count <= FEW and depth % (count * step) == 0]
+    return [(step, count) for count in counts if depth // count >= LEAST]
 
 
 def stages_of(tile: Tile, depth: int, stage: int, programs: int, processors: int, deep: int) -> int:

@@ -90,11 +90,12 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        ids = ids if isinstance(ids, list) else list(ids)
-        if skip_special and len(ids) == 1:
-            return self._text_of(ids[0])  # of streamed tokens: the same ones recur
+        ids, known = ids if type(ids) is list else list(ids), self._alone
+        if skip_special and len(ids) == 1:  # of streamed tokens: the same ones recur
+            return known.get(ids[0]) or self._text_of(ids[0])
         if skip_special and len(ids) == 2 and self._joins:
-            both = self._text_of(ids[0]) + self._text_of(ids[1])
+            first, second = ids
+            both = (known.get(first) or self._text_of(first)) + (known.get(second) or self._text_of(second))
             if "\ufffd" not in both:
                 return both
         return self._backend.decode(ids, skip_special_tokens=skip_special)

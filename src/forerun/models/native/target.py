@@ -11,7 +11,6 @@ import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
-from operator import is_not
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +67,7 @@ class NativeDecoder(Decoder):
         self._woken = (ctypes.c_int32 * config.layers)()
         self._pass.woken = ctypes.addressof(self._woken)
         self._known_data: Tensor | None = None  # the KV cache that it points to
-        self._stores: list[Tensor] = []  # and the rows beside it that were kept last, layer by layer
+        self._stored: tuple[list[int], list[Tensor]] = [], []  # layers whose rows lie beside it, and where
         self._stores_at = array("Q")
         self._cache_at, self._layer_bytes = (0, 0), 0  # first keys and values, and a layer's size
         self._all = LayerSubset(config.layers)
@@ -87,7 +86,8 @@ class NativeDecoder(Decoder):
         if isinstance(weights, GgufWeights):
             weights.file.drop_pages()  # what is needed is packed by now
         self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
-        self._tables = RotationTables(self._rotations[0])
+        self._tables, rope = RotationTables(self._rotations[0]), config.ropes[0]
+        self._regime_of = rope.regime if rope.has_regimes else None
 
     @staticmethod
     def supports(config: DecoderConfig) -> bool:
@@ -158,28 +158,28 @@ class NativeDecoder(Decoder):
         return super().score(seqs, trees, needs, prompts)
 
     def _score_alone(self, seq: Seq, trees: TreeBatch, needs: Needs) -> Scores:
-        tokens, alone = trees.to_host()[0], self._alone
-        if not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # C would read what is not there
-            raise IndexError(f"tokens {tokens} in a vocabulary of {self.vocab_size}")
+        tokens, alone, vocab = trees.to_host()[0], self._alone, self._model.vocab
+        if not 0 <= min(tokens) <= max(tokens) < vocab:  # C would read what is not there
+            raise IndexError(f"tokens {tokens} in a vocabulary of {vocab}")
         nodes, extent = len(tokens), self._extent_for(seq, len(tokens))
         if extent.layers:
             self._note_layers((seq,), needs)
-        hidden = self._hidden_rows(needs, nodes) if needs.hidden_layers else {}
-        regime, end = self.config.ropes[0].regime(self._lengths[seq.id]), extent.length + nodes
+        end, last = extent.length + nodes, self.config.layers
+        regime = 0 if self._regime_of is None else self._regime_of(self._lengths[seq.id])
         alone.fill(tokens, trees.topology()[0], extent.length, extent.pages, self._tables.at(regime, end))
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
-        shown = self._show(alone.one, hidden, self.config.layers)
-        last, logits = self.config.layers, alone.logits(nodes)
-        alone.one.x = hidden[last].data_ptr() if last in hidden else None
-        alone.one.logits = logits.data_ptr()
+        hidden = self._hidden_rows(needs, nodes) if needs.hidden_layers else {}
+        shown = self._show(alone.one, hidden, last) if needs.hidden_layers else ()
+        alone.set_x(hidden, last, bool(needs.hidden_layers))
+        logits = alone.logits(nodes)
         native.match_threads(torch.get_num_threads())
         failed = self._decode(*alone.at)
         del shown
         if failed:
             raise MemoryError(f"no memory for a pass over {nodes} nodes")
         found = _checked(alone.tops())
-        if hidden:
+        if not isinstance(hidden, HiddenRows) and hidden:
             self._keep_rows(hidden, extent.slots(extent.length, end))
         return Scores(logits, hidden, Greedy(found))
 
@@ -211,9 +211,9 @@ class NativeDecoder(Decoder):
 
     def _kept_at(self, layers: list[int]) -> int:
         """Where it says where the rows of these layers are kept, by slot."""
-        stores = [self.kv.rows_of(layer, self.config.width, self._dtype) for layer in layers]
-        if len(stores) != len(self._stores) or any(map(is_not, stores, self._stores)):
-            self._stores, self._stores_at = stores, array("Q", [store.data_ptr() for store in stores])
+        if layers != self._stored[0]:  # they move when the cache does, and only then
+            stores = [self.kv.rows_of(layer, self.config.width, self._dtype) for layer in layers]
+            self._stored, self._stores_at = (layers, stores), array("Q", [one.data_ptr() for one in stores])
         return self._stores_at.buffer_info()[0]
 
     def _model_of(self, layers: LayerSubset) -> native.Model:
@@ -243,7 +243,7 @@ class NativeDecoder(Decoder):
             one.half = data.dtype == torch.float16
             one.layer_stride, one.head_stride = data.stride(0), data.stride(2)
             one.keys, one.values = self._cache_at
-        self._known_data = data
+        self._known_data, self._stored = data, ([], [])
 
     def shared(self) -> SharedWeights:
         """Rows in float32; heads that run on the same kernels read the tables in place."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,17 +32,28 @@ class TreePass:
         self._numbers, self._ids, self._tops = array("i"), array("q"), array("i")
         self._pages: Sequence[int] = ()
         self._table: Table | None = None
-        self._vocab, self._spare = model.vocab, list[Tensor]()
+        self._vocab, self._shows = model.vocab, False  # does the pass show hidden rows?
+        self._spare: list[tuple[Tensor, int]] = []  # and where each lies
 
     def logits(self, nodes: int) -> Tensor:
-        """[nodes, V] not filled. Of one node several are made at once: behind a pass a tensor takes long to make."""
+        """[nodes, V] that the pass fills. Of one node several are made at once: a tensor takes long to make."""
         if nodes > 1:
-            return torch.empty(nodes, self._vocab)
+            logits = torch.empty(nodes, self._vocab)
+            self.one.logits = logits.data_ptr()
+            return logits
         if not self._spare:
             with torch.inference_mode(False):
                 block = torch.empty(_AT_ONCE, 1, self._vocab)
-                self._spare = [block[i] for i in range(_AT_ONCE)]
-        return self._spare.pop()
+                self._spare = [(block[i], block[i].data_ptr()) for i in range(_AT_ONCE)]
+        logits, self.one.logits = self._spare.pop()
+        return logits
+
+    def set_x(self, hidden: Mapping[int, Tensor], last: int, shows: bool) -> None:
+        """What leaves the last layer is computed in place where it is shown; not `shows`: no rows are."""
+        if shows:
+            self.one.x, self._shows = hidden[last].data_ptr() if last in hidden else None, True
+        elif self._shows:
+            self.one.hidden_count, self.one.kept, self.one.x, self._shows = 0, None, None, False
 
     def fill(
         self, tokens: Sequence[int], shape: Topology, length: int, pages: Sequence[int], table: Table

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator
 from itertools import count
 from pathlib import Path
-from time import process_time, thread_time
+from time import monotonic, process_time, thread_time
 from typing import Any
 
 from forerun.call_options import make_request
@@ -30,6 +30,7 @@ from forerun.server.engine_process.wire import (
 
 log = logging.getLogger(__name__)
 PATIENCE = 1.0  # seconds for an answer about how the engine is
+LONGEST_HOLD = 0.002  # seconds that orders are kept back so that others go with them
 LONGEST_PAUSE = 60.0  # seconds between two attempts to start an engine that cannot be loaded
 
 
@@ -68,7 +69,8 @@ class ProcessBackend(Backend):
         self._texts: dict[int, _Text] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count(1)
-        self._orders: list[Packed] = []  # of this turn of the event loop
+        self._orders: list[Packed] = []  # not sent yet
+        self._held_since = 0.0
         self._asked: asyncio.Future[Any] | None = None  # for a report
         self._failure: BaseException | None = None
         self._progress, self._pause = ProgressWatch(), 1.0
@@ -205,10 +207,14 @@ class ProcessBackend(Backend):
         self._engine.kill()
 
     def _send(self, *order: Any) -> None:
-        """Have it sent with whatever else comes in this turn of the event loop."""
+        """Have it sent with whatever else comes in this turn of the event loop, unless that turn takes long."""
+        now = monotonic()
         if not self._orders:
             self._loop.call_soon(self._send_all)
+            self._held_since = now
         self._orders.append(order)
+        if now - self._held_since > LONGEST_HOLD:
+            self._send_all()
 
     def _send_all(self) -> None:
         orders, self._orders = self._orders, []

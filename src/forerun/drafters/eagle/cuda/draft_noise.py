@@ -9,6 +9,8 @@ round as the verifier does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from forerun.models.cuda.integers import SentInts
 from forerun.noise import device_uniforms, mixed_seed
 from forerun.types import Seq
 
+BLOCK = 1024  # numbers of one program
 AT_ONCE = 1 << 23  # numbers that are made together; more are made level by level
 
 Settings = tuple[int, float]  # mixed seed, and what logits are multiplied by
@@ -34,8 +37,10 @@ def settings_of(seq: Seq) -> Settings | None:
 class DraftNoise:
     """The noise of the sequences of one draft."""
 
-    def __init__(self, ids: Tensor) -> None:
+    def __init__(self, ids: Tensor, fused: bool | None = None) -> None:
         """`ids` are the target's ids of the head's vocabulary."""
+        has_kernels = ids.device.type == "cuda" and find_spec("triton") is not None
+        self.fused = has_kernels if fused is None else fused  # by a kernel, or in plain torch
         self._ids = ids.int()
         self._sent = SentInts(ids.device, 3 * MOST, torch.long)
         self._last: list[Settings | None] = []
@@ -69,6 +74,8 @@ class DraftNoise:
         """For a draft so deep behind rows at these positions [B]: the first token it drafts lies two further."""
         if not self.is_on:
             return lambda logits, level: logits
+        if self.fused:
+            return partial(self._add_noise, positions)
         count = len(positions)
         seeds, factors, noisy = self._sent.all.view(3, MOST)[:, :count, None]
         factors, firsts = (
@@ -85,6 +92,17 @@ class DraftNoise:
             return found.view_as(logits)
 
         return noised
+
+    def _add_noise(self, positions: Tensor, logits: Tensor, level: int) -> Tensor:
+        """The same by a kernel."""
+        from forerun.drafters.eagle.cuda import kernels_head
+
+        found, (rows, vocab) = torch.empty_like(logits), logits.shape
+        kernels_head.add_noise[(rows, -(-vocab // BLOCK))](
+            logits, found, self._ids, self._sent.all, positions, vocab, rows // len(positions), level, MOST,
+            BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+        return found
 
     def _log_noise(self, seeds: Tensor, positions: Tensor, noisy: Tensor) -> Tensor:
         """[B, n, Vd] log E of positions [B, n]; 0 where no noise is shared."""

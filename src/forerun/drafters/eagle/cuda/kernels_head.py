@@ -10,6 +10,7 @@ looks through a stretch of one row's logits, `advance` puts the stretches of all
 import triton
 import triton.language as tl
 
+from forerun.kernels_noise import log_exponential
 from forerun.models.cuda.kernels_linear import put_rows
 
 
@@ -73,6 +74,26 @@ def tops(logits, found, rows, highs, sums, vocab, K: tl.constexpr, CHUNK: tl.con
         tl.store(found + place + j, best)
         tl.store(rows + place + j, tl.minimum(c * CHUNK + at, vocab - 1))
         values = tl.where(n == c * CHUNK + at, float("-inf"), values)
+
+
+@triton.jit(do_not_specialize=["vocab", "wide", "level", "MOST"])
+def add_noise(logits, found, ids, noise, positions, vocab, wide, level, MOST, BLOCK: tl.constexpr):
+    """A stretch of one row of a level: its logits times a factor, less the logarithm of the verifier's noise.
+
+    Rows of one tree, `wide` of them, share the noise of their position; trees without any stay as they are.
+    """
+    row = tl.program_id(0)
+    b, n = row // wide, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = n < vocab
+    place = row.to(tl.int64) * vocab + n
+    values = tl.load(logits + place, mask=here, other=0.0)
+    if tl.load(noise + 2 * MOST + b) > 0:
+        factor = tl.load(noise + MOST + b).to(tl.float64, bitcast=True).to(tl.float32)
+        at = (tl.load(positions + b) + 2 + level).to(tl.int64)
+        values = values * factor - log_exponential(
+            tl.load(noise + b), at, tl.load(ids + n, mask=here, other=0)
+        )
+    tl.store(found + place, values, mask=here)
 
 
 @triton.jit(do_not_specialize=["first", "pool_size", "level"])

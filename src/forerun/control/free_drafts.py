@@ -1,0 +1,53 @@
+"""FreeDrafts: how far drafts that cost nothing (look-ups) are trusted, what they may lose, and their budgets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from forerun.control.acceptance import Factor
+from forerun.control.allocate import Levels
+from forerun.control.allowance import Allowance
+from forerun.control.prices import PriceList
+from forerun.offers import Offer
+from forerun.types import Budget
+
+CLOSE = 0.05  # smaller errors of a drafter's expectations are not corrected
+FREE_MEMORY, FORGIVING = 0.99, 0.997  # per draft that cost nothing, and per round: distrust does not last
+NOTHING = Budget(0, 0, source="free")
+
+
+class FreeDrafts:
+    """Of all sequences together."""
+
+    def __init__(self) -> None:
+        self.allowance = Allowance(most=2.0, earned=0.01, floor=2.0, level=2.0)
+        self._kept = Factor(4.0)  # tokens accepted, by those that were expected
+
+    @property
+    def trust(self) -> float:
+        """Tokens accepted, by those expected: the best drafts are chosen, and so overrated."""
+        trust = self._kept.value()
+        return trust if trust < 1.0 - CLOSE else 1.0
+
+    def levels(self, offer: Offer) -> Levels:
+        """What a sequence could draft for nothing; none where too much was lost of late."""
+        trust = self.trust
+        if not self.allowance.covers_usual:
+            return Levels(())
+        return Levels(offer.free if trust == 1.0 else [trust * survival for survival in offer.free])
+
+    def budget(self, listed: PriceList) -> Budget:
+        """All that may pay by a price list."""
+        if not self.allowance.covers_usual:
+            return NOTHING
+        trust, free = self.trust, listed.free
+        if trust == 1.0 or free.price is None:
+            return free
+        return replace(free, price=tuple([cost / trust for cost in free.price]))
+
+    def note_round(self) -> None:
+        self._kept.add(0.0, 0.0, FORGIVING)
+
+    def note_chain(self, accepted: int, expected: float) -> None:
+        """Of a chain so many tokens were accepted."""
+        self._kept.add(accepted, expected, FREE_MEMORY)
