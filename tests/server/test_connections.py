@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import threading
@@ -160,3 +161,21 @@ def test_a_body_that_does_not_come_is_not_waited_for(llm: LLM) -> None:
         answer = client.recv(1 << 16)
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"did not come" in answer + client.recv(1 << 16)
+
+
+def test_nothing_is_left_of_a_connection_that_has_ended(llm: LLM) -> None:
+    """With the usual patience: what watches for silence must not keep connections for a minute after their end."""
+
+    def kept() -> int:
+        gc.collect()
+        return sum(
+            type(each).__qualname__ == "connection_class.<locals>.Connection" for each in gc.get_objects()
+        )
+
+    before = kept()
+    with serving(llm) as url:
+        with connect(url):
+            wait_for(lambda: kept() > before, "it is connected")
+        for _ in range(5):
+            assert httpx.get(f"{url}/version").status_code == 200
+        wait_for(lambda: kept() == before, "all have ended", 5)

@@ -89,6 +89,23 @@ def test_logprobs_have_the_apis_shape(client: openai.OpenAI) -> None:
     assert older.choices[0].logprobs.text_offset[0] == 0
 
 
+def test_bytes_of_tokens_that_are_part_of_a_character(client: openai.OpenAI, served: Running) -> None:
+    """Together they are the text's, as the API says; the text of such a token alone is U+FFFD."""
+    tokenizer = served.llm.tokenizer
+    for text in ("Grüße 👩‍👩‍👧 日本語", "plain �"):
+        ids = tokenizer.encode(text, add_special=False)
+        assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    said = [{"role": "user", "content": "Write an emoji: 😀😀😀😀"}]
+    emoji = {str(token): 30.0 for token in tokenizer.encode("😀", add_special=False)}
+    answer = client.chat.completions.create(
+        model="smollm2", messages=said, max_tokens=12, temperature=0, logprobs=True, logit_bias=emoji
+    )
+    entries = answer.choices[0].logprobs.content
+    assert any(entry.token == "�" for entry in entries), "characters are split"
+    content = answer.choices[0].message.content
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode(errors="replace") == content
+
+
 def test_stop_bias_and_limits_reach_the_engine(client: openai.OpenAI, served: Running) -> None:
     options = {"model": "smollm2", "messages": ASKED, "max_tokens": 40, "temperature": 0}
     text = client.chat.completions.create(**options).choices[0].message.content

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.server.chromium import BINARY, Chromium
@@ -79,6 +80,19 @@ def test_a_chat_by_keyboard_alone(page: Chromium, served: Running) -> None:
     assert not page.ask("document.getElementById('round').open")
     assert page.ask("document.activeElement.matches('.token')"), "the focus goes back to where it was"
     assert page.errors == []
+
+
+def test_characters_of_several_tokens_are_shown_whole(page: Chromium, served: Running) -> None:
+    asked = "Repeat: one two three, one two three. And an emoji 😀"
+    send(page, asked)
+    body = {"messages": [{"role": "user", "content": asked}], "temperature": 0, "max_tokens": 24}
+    content = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
+    wanted = content["message"]["content"]
+    assert any(ord(c) > 0xFFFF for c in wanted), "the model writes such characters"
+    shown = page.ask(
+        "[...document.querySelectorAll('.token:not(.special)')].map((t) => t.textContent).join('')"
+    )
+    assert shown == wanted
 
 
 def test_pointing_at_a_token_tells_where_it_came_from(page: Chromium) -> None:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from forerun.errors import VocabularyMismatch
+from forerun.models.load.token_bytes import SENTENCEPIECE_SPACE, from_byte_level, from_sentencepiece
 
 LEAST_SHARED = 0.05  # of the draft model's tokens: below, the vocabularies have nothing to do with each other
-_BYTE_LEVEL, _SENTENCEPIECE = "\u0120", "\u2581"  # how vocabularies of the two kinds spell a space
+_BYTE_LEVEL, _SENTENCEPIECE = "\u0120", SENTENCEPIECE_SPACE  # how vocabularies of the two kinds spell a space
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,9 @@ class Spelling:
             kind: sum(token.startswith(kind) for token in vocabulary)
             for kind in (_BYTE_LEVEL, _SENTENCEPIECE)
         }
-        bytes_of = _from_sentencepiece
+        bytes_of = from_sentencepiece
         if marks[_BYTE_LEVEL] >= marks[_SENTENCEPIECE]:
-            bytes_of = _from_byte_level
+            bytes_of = from_byte_level
         pieces = {index: bytes_of(token) for token, index in vocabulary.items() if index not in apart}
         named = {token: index for token, index in vocabulary.items() if index in apart}
         return cls(pieces, named, tuple(sorted(ends)), bos)
@@ -141,22 +142,3 @@ def _cut(piece: bytes, ids: Mapping[bytes, int], longest: int) -> tuple[int, ...
             found.append(ids[piece[at : at + size]])
         at += max(1, size)
     return tuple(found)
-
-
-@cache
-def _byte_of() -> dict[str, int]:
-    """The characters by which byte-level vocabularies spell bytes: themselves if printable, else from U+0100 on."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-def _from_byte_level(token: str) -> bytes:
-    known = _byte_of()
-    return bytes(known[c] for c in token) if all(c in known for c in token) else token.encode()
-
-
-def _from_sentencepiece(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes([int(token[3:5], 16)])
-    return token.replace(_SENTENCEPIECE, " ").encode()

@@ -40,7 +40,7 @@ def connection_class(patience: float) -> type[asyncio.Protocol]:
             super().connection_made(transport)
             self._client = Attendance()
             self.app_state: dict[str, Any] = {**self.app_state, CONNECTION: self}  # of each request's state
-            asyncio.get_running_loop().call_later(patience, self._close_if_silent)
+            self._silence = asyncio.get_running_loop().call_later(patience, self._close_if_silent)
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -53,6 +53,7 @@ def connection_class(patience: float) -> type[asyncio.Protocol]:
         def connection_lost(self, error: Exception | None) -> None:
             super().connection_lost(error)
             self._stop_looking()
+            self._silence.cancel()  # it would keep what has ended until then
             self._client.end()
             self.app_state = {}
 

@@ -15,6 +15,8 @@ class Spells(Protocol):
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str: ...
 
+    def token_bytes(self, index: int) -> bytes: ...
+
 
 def for_chat(entries: Sequence[TokenLogprob], tokenizer: Spells) -> dict[str, Any]:
     """`choices[].logprobs` of a chat."""
@@ -42,4 +44,4 @@ def for_completion(entries: Sequence[TokenLogprob], tokenizer: Spells, offset: i
 
 def _entry(token: int, value: float, tokenizer: Spells) -> dict[str, Any]:
     text = tokenizer.decode([token], skip_special=False)
-    return {"token": text, "logprob": max(value, LOWEST), "bytes": list(text.encode())}
+    return {"token": text, "logprob": max(value, LOWEST), "bytes": list(tokenizer.token_bytes(token))}

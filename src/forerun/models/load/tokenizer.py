@@ -15,6 +15,7 @@ import tokenizers
 
 from forerun.errors import DamagedFile, InvalidInput, ModelNotFound, UnsupportedModel, brief
 from forerun.models.load.chat import render_chat
+from forerun.models.load.token_bytes import from_byte_level, from_sentencepiece, is_one_byte
 
 if TYPE_CHECKING:
     from forerun.models.load.metadata import Metadata
@@ -117,6 +118,14 @@ class Tokenizer:
     def token(self, index: int) -> str | None:
         """How the vocabulary spells an id; None if there is no such id."""
         return self._backend.id_to_token(index)
+
+    def token_bytes(self, index: int) -> bytes:
+        """What a token adds to the text; its bytes may be part of a character, which `decode` cannot show."""
+        text = self.decode([index], skip_special=False)
+        spelt = self.token(index)
+        if "\ufffd" not in text or spelt is None:
+            return text.encode()
+        return from_sentencepiece(spelt) if is_one_byte(spelt) else from_byte_level(spelt)
 
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any

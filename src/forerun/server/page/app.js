@@ -50,6 +50,7 @@ async function write(messages, speculative, text, facts, signal, extra = {}) {
     method: "POST", headers, signal, body: JSON.stringify(body(messages, speculative, extra)),
   });
   if (!response.ok) throw new Error(await errorText(response));
+  const decoder = new TextDecoder(); // a character may be in several tokens: it is shown with its last one
   const answer = { text: "", rounds: [], tokens: [], metrics: null, seconds: 0, first: null };
   for await (const chunk of readEvents(response)) {
     if (chunk.error) throw new Error(chunk.error.message);
@@ -57,22 +58,28 @@ async function write(messages, speculative, text, facts, signal, extra = {}) {
     if (chunk.metrics) answer.metrics = chunk.metrics.speculative_decoding;
     if (chunk.speculative) {
       answer.first ??= performance.now() - started;
-      showPiece(text, answer, piece, chunk.speculative);
+      showPiece(text, answer, piece, chunk.speculative, decoder);
     }
   }
+  text.lastElementChild?.append(decoder.decode()); // part of a character, at the end
   answer.seconds = (performance.now() - started) / 1000;
   facts.textContent = factsOf(answer);
   return answer;
 }
 
-function showPiece(text, answer, piece, spec) {
+function showPiece(text, answer, piece, spec, decoder) {
   answer.rounds.push({ ...spec, tokens: (piece.logprobs?.content ?? []).map((entry) => entry.token) });
   (piece.logprobs?.content ?? []).forEach((entry, i) => {
     const token = { ...entry, round: answer.rounds.length, place: i, drafted: i < spec.accepted };
     answer.tokens.push(token);
-    text.append(tokenNode(token, answer));
+    const shown = entry.bytes ? decoder.decode(new Uint8Array(entry.bytes), { stream: true }) : entry.token;
+    text.append(tokenNode(token, answer, shown));
   });
   answer.text += piece.delta.content ?? "";
+  showEnd();
+}
+
+function showEnd() {
   const log = $("log");
   log.scrollTop = log.scrollHeight;
 }
@@ -80,10 +87,10 @@ function showPiece(text, answer, piece, spec) {
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)}%`;
 const SPECIAL = /^<[|/].*>$/; // ends of texts and turns: not part of what the model said
 
-function tokenNode(token, answer) {
+function tokenNode(token, answer, shown) {
   const node = document.createElement("span");
   node.className = `token ${token.drafted ? "drafted" : "own"}${SPECIAL.test(token.token) ? " special" : ""}`;
-  node.textContent = token.token;
+  node.textContent = shown;
   node.tabIndex = answer.tokens.length === 1 ? 0 : -1; // one stop of the Tab key; arrows move from there
   node.setAttribute("role", "button");
   const about = `${token.drafted ? "drafted and accepted" : "the target's own"}, probability ${percent(token.logprob)}, round ${token.round}`;
@@ -157,6 +164,7 @@ async function run(work) {
     const note = addTurn("");
     note.text.classList.add("error");
     note.text.textContent = error.name === "AbortError" ? "stopped" : `failed: ${error.message}`;
+    showEnd();
   } finally {
     state.control = null;
     for (const id of ["send", "compare", "reset"]) $(id).disabled = false;

@@ -44,7 +44,7 @@ function plotBars(id, shares) {
     svg.append(bar);
     if (wide < 22 && i % 2) return;
     label(svg, (i + 0.5) * wide, height - 3, String(i + 1), "middle");
-    if (wide >= 22) label(svg, (i + 0.5) * wide, height - 17 - tall, `${Math.round(100 * share)}%`, "middle");
+    if (wide >= 30) label(svg, (i + 0.5) * wide, height - 17 - tall, `${Math.round(100 * share)}%`, "middle");
   });
   const said = shares.map((share, i) => `${i + 1}: ${Math.round(100 * share)}%`).join(", ");
   svg.setAttribute("aria-label", `Share of drafted tokens accepted, by position in the draft: ${said || "none yet"}`);
