@@ -19,26 +19,6 @@ from tests.models.tiny_folder import make_tiny_folder
 from tests.server.conftest import children_of, is_there, start, start_process
 
 
-def test_an_engine_apart_says_so_too_and_leaves_no_rank_behind(tmp_path: Path) -> None:
-    given = {"model": make_tiny_folder(tmp_path), "engine": {"tensor_parallel_size": 2}}
-    given["drafting"] = {"drafter": "ngram"}
-    others = {*children_of(os.getpid())}
-    server, thread, url = start_process(Loader(LOAD_LLM, given), ServerSettings(("tiny",)))
-    (engine,) = {*children_of(os.getpid())} - others
-    (rank,) = children_of(engine, "forerun.models.parallel.worker")
-    body = {"prompt": "abc abc abc", "max_tokens": 8, "temperature": 0}
-    assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
-    os.kill(rank, signal.SIGSTOP)  # it cannot end by itself, and nobody waits for it
-    server.should_exit = True
-    thread.join(20)
-    assert not is_there(engine)
-    os.kill(rank, signal.SIGCONT)
-    until = time.monotonic() + 10
-    while is_there(rank) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not is_there(rank)
-
-
 def test_an_engine_whose_rank_has_ended_is_started_again(tmp_path: Path) -> None:
     given = {"model": make_tiny_folder(tmp_path), "engine": {"tensor_parallel_size": 2}}
     given["drafting"] = {"drafter": "ngram"}
@@ -58,8 +38,14 @@ def test_an_engine_whose_rank_has_ended_is_started_again(tmp_path: Path) -> None
         time.sleep(0.05)
     assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).json()["choices"] == before
     assert not is_there(engine)
+    (another,) = {*children_of(os.getpid())} - others
+    (rank,) = children_of(another, "forerun.models.parallel.worker")
     server.should_exit = True
     thread.join(20)
+    until = time.monotonic() + 10
+    while is_there(rank) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert [is_there(another), is_there(rank)] == [False, False], "nothing is left behind"
 
 
 def test_health_says_which_process_has_ended(tmp_path: Path) -> None:
