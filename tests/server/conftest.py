@@ -57,11 +57,14 @@ class Running:
         return next(float(line.split()[-1]) for line in lines if line.startswith(f"forerun:{name}{{"))
 
 
-def children_of(process: int) -> list[int]:
-    """The engines' processes that a process has started; those that have ended are left out."""
+ENGINE = "forerun.server.engine_process"
+
+
+def children_of(process: int, module: str = ENGINE) -> list[int]:
+    """The processes of a module of ours that a process has started; those that have ended are left out."""
     words = ["ps", "-o", "pid=,args=", "--ppid", str(process)]
     lines = subprocess.run(words, capture_output=True, text=True, check=False).stdout.splitlines()
-    return [int(line.split()[0]) for line in lines if "forerun.server.engine_process" in line]
+    return [int(line.split()[0]) for line in lines if module in line]
 
 
 def is_there(process: int) -> bool:

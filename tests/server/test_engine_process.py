@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -205,9 +206,9 @@ def test_the_front_has_no_torch_and_ends_its_engine_when_it_is_killed() -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_to_both_processes_drains() -> None:
-    """As systemd sends it."""
-    with started("--drain-seconds", "60") as (process, url):
+def test_a_signal_to_both_processes_drains(tmp_path: Path) -> None:
+    """As systemd sends it. The trace is complete then."""
+    with started("--drain-seconds", "60", "--trace", str(tmp_path / "trace.json")) as (process, url):
         (engine,) = children_of(process.pid)
         body = {"prompt": "Once", "max_tokens": 200, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
@@ -219,6 +220,7 @@ def test_a_signal_to_both_processes_drains() -> None:
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-2]
     assert not is_there(engine)
+    assert len(json.loads((tmp_path / "trace.json").read_text())) > 100
 
 
 @pytest.mark.slow

@@ -13,9 +13,39 @@ import httpx
 from forerun import LLM
 from forerun.models.parallel.decoder import ParallelTarget
 from forerun.models.parallel.launch import Workers
+from forerun.server.engine_process.loader import LOAD_LLM, Loader
 from forerun.server.settings import ServerSettings
 from tests.models.tiny_folder import make_tiny_folder
-from tests.server.conftest import start
+from tests.server.conftest import children_of, is_there, start, start_process
+
+
+def test_an_engine_whose_rank_has_ended_is_started_again(tmp_path: Path) -> None:
+    given = {"model": make_tiny_folder(tmp_path), "engine": {"tensor_parallel_size": 2}}
+    given["drafting"] = {"drafter": "ngram"}
+    others = {*children_of(os.getpid())}
+    server, thread, url = start_process(Loader(LOAD_LLM, given), ServerSettings(("tiny",), restart=True))
+    (engine,) = {*children_of(os.getpid())} - others
+    (rank,) = children_of(engine, "forerun.models.parallel.worker")
+    body = {"prompt": "abc abc abc", "max_tokens": 8, "temperature": 0}
+    before = httpx.post(f"{url}/v1/completions", json=body, timeout=30).json()["choices"]
+    os.kill(rank, signal.SIGKILL)
+    until, said = time.monotonic() + 10, ""
+    while "rank 1 of 2 has ended (status -9)" not in said and time.monotonic() < until:
+        said += httpx.get(f"{url}/health").text
+    assert "rank 1 of 2 has ended (status -9)" in said
+    until = time.monotonic() + 60
+    while httpx.get(f"{url}/health").status_code != 200 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).json()["choices"] == before
+    assert not is_there(engine)
+    (another,) = {*children_of(os.getpid())} - others
+    (rank,) = children_of(another, "forerun.models.parallel.worker")
+    server.should_exit = True
+    thread.join(20)
+    until = time.monotonic() + 10
+    while is_there(rank) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert [is_there(another), is_there(rank)] == [False, False], "nothing is left behind"
 
 
 def test_health_says_which_process_has_ended(tmp_path: Path) -> None:

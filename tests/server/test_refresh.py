@@ -21,6 +21,10 @@ from forerun.completion import Completion
 from forerun.errors import ForerunError, InvalidInput
 from forerun.heads import BOX
 from forerun.heads.versions import HeadVersions
+from forerun.server.backend import Backend
+from forerun.server.engine_process.backend import ProcessBackend
+from forerun.server.engine_process.loader import LOAD_LLM, Loader
+from forerun.server.engine_process.start import EngineProcess
 from forerun.server.head_watch import HeadWatch
 from forerun.server.local_backend import LocalBackend
 from forerun.server.record import Recorder
@@ -87,7 +91,7 @@ def test_a_full_file_or_a_bad_folder(tmp_path: Path, drafting: LLM, caplog: pyte
         Recorder(tmp_path / "file")
 
 
-async def write(backend: LocalBackend, watch: HeadWatch, tokens: int = 24) -> Completion:
+async def write(backend: Backend, watch: HeadWatch, tokens: int = 24) -> Completion:
     started = perf_counter()
     text: Completion | None = None
     async for item in backend.stream(_ids(backend), max_tokens=tokens, temperature=0, ignore_eos=True):
@@ -98,7 +102,7 @@ async def write(backend: LocalBackend, watch: HeadWatch, tokens: int = 24) -> Co
     return text
 
 
-def _ids(backend: LocalBackend) -> tuple[int, ...]:
+def _ids(backend: Backend) -> tuple[int, ...]:
     return tuple(backend.tokenizer.chat_ids([{"role": "user", "content": PROMPT}]))
 
 
@@ -158,6 +162,43 @@ def test_a_text_under_way_keeps_its_head(drafting: LLM, heads: HeadVersions) -> 
             with pytest.raises(ForerunError):
                 await backend.swap_head(heads.folder / "v0003")
             await backend.swap_head(heads.folder / "v0001")
+
+    asyncio.run(run())
+
+
+def test_a_head_is_swapped_in_another_process(heads: HeadVersions) -> None:
+    """And a new process, in place of one that died, drafts with the version that the link is at."""
+    always = {"speculative_config": {"drafter": "eagle3", "controller": "fixed", "budget": 5}}
+    given = {"model": "smollm2", "engine": {"max_batch": 4, "max_length": 512}, "drafting": always}
+    options = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+    async def run() -> None:
+        engine = EngineProcess(Loader(LOAD_LLM, {**given, "heads": str(heads.folder)}))
+        facts = await asyncio.to_thread(engine.wait_until_ready)
+        backend = ProcessBackend(engine, facts, facts.tokenizer.tokenizer())
+
+        async def write() -> Completion:
+            done = [item async for item in backend.stream(_ids(backend), **options)][-1]
+            assert isinstance(done, Completion)
+            return done
+
+        before = await write()
+        await backend.swap_head(heads.folder / "v0002")
+        after = await write()
+        assert after.token_ids == before.token_ids
+        assert after.rounds > before.rounds
+        with pytest.raises(ForerunError):
+            await backend.swap_head(heads.folder / "v0003")
+        assert (await write()).rounds == after.rounds, "nothing has changed"
+        heads.publish("v0002")
+        engine.process.kill()
+        while backend.failure is None:
+            await asyncio.sleep(0.01)
+        with pytest.raises(ForerunError, match="SIGKILL"):
+            await backend.swap_head(heads.folder / "v0001")
+        assert await backend.restart() == "yes"
+        assert (await write()).rounds == after.rounds
+        await backend.close()
 
     asyncio.run(run())
 

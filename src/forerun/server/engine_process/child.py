@@ -66,8 +66,8 @@ def serve(channel: Channel, reader: Reader, loader: Loader, trace: str | None) -
     from forerun.engine.metrics import traced
 
     with traced(llm.engine.stats, None if trace is None else Path(trace)):
+        reader.texts = texts  # first: orders may come as soon as the front knows
         channel.send(("ready", texts.facts().packed()))
-        reader.texts = texts
         if not reader.has_left.is_set():
             texts.make_rounds()
     llm.close()
@@ -84,8 +84,12 @@ class Reader:
         Thread(target=self._read, name="forerun-orders", daemon=True).start()
 
     def _read(self) -> None:
-        for orders in self._messages:
-            self.texts.obey(orders)
+        try:
+            for orders in self._messages:
+                self.texts.obey(orders)
+        except BaseException:
+            log.exception("what the front sends can no longer be read")
+            os._exit(1)  # it would wait for ever
         self.has_left.set()
         if self.texts is None:
             os._exit(0)  # it was loading

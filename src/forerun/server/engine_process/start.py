@@ -84,9 +84,12 @@ class EngineProcess:
 
 
 def _paths() -> list[str]:
-    """It imports what this process would, and from there (-P: nothing from the folder it is started in)."""
+    """It imports what this process would, and from there.
+
+    By -P nothing from the folder it is started in, unless this process does that, as `python -c` does.
+    """
     ours = str(Path(__file__).parents[3])
-    return [*([] if ours in sys.path else [ours]), *filter(None, sys.path)]
+    return [*([] if ours in sys.path else [ours]), *(each or str(Path.cwd()) for each in sys.path)]
 
 
 def _name_of(number: int) -> str:
