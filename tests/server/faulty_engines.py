@@ -6,11 +6,14 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from forerun import LLM
+from forerun.law_processor import LawProcessor
 from forerun.params import EngineConfig
+from forerun.server.grammar_states import GrammarStates
 
 
 def _load(max_batch: int = 2) -> LLM:
@@ -28,6 +31,18 @@ def load_slow(seconds: float) -> LLM:
 
     llm.engine.step = step  # type: ignore[method-assign]
     return llm
+
+
+def load_slow_grammar(seconds: float) -> LLM:
+    """Compiling any grammar takes so long."""
+    real = GrammarStates.real
+
+    def slow(self: GrammarStates, processors: Sequence[LawProcessor]) -> tuple[LawProcessor, ...]:
+        time.sleep(seconds)
+        return real(self, processors)
+
+    GrammarStates.real = slow  # type: ignore[method-assign]
+    return _load()
 
 
 def load_failing(once: str) -> LLM:

@@ -51,6 +51,7 @@ class Texts:
         self._llm, self._channel = llm, channel
         self._texts: dict[int, _Text] = {}
         self._compiling: set[int] = set()  # texts whose grammar is made
+        self._waits_for_grammars = 0  # reports that were made meanwhile
         self._compiler = ThreadPoolExecutor(1, "forerun-grammar")
         self._grammars = GrammarStates(llm.tokenizer, llm.engine.target.vocab_size)
         self._is_closed = False
@@ -80,9 +81,10 @@ class Texts:
     def report(self) -> Report:
         """What the engine is doing; any thread may ask."""
         engine, spent = self._llm.engine, (seconds_of(main_thread()), process_time())
-        return Report(
-            load_of(engine), *spent, progress_of(engine), engine.default_drafter, lost_process_of(engine)
-        )
+        rounds, read = progress_of(engine)
+        self._waits_for_grammars += bool(self._compiling)  # a long one counts as progress: nothing hangs
+        progress = rounds + self._waits_for_grammars, read
+        return Report(load_of(engine), *spent, progress, engine.default_drafter, lost_process_of(engine))
 
     def obey(self, orders: Sequence[Packed]) -> None:
         """What the front has sent, in its order; called by the thread that reads."""
@@ -104,6 +106,7 @@ class Texts:
         try:
             handle = Handle(unpack_request(packed, self._grammars.real))
         except Exception as error:
+            self._compiling.discard(key)
             self._channel.send(("texts", [(key, (), None, pack_error(error))]))
             return
         self._texts[key] = _Text(handle, every_round)
