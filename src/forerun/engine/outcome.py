@@ -75,7 +75,9 @@ def _plain_advances(
     for b, seq in enumerate(seqs):
         fresh = [bonus[b]]
         _, detokenizer, finished = seq.extended(fresh)
-        event = _event(seq, fresh, [b], 0, detokenizer.take(finished is not None), laws, finished, None)
+        text = detokenizer.take(finished is not None)
+        logprobs = _logprobs(seq, fresh, [b], laws) if seq.params.logprobs is not None else ()
+        event = Event(seq.id, tuple(fresh), 0, text, logprobs, finished, None)
         places = len(seq.rounds), counts, len(seq.events)
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished))
     return advances
