@@ -99,6 +99,8 @@ class FormChooser:
             return self.promise_of(PLAIN, batch, batch, batch)
         promises = self._promises(ids, batch)
         best = self._best(promises, batch)
+        if bool(best.form.nodes) != bool(self.last.nodes):
+            self._times.clear()
         self.last = best.form
         paid, self._paid = self._paid, False
         if (self._since >= RARELY or (paid and best.form == PLAIN)) and (
@@ -223,7 +225,8 @@ class FormChooser:
         )
 
     def _around(self, form: Form, drafting: int, batch: int) -> float:
-        return self.around.seconds(form, batch, self._said(form, drafting))
+        drafts = self.last.nodes > 0  # then another form would follow as this one does
+        return self.around.seconds(form, batch, self._said(form, drafting), drafts)
 
     def rows_of(self, form: Form, drafting: int, batch: int) -> int:
         """Of a pass in which so many of a batch get a draft of the menu's."""
