@@ -4,8 +4,8 @@ A form may also stand for a kind of round: a plain one, or one with look-ups.
 
 A round that was launched before the last one was read hides the host's work; one that was read first shows it. The
 seconds of a form are those of rounds that followed, once there were any, and what other rounds take on top of them
-is kept apart, as the gap. Beside a draft that follows, other forms that did not run yet are judged by it, not by the
-few plain rounds that a process starts with: those may be the slowest it ever sees.
+is kept apart, as the gap. The few plain rounds that a process starts with may be the slowest it ever sees: forms that
+did not run yet can also be judged by drafts that followed.
 """
 
 from __future__ import annotations
