@@ -37,11 +37,11 @@ def test_splits_of_known_shapes(outputs: int, depth: int, splits: int) -> None:
 
 def test_one_program_to_a_multiprocessor_fetches_all_that_fits() -> None:
     tile, stage = Tile(64, 128, 5, 4), 20 << 10
-    assert stages_of(tile, 8960, stage, 120, 132, 4) == ALL_SHARED // stage == 9
-    assert stages_of(tile, 8960, stage, 133, 132, 4) == 4
-    assert stages_of(tile, 8960, 48 << 10, 133, 132, 4) == SHARED // (48 << 10) == 2
-    assert stages_of(Tile(64, 128, 4, 4), 1536, stage, 96, 132, 4) == 4  # three steps: no more than before
-    assert stages_of(Tile(64, 128, 1, 4), 896, stage, 18, 132, 4) == 7
+    assert stages_of(tile, 8960, stage, ALL_SHARED, 4) == ALL_SHARED // stage == 9
+    assert stages_of(tile, 8960, stage, 0, 4) == 4  # not alone, or on a GPU with less
+    assert stages_of(tile, 8960, 48 << 10, 0, 4) == SHARED // (48 << 10) == 2
+    assert stages_of(Tile(64, 128, 4, 4), 1536, stage, ALL_SHARED, 4) == 4  # three steps: no more than before
+    assert stages_of(Tile(64, 128, 1, 4), 896, stage, ALL_SHARED, 4) == 7
 
 
 @pytest.mark.parametrize(

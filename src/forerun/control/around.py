@@ -4,8 +4,8 @@ A form may also stand for a kind of round: a plain one, or one with look-ups.
 
 A round that was launched before the last one was read hides the host's work; one that was read first shows it. The
 seconds of a form are those of rounds that followed, once there were any, and what other rounds take on top of them
-is kept apart, as the gap. What a form takes that did not run yet is judged by drafted rounds that followed, not by the
-few plain rounds that a process starts with: those may be the slowest it ever sees.
+is kept apart, as the gap. The few plain rounds that a process starts with may be the slowest it ever sees: forms that
+did not run yet can also be judged by drafts that followed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ class Around:
         self._gaps: dict[int, tuple[float, int]] = {}  # and of how many rounds
         self._beside: dict[int, float] = {}  # of drafted rounds that followed, without their drafts
 
-    def seconds(self, form: Form, batch: int, drafting: float) -> float:
-        """What rounds took, else what drafting is said to take on top of a plain round."""
+    def seconds(self, form: Form, batch: int, drafting: float, follows: bool = False) -> float:
+        """What rounds took, else what drafting is said to take on top of a plain round.
+
+        `follows`: on top of a drafted round that followed, if there were any.
+        """
         group = batch.bit_length()
         known = self._seconds.get((form, group))
         if known is None:
             plain = self._seconds.get((PLAIN, group), 0.0)
-            known = drafting + (self._beside.get(group, plain) if form.nodes else plain)
+            known = drafting + (self._beside.get(group, plain) if form.nodes and follows else plain)
         return known
 
     def gap(self, batch: int) -> float:

@@ -22,6 +22,7 @@ from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.offers import Form, Menu
 
+COLD = 0.5  # of a plain pass, from which on what a plain round takes beside it is the fault of a slow start
 BETTER = 1.03  # what another form must promise beyond the last one
 RARELY, SELDOM = (
     64,
@@ -99,6 +100,8 @@ class FormChooser:
             return self.promise_of(PLAIN, batch, batch, batch)
         promises = self._promises(ids, batch)
         best = self._best(promises, batch)
+        if bool(best.form.nodes) != bool(self.last.nodes):
+            self._times.clear()
         self.last = best.form
         paid, self._paid = self._paid, False
         if (self._since >= RARELY or (paid and best.form == PLAIN)) and (
@@ -223,7 +226,12 @@ class FormChooser:
         )
 
     def _around(self, form: Form, drafting: int, batch: int) -> float:
-        return self.around.seconds(form, batch, self._said(form, drafting))
+        return self.around.seconds(form, batch, self._said(form, drafting), self._was_cold(batch))
+
+    def _was_cold(self, batch: int) -> bool:
+        """Was the host slow in the plain rounds that were seen, while drafts now follow each other?"""
+        slow = self.around.seconds(PLAIN, batch, 0.0) > COLD * self.cost.pass_seconds(batch, batch)
+        return slow and self.last.nodes > 0
 
     def rows_of(self, form: Form, drafting: int, batch: int) -> int:
         """Of a pass in which so many of a batch get a draft of the menu's."""

@@ -20,6 +20,7 @@ from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.packed import Weight
 from forerun.models.cuda.plan import MAX_ROWS, programs_for, split_of
 from forerun.models.cuda.tiles import (
+    ALL_SHARED,
     Tile,
     choose_tile,
     doubled_products,
@@ -60,6 +61,10 @@ class FusedSteps:
         self.doubled = doubled_products(config, self.tiles)
         self.pdl = starts_early(device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        large = torch.cuda.get_device_capability(device)[0] in (9, 10)
+        self.alone = (
+            ALL_SHARED if large else 0
+        )  # shared memory of a program that has a multiprocessor for itself
         self.split_stride = MAX_ROWS * config.heads
         rows = self.split_stride * (split_of(model.max_length + MAX_ROWS) + 1)
         self.norm_tiles = self.width // tile
@@ -165,7 +170,8 @@ class FusedSteps:
         deep = (
             tile.stages if self.whole else tile.stages * 2 // data.element_size()
         )  # as many bytes in flight
-        stages = stages_of(tile, depth, stage, math.prod(grid), self.processors, deep)
+        alone = self.alone if math.prod(grid) <= self.processors else 0
+        stages = stages_of(tile, depth, stage, alone, deep)
         left: Any = data
         right: Any = rows
         tma = (

@@ -13,7 +13,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Model
 
 SHARED = 104 << 10  # bytes of shared memory that one program may fill: two to a multiprocessor
-ALL_SHARED = 192 << 10  # where there is one to each
+ALL_SHARED = 192 << 10  # where there is one to each, on GPUs that have so much
 FEW = 132  # programs: as many as an H200 has multiprocessors
 MANY = 90  # programs that keep the memory busy, where each has a multiprocessor for itself
 LEAST = 512  # of the depth: of a split, where there would be few programs
@@ -58,17 +58,15 @@ def _finer(tiles: int, depth: int, step: int) -> list[tuple[int, int]]:
     return [(step, count) for count in counts if depth // count >= LEAST]
 
 
-def stages_of(tile: Tile, depth: int, stage: int, programs: int, processors: int, deep: int) -> int:
+def stages_of(tile: Tile, depth: int, stage: int, alone: int, deep: int) -> int:
     """Steps of a product that are fetched at once: `deep`, as far as two programs fit a multiprocessor.
 
-    Where there is no more than one program to each, one may have all of its memory, and needs it: its own reads
-    are all that keeps the memory busy. `stage`: bytes of one step.
+    Where there is no more than one program to each, it may have `alone` bytes (0 = there are more), and needs them: its
+    own reads are all that keeps the memory busy. `stage`: bytes of one step.
     """
-    if programs <= processors:
-        deep, room = max(deep, depth // tile.depth // tile.splits), ALL_SHARED
-    else:
-        room = SHARED
-    return max(2, min(deep, room // stage))
+    if alone > SHARED:
+        deep = max(deep, depth // tile.depth // tile.splits)
+    return max(2, min(deep, max(alone, SHARED) // stage))
 
 
 def outputs_per_tile(model: Model) -> int:
