@@ -128,7 +128,7 @@ def test_an_engine_that_hangs_and_keeps_its_interpreter_is_killed(tmp_path: Path
 
 def test_an_engine_whose_only_work_is_a_grammar_does_not_hang() -> None:
     pytest.importorskip("llguidance")
-    with serving(Loader(f"{FAULTY}:load_slow_grammar", {"seconds": 3.0}), hang_seconds=1.0) as (url, _):
+    with serving(Loader(f"{FAULTY}:load_slow_grammar", {"seconds": 8.0}), hang_seconds=4.0) as (url, _):
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
         body |= {"response_format": {"type": "json_object"}}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
