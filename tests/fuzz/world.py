@@ -196,7 +196,7 @@ class RandomTimes(AdaptiveController):
         drafters = engine.drafters
 
         def offer(seq: Any) -> Any:
-            return drafters.ask(seq, lambda drafter: drafter.offer(seq))
+            return drafters.offer(seq)
 
         super().__init__(cost, 60, 10, offer, drafters.looks_up)
         self.rng = random.Random(setting.seed)

@@ -110,7 +110,7 @@ def _load(kind: str, captures: Captures) -> tuple[Engine, CudaDecoder]:
 
     def offer(seq: Seq) -> Offer:
         assert isinstance(seq, SequenceState)
-        return engine.drafters.ask(seq, lambda drafter: drafter.offer(seq))
+        return engine.drafters.offer(seq)
 
     engine.controller = AdaptiveController(CostModel(PASSES), 60, 10, offer, engine.drafters.looks_up)
     engine.prompt_rows = PromptRows("cuda", target.pass_rows)
