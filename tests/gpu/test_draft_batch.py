@@ -470,3 +470,19 @@ def test_a_form_that_a_batch_has_no_graph_of_is_replaced_and_not_captured(
     draft.complete_to = 8  # the batch is larger than what was captured for
     assert batch.ours.propose(batch.seqs, [Budget(24, 5, 6)] * 9).sizes() == [25] * 9
     assert rehearsed[1:] == [(Form(24, 5, 6), 12)]
+
+
+def test_plain_rounds_leave_nothing_behind_but_their_rows() -> None:
+    """A batch too large for drafts has thousands of them: once each left all of its sequences in a list."""
+    target = make_target("llama", "cpu", torch.float32)
+    drafter, _ = both_drafters(target, borrows=True)
+    engine = _engine("cpu", drafter, target, 4)
+    engine.controller = RandomForms(1, [None])
+    rng = random.Random(8)
+    for _ in range(4):
+        prompt = [rng.randrange(2, VOCAB) for _ in range(9)]
+        engine.submit(Request(prompt, SamplingParams(max_tokens=3 * ROOM), drafter="device"))
+    while engine.busy:
+        engine.step()
+        assert len(drafter.draft._joining) <= 4
+    assert drafter.draft.rows.held == 0

@@ -82,7 +82,7 @@ class DeviceDraft:
         self._captured: dict[Form, set[int]] = {}  # buckets that have a graph
         self._last: DraftForm | None = None
         self._ahead: Ahead | None = None
-        self._joining: list[Seq] = []  # whose prompts were read since the last round
+        self._joining: dict[int, Seq] = {}  # whose prompts were read since the last draft
 
     @property
     def needs(self) -> Needs:
@@ -162,7 +162,7 @@ class DeviceDraft:
         planned = self._draft_for(self._padded(lanes, form), form)
         for state in new:
             state.read = state.seen
-        self._ahead, self._joining = None, []
+        self._ahead, self._joining = None, {}
         return self._batch(planned.trees, form, len(going), tuple(tree for _, tree in going))
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
@@ -175,12 +175,12 @@ class DeviceDraft:
             return  # the next draft, and the pass over its trees, are under way
         if trees.form is not None and self._last is not None:
             self._go_ahead(seqs, verdict, self._last.shape)
-            self._joining = []
-        else:
-            self._joining = [*self._joining, *filter(self.is_ready, seqs)]
+            self._joining = {}
+        elif not trees.is_plain():  # plain rounds tell nothing new of who is there
+            self._joining |= {seq.id: seq for seq in seqs if self.is_ready(seq)}
 
     def forget(self, seq: Seq) -> None:
-        self._joining = [one for one in self._joining if one.id != seq.id]
+        self._joining.pop(seq.id, None)
         self.rows.forget(seq.id)
 
     def rehearse(self, form: Form, bucket: int, farthest: int) -> TreeForm:
@@ -211,7 +211,9 @@ class DeviceDraft:
             for seq, path, root in zip(seqs, paths, bonus, strict=True)
             if len(seq.tokens) + len(path) + 1 < seq.max_length
         ]
-        going += [(seq, seq.tokens[-1]) for seq in self._joining if self.is_ready(seq)]
+        here = {seq.id for seq in seqs}
+        joining = [seq for seq in self._joining.values() if seq.id not in here and self.is_ready(seq)]
+        going += [(seq, seq.tokens[-1]) for seq in joining]
         if not going or not self.knows(form, len(going)):
             return
         longest = self.net.model.max_length - DEEPEST

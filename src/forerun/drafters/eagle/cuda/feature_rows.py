@@ -134,6 +134,9 @@ class FeatureRows:
 
         Where the next draft was started before this round was read, they were added, and read, on the device.
         """
+        if trees.form is None and trees.is_plain():
+            self._observe_plain(seqs, scores, verdict)
+            return
         outcome, owners = verdict.outcome, dict[int, RowState]()
         followed = outcome is not None and not outcome.is_latest
         tokens, (paths, bonus) = trees.to_host()[0], verdict.to_host()
@@ -162,6 +165,22 @@ class FeatureRows:
         else:
             self._append_passed(fresh, hidden)
 
+    def _observe_plain(self, seqs: Sequence[Seq], scores: Scores, verdict: Verdict) -> None:
+        """The same of lone roots, in few steps: a batch too large for drafts has many plain rounds."""
+        fresh = list[tuple[int, RowState]]()
+        for b, seq in enumerate(seqs):
+            state = self._states.get(seq.id)
+            if state is None or state.seen >= PAGE * len(state.pages):
+                state = self._admit(seq, 1)
+            if state is not None:
+                fresh.append((b, state))
+        if any([state.seen - state.read >= ROOM for _, state in fresh]):  # noqa: C419 - quicker
+            self._make_places([(state, (b,), []) for b, state in fresh])
+        places, bonus = [state.place * ROOM + state.seen % ROOM for _, state in fresh], verdict.to_host()[1]
+        for b, state in fresh:
+            state.after.append(bonus[b])
+        self._copy([b for b, _ in fresh], places, [scores.hidden[layer] for layer in self.fusion.layers])
+
     def _append_passed(self, fresh: Sequence[Fresh], hidden: list[Tensor]) -> None:
         """Of passes whose verdict the host has."""
         self._read_passed([one for one in fresh if len(one[1]) > DEEPEST + 1], hidden)
@@ -172,8 +191,10 @@ class FeatureRows:
             if kept > DEEPEST + 1:
                 state.read, kept = seen, 1
             sources += passed[-kept:]
-            first = state.place * ROOM
-            places += [first + t % ROOM for t in range(seen - kept, seen)]
+            places += [state.place * ROOM + t % ROOM for t in range(seen - kept, seen)]
+        self._copy(sources, places, hidden)
+
+    def _copy(self, sources: Sequence[int], places: Sequence[int], hidden: list[Tensor]) -> None:
         if sources:
             self._places.send(np.array((sources, places), dtype=np.int64))
             copy_rows(self.rows, hidden, *self._places.all[: 2 * len(sources)].view(2, -1))
