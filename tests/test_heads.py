@@ -13,7 +13,7 @@ import pytest
 from forerun import build, heads
 from forerun.auto_drafter import prospect_of, time_levels, weigh_head
 from forerun.build import build_for, choose_drafter, make_engine
-from forerun.control.cost import QUICK, CostModel
+from forerun.control.cost import METHOD, QUICK, CostModel
 from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.files import write_head
@@ -207,7 +207,7 @@ def test_a_head_that_is_far_from_paying_is_not_loaded_at_the_second_start(tmp_pa
     def start(curve: dict[int, float] | None = None) -> tuple[bool, int]:
         """Is it drafted with, and how many drafters were built?"""
         if curve is not None:
-            costs.write_text(json.dumps({"seconds": curve}))
+            costs.write_text(json.dumps({"seconds": curve, "method": METHOD}))
         built.clear()
 
         def build(name: str) -> Any:

@@ -19,9 +19,9 @@ QKV, RESIDUAL = 0, 2
 
 
 def _product(mode: int, outputs: int, tile: int, splits: int) -> dict[str, Tensor]:
+    device = where_kernels_run()
     from forerun.models.cuda.kernels_linear import linear
 
-    device = where_kernels_run()
     numbers = torch.Generator().manual_seed(outputs + mode)
 
     def whole(*shape: int) -> Tensor:
