@@ -189,7 +189,7 @@ def test_on_a_cpu_costs_and_acceptance_decide(
     tmp_path: Path, curve: dict[int, float], known: dict[str, Any], controller: str, drafter: str
 ) -> None:
     folder, costs = str(boxed(tmp_path, **known)), tmp_path / "costs.json"
-    costs.write_text(json.dumps({"seconds": curve}))
+    costs.write_text(json.dumps({"seconds": curve, "method": METHOD}))
     wish = SpeculativeConfig("auto", draft_model=folder, controller=controller)
     engine = make_engine(TableLM(24, order=1, seed=5), frozenset(), wish, cost_file=costs)
     assert engine.default_drafter == drafter
