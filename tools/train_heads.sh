@@ -4,7 +4,8 @@
 #   M=SmolLM2-135M-Instruct.Q4_1.gguf S=spec_bench.jsonl P=prompts.jsonl bash tools/train_heads.sh STAGE
 #
 #   data      texts of the target's own to learn from, and its greedy answers to the suite S, which are never learnt
-#   box       the EAGLE-3 head of the package, trained further with a wider MLP, written in one byte per weight
+#   box       the EAGLE-3 head of the package, trained further with Muon, loops cut (INNER: another width of its MLP;
+#             BOX_FLAGS=--one-byte: written in one byte per weight)
 #   box-check tokens per round of the old head and the new one, decoded for the suite
 #   eagle     EAGLE-1, towards its plateau
 #   hass      HASS, started from that head
@@ -92,7 +93,8 @@ data)
     wait
     ;;
 box)
-    train eagle3 box --init "$HEAD" --inner "${INNER:-3072}" --one-byte --lr 7e-4 --steps "${BOX:-1300}" "${EAGLE3[@]}"
+    train eagle3 box --init "$HEAD" --inner "${INNER:-0}" --data "${BOX_DATA:-first,own,long}" --cut-loops "${CUT:-32}" \
+        --optimizer "${MOVER:-muon}" --lr "${BOX_LR:-7e-4}" --steps "${BOX:-1300}" "${EAGLE3[@]}" ${BOX_FLAGS:-}
     python -m forerun.train.curves box --json box/curve.json
     keep box config.json model.safetensors provenance.json log.jsonl curve.json
     ;;
