@@ -94,7 +94,7 @@ data)
     ;;
 box)
     train eagle3 box --init "$HEAD" --inner "${INNER:-0}" --data "${BOX_DATA:-first,own,long}" --cut-loops "${CUT:-32}" \
-        --optimizer "${MOVER:-muon}" --lr "${BOX_LR:-7e-4}" --steps "${BOX:-1300}" "${EAGLE3[@]}" ${BOX_FLAGS:-}
+        --optimizer "${MOVER:-muon}" --lr "${BOX_LR:-2e-4}" --steps "${BOX:-1300}" "${EAGLE3[@]}" ${BOX_FLAGS:-}
     python -m forerun.train.curves box --json box/curve.json
     keep box config.json model.safetensors provenance.json log.jsonl curve.json
     ;;
