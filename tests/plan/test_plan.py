@@ -92,7 +92,7 @@ def test_a_batch_whose_tokens_come_too_late_is_not_taken() -> None:
 
 
 def test_the_built_in_figures_are_those_of_the_documentation() -> None:
-    profile, pages = built_in("h200", "8b"), Path(__file__).parents[2] / "docs" / "benchmarks.md"
+    profile, pages = built_in("h200", "8b"), Path(__file__).parents[2] / "docs" / "benchmarks-history.md"
     text = pages.read_text(encoding="utf-8")
     assert "19b0ab8" in text
     assert "19b0ab8" in profile.source
