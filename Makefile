@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Python keeps what it compiled, whatever this shell says: pip compiles nothing (below), so where nothing is kept every
+# process compiles torch and transformers anew, 4 to 13 seconds each, and the tests start more than a hundred
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo serve test lint check fuzz mutants docs bench-cpu bench-gpu bench-spec bench-serve clean
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers on two cores: one thread each
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs this in the background has it ignored, and
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # so would servers that tests send it to, for ever
 
 with suppress(ImportError):  # a machine for the GPU tests need not have it
     from hypothesis import HealthCheck, settings

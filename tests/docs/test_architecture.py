@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import fields
+from functools import cache
 
 import pytest
 
@@ -30,6 +31,7 @@ def members(found: ast.ClassDef) -> set[str]:
     return names
 
 
+@cache  # when a test asks: both workers import this file, one of them runs its tests
 def definitions() -> tuple[dict[str, set[str]], set[str]]:
     """Every class of the package with its members, and every function."""
     classes, functions = dict[str, set[str]](), set[str]()
@@ -42,32 +44,32 @@ def definitions() -> tuple[dict[str, set[str]], set[str]]:
     return classes, functions
 
 
-CLASSES, FUNCTIONS = definitions()
-
-
 @pytest.mark.parametrize(
     ("name", "member"),
     sorted({found for page in ALL for found in re.findall(r"`([A-Z]\w+)\.(\w+)[\w.()]*`", prose(page))}),
 )
 def test_members_that_are_named_exist(name: str, member: str) -> None:
-    assert member in CLASSES[name]
+    classes, _ = definitions()
+    assert member in classes[name]
 
 
 def test_classes_and_functions_that_are_named_exist() -> None:
     named = set(
         re.findall(r"`([A-Za-z_]\w*)`", re.sub(r"<!-- made.*?<!-- /made -->", "", PAGE, flags=re.DOTALL))
     )
-    fields = set[str]().union(*CLASSES.values())
+    classes, functions = definitions()
+    fields = set[str]().union(*classes.values())
     packages = {path.parent.name for path in (ROOT / "src" / "forerun").rglob("__init__.py")}
     modules = {path.stem for path in (ROOT / "src" / "forerun").glob("*.py")}
     assert len(named) > 12
-    assert named - NOT_OURS - set(CLASSES) - FUNCTIONS - fields - packages - modules == set()
+    assert named - NOT_OURS - set(classes) - functions - fields - packages - modules == set()
 
 
 def test_negative_control_what_is_not_there_is_not_found() -> None:
-    assert "settle_at_once" not in CLASSES["Scores"]
-    assert "form" in CLASSES["TreeBatch"]
-    assert "outcome" in CLASSES["Verdict"]
+    classes, _ = definitions()
+    assert "settle_at_once" not in classes["Scores"]
+    assert "form" in classes["TreeBatch"]
+    assert "outcome" in classes["Verdict"]
 
 
 def test_a_budget_is_explained_field_by_field() -> None:
