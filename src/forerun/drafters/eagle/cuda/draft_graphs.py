@@ -213,7 +213,7 @@ class DeviceDraft:
         ]
         here = {seq.id for seq in seqs}
         joining = [seq for seq in self._joining.values() if seq.id not in here and self.is_ready(seq)]
-        going += [(seq, seq.tokens[-1]) for seq in joining]
+        going += [(seq, seq.tokens[-1]) for seq in joining[: MOST - len(going)]]
         if not going or not self.knows(form, len(going)):
             return
         longest = self.net.model.max_length - DEEPEST

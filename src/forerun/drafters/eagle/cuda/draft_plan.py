@@ -28,6 +28,9 @@ from forerun.types import TreeForm
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)  # batch sizes that have graphs
 MOST = BUCKETS[-1]  # sequences in one draft
+PLACES = (
+    MOST + MOST // 4
+)  # sequences that have rows: some are read before there is a place in the batch for them
 ROOM = 24  # feature rows that a sequence has, used again and again: row t lies at its place t % ROOM
 KNOWN = 6  # integers of a sequence that the host sends, beside its unread tokens and its pages
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.eagle.cuda.draft_noise import Settings, settings_of
-from forerun.drafters.eagle.cuda.draft_plan import MOST, ROOM, DraftForm, Lane
+from forerun.drafters.eagle.cuda.draft_plan import PLACES, ROOM, DraftForm, Lane
 from forerun.drafters.eagle.cuda.feature_copies import append_decided, copy_rows
 from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
 from forerun.drafters.eagle.cuda.head import HeadNet
@@ -72,11 +72,11 @@ class FeatureRows:
         device, width = net.model.device, fusion.feature_width
         self._states: dict[int, RowState] = {}
         self._left_out: set[int] = set()  # sequences for which there was no room
-        self._free = list(range(MOST))[::-1]
-        self._zeros = MOST * ROOM  # a row that is always zero; the one behind it is never read
-        self._places = SentInts(device, 2 * MOST * (DEEPEST + 1), torch.long)
+        self._free = list(range(PLACES))[::-1]
+        self._zeros = PLACES * ROOM  # a row that is always zero; the one behind it is never read
+        self._places = SentInts(device, 2 * PLACES * (DEEPEST + 1), torch.long)
         with torch.inference_mode(False):
-            self.rows = torch.zeros(MOST * ROOM + 2, width, dtype=net.model.dtype, device=device)
+            self.rows = torch.zeros(PLACES * ROOM + 2, width, dtype=net.model.dtype, device=device)
             self._passing = torch.zeros(MAX_ROWS, width, dtype=net.model.dtype, device=device)
         self._padding = RowState(PADDING, 0, NO_PAGES)
         self.has_room(self._padding, TREE_MARGIN)
