@@ -133,10 +133,12 @@ def plan_draft(
     at, pages = MAX_ROWS + form.pages_at(group_nodes), np.concatenate([lane.pages for lane in lanes])
     ints = np.zeros(count * (KNOWN + behind) + len(pages), dtype=np.int32)
     table, unread = ints[: KNOWN * count].reshape(KNOWN, count), ints[KNOWN * count :]
-    for b, (root, tokens, own, first, ring, follows) in enumerate(lanes):
-        table[:, b] = first, len(tokens), ring, at, root, follows
-        unread[b * behind : b * behind + len(tokens)] = tokens
-        at += len(own)
+    roots, known, own, firsts, rings, follows = zip(*lanes, strict=True)
+    starts = np.cumsum([at, *map(len, own)])[:-1]
+    table[:] = firsts, [len(tokens) for tokens in known], rings, starts, roots, follows
+    for b, tokens in enumerate(known):
+        if tokens:  # none where the last round was not read
+            unread[b * behind : b * behind + len(tokens)] = tokens
     unread[count * behind :] = pages
     return form, ints
 
