@@ -157,6 +157,8 @@ class TreeBatch:
                 self._topologies = _ROOT_ALONE
             elif self.is_plain():
                 self._topologies = [chain_of(1)] * len(self)
+            elif self.form is not None and self.form.chain:
+                self._topologies = [chain_of(self.form.nodes)] * len(self)
             else:
                 parents = self.to_host()[1]
                 self._topologies = [topology_of(tuple(parents[a:b])) for a, b in pairwise(self.starts)]

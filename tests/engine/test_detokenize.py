@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.engine.detokenize import Detokenizer
+from forerun.models.load.tokenizer import Tokenizer
 
 
 class Bytes:
@@ -59,3 +61,58 @@ def test_without_a_tokenizer_there_is_no_text(stops: tuple[str, ...]) -> None:
     stream = Detokenizer(None, stops)
     assert not stream.push(3)
     assert stream.take(final=True) == ""
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Bytes, a few of several bytes (some of them halves of characters), a special token and an added word."""
+    letters = {byte: chr(byte) for byte in (*range(33, 127), *range(161, 173), *range(174, 256))}
+    rest = [byte for byte in range(256) if byte not in letters]
+    letters |= {byte: chr(256 + i) for i, byte in enumerate(rest)}  # how such vocabularies spell bytes
+    spelled = [letters[byte] for byte in range(256)]
+    spelled += ["".join(letters[byte] for byte in word) for word in ("é".encode(), b"ab", "€".encode()[:2])]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(spelled)}, []))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    backend.add_tokens(["\u4e2d"])
+    return Tokenizer(backend)
+
+
+TOKENIZER = byte_tokenizer()
+PARTS = [*b"a \xc3\xa9\xe2\x82\xac\xff", 256, 257, 258, 259, 260]
+
+
+SOME = st.lists(st.one_of(st.sampled_from(PARTS), st.integers(0, 260)), min_size=1, max_size=4)
+
+
+@given(st.lists(SOME, max_size=20))
+def test_the_usual_case_in_few_steps_comes_to_the_same(rounds: list[list[int]]) -> None:
+    slow = fast = Detokenizer(TOKENIZER)
+    for tokens in rounds:
+        slow = slow.fork()
+        for token in tokens:
+            slow.push(token)
+        text = slow.take(final=False)
+        found = fast.behind(tokens)
+        if found is None:
+            fast = fast.fork()
+            for token in tokens:
+                fast.push(token)
+            found = fast, fast.take(final=False)
+        assert found[1] == text
+        fast = found[0]
+        assert fast.text == slow.text
+    assert slow.take(final=True) == fast.take(final=True)
+
+
+def test_the_usual_case_is_taken_and_no_other() -> None:
+    tokens = {token: Detokenizer(TOKENIZER).behind([token]) for token in range(261)}
+    assert {token for token, found in tokens.items() if found is None} == {*range(128, 256), 258}
+    assert Detokenizer(TOKENIZER, ["x"]).behind([97]) is None
+    half = Detokenizer(TOKENIZER)
+    half.push(0xC3)
+    assert half.behind([97]) is None
+    assert Detokenizer(Bytes()).behind([97]) is None, "it does not say what tokens add"
+    assert Detokenizer(TOKENIZER).behind([97, 0xC3]) is None
+    usual = Detokenizer(TOKENIZER).behind([97, 256, 98])
+    assert usual is not None
+    assert usual[1] == "a\u00e9b"

@@ -114,7 +114,7 @@ class Timed:
             (engine.controller, "observe", "observe"),
             (engine.drafters, "propose", "propose"),
             (engine.drafters, "observe", "observe"),
-            (engine.verifiers, "verify", "verdict"),
+            (engine.verifiers, "decide", "verdict"),
             (engine_module, "outcome_of", "outcome"),
         ):
             setattr(owner, call, self.wrap(part, getattr(owner, call)))

@@ -146,6 +146,10 @@ class HybridDrafter:
         return TreeBatch.join([trees.select(mine), second] if mine else [second], [*mine, *theirs])
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        known = trees.form is not None or all([seq.id in self._sequences for seq in seqs])  # noqa: C419 - quicker
+        if self._is_crowded and known:  # then nothing of the first's was drafted
+            self.second.observe(seqs, trees, scores, verdict)
+            return
         verified = [
             b for b, seq in enumerate(seqs) if seq.id in self._sequences and self._sequences[seq.id].drafted
         ]
@@ -155,9 +159,7 @@ class HybridDrafter:
             if state.parting is not None:
                 committed = committed_tokens(trees, verdict)[b]
                 _count_parting(state, dict(zip([0, *path], committed, strict=True)))
-        known = trees.form is not None or all([seq.id in self._sequences for seq in seqs])  # noqa: C419 - quicker
-        if not (self._is_crowded and known):
-            self.first.observe(seqs, trees, scores, verdict)
+        self.first.observe(seqs, trees, scores, verdict)
         self.second.observe(seqs, trees, scores, verdict)
 
     def forget(self, seq: Seq) -> None:

@@ -7,18 +7,30 @@ into a stop string.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Protocol, TypeGuard, runtime_checkable
 
 
 class Decodes(Protocol):
     def decode(self, ids: list[int], /) -> str: ...
 
 
+@runtime_checkable
+class DecodesPieces(Decodes, Protocol):
+    """A tokenizer that knows what most tokens add to any text of whole characters."""
+
+    def piece(self, token: int, /) -> str | None:
+        """None where that depends on what comes before or behind it."""
+        ...
+
+
 class Detokenizer:
     """The text of one sequence's output."""
 
-    __slots__ = ("_ahead", "_done", "_from", "_ids", "_may_stop", "_taken", "stops", "text", "tokenizer")
+    __slots__ = (
+        "_ahead", "_done", "_from", "_ids", "_may_stop", "_piece", "_taken", "stops", "text", "tokenizer",
+    )  # fmt: skip
 
     def __init__(self, tokenizer: Decodes | None, stops: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
@@ -30,6 +42,8 @@ class Detokenizer:
         self._from = 0  # ids before this one no longer do
         self._done = 0  # ids before this one are in `text`
         self._ahead = 0  # characters of later ids that are in `text`: those before an incomplete one
+        # of tokens whose text does not depend on others; None = there are stop strings to look for, too
+        self._piece = _piece_of(tokenizer) if not self.stops else None
 
     def fork(self) -> Detokenizer:
         """A copy that continues from here, so that a round can be computed before it is written."""
@@ -37,7 +51,30 @@ class Detokenizer:
         copy.tokenizer, copy.stops, copy.text = self.tokenizer, self.stops, self.text
         copy._taken, copy._may_stop, copy._ids = self._taken, self._may_stop, self._ids
         copy._from, copy._done, copy._ahead = self._from, self._done, self._ahead
+        copy._piece = self._piece
         return copy
+
+    def behind(self, tokens: Sequence[int]) -> tuple[Detokenizer, str] | None:
+        """What `fork`, `push` of each token and `take` come to, in few steps; None = they are not of the usual kind."""
+        if self.tokenizer is None:
+            return self, ""
+        find = self._piece
+        if find is None or self._ahead or self._done != len(self._ids) or self._taken != len(self.text):
+            return None
+        if len(tokens) == 1:
+            piece = find(tokens[0])
+            if piece is None:
+                return None
+        else:
+            pieces = [one for one in map(find, tokens) if one is not None]
+            if len(pieces) < len(tokens) or not pieces:
+                return None
+            piece = "".join(pieces)
+        copy = Detokenizer.__new__(Detokenizer)
+        copy.tokenizer, copy.stops, copy._piece, copy._may_stop = self.tokenizer, (), find, True
+        copy.text = text = self.text + piece
+        copy._taken, copy._ids, copy._from, copy._done, copy._ahead = len(text), [tokens[-1]], 0, 1, 0
+        return copy, piece
 
     def push(self, token: int, may_stop: bool = True) -> bool:
         """Add a token; True if it completes a stop string, which is then cut off."""
@@ -102,3 +139,17 @@ class Detokenizer:
         self._from = self._done = len(self._ids)
         self._ahead = 0
         return self._add(fresh)
+
+
+def _piece_of(tokenizer: Decodes | None) -> Callable[[int], str | None] | None:
+    return tokenizer.piece if tokenizer is not None and _knows_pieces(tokenizer) else None
+
+
+def _knows_pieces(tokenizer: Decodes) -> TypeGuard[DecodesPieces]:
+    return _kind_knows_pieces(type(tokenizer))
+
+
+@cache
+def _kind_knows_pieces(kind: type) -> bool:
+    """Asked once: to compare a class with a protocol takes long."""
+    return issubclass(kind, DecodesPieces)

@@ -143,7 +143,7 @@ class Engine(Queues):
 
     def hold(self, seqs: Sequence[SequenceState]) -> None:
         """Undo the rounds of these sequences if what is done next is interrupted."""
-        self._pending = Pending([*{seq.id: seq for seq in seqs}.values()])
+        self._pending = Pending(seqs)
 
     def score(
         self, seqs: Sequence[SequenceState], trees: TreeBatch, readers: Sequence[SequenceState], rows: int
@@ -248,7 +248,7 @@ class Engine(Queues):
         if pending is None:
             return
         if pending.advances is None:
-            self._roll_back(pending.seqs)
+            self._roll_back(pending.members())
             return
         for advance in pending.advances:
             advance.seq.take(advance)
@@ -284,7 +284,7 @@ class Engine(Queues):
             log.warning("a round was completed, but an observer of it failed: %r", error)
             self._recover()
             return
-        seqs = list(pending.seqs)
+        seqs = pending.members()
         for seq in seqs:
             seq.note_failure()
         self._recover()

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, TypeGuard
 from forerun.control.base import Controller, Reconsiders
 from forerun.engine.pending import Launched, Pending
 from forerun.engine.prompt_rows import prompt_share
-from forerun.engine.sequence import SequenceState
+from forerun.engine.sequence import SequenceState, traits_of
 from forerun.types import NextRoots, TreeBatch
-from forerun.verify.warp import is_plain_greedy
 
 if TYPE_CHECKING:
     from forerun.engine.engine import Engine
@@ -56,7 +55,7 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
     seqs, joined = [seq for seq, _ in going], [seq for seq, tree in going if tree < 0]
     if len(joined) == len(going) or not _may_follow(engine, [*last.seqs, *joined], known.sampled):
         return None
-    both = [*last.pending.seqs, *joined]
+    both = [*last.pending.seqs, *joined]  # some of these were read in the last pass: they are named twice
     engine.hold(both)
     share = prompt_share(engine.scheduler, engine.prompt_rows, engine.controller, len(seqs))
     trees = (
@@ -100,7 +99,7 @@ def _stays_plain(engine: Engine, last: Launched, seqs: Sequence[SequenceState]) 
     """Is the round behind a plain one plain too, as far as that is known before this one is read?"""
     if engine.drafters.never_draft(seqs):
         return True
-    if any([seq.request.budget is not None for seq in seqs]):  # noqa: C419
+    if any([one.has_budget for one in traits_of(seqs)]):  # noqa: C419
         return False
     if _reconsiders(engine.controller):
         last.clock.lap("host")
@@ -112,6 +111,8 @@ def _stays_plain(engine: Engine, last: Launched, seqs: Sequence[SequenceState]) 
 
 def _going(last: Launched, running: Sequence[SequenceState]) -> Going:
     """All that run but those whom one more token ends."""
+    if last.seqs == running:  # the usual case
+        return [(seq, b) for b, seq in enumerate(running) if len(seq.tokens) + 1 < seq.max_length]
     places = {seq.id: tree for tree, seq in enumerate(last.seqs)}
     going = [(seq, places.get(seq.id, -1)) for seq in running]
     return [(seq, tree) for seq, tree in going if tree < 0 or len(seq.tokens) + 1 < seq.max_length]
@@ -121,11 +122,11 @@ def _may_follow(engine: Engine, seqs: Sequence[SequenceState], sampled: bool) ->
     """Does the device decide about all of both rounds (`sampled`: it samples), and does one drafter serve them?"""
     if len({seq.drafting for seq in seqs}) > 1:
         return False
-    if not all(engine.verifiers.get(name).exact for name in {seq.verifier for seq in seqs}):
+    traits = traits_of(seqs)
+    if not engine.verifiers.are_exact(traits) or any(one.wants_logprobs for one in traits):
         return False
-    if any(seq.params.logprobs is not None for seq in seqs):
-        return False
-    return all(map(is_plain_greedy, seqs)) or (sampled and engine.verifiers.device_decides(seqs))
+    greedy = all(one.is_plain_greedy for one in traits)
+    return greedy or (sampled and engine.verifiers.device_decides(seqs))
 
 
 def _goes_on(engine: Engine, planned: Sequence[SequenceState]) -> bool:

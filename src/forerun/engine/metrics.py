@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -105,8 +106,9 @@ class EngineStats:
         self.rounds += 1
         self.tokens += tokens
         if any(outcome.drafted):
-            for counts in zip(outcome.drafted, outcome.depths, outcome.accepted, strict=True):
-                self._add_drafts(*counts)
+            each = Counter(zip(outcome.drafted, outcome.depths, outcome.accepted, strict=True))
+            for counts, sequences in each.items():  # in a large batch many are alike
+                self._add_drafts(sequences, *counts)
         else:
             self.forms["plain"] = self.forms.get("plain", 0) + len(outcome.drafted)
         self._add(clock)
@@ -122,21 +124,21 @@ class EngineStats:
         if self.trace is not None:
             self.trace.add_prompts(clock.started, clock.seconds["prompt"], rows)
 
-    def _add_drafts(self, drafted: int, depth: int, accepted: int) -> None:
-        """What a round came to for one sequence."""
+    def _add_drafts(self, sequences: int, drafted: int, depth: int, accepted: int) -> None:
+        """What a round came to for each of so many sequences."""
         form = form_of(drafted, depth)
-        self.drafted += drafted
-        self.accepted += accepted
-        self.forms[form] = self.forms.get(form, 0) + 1
+        self.drafted += sequences * drafted
+        self.accepted += sequences * accepted
+        self.forms[form] = self.forms.get(form, 0) + sequences
         if not depth:
             return
         missing = [0] * (depth - len(self.reached))
         self.kept += missing
         self.reached += missing
         for i in range(depth):
-            self.reached[i] += 1
+            self.reached[i] += sequences
         for i in range(accepted):
-            self.kept[i] += 1
+            self.kept[i] += sequences
 
     def _add(self, clock: RoundClock) -> None:
         for part, spent in clock.seconds.items():

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from forerun.engine.detokenize import Detokenizer
 from forerun.engine.metrics import RoundCounts
 from forerun.engine.sequence import Advance, SequenceState
 from forerun.errors import CannotSample
-from forerun.types import Branch, Event, Laws, Round, TokenLogprob, TreeBatch, Verdict
+from forerun.types import Branch, Event, FinishReason, Laws, Round, TokenLogprob, TreeBatch, Verdict
 from forerun.verify.warp import token_logprobs
 
 
@@ -28,7 +29,7 @@ def outcome_of(
         nothing = (0,) * len(seqs)
         done = Round(tuple(seqs), nothing, nothing, nothing, clock, prompt_rows, followed)
         return _plain_advances(seqs, laws, bonus, seconds), done
-    (tokens, parents), starts = trees.to_host(), trees.starts
+    (tokens, parents), starts, shapes = trees.to_host(), trees.starts, trees.topology()
     advances: list[Advance] = []
     drafted: list[int] = []
     deepest: list[int] = []
@@ -41,27 +42,27 @@ def outcome_of(
             fresh = [*[tokens[node] for node in nodes[1:]], bonus[b]]
         if laws.impossible:
             fresh, error = _up_to_impossible(fresh, nodes, laws.impossible)
-        taken, detokenizer, finished = seq.extended(fresh)
+        taken, detokenizer, text, finished = _extended(seq, fresh)
         if error is not None:
             finished, error = (finished, None) if finished else ("error", error)  # it may have ended before
+            text += detokenizer.take(final=True)
         if taken < len(fresh):
             fresh = fresh[:taken]
         size = starts[b + 1] - first
         if size > 1:
-            depth = trees.topology()[b].deepest
+            depth = shapes[b].deepest
+        kept = min(len(path), taken)
         drafted.append(size - 1)
         deepest.append(depth)
-        accepted.append(min(len(path), taken))
-        counts = RoundCounts(taken, size - 1, depth, accepted[b], seconds)
-        text = detokenizer.take(finished is not None)
+        accepted.append(kept)
+        counts = RoundCounts(taken, size - 1, depth, kept, seconds)
         logprobs = _logprobs(seq, fresh, nodes, laws) if seq.params.logprobs is not None else ()
-        event = Event(seq.id, tuple(fresh), accepted[b], text, logprobs, finished, error)
+        event = Event(seq.id, tuple(fresh), kept, text, logprobs, finished, error)
         if seq.request.shows_rejected and size > 1:
             own = slice(first, starts[b + 1])
-            branches = rejected_branches(tokens[own], parents[own], path, accepted[b])
+            branches = rejected_branches(tokens[own], parents[own], path, kept)
             event = replace(event, rejected=branches)
-        places = len(seq.rounds), counts, len(seq.events)
-        advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
+        advances.append(_advance(seq, fresh, detokenizer, counts, event))
     trees_of = tuple(drafted), tuple(deepest), tuple(accepted)
     rows = 0 if trees.form is None else trees.form.rows
     return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows)
@@ -72,15 +73,31 @@ def _plain_advances(
 ) -> list[Advance]:
     """One token for each, in few steps: with many sequences, most rounds are plain."""
     counts, advances = RoundCounts(1, 0, 0, 0, seconds), list[Advance]()
-    for b, seq in enumerate(seqs):
-        fresh = [bonus[b]]
-        _, detokenizer, finished = seq.extended(fresh)
-        text = detokenizer.take(finished is not None)
+    for b, (seq, token) in enumerate(zip(seqs, bonus, strict=True)):
+        fresh = [token]
+        _, detokenizer, text, finished = _extended(seq, fresh)
         logprobs = _logprobs(seq, fresh, [b], laws) if seq.params.logprobs is not None else ()
-        event = Event(seq.id, tuple(fresh), 0, text, logprobs, finished)
-        places = len(seq.rounds), counts, len(seq.events)
-        advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished))
+        event = Event(seq.id, (token,), 0, text, logprobs, finished)
+        advances.append(_advance(seq, fresh, detokenizer, counts, event))
     return advances
+
+
+def _extended(seq: SequenceState, fresh: list[int]) -> tuple[int, Detokenizer, str, FinishReason | None]:
+    """How many of these tokens it takes, the detokenizer then, the text that they add, and why it ends."""
+    if len(seq.tokens) + len(fresh) < seq.max_length and seq.stop_ids.isdisjoint(fresh):
+        usual = seq.detokenizer.behind(fresh)
+        if usual is not None:
+            return len(fresh), *usual, None
+    taken, detokenizer, finished = seq.extended(fresh)
+    return taken, detokenizer, detokenizer.take(finished is not None), finished
+
+
+def _advance(
+    seq: SequenceState, fresh: list[int], detokenizer: Detokenizer, counts: RoundCounts, event: Event
+) -> Advance:
+    rounds, events = len(seq.rounds), len(seq.events)
+    length, finished = len(seq.tokens), event.finished
+    return Advance(seq, length, fresh, detokenizer, rounds, counts, events, event, finished, event.error)
 
 
 def _up_to_impossible(

@@ -21,7 +21,11 @@ class Pending:
     __slots__ = ("advances", "seqs")
 
     def __init__(self, seqs: Sequence[SequenceState], advances: list[Advance] | None = None) -> None:
-        self.seqs, self.advances = seqs, advances
+        self.seqs, self.advances = seqs, advances  # some sequences may be named twice
+
+    def members(self) -> list[SequenceState]:
+        """Its sequences, each of them once."""
+        return [*{seq.id: seq for seq in self.seqs}.values()]
 
 
 class Launched(NamedTuple):

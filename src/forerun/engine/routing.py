@@ -17,7 +17,7 @@ import torch
 
 from forerun.drafters.base import LookupDrafter
 from forerun.drafters.none import NoDrafter
-from forerun.engine.sequence import SequenceState
+from forerun.engine.sequence import SequenceState, Traits, traits_of
 from forerun.engine.tree_check import check_trees
 from forerun.errors import InvalidInput
 from forerun.noise import Noise
@@ -242,6 +242,11 @@ class VerifierPool:
                 warp(scores.required_logits, seqs, trees) if wanted else Laws(scores.required_logits, greedy)
             )
             return laws, greedy_verdict(trees, known)
+        if known is not None:
+            traits = traits_of(seqs)
+            if all([one.is_plain_greedy for one in traits]) and self.are_exact(traits):  # noqa: C419
+                laws = Laws(scores.required_logits, (True,) * len(seqs), plain_greedy=True)
+                return laws, greedy_verdict(trees, known)
         laws = warp(scores.required_logits, seqs, trees)
         return laws, self.verify(seqs, trees, laws, known)
 
@@ -253,10 +258,10 @@ class VerifierPool:
         """Does a device that samples decide about all of these, some of which are sampled?"""
         return kinds_of(seqs) is not None and self.decide_alike(seqs)
 
-    def _are_exact(self, seqs: Sequence[SequenceState]) -> bool:
+    def are_exact(self, traits: Sequence[Traits]) -> bool:
         """Are the verifiers of these all exact? Then they come to one verdict where laws are point masses."""
-        for seq in seqs:  # noqa: SIM110 - a generator is one function more, in every round
-            if not (self._made.get(seq.verifier) or self.get(seq.verifier)).exact:
+        for one in traits:  # noqa: SIM110 - a generator is one function more, in every round
+            if not (self._made.get(one.verifier) or self.get(one.verifier)).exact:
                 return False
         return True
 
@@ -264,7 +269,7 @@ class VerifierPool:
         self, seqs: Sequence[SequenceState], trees: TreeBatch, laws: Laws, known: Greedy | None = None
     ) -> Verdict:
         """By each sequence's own verifier; where all are greedy and exact, from what the pass already knows."""
-        if known is not None and laws.plain_greedy and self._are_exact(seqs):
+        if known is not None and laws.plain_greedy and self.are_exact(traits_of(seqs)):
             return greedy_verdict(trees, known)
         noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
         groups = _groups([seq.verifier for seq in seqs])

@@ -66,6 +66,8 @@ class Scheduler:
 
     def begin(self, readers: Sequence[SequenceState]) -> None:
         """Those of `next_readers` that waited are read from now on."""
+        if not readers:
+            return
         known = {seq.id for seq in self.reading}
         new = [seq for seq in readers if seq.id not in known]
         for _ in new:

@@ -7,7 +7,9 @@ a fault leaves a sequence as it was before a round or as it is after it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from time import perf_counter
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,6 +18,16 @@ from forerun.engine.metrics import RoundCounts, SequenceStats
 from forerun.params import SamplingParams
 from forerun.sources import LawRules, SourceRules
 from forerun.types import Event, FinishReason, Request
+from forerun.verify.warp import is_plain_greedy
+
+
+class Traits(NamedTuple):
+    """What never changes of a sequence and rounds must know of all of theirs; equal ones are one object."""
+
+    verifier: str
+    is_plain_greedy: bool
+    wants_logprobs: bool
+    has_budget: bool  # of its own
 
 
 class Tokens(list[int]):
@@ -60,12 +72,15 @@ class SequenceState:
     params: SamplingParams = field(init=False)
     source: tuple[int, ...] = field(init=False)
     rules: LawRules | None = field(init=False)
+    traits: Traits = field(init=False)
 
     def __post_init__(self) -> None:
         own = self.source_rules
         _set(self, "params", self.request.params)
         _set(self, "source", () if own is None else self.request.prompt)
         _set(self, "rules", None if own is None else own.laws)
+        wants_logprobs, has_budget = self.params.logprobs is not None, self.request.budget is not None
+        _set(self, "traits", _traits(self.verifier, is_plain_greedy(self), wants_logprobs, has_budget))
 
     @property
     def cache_salt(self) -> str | None:
@@ -154,4 +169,13 @@ class Advance(NamedTuple):
     error: Exception | None = None
 
 
+def traits_of(seqs: Sequence[SequenceState]) -> Sequence[Traits]:
+    """All that there are among these; mostly one."""
+    first = seqs[0].traits
+    if all([seq.traits is first for seq in seqs]):  # noqa: C419 - the usual case, and quicker than a generator
+        return (first,)
+    return tuple({seq.traits for seq in seqs})
+
+
+_traits = lru_cache(maxsize=1024)(Traits)
 _set, _write = object.__setattr__, list.__setitem__

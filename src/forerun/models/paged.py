@@ -26,17 +26,7 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 class Extent:
     """One sequence's positions: on which pages they lie, and how many of them, from the start, are committed."""
 
-    __slots__ = (
-        "digests",
-        "found",
-        "id",
-        "layers",
-        "length",
-        "pool",
-        "reused",
-        "start",
-        "writable",
-    )
+    __slots__ = ("digests", "found", "id", "layers", "length", "pool", "reused", "start", "writable")
 
     def __init__(self, seq_id: int, pool: PagePool, start: bytes | None, layers: Iterable[int]) -> None:
         self.id, self.pool, self.start = seq_id, pool, start  # start None = its pages are not shared
@@ -124,6 +114,14 @@ class PagedKV:
         if extent is None:
             raise InvalidInput(f"sequence {seq_id} holds no KV slots: prefill it first")
         return extent
+
+    def extents(self, seq_ids: Sequence[int]) -> list[Extent]:
+        """`extent` of several."""
+        known = self._extents
+        try:
+            return [known[seq_id] for seq_id in seq_ids]
+        except KeyError:
+            return [self.extent(seq_id) for seq_id in seq_ids]  # which says whose there is none
 
     def has_pages(self, count: int) -> bool:
         """Could so many pages be taken now?"""

@@ -47,6 +47,7 @@ class SlotTarget:
         """`kv_slots` are made at once; without them pages are made as they are needed, for up to `kv_memory` bytes."""
         self.config, self._dtype, self._device = config, dtype, device
         self._lengths: dict[int, int] = {}  # sequence -> how long it may become
+        self._wanted: frozenset[int] = frozenset()  # hidden layers of the last pass
         kept = kv_dtype or dtype
         self.kv = PagedKV(
             config.layers,
@@ -100,11 +101,10 @@ class SlotTarget:
         return self.kv.has_pages(self.kv.sequences + sum(pages_for(length) + 1 for length in lengths) - 1)
 
     def make_room(self, seqs: Sequence[Seq], rows: Sequence[int]) -> bool:
-        lacking = []
-        for seq, count in zip(seqs, rows, strict=True):
-            extent = self.kv.extent(seq.id)
-            if extent.length + count > extent.writable:
-                lacking.append((extent.id, extent.length + count))
+        extents = zip(self.kv.extents([seq.id for seq in seqs]), rows, strict=True)
+        lacking = [
+            (one.id, one.length + count) for one, count in extents if one.length + count > one.writable
+        ]
         if not lacking:
             return True
         if not self.kv.has_pages(sum(self.kv.lacking(*one) for one in lacking)):
@@ -219,17 +219,23 @@ class SlotTarget:
 
     def _note_layers(self, seqs: Sequence[Seq], needs: Needs) -> None:
         """A pass over these sequences computes, and keeps, the rows of these hidden layers only."""
-        wanted = frozenset(needs.hidden_layers)
-        for seq in seqs:
-            extent = self.kv.extent(seq.id)
-            if not extent.layers <= wanted:
-                extent.layers = extent.layers & wanted
+        wanted = self._wanted
+        if wanted != {*needs.hidden_layers}:
+            wanted = self._wanted = frozenset(needs.hidden_layers)
+        for extent in self.kv.extents([seq.id for seq in seqs]):
+            if extent.layers is not wanted:
+                common = extent.layers & wanted
+                extent.layers = wanted if common == wanted else common
 
     def _accept(self, seqs: Sequence[Seq], verdict: Verdict) -> list[tuple[int, int]]:
         """Count root and path of every tree as committed; the slots that must move for it."""
         moves: list[tuple[int, int]] = []
-        for seq, path in zip(seqs, verdict.to_host()[0], strict=True):
-            moves += self.kv.accept(seq.id, path)
+        extents = self.kv.extents([seq.id for seq in seqs])
+        for extent, path in zip(extents, verdict.to_host()[0], strict=True):
+            if not path or path[-1] == len(path):  # nothing, or the first nodes of a chain: the usual cases
+                extent.length += 1 + len(path)
+            else:
+                moves += self.kv.accept(extent.id, path)
         return moves
 
     def _layers(self, needs: Needs) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -131,6 +132,28 @@ class Plan:
     ints: Ints
 
 
+class Roots:
+    """Lone roots, which come first in a pass: what `Rows.add` makes of chains of one node, all of them at once."""
+
+    def __init__(self, roots: Sequence[Root]) -> None:
+        tokens, pages, lengths = zip(*roots, strict=True)
+        self.count, self.tokens, self.pages = len(roots), tokens, list(chain.from_iterable(pages))
+        self.lengths = np.array(lengths, dtype=np.int32)
+        ends = np.cumsum([len(own) for own in pages], dtype=np.int32)
+        self.starts = np.concatenate((ends[:1] * 0, ends[:-1]))  # of the pages of each among all
+
+    def write(self, ints: Ints, size: Size, table: Ints) -> None:
+        """Into the rows and groups of a pass, before padding is known and pages have their places."""
+        count, lengths = self.count, self.lengths
+        pages = np.array(self.pages, dtype=np.int32)[self.starts + lengths // PAGE]
+        ints[:count] = self.tokens
+        ints[size.rows : size.rows + count] = lengths
+        ints[2 * size.rows : 2 * size.rows + count] = pages * PAGE + lengths % PAGE
+        own = table[:count]
+        own[:, 1], own[:, 2], own[:, 3] = splits_of(lengths) + 1, np.arange(count), 1
+        own[:, 5], own[:, 7] = lengths, self.starts + 1
+
+
 @dataclass(slots=True)
 class Rows:
     """The rows of a pass while they are laid out."""
@@ -155,18 +178,6 @@ class Rows:
             self.positions += [span.length + depth for depth in span.shape.depths]
             self.groups += _tree_groups(span, first, group_nodes, table, self.ancestors)
 
-    def add_roots(self, roots: Sequence[Root]) -> None:
-        """What `add` does of chains of one node, in one loop: there are as many as sequences, every round."""
-        tokens, positions, slots = self.tokens, self.positions, self.slots
-        groups, all_pages, row = self.groups, self.pages, self.first + len(self.tokens)
-        for token, pages, length in roots:
-            tokens.append(token)
-            positions.append(length)
-            slots.append(pages[length // PAGE] * PAGE + length % PAGE)
-            groups.append((0, split_of(length) + 1, row, 1, 0, length, 0, len(all_pages) + 1))
-            all_pages += pages
-            row += 1
-
     def write_chains(self, ints: Ints, size: Size, groups: int, pages: int) -> None:
         """Write chains behind the rows and the groups that come before them; their pages lie at `pages`."""
         end = self.first + len(self.tokens)
@@ -187,12 +198,14 @@ def plan_pass(
     spans: Sequence[Span], group_nodes: int, size_for: SizeFor = Need.rounded, roots: Sequence[Root] = ()
 ) -> Plan:
     """Lay out a pass, lone roots first; `group_nodes` is how many nodes one program of attention can take."""
-    rows = Rows()
-    rows.add_roots(roots)
+    lone = Roots(roots) if roots else None
+    first, farthest = (lone.count, int(lone.lengths.max())) if lone else (0, 0)
+    rows = Rows(first, pages=lone.pages if lone else [])
     for span in spans:
         rows.add(span, group_nodes)
-    size = size_for(Need(len(rows.tokens), len(rows.groups), max(rows.positions)))
-    return Plan(size, len(rows.tokens), _pack(size, rows))
+    count = first + len(rows.tokens)
+    size = size_for(Need(count, first + len(rows.groups), max((*rows.positions, farthest))))
+    return Plan(size, count, _pack(size, rows, lone))
 
 
 def _chain_groups(span: Span, first: int, count: int, group_nodes: int, table: int) -> list[tuple[int, ...]]:
@@ -225,18 +238,19 @@ def _tree_groups(
     return groups
 
 
-def _pack(size: Size, rows: Rows) -> Ints:
+def _pack(size: Size, rows: Rows, lone: Roots | None = None) -> Ints:
     """[3 rows + FIELDS groups + ancestors + pages]; padding rows are token 0 at position 0, written nowhere."""
-    behind, count = 3 * size.rows + FIELDS * size.groups, len(rows.tokens)
-    end = behind + len(rows.ancestors)
+    behind, first = 3 * size.rows + FIELDS * size.groups, rows.first
+    end, count = behind + len(rows.ancestors), first + len(rows.tokens)
     ints = np.zeros(end + len(rows.pages), dtype=np.int32)
-    ints[:count] = rows.tokens
-    ints[size.rows : size.rows + count] = rows.positions
     ints[2 * size.rows : 3 * size.rows] = -1
-    ints[2 * size.rows : 2 * size.rows + count] = rows.slots
     table = ints[3 * size.rows : behind].reshape(size.groups, FIELDS)
-    if rows.groups:
-        table[: len(rows.groups)] = rows.groups
+    if lone is not None:
+        lone.write(ints, size, table)
+    if rows.tokens:
+        for part, values in enumerate((rows.tokens, rows.positions, rows.slots)):
+            ints[part * size.rows + first : part * size.rows + count] = values
+        table[first : first + len(rows.groups)] = rows.groups
     for field_, start in ((6, behind), (7, end)):
         table[:, field_] = np.where(table[:, field_] > 0, table[:, field_] - 1 + MAX_ROWS + start, 0)
     ints[behind:end] = rows.ancestors

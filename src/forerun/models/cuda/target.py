@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from forerun.models.cuda.plan import MAX_ROWS, Plan, Root, Span, plan_pass
 from forerun.models.cuda.pool import Kind, make_steps, pick_kernels, pool_slots
 from forerun.models.cuda.sampled import Sampler
 from forerun.models.layers import Rotations
+from forerun.models.pages import TREE_MARGIN
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
 from forerun.trees import TreeBatch, TreeForm
@@ -205,14 +207,18 @@ class CudaDecoder(SlotTarget):
 
     def _places(self, seqs: Sequence[Seq], trees: TreeBatch, form: TreeForm) -> list[Place]:
         """Where trees go; behind trees that were not read, once the paths of those have moved to their places."""
-        if trees.follows is None:
-            extents = [self._extent_for(seq, form.nodes) for seq in seqs]
-            return [Place(extent.pages, extent.length) for extent in extents]
-        before = self.grown.form
-        assert before is not None, "trees follow others"
-        self.after.move_decided()
-        extents = [self._extent_for(seq, form.nodes + before.depth + 1) for seq in seqs]
-        return [Place(one.pages, one.length, tree) for one, tree in zip(extents, trees.follows, strict=True)]
+        follows, nodes = trees.follows, form.nodes
+        if follows is not None:
+            before = self.grown.form
+            assert before is not None, "trees follow others"
+            self.after.move_decided()
+            nodes += before.depth + 1
+        extents, held = self.kv.extents([seq.id for seq in seqs]), self.kv.pool.held
+        for seq, extent in zip(seqs, extents, strict=True):
+            if nodes > TREE_MARGIN or extent.length + nodes > extent.writable:
+                self._extent_for(seq, nodes)
+        places = zip(extents, follows or repeat(-1), strict=False)
+        return [Place(held[one.id], one.length, tree) for one, tree in places]
 
     @torch.no_grad()
     def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
@@ -239,15 +245,14 @@ class CudaDecoder(SlotTarget):
 
     def _roots(self, seqs: Sequence[Seq], tokens: Sequence[int], follows: Sequence[int]) -> list[Root]:
         """One row per sequence, behind its committed tokens; or behind a row of the last pass, which was not read."""
-        roots, extent_for = list[Root](), self._extent_for
-        for seq, token, row in zip(seqs, tokens, follows, strict=True):
-            if row >= 0:
-                extent = extent_for(seq, 2)
-                roots.append((-1 - row, extent.pages, extent.length + 1))
-            else:
-                extent = extent_for(seq, 1)
-                roots.append((token, extent.pages, extent.length))
-        return roots
+        extents, held = self.kv.extents([seq.id for seq in seqs]), self.kv.pool.held
+        for extent, row in zip(extents, follows, strict=True):
+            if (end := extent.length + (2 if row >= 0 else 1)) > extent.writable:
+                self.kv.grow(extent.id, end)
+        return [
+            (-1 - row, held[one.id], one.length + 1) if row >= 0 else (token, held[one.id], one.length)
+            for one, token, row in zip(extents, tokens, follows, strict=True)
+        ]
 
     @torch.no_grad()
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:

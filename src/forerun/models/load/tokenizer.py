@@ -53,6 +53,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._alone: dict[int, str] = {}  # the text of single tokens
+        self._pieces: dict[int, str | None] = {}  # the same, where it is that behind any others
         # tokens are bytes and nothing else: texts of whole characters, one behind the other, are the whole text
         self._joins = type(backend.decoder) is tokenizers.decoders.ByteLevel
         self._template = chat_template
@@ -100,6 +101,15 @@ class Tokenizer:
             if "\ufffd" not in both:
                 return both
         return self._backend.decode(ids, skip_special_tokens=skip_special)
+
+    def piece(self, index: int) -> str | None:
+        """What a token adds to any text of whole characters; None where only `decode` of several can tell."""
+        try:
+            return self._pieces[index]
+        except KeyError:
+            text = self._text_of(index)
+            piece = self._pieces[index] = text if self._joins and "\ufffd" not in text else None
+            return piece
 
     def _text_of(self, index: int) -> str:
         text = self._alone.get(index)

@@ -90,8 +90,7 @@ class DeviceDraft:
 
     def is_ready(self, seq: Seq) -> bool:
         """Are there rows for all tokens of this sequence, and room for a draft behind them?"""
-        state, longest = self.rows.get(seq.id), self.net.model.max_length - DEEPEST
-        return state is not None and 0 < state.seen == len(seq.tokens) - 1 <= longest
+        return self.rows.ready(seq) is not None
 
     def fitting(self, sequences: int, nodes: int, depth: int, width: int) -> Form | None:
         """A form as large as asked for, cut to the rows of a pass and the slots behind each sequence; None = none."""
@@ -148,7 +147,7 @@ class DeviceDraft:
             return None
         if grown.nodes + grown.depth + 1 > TREE_MARGIN:
             return None  # no room for such trees behind each other
-        form, known = last.shape, [(seq, self.rows.get(self._state(seq)), tree) for seq, tree in going]
+        form, known = last.shape, [(seq, self.rows.ready(seq), tree) for seq, tree in going]
         if len(going) > MOST or not self.knows(form, len(going)):
             return None
         new = [state for _, state, tree in known if tree < 0 and state is not None]
@@ -167,8 +166,8 @@ class DeviceDraft:
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Keep the rows of root and path, and start the next draft in the form of the last."""
-        ids = {seq.id for seq in seqs}
-        if self._ahead is not None and any(seq_id in ids for seq_id, _ in self._ahead.trees):
+        started = () if self._ahead is None else {seq_id for seq_id, _ in self._ahead.trees}
+        if started and any([seq.id in started for seq in seqs]):  # noqa: C419
             self._ahead = None  # nobody asked for it
         self.rows.observe(seqs, trees, scores, verdict)
         if verdict.outcome is not None and not verdict.outcome.is_latest:
@@ -213,7 +212,7 @@ class DeviceDraft:
         ]
         here = {seq.id for seq in seqs}
         joining = [seq for seq in self._joining.values() if seq.id not in here and self.is_ready(seq)]
-        going += [(seq, seq.tokens[-1]) for seq in joining]
+        going += [(seq, seq.tokens[-1]) for seq in joining[: MOST - len(going)]]
         if not going or not self.knows(form, len(going)):
             return
         longest = self.net.model.max_length - DEEPEST

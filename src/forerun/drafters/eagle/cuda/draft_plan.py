@@ -28,6 +28,9 @@ from forerun.types import TreeForm
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)  # batch sizes that have graphs
 MOST = BUCKETS[-1]  # sequences in one draft
+PLACES = (
+    MOST + MOST // 4
+)  # sequences that have rows: some are read before there is a place in the batch for them
 ROOM = 24  # feature rows that a sequence has, used again and again: row t lies at its place t % ROOM
 KNOWN = 6  # integers of a sequence that the host sends, beside its unread tokens and its pages
 
@@ -130,10 +133,12 @@ def plan_draft(
     at, pages = MAX_ROWS + form.pages_at(group_nodes), np.concatenate([lane.pages for lane in lanes])
     ints = np.zeros(count * (KNOWN + behind) + len(pages), dtype=np.int32)
     table, unread = ints[: KNOWN * count].reshape(KNOWN, count), ints[KNOWN * count :]
-    for b, (root, tokens, own, first, ring, follows) in enumerate(lanes):
-        table[:, b] = first, len(tokens), ring, at, root, follows
-        unread[b * behind : b * behind + len(tokens)] = tokens
-        at += len(own)
+    roots, known, own, firsts, rings, follows = zip(*lanes, strict=True)
+    starts = np.cumsum([at, *map(len, own)])[:-1]
+    table[:] = firsts, [len(tokens) for tokens in known], rings, starts, roots, follows
+    for b, tokens in enumerate(known):
+        if tokens:  # none where the last round was not read
+            unread[b * behind : b * behind + len(tokens)] = tokens
     unread[count * behind :] = pages
     return form, ints
 

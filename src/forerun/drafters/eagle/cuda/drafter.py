@@ -113,7 +113,7 @@ class DeviceDrafter(Generic[Draft]):
         if self._failed:
             self.plain.observe(seqs, trees, scores, verdict)
             return
-        ours = [b for b, seq in enumerate(seqs) if self._grows(seq)]
+        ours = [b for b, seq in enumerate(seqs) if self._grows(seq)] if self._sampled else range(len(seqs))
         if len(ours) == len(seqs):
             self._observe(seqs, trees, scores, verdict)
             return

@@ -10,53 +10,28 @@ do not draft when their places are used up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.drafters.eagle.cuda.draft_noise import Settings, settings_of
-from forerun.drafters.eagle.cuda.draft_plan import MOST, ROOM, DraftForm, Lane
+from forerun.drafters.eagle.cuda.draft_noise import settings_of
+from forerun.drafters.eagle.cuda.draft_plan import PLACES, ROOM, DraftForm, Lane
 from forerun.drafters.eagle.cuda.feature_copies import append_decided, copy_rows
 from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
 from forerun.drafters.eagle.cuda.head import HeadNet
+from forerun.drafters.eagle.cuda.row_state import NO_PAGES, RowState
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.integers import SentInts
 from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, Size, round_up
-from forerun.models.paged import Ints
 from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
 from forerun.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 
 DEEPEST = 16  # levels of a draft; a round adds at most one row more, which is less than ROOM
 PASSES = (64, 256, MAX_ROWS)  # rows of a pass that reads for keys and values alone
 PADDING = -1  # whose slots padding has
-NO_PAGES: Ints = np.zeros(0, dtype=np.int32)
-
-
-@dataclass(slots=True)
-class RowState:
-    """What is known of one sequence's rows. Row t belongs to token t, and comes with the token after it."""
-
-    seq_id: int
-    place: int  # which ROOM rows it owns
-    pages: Ints  # of its slots, by position
-    noise: Settings | None = None  # that its drafts share with the verifier
-    after: list[int] = field(default_factory=list)  # the token after each row that was observed
-    read: int = 0  # rows whose keys and values are in the head's slots, or were sent there
-
-    @property
-    def seen(self) -> int:
-        """Rows that were observed."""
-        return len(self.after)
-
-    def slots(self, first: int, end: int) -> list[int]:
-        """Of positions that it has pages for."""
-        at = np.arange(first, end)
-        found: list[int] = (self.pages[at // PAGE] * PAGE + at % PAGE).tolist()
-        return found
 
 
 Fresh = tuple[RowState, Sequence[int], list[int]]  # rows of a pass, and the token after each
@@ -70,13 +45,14 @@ class FeatureRows:
     ) -> None:
         self.net, self.fusion, self._last, self._replays, self._ints = net, fusion, last, replays, ints
         device, width = net.model.device, fusion.feature_width
+        self._model = net.model
         self._states: dict[int, RowState] = {}
         self._left_out: set[int] = set()  # sequences for which there was no room
-        self._free = list(range(MOST))[::-1]
-        self._zeros = MOST * ROOM  # a row that is always zero; the one behind it is never read
-        self._places = SentInts(device, 2 * MOST * (DEEPEST + 1), torch.long)
+        self._free = list(range(PLACES))[::-1]
+        self._zeros = PLACES * ROOM  # a row that is always zero; the one behind it is never read
+        self._places = SentInts(device, 2 * PLACES * (DEEPEST + 1), torch.long)
         with torch.inference_mode(False):
-            self.rows = torch.zeros(MOST * ROOM + 2, width, dtype=net.model.dtype, device=device)
+            self.rows = torch.zeros(PLACES * ROOM + 2, width, dtype=net.model.dtype, device=device)
             self._passing = torch.zeros(MAX_ROWS, width, dtype=net.model.dtype, device=device)
         self._padding = RowState(PADDING, 0, NO_PAGES)
         self.has_room(self._padding, TREE_MARGIN)
@@ -89,12 +65,20 @@ class FeatureRows:
     def get(self, seq_id: int | None) -> RowState | None:
         return None if seq_id is None else self._states.get(seq_id)
 
-    def lane(self, state: RowState | None, root: int, follows: int = -1) -> Lane:
-        """What a draft must know of a sequence, or of its tree in a round that was not read; None = padding."""
+    def ready(self, seq: Seq) -> RowState | None:
+        """Of a sequence that has rows for all of its tokens, and room for a draft behind them; None = it has not."""
+        state = self._states.get(seq.id)
+        if (
+            state is not None
+            and 0 < len(state.after) == len(seq.tokens) - 1 <= self._model.max_length - DEEPEST
+        ):
+            return state
+        return None
+
+    def lane(self, state: RowState | None, root: int) -> Lane:
+        """What a draft must know of a sequence whose last round was read; None = padding."""
         if state is None or not state.seen:
             return Lane(root, (0,), self._padding.pages, 0, self._zeros)
-        if follows >= 0:
-            return Lane(0, (), state.pages, state.seen, state.place * ROOM, follows)
         first = min(state.read, len(state.after) - 1)  # the last row in any case: the draft starts from it
         return Lane(root, state.after[first:], state.pages, first, state.place * ROOM)
 
@@ -105,22 +89,25 @@ class FeatureRows:
 
         Sequences come with their tree in that round, -1 = none; only these may be without rows.
         """
-        lanes, owners = list[Lane](), dict[int, RowState]()
+        lanes, owners, behind, below = list[Lane](), dict[int, RowState](), form.behind, form.below
         for seq, state, tree in going:
-            if state is None:
-                if tree >= 0:
+            if state is None or tree < 0:
+                if tree >= 0 or (state is not None and not self._fits(state, state.seen, below)):
                     return None
+                lanes.append(self.lane(state, seq.tokens[-1]))
             else:
-                end = state.seen + (0 if tree < 0 else form.behind)
-                unread = tree >= 0 and state.read < state.seen
-                if unread or end + DEEPEST > self.net.model.max_length:
+                seen = len(state.after)
+                if state.read < seen or not self._fits(state, seen + behind, below):
                     return None
-                if not self.has_room(state, end + form.below):
-                    return None
-                if tree >= 0:
-                    owners[tree] = state
-            lanes.append(self.lane(state, seq.tokens[-1], tree))
+                owners[tree] = state
+                lanes.append(Lane(0, (), state.pages, seen, state.place * ROOM, tree))
         return lanes, owners
+
+    def _fits(self, state: RowState, end: int, below: int) -> bool:
+        """May a draft so long be written behind that position? It has pages for it then."""
+        if end > self._model.max_length - DEEPEST:
+            return False
+        return end + below <= PAGE * len(state.pages) or self.has_room(state, end + below)
 
     def forget(self, seq_id: int) -> None:
         self._left_out.discard(seq_id)
@@ -140,21 +127,22 @@ class FeatureRows:
         outcome, owners = verdict.outcome, dict[int, RowState]()
         followed = outcome is not None and not outcome.is_latest
         tokens, (paths, bonus) = trees.to_host()[0], verdict.to_host()
-        fresh = list[Fresh]()
+        fresh, members = list[Fresh](), trees.members
         spans = zip(trees.starts, trees.starts[1:], strict=False)
         for b, (seq, (first, end), path, last) in enumerate(zip(seqs, spans, paths, bonus, strict=True)):
             state = self._states.get(seq.id)
-            if state is None or state.seen + len(path) >= PAGE * len(state.pages):
+            if state is None or len(state.after) + len(path) >= PAGE * len(state.pages):
                 state = self._admit(seq, len(path) + 1)
             if state is None or first == end:
                 continue  # no room for it, or a prompt of one token: nothing went through the target
+            if followed:
+                state.after += [*[tokens[first + node] for node in path], last]
+                state.read = len(state.after)
+                continue
             rows = [first, *[first + node for node in path]]
             fresh.append((state, rows, [*[tokens[row] for row in rows[1:]], last]))
-            owners[trees.members[b]] = state
+            owners[members[b]] = state
         if followed:
-            for state, _, after in fresh:
-                state.after += after
-                state.read = state.seen
             return
         hidden = [scores.hidden[layer] for layer in self.fusion.layers]
         self._make_places(fresh)
@@ -167,19 +155,19 @@ class FeatureRows:
 
     def _observe_plain(self, seqs: Sequence[Seq], scores: Scores, verdict: Verdict) -> None:
         """The same of lone roots, in few steps: a batch too large for drafts has many plain rounds."""
-        fresh = list[tuple[int, RowState]]()
-        for b, seq in enumerate(seqs):
-            state = self._states.get(seq.id)
-            if state is None or state.seen >= PAGE * len(state.pages):
-                state = self._admit(seq, 1)
+        found = [self._states.get(seq.id) for seq in seqs]
+        for b, state in enumerate(found):
+            if state is None or len(state.after) >= PAGE * len(state.pages):
+                found[b] = self._admit(seqs[b], 1)
+        states = [state for state in found if state is not None]
+        if any([len(state.after) - state.read >= ROOM for state in states]):  # noqa: C419 - quicker
+            self._make_places([(state, (0,), []) for state in states])
+        places, bonus = [one.place * ROOM + len(one.after) % ROOM for one in states], verdict.to_host()[1]
+        for state, token in zip(found, bonus, strict=True):
             if state is not None:
-                fresh.append((b, state))
-        if any([state.seen - state.read >= ROOM for _, state in fresh]):  # noqa: C419 - quicker
-            self._make_places([(state, (b,), []) for b, state in fresh])
-        places, bonus = [state.place * ROOM + state.seen % ROOM for _, state in fresh], verdict.to_host()[1]
-        for b, state in fresh:
-            state.after.append(bonus[b])
-        self._copy([b for b, _ in fresh], places, [scores.hidden[layer] for layer in self.fusion.layers])
+                state.after.append(token)
+        rows = range(len(seqs)) if len(states) == len(seqs) else [b for b, one in enumerate(found) if one]
+        self._copy(rows, places, [scores.hidden[layer] for layer in self.fusion.layers])
 
     def _append_passed(self, fresh: Sequence[Fresh], hidden: list[Tensor]) -> None:
         """Of passes whose verdict the host has."""
@@ -205,8 +193,9 @@ class FeatureRows:
         The rows lie in the target's buffers, so the copy is captured.
         """
         sent = np.full((2, form.trees), -1, dtype=np.int64)
-        for tree, state in owners.items():
-            sent[:, tree] = state.place * ROOM, state.seen
+        if owners:
+            states = owners.values()
+            sent[:, [*owners]] = [one.place * ROOM for one in states], [len(one.after) for one in states]
         self._places.send(sent)
         decided = self._places.all[: 2 * form.trees].view(2, -1)
         self._replays.do(
@@ -259,13 +248,18 @@ class FeatureRows:
 
     def _read_places(self, spans: Sequence[tuple[RowState, int, int]]) -> None:
         """Read rows of the buffer for keys and values: of each sequence those from one to before another."""
-        flat = [(state, t) for state, low, high in spans for t in range(low, high)]
-        for low in range(0, len(flat), MAX_ROWS):
-            some = flat[low : low + MAX_ROWS]
-            self._places.send(np.array([state.place * ROOM + t % ROOM for state, t in some], dtype=np.int64))
-            torch.index_select(self.rows, 0, self._places.all[: len(some)], out=self._passing[: len(some)])
-            slots = [int(state.pages[t // PAGE]) * PAGE + t % PAGE for state, t in some]
-            self._keep([state.after[t] for state, t in some], [t for _, t in some], slots)
+        places, tokens, at, slots = list[int](), list[int](), list[int](), list[int]()
+        for state, low, high in spans:
+            first = state.place * ROOM
+            places += [first + t % ROOM for t in range(low, high)]
+            tokens += state.after[low:high]
+            at += range(low, high)
+            slots += state.slots(low, high)
+        for low in range(0, len(at), MAX_ROWS):
+            some, count = slice(low, low + MAX_ROWS), min(MAX_ROWS, len(at) - low)
+            self._places.send(np.array(places[some], dtype=np.int64))
+            torch.index_select(self.rows, 0, self._places.all[:count], out=self._passing[:count])
+            self._keep(tokens[some], at[some], slots[some])
         for state, _, high in spans:
             state.read = max(state.read, high)
 
