@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from forerun.checks import unknown
-from forerun.params import LARGEST_BIAS, LARGEST_PENALTY
+from forerun.params import LARGEST_BIAS, LARGEST_PENALTY, MOST_LOGPROBS
 
 # fields of the OpenAI API that change nothing here
 _IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key",
@@ -25,6 +25,14 @@ _NEUTRAL: dict[str, Any] = {
     "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "return_tokens_as_token_ids": False,
     "truncate_prompt_tokens": None, "prompt_logprobs": None, "functions": None, "function_call": None,
 }  # fmt: skip
+
+
+class FieldError(ValueError):
+    """A field that cannot be taken, by its name."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 def _refuse_flag(value: Any) -> Any:
@@ -69,9 +77,9 @@ class _Body(BaseModel):
             if name in known or name in _IGNORED:
                 continue
             if name in _NEUTRAL and value is not None and value != _NEUTRAL[name]:
-                raise ValueError(f"{name}={str(value)[:80]!r} is not supported; leave it out")
+                raise FieldError(name, f"{name}={str(value)[:80]!r} is not supported; leave it out")
             if name not in _NEUTRAL:
-                raise ValueError(unknown("field", str(name)[:80], sorted(known)))
+                raise FieldError(str(name)[:80], unknown("field", str(name)[:80], sorted(known)))
         return {name: value for name, value in values.items() if name in known}
 
 
@@ -166,14 +174,14 @@ class CompletionRequest(Generation):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     echo: bool | None = False
     suffix: str | None = None
-    logprobs: Whole | None = _between(0, 64)
+    logprobs: Whole | None = _between(0, MOST_LOGPROBS)
 
 
 class ChatRequest(Generation):
     messages: Messages
     max_completion_tokens: Whole | None = _between(1)
     logprobs: bool | None = False
-    top_logprobs: Whole | None = _between(0, 64)
+    top_logprobs: Whole | None = _between(0, MOST_LOGPROBS)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
