@@ -30,7 +30,6 @@ from forerun.law_processor import LawProcessor
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "q8", "gguf"]
 LARGEST_BIAS, LARGEST_PENALTY = 1e9, 1e3  # at the lowest temperature fp32 still has room for them
-MOST_LOGPROBS = 64  # tokens beside the one written, at each place
 SPELLINGS = {  # what others call the fields of SamplingParams
     "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "min_new_tokens": "min_tokens",
     "repeat_penalty": "repetition_penalty", "stop_strings": "stop", "bad_words_ids": "bad_words",
@@ -112,7 +111,7 @@ class SamplingParams:
             stop_token_ids=as_token_ids("stop_token_ids", self.stop_token_ids),
             ignore_eos=as_flag("ignore_eos", self.ignore_eos),
             seed=None if self.seed is None else as_whole("seed", self.seed),
-            logprobs=None if self.logprobs is None else as_whole("logprobs", self.logprobs, 0, MOST_LOGPROBS),
+            logprobs=None if self.logprobs is None else as_whole("logprobs", self.logprobs, 0, 64),
             processors=as_functions("processors", self.processors, functions, "LawProcessor"),
         )
         if self.top_p <= 0.0:

@@ -133,9 +133,17 @@ def test_a_reader_that_went_away_is_no_error(words: str) -> None:
 @pytest.mark.parametrize(
     ("command", "library", "shown"),
     [
-        ("generate", "max_tokens=0 is out of range: at least 1", "--max-tokens 0 is out of range: at least 1"),
+        (
+            "generate",
+            "max_tokens=0 is out of range: at least 1",
+            "--max-tokens 0 is out of range: at least 1",
+        ),
         ("generate", "no GPU; use device='cpu'", "no GPU; use --device cpu"),
-        ("generate", "needs a trained head; pass draft_model=FOLDER", "needs a trained head; pass --draft-model FOLDER"),
+        (
+            "generate",
+            "needs a trained head; pass draft_model=FOLDER",
+            "needs a trained head; pass --draft-model FOLDER",
+        ),
         ("generate", "history needs shared=True", "history needs --shared"),
         ("generate", "kernels='torch' and f(max_tokens=0)", "kernels='torch' and f(--max-tokens 0)"),
         ("generate", "max_batch=0 is out of range", "max_batch=0 is out of range"),  # it has no such flag

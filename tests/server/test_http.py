@@ -106,7 +106,11 @@ def test_unknown_places_and_methods_have_the_same_shape(http: httpx.Client) -> N
         ({"max_tokens": True}, "max_tokens: a truth value is no number", "max_tokens"),
         ({"temperature": -1}, "temperature=-1.0 is out of range", "temperature"),
         ({"speculative": {"budget": -3}}, "budget=-3 is out of range", "speculative.budget"),
-        ({"logprobs": True, "top_logprobs": 100}, "top_logprobs=100 is out of range: 0 to 64", "top_logprobs"),
+        (
+            {"logprobs": True, "top_logprobs": 100},
+            "top_logprobs=100 is out of range: 0 to 64",
+            "top_logprobs",
+        ),
     ],
 )
 def test_errors_name_the_field_as_the_client_wrote_it(

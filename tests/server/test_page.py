@@ -218,7 +218,9 @@ def test_a_message_that_failed_is_there_to_send_again(page: Chromium) -> None:
     page.until("document.querySelector('#log .error') && !document.getElementById('send').disabled")
     assert "context" in page.ask("document.querySelector('#log .error').textContent")
     assert page.ask("document.getElementById('prompt').value") == "Name two colours."
-    assert page.ask("document.querySelectorAll('#log > .turn').length") == 2, "what was asked, and why it failed"
+    assert page.ask("document.querySelectorAll('#log > .turn').length") == 2, (
+        "what was asked, and why it failed"
+    )
     page.ask("document.getElementById('tokens').value = 24")
     page.press("Enter")
     page.until(f"!{BUSY} && document.querySelectorAll('.facts:not(:empty)').length")

@@ -141,7 +141,9 @@ def from_validation(found: Any) -> ApiError:
     parts = [str(part) for part in first.get("loc", ()) if part != "body"]
     where = [part for part in parts if not _TYPE.fullmatch(part)]
     place = ".".join(where)
-    raised = (first.get("ctx") or {}).get("error")  # by a check of ours, in words that need no more before them
+    raised = (first.get("ctx") or {}).get(
+        "error"
+    )  # by a check of ours, in words that need no more before them
     message = str(raised or first.get("msg", "the body is wrong"))
     param = ".".join([*where, raised.field] if isinstance(raised, FieldError) else where) or None
     return ApiError(400, f"{place}: {message}" if place else message, param=param)

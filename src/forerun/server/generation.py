@@ -14,10 +14,16 @@ from forerun.checks import as_whole
 from forerun.completion import Completion
 from forerun.errors import InvalidInput, PromptTooLong
 from forerun.messages import Budget, Event
-from forerun.params import MOST_LOGPROBS
 from forerun.seeds import derived_seed
 from forerun.server.errors import ApiError
-from forerun.server.schemas import ChatRequest, CompletionRequest, Generation, Speculative, TreeBudget
+from forerun.server.schemas import (
+    MOST_LOGPROBS,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    Speculative,
+    TreeBudget,
+)
 
 if TYPE_CHECKING:
     from forerun.law_processor import LawProcessor

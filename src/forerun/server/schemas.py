@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from forerun.checks import unknown
-from forerun.params import LARGEST_BIAS, LARGEST_PENALTY, MOST_LOGPROBS
+from forerun.params import LARGEST_BIAS, LARGEST_PENALTY
 
 # fields of the OpenAI API that change nothing here
 _IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key",
@@ -25,6 +25,9 @@ _NEUTRAL: dict[str, Any] = {
     "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "return_tokens_as_token_ids": False,
     "truncate_prompt_tokens": None, "prompt_logprobs": None, "functions": None, "function_call": None,
 }  # fmt: skip
+
+
+MOST_LOGPROBS = 64  # as SamplingParams has it: tokens beside the one written
 
 
 class FieldError(ValueError):
