@@ -1,4 +1,6 @@
-# Everything starts here: each target does its own set-up on a fresh machine.
+# Everything starts here: each target does its own set-up on a fresh machine. What a user runs needs READY; tests,
+# linters, measurements and the site need DEV too, which is twice the packages.
+DEV = $(VENV)/.ready-dev
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,45 +13,46 @@ export PYTHONDONTWRITEBYTECODE :=
 
 demo: $(READY) model  ## a real model answers, drafted tokens in colour
 	$(BIN)/forerun generate --file examples/demo.txt --max-tokens 110
+	@echo; echo "next: . $(BIN)/activate, then forerun chat, or forerun serve"
 
 serve: $(READY) model  ## an OpenAI-compatible server and its page on http://127.0.0.1:8000 (ARGS="--port 9000")
 	$(BIN)/forerun serve $(ARGS)
 
-test: $(READY)  ## what CI runs: lint beside the tests
+test: $(DEV)  ## what CI runs: lint beside the tests
 	@$(MAKE) --no-print-directory -j 2 lint check
 
-lint: $(READY)
+lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-check: $(READY) model  # tests/conftest.py puts the longest files first
+check: $(DEV) model  # tests/conftest.py puts the longest files first
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-fuzz: $(READY)  ## 300 damaged files of every format, 400 random loads
+fuzz: $(DEV)  ## 300 damaged files of every format, 400 random loads
 	$(BIN)/pytest -q -n 2 -m fuzz tests/damaged tests/fuzz
 
-mutants: $(READY) model  ## faults put in on purpose: do the tests notice? (ARGS="--area verify")
+mutants: $(DEV) model  ## faults put in on purpose: do the tests notice? (ARGS="--area verify")
 	$(BIN)/python tools/mutants.py $(ARGS)
 
-docs: $(READY)  ## the generated pages, and the site into site/
+docs: $(DEV)  ## the generated pages, and the site into site/
 	$(BIN)/python -m tools.docs_pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench-cpu: $(READY) model llama  ## ratios over transformers, llama.cpp and our own plain loop; batches of 1 to 128
+bench-cpu: $(DEV) model llama  ## ratios over transformers, llama.cpp and our own plain loop; batches of 1 to 128
 	$(BIN)/python -m forerun.bench.cpu --json bench-out/cpu.json --plot bench-out/cpu.png \
 	--batch-plot bench-out/cpu-batches.png $(ARGS)
 
-bench-gpu: $(READY) model  ## t(n), plain and speculative texts in batches of 1 to 128 on a GPU, texts compared
+bench-gpu: $(DEV) model  ## t(n), plain and speculative texts in batches of 1 to 128 on a GPU, texts compared
 	@mkdir -p bench-out
 	$(BIN)/python -m forerun.bench.gpu --json bench-out/gpu.json --plot bench-out/gpu-passes.png \
 	--batch-plot bench-out/gpu-batches.png $(ARGS)
 
-bench-spec: $(READY) model  ## every drafter on Spec-Bench's six tasks, T=0 and T=1, one table; at 8B cost on a GPU
+bench-spec: $(DEV) model  ## every drafter on Spec-Bench's six tasks, T=0 and T=1, one table; at 8B cost on a GPU
 	$(BIN)/python -m forerun.bench.spec --json bench-out/spec.json --plot bench-out/spec.png $(ARGS)
 
-bench-serve: $(READY) model  ## a server under load: speculation off, fixed and adaptive, texts compared
+bench-serve: $(DEV) model  ## a server under load: speculation off, fixed and adaptive, texts compared
 	$(BIN)/python -m forerun.bench.serve --json bench-out/serve.json --plot bench-out/serve.png $(ARGS)
 
 .PHONY: model
@@ -64,10 +67,19 @@ llama: $(READY)  ## llama.cpp to compare with: pip builds it, which takes minute
 	|| echo "llama-cpp-python could not be installed: the benchmark goes on without llama.cpp"
 
 # --no-compile: Python compiles what is imported, which is a small part of what is installed
+INSTALL = $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
+EXTRAS = import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
+
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard src/forerun/models/native/c/*)
+	@echo "setting up $(VENV): torch, the other packages and the C kernels; this takes minutes, once"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
+	$(INSTALL) torch
+	$(INSTALL) -e ".[serve]"
+	@touch $@
+
+$(DEV): $(READY)  # the packages alone: the C kernels are built already
+	@$(BIN)/python -c '$(EXTRAS); print(*extras["dev"], *extras["bench"], sep="\n")' > $(VENV)/dev.txt
+	$(INSTALL) -r $(VENV)/dev.txt
 	@touch $@
 
 clean:

@@ -18,7 +18,9 @@ from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.files import write_head
 from forerun.drafters.eagle.head import EagleHead
-from forerun.heads import HeadFolder, find_head, heads_in_the_box, open_head
+from forerun.errors import InvalidInput
+from forerun.heads import HeadFolder, find_head, heads_in_the_box, open_head, with_head
+from forerun.llm import LLM
 from forerun.offers import Offer
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
@@ -156,7 +158,9 @@ def test_the_default_is_the_head_of_the_box_or_ngram(tmp_path: Path, monkeypatch
     assert chosen() == ("ngram+eagle3", folder)
     assert chosen("cpu") == ("auto", folder)  # what passes cost there decides, once they are measured
     assert chosen(drafter="eagle3") == ("eagle3", folder)
-    assert chosen(drafter="ngram") == ("ngram", None)
+    assert chosen(drafter="ngram") == ("ngram", folder)  # for requests that ask for it
+    assert chosen(drafter="none") == ("none", folder)
+    assert chosen(drafter="draft_model") == ("draft_model", None)  # a head is no second model
     assert chosen(drafter="medusa") == ("medusa", None)
 
 
@@ -290,3 +294,34 @@ def test_a_head_under_the_controller_writes_the_plain_text(tmp_path: Path, tempe
         return [seq.tokens for seq in seqs if seq is not None]
 
     assert write("ngram+eagle3") == write("hybrid_eagle3") == write("eagle3") == write("none")
+
+
+def test_a_request_gets_the_head_of_the_box_that_its_drafter_runs() -> None:
+    box = {head.kind: head for head in heads_in_the_box() if "smollm2" in head.path.name}
+    loaded = SpeculativeConfig(drafter="ngram", draft_model=str(box["eagle3"].path))
+    for drafter in ("medusa", "ngram+medusa"):
+        assert with_head(loaded, drafter).draft_model == str(box["medusa"].path)
+        assert with_head(loaded, drafter, swapped=str(box["eagle3"].path)).draft_model == str(
+            box["medusa"].path
+        )
+    for drafter in ("eagle3", "ngram+eagle3", "ngram", "none"):
+        assert with_head(loaded, drafter) == loaded
+    assert with_head(SpeculativeConfig(), "medusa") == SpeculativeConfig(), "which says what is missing"
+    with pytest.raises(InvalidInput, match="'hydra' cannot run the head 'smollm2-135m-eagle3'"):
+        with_head(loaded, "hydra")
+
+
+def test_a_head_of_another_target_is_not_taken_for_it(tmp_path: Path) -> None:
+    own = SpeculativeConfig(draft_model=str(boxed(tmp_path)))  # an EAGLE-3 head, of a target of its own
+    with pytest.raises(InvalidInput, match="cannot run the head"):
+        with_head(own, "medusa")
+
+
+@pytest.mark.model
+def test_whatever_it_was_loaded_with_a_call_may_name_a_head_of_the_box(smollm2_path: str) -> None:
+    llm = LLM.load("smollm2", drafter="ngram")
+    plain = llm.chat("Name three colours.", max_tokens=12, drafter="none")
+    for drafter in ("eagle3", "medusa"):
+        drafted = llm.chat("Name three colours.", max_tokens=12, drafter=drafter, budget=4)
+        assert (drafted.drafter, drafted.token_ids) == (drafter, plain.token_ids)
+        assert drafted.rounds < plain.rounds, "it did draft"

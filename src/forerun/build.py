@@ -27,7 +27,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.routing import DrafterPool, VerifierPool
 from forerun.engine.sequence import SequenceState
 from forerun.errors import InvalidInput, UnknownName, UnsupportedModel
-from forerun.heads import carries_mtp, find_head, open_head
+from forerun.heads import carries_mtp, find_head, open_head, with_head
 from forerun.models.base import Target
 from forerun.offers import Offer
 from forerun.params import EngineConfig, SpeculativeConfig
@@ -63,7 +63,7 @@ def make_engine(
 
     def make_drafter(name: str, head: str | None = None) -> Drafter:
         spec = registry.drafters.spec(name)  # an old name is the same drafter, not a second one
-        own = parts if head is None else replace(parts, speculative=replace(speculative, draft_model=head))
+        own = replace(parts, speculative=with_head(speculative, spec.name, head))
         return build_drafter(spec, own) if spec.name == name else drafters.get(spec.name)
 
     drafters = DrafterPool(make_drafter, target.vocab_size, runs_head)
@@ -148,8 +148,7 @@ def choose_drafter(
     """The same with its drafter chosen: by what draft_model is, else by the heads that come with the package.
 
     A head that comes with the package is the default on a GPU, with look-ups beside it. On a CPU it stays `auto`, and
-    `make_engine` decides by what passes and levels cost there (forerun.auto_drafter). A request may ask for it in any
-    case.
+    `make_engine` decides by what passes and levels cost there (forerun.auto_drafter). Requests may ask for it anyhow.
     """
     drafter, given = speculative.drafter, speculative.draft_model
     if given is not None:
@@ -157,8 +156,9 @@ def choose_drafter(
             return speculative
         head = open_head(Path(given).expanduser())
         return replace(speculative, drafter="draft_model" if head is None else head.drafter)
-    if drafter == "auto" or needs_head(drafter):
-        bundled = find_head(checkpoint.config, _names_of(checkpoint), drafter)
+    if not drafts_with_checkpoint(drafter):
+        wanted = drafter if drafter != "auto" and needs_head(drafter) else "auto"
+        bundled = find_head(checkpoint.config, _names_of(checkpoint), wanted)
         if bundled is not None:
             default = "auto" if _device(device).startswith("cpu") else bundled.drafter
             chosen = default if drafter == "auto" else drafter

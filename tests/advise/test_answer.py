@@ -253,6 +253,9 @@ def test_the_default_and_the_advice_agree_or_it_says_why_not() -> None:
             assert f"{auto['speedup']['value']:.2f}x" in auto["why"], case
     said = document(heads, cases["a head on a CPU"][1], TableLM(8))["auto"]["why"]
     assert "by the acceptance that the head's file names" in said
+    said = document(copying, replace(SETUP, auto="suffix"), TableLM(8))["auto"]["why"]
+    assert "suffix, which was not measured here" in said
+    assert "predicted" not in said, "of what was not measured nothing is claimed"
 
 
 def test_the_drafter_called_auto_is_the_engines_own() -> None:

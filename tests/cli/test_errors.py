@@ -13,9 +13,13 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from typer.main import get_command
 
 from forerun.cli import loading
+from forerun.cli.app import make_app
+from forerun.cli.bench import print_document
 from forerun.cli.flags import Settings
+from forerun.cli.messages import in_flags
 from forerun.llm import LLM
 from tests.cli.conftest import Ran, Run, plain, tiny_llm
 
@@ -31,9 +35,9 @@ def only_line(ran: Ran) -> str:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["hi", "--temperature", "-1"], "temperature=-1.0 is out of range"),
-        (["hi", "--top-p", "0"], "top_p=0.0 is out of range"),
-        (["hi", "--budget", "9999"], "budget=9999 is out of range: 0 to 256"),
+        (["hi", "--temperature", "-1"], "--temperature -1.0 is out of range"),
+        (["hi", "--top-p", "0"], "--top-p 0.0 is out of range"),
+        (["hi", "--budget", "9999"], "--budget 9999 is out of range: 0 to 256"),
         (["hi", "--drafter", "ngran"], "did you mean 'ngram'"),
         (["hi", "--verifier", "exakt"], "did you mean 'exact'"),
         (["hi", "--drafter", "draft_model"], "add --draft-model"),
@@ -124,3 +128,54 @@ def test_a_reader_that_went_away_is_no_error(words: str) -> None:
     os.close(writes)
     assert ended.returncode != 0
     assert ended.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("command", "library", "shown"),
+    [
+        (
+            "generate",
+            "max_tokens=0 is out of range: at least 1",
+            "--max-tokens 0 is out of range: at least 1",
+        ),
+        ("generate", "no GPU; use device='cpu'", "no GPU; use --device cpu"),
+        (
+            "generate",
+            "needs a trained head; pass draft_model=FOLDER",
+            "needs a trained head; pass --draft-model FOLDER",
+        ),
+        ("generate", "history needs shared=True", "history needs --shared"),
+        ("generate", "kernels='torch' and f(max_tokens=0)", "kernels='torch' and f(--max-tokens 0)"),
+        ("generate", "max_batch=0 is out of range", "max_batch=0 is out of range"),  # it has no such flag
+        ("serve", "max_batch=0 is out of range", "--max-num-seqs 0 is out of range"),
+        ("serve", "max_length=7 is out of range", "--max-model-len 7 is out of range"),
+        ("data", "max_prompt=160 and max_length=96", "--max-prompt 160 and --max-length 96"),
+    ],
+)
+def test_messages_name_flags_as_they_are_typed(command: str, library: str, shown: str) -> None:
+    assert in_flags(library, get_command(make_app(command)).commands[command]) == shown  # type: ignore[attr-defined]
+
+
+def test_a_draft_model_that_is_not_there_may_have_been_meant_as_a_head(forerun: Run) -> None:
+    said = only_line(forerun("generate", "hi", "--draft-model", "my-head"))
+    assert "unknown model 'my-head'" in said
+    assert "no folder 'my-head' with a trained head" in said
+
+
+def test_a_terminal_shows_tables_and_not_the_document(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    print_document({"speed": 1}, None)
+    assert capsys.readouterr() == ('{"speed": 1}\n', "")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_document({"speed": 1}, None)
+    assert capsys.readouterr() == ("", "All figures as JSON: --json FILE, or into a pipe.\n")
+    print_document({"speed": 1}, tmp_path / "x.json")
+    assert capsys.readouterr() == ("", "")
+    assert (tmp_path / "x.json").read_text() == '{"speed": 1}\n'
+
+
+def test_a_wrong_value_ends_with_one_full_stop(forerun: Run) -> None:
+    said = only_line(forerun("generate", "hi", "--temperature", "hot"))
+    assert ". Try `forerun generate --help`." in said
+    assert ".." not in said

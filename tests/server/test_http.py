@@ -84,8 +84,52 @@ def test_a_body_that_is_too_large_is_not_read(http: httpx.Client, chunks: int) -
 
 
 def test_unknown_places_and_methods_have_the_same_shape(http: httpx.Client) -> None:
-    assert http.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
-    assert http.get("/v1/chat/completions").status_code == 405
+    absent = http.get("/v1/nothing").json()["error"]
+    assert (absent["type"], absent["message"]) == (
+        "not_found_error",
+        "there is no /v1/nothing here; GET /docs lists what there is",
+    )
+    wrong = http.get("/v1/chat/completions")
+    assert (wrong.status_code, wrong.json()["error"]["message"]) == (
+        405,
+        "/v1/chat/completions takes no GET; GET /docs lists what it takes",
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "begins", "param"),
+    [
+        ({"max_tokns": 5}, "unknown field 'max_tokns'; did you mean 'max_tokens'? known: ", "max_tokns"),
+        ({"speculative": {"budjet": 3}}, "speculative: unknown field 'budjet'; ", "speculative.budjet"),
+        ({"use_beam_search": True}, "use_beam_search='True' is not supported; ", "use_beam_search"),
+        ({"max_tokens": 0}, "max_tokens=0 is out of range", "max_tokens"),
+        ({"max_tokens": True}, "max_tokens: a truth value is no number", "max_tokens"),
+        ({"temperature": -1}, "temperature=-1.0 is out of range", "temperature"),
+        ({"speculative": {"budget": -3}}, "budget=-3 is out of range", "speculative.budget"),
+        (
+            {"logprobs": True, "top_logprobs": 100},
+            "top_logprobs=100 is out of range: 0 to 64",
+            "top_logprobs",
+        ),
+    ],
+)
+def test_errors_name_the_field_as_the_client_wrote_it(
+    http: httpx.Client, field: dict[str, object], begins: str, param: str
+) -> None:
+    said = http.post("/v1/chat/completions", json={**CHAT, **field}).json()["error"]
+    assert said["message"].startswith(begins), said
+    assert said["param"] == param
+
+
+def test_more_tokens_than_fit_are_refused_with_the_number_that_fits(http: httpx.Client) -> None:
+    body = {**CHAT, "max_tokens": 10**6}
+    said = http.post("/v1/chat/completions", json=body).json()["error"]
+    assert said["code"] == "context_length_exceeded"
+    fits = int(said["message"].split("ask for at most ")[1].split(",")[0])
+    over = http.post("/v1/chat/completions", json={**body, "max_tokens": fits + 1}).json()["error"]
+    assert over["code"] == "context_length_exceeded"
+    taken = http.post("/v1/chat/completions", json={**body, "max_tokens": fits, "stop": [" "]})
+    assert taken.status_code == 200
 
 
 def test_metrics_count_what_was_written(http: httpx.Client) -> None:

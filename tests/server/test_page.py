@@ -176,6 +176,56 @@ def test_rejected_branches_are_shown(page: Chromium) -> None:
     keep(page, "round")
 
 
+def test_enter_waits_for_the_answer_that_is_being_written(page: Chromium) -> None:
+    """A second answer at the same time would mix with the first, and Stop would end only one of them."""
+    page.ask("document.getElementById('tokens').value = 300")
+    page.type("one two three four one two three four")
+    page.press("Enter")
+    page.until("document.querySelector('.token')")
+    page.type("and this one later")
+    page.press("Enter")
+    assert page.ask(BUSY), "the first answer is still being written"
+    assert page.ask("document.querySelectorAll('#log > .turn').length") == 2
+    assert page.ask("document.getElementById('prompt').value") == "and this one later"
+    page.ask("document.getElementById('stop').click()")
+    page.until(f"!{BUSY}")
+
+
+def test_what_was_written_before_stop_stays_in_the_conversation(page: Chromium) -> None:
+    page.ask("document.getElementById('tokens').value = 300")
+    page.type("one two three four one two three four")
+    page.press("Enter")
+    page.until("document.querySelectorAll('.token').length > 3")
+    page.ask("document.getElementById('stop').click()")
+    page.until(f"!{BUSY}")
+    written = page.ask("[...document.querySelectorAll('.token')].map((t) => t.textContent).join('')")
+    page.ask("document.getElementById('tokens').value = 4")
+    page.ask("document.querySelectorAll('.facts').forEach((each) => each.remove())")
+    send(page, "Go on.")
+    page.ask("URL.createObjectURL = (data) => { window.exported = data; return 'blob:none'; }; 0")
+    page.ask("document.getElementById('export').click()")
+    stopped, last = json.loads(page.ask("window.exported.text()"))["turns"]
+    assert stopped["stopped"] is True
+    assert [each["role"] for each in last["messages"]] == ["user", "assistant", "user"]
+    assert last["messages"][1]["content"] == stopped["answer"]["text"] != ""
+    assert written.startswith(stopped["answer"]["text"])
+
+
+def test_a_message_that_failed_is_there_to_send_again(page: Chromium) -> None:
+    page.ask("(() => { const box = document.getElementById('tokens'); box.max = 1e9; box.value = 1e8; })()")
+    page.type("Name two colours.")
+    page.press("Enter")
+    page.until("document.querySelector('#log .error') && !document.getElementById('send').disabled")
+    assert "context" in page.ask("document.querySelector('#log .error').textContent")
+    assert page.ask("document.getElementById('prompt').value") == "Name two colours."
+    assert page.ask("document.querySelectorAll('#log > .turn').length") == 2, (
+        "what was asked, and why it failed"
+    )
+    page.ask("document.getElementById('tokens').value = 24")
+    page.press("Enter")
+    page.until(f"!{BUSY} && document.querySelectorAll('.facts:not(:empty)').length")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 400])
 def test_it_fits_and_can_be_read(page: Chromium, width: int, scheme: str) -> None:

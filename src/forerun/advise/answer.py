@@ -95,7 +95,9 @@ def _why(setup: Setup, name: str, known: Prospect | None) -> str:
             f"{default}. Its controller drafts only what should pay, so leaving it on costs almost nothing; "
             "none is recommended because no gain of 5% is predicted."
         )
-    if needs_head(name) and setup.device == "cpu":
+    if known is None:
+        return f"{default}, which was not measured here; name it in --drafters too to compare."
+    if setup.device == "cpu" and (needs_head(name) or needs_head(setup.auto)):
         return (
             f"{default}: on a CPU it goes by what passes and the head's levels cost and by the acceptance that the "
             f"head's file names. On these prompts {name} is predicted to be faster."

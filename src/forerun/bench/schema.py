@@ -28,8 +28,12 @@ def read_result(path: Path) -> dict[str, Any]:
     """A result from a file that holds the document, or a whole output that ends with it."""
     try:
         text = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"cannot read {str(path)!r}: {error}; give a file that --json wrote") from None
+    except OSError as error:
+        raise InvalidInput(
+            f"cannot read {str(path)!r}: {error.strerror}; give a file that --json wrote"
+        ) from None
+    except UnicodeDecodeError:
+        raise InvalidInput(f"{str(path)!r} is not UTF-8 text; give a file that --json wrote") from None
     try:
         found = json.loads(text if text.startswith("{") else text.rpartition("\n")[2])
     except ValueError:

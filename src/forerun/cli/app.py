@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from forerun import __version__
 from forerun.cli.loading import ModelCommand
+from forerun.cli.messages import in_flags
 from forerun.errors import ForerunError
 
 # In the order of `--help`. Each is a module here and a function or group of the same name in it.
@@ -38,7 +39,8 @@ class Commands(TyperGroup):
             sys.stdout.flush()  # a closed pipe raises here, not when the interpreter ends
             return result
         except ForerunError as error:
-            print("forerun:", " ".join(str(error).split()), file=sys.stderr)
+            said, command = " ".join(str(error).split()), self.commands.get(ctx.invoked_subcommand, self)
+            print("forerun:", in_flags(said, command), file=sys.stderr)
             raise SystemExit(_USER_ERROR) from None
         except KeyboardInterrupt:
             raise SystemExit(_INTERRUPTED) from None
@@ -46,7 +48,9 @@ class Commands(TyperGroup):
             said = error.format_message()
             if "\n" in said:  # a whole help page, because no command was named
                 raise
-            print(f"forerun: {said} Try `{error.ctx.command_path} --help`.", file=sys.stderr)
+            print(
+                f"forerun: {said.removesuffix('.')}. Try `{error.ctx.command_path} --help`.", file=sys.stderr
+            )
             raise SystemExit(_USER_ERROR) from None
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered must go somewhere

@@ -102,7 +102,7 @@ def measure(
 
 
 def print_document(document: dict[str, Any], file: Path | None) -> None:
-    """The last line of stdout, and the same in a file if one is named."""
+    """The last line of stdout, and the same in a file if one is named; a terminal has shown the tables instead."""
     line = json.dumps(document)
     if file is not None:
         try:
@@ -111,7 +111,10 @@ def print_document(document: dict[str, Any], file: Path | None) -> None:
             raise InvalidInput(
                 f"cannot write {str(file)!r}: {error.strerror}; choose another --json"
             ) from None
-    print(line)
+    if not sys.stdout.isatty():
+        print(line)
+    elif file is None:
+        print("All figures as JSON: --json FILE, or into a pipe.", file=sys.stderr)
 
 
 def words(text: str) -> tuple[str, ...]:

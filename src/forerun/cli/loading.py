@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
 
+from forerun.errors import UnknownName
 from forerun.models.load.collector import without_collector
 
 if TYPE_CHECKING:
@@ -40,8 +41,12 @@ def check_model(name: str) -> None:
 
 def check_draft_model(name: str) -> None:
     """The same for a draft model: a model, or any folder, which may be a head's."""
-    if not Path(name).expanduser().is_dir():
+    if Path(name).expanduser().is_dir():
+        return
+    try:
         check_model(name)
+    except UnknownName as error:
+        raise UnknownName(f"{error}; there is no folder {name!r} with a trained head either") from None
 
 
 _CHECKS = {"model": check_model, "draft_model": check_draft_model}

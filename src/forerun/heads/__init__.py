@@ -14,12 +14,13 @@ import json
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from forerun import registry
 from forerun.errors import InvalidInput
+from forerun.params import SpeculativeConfig
 
 BOX = Path(__file__).parent
 _FAMILIES = ("medusa", "hydra")  # config.json counts their heads
@@ -90,6 +91,28 @@ def find_head(
         key=lambda head: order.index(head.kind),
         default=None,
     )
+
+
+def with_head(speculative: SpeculativeConfig, drafter: str, swapped: str | None = None) -> SpeculativeConfig:
+    """The settings with the head that this drafter runs: the configured one, or one that was swapped in for it.
+
+    Where that is of another kind it is the box's for the same target: a request may ask for Medusa where the engine
+    was loaded with the EAGLE-3 head of the box.
+    """
+    folder = swapped or speculative.draft_model
+    if folder is None or registry.drafters.spec(drafter).needs != "head":
+        return speculative
+    given = open_head(Path(folder))
+    if given is not None and not given.serves(drafter):  # where it holds none, the drafter says what is wrong
+        same = (head for head in heads_in_the_box() if _plain(head.target) == _plain(given.target))
+        other = next((head for head in same if head.width == given.width and head.serves(drafter)), None)
+        if other is None:
+            raise InvalidInput(
+                f"the drafter {drafter!r} cannot run the head {given.path.name!r}, which is of the kind "
+                f"{given.kind}; use drafter={given.drafter!r}, or give draft_model=FOLDER of one that it runs"
+            )
+        folder = str(other.path)
+    return replace(speculative, draft_model=folder)
 
 
 def open_head(folder: Path) -> HeadFolder | None:

@@ -284,5 +284,5 @@ async def _disconnect(request: Request) -> None:
 
 
 def _model(name: str, service: Service) -> dict[str, Any]:
-    facts = {"id": name, "object": "model", "created": 0, "owned_by": "forerun"}
+    facts = {"id": name, "object": "model", "created": service.created, "owned_by": "forerun"}
     return {**facts, "max_model_len": service.backend.max_length, "root": service.model}

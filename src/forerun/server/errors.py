@@ -15,10 +15,12 @@ from starlette.exceptions import HTTPException
 
 from forerun.errors import ForerunError, InvalidInput, MissingDependency, PromptTooLong
 from forerun.server.backend import kind_of
+from forerun.server.schemas import FieldError, Speculative
 
 log = logging.getLogger(__name__)
 # parts of a place that name one of a field's types, not a field
 _TYPE = re.compile(r"str|int|float|bool|(list|dict|literal|constrained|function-\w+)\[.*\]|[A-Z]\w+")
+_SETTING = re.compile(r"([a-z_]+)=")  # how a message about a value that is out of range begins
 
 
 class ErrorFacts(BaseModel):
@@ -80,13 +82,21 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, PromptTooLong):
         return ApiError(400, str(error), param="messages", code="context_length_exceeded")
     if isinstance(error, InvalidInput | MissingDependency):  # what this server was not installed for
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), param=_field_of(str(error)))
     if isinstance(error, ForerunError):
         return ApiError(500, str(error), "server_error")
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request ran past the server's deadline", "server_error", code="timeout")
     log.error("a request failed", exc_info=error)
     return ApiError(500, f"the server failed: {kind_of(error)}", "server_error", code="internal_error")
+
+
+def _field_of(message: str) -> str | None:
+    """The field of the body that a message of the library is about, where it begins with one."""
+    found = _SETTING.match(message)
+    if found is None:
+        return None
+    return f"speculative.{found[1]}" if found[1] in Speculative.model_fields else found[1]
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -102,8 +112,11 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        path = f"{request.method} {request.url.path}"
-        message = f"{path}: {error.detail}" if error.status_code in (404, 405) else str(error.detail)
+        path, message = request.url.path[:200], str(error.detail)
+        if error.status_code == 404:
+            message = f"there is no {path} here; GET /docs lists what there is"
+        elif error.status_code == 405:
+            message = f"{path} takes no {request.method}; GET /docs lists what it takes"
         return ApiError(error.status_code, message, kind, headers=dict(error.headers or {})).response()
 
     for kind in (ApiError, ForerunError, TimeoutError, Exception):
@@ -127,6 +140,10 @@ def from_validation(found: Any) -> ApiError:
         return ApiError(400, said, code="invalid_json")
     parts = [str(part) for part in first.get("loc", ()) if part != "body"]
     where = [part for part in parts if not _TYPE.fullmatch(part)]
-    param = ".".join(where) or None
-    message = str(first.get("msg", "the body is wrong"))
-    return ApiError(400, f"{param}: {message}" if param else message, param=param)
+    place = ".".join(where)
+    raised = (first.get("ctx") or {}).get(
+        "error"
+    )  # by a check of ours, in words that need no more before them
+    message = str(raised or first.get("msg", "the body is wrong"))
+    param = ".".join([*where, raised.field] if isinstance(raised, FieldError) else where) or None
+    return ApiError(400, f"{place}: {message}" if place else message, param=param)

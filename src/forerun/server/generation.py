@@ -10,12 +10,20 @@ from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from forerun.checks import as_whole
 from forerun.completion import Completion
 from forerun.errors import InvalidInput, PromptTooLong
 from forerun.messages import Budget, Event
 from forerun.seeds import derived_seed
 from forerun.server.errors import ApiError
-from forerun.server.schemas import ChatRequest, CompletionRequest, Generation, Speculative, TreeBudget
+from forerun.server.schemas import (
+    MOST_LOGPROBS,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    Speculative,
+    TreeBudget,
+)
 
 if TYPE_CHECKING:
     from forerun.law_processor import LawProcessor
@@ -94,7 +102,7 @@ def sampling_of(body: Generation, prompt_length: int, context: int) -> dict[str,
     if isinstance(body, ChatRequest):
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else limit
         if body.logprobs:
-            given["logprobs"] = body.top_logprobs or 0
+            given["logprobs"] = as_whole("top_logprobs", body.top_logprobs or 0, 0, MOST_LOGPROBS)
         elif body.top_logprobs is not None:
             raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     elif isinstance(body, CompletionRequest):
@@ -109,7 +117,8 @@ def sampling_of(body: Generation, prompt_length: int, context: int) -> dict[str,
     if limit is not None and limit > room:
         raise ApiError(
             400,
-            f"max_tokens={limit} and a prompt of {prompt_length} tokens are more than the context of {context}",
+            f"max_tokens={limit} and a prompt of {prompt_length} tokens are more than the context of {context}; "
+            f"ask for at most {room}, or shorten the prompt",
             param="max_tokens",
             code="context_length_exceeded",
         )

@@ -27,6 +27,17 @@ _NEUTRAL: dict[str, Any] = {
 }  # fmt: skip
 
 
+MOST_LOGPROBS = 64  # as SamplingParams has it: tokens beside the one written
+
+
+class FieldError(ValueError):
+    """A field that cannot be taken, by its name."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 def _refuse_flag(value: Any) -> Any:
     """Truth values are numbers to Python; in a request they are mistakes."""
     if isinstance(value, bool):
@@ -69,9 +80,9 @@ class _Body(BaseModel):
             if name in known or name in _IGNORED:
                 continue
             if name in _NEUTRAL and value is not None and value != _NEUTRAL[name]:
-                raise ValueError(f"{name}={str(value)[:80]!r} is not supported; leave it out")
+                raise FieldError(name, f"{name}={str(value)[:80]!r} is not supported; leave it out")
             if name not in _NEUTRAL:
-                raise ValueError(unknown("field", str(name)[:80], sorted(known)))
+                raise FieldError(str(name)[:80], unknown("field", str(name)[:80], sorted(known)))
         return {name: value for name, value in values.items() if name in known}
 
 
@@ -166,14 +177,14 @@ class CompletionRequest(Generation):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     echo: bool | None = False
     suffix: str | None = None
-    logprobs: Whole | None = _between(0, 64)
+    logprobs: Whole | None = _between(0, MOST_LOGPROBS)
 
 
 class ChatRequest(Generation):
     messages: Messages
     max_completion_tokens: Whole | None = _between(1)
     logprobs: bool | None = False
-    top_logprobs: Whole | None = _between(0, 64)
+    top_logprobs: Whole | None = _between(0, MOST_LOGPROBS)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

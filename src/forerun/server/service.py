@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, time
 from typing import TYPE_CHECKING, Any
 
 from forerun.completion import Completion
@@ -48,7 +48,7 @@ class Service:
         )
         self.draining = False
         self.must_replace = False  # the engine hangs: the process is to start anew
-        self.started = monotonic()
+        self.started, self.created = monotonic(), int(time())
         self.active = 0  # texts that are waited for
 
     def check_model(self, name: str | None) -> None:

@@ -161,7 +161,8 @@ class DataOptions:
     def __post_init__(self) -> None:
         _check(bool(self.temperatures), "temperatures", self.temperatures, "at least one")
         _check(all(t >= 0 for t in self.temperatures), "temperatures", self.temperatures, "0 or more")
-        _check(8 <= self.max_prompt < self.max_length, "max_prompt", self.max_prompt, "8 to below max_length")
+        most = f"8 to {self.max_length - 1}, one less than max_length={self.max_length}"
+        _check(8 <= self.max_prompt < self.max_length, "max_prompt", self.max_prompt, most)
         _check(self.batch >= 1, "batch", self.batch, "at least 1")
         _check(self.own_prompts >= 0, "own_prompts", self.own_prompts, "0 or more")
         _check(self.max_answer >= 0, "max_answer", self.max_answer, "0 (no other limit) or more")

@@ -44,26 +44,31 @@ function body(messages, speculative, extra) {
   };
 }
 
-async function write(messages, speculative, text, facts, signal, extra = {}) {
+const emptyAnswer = () => ({ text: "", rounds: [], tokens: [], metrics: null, seconds: 0, first: null });
+
+// Fills the answer as it comes, so that the caller has what there is of it when it is stopped.
+async function write(messages, speculative, text, facts, signal, extra = {}, answer = emptyAnswer()) {
   const started = performance.now();
   const response = await fetch("v1/chat/completions", {
     method: "POST", headers, signal, body: JSON.stringify(body(messages, speculative, extra)),
   });
   if (!response.ok) throw new Error(await errorText(response));
   const decoder = new TextDecoder(); // a character may be in several tokens: it is shown with its last one
-  const answer = { text: "", rounds: [], tokens: [], metrics: null, seconds: 0, first: null };
-  for await (const chunk of readEvents(response)) {
-    if (chunk.error) throw new Error(chunk.error.message);
-    const piece = chunk.choices[0];
-    if (chunk.metrics) answer.metrics = chunk.metrics.speculative_decoding;
-    if (chunk.speculative) {
-      answer.first ??= performance.now() - started;
-      showPiece(text, answer, piece, chunk.speculative, decoder);
+  try {
+    for await (const chunk of readEvents(response)) {
+      if (chunk.error) throw new Error(chunk.error.message);
+      const piece = chunk.choices[0];
+      if (chunk.metrics) answer.metrics = chunk.metrics.speculative_decoding;
+      if (chunk.speculative) {
+        answer.first ??= performance.now() - started;
+        showPiece(text, answer, piece, chunk.speculative, decoder);
+      }
     }
+  } finally {
+    text.lastElementChild?.append(decoder.decode()); // part of a character, at the end
+    answer.seconds = (performance.now() - started) / 1000;
+    if (answer.tokens.length) facts.textContent = factsOf(answer);
   }
-  text.lastElementChild?.append(decoder.decode()); // part of a character, at the end
-  answer.seconds = (performance.now() - started) / 1000;
-  facts.textContent = factsOf(answer);
   return answer;
 }
 
@@ -141,7 +146,8 @@ function showRound(token, round) {
 function factsOf(answer) {
   const count = answer.tokens.length, m = answer.metrics;
   const rate = (count / answer.seconds).toFixed(1);
-  const spec = m ? `, ${m.mean_acceptance_length.toFixed(2)} tokens per round, ${Math.round(100 * m.draft_acceptance_rate)}% of ${m.num_draft_tokens} drafted accepted (${m.drafter})` : "";
+  const accepted = () => `${Math.round(100 * m.draft_acceptance_rate)}% of ${m.num_draft_tokens} drafted accepted (${m.drafter})`;
+  const spec = m ? `, ${m.mean_acceptance_length.toFixed(2)} tokens per round, ${m.num_draft_tokens ? accepted() : "nothing drafted"}` : "";
   return `${count} tokens in ${answer.seconds.toFixed(2)} s (${rate}/s), first after ${Math.round(answer.first ?? 0)} ms${spec}`;
 }
 
@@ -155,7 +161,8 @@ function addTurn(role, parent = $("log")) {
   return { turn, text, facts };
 }
 
-async function run(work) {
+// One answer or comparison at a time. A message that came to nothing goes back into its box.
+async function run(messages, work) {
   state.control = new AbortController();
   for (const id of ["send", "compare", "reset"]) $(id).disabled = true;
   $("stop").disabled = false;
@@ -165,6 +172,8 @@ async function run(work) {
     note.text.classList.add("error");
     note.text.textContent = error.name === "AbortError" ? "stopped" : `failed: ${error.message}`;
     showEnd();
+    const isKept = state.turns.at(-1)?.messages === messages;
+    if (!isKept && !$("prompt").value) $("prompt").value = messages.at(-1).content;
   } finally {
     state.control = null;
     for (const id of ["send", "compare", "reset"]) $(id).disabled = false;
@@ -180,7 +189,7 @@ function speculative() {
 
 function takePrompt() {
   const prompt = $("prompt").value.trim();
-  if (!prompt) return null;
+  if (!prompt || state.control) return null; // while an answer is written, the next message stays in its box
   $("prompt").value = "";
   addTurn("You").text.textContent = prompt;
   return [...state.messages, { role: "user", content: prompt }];
@@ -190,18 +199,26 @@ $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const messages = takePrompt();
   if (!messages) return;
-  run(async (signal) => {
-    const { text, facts } = addTurn("Model");
-    const answer = await write(messages, speculative(), text, facts, signal);
-    state.messages = [...messages, { role: "assistant", content: answer.text }];
-    state.turns.push({ messages, answer });
+  run(messages, async (signal) => {
+    const { turn, text, facts } = addTurn("Model"), answer = emptyAnswer();
+    const keep = (more) => {
+      state.messages = [...messages, { role: "assistant", content: answer.text }];
+      state.turns.push({ messages, answer, ...more });
+    };
+    try { await write(messages, speculative(), text, facts, signal, {}, answer); }
+    catch (error) {
+      if (error.name === "AbortError" && answer.text) keep({ stopped: true });
+      if (!answer.tokens.length) turn.remove();
+      throw error;
+    }
+    keep({});
   });
 });
 
 $("compare").addEventListener("click", () => {
   const messages = takePrompt();
   if (!messages) return;
-  run(async (signal) => {
+  run(messages, async (signal) => {
     const { turn, text, facts } = addTurn("With and without speculation");
     text.className = "sides";
     const left = addTurn("With drafts", text), right = addTurn("Plain", text);

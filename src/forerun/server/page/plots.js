@@ -42,8 +42,8 @@ function plotBars(id, shares) {
     const sizes = { class: "bar", x: i * wide + 1, width: Math.max(1, wide - 2), y: height - 14 - tall, height: tall };
     for (const [name, value] of Object.entries(sizes)) bar.setAttribute(name, value);
     svg.append(bar);
-    if (wide < 22 && i % 2) return;
-    label(svg, (i + 0.5) * wide, height - 3, String(i + 1), "middle");
+    if (i % Math.ceil(22 / wide)) return; // labels of narrow bars would run into each other
+    label(svg, Math.min((i + 0.5) * wide, width - 8), height - 3, String(i + 1), "middle");
     if (wide >= 30) label(svg, (i + 0.5) * wide, height - 17 - tall, `${Math.round(100 * share)}%`, "middle");
   });
   const said = shares.map((share, i) => `${i + 1}: ${Math.round(100 * share)}%`).join(", ");
@@ -52,8 +52,10 @@ function plotBars(id, shares) {
 
 function add(stats) {
   if (last && stats.uptime > last.uptime) {
-    const spent = stats.uptime - last.uptime, rounds = stats.sequence_rounds - last.sequence_rounds;
-    const written = stats.tokens - last.tokens;
+    // an engine that was started again counts from 0
+    const before = stats.tokens < last.tokens ? { tokens: 0, sequence_rounds: 0 } : last;
+    const spent = stats.uptime - last.uptime, rounds = stats.sequence_rounds - before.sequence_rounds;
+    const written = stats.tokens - before.tokens;
     history.push({ rate: written / spent, round: rounds ? written / rounds : history.at(-1)?.round ?? 0, batch: stats.running });
     if (history.length > LENGTH) history.shift();
   }

@@ -1,0 +1,41 @@
+"""Messages of the library in the words of the command line: `max_tokens=0` becomes `--max-tokens 0`.
+
+The library names settings as Python does. Whoever typed a command knows them by their flags, so its error
+messages name those, for every setting that the command has a flag for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from typer.core import TyperGroup
+
+# settings whose flag is called otherwise, as vLLM calls it
+_CALLED = {"max_batch": "--max-num-seqs", "max_length": "--max-model-len"}
+_SETTING = re.compile(r"(?<![\w.-])([a-z][a-z_]*)=('[^']*'|[^\s;:,)'\"]*[^\s;:,)'\".])")
+
+
+def in_flags(message: str, command: Any) -> str:
+    """The message, with the flags of `command` in place of the settings that they set."""
+    known = set(_flags(command))
+
+    def spelt(found: re.Match[str]) -> str:
+        name, value = found[1], found[2].strip("'")
+        flag = "--" + name.replace("_", "-")
+        flag = flag if flag in known else _CALLED.get(name, "")
+        if flag not in known:
+            return found[0]
+        return flag if value == "True" else f"{flag} {value}"
+
+    return _SETTING.sub(spelt, message)
+
+
+def _flags(command: Any) -> Iterator[str]:
+    """The flags of a command, or of all commands of a group."""
+    for parameter in command.params:
+        yield from (option for option in parameter.opts if option.startswith("--"))
+    if isinstance(command, TyperGroup):
+        for part in command.commands.values():
+            yield from _flags(part)
