@@ -140,6 +140,10 @@ def test_laws_are_selected_with_their_trees(trees: TreeBatch, rng: random.Random
 def test_needs_add_up() -> None:
     assert Needs((-1, 2)) | Needs((2, 1)) == Needs((-1, 1, 2))
     assert Needs() | Needs() == Needs()
+    lengths = {(one, two): (Needs(match_length=one) | Needs(match_length=two)).match_length
+               for one in (None, 0, 1, 3) for two in (None, 0, 1, 3)}  # fmt: skip
+    assert {found for pair, found in lengths.items() if None in pair} == {None}
+    assert (lengths[0, 0], lengths[0, 3], lengths[3, 0], lengths[1, 3], lengths[3, 1]) == (0, 3, 3, 1, 1)
 
 
 def test_laws_are_softmaxes() -> None:

@@ -93,10 +93,16 @@ class Needs:
     )
 
     encoded: bool = False  # what an encoder made of the sources, with their prefill
+    # Nothing is drafted unless the last so many tokens of the text came before; 0 = never, None = at any time. Of one
+    # greedy text a target may then run passes ahead, whose tokens are known before they are asked for.
+    match_length: int | None = None
 
     def __or__(self, other: Needs) -> Needs:
         layers = tuple(sorted({*self.hidden_layers, *other.hidden_layers}))
-        return Needs(layers, self.largest_only and other.largest_only, self.encoded or other.encoded)
+        one, two = self.match_length, other.match_length
+        shorter = None if one is None or two is None else min(one, two) or max(one, two)
+        both = self.largest_only and other.largest_only, self.encoded or other.encoded
+        return Needs(layers, *both, shorter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +164,9 @@ class Scores:
 
     seconds: Callable[[], float | None] | None = None  # of the pass on a device, asked for behind its verdict
     encoded: Sequence[Tensor] | None = None  # of a prefill: [S, D] of each sequence, where Needs asked for it
+    ahead: int = (
+        0  # passes of coming rounds that were run in the same call; -1 = this one was, in an earlier call
+    )
 
     @property
     def required_logits(self) -> Tensor:

@@ -56,7 +56,7 @@ def test_a_drafter_needs_to_propose_and_nothing_else() -> None:
     plain = NoDrafter()
     assert isinstance(plain, Drafter)
     assert isinstance(NoDrafter, DrafterClass)
-    assert plain.needs == Needs()
+    assert plain.needs == Needs(match_length=0)
     assert BaseDrafter.offer(plain, FakeSeq(0, [1])) is FREE
     plain.forget(FakeSeq(0, [1]))
 

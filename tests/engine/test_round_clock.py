@@ -115,3 +115,28 @@ def test_an_engine_books_prompts_apart_and_everything_somewhere() -> None:
     assert all(one["prompt"] == 0.0 and one["pass"] > 0.0 for one in rounds), "read before, not in a round"
     for part in ("draft", "pass", "verdict", "host"):
         assert engine.stats.seconds[part] == pytest.approx(sum(one[part] for one in rounds))
+
+
+def test_passes_that_were_run_ahead_are_booked_round_by_round() -> None:
+    """A call of 8 s runs four passes; of the three others one is asked for, and two are dropped."""
+    ahead: list[float] = []
+
+    def round_of(known: int, *times: float) -> tuple[RoundClock, dict[str, float]]:
+        now = iter(times)
+        clock = RoundClock([], lambda: next(now), ahead)
+        for part in ("draft", "pass", "verdict"):
+            clock.lap(part)
+        clock.settle(FakeTrees(1), Scores(torch.zeros(1, 2), ahead=known))  # type: ignore[arg-type]
+        return clock, {part: spent for part, spent in clock.seconds.items() if spent}
+
+    clock, first = round_of(3, 10.0, 11.0, 19.0, 20.0)
+    assert first == {"draft": 1.0, "pass": 2.0, "verdict": 1.0}
+    assert clock.started == 16.0, "as if the round had taken the 4 s that are its own"
+    clock, second = round_of(-1, 20.0, 21.0, 21.5, 22.0)
+    assert second == {"draft": 1.0, "pass": 2.5, "verdict": 0.5}
+    assert clock.started == 18.0
+    clock, third = round_of(0, 22.0, 23.0, 25.0, 26.0)
+    assert third == {"draft": 1.0, "pass": 2.0, "verdict": 1.0, "host": 4.0}
+    assert clock.started == 18.0
+    assert not ahead
+    assert sum(first.values()) + sum(second.values()) + sum(third.values()) == 26.0 - 10.0

@@ -222,6 +222,7 @@ static int check_decoder(const char *path, int key_heads, int half, int64_t wind
 
 int check_heads(void); /* check_head.c */
 int check_experts(void); /* check_experts.c */
+int check_runs(void); /* check_run.c */
 
 int main(void) {
     int bad = check_heads() | check_halves();
@@ -243,6 +244,8 @@ int main(void) {
         }
     for (int i = 0; fr_variant(i); i++)
         if (!fr_choose(fr_variant(i)) && check_experts()) bad = 1, printf("experts differ on %s\n", fr_variant(i));
+    for (int i = 0; fr_variant(i); i++)
+        if (!fr_choose(fr_variant(i)) && check_runs()) bad = 1, printf("runs differ on %s\n", fr_variant(i));
     for (int i = 0; fr_variant(i); i++)
         if (fr_has(fr_variant(i))) puts(fr_variant(i));
     fr_set_threads(1);

@@ -19,7 +19,9 @@ from forerun.models.native.packing import PackedWeight, pack_blocks
 from tests.native.blocks import needs_native, random_blocks
 
 NATIVE = Path(native_library.__file__).parent / "c"
-CHECKS = [Path(__file__).with_name(name) for name in ("check.c", "check_head.c", "check_experts.c")]
+CHECKS = [
+    Path(__file__).with_name(name) for name in ("check.c", "check_head.c", "check_experts.c", "check_run.c")
+]
 FLAGS = ["-std=gnu11", "-ffp-contract=off", "-pthread", f"-I{NATIVE}"]
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
 from forerun.drafters.tree_builder import TreeBuilder, best_count, least_step
 from forerun.offers import FREE, Offer
-from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
+from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 KEYS = (4, 2, 1)  # n-gram lengths that are searched for, one after the other; matches may be longer
 CANDIDATES = 32  # earlier places that branches are taken from: the most recent ones
@@ -88,6 +88,7 @@ class NgramDrafter(LookupDrafter):
 
     def __init__(self, longest: int = 16, shortest: int = 1) -> None:
         self.longest, self.shortest = longest, shortest
+        self.needs = Needs(match_length=max(1, shortest))
         self._sequences: dict[int, _Sequence] = {}
         self._looked_up: set[int] = set()  # sequences with a guess of the coming round
         self._all = HitRates.prior(longest)

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from forerun.drafters.base import BaseDrafter, lone_roots
 from forerun.offers import NEVER, Offer
-from forerun.types import Budget, Seq, TreeBatch
+from forerun.types import Budget, Needs, Seq, TreeBatch
 
 
 class NoDrafter(BaseDrafter):
     """Drafts nothing, at no cost."""
+
+    needs = Needs(match_length=0)
 
     def offer(self, seq: Seq) -> Offer:
         return NEVER

@@ -92,6 +92,7 @@ class EngineStats:
     _launched: list[Seconds] = field(
         default_factory=list
     )  # passes over prompts that no round has waited for yet
+    _ahead: list[float] = field(default_factory=list)  # seconds of passes that were run for rounds to come
 
     def count_prompt(self, tokens: int, reused: int) -> None:
         self.read += tokens
@@ -99,7 +100,7 @@ class EngineStats:
 
     def clock(self) -> RoundClock:
         """The clock of a round, or of a pass over prompts, that starts now."""
-        return RoundClock(self._launched, self.now)
+        return RoundClock(self._launched, self.now, self._ahead)
 
     def count(self, outcome: Round, tokens: int, clock: RoundClock) -> None:
         """A round has ended."""

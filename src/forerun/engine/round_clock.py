@@ -6,6 +6,8 @@ reading its result. host: planning, launching, committing and emitting. Together
 On a GPU work is only launched, and the host waits once, for the verdict. What it waited for, passes over prompts, a
 draft, the pass, is known from events on the device (`Scores.seconds`) that have passed by then, and is booked where it
 belongs; what the host spent launching a pass is its own.
+
+Where a target runs passes of coming rounds in one call (`Scores.ahead`), each round is booked its share of the call.
 """
 
 from __future__ import annotations
@@ -26,10 +28,16 @@ Seconds = Callable[[], float | None]
 class RoundClock:
     """Seconds by part, lap by lap."""
 
-    def __init__(self, launched: list[Seconds], now: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self,
+        launched: list[Seconds],
+        now: Callable[[], float] = perf_counter,
+        ahead: list[float] | None = None,
+    ) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.started = self._last = now()
         self._launched, self._now = launched, now  # passes over prompts that were launched and not waited for
+        self._ahead = [] if ahead is None else ahead  # seconds of passes that were run for rounds to come
 
     def lap(self, part: str) -> None:
         """Book the time since the last lap under a part."""
@@ -46,6 +54,8 @@ class RoundClock:
 
     def settle(self, trees: TreeBatch, scores: Scores) -> None:
         """The verdict was read: book what the host waited for."""
+        if scores.ahead or self._ahead:
+            self._share_ahead(scores.ahead)
         taken = None if scores.seconds is None else scores.seconds()
         if taken is not None:
             self.move(self.seconds["pass"], "pass", "host")
@@ -65,6 +75,24 @@ class RoundClock:
                 self.move(trees.device_seconds - moved, "host", "draft")
         if scores.read is not None and (rows := scores.read[0].nodes):
             self.move(self.seconds["pass"] * rows / (rows + trees.nodes), "pass", "prompt")
+
+    def _share_ahead(self, ahead: int) -> None:
+        """Book each round of a run of passes as much of it as the others; the host, what was run in vain."""
+        if ahead < 0 and self._ahead:
+            self._charge("pass", self._ahead.pop())
+            return
+        if self._ahead:
+            self._charge("host", sum(self._ahead))
+            self._ahead.clear()
+        if ahead > 0:
+            each = self.seconds["pass"] / (1 + ahead)
+            self._ahead += [each] * ahead
+            self._charge("pass", -each * ahead)
+
+    def _charge(self, part: str, seconds: float) -> None:
+        """As if the round had begun so much earlier."""
+        self.seconds[part] += seconds
+        self.started -= seconds
 
 
 def _waits(scores: Scores) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,7 +26,7 @@ from forerun.offers import Offer
 from forerun.types import Budget, Greedy, Laws, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
 from forerun.verify.sampled import decides_alike, kinds_of
-from forerun.verify.warp import reads_largest_only, warp
+from forerun.verify.warp import is_plain_greedy, reads_largest_only, warp
 
 if TYPE_CHECKING:
     from forerun.drafters.base import Drafter
@@ -50,6 +51,17 @@ def _shared_drafter(seqs: Sequence[SequenceState]) -> str | None:
         if seq.drafting != name:
             return None
     return name
+
+
+def _next_is_largest(seq: SequenceState) -> bool:
+    """Is its next token always where the logits are largest, whatever the text says by then?"""
+    return is_plain_greedy(seq) and not seq.params.stop
+
+
+@lru_cache(maxsize=64)
+def _asked_each_round(needs: Needs) -> Needs:
+    """The same, and no pass is run ahead."""
+    return replace(needs, match_length=None)
 
 
 class MakesDrafter(Protocol):
@@ -119,6 +131,8 @@ class DrafterPool:
         # asked of encoder-decoders alone: no other target makes use of it
         if seqs and seqs[0].source_rules is not None and all(map(reads_largest_only, seqs)):
             return replace(needs, largest_only=True)
+        if needs.match_length is not None and not (len(seqs) == 1 and _next_is_largest(seqs[0])):
+            return _asked_each_round(needs)
         return needs
 
     def propose(self, seqs: Sequence[SequenceState], budgets: Sequence[Budget]) -> TreeBatch:

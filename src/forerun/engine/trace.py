@@ -31,6 +31,7 @@ class Trace:
                 f"cannot write the trace {str(file)!r}: {error.strerror}; choose another file"
             ) from None
         self._first: float | None = None
+        self._ended = float("-inf")  # the last round
         self._rounds = 0
         names = [
             {"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": name}}
@@ -46,6 +47,9 @@ class Trace:
             "depth": max(outcome.depths), "accepted": sum(outcome.accepted), "tokens": tokens,
             "prompt_rows": outcome.prompt_rows,
         }  # fmt: skip
+        # rounds whose passes were run ahead in one call each have their share of it: none begins before the last ends
+        started = max(started, self._ended)
+        self._ended = started + sum(seconds.values())
         self._add("rounds", f"round {self._rounds}", started, sum(seconds.values()), drafted)
         at = started
         for part in PARTS:

@@ -2,7 +2,10 @@
 
 CPU seconds of the thread that runs the engine, with one thread: others may use the machine meanwhile.
 Rounds are told apart by what they did, as drafted ones cost more. A pass evicts the caches, so Python after it is
-several times slower than in a loop of its own, and only whole rounds say what it costs. The last line is JSON.
+several times slower than in a loop of its own, and only whole rounds say what it costs. Plain rounds whose passes were
+run ahead in one native call (models/native/plain_run.py) are counted together with the round that made the call, and
+what Python took is given by round and by token: a plain round has one token, a drafted one has more. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 from forerun.bench.machine import load_average, machine_facts
 from forerun.errors import InvalidInput
 
-NATIVE = ("fr_decode", "fr_head_draft", "fr_head_run", "fr_head_rank")  # calls of rounds
+NATIVE = ("fr_decode", "fr_decode_run", "fr_head_draft", "fr_head_run", "fr_head_rank")  # calls of rounds
 QUESTIONS = (
     "Write a short story about a lighthouse keeper who finds a message in a bottle.",
     "Repeat this list twice: apples, pears, plums, apples, pears, plums. Then explain photosynthesis.",
@@ -63,8 +66,23 @@ def kind_of(drafted: int, calls: int) -> str:
     return "drafted" if drafted else "plain" if calls == 1 else "looked"
 
 
-def measure(model: str, drafter: str, tokens: int, repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """By kind of round: (Python, native) CPU seconds of each."""
+@dataclass(slots=True)
+class Group:
+    """A round that made native calls, and those behind it that only took what these had found."""
+
+    rounds: int
+    tokens: int
+    host: float  # CPU seconds of Python
+    native: float
+
+    def add(self, tokens: int, host: float) -> None:
+        self.rounds += 1
+        self.tokens += tokens
+        self.host += host
+
+
+def measure(model: str, drafter: str, tokens: int, repeats: int) -> dict[str, list[Group]]:
+    """By kind of round, what each took."""
     from forerun.load_engine import load_engine
     from forerun.models.native import head_library, library
     from forerun.params import SamplingParams
@@ -72,26 +90,52 @@ def measure(model: str, drafter: str, tokens: int, repeats: int) -> dict[str, li
 
     if not (library.available() and head_library.available()):
         raise InvalidInput(f"there are no native kernels here: {library.why_not()}")
-    rounds: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, list[Group]] = {}
     with native_time(library.library()) as spent:
         engine, tokenizer = load_engine(model, {"drafter": drafter, "threads": 1})
         params, stats = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), engine.stats
         for question in QUESTIONS * repeats:
             engine.submit(Request(tuple(tokenizer.encode(question)), params))
+            last: Group | None = None
             while engine.busy:
-                spent.seconds, spent.calls, drafted, prompts = 0.0, 0, stats.drafted, stats.read
+                spent.seconds, spent.calls = 0.0, 0
+                drafted, prompts, written = stats.drafted, stats.read, stats.tokens
                 began = thread_time()
                 engine.step()
-                host = thread_time() - began - spent.seconds
-                if stats.read == prompts:  # else a prompt was read
-                    kind = kind_of(stats.drafted - drafted, spent.calls)
-                    rounds.setdefault(kind, []).append((host, spent.seconds))
-    return rounds
+                host, written = thread_time() - began - spent.seconds, stats.tokens - written
+                if stats.read != prompts:  # a prompt was read
+                    continue
+                if last is not None and not spent.calls:
+                    last.add(written, host)
+                    continue
+                last = Group(1, written, host, spent.seconds)
+                found.setdefault(kind_of(stats.drafted - drafted, spent.calls), []).append(last)
+    return found
 
 
 def at_share(values: Sequence[float], share: float) -> float:
     """The value that so large a share lies below."""
     return sorted(values)[int(share * (len(values) - 1))]
+
+
+def seconds_at(groups: Sequence[Group], of: Callable[[Group], float], share: float) -> float:
+    """Seconds of all groups together, if each took what so large a share of those with as many rounds stays below."""
+    by_rounds: dict[int, list[float]] = {}
+    for group in groups:
+        by_rounds.setdefault(group.rounds, []).append(of(group))
+    return sum(len(values) * at_share(values, share) for values in by_rounds.values())
+
+
+def figures(groups: Sequence[Group]) -> dict[str, float]:
+    """Milliseconds of Python by round and by token, and of native calls by round."""
+    rounds, tokens = sum(group.rounds for group in groups), sum(group.tokens for group in groups)
+    row = {"rounds": float(rounds), "tokens": float(tokens), "calls": float(len(groups))}
+    for share in (10, 50):
+        host = 1e3 * seconds_at(groups, lambda group: group.host, share / 100)
+        native = 1e3 * seconds_at(groups, lambda group: group.native, share / 100)
+        row |= {f"host_p{share}_ms": host / rounds, f"host_token_p{share}_ms": host / tokens}
+        row[f"native_p{share}_ms"] = native / rounds
+    return row
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -104,15 +148,13 @@ def main(words: Sequence[str] | None = None) -> int:
     flags, load = parser.parse_args(words), load_average()
     found: dict[str, dict[str, dict[str, float]]] = {}
     for drafter in flags.drafters.split(","):
-        for kind, rounds in sorted(measure(flags.model, drafter, flags.tokens, flags.repeats).items()):
-            host, native = zip(*rounds, strict=True)
-            row = {"rounds": float(len(rounds))}
-            for name, spent in (("host", host), ("native", native)):
-                row |= {f"{name}_p{share}_ms": at_share(spent, share / 100) * 1e3 for share in (10, 50)}
-            found.setdefault(drafter, {})[kind] = row
+        for kind, groups in sorted(measure(flags.model, drafter, flags.tokens, flags.repeats).items()):
+            row = found.setdefault(drafter, {})[kind] = figures(groups)
             print(
-                f"{drafter:<14} {kind:<8} {len(rounds):5d} rounds  Python {row['host_p10_ms']:.3f} ms (tenth), "
-                f"{row['host_p50_ms']:.3f} (median); native {row['native_p10_ms']:.2f}, {row['native_p50_ms']:.2f}"
+                f"{drafter:<14} {kind:<8} {row['rounds']:5.0f} rounds behind {len(groups)} calls  Python "
+                f"{row['host_p10_ms']:.3f} ms a round (tenth), {row['host_p50_ms']:.3f} (median), "
+                f"{row['host_token_p10_ms']:.3f}, {row['host_token_p50_ms']:.3f} a token; "
+                f"native {row['native_p10_ms']:.2f}, {row['native_p50_ms']:.2f} a round"
             )
     conditions = {**machine_facts(), "load_before": load, "load_after": load_average()}
     print(json.dumps({"benchmark": "cpu_host", "rounds": found, "conditions": conditions}))

@@ -11,7 +11,7 @@ import ctypes
 import logging
 import os
 import sys
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 BLOCK = 32  # inputs per block of packed kinds
 _MOST_PARTS = 3
-ABI = 10  # a change of the structs or of the kernels: what was measured with another counts no more
+ABI = 11  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 
 Fields = list[tuple[str, Any]]
@@ -128,6 +128,22 @@ class Pass(Structure):
     ]
 
 
+class Run(Structure):
+    """fr_run: passes over one node each, one behind the other."""
+
+    _fields_: ClassVar[Fields] = [
+        ("most", c_int64),
+        ("seconds", c_double),
+        ("stops", c_void_p),
+        *[(name, c_int64) for name in ("stop_count", "match")],
+        ("text", c_void_p),
+        ("length", c_int64),
+        ("logits", c_void_p),
+        ("tops", c_void_p),
+        ("count", c_int64),
+    ]
+
+
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fr_layout": (c_int64, []),
     "fr_isa": (c_char_p, []),
@@ -144,6 +160,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fr_unpack_rows": (None, [c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p]),
     "fr_linear_rows": (c_int, [POINTER(Weights), c_void_p, c_void_p, c_int64]),
     "fr_decode": (c_int, [POINTER(Model), POINTER(Pass)]),
+    "fr_decode_run": (c_int, [POINTER(Model), POINTER(Pass), POINTER(Run)]),
     "fr_argmax_rows": (None, [c_void_p, c_int64, c_int64, c_void_p]),
 }
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from forerun.models.attention import Span
 from forerun.models.layers import Rotations
+from forerun.models.native.pass_rows import Rows
 
 _PIECE = 512  # positions whose rotations are worked out at once
 
@@ -42,3 +45,13 @@ class RotationTables:
             piece = torch.stack((rotations.real, rotations.imag))  # [2, _PIECE, R]
             table = self._tables[regime] = Table.of(torch.cat((table.values, piece), dim=1))
         return table
+
+    def of_rows(self, rows: Rows, spans: Sequence[Span], regimes: Sequence[int]) -> Table:
+        """The rotations of a pass whose spans have these regimes; the rows' places in them are set."""
+        if regimes.count(regimes[0]) == len(regimes):
+            return self.at(regimes[0], rows.longest)
+        pieces = []  # neighbours of different regimes: a table of just these rows
+        for span, regime in zip(spans, regimes, strict=True):
+            pieces.append(self.at(regime, rows.longest).values[:, rows.positions[span.first : span.end]])
+        rows.place(range(len(rows.positions)))
+        return Table.of(torch.cat(pieces, dim=1))

@@ -19,7 +19,6 @@ from torch import Tensor
 from forerun.models.attention import Span
 from forerun.models.config import DecoderConfig
 from forerun.models.decoder import Decoder
-from forerun.models.finite import not_numbers
 from forerun.models.hidden_rows import HiddenRows
 from forerun.models.layer_subset import LayerSubset
 from forerun.models.layers import Rotations
@@ -27,9 +26,10 @@ from forerun.models.load.quants import Blocks
 from forerun.models.load.weights import GgufWeights
 from forerun.models.native import library as native
 from forerun.models.native.packing import table_of, unpack_rows
-from forerun.models.native.pass_rows import Rows, rows_of
-from forerun.models.native.rotation_tables import RotationTables, Table
-from forerun.models.native.tree_pass import TreePass
+from forerun.models.native.pass_rows import rows_of
+from forerun.models.native.plain_run import PlainRun
+from forerun.models.native.rotation_tables import RotationTables
+from forerun.models.native.tree_pass import TreePass, checked
 from forerun.models.native.weights import Mode, NativeReader, some_layers
 from forerun.models.partial import PartialTarget
 from forerun.models.shared import SharedWeights
@@ -83,6 +83,7 @@ class NativeDecoder(Decoder):
         self._looks_up = bool(self._model.embedding.rows)  # the kernels themselves, token by token
         self._alone = TreePass(self._model)
         self._alone.one.woken = self._pass.woken
+        self._ahead = PlainRun(self._alone)
         if isinstance(weights, GgufWeights):
             weights.file.drop_pages()  # what is needed is packed by now
         self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
@@ -115,6 +116,7 @@ class NativeDecoder(Decoder):
         rows: Tensor | None = None,
     ) -> list[int] | None:
         """One pass over M rows; fills the hidden rows and logits given, and says where each row of these is largest."""
+        self._ahead.drop()  # their keys and values may be overwritten
         layers, scored, one = layers or self._all, 0 if logits is None else len(logits), self._pass
         nodes, x = rows_of(spans), hidden.get(layers.end, rows)  # [M, D] what leaves the last layer
         ids, tops = None, None if logits is None else array("i", bytes(4 * scored))
@@ -127,7 +129,8 @@ class NativeDecoder(Decoder):
         else:
             embedded = _take(self._embedding_rows, tokens)
             x = embedded if x is None else x.copy_(embedded)
-        table = self._rotations_at(nodes, spans, seqs)
+        regimes = [self.config.ropes[0].regime(self._lengths[seq.id]) for seq in seqs]
+        table = self._tables.of_rows(nodes, spans, regimes)
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
         one.nodes, one.scored = len(tokens), scored
@@ -146,7 +149,7 @@ class NativeDecoder(Decoder):
         del shown
         if failed:
             raise MemoryError(f"no memory for a pass over {len(tokens)} nodes")
-        return None if tops is None else _checked(tops.tolist())
+        return None if tops is None else checked(tops.tolist())
 
     def score(
         self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs, prompts: Prompts | None = None
@@ -164,24 +167,38 @@ class NativeDecoder(Decoder):
         nodes, extent = len(tokens), self._extent_for(seq, len(tokens))
         if extent.layers:
             self._note_layers((seq,), needs)
-        end, last = extent.length + nodes, self.config.layers
+        if (known := self._ahead.known(extent, tokens, needs)) is not None:
+            return known
+        most = self._ahead.passes(seq, extent, needs) if nodes == 1 else 1
+        end, last = extent.length + max(nodes, most), self.config.layers
         regime = 0 if self._regime_of is None else self._regime_of(self._lengths[seq.id])
         alone.fill(tokens, trees.topology()[0], extent.length, extent.pages, self._tables.at(regime, end))
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
+        native.match_threads(torch.get_num_threads())
+        if most > 1:
+            alone.set_x({}, last, False)
+            return self._ahead.run(seq, extent, most, needs)
         hidden = self._hidden_rows(needs, nodes) if needs.hidden_layers else {}
         shown = self._show(alone.one, hidden, last) if needs.hidden_layers else ()
         alone.set_x(hidden, last, bool(needs.hidden_layers))
         logits = alone.logits(nodes)
-        native.match_threads(torch.get_num_threads())
         failed = self._decode(*alone.at)
         del shown
         if failed:
             raise MemoryError(f"no memory for a pass over {nodes} nodes")
-        found = _checked(alone.tops())
+        found = checked(alone.tops())
         if not isinstance(hidden, HiddenRows) and hidden:
             self._keep_rows(hidden, extent.slots(extent.length, end))
         return Scores(logits, hidden, Greedy(found))
+
+    def truncate(self, seq: Seq, length: int) -> None:
+        self._ahead.drop()
+        super().truncate(seq, length)
+
+    def release(self, seq: Seq) -> None:
+        self._ahead.drop()
+        super().release(seq)
 
     def _show(self, one: native.Pass, hidden: Mapping[int, Tensor], end: int) -> Sequence[array[int]]:
         """Where rows that enter layers go; what is returned must live as long as the pass."""
@@ -271,26 +288,6 @@ class NativeDecoder(Decoder):
     def woken(self) -> list[int]:
         """By layer, how many experts the last pass read; empty where the model has none."""
         return [] if self.config.moe is None else self._woken[:]
-
-    def _rotations_at(self, rows: Rows, spans: Sequence[Span], seqs: Sequence[Seq]) -> Table:
-        """Cosines and sines, and the rows' places in them."""
-        rope = self.config.ropes[0]
-        regimes = [rope.regime(self._lengths[seq.id]) for seq in seqs]
-        if regimes.count(regimes[0]) == len(regimes):
-            return self._tables.at(regimes[0], rows.longest)
-        pieces = []  # neighbours of different regimes: a table of just these rows
-        for span, regime in zip(spans, regimes, strict=True):
-            pieces.append(
-                self._tables.at(regime, rows.longest).values[:, rows.positions[span.first : span.end]]
-            )
-        rows.place(range(len(rows.positions)))
-        return Table.of(torch.cat(pieces, dim=1))
-
-
-def _checked(tops: list[int]) -> list[int]:
-    if -1 in tops:
-        raise not_numbers()
-    return tops
 
 
 def _take(table: Tensor | Blocks, ids: Tensor | Sequence[int]) -> Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from forerun.models.finite import not_numbers
 from forerun.models.native.library import Model, Pass
 from forerun.models.native.rotation_tables import Table
 from forerun.models.pages import PAGE
@@ -42,11 +43,23 @@ class TreePass:
             self.one.logits = logits.data_ptr()
             return logits
         if not self._spare:
-            with torch.inference_mode(False):
-                block = torch.empty(_AT_ONCE, 1, self._vocab)
-                self._spare = [(block[i], block[i].data_ptr()) for i in range(_AT_ONCE)]
+            self._make_spare()
         logits, self.one.logits = self._spare.pop()
         return logits
+
+    def spare_rows(self, rows: int) -> int:
+        """Where so many rows of logits [1, V] lie one behind the other; `take_rows` takes those that were filled."""
+        if len(self._spare) < rows:
+            self._make_spare()
+        return self._spare[-1][1]
+
+    def take_rows(self, rows: int) -> list[Tensor]:
+        return [self._spare.pop()[0] for _ in range(rows)]
+
+    def _make_spare(self) -> None:
+        with torch.inference_mode(False):
+            block = torch.empty(_AT_ONCE, 1, self._vocab)
+        self._spare = [(row, row.data_ptr()) for row in reversed(block.unbind())]  # the first is taken first
 
     def set_x(self, hidden: Mapping[int, Tensor], last: int, shows: bool) -> None:
         """What leaves the last layer is computed in place where it is shown; not `shows`: no rows are."""
@@ -112,3 +125,10 @@ class TreePass:
     def tops(self) -> list[int]:
         """Where each row of logits is largest, after the pass."""
         return self._tops.tolist()
+
+
+def checked(tops: list[int]) -> list[int]:
+    """The same, if all rows of logits held numbers."""
+    if -1 in tops:
+        raise not_numbers()
+    return tops
