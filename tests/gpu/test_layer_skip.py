@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -27,7 +28,15 @@ from forerun.verify.greedy import device_walk
 from tests.exactness.harness import Letters, run
 from tests.gpu.test_draft_model import Again
 from tests.gpu.test_following import dtype_on
-from tests.gpu.tiny import DEVICES, VOCAB, make_reference, make_target, need_cuda, weights_of
+from tests.gpu.tiny import (
+    DEVICES,
+    VOCAB,
+    make_reference,
+    make_target,
+    need_cuda,
+    weights_of,
+    where_kernels_run,
+)
 
 LAYERS, WIDTH = 3, 64  # of "llama"
 SKIPPED = LayerSubset(LAYERS, without_attention=frozenset({1}), without_mlp=frozenset({0, 2}))
@@ -185,6 +194,31 @@ def test_kernels_say_what_torch_says(name: str, count: int, kind: Literal["plain
         found += [part.score(seqs, trees, Needs()).required_logits.clone() for part in parts]
     for got, wanted in zip(found[:3], found[3:], strict=True):
         assert float((got - wanted).abs().max()) < 0.1 * float(wanted.std())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", SUBSETS, ids=str)
+def test_kernels_in_the_interpreter_say_what_torch_says(
+    layers: LayerSubset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which norm is handed on where: TRITON_INTERPRET=1 python -m pytest tests/gpu/test_layer_skip.py -k interpreter"""
+    if where_kernels_run().type == "cuda":
+        pytest.skip("the test above does this on a GPU, in 16 bits")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    processors = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: processors)
+    from forerun.models.cuda.fused import FusedSteps
+
+    found = []
+    for kernels in (True, False):
+        target = make_target("llama", "cpu")
+        if kernels:
+            target.passes.steps = FusedSteps(target.model, target.buffers, target.kv.data)
+        seq = started(target, TEXT[:5])
+        parts = [CudaPart(target, layers, leave) for leave in (None, adapter_of())]
+        found += [drafted(part, seq, TEXT[4:6]) for part in parts]
+    for got, wanted in zip(found[:2], found[2:], strict=True):
+        assert near(got, wanted, "cpu")
 
 
 PLANS = {
