@@ -24,6 +24,7 @@ from forerun.models.attention import Span as Nodes
 from forerun.models.cuda.chunks import joined
 from forerun.models.cuda.graphs import Replays, menu
 from forerun.models.cuda.network import Run
+from forerun.models.cuda.pass_clock import seconds_of
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Need, Size, Span, padding, plan_pass, round_up
 from forerun.models.layer_subset import LayerSubset
 from forerun.models.paged import PagedKV
@@ -36,9 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 progress = logging.getLogger("forerun.progress")
 
-FEWEST = (
-    16  # rows up to which passes are captured at least: what a cascade's lower level drafts for one sequence
-)
+FEWEST = 16  # rows up to which passes are captured at least: a chain of a cascade's lower level
 
 
 class CudaPart(PartialTarget):
@@ -49,7 +48,6 @@ class CudaPart(PartialTarget):
         self.runs = CudaLayers(target, layers)
         super().__init__(self.runs, layers, None if leave is None else lambda rows: leave(rows.to(dtype)))
 
-    @torch.no_grad()
     def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
         """Capture the passes that drafts for so many sequences take; run what follows them once in every size."""
         if not self.runs.replays.capture:
@@ -62,7 +60,8 @@ class CudaPart(PartialTarget):
             log.warning("draft passes are not captured: %s: %s", type(error).__name__, error)
             return
         count, spent = self.runs.replays.captured, perf_counter() - started
-        log.info("captured %d passes of %d layers in %.1f s", count, self.layers.end, spent)
+        step = 1e3 * self.runs.step_seconds(self._leave)
+        log.info("captured %d draft passes in %.1f s; a step of one row takes %.2f ms", count, spent, step)
 
 
 class CudaLayers:
@@ -103,7 +102,7 @@ class CudaLayers:
     def make_room(self, seqs: Sequence[Seq], rows: Sequence[int]) -> bool:
         return self._target.make_room(seqs, rows)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run_layers(
         self, tokens: Sequence[int], spans: Sequence[Nodes], seqs: Sequence[Seq], layers: LayerSubset
     ) -> Tensor:
@@ -125,7 +124,7 @@ class CudaLayers:
         normed = F.rms_norm(rows, rows.shape[-1:], None, model.config.norm_eps)
         return (normed * model.final_norm.float()).to(model.dtype)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def logits_of(self, rows: Tensor) -> Tensor:
         """[M, V] fp32, valid until the next pass."""
         buffers, found = self._target.buffers, list[Tensor]()
@@ -138,21 +137,30 @@ class CudaLayers:
                 found[-1] = found[-1].clone()
         return joined(found)
 
+    @torch.inference_mode()
     def capture(self, max_batch: int, max_length: int, leave: Leave) -> None:
         """Capture the passes of drafts for up to so many sequences, over rows that are written nowhere."""
-        most, buffers = round_up(min(max(FEWEST, 2 * max_batch), MAX_ROWS), ROW_SIZES), self._target.buffers
+        buffers, most = self._target.buffers, round_up(min(max(FEWEST, 2 * max_batch), MAX_ROWS), ROW_SIZES)
         sizes = [size for size, scored in menu(max_length) if scored and size.rows <= most]
         self.sizes = sorted(sizes, key=lambda size: (size.rows, size.groups, size.splits))
         for i, size in enumerate(self.sizes):
             progress.info("capturing passes of some layers: %d of %d", i + 1, len(sizes))
             buffers.send(padding(size))
-            self._do_pass(size)
-            self.logits_of(leave(buffers.x[: size.rows]))
+            self._step(size, leave)
+
+    @torch.inference_mode()
+    def step_seconds(self, leave: Leave, repeats: int = 3) -> float:
+        """What a draft step of one row takes on the device, in a short context; the choice of a token comes on top."""
+        self._target.buffers.send(padding(self.sizes[0]))
+        return seconds_of(lambda: self._step(self.sizes[0], leave), self.device, repeats)
+
+    def _step(self, size: Size, leave: Leave) -> None:
+        self._do_pass(size)
+        self.logits_of(leave(self._target.buffers.x[: size.rows]))
 
     def _size_for(self, need: Need) -> Size:
         return next((size for size in self.sizes if need.fits(size)), need.rounded())
 
-    @torch.inference_mode()
     def _do_pass(self, size: Size) -> None:
         if size in self.sizes:
             self.replays.do(size, lambda: self._launch(size))
