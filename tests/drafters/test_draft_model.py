@@ -86,3 +86,17 @@ def test_it_says_what_reading_the_text_would_cost_and_forgets_that_when_it_is_re
     assert (
         drafter.offer(FakeSeq(1, [1, 2, 3] * 20)).start > drafter.offer(FakeSeq(2, [1, 2, 3] * 10)).start > 0
     )
+
+
+def test_of_equally_likely_tokens_the_lowest_is_drafted() -> None:
+    """As drafts on a device have it, where kernels choose."""
+
+    class Undecided(TableLM):
+        def score(self, seqs: Sequence[Seq], trees: TreeBatch, needs: Needs) -> Scores:
+            return Scores(torch.zeros_like(super().score(seqs, trees, needs).required_logits))
+
+    seqs = [FakeSeq(b, [1, 2, 3], max_length=40) for b in range(2)]
+    drafter = ModelDrafter(Undecided(vocab_size=9), vocab_size=9)
+    trees = drafter.propose(seqs, [Budget(3, 3)] * 2)
+    assert trees.tokens.tolist() == [3, 0, 0, 0] * 2
+    assert trees.parents.tolist() == [-1, 0, 1, 2] * 2

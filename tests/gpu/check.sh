@@ -1,6 +1,7 @@
 #!/bin/sh
 # What needs a GPU, in two commands of about two minutes each (mostly compiling, the first time).
-#   sh tests/gpu/check.sh tests OUT                 the GPU tests in thirteen processes; the end of each log is printed
+#   sh tests/gpu/check.sh tests OUT [group ...]     the GPU tests in a process for each group, or in those that are named;
+#                                                   the end of each log is printed, with the slowest tests
 #   sh tests/gpu/check.sh bench OUT [arguments]     a short benchmark; arguments go to forerun.bench.gpu
 #   sh tests/gpu/check.sh serve OUT [arguments]     a server of an 8B shape under load, about three minutes; arguments go
 #                                                   to forerun.bench.serve. Where the machine has no web framework, put
@@ -14,15 +15,26 @@ export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_TH
 check() {
     name=$1
     shift
-    timeout 140 "$python" -m pytest -q --maxfail=4 --tb=short -p no:cacheprovider "$@" >"$out/$name.log" 2>&1
+    case "$groups" in *" $name "*) ;; *) return ;; esac
+    timeout 240 "$python" -m pytest -q --maxfail=4 --tb=short -p no:cacheprovider --durations=3 "$@" \
+        >"$out/$name.log" 2>&1
     echo "$name: exit $?" >>"$out/$name.log"
 }
 if [ "$what" = tests ]; then
+    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled"
+    groups=" ${*:-$all} "
+    for name in $groups; do
+        case " $all " in *" $name "*) ;; *) echo "no group $name: there are $all" && exit 2 ;; esac
+    done
     check grown tests/gpu/test_grown.py -m gpu &
     check draft tests/gpu/test_draft.py -m gpu -k "not captured" &
     check captured tests/gpu/test_draft.py -m gpu -k captured &
-    check packed tests/gpu/test_packed.py -m gpu &
+    # kernels of one-byte weights are compiled for every shape and number of rows: in one process they took over 140 s
+    check packed tests/gpu/test_packed.py -m gpu -k "not kernels_agree" &
+    check int8 tests/gpu/test_packed.py -m gpu -k "kernels_agree and int8" &
+    check fp8 tests/gpu/test_packed.py -m gpu -k "kernels_agree and fp8" &
     check models tests/gpu/test_draft_model.py tests/gpu/test_model_following.py tests/gpu/test_chain_kernels.py -m gpu &
+    check layers tests/gpu/test_layer_skip.py -m gpu &
     check plain tests/gpu/test_plain_rounds.py tests/gpu/test_mixed.py -m gpu &
     check bits tests/gpu/test_bits.py -k "smollm2 or large or odd" &
     check block tests/gpu/test_block.py -m gpu &
@@ -33,7 +45,7 @@ if [ "$what" = tests ]; then
     check late tests/gpu/test_built_late.py tests/gpu/test_head_swap.py tests/gpu/test_lookups_following.py -m gpu &
     check sampled tests/verify/test_sampled.py tests/verify/test_warp.py -m gpu &
     wait
-    for name in grown draft captured packed models plain bits block following kernels experts late sampled; do
+    for name in $groups; do
         echo "== $name"
         tail -n 16 "$out/$name.log"
     done

@@ -48,6 +48,7 @@ def _drafted(fused: bool, noise: bool, accepted: int) -> tuple[Tensor, Tensor]:
     last.tokens[2, : DEPTH + 1] = torch.tensor([9, 8, VOCAB + 7 if accepted < 2 else 7, 6, 5], device=device)
     last.tokens[2, accepted] = VOCAB + 50 if accepted == 1 else 11
     graphs = ChainGraphs(model, VOCAB - 3, last, fused)
+    graphs.noise.fused = True  # the twin's too, as on a GPU: both add the same numbers
     lanes = _lanes(model, rng)
     model.kv.data.zero_()
     settings = [(mixed_seed(5), 0.8), None, (mixed_seed(-1), 1.3), (mixed_seed(9), 1.0)] if noise else []

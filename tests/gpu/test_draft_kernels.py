@@ -309,12 +309,15 @@ def test_whole_drafts_by_kernels(more: dict[str, Any], monkeypatch: pytest.Monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wide", [1, 3])
-def test_noise_by_a_kernel_is_that_of_torch(wide: int) -> None:
+@pytest.mark.parametrize("beyond", [0, 5])
+def test_noise_by_a_kernel_is_that_of_torch(wide: int, beyond: int) -> None:
+    """Also for the first columns of wider rows: a draft model may know more tokens than the target."""
     device = where_kernels_run()
     ids = torch.randperm(5000, generator=torch.Generator().manual_seed(1))[:1300].sort().values.to(device)
     settings = [(12345, 1.3), None, (-(2**60), 0.7)]
     positions = torch.tensor([3, 70_000, 511], dtype=torch.int32, device=device)
-    logits = torch.randn(3 * wide, len(ids), generator=torch.Generator().manual_seed(2)).to(device)
+    made = torch.randn(3 * wide, len(ids) + beyond, generator=torch.Generator().manual_seed(2))
+    logits = made.to(device)[:, : len(ids)]
     found = []
     for fused in (True, False):
         noise = DraftNoise(ids, fused)

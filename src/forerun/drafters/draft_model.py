@@ -23,7 +23,7 @@ from forerun.noise import DRAFT, draw, exponential, uniform
 from forerun.offers import Offer
 from forerun.topology import topology_of
 from forerun.types import Budget, Draws, Laws, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
-from forerun.verify.warp import warp
+from forerun.verify.warp import argmax_rows, warp
 
 UNMEASURED = 2e-3  # seconds per level, until the first draft was timed
 READING = 0.25  # of a level: what reading a token of a prompt takes, until one was read
@@ -181,10 +181,10 @@ class ModelDrafter:
         laws: list[Tensor],
     ) -> dict[int, list[tuple[int, int]]]:
         """The siblings at every root, as (token, node)."""
-        step = self._step([branches[b] for b in live])
+        tips = [branches[b] for b in live]
+        found = self._picks(tips, self._step(tips), [widths[b] for b in live], laws)
         heads: dict[int, list[tuple[int, int]]] = {}
-        for i, b in enumerate(live):
-            picked, row = self._pick(branches[b], step, i, widths[b], laws)
+        for b, (picked, row) in zip(live, found, strict=True):
             heads[b] = [(token, trees[b].add(0, token, row)) for token in picked]
         return heads
 
@@ -200,9 +200,9 @@ class ModelDrafter:
         """Extend one chain per sequence, level by level, all sequences in one pass."""
         for depth in range(1, max(depths.values(), default=0)):
             live = [b for b in live if depth < depths[b]]
-            step = self._step([branches[b] for b in live])
-            for i, b in enumerate(live):
-                picked, row = self._pick(branches[b], step, i, 1, laws)
+            ends = [branches[b] for b in live]
+            found = self._picks(ends, self._step(ends), [1] * len(ends), laws)
+            for b, (picked, row) in zip(live, found, strict=True):
                 if not picked:  # no token is possible here
                     depths[b] = 0
                     continue
@@ -228,6 +228,15 @@ class ModelDrafter:
         roots = TreeBatch.chains([[branch.tokens[-1]] for branch in branches], self.draft.device)
         last = [end - 1 for end in chains.starts[1:]]
         return warp(fit(logits[last], self.vocab_size), branches, roots)
+
+    def _picks(
+        self, branches: Sequence[Branch], step: Laws, widths: Sequence[int], laws: list[Tensor]
+    ) -> list[tuple[list[int], int]]:
+        """`_pick` for every branch; the likeliest tokens of all are read at once, the lowest id where several are."""
+        if step.plain_greedy and max(widths) == 1:
+            return [([token], -1) for token in argmax_rows(step.log_weights)]
+        each = enumerate(zip(branches, widths, strict=True))
+        return [self._pick(branch, step, i, width, laws) for i, (branch, width) in each]
 
     def _pick(
         self, branch: Branch, step: Laws, i: int, width: int, laws: list[Tensor]

@@ -6,8 +6,8 @@ Verify, Zhang et al. 2023; SWIFT, Xia et al. 2024). Which ones is said by a plan
 or of `forerun train early-exit` (forerun.drafters.layer_plan).
 
 It has no weights and no KV cache of its own: it reads the keys and values that the target has of the committed tokens.
-After an early exit the target's pass over the draft starts where the draft left off, so that the first layers compute
-each drafted token once.
+After an early exit a CPU's pass over the draft starts where the draft left off, so that the first layers compute each
+drafted token once. On a GPU draft steps are captured when the drafter is built (forerun.models.cuda.part).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class LayerSkipDrafter(ModelDrafter):
         given, shared = parts.speculative.draft_layers, parts.target.shared()
         layers = len(shared.layers) if shared is not None else 0
         plan = default_plan(layers) if given is None else read_plan(given, layers)
-        return cls(draft_part(parts.target, plan), parts.target.vocab_size)
+        part = draft_part(parts.target, plan)
+        part.warm_up(cls.needs, parts.max_batch, parts.max_length or parts.target.max_length)
+        return cls(part, parts.target.vocab_size)
 
 
 def draft_part(target: Target, plan: LayerPlan) -> Target:
@@ -37,8 +39,8 @@ def draft_part(target: Target, plan: LayerPlan) -> Target:
     shared = target.shared()
     if shared is None or shared.partial is None:
         raise InvalidInput(
-            "the drafter 'layer_skip' needs a target whose layers can run apart: our own decoder on a CPU, "
-            f"or in torch; {type(target).__name__} on {target.device.type} cannot"
+            "the drafter 'layer_skip' needs a target whose layers can run apart: our own decoders; "
+            f"{type(target).__name__} on {target.device.type} cannot"
         )
     adapter = plan.adapter
     if adapter is not None:

@@ -2,13 +2,14 @@
 
 It reads the keys and values that the target has cached of the committed tokens, so it has no cache of its own and no
 prompt to read. What it drafts is written behind them, where the target's pass writes the tree's nodes anyway. Where it
-runs the first layers whole, the target's next pass over the drafted chain starts behind them (forerun.models.begun).
+runs the first layers whole, a CPU's next pass over the drafted chain starts behind them (forerun.models.begun); a GPU's
+pass starts from the tokens (forerun.models.cuda.part says why).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +17,10 @@ from torch import Tensor
 from forerun.models.attention import Span
 from forerun.models.begun import Begun
 from forerun.models.layer_subset import LayerSubset
-from forerun.models.paged import slots_of
+from forerun.models.paged import PagedKV, slots_of
 from forerun.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 
 if TYPE_CHECKING:
-    from forerun.models.decoder import Decoder
     from forerun.models.shared import SharedWeights
 
 Leave = Callable[
@@ -28,10 +28,42 @@ Leave = Callable[
 ]  # [M, D] what leaves the last layer that is run -> [M, D] what the LM head reads
 
 
+class RunsLayers(Protocol):
+    """A target of which some layers can run apart: a Decoder, or the layers of a GPU's (forerun.models.cuda.part)."""
+
+    @property
+    def kv(self) -> PagedKV: ...
+    @property
+    def begun(self) -> dict[int, Begun] | None:
+        """Chains that its own pass goes on with, by sequence; None where it starts from the tokens."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_length(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def slots(self) -> int | None: ...
+    @property
+    def pass_rows(self) -> int: ...
+    def make_room(self, seqs: Sequence[Seq], rows: Sequence[int]) -> bool: ...
+
+    def run_layers(
+        self, tokens: Sequence[int], spans: Sequence[Span], seqs: Sequence[Seq], layers: LayerSubset
+    ) -> Tensor:
+        """[M, D] what leaves the last of some layers; their keys and values are written as in any pass."""
+        ...
+
+    def final_norm_of(self, rows: Tensor) -> Tensor: ...
+    def logits_of(self, rows: Tensor) -> Tensor: ...
+
+
 class PartialTarget:
     """Implements forerun.models.base.Target for sequences that the whole target has prefilled, and no others."""
 
-    def __init__(self, whole: Decoder, layers: LayerSubset, leave: Leave | None = None) -> None:
+    def __init__(self, whole: RunsLayers, layers: LayerSubset, leave: Leave | None = None) -> None:
         """`leave` stands in for the final norm."""
         self.whole, self.layers = whole, layers
         self._leave = leave or whole.final_norm_of
@@ -85,12 +117,8 @@ class PartialTarget:
         tokens, shapes, spans = trees.to_host()[0], trees.topology(), list[Span]()
         for b, seq in enumerate(seqs):
             first, end = trees.starts[b : b + 2]
-            chain, other = self._chain(seq), self.whole.begun.get(seq.id)
-            if (
-                other is not None and other is not chain
-            ):  # what another part drafted is about to be overwritten
-                other.intact = False
-                del self.whole.begun[seq.id]
+            chain = self._chain(seq)
+            self._take_over(seq, chain)
             start = chain.length + len(chain.tokens)
             extent = self.whole.kv.grow(seq.id, start + end - first)
             spans.append(Span(first, end, extent.pages, start, shapes[b]))
@@ -106,12 +134,12 @@ class PartialTarget:
             pages, root = chain.extent.pages, chain.length + len(chain.tokens)
             moved = [(root + node, root + i) for i, node in enumerate(path, start=1) if node != i]
             self.whole.kv.move([(_slot(pages, source), _slot(pages, place)) for source, place in moved])
-            chain.rows += [
-                rows[node] for node in (0, *path)
-            ]  # before its tokens: a fault between does no harm
+            begun = self.whole.begun
+            if begun is not None:  # before its tokens: a fault between does no harm
+                chain.rows += [rows[node] for node in (0, *path)]
             chain.tokens += [tokens[node] for node in (0, *path)]
-            if self.layers.is_prefix and chain.intact:
-                self.whole.begun[seq.id] = chain
+            if begun is not None and self.layers.is_prefix and chain.intact:
+                begun[seq.id] = chain
 
     def truncate(self, seq: Seq, length: int) -> None:
         """Forget drafted tokens; what is committed is the whole target's to forget."""
@@ -142,6 +170,14 @@ class PartialTarget:
     def release(self, seq: Seq) -> None:
         self._chains.pop(seq.id, None)
         self._scored.pop(seq.id, None)
+
+    def _take_over(self, seq: Seq, chain: Begun) -> None:
+        """What another part drafted for this sequence is about to be overwritten: no pass may go on with it."""
+        begun = self.whole.begun
+        other = None if begun is None else begun.get(seq.id)
+        if begun is not None and other is not None and other is not chain:
+            other.intact = False
+            del begun[seq.id]
 
     def _chain(self, seq: Seq) -> Begun:
         """What was drafted behind the committed tokens: nothing, once others were committed."""

@@ -7,6 +7,7 @@ of rows: that is half of why a row's bits do not depend on its neighbours (the o
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
 from typing import TYPE_CHECKING, Any
@@ -136,6 +137,17 @@ class FusedSteps:
 
     def head(self, run: Run) -> None:
         self._linear(run, "head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits)
+
+    def head_of_normed(self, run: Run) -> None:
+        self.inverses[: run.size.rows].fill_(1.0)  # by which wide products multiply, whatever the rows are
+        self._linear(
+            run, "head", LOGITS, self.buffers.rows, self.model.head, self.buffers.logits, normed=True
+        )
+
+    def on(self, model: Model) -> FusedSteps:
+        steps = copy.copy(self)
+        steps.model = model
+        return steps
 
     def woken(self) -> list[int]:
         return []

@@ -6,6 +6,7 @@ The steps themselves come in two kinds with one set of tests: Triton kernels (fu
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -20,6 +21,7 @@ from forerun.models.cuda.expert_weights import ExpertWeights, stack_experts
 from forerun.models.cuda.integers import SentInts
 from forerun.models.cuda.packed import Weight, WeightKind, interleaved, pack
 from forerun.models.cuda.plan import FIELDS, LONGEST, MAX_ROWS, PAGES, Plan, Size
+from forerun.models.layer_subset import LayerSubset
 from forerun.models.moe import Experts
 from forerun.models.pages import TREE_MARGIN
 from forerun.models.rope import frequencies
@@ -93,6 +95,17 @@ class Model:
     def next_norm(self, layer: int) -> Tensor:
         """The norm behind a layer: the next layer's first, or the last of all."""
         return self.final_norm if layer + 1 == len(self.layers) else self.layers[layer + 1].attention_norm
+
+    def part(self, subset: LayerSubset) -> Model:
+        """The same weights, some layers only: norms are those of what runs next, which kernels hand on in advance."""
+        part, norm, layers = copy.copy(self), self.final_norm, list[Layer]()
+        for i in reversed(range(subset.end)):
+            layer = self.layers[i]
+            behind = norm if i in subset.without_mlp else layer.mlp_norm
+            norm = behind if i in subset.without_attention else layer.attention_norm
+            layers.append(replace(layer, attention_norm=norm, mlp_norm=behind))
+        part.layers = layers[::-1]
+        return part
 
     def _layer(self, block: Block, index: int, rope: Tensor | None) -> Layer:
         mlp, moe, experts = block.mlp, self.config.moe, None
@@ -196,6 +209,13 @@ class Steps(Protocol):
     def leave_mlp(self, run: Run, layer: int) -> None: ...
     def normalise(self, run: Run, into: Tensor) -> None: ...
     def head(self, run: Run) -> None: ...
+    def head_of_normed(self, run: Run) -> None:
+        """The LM head's logits of `Buffers.rows` with their norm applied, where another than the last norm did that."""
+        ...
+
+    def on(self, model: Model) -> Steps:
+        """The same steps over a part of their model, in the same buffers."""
+        ...
 
     def woken(self) -> list[int]:
         """Experts that the last pass read, by layer; [] where there are none. Waits for the device."""

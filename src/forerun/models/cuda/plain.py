@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -79,6 +81,15 @@ class PlainSteps:
     def head(self, run: Run) -> None:
         found = times(self._normed(run, self.model.final_norm), self.model.head)
         self.buffers.logits[: run.size.rows] = found.float()
+
+    def head_of_normed(self, run: Run) -> None:
+        rows = run.size.rows
+        self.buffers.logits[:rows] = times(self.buffers.rows[:rows], self.model.head).float()
+
+    def on(self, model: Model) -> PlainSteps:
+        steps = copy.copy(self)
+        steps.model = model
+        return steps
 
     def woken(self) -> list[int]:
         return []

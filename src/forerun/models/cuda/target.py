@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 
 import torch
@@ -23,6 +24,7 @@ from forerun.models.cuda.graphs import Passes, Replays
 from forerun.models.cuda.grown import GrownBuffers, Place, plan_grown
 from forerun.models.cuda.network import Buffers, Model
 from forerun.models.cuda.packed import WeightKind
+from forerun.models.cuda.part import CudaPart
 from forerun.models.cuda.pass_clock import timed
 from forerun.models.cuda.plain_rounds import PlainRounds, PlainStep
 from forerun.models.cuda.plan import MAX_ROWS, Plan, Root, Span, plan_pass
@@ -99,6 +101,7 @@ class CudaDecoder(SlotTarget):
             final_norm=model.final_norm,
             rotations=[Rotations(rope, self.device) for rope in self.config.ropes],
             config=self.config,
+            partial=partial(CudaPart, self),
         )
 
     @property

@@ -94,13 +94,14 @@ class DraftNoise:
         return noised
 
     def _add_noise(self, positions: Tensor, logits: Tensor, level: int) -> Tensor:
-        """The same by a kernel."""
+        """The same by a kernel; logits may be the first columns of wider rows."""
         from forerun.drafters.eagle.cuda import kernels_head
 
-        found, (rows, vocab) = torch.empty_like(logits), logits.shape
+        rows, vocab = logits.shape
+        found = logits.new_empty(rows, vocab)
         kernels_head.add_noise[(rows, -(-vocab // BLOCK))](
-            logits, found, self._ids, self._sent.all, positions, vocab, rows // len(positions), level, MOST,
-            BLOCK=BLOCK, num_warps=4,
+            logits, found, self._ids, self._sent.all, positions, logits.stride(0), vocab, rows // len(positions), level,
+            MOST, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
         return found
 

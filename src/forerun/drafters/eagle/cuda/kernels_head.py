@@ -76,8 +76,8 @@ def tops(logits, found, rows, highs, sums, vocab, K: tl.constexpr, CHUNK: tl.con
         values = tl.where(n == c * CHUNK + at, float("-inf"), values)
 
 
-@triton.jit(do_not_specialize=["vocab", "wide", "level", "MOST"])
-def add_noise(logits, found, ids, noise, positions, vocab, wide, level, MOST, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["stride", "vocab", "wide", "level", "MOST"])
+def add_noise(logits, found, ids, noise, positions, stride, vocab, wide, level, MOST, BLOCK: tl.constexpr):
     """A stretch of one row of a level: its logits times a factor, less the logarithm of the verifier's noise.
 
     Rows of one tree, `wide` of them, share the noise of their position; trees without any stay as they are.
@@ -85,15 +85,14 @@ def add_noise(logits, found, ids, noise, positions, vocab, wide, level, MOST, BL
     row = tl.program_id(0)
     b, n = row // wide, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = n < vocab
-    place = row.to(tl.int64) * vocab + n
-    values = tl.load(logits + place, mask=here, other=0.0)
+    values = tl.load(logits + row.to(tl.int64) * stride + n, mask=here, other=0.0)
     if tl.load(noise + 2 * MOST + b) > 0:
         factor = tl.load(noise + MOST + b).to(tl.float64, bitcast=True).to(tl.float32)
         at = (tl.load(positions + b) + 2 + level).to(tl.int64)
         values = values * factor - log_exponential(
             tl.load(noise + b), at, tl.load(ids + n, mask=here, other=0)
         )
-    tl.store(found + place, values, mask=here)
+    tl.store(found + row.to(tl.int64) * vocab + n, values, mask=here)
 
 
 @triton.jit(do_not_specialize=["first", "pool_size", "level"])
