@@ -59,7 +59,10 @@ def make_engine(
     if speculative.drafter == "auto":
         build = partial(build_for, target, speculative, config)
         speculative, head = settle(speculative, target, draft_target is not None, cost_file, build)
-    parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length, more_drafts)
+    opening = opening_of(tokenizer) if target.device.type != "cpu" and target.source_rules is None else ()
+    parts = Parts(
+        target, draft_target, speculative, config.max_batch, config.max_length, more_drafts, opening=opening
+    )
 
     def make_drafter(name: str, head: str | None = None) -> Drafter:
         spec = registry.drafters.spec(name)  # an old name is the same drafter, not a second one
@@ -81,6 +84,20 @@ def make_engine(
         max_batch=config.max_batch,
         max_length=config.max_length,
     )
+
+
+def opening_of(tokenizer: Decodes | None) -> tuple[int, ...]:
+    """What the chat template writes before an answer; without one, the token that texts begin with; () = not known."""
+    from forerun.models.load.tokenizer import Tokenizer
+
+    if not isinstance(tokenizer, Tokenizer):
+        return ()
+    with suppress(InvalidInput):  # there is no template, or it refuses so short a chat
+        chat = [{"role": "user", "content": "Hi"}]
+        asked = tokenizer.chat_ids(chat, add_generation_prompt=False)
+        if opening := tokenizer.chat_ids(chat)[len(asked) :]:
+            return tuple(opening)
+    return () if tokenizer.bos_id is None else (tokenizer.bos_id,)
 
 
 def build_for(target: Target, speculative: SpeculativeConfig, config: EngineConfig, name: str) -> Drafter:
