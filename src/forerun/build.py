@@ -29,6 +29,7 @@ from forerun.engine.sequence import SequenceState
 from forerun.errors import InvalidInput, UnknownName, UnsupportedModel
 from forerun.heads import carries_mtp, find_head, open_head, with_head
 from forerun.models.base import Target
+from forerun.models.load.opening import opening_of
 from forerun.offers import Offer
 from forerun.params import EngineConfig, SpeculativeConfig
 from forerun.registry import DrafterSpec
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from forerun.models.load.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
-
 _DERIVE = "derive it from forerun.drafters.base.BaseDrafter"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -59,10 +59,8 @@ def make_engine(
     if speculative.drafter == "auto":
         build = partial(build_for, target, speculative, config)
         speculative, head = settle(speculative, target, draft_target is not None, cost_file, build)
-    opening = opening_of(tokenizer) if target.device.type != "cpu" and target.source_rules is None else ()
-    parts = Parts(
-        target, draft_target, speculative, config.max_batch, config.max_length, more_drafts, opening=opening
-    )
+    parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length, more_drafts)
+    parts = replace(parts, opening=opening_of(target, tokenizer))
 
     def make_drafter(name: str, head: str | None = None) -> Drafter:
         spec = registry.drafters.spec(name)  # an old name is the same drafter, not a second one
@@ -84,20 +82,6 @@ def make_engine(
         max_batch=config.max_batch,
         max_length=config.max_length,
     )
-
-
-def opening_of(tokenizer: Decodes | None) -> tuple[int, ...]:
-    """What the chat template writes before an answer; without one, the token that texts begin with; () = not known."""
-    from forerun.models.load.tokenizer import Tokenizer
-
-    if not isinstance(tokenizer, Tokenizer):
-        return ()
-    with suppress(InvalidInput):  # there is no template, or it refuses so short a chat
-        chat = [{"role": "user", "content": "Hi"}]
-        asked = tokenizer.chat_ids(chat, add_generation_prompt=False)
-        if opening := tokenizer.chat_ids(chat)[len(asked) :]:
-            return tuple(opening)
-    return () if tokenizer.bos_id is None else (tokenizer.bos_id,)
 
 
 def build_for(target: Target, speculative: SpeculativeConfig, config: EngineConfig, name: str) -> Drafter:

@@ -19,22 +19,20 @@ from typing import NamedTuple
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
 from forerun.drafters.suffix.automaton import SuffixAutomaton
 from forerun.drafters.suffix.corpus import Corpus
-from forerun.drafters.suffix.growth import Fill, Grown, Match, Matches, Ways, grow
+from forerun.drafters.suffix.growth import Fill, Grown, Match, Matches, Ways, grow, least_of
 from forerun.drafters.suffix.history import History, Reader
 from forerun.drafters.suffix.rates import ALIKE, ONCE, OWN_MEMORY, SECOND, SHARED_MEMORY, HitRates, kind_of
 from forerun.drafters.suffix.sources import AutomatonPlace, Place
 from forerun.drafters.suffix.successors import Successors
 from forerun.drafters.tenants import tenant_of
-from forerun.drafters.tree_builder import best_count, least_step
+from forerun.drafters.tree_builder import best_count
 from forerun.offers import Offer
 from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 
 REQUEST, PAST, CORPUS = range(3)  # the texts that are searched
 SHORTER = 3  # places of one text that a tree branches from: of the longest match and of shorter ones
 RANKS = 4  # continuations of one match that become branches
-LEAST = 0.01  # the least survival in a tree that a price list cuts
 ALWAYS = 8  # tokens of a chain that are looked up however unlikely: a fixed budget drafts them all
-CHAIN = Budget(AT_HAND, AT_HAND)  # what is offered until trees are asked for
 
 Size = tuple[int, int, int]  # of a budget: nodes, depth, width
 
@@ -83,7 +81,6 @@ class SuffixDrafter(LookupDrafter):
         self._looked_up: set[int] = set()  # sequences with a chain for the coming round
         self._all = [HitRates(longest, with_prior=True) for _ in range(3)]
         self._fill = None if successors is None else Fill(successors)
-        self._last = CHAIN  # the size of the trees that are asked for now
 
     @classmethod
     def build(cls, parts: Parts) -> SuffixDrafter:
@@ -98,6 +95,8 @@ class SuffixDrafter(LookupDrafter):
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         """Where nothing may be drafted, nothing is looked up."""
+        if self._fill is not None:
+            self._fill.note_budgets(budgets)
         if not any([budget.nodes for budget in budgets]):  # noqa: C419 - twice as fast
             return lone_roots(seqs)
         return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
@@ -145,8 +144,9 @@ class SuffixDrafter(LookupDrafter):
         """A chain that matches; with the table of successors the tree that it would draft, as budgets are now."""
         state = self._state(seq)
         if self._fill is not None:
-            grown, price = self._grown(seq, state, self._last), self._last.price
-            free = grown.by_depth(best_count(grown.survivals, price))
+            asked = self._fill.asked
+            grown = self._grown(seq, state, asked)
+            free = grown.by_depth(best_count(grown.survivals, asked.price))
             return Offer(free=tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, free)))
         survival, survivals = 1.0, []
         for step in state.chain:
@@ -224,18 +224,13 @@ class SuffixDrafter(LookupDrafter):
             rates = accumulate([step.rate for step in chain], mul)
             chain = chain[: best_count([*rates], budget.price)]
             return [seq.tokens[-1], *[step.token for step in chain]], range(-1, len(chain))
-        if self._fill is not None:
-            self._last = CHAIN if budget.price is None or budget.width <= 1 else budget
         grown = self._grown(seq, state, budget)
         count = best_count(grown.survivals[: budget.nodes], budget.price)
         return grown.tokens[: count + 1], grown.parents[: count + 1]
 
     def _grown(self, seq: Seq, state: _Sequence, budget: Budget) -> Grown:
         """The tree of the coming round before it is cut to what pays."""
-        least = NEGLIGIBLE if budget is CHAIN else 0.0
-        if budget.price is not None:
-            least = max(LEAST, least_step(budget.price))
-        size = budget.nodes, budget.depth, budget.width
+        size, least = (budget.nodes, budget.depth, budget.width), least_of(budget)
         if state.grown is None or state.grown[0] != (size, least):
             first, ways = self._first(seq, state), self._ways(state, seq.stop_ids)
             state.grown = (size, least), grow(seq.tokens[-1], first, ways, self._fill, size, least)
