@@ -12,9 +12,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from forerun.control.cost import CostModel
 from forerun.drafters.base import Parts
+from forerun.drafters.best_first import grow
 from forerun.drafters.suffix import successors
 from forerun.drafters.suffix.drafter import SuffixDrafter
-from forerun.drafters.suffix.growth import Fill, grow
+from forerun.drafters.suffix.fill import Fill
 from forerun.drafters.suffix.successors import KEPT, Successors
 from forerun.models.load.opening import opening_of, tokens_before_an_answer
 from forerun.models.load.tokenizer import Tokenizer

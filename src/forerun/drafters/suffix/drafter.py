@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
+from forerun.drafters.best_first import Candidates, Grown, Ways, grow
 from forerun.drafters.suffix.automaton import SuffixAutomaton
 from forerun.drafters.suffix.corpus import Corpus
-from forerun.drafters.suffix.growth import Fill, Grown, Match, Matches, Ways, grow, least_of
+from forerun.drafters.suffix.fill import Fill, least_of
 from forerun.drafters.suffix.history import History, Reader
 from forerun.drafters.suffix.rates import ALIKE, ONCE, OWN_MEMORY, SECOND, SHARED_MEMORY, HitRates, kind_of
 from forerun.drafters.suffix.sources import AutomatonPlace, Place
@@ -31,10 +32,14 @@ from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 
 REQUEST, PAST, CORPUS = range(3)  # the texts that are searched
 SHORTER = 3  # places of one text that a tree branches from: of the longest match and of shorter ones
-RANKS = 4  # continuations of one match that become branches
+RANKS = 8  # continuations of one match that become branches
+ELSEWHERE = 0.5  # of the rate of a match, where longer ones, or other texts, have said something else
 ALWAYS = 8  # tokens of a chain that are looked up however unlikely: a fixed budget drafts them all
 
 Size = tuple[int, int, int]  # of a budget: nodes, depth, width
+Match = tuple[
+    float, int, int, Place
+]  # probability given the node above, token, the text, where the node above matches
 
 
 class Step(NamedTuple):
@@ -201,7 +206,8 @@ class SuffixDrafter(LookupDrafter):
         """The likeliest chain from a place on, as long as it is worth drafting; the first few tokens always."""
         steps: list[Step] = []
         survival = 1.0
-        while len(steps) < AT_HAND and (survival >= NEGLIGIBLE or len(steps) < ALWAYS):
+        most = AT_HAND if self._fill is None else ALWAYS  # trees are looked up besides
+        while len(steps) < most and (survival >= NEGLIGIBLE or len(steps) < ALWAYS):
             found = place.continuations()
             if not found:
                 break
@@ -236,7 +242,7 @@ class SuffixDrafter(LookupDrafter):
             state.grown = (size, least), grow(seq.tokens[-1], first, ways, self._fill, size, least)
         return state.grown[1]
 
-    def _first(self, seq: Seq, state: _Sequence) -> Matches:
+    def _first(self, seq: Seq, state: _Sequence) -> Candidates:
         """What may follow the root: continuations of the longest match in every text, and of shorter ones there."""
         places = self._places(seq, state)
         places.sort(key=lambda pair: pair[0] != state.source)  # the chain's own text first
@@ -254,7 +260,7 @@ class SuffixDrafter(LookupDrafter):
         """What matches after a node, as a function of what it is."""
         single = state.text.nexts[0] if self.shortest == 1 else {}
 
-        def ways(node: Match | tuple[float, int]) -> Matches | None:
+        def ways(node: Match | tuple[float, int]) -> Candidates | None:
             token = node[1]
             if token in stop_ids:
                 return None
@@ -280,11 +286,12 @@ class SuffixDrafter(LookupDrafter):
             rate = own.rate(ONCE if count == 1 else ALIKE, length, shared)
             found.append((rate, token, source, place))
             return 1.0 - rate
-        known = [match[1] for match in found]
+        known, first = {match[1] for match in found}, 1.0 if not found else ELSEWHERE
         total = sum([times for times, _ in following])
-        for count, token in following[:RANKS]:
+        for rank, (count, token) in enumerate(following[:RANKS]):
             if token not in known:
-                rate = left * own.rate(SECOND if found else kind_of(count, total), length, shared)
+                kind, doubt = (SECOND, 1.0) if rank else (kind_of(count, total), first)
+                rate = left * doubt * own.rate(kind, length, shared)
                 left -= rate
                 found.append((rate, token, source, place))
         found.sort(key=itemgetter(0), reverse=True)
