@@ -79,6 +79,13 @@ def test_a_failed_pass_leaves_the_target_as_it_was(monkeypatch: pytest.MonkeyPat
         Successors.of(target, OPENING)
     assert target.used_slots == 0
 
+    def without_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(successors, "_pass", without_memory)
+    assert Successors.of(target, OPENING) is None
+    assert target.used_slots == 0
+
 
 def test_only_a_known_opening_makes_the_drafter_read_them() -> None:
     """`build` gives one where rows are cheap: on a GPU."""

@@ -11,7 +11,9 @@ from forerun.types import Budget
 
 MEMORY, WORTH = 0.998, 8.0  # of how far the table is trusted: per try, and tokens that the prior is worth
 PRIOR = (1.0, 0.65)  # share of what the table promises that comes: where nothing matches, and behind a match
-LEAST = 0.01  # the least survival in a tree, unless a budget is to be drafted whole
+LEAST = (
+    0.015  # the least survival in a tree, unless a budget is to be drafted whole: the host makes every node
+)
 FEW = 2  # sequences that get trees; more get chains
 TREE = Budget(16, AT_HAND, 8)  # what offers assume before a price list was seen
 CHAIN = Budget(AT_HAND, AT_HAND)  # the same for many sequences

@@ -8,16 +8,21 @@ any request is in the table.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from forerun.drafters.draft_law import likeliest
 from forerun.models.base import Target
 from forerun.types import Needs, PlainSeq, TreeBatch
 
+log = logging.getLogger(__name__)
+
 KEPT = 8  # successors of a token
 EACH, TOGETHER = 31, 16  # tokens below one root, and sequences of a pass
+AT_ONCE = 64  # rows of logits that are read in full precision at once: memory is scarce behind a KV cache
 _FIRST_ID = -2_000_000  # of sequences that no engine and no measurement gives
 
 Row = list[tuple[float, int]]  # probability and token, the likeliest first
@@ -47,6 +52,9 @@ class Successors:
             for first in range(0, target.vocab_size, count * EACH):
                 last = min(first + count * EACH, target.vocab_size)
                 found.append(_pass(target, seqs, range(first, last)))
+        except torch.OutOfMemoryError as error:
+            log.warning("trees are drafted from matches alone: %s", error)
+            return None
         finally:
             for seq in seqs:
                 target.release(seq)
@@ -71,7 +79,8 @@ def _pass(target: Target, seqs: Sequence[PlainSeq], tokens: range) -> tuple[Tens
     logits = target.score(seqs[: len(trees)], batch, Needs()).required_logits
     roots = torch.zeros(len(logits), dtype=torch.bool)
     roots[list(batch.starts[:-1])] = True
-    laws = logits.float().softmax(-1)
-    shares, found = laws.topk(min(KEPT, laws.shape[-1]), -1)
-    below = (~roots).to(logits.device)
-    return shares[below], found[below]
+    below, kept = (~roots).to(logits.device), min(KEPT, logits.shape[-1])
+    starts = range(0, len(logits), AT_ONCE)
+    read = [likeliest(logits[None, first : first + AT_ONCE].float(), kept) for first in starts]
+    values, found = (torch.cat([pair[i][0] for pair in read]) for i in range(2))
+    return values[below].exp(), found[below]
