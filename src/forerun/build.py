@@ -135,9 +135,7 @@ def make_controller(
     name = speculative.controller
     cls = registry.controllers.get("fixed" if speculative.drafter == "none" and name == "adaptive" else name)
     if not isinstance(cls, ControllerClass):
-        raise InvalidInput(
-            f"the controller {name!r} has no classmethod build(parts); see forerun.control.base"
-        )
+        raise InvalidInput(f"controller {name!r} has no classmethod build(parts); see forerun.control.base")
     measure = partial(CostModel.measure_or_load, target, cost_file)
     limits, follows = (speculative.budget, speculative.width), target.device.type == "cuda"
     return cls.build(ControlParts(offer, measure, *limits, drafters.looks_up, follows))
