@@ -12,8 +12,12 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers on two cores: one thread each
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs this in the background has it ignored, and
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # so would servers that tests send it to, for ever
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell that runs this in the background has it ignored, and
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # so would servers that tests send it to, for ever
 
 with suppress(ImportError):  # a machine for the GPU tests need not have it
     from hypothesis import HealthCheck, settings

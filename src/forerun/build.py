@@ -29,6 +29,7 @@ from forerun.engine.sequence import SequenceState
 from forerun.errors import InvalidInput, UnknownName, UnsupportedModel
 from forerun.heads import carries_mtp, find_head, open_head, with_head
 from forerun.models.base import Target
+from forerun.models.load.opening import opening_of
 from forerun.offers import Offer
 from forerun.params import EngineConfig, SpeculativeConfig
 from forerun.registry import DrafterSpec
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from forerun.models.load.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
-
 _DERIVE = "derive it from forerun.drafters.base.BaseDrafter"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -60,6 +60,7 @@ def make_engine(
         build = partial(build_for, target, speculative, config)
         speculative, head = settle(speculative, target, draft_target is not None, cost_file, build)
     parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length, more_drafts)
+    parts = replace(parts, opening=opening_of(target, tokenizer))
 
     def make_drafter(name: str, head: str | None = None) -> Drafter:
         spec = registry.drafters.spec(name)  # an old name is the same drafter, not a second one
@@ -134,9 +135,7 @@ def make_controller(
     name = speculative.controller
     cls = registry.controllers.get("fixed" if speculative.drafter == "none" and name == "adaptive" else name)
     if not isinstance(cls, ControllerClass):
-        raise InvalidInput(
-            f"the controller {name!r} has no classmethod build(parts); see forerun.control.base"
-        )
+        raise InvalidInput(f"controller {name!r} has no classmethod build(parts); see forerun.control.base")
     measure = partial(CostModel.measure_or_load, target, cost_file)
     limits, follows = (speculative.budget, speculative.width), target.device.type == "cuda"
     return cls.build(ControlParts(offer, measure, *limits, drafters.looks_up, follows))

@@ -35,6 +35,7 @@ class Parts:
     max_length: int | None = None  # tokens of a sequence; None = the target's
     more_drafts: tuple[Target, ...] = ()  # further ones, for which the first drafts
     by_host: bool = False  # the host runs it step by step: it is a part of a cascade
+    opening: tuple[int, ...] = ()  # on a GPU: what the chat template writes before an answer; () = not known
 
     def head_folder(self, drafter: str) -> Path:
         """The folder of the trained head that this drafter runs."""

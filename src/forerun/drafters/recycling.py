@@ -11,20 +11,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from functools import cache
+from operator import itemgetter
 
+import torch
 from torch import Tensor
 
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, BaseDrafter, Parts, committed_tokens
+from forerun.drafters.best_first import Candidates, grow
 from forerun.drafters.draft_law import likeliest
 from forerun.drafters.tenants import tenant_of
-from forerun.drafters.tree_builder import TreeBuilder
+from forerun.drafters.tree_builder import best_count
 from forerun.offers import Offer
 from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 
 KEPT = 8  # successors of a context
 MOST_CONTEXTS, MOST_TENANTS = 1 << 16, 16  # that are kept; beyond, the oldest are dropped
-BRANCHES = 64  # nodes of a tree before it is cut to what pays
 MEMORY = 0.998  # of the hit rates, per try
 ANY = -1  # in the place of the first token of a context: whatever it was
 _SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
@@ -167,20 +169,20 @@ class RecyclingDrafter(BaseDrafter):
 
     def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
         """The likeliest nodes first, until the rest is negligible."""
-        table, builder = self._table(seq), TreeBuilder(seq.tokens[-1])
-        waiting = [(-1.0, 0, 0, *_ends(seq.tokens))]
-        most = max(BRANCHES, budget.nodes)
-        while waiting and len(builder.tokens) <= most:
-            survival, node, depth, before, token = heappop(waiting)
-            if depth >= budget.depth:
-                continue
-            for successor, rate in table.after(before, token)[: max(1, budget.width)]:
-                if -survival * rate < NEGLIGIBLE / 4:
-                    continue
-                child = builder.add(node, successor, rate)
-                if successor not in seq.stop_ids:
-                    heappush(waiting, (survival * rate, child, depth + 1, token, successor))
-        return builder.cut(budget.nodes, budget.price)
+        table, width = self._table(seq), max(1, budget.width)
+
+        def below(before: int, token: int) -> Candidates:
+            found = [(rate, successor, token) for successor, rate in table.after(before, token)]
+            found.sort(key=itemgetter(0), reverse=True)
+            return found, 0.0
+
+        def ways(node: tuple[float, int, int]) -> Candidates | None:
+            return None if node[1] in seq.stop_ids else below(node[2], node[1])
+
+        size, first = (budget.nodes, budget.depth, width), below(*_ends(seq.tokens))
+        grown = grow(seq.tokens[-1], first, ways, None, size, NEGLIGIBLE / 4)
+        count = best_count(grown.survivals, budget.price)
+        return grown.tokens[: count + 1], grown.parents[: count + 1]
 
 
 def _ends(tokens: Sequence[int]) -> Context:
@@ -191,8 +193,13 @@ def _ends(tokens: Sequence[int]) -> Context:
 def _successors(logits: Tensor) -> list[Successors]:
     """The likeliest tokens after every node, with the kind that says how likely they were."""
     values, rows = likeliest(logits.float()[None], min(KEPT, logits.shape[-1]))
-    shares = values[0].exp().tolist()
-    return [
-        tuple((token, sum(share >= limit for limit in _SHARES)) for token, share in zip(*pair, strict=True))
-        for pair in zip(rows[0].tolist(), shares, strict=True)
-    ]
+    limits = _limits_on(values.device)
+    kinds = torch.bucketize(values[0], limits, right=True)
+    packed: list[list[int]] = (rows[0] * len(_PRIOR) + kinds).tolist()  # one copy to the host
+    return [tuple([divmod(one, len(_PRIOR)) for one in row]) for row in packed]
+
+
+@cache
+def _limits_on(device: torch.device) -> Tensor:
+    """Logarithms of the shares that divide the kinds."""
+    return torch.tensor(_SHARES, dtype=torch.float64).log().float().to(device)

@@ -2,32 +2,44 @@
 
 Three texts are searched: the request itself (a suffix automaton), where it is allowed the past outputs of the same
 tenant, and a corpus that was indexed beforehand. Whichever promises the longest accepted chain drafts; where more
-nodes are cheap, other continuations and other texts become branches. Where nothing matches, nothing is drafted.
+nodes are cheap, other continuations and other texts become branches. Where nothing matches, nothing is drafted on a
+CPU; on a GPU, where more nodes cost next to nothing, trees are filled up with the successors that the target finds
+likeliest after single tokens (successors.py), and something is drafted in every round that allows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from itertools import accumulate, takewhile
+from operator import itemgetter, mul
 from pathlib import Path
 from typing import NamedTuple
 
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
+from forerun.drafters.best_first import Candidates, Grown, Ways, grow
 from forerun.drafters.suffix.automaton import SuffixAutomaton
 from forerun.drafters.suffix.corpus import Corpus
+from forerun.drafters.suffix.fill import Fill, least_of
 from forerun.drafters.suffix.history import History, Reader
-from forerun.drafters.suffix.rates import OWN_MEMORY, SECOND, SHARED_MEMORY, HitRates, kind_of
+from forerun.drafters.suffix.rates import ALIKE, ONCE, OWN_MEMORY, SECOND, SHARED_MEMORY, HitRates, kind_of
 from forerun.drafters.suffix.sources import AutomatonPlace, Place
+from forerun.drafters.suffix.successors import Successors
 from forerun.drafters.tenants import tenant_of
-from forerun.drafters.tree_builder import TreeBuilder
+from forerun.drafters.tree_builder import best_count
 from forerun.offers import Offer
 from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 
 REQUEST, PAST, CORPUS = range(3)  # the texts that are searched
 SHORTER = 3  # places of one text that a tree branches from: of the longest match and of shorter ones
-BRANCHES = 64  # nodes of a tree before it is cut to what pays
+RANKS = 8  # continuations of one match that become branches
+ELSEWHERE = 0.5  # of the rate of a match, where longer ones, or other texts, have said something else
 ALWAYS = 8  # tokens of a chain that are looked up however unlikely: a fixed budget drafts them all
+
+Size = tuple[int, int, int]  # of a budget: nodes, depth, width
+Match = tuple[
+    float, int, int, Place
+]  # probability given the node above, token, the text, where the node above matches
 
 
 class Step(NamedTuple):
@@ -50,6 +62,10 @@ class _Sequence:
     looked: int = -1  # length of the sequence when continuations were last looked up
     source: int = REQUEST  # where the best chain comes from
     chain: list[Step] = field(default_factory=list)
+    grown: tuple[tuple[Size, float], Grown] | None = (
+        None  # the tree of the coming round, and for which budget
+    )
+    matched: list[int] = field(default_factory=list)  # continuations of matches below its root
 
 
 class SuffixDrafter(LookupDrafter):
@@ -61,6 +77,7 @@ class SuffixDrafter(LookupDrafter):
         shortest: int = 1,
         history: History | None = None,
         corpus: Corpus | None = None,
+        successors: Successors | None = None,
     ) -> None:
         self.longest, self.shortest = longest, shortest
         self.history, self.corpus = history, corpus
@@ -68,6 +85,7 @@ class SuffixDrafter(LookupDrafter):
         self._met: set[int] = set()  # sequences that were observed: their outputs go into the history
         self._looked_up: set[int] = set()  # sequences with a chain for the coming round
         self._all = [HitRates(longest, with_prior=True) for _ in range(3)]
+        self._fill = None if successors is None else Fill(successors)
 
     @classmethod
     def build(cls, parts: Parts) -> SuffixDrafter:
@@ -77,10 +95,13 @@ class SuffixDrafter(LookupDrafter):
             history = History(parts.target.vocab_size, file=Path(given.history) if given.history else None)
         if given.corpus is not None:
             corpus = Corpus.open(Path(given.corpus), parts.target.vocab_size)
-        return cls(given.prompt_lookup_max, given.prompt_lookup_min, history, corpus)
+        successors = Successors.of(parts.target, parts.opening) if parts.opening else None
+        return cls(given.prompt_lookup_max, given.prompt_lookup_min, history, corpus, successors)
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         """Where nothing may be drafted, nothing is looked up."""
+        if self._fill is not None:
+            self._fill.note_budgets(budgets)
         if not any([budget.nodes for budget in budgets]):  # noqa: C419 - twice as fast
             return lone_roots(seqs)
         return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
@@ -92,8 +113,10 @@ class SuffixDrafter(LookupDrafter):
             return
         for seq, committed in zip(seqs, committed_tokens(trees, verdict), strict=True):
             state = self._sequences.get(seq.id)
-            if state is None or not state.chain or state.looked != len(seq.tokens):
+            if state is None or state.looked != len(seq.tokens):
                 continue
+            if self._fill is not None and state.grown is not None:
+                self._fill.count(seq.tokens[-1], state.matched, committed[0])
             own, shared = state.rates[state.source], self._all[state.source]
             for step, token in zip(state.chain, committed, strict=False):
                 hit = step.token == token
@@ -123,8 +146,15 @@ class SuffixDrafter(LookupDrafter):
             yield step.token, step.rate
 
     def offer(self, seq: Seq) -> Offer:
+        """A chain that matches; with the table of successors the tree that it would draft, as budgets are now."""
+        state = self._state(seq)
+        if self._fill is not None:
+            asked = self._fill.asked
+            grown = self._grown(seq, state, asked)
+            free = grown.by_depth(best_count(grown.survivals, asked.price))
+            return Offer(free=tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, free)))
         survival, survivals = 1.0, []
-        for step in self._state(seq).chain:
+        for step in state.chain:
             survival *= step.rate
             if survival < NEGLIGIBLE:
                 break
@@ -147,7 +177,7 @@ class SuffixDrafter(LookupDrafter):
             if state.reader is not None:
                 state.reader.read(fresh)
             self._look_up(seq, state)
-            state.looked = size
+            state.looked, state.grown = size, None
             self._looked_up.add(seq.id)
         return state
 
@@ -176,7 +206,8 @@ class SuffixDrafter(LookupDrafter):
         """The likeliest chain from a place on, as long as it is worth drafting; the first few tokens always."""
         steps: list[Step] = []
         survival = 1.0
-        while len(steps) < AT_HAND and (survival >= NEGLIGIBLE or len(steps) < ALWAYS):
+        most = AT_HAND if self._fill is None else ALWAYS  # trees are looked up besides
+        while len(steps) < most and (survival >= NEGLIGIBLE or len(steps) < ALWAYS):
             found = place.continuations()
             if not found:
                 break
@@ -190,44 +221,78 @@ class SuffixDrafter(LookupDrafter):
             place = place.after(token)
         return steps
 
-    def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
+    def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], Sequence[int]]:
         if not budget.nodes:
             return seq.tokens[-1:], [-1]
         state = self._state(seq)
-        builder = TreeBuilder(seq.tokens[-1])
-        node = 0
-        for step in state.chain[: budget.depth]:
-            node = builder.add(node, step.token, step.rate)
-        if budget.width > 1 and budget.depth and budget.nodes > 1:
-            self._branch(builder, seq, state, budget)
-        return builder.cut(budget.nodes, budget.price)
+        if self._fill is None and (budget.width <= 1 or budget.nodes == 1):
+            chain = state.chain[: min(budget.nodes, budget.depth)]
+            rates = accumulate([step.rate for step in chain], mul)
+            chain = chain[: best_count([*rates], budget.price)]
+            return [seq.tokens[-1], *[step.token for step in chain]], range(-1, len(chain))
+        grown = self._grown(seq, state, budget)
+        count = best_count(grown.survivals[: budget.nodes], budget.price)
+        return grown.tokens[: count + 1], grown.parents[: count + 1]
 
-    def _branch(self, builder: TreeBuilder, seq: Seq, state: _Sequence, budget: Budget) -> None:
-        """Add other continuations, the likeliest first, at every node and from every text."""
-        waiting: list[tuple[float, int, int, int, int, Place]] = []
+    def _grown(self, seq: Seq, state: _Sequence, budget: Budget) -> Grown:
+        """The tree of the coming round before it is cut to what pays."""
+        size, least = (budget.nodes, budget.depth, budget.width), least_of(budget)
+        if state.grown is None or state.grown[0] != (size, least):
+            first, ways = self._first(seq, state), self._ways(state, seq.stop_ids)
+            state.grown = (size, least), grow(seq.tokens[-1], first, ways, self._fill, size, least)
+        return state.grown[1]
+
+    def _first(self, seq: Seq, state: _Sequence) -> Candidates:
+        """What may follow the root: continuations of the longest match in every text, and of shorter ones there."""
         places = self._places(seq, state)
         places.sort(key=lambda pair: pair[0] != state.source)  # the chain's own text first
-        left = 1.0  # probability that the places before leave to those after
+        found, left = list[Match](), 1.0
         for source, place in places:
             for _ in range(SHORTER):
                 if place.length < self.shortest:
                     break
-                heappush(waiting, (-left, 0, len(waiting), 0, source, place))
-                left *= 0.5
+                left = self._add_matches(state, source, place, found, left)
                 place = place.shorter()
-        made = len(waiting)
-        while waiting and len(builder.tokens) <= min(BRANCHES, budget.nodes + 8):
-            survival, depth, _, node, source, place = heappop(waiting)
-            own, shared = state.rates[source], self._all[source]
-            found, rest = place.continuations(), 1.0
-            total = sum(times for times, _ in found)
-            for rank, (count, token) in enumerate(found[: budget.width]):
-                kind = SECOND if rank else kind_of(count, total)
-                rate = rest * own.rate(kind, place.length, shared)
-                rest -= rate
-                if -survival * rate < NEGLIGIBLE / 4:
-                    break
-                child = builder.add(node, token, rate * (-survival / builder.survivals[node]))
-                if token not in seq.stop_ids and depth + 1 < budget.depth:
-                    made += 1
-                    heappush(waiting, (survival * rate, depth + 1, made, child, source, place.after(token)))
+        state.matched = [match[1] for match in found]
+        return found, left
+
+    def _ways(self, state: _Sequence, stop_ids: frozenset[int]) -> Ways:
+        """What matches after a node, as a function of what it is."""
+        single = state.text.nexts[0] if self.shortest == 1 else {}
+
+        def ways(node: Match | tuple[float, int]) -> Candidates | None:
+            token = node[1]
+            if token in stop_ids:
+                return None
+            if len(node) == 4:
+                source, place = node[2], node[3].after(token)
+            elif token in single:
+                source, place = REQUEST, AutomatonPlace(state.text, single[token], 1)
+            else:
+                return [], 1.0
+            found = list[Match]()
+            return found, self._add_matches(state, source, place, found, 1.0)
+
+        return ways
+
+    def _add_matches(
+        self, state: _Sequence, source: int, place: Place, found: list[Match], left: float
+    ) -> float:
+        """Add the continuations of a match to others; returns what probability all of them leave."""
+        own, shared, length = state.rates[source], self._all[source], place.length
+        following = place.continuations()
+        if len(following) == 1 and not found:
+            ((count, token),) = following
+            rate = own.rate(ONCE if count == 1 else ALIKE, length, shared)
+            found.append((rate, token, source, place))
+            return 1.0 - rate
+        known, first = {match[1] for match in found}, 1.0 if not found else ELSEWHERE
+        total = sum([times for times, _ in following])
+        for rank, (count, token) in enumerate(following[:RANKS]):
+            if token not in known:
+                kind, doubt = (SECOND, 1.0) if rank else (kind_of(count, total), first)
+                rate = left * doubt * own.rate(kind, length, shared)
+                left -= rate
+                found.append((rate, token, source, place))
+        found.sort(key=itemgetter(0), reverse=True)
+        return left

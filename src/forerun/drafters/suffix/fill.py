@@ -1,0 +1,63 @@
+"""What fills trees of the suffix drafter where matches end: successors, how far they are trusted, and tree sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forerun.drafters.base import AT_HAND
+from forerun.drafters.suffix.successors import Successors
+from forerun.drafters.tree_builder import least_step
+from forerun.types import Budget
+
+MEMORY, WORTH = 0.998, 8.0  # of how far the table is trusted: per try, and tokens that the prior is worth
+PRIOR = (1.0, 0.65)  # share of what the table promises that comes: where nothing matches, and behind a match
+LEAST = (
+    0.015  # the least survival in a tree, unless a budget is to be drafted whole: the host makes every node
+)
+FEW = 2  # sequences that get trees; more get chains
+TREE = Budget(16, AT_HAND, 8)  # what offers assume before a price list was seen
+CHAIN = Budget(AT_HAND, AT_HAND)  # the same for many sequences
+
+
+def least_of(budget: Budget) -> float:
+    """The least survival of a node that is worth looking up."""
+    if budget.price is not None:
+        return max(LEAST, least_step(budget.price))
+    return LEAST if budget is TREE or budget is CHAIN else 0.0
+
+
+class Fill:
+    """The table of successors, and how far it is trusted: that is learnt.
+
+    What it is worth depends on the size of the trees that are asked for, so that offers are made for that size.
+    """
+
+    def __init__(self, table: Successors) -> None:
+        self.after = table.after
+        self.factors = list(PRIOR)
+        self.asked = TREE
+        self._hits, self._expected = [WORTH * prior for prior in PRIOR], [WORTH, WORTH]
+
+    def note_budgets(self, budgets: Sequence[Budget]) -> None:
+        """These are asked for."""
+        first = next((budget for budget in budgets if budget.nodes), None)
+        if len(budgets) > FEW:
+            self.asked = CHAIN
+        elif first is not None and first.price is not None and first.width > 1:
+            self.asked = first
+        elif self.asked is CHAIN:
+            self.asked = TREE
+
+    def count(self, token: int, matched: Sequence[int], came: int) -> None:
+        """After a root with this token, and these continuations of its match, one token came."""
+        if came in matched:
+            return
+        hits, expected = 0.0, 0.0
+        for share, one in self.after(token):
+            if one not in matched:
+                expected += share
+                hits += one == came
+        i = 1 if matched else 0
+        self._hits[i] = self._hits[i] * MEMORY + hits
+        self._expected[i] = self._expected[i] * MEMORY + expected
+        self.factors[i] = min(1.0, self._hits[i] / self._expected[i])

@@ -1,0 +1,86 @@
+"""Successors: the tokens that a target finds likeliest after every single token, from a few passes at load.
+
+Where nothing in a text matches its end, there is still what the target itself tends to write after the last token.
+Where nodes are nearly free, on a GPU, these fill the places of a tree that matches leave empty. The law of a token is
+read behind a short opening, the same for all: that of an answer by the chat template, where it is known. Nothing of
+any request is in the table.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forerun.drafters.draft_law import likeliest
+from forerun.models.base import Target
+from forerun.types import Needs, PlainSeq, TreeBatch
+
+log = logging.getLogger(__name__)
+
+KEPT = 8  # successors of a token
+EACH, TOGETHER = 31, 16  # tokens below one root, and sequences of a pass
+AT_ONCE = 64  # rows of logits that are read in full precision at once: memory is scarce behind a KV cache
+_FIRST_ID = -2_000_000  # of sequences that no engine and no measurement gives
+
+Row = list[tuple[float, int]]  # probability and token, the likeliest first
+
+
+class Successors:
+    """The likeliest successors of every token."""
+
+    def __init__(self, tokens: Tensor, shares: Tensor) -> None:
+        self._tokens, self._shares = tokens, shares  # [V, K] both, on the host
+        self._rows: dict[int, Row] = {}  # those that were asked for
+
+    @classmethod
+    def of(cls, target: Target, opening: Sequence[int]) -> Successors | None:
+        """Those of a target, behind this opening; None where it has no room for the passes."""
+        before, count = [*opening], TOGETHER
+        while count and not target.has_room(*[len(before) + EACH + 1] * count):
+            count //= 2
+        if not count or len(before) + EACH + 1 > target.max_length:
+            return None
+        seqs = [
+            PlainSeq(_FIRST_ID - i, before.copy(), max_length=len(before) + EACH + 1) for i in range(count)
+        ]
+        found: list[tuple[Tensor, Tensor]] = []
+        try:
+            target.prefill(seqs, Needs())
+            for first in range(0, target.vocab_size, count * EACH):
+                last = min(first + count * EACH, target.vocab_size)
+                found.append(_pass(target, seqs, range(first, last)))
+        except torch.OutOfMemoryError as error:
+            log.warning("trees are drafted from matches alone: %s", error)
+            return None
+        finally:
+            for seq in seqs:
+                target.release(seq)
+        shares, tokens = (torch.cat([pair[i] for pair in found]).cpu() for i in range(2))
+        return cls(tokens, shares)
+
+    def after(self, token: int) -> Row:
+        row = self._rows.get(token)
+        if row is None:
+            pairs = zip(self._shares[token].tolist(), self._tokens[token].tolist(), strict=True)
+            row = self._rows[token] = list(pairs)
+        return row
+
+
+def _pass(target: Target, seqs: Sequence[PlainSeq], tokens: range) -> tuple[Tensor, Tensor]:
+    """The likeliest successors of some tokens, [N, K], each a child of the root of one of these sequences."""
+    trees = list[tuple[list[int], list[int]]]()
+    for i in range(0, len(tokens), EACH):
+        some = tokens[i : i + EACH]
+        trees.append(([seqs[len(trees)].tokens[-1], *some], [-1, *[0] * len(some)]))
+    batch = TreeBatch.trees(trees, device=target.device)
+    logits = target.score(seqs[: len(trees)], batch, Needs()).required_logits
+    roots = torch.zeros(len(logits), dtype=torch.bool)
+    roots[list(batch.starts[:-1])] = True
+    below, kept = (~roots).to(logits.device), min(KEPT, logits.shape[-1])
+    starts = range(0, len(logits), AT_ONCE)
+    read = [likeliest(logits[None, first : first + AT_ONCE].float(), kept) for first in starts]
+    values, found = (torch.cat([pair[i][0] for pair in read]) for i in range(2))
+    return values[below].exp(), found[below]
