@@ -1,5 +1,5 @@
 # Everything starts here: each target does its own set-up on a fresh machine. What a user runs needs READY; tests,
-# linters, measurements and the site need DEV too, which is twice the packages.
+# linters, measurements and the site need DEV too, three times the packages.
 DEV = $(VENV)/.ready-dev
 PYTHON ?= python3
 VENV := .venv

@@ -20,10 +20,7 @@ from forerun.errors import InvalidInput
 from forerun.topology import Topology, chain_of, topology_of
 
 _CPU = torch.device("cpu")
-ONE_NODE = (
-    0,
-    1,
-)  # `starts` of one tree that is its root: a plain round of one sequence, the usual case on a CPU
+ONE_NODE = (0, 1)  # `starts` of one tree that is its root: a plain round of one sequence, usual on a CPU
 _ROOT_ALONE = [chain_of(1)]
 
 
@@ -81,8 +78,7 @@ class TreeBatch:
         form: TreeForm | None = None,  # of trees that a device has grown: all that the host knows of them
         device_seconds: float = 0.0,  # that the device still takes to grow them
         grower: GrowsNext | None = None,  # what could grow the next trees before these were read
-        follows: tuple[int, ...]
-        | None = None,  # [B] of trees grown so: which of the last trees was whose; -1 = new
+        follows: tuple[int, ...] | None = None,  # [B] of trees grown so: whose the last trees were; -1 = new
         members: Sequence[int] | None = None,  # [B] which trees of the form these are; None = the first
     ) -> None:
         self.starts, self.drawn_from, self.form = starts, drawn_from, form

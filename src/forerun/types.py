@@ -53,9 +53,7 @@ class Seq(Protocol):
     @property
     def shares_noise(self) -> bool: ...  # its verifier couples by noise: draft with the same noise
     @property
-    def cache_salt(
-        self,
-    ) -> str | None: ...  # it shares cached prompts with those of the same salt; None = with none
+    def cache_salt(self) -> str | None: ...  # cached prompts are shared within a salt; None = not at all
     @property
     def source(self) -> Sequence[int]: ...  # what an encoder reads; () where the model is a decoder alone
     @property
@@ -87,11 +85,9 @@ class PlainSeq:
 class Needs:
     """What a drafter reads from the target; nothing else is computed."""
 
-    hidden_layers: tuple[int, ...] = ()  # () n-gram | (-1,) Medusa, EAGLE-1/2 | three layers EAGLE-3
-    largest_only: bool = (
-        False  # of a row of logits only the largest is read, or that with `bad_words` left out
-    )
-
+    hidden_layers: tuple[int, ...] = ()  # () n-gram | (-1,) Medusa, EAGLE-1/2 | several layers EAGLE-3
+    # Of a row of logits only the largest entry is read, or the largest that `bad_words` leave.
+    largest_only: bool = False
     encoded: bool = False  # what an encoder made of the sources, with their prefill
     # Nothing is drafted unless the last so many tokens of the text came before; 0 = never, None = at any time. Of one
     # greedy text a target may then run passes ahead, whose tokens are known before they are asked for.
@@ -158,15 +154,12 @@ class Scores:
     logits: Tensor | None  # [M, V] fp32, raw; None when a prompt is prefilled
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [M, D]; -1 = after the last norm
     greedy: Greedy | None = None
-    read: tuple[TreeBatch, Scores] | None = (
-        None  # of the prompts in the same pass: as `Target.prefill` returns them
-    )
-
+    # Of the prompts in the same pass, as `Target.prefill` returns them.
+    read: tuple[TreeBatch, Scores] | None = None
     seconds: Callable[[], float | None] | None = None  # of the pass on a device, asked for behind its verdict
     encoded: Sequence[Tensor] | None = None  # of a prefill: [S, D] of each sequence, where Needs asked for it
-    ahead: int = (
-        0  # passes of coming rounds that were run in the same call; -1 = this one was, in an earlier call
-    )
+    # Passes of coming rounds that were run in the same call; -1 = this one was, in an earlier call.
+    ahead: int = 0
 
     @property
     def required_logits(self) -> Tensor:

@@ -39,6 +39,7 @@ def only_line(ran: Ran) -> str:
         (["hi", "--top-p", "0"], "--top-p 0.0 is out of range"),
         (["hi", "--budget", "9999"], "--budget 9999 is out of range: 0 to 256"),
         (["hi", "--drafter", "ngran"], "did you mean 'ngram'"),
+        (["hi", "--drafter", "ngram:4"], "use --drafter ngram --budget 4"),
         (["hi", "--verifier", "exakt"], "did you mean 'exact'"),
         (["hi", "--drafter", "draft_model"], "add --draft-model"),
         (["hi", "--raw", "--system", "x"], "drop one of them"),

@@ -120,6 +120,24 @@ def test_acceptance_that_falls_with_the_context_is_noticed() -> None:
     assert far == 0.0
 
 
+def test_of_a_few_trees_nothing_is_said_by_context() -> None:
+    """One prompt and a few look-ups: the second half of them may well have been rejected."""
+    llm, calls = table_llm(), [0]
+
+    def first_two(seq: Seq, budget: Budget) -> tuple[list[int], list[int]]:
+        calls[0] += 1
+        law = llm.engine.target.law(seq.tokens)  # type: ignore[attr-defined]
+        token = int(law.argmax() if calls[0] <= 2 else law.argmin())
+        return ([seq.tokens[-1], token], [-1, 0]) if calls[0] <= 6 else ([seq.tokens[-1]], [-1])
+
+    llm.engine.drafters._made["few"] = ScriptedDrafter(first_two)
+    found = found_by(llm, DrafterSetup("few", "few", 1), prompts=PROMPTS[:1])
+    assert verdicts(found)["acceptance"] == "look", "too few to tell"
+    (context,) = [each for each in found["findings"] if each["about"] == "context"]
+    assert context["verdict"] == "fine"
+    assert "too few trees" in str(context)
+
+
 def test_temperature_is_held_against_greedy() -> None:
     found = found_by(
         table_llm("draft_model"), DrafterSetup("draft_model:3", "draft_model", 3), temperature=1.0

@@ -98,6 +98,9 @@ def _speculative(values: Mapping[str, Any]) -> SpeculativeConfig:
     ours = {f.name: values[f.name] for f in fields(SpeculativeConfig) if f.name in values}
     if "budget" in ours:
         ours["controller"] = "fixed"
+    name, colon, number = str(ours.get("drafter", "")).rpartition(":")
+    if colon and number.isdigit():  # as `forerun bench` takes it
+        raise InvalidInput(f"--drafter takes a name alone here; use --drafter {name} --budget {number}")
     config = SpeculativeConfig(**ours)
     needs = "nothing" if config.drafter == "auto" else registry.drafters.spec(config.drafter).needs
     if needs == "checkpoint" and config.draft_model is None:

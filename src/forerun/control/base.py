@@ -16,9 +16,7 @@ class ControlParts:
     """What a controller is built from: its class has `build(parts)`."""
 
     offer: Callable[[Seq], Offer]  # of the sequence's own drafter
-    measure: Callable[
-        [], CostModel
-    ]  # what passes cost on this machine; takes a second, so it is called only when needed
+    measure: Callable[[], CostModel]  # what passes cost on this machine; takes a second: called when needed
     nodes: int | None  # drafted nodes per round that the user allows; None = what may pay
     width: int | None  # children per node at most
     looks_up: Callable[[Seq], bool] = lambda seq: False  # does its drafter make look-ups and nothing else?

@@ -154,9 +154,14 @@ def _texts(llm: LLM, partings: Sequence[Parting], cell: Cell, total: int) -> Ite
         yield Finding("texts", "look", words, "use float32 where texts must be equal token for token")
 
 
+def _trees(figures: Figures, name: str) -> int:
+    """How many trees were drafted."""
+    return sum(depth > 0 for run in figures.of(name) for text in run.drafts for _, depth, _ in text)
+
+
 def _acceptance(figures: Figures, name: str) -> Iterator[Finding]:
     shares = figures.acceptance(name)
-    trees = sum(depth > 0 for run in figures.of(name) for text in run.drafts for _, depth, _ in text)
+    trees = _trees(figures, name)
     if trees < ENOUGH:
         step = "give more or longer prompts, or a fixed budget: --drafter NAME:4"
         yield Finding("acceptance", "look", f"only {trees} trees were drafted: too few to tell", step)
@@ -229,6 +234,11 @@ def _contexts(llm: LLM, figures: Figures, prompts: Sequence[Prompt], asked: Aske
     if limit is not None and longest > limit:
         step = "sequences beyond it are decoded plainly: use a drafter with a longer context, or n-gram"
         yield Finding("context", "bad", f"{longest} tokens, and the drafter takes {limit}", step)
+        return
+    if _trees(figures, asked.setup.name) < ENOUGH:
+        yield Finding(
+            "context", "fine", f"up to {longest} tokens; too few trees to compare short and long ones"
+        )
         return
     near, far = _by_context(figures.of(asked.setup.name), ids)
     words = f"up to {longest} tokens; acceptance {near:.2f} in the shorter half, {far:.2f} in the longer"

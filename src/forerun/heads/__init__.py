@@ -39,9 +39,8 @@ class HeadFolder:
     vocab_size: int | None  # the target's
     layers: int | None  # how many the target must have; None = not said
     size: int  # bytes
-    rates: tuple[
-        float, ...
-    ] = ()  # how often the token at depth 1, 2, ... is right if those before it are; () = unknown
+    # How often the token at depth 1, 2, ... is right if those before it are; () = unknown.
+    rates: tuple[float, ...] = ()
 
     @property
     def drafter(self) -> str:

@@ -26,6 +26,10 @@ BLOCK = 32  # inputs per block of packed kinds
 _MOST_PARTS = 3
 ABI = 11  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
+_BUILD_AGAIN = (
+    "%s was built from other sources, so passes on the CPU run on torch, several times slower; "
+    "build it again: pip install --force-reinstall --no-deps forerun (in a checkout: pip install -e .)"
+)
 
 Fields = list[tuple[str, Any]]
 
@@ -233,16 +237,13 @@ def _load() -> tuple[Any, str | None]:
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(found, name)
             function.restype, function.argtypes = result, arguments
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError) as error:  # a symbol is missing: an older build, as after `git pull`
+        log.warning(_BUILD_AGAIN, path)
         return None, f"{path.name} does not load ({error}): install forerun again"
     sizes = (ctypes.sizeof(part) for part in (Model, Layer, Pass))
     expected = ABI * 10**9 + sum(size * scale for size, scale in zip(sizes, (10**6, 10**3, 1), strict=True))
     if found.fr_layout() != expected:
-        log.warning(
-            "%s was built from other sources, so passes on the CPU run on torch, several times slower; "
-            "build it again: pip install --force-reinstall --no-deps forerun (in a checkout: pip install -e .)",
-            path,
-        )
+        log.warning(_BUILD_AGAIN, path)
         return None, f"{path.name} is of another version: install forerun again"
     if not found.fr_isa():
         return None, "this processor lacks AVX2 and FMA"
