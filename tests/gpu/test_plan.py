@@ -79,3 +79,20 @@ def slots_seen(ints: object, rows: int, groups: int) -> list[list[int]]:
                 seen[r][p] = everything[pages + at // PAGE] * PAGE + at % PAGE if pages else base + at
     assert all(sorted(row) == list(range(len(row))) for row in seen)
     return [[row[p] for p in range(len(row))] for row in seen]
+
+
+@pytest.mark.parametrize("chunks", [0, 2])
+@pytest.mark.parametrize("count", [1, 2, 37])
+def test_lone_roots_are_laid_out_like_chains_of_one_node(count: int, chunks: int) -> None:
+    """They are written all at once, whatever follows them in the pass."""
+    rng = random.Random(count)
+    spans, free = list[Span](), iter(rng.sample(range(1000), 1000))
+    for i in range(count + chunks):
+        length, size = rng.randrange(0, 1500), 1 if i < count else rng.randrange(1, 30)
+        pages = [next(free) for _ in range((length + size - 1) // PAGE + rng.randrange(1, 3))]
+        tokens = [rng.randrange(-9, 500) for _ in range(size)]  # below 0: a row of the last pass
+        spans.append(Span(tokens, chain_of(size), pages, length))
+    roots = [(span.tokens[0], span.pages, span.length) for span in spans[:count]]
+    one, other = plan_pass(spans, 16), plan_pass(spans[count:], 16, roots=roots)
+    assert (one.size, one.rows) == (other.size, other.rows)
+    assert one.ints.tolist() == other.ints.tolist()

@@ -146,6 +146,8 @@ class SequencePlanner:
     def observe(self, outcome: Round) -> None:
         """Learn from the sequences of a round that were planned here."""
         batch, nodes, offers = len(outcome.seqs), sum(outcome.drafted), self._offers
+        if not offers:
+            return
         columns = zip(outcome.seqs, outcome.drafted, outcome.depths, outcome.accepted, strict=True)
         rows = [row for row in columns if row[0].id in offers]
         if not rows:

@@ -46,7 +46,7 @@ class Kinds(NamedTuple):
 
 def kinds_of(seqs: Sequence[Seq]) -> Kinds | None:
     """None where all are greedy, or where a law is not made here."""
-    sampled = [seq for seq in seqs if not seq.params.is_greedy]
+    sampled = [seq for seq in seqs if seq.params.temperature != 0.0]  # a property is a call
     if not sampled or any(map(adjusts, seqs)):
         return None
     cut = sorted({truncation_of(seq) for seq in sampled} - {_NONE})

@@ -6,6 +6,7 @@ in the batch, or little else than filling and draining would be measured. One en
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,6 +108,8 @@ class Sweep:
             base: Call | None = None
             for label, setup in setups.items():
                 self.write(setup, batch, prompts[: 2 * batch], self.short)
+                gc.collect()
+                gc.freeze()  # as where a model is loaded: a full collection would stop one call and not another
                 call = self.write(setup, batch, prompts, self.params)
                 base = base or call
                 rows.append({"batch": batch, "setup": label, **self._row(call, base, batch, prompts)})

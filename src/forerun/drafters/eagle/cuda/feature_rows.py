@@ -265,10 +265,13 @@ class FeatureRows:
 
     def _read_passed(self, fresh: Sequence[Fresh], hidden: list[Tensor]) -> None:
         """Read rows of a pass for keys and values, before they are counted as seen."""
-        rows = [row for _, mine, _ in fresh for row in mine]
-        tokens = [token for _, _, after in fresh for token in after]
-        at = [state.seen + i for state, mine, _ in fresh for i in range(len(mine))]
-        slots = [slot for state, mine, _ in fresh for slot in state.slots(state.seen, state.seen + len(mine))]
+        rows, tokens, at, slots = list[int](), list[int](), list[int](), list[int]()
+        for state, mine, after in fresh:
+            first, end = state.seen, state.seen + len(mine)
+            rows += mine
+            tokens += after
+            at += range(first, end)
+            slots += state.slots(first, end)
         for low in range(0, len(rows), MAX_ROWS):
             some = slice(low, low + MAX_ROWS)
             now = rows[some]
