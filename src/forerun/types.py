@@ -89,8 +89,8 @@ class Needs:
     # Of a row of logits only the largest entry is read, or the largest that `bad_words` leave.
     largest_only: bool = False
     encoded: bool = False  # what an encoder made of the sources, with their prefill
-    # Nothing is drafted unless the last so many tokens of the text came before; 0 = never, None = at any time. Of one
-    # greedy text a target may then run passes ahead, whose tokens are known before they are asked for.
+    # Nothing is drafted unless the last so many tokens of the text came before; 0 = never, None = at any time. Of a
+    # text that is alone in its pass, and whose next tokens are the largest logits, a target may then run passes ahead.
     match_length: int | None = None
 
     def __or__(self, other: Needs) -> Needs:

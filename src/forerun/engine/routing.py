@@ -131,7 +131,7 @@ class DrafterPool:
         # asked of encoder-decoders alone: no other target makes use of it
         if seqs and seqs[0].source_rules is not None and all(map(reads_largest_only, seqs)):
             return replace(needs, largest_only=True)
-        if needs.match_length is not None and not (len(seqs) == 1 and _next_is_largest(seqs[0])):
+        if needs.match_length is not None and len(seqs) == 1 and not _next_is_largest(seqs[0]):
             return _asked_each_round(needs)
         return needs
 
