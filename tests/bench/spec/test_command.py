@@ -57,9 +57,18 @@ def test_every_method_writes_the_plain_text_at_the_larger_shape(
     assert code == 0
     assert plot.read_bytes().startswith(b"\x89PNG")
     failed = {name for name, facts in document["methods"].items() if facts["error"]}
-    assert failed == {"layer_skip", "ngram>layer_skip", "draft_model", "draft_text", "specdec"}
+    assert failed == {"draft_model", "draft_text", "specdec"}
     heads = {"eagle3", "eagle2", "eagle", "mtp", "medusa", "hydra", "dflash", "dspark", "ngram+eagle3"}
-    wanted = {"ngram", "suffix", "recycling", "lookahead", "ngram+medusa", *heads}
+    wanted = {
+        "ngram",
+        "suffix",
+        "recycling",
+        "lookahead",
+        "layer_skip",
+        "ngram>layer_skip",
+        "ngram+medusa",
+        *heads,
+    }
     assert [(cell["temperature"], cell["verifier"]) for cell in document["cells"]] == [
         (0.0, "auto"), (1.0, "exact"), (1.0, "coupled"),
     ]  # fmt: skip
@@ -73,9 +82,7 @@ def test_every_method_writes_the_plain_text_at_the_larger_shape(
     assert all(document["methods"][name]["parameters"] > 5000 for name in heads)
     assert document["methods"]["suffix"]["parameters"] == 0
     assert "T=0" in printed
-    assert printed.count("| `layer_skip` * | - | - | could not run | - |") == 1
     assert printed.count("| `ngram` (auto) |") == 3
-    assert "- `layer_skip`: InvalidInput: the drafter 'layer_skip' needs a target" in printed
     assert "- `draft_model`: no second model was given" in printed
 
 
