@@ -10,7 +10,7 @@ import pytest
 
 from forerun import AsyncLLM
 from forerun.async_llm import _Coroutines
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, InvalidInput
 from forerun.llm import Completion
 from forerun.params import SamplingParams
 from tests.engine.test_driver import PARAMS, make
@@ -91,3 +91,11 @@ def test_a_round_calls_the_loop_once_whoever_waits(monkeypatch: pytest.MonkeyPat
     woken, rounds = asyncio.run(main())
     assert rounds < 8 * 101 / 2, "negative control: they ran together"
     assert 10 < woken <= rounds + 40, "one for each round, and a few for requests that come and go"
+
+
+def test_the_name_of_a_model_is_no_loaded_one() -> None:
+    async def main() -> None:
+        AsyncLLM("smollm2")  # type: ignore[arg-type]
+
+    with pytest.raises(InvalidInput, match="'smollm2' is no loaded model"):
+        asyncio.run(main())
