@@ -44,11 +44,11 @@ def test_a_whole_text_wakes_the_loop_at_its_first_round_and_its_end(
 
 def test_an_engine_that_is_given_up_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        llm, goes_on = AsyncLLM(make()), threading.Event()
+        llm, hangs, goes_on = AsyncLLM(make()), threading.Event(), threading.Event()
         real = llm.llm.engine.step
-        monkeypatch.setattr(llm.llm.engine, "step", lambda: (goes_on.wait(), real())[1])
+        monkeypatch.setattr(llm.llm.engine, "step", lambda: (hangs.set(), goes_on.wait(), real())[2])
         waiting = [asyncio.create_task(llm.generate("abc", PARAMS)) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(hangs.wait, 60)
         llm.fail(ForerunError("it hangs"))
         for task in waiting:
             with pytest.raises(ForerunError, match="it hangs"):
