@@ -18,10 +18,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
 from forerun.call_options import Options, Params, make_request
+from forerun.checks import shown
 from forerun.completion import Completion
 from forerun.engine.cpu_time import seconds_of
 from forerun.engine.driver import Handle, Waiter
-from forerun.errors import ForerunError, Overloaded
+from forerun.errors import ForerunError, InvalidInput, Overloaded
 from forerun.llm import LLM
 from forerun.types import Event, Request
 
@@ -35,6 +36,8 @@ class AsyncLLM:
     """Serves the coroutines of one event loop. Made inside of it; `close` or `async with` ends its thread."""
 
     def __init__(self, llm: LLM, *, max_requests: int = 256, refuse: bool = False) -> None:
+        if not isinstance(llm, LLM):
+            raise InvalidInput(f"{shown(llm)} is no loaded model; give one: AsyncLLM(LLM.load('smollm2'))")
         self.llm, self.max_requests, self.refuse = llm, max_requests, refuse
         self._places = asyncio.Semaphore(max_requests)
         self._is_closed = False

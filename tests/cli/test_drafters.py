@@ -22,6 +22,7 @@ def test_heads_of_the_box_are_listed(
     assert not ended.value.code
     printed = capsys.readouterr().out
     assert "ngram " in printed
+    assert printed.startswith("auto "), "the default is what most look for"
     assert "head quick: eagle3 for Tiny-24M, 12.3 MB" in printed
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from forerun import AsyncLLM
 from forerun.async_llm import _Coroutines
-from forerun.errors import ForerunError
+from forerun.errors import ForerunError, InvalidInput
 from forerun.llm import Completion
 from forerun.params import SamplingParams
 from tests.engine.test_driver import PARAMS, make
@@ -44,11 +44,11 @@ def test_a_whole_text_wakes_the_loop_at_its_first_round_and_its_end(
 
 def test_an_engine_that_is_given_up_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        llm, goes_on = AsyncLLM(make()), threading.Event()
+        llm, hangs, goes_on = AsyncLLM(make()), threading.Event(), threading.Event()
         real = llm.llm.engine.step
-        monkeypatch.setattr(llm.llm.engine, "step", lambda: (goes_on.wait(), real())[1])
+        monkeypatch.setattr(llm.llm.engine, "step", lambda: (hangs.set(), goes_on.wait(), real())[2])
         waiting = [asyncio.create_task(llm.generate("abc", PARAMS)) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(hangs.wait, 60)
         llm.fail(ForerunError("it hangs"))
         for task in waiting:
             with pytest.raises(ForerunError, match="it hangs"):
@@ -91,3 +91,11 @@ def test_a_round_calls_the_loop_once_whoever_waits(monkeypatch: pytest.MonkeyPat
     woken, rounds = asyncio.run(main())
     assert rounds < 8 * 101 / 2, "negative control: they ran together"
     assert 10 < woken <= rounds + 40, "one for each round, and a few for requests that come and go"
+
+
+def test_the_name_of_a_model_is_no_loaded_one() -> None:
+    async def main() -> None:
+        AsyncLLM("smollm2")  # type: ignore[arg-type]
+
+    with pytest.raises(InvalidInput, match="'smollm2' is no loaded model"):
+        asyncio.run(main())

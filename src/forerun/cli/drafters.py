@@ -22,6 +22,9 @@ from forerun.registry import DrafterSpec
 drafters = typer.Typer(invoke_without_command=True)
 
 
+AUTO = "The default: by --draft-model, else ngram with a head of the package where that pays (`forerun doctor` says)."
+
+
 @drafters.callback()
 def list_drafters(
     context: typer.Context,
@@ -42,6 +45,7 @@ def list_drafters(
         print(json.dumps({"drafters": rows, "aliases": registry.drafters.aliases, "heads": boxed}))
         return
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_row("auto", AUTO, "")
     for spec in specs:
         table.add_row(spec.name, spec.says, needs_in_words(spec))
     table_console().print(table)
