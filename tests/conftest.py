@@ -12,7 +12,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers on two cores: one thread each
 
-# A shell that runs this in the background has SIGINT ignored, and so would servers that a test sends it to: it would hang.
+# A shell that runs this in the background has SIGINT ignored, and so would servers that a test sends it to.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
