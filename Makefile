@@ -68,17 +68,21 @@ llama: $(READY)  ## llama.cpp to compare with: pip builds it, which takes minute
 
 # --no-compile: Python compiles what is imported, which is a small part of what is installed
 INSTALL = $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
-EXTRAS = import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
+LISTS = import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	extras = project["optional-dependencies"]
 
+# the package is built while the others are fetched and unpacked, which is work for one core; pip alone would build it
+# after it has resolved them all
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard src/forerun/models/native/c/*)
 	@echo "setting up $(VENV): torch, the other packages and the C kernels; this takes minutes, once"
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) torch
-	$(INSTALL) -e ".[serve]"
+	@$(BIN)/python -c '$(LISTS); print(*project["dependencies"], *extras["serve"], sep="\n")' > $(VENV)/needed.txt
+	$(INSTALL) --no-deps -e . & package=$$!; $(INSTALL) torch && $(INSTALL) -r $(VENV)/needed.txt; others=$$?; \
+	wait $$package && exit $$others
 	@touch $@
 
 $(DEV): $(READY)  # the packages alone: the C kernels are built already
-	@$(BIN)/python -c '$(EXTRAS); print(*extras["dev"], *extras["bench"], sep="\n")' > $(VENV)/dev.txt
+	@$(BIN)/python -c '$(LISTS); print(*extras["dev"], *extras["bench"], sep="\n")' > $(VENV)/dev.txt
 	$(INSTALL) -r $(VENV)/dev.txt
 	@touch $@
 

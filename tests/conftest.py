@@ -12,12 +12,9 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers on two cores: one thread each
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a shell that runs this in the background has it ignored, and
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # so would servers that tests send it to, for ever
+# A shell that runs this in the background has SIGINT ignored, and so would servers that a test sends it to.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with suppress(ImportError):  # a machine for the GPU tests need not have it
     from hypothesis import HealthCheck, settings
@@ -33,15 +30,19 @@ LONGEST = (
     "native/test_library.py",
     "cluster/test_ray.py",
     "engine/test_faults.py",
+    "server/test_engine_process.py",
     "gpu/test_following.py",
     "control/test_following.py",
     "server/test_load.py",
     "train/test_recipes.py",
     "bench/cpu/test_command.py",
+    "server/test_hang.py",
     "server/test_robust.py",
     "models/test_parallel_processes.py",
     "control/test_forms.py",
     "damaged/test_damaged_files.py",
+    "server/test_both_fronts.py",
+    "server/test_schemathesis.py",
     "gpu/test_hybrid_following.py",
     "gpu/test_target.py",
     "engine/test_prefix.py",
@@ -51,7 +52,8 @@ LONGEST = (
     "advise/test_answer.py",
     "server/test_exact.py",
     "bench/spec/test_command.py",
-    "server/test_hang.py",
+    "server/test_refresh.py",
+    "server/test_lost_process.py",
     "cluster/test_without_ray.py",
     "encoder_decoder/test_target.py",
     "encoder_decoder/test_specdec.py",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -101,3 +104,13 @@ def test_the_files_that_run_first_are_there() -> None:
     """A file that was renamed would fall back into the middle, and the tests would take longer."""
     assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
     assert "--no-loadscope-reorder" in (ROOT / "Makefile").read_text()
+
+
+def test_make_lets_python_keep_its_bytecode() -> None:
+    """pip compiles nothing: where a shell forbids it, every process of the tests would compile torch anew."""
+    if shutil.which("make") is None:
+        pytest.skip("no make")
+    ask = ["make", "--silent", "--eval", "ask: ; @echo kept=$$PYTHONDONTWRITEBYTECODE=", "ask"]
+    shell = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    said = subprocess.run(ask, cwd=ROOT, env=shell, capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "kept=="

@@ -21,9 +21,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}  # before torch is imported
-sys.dont_write_bytecode = (
-    True  # of this process's forks: a fault of the same length within a second would be kept
-)
+sys.dont_write_bytecode = True  # else a fault of the same length may be kept where it was put right at once
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 120  # for one selection of tests; a fault may also make them hang
