@@ -62,7 +62,8 @@ def outcome_of(
             own = slice(first, starts[b + 1])
             branches = rejected_branches(tokens[own], parents[own], path, kept)
             event = replace(event, rejected=branches)
-        advances.append(_advance(seq, fresh, detokenizer, counts, event))
+        places = len(seq.rounds), counts, len(seq.events)
+        advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
     trees_of = tuple(drafted), tuple(deepest), tuple(accepted)
     rows = 0 if trees.form is None else trees.form.rows
     return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows)
@@ -74,11 +75,17 @@ def _plain_advances(
     """One token for each, in few steps: with many sequences, most rounds are plain."""
     counts, advances = RoundCounts(1, 0, 0, 0, seconds), list[Advance]()
     for b, (seq, token) in enumerate(zip(seqs, bonus, strict=True)):
-        fresh = [token]
-        _, detokenizer, text, finished = _extended(seq, fresh)
+        length, fresh, finished, usual = len(seq.tokens), [token], None, None
+        if length + 1 < seq.max_length and token not in seq.stop_ids:
+            usual = seq.detokenizer.behind(fresh)
+        if usual is not None:
+            detokenizer, text = usual
+        else:
+            _, detokenizer, text, finished = _extended(seq, fresh)
         logprobs = _logprobs(seq, fresh, [b], laws) if seq.params.logprobs is not None else ()
         event = Event(seq.id, (token,), 0, text, logprobs, finished)
-        advances.append(_advance(seq, fresh, detokenizer, counts, event))
+        places = len(seq.rounds), counts, len(seq.events)
+        advances.append(Advance(seq, length, fresh, detokenizer, *places, event, finished))
     return advances
 
 
@@ -90,14 +97,6 @@ def _extended(seq: SequenceState, fresh: list[int]) -> tuple[int, Detokenizer, s
             return len(fresh), *usual, None
     taken, detokenizer, finished = seq.extended(fresh)
     return taken, detokenizer, detokenizer.take(finished is not None), finished
-
-
-def _advance(
-    seq: SequenceState, fresh: list[int], detokenizer: Detokenizer, counts: RoundCounts, event: Event
-) -> Advance:
-    rounds, events = len(seq.rounds), len(seq.events)
-    length, finished = len(seq.tokens), event.finished
-    return Advance(seq, length, fresh, detokenizer, rounds, counts, events, event, finished, event.error)
 
 
 def _up_to_impossible(

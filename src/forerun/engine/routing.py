@@ -8,7 +8,7 @@ raises, or whose trees are malformed, is switched off for its sequences, which a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
@@ -18,7 +18,7 @@ import torch
 
 from forerun.drafters.base import LookupDrafter
 from forerun.drafters.none import NoDrafter
-from forerun.engine.sequence import SequenceState, Traits, traits_of
+from forerun.engine.sequence import SequenceState, traits_of
 from forerun.engine.tree_check import check_trees
 from forerun.errors import InvalidInput
 from forerun.noise import Noise
@@ -258,7 +258,8 @@ class VerifierPool:
             return laws, greedy_verdict(trees, known)
         if known is not None:
             traits = traits_of(seqs)
-            if all([one.is_plain_greedy for one in traits]) and self.are_exact(traits):  # noqa: C419
+            alike = all([one.is_plain_greedy for one in traits])  # noqa: C419
+            if alike and self.are_exact([one.verifier for one in traits]):
                 laws = Laws(scores.required_logits, (True,) * len(seqs), plain_greedy=True)
                 return laws, greedy_verdict(trees, known)
         laws = warp(scores.required_logits, seqs, trees)
@@ -272,10 +273,10 @@ class VerifierPool:
         """Does a device that samples decide about all of these, some of which are sampled?"""
         return kinds_of(seqs) is not None and self.decide_alike(seqs)
 
-    def are_exact(self, traits: Sequence[Traits]) -> bool:
-        """Are the verifiers of these all exact? Then they come to one verdict where laws are point masses."""
-        for one in traits:  # noqa: SIM110 - a generator is one function more, in every round
-            if not (self._made.get(one.verifier) or self.get(one.verifier)).exact:
+    def are_exact(self, names: Iterable[str]) -> bool:
+        """Are these verifiers all exact? Then they come to one verdict where laws are point masses."""
+        for name in names:  # noqa: SIM110 - a generator is one function more, in every round
+            if not (self._made.get(name) or self.get(name)).exact:
                 return False
         return True
 
@@ -283,7 +284,7 @@ class VerifierPool:
         self, seqs: Sequence[SequenceState], trees: TreeBatch, laws: Laws, known: Greedy | None = None
     ) -> Verdict:
         """By each sequence's own verifier; where all are greedy and exact, from what the pass already knows."""
-        if known is not None and laws.plain_greedy and self.are_exact(traits_of(seqs)):
+        if known is not None and laws.plain_greedy and self.are_exact({seq.verifier for seq in seqs}):
             return greedy_verdict(trees, known)
         noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
         groups = _groups([seq.verifier for seq in seqs])
