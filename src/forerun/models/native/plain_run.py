@@ -64,11 +64,8 @@ class PlainRun:
             return 0
         if not trees.topology()[0].is_chain:
             return 0
-        return min(
-            MOST,
-            seq.max_length - len(seq.tokens) - trees.nodes,
-            extent.writable - extent.length - trees.nodes,
-        )
+        room = min(seq.max_length - len(seq.tokens), extent.writable - extent.length) - trees.nodes
+        return max(0, min(MOST, room))
 
     def run(self, seq: Seq, extent: Extent, tokens: list[int], most: int, needs: Needs) -> tuple[int, float]:
         """The pass that the TreePass has, over a chain of these tokens, and up to so many behind it.

@@ -172,13 +172,8 @@ class NativeDecoder(Decoder):
         most, last = self._ahead.passes(seq, extent, trees, needs), self.config.layers
         end = extent.length + nodes
         regime = 0 if self._regime_of is None else self._regime_of(self._lengths[seq.id])
-        alone.fill(
-            tokens,
-            trees.topology()[0],
-            extent.length,
-            extent.pages,
-            self._tables.at(regime, end + max(0, most)),
-        )
+        table = self._tables.at(regime, end + most)
+        alone.fill(tokens, trees.topology()[0], extent.length, extent.pages, table)
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
         hidden = self._hidden_rows(needs, nodes) if needs.hidden_layers else {}
@@ -186,7 +181,7 @@ class NativeDecoder(Decoder):
         alone.set_x(hidden, last, bool(needs.hidden_layers))
         logits, ahead, own = alone.logits(nodes), 0, 1.0
         native.match_threads(torch.get_num_threads())
-        if most > 0:
+        if most:
             ahead, own = self._ahead.run(seq, extent, tokens, most, needs)
         elif self._decode(*alone.at):
             raise MemoryError(f"no memory for a pass over {nodes} nodes")
