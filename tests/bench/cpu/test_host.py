@@ -46,6 +46,10 @@ def test_rounds_of_one_call_are_averaged_over_all_of_them() -> None:
     assert (row["rounds"], row["tokens"], row["runs"]) == (12, 12, 4)
     assert row["host_p10_ms"] == row["host_token_p10_ms"] == pytest.approx(1e3 * 3.0 / 12)
     assert row["native_p10_ms"] == pytest.approx(1e3 * 18.0 / 9)
+    cold, warm = [host.Group(1, 1, 0.4, 2.0)] * 10, [host.Group(1, 1, 0.1, None)] * 10
+    assert host.figures(cold + warm)["host_p10_ms"] == pytest.approx(250.0), (
+        "a warm round stands for no cold one"
+    )
     drafted = host.figures([host.Group(1, 3, 0.6, 2.0)])
     assert (drafted["host_p50_ms"], drafted["host_token_p50_ms"]) == pytest.approx((600.0, 200.0))
 

@@ -123,11 +123,11 @@ def at_share(values: Sequence[float], share: float) -> float:
 
 
 def seconds_at(groups: Sequence[Group], of: Callable[[Group], float], share: float) -> float:
-    """Seconds of all groups together, if each took what so large a share of those with as many rounds stays below."""
-    by_rounds: dict[int, list[float]] = {}
+    """Seconds of all groups together, if each took what so large a share of its like stays below."""
+    alike: dict[tuple[int, bool], list[float]] = {}  # those behind another's call find the caches warm
     for group in groups:
-        by_rounds.setdefault(group.rounds, []).append(of(group))
-    return sum(len(values) * at_share(values, share) for values in by_rounds.values())
+        alike.setdefault((group.rounds, group.native is None), []).append(of(group))
+    return sum(len(values) * at_share(values, share) for values in alike.values())
 
 
 def figures(groups: Sequence[Group]) -> dict[str, float]:
