@@ -160,6 +160,7 @@ class Scores:
     encoded: Sequence[Tensor] | None = None  # of a prefill: [S, D] of each sequence, where Needs asked for it
     # Passes of coming rounds that were run in the same call; -1 = this one was, in an earlier call.
     ahead: int = 0
+    own: float = 1.0  # where there are such: the share of the call's time that this pass took
 
     @property
     def required_logits(self) -> Tensor:

@@ -126,7 +126,7 @@ def test_passes_that_were_run_ahead_are_booked_round_by_round() -> None:
         clock = RoundClock([], lambda: next(now), ahead)
         for part in ("draft", "pass", "verdict"):
             clock.lap(part)
-        clock.settle(FakeTrees(1), Scores(torch.zeros(1, 2), ahead=known))  # type: ignore[arg-type]
+        clock.settle(FakeTrees(1), Scores(torch.zeros(1, 2), ahead=known, own=0.25))  # type: ignore[arg-type]
         return clock, {part: spent for part, spent in clock.seconds.items() if spent}
 
     clock, first = round_of(3, 10.0, 11.0, 19.0, 20.0)

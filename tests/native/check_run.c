@@ -1,4 +1,4 @@
-/* Several plain passes in one call, on exact-sized buffers: the same bits as pass by pass, and where a run stops.
+/* Plain passes behind another in one call, on exact-sized buffers: the same bits as pass by pass, and where they end.
  *
  * Called by check.c on every path; 0 where all agree. The context crosses from one page to another that lies before it.
  */
@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { WIDTH = 32, HEADS = 2, DIM = 16, INNER = 48, VOCAB = 29, PAGES = 3, SLOTS = PAGES * FR_PAGE, CONTEXT = 62, MOST = 6 };
+enum { WIDTH = 32, HEADS = 2, DIM = 16, INNER = 48, VOCAB = 29, PAGES = 3, SLOTS = PAGES * FR_PAGE, CONTEXT = 62, MOST = 6, CHAIN = 3 };
 enum { CACHE = 2 * HEADS * SLOTS * DIM };
 
 static uint32_t state = 5;
@@ -23,58 +23,79 @@ static fr_weights plain(int outputs, int inputs) {
     return (fr_weights){1, {{FR_F32, outputs, inputs, floats((int64_t)outputs * inputs), NULL}}};
 }
 
-/* The pass over a token at a position, in columns that the caller has. */
-static fr_pass pass_at(int64_t *token, int32_t *columns, const int32_t *pages, int32_t at, float *kv, const float *turns) {
-    columns[0] = 0, columns[1] = columns[3] = at, columns[2] = 1;
-    columns[4] = pages[at / FR_PAGE] * FR_PAGE + at % FR_PAGE;
-    return (fr_pass){.nodes = 1, .scored = 1, .tokens = token, .cosines = turns, .sines = turns, .position = columns + 3,
-                     .write = columns + 4, .reach = {columns, columns + 1, columns + 2, columns + 4, 1, at + 1, pages},
+/* The pass over a chain of tokens behind `at` positions, in columns that the caller has: six for each node. */
+static fr_pass pass_at(const int64_t *tokens, int nodes, int32_t *columns, const int32_t *pages, int32_t at, float *kv,
+                       const float *turns) {
+    for (int i = 0; i < nodes; i++) {
+        int32_t here = at + i;
+        columns[i] = 0, columns[nodes + i] = columns[3 * nodes + i] = here, columns[2 * nodes + i] = 1;
+        columns[4 * nodes + i] = columns[5 * nodes + i] = pages[here / FR_PAGE] * FR_PAGE + here % FR_PAGE;
+    }
+    return (fr_pass){.nodes = nodes, .scored = nodes, .tokens = tokens, .cosines = turns, .sines = turns,
+                     .position = columns + 3 * nodes, .write = columns + 4 * nodes,
+                     .reach = {columns, columns + nodes, columns + 2 * nodes, columns + 5 * nodes, 1, at + nodes, pages},
                      .keys = kv, .values = kv + CACHE / 2, .layer_stride = CACHE, .head_stride = SLOTS * DIM};
 }
 
-/* A run of up to MOST passes behind `text`, which ends with the token to begin with. Returns how many were run. */
-static int64_t run_it(const fr_decoder *m, const float *before, const float *turns, int32_t *text, int64_t length,
-                      int64_t match, int64_t stop, double seconds, float *logits, int32_t *tops, float *kv) {
-    int32_t *pages = malloc(2 * sizeof *pages), columns[5];
-    int64_t token = text[length - 1], *stops = malloc(sizeof *stops);
-    pages[0] = 2, pages[1] = 0, *stops = stop;
-    memcpy(kv, before, CACHE * sizeof(float));
-    fr_pass first = pass_at(&token, columns, pages, CONTEXT, kv, turns);
-    fr_run run = {.most = MOST, .seconds = seconds, .stops = stops, .stop_count = stop >= 0, .match = match, .text = text,
-                  .length = length, .logits = logits, .tops = tops};
-    if (fr_decode_run(m, &first, &run)) exit(4);
-    free(pages), free(stops);
-    return run.count;
+typedef struct {
+    const fr_decoder *m;
+    const float *before, *turns; /* the cache as it was, and rotations */
+    float *kv, *logits;          /* [MOST, VOCAB] of the passes behind the first */
+    int32_t tops[MOST], text[2 + CHAIN + MOST];
+    fr_run run;
+} trial;
+
+/* Passes behind one over these tokens, the first of which ends a text of two tokens. Returns how many there were. */
+static int64_t run_it(trial *t, const int64_t *given, int nodes, int64_t match, int64_t stop, double seconds, float *own) {
+    int32_t *pages = malloc(2 * sizeof *pages), *columns = malloc(6 * (size_t)nodes * sizeof *columns);
+    int64_t *stops = malloc(sizeof *stops), *tokens = malloc((size_t)nodes * sizeof *tokens);
+    int32_t *tops = malloc((size_t)nodes * sizeof *tops), *text = calloc((size_t)(2 + nodes + MOST), sizeof *text);
+    pages[0] = 2, pages[1] = 0, *stops = stop, text[0] = 3, text[1] = (int32_t)given[0];
+    memcpy(tokens, given, (size_t)nodes * sizeof *tokens);
+    memcpy(t->kv, t->before, CACHE * sizeof(float));
+    fr_pass first = pass_at(tokens, nodes, columns, pages, CONTEXT, t->kv, t->turns);
+    first.logits = own, first.tops = tops;
+    t->run = (fr_run){.most = MOST, .seconds = seconds, .stops = stops, .stop_count = stop >= 0, .match = match, .text = text,
+                      .length = 2, .logits = t->logits, .tops = t->tops};
+    if (fr_decode_run(t->m, &first, &t->run)) exit(4);
+    memcpy(t->text, text, (size_t)(2 + nodes + MOST) * sizeof *text);
+    free(pages), free(columns), free(stops), free(tokens), free(tops), free(text);
+    return t->run.count;
 }
 
 static int check_model(const fr_decoder *m) {
-    float *before = floats(CACHE), *kv = floats(CACHE), *other = floats(CACHE), *turns = floats(SLOTS * DIM / 2);
-    float *logits = malloc(MOST * VOCAB * sizeof(float)), *wanted = malloc(VOCAB * sizeof(float));
-    int32_t pages[2] = {2, 0}, columns[5], tops[MOST], again[MOST], top, *text = malloc((2 + MOST) * sizeof *text);
-    text[0] = 3, text[1] = 8;
-    int bad = run_it(m, before, turns, text, 2, 0, -1, 1e9, logits, tops, kv) != MOST;
+    float *before = floats(CACHE), *other = floats(CACHE), *turns = floats(SLOTS * DIM / 2), single[VOCAB], own[CHAIN * VOCAB];
+    int32_t pages[2] = {2, 0}, columns[6], found[1 + MOST];
+    int64_t token = 8, chain[CHAIN];
+    trial t = {.m = m, .before = before, .turns = turns, .kv = floats(CACHE), .logits = malloc(MOST * VOCAB * sizeof(float))};
+    int bad = run_it(&t, &token, 1, 0, -1, 1e9, own) != MOST || t.run.kept;
     memcpy(other, before, CACHE * sizeof(float));
-    for (int i = 0; i < MOST; i++) {
-        int64_t token = i ? tops[i - 1] : text[1];
-        fr_pass pass = pass_at(&token, columns, pages, CONTEXT + i, other, turns);
-        pass.logits = wanted, pass.tops = &top;
+    for (int i = 0; i <= MOST; i++) { /* pass by pass */
+        fr_pass pass = pass_at(&token, 1, columns, pages, CONTEXT + i, other, turns);
+        pass.logits = single, pass.tops = found + i;
         if (fr_decode(m, &pass)) exit(4);
-        bad |= top != tops[i] || memcmp(wanted, logits + i * VOCAB, VOCAB * sizeof(float));
+        bad |= memcmp(single, i ? t.logits + (i - 1) * VOCAB : own, sizeof single) || (i && found[i] != t.tops[i - 1]);
+        token = found[i];
     }
-    bad |= memcmp(kv, other, CACHE * sizeof(float));
-    bad |= run_it(m, before, turns, text, 2, 0, tops[2], 1e9, logits, again, kv) > 3; /* it may have come before that */
-    bad |= run_it(m, before, turns, text, 2, 0, -1, 0.0, logits, again, kv) != 1;
-    for (int match = 1; match <= 2; match++) { /* stops behind the first end of the text that came before, and not earlier */
-        int64_t count = run_it(m, before, turns, text, 2, match, -1, 1e9, logits, again, kv);
-        for (int64_t i = 1; i <= count; i++) {
-            int64_t length = 2 + i, found = 0;
-            text[length - 1] = tops[i - 1];
-            for (int64_t at = 0; at + match < length; at++)
-                found |= !memcmp(text + at, text + length - match, (size_t)match * sizeof *text);
-            bad |= found != (i == count && count < MOST) && i < MOST;
+    bad |= !!memcmp(t.kv, other, CACHE * sizeof(float));
+    for (int right = 0; right < CHAIN; right++) { /* behind chains of which so many nodes are right */
+        for (int i = 0; i < CHAIN; i++) chain[i] = i ? (found[i - 1] + (i > right)) % VOCAB : 8;
+        bad |= run_it(&t, chain, CHAIN, 0, -1, 1e9, own) != MOST || t.run.kept != right;
+        bad |= !!memcmp(t.tops, found + 1 + right, (size_t)(MOST - right) * sizeof *found);
+        bad |= right && run_it(&t, chain, CHAIN, 0, found[0], 1e9, own) != 0; /* the chain ends the text */
+        bad |= run_it(&t, chain, CHAIN, 0, found[right], 1e9, own) != 0 || run_it(&t, chain, CHAIN, 0, -1, 0.0, own) != 0;
+        for (int match = 1; match <= 2; match++) { /* ends where the text's end first came before */
+            int64_t count = run_it(&t, chain, CHAIN, match, -1, 1e9, own);
+            for (int64_t i = 0; i <= count; i++) {
+                int64_t length = 3 + right + i, came = 0;
+                if (t.text[length - 1] != (i + right <= MOST ? found[i + right] : t.tops[i - 1])) bad = 1;
+                for (int64_t at = 0; at + match < length; at++)
+                    came |= !memcmp(t.text + at, t.text + length - match, (size_t)match * sizeof *t.text);
+                bad |= came != (i == count) && i < MOST;
+            }
         }
     }
-    free(before), free(kv), free(other), free(turns), free(logits), free(wanted), free(text);
+    free(before), free(other), free(turns), free(t.kv), free(t.logits);
     return bad;
 }
 

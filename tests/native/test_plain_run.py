@@ -70,7 +70,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, target: NativeDecoder) -> list[
 
     ahead = target._ahead
     monkeypatch.setattr(target, "_decode", counted(target._decode, lambda: 1))
-    monkeypatch.setattr(ahead, "_decode", counted(ahead._decode, lambda: int(ahead._one.count)))
+    monkeypatch.setattr(ahead, "_decode", counted(ahead._decode, lambda: 1 + int(ahead._one.count)))
     return passes
 
 
@@ -107,7 +107,7 @@ def test_texts_events_and_rounds_are_those_of_one_pass_at_a_time(
     target = target_of(checkpoint, mode)
     passes = count_calls(monkeypatch, target)
     got = written(engine_of(target, drafter, stop_ids), PROMPTS, params)
-    monkeypatch.setattr(plain_run, "MOST", 1)
+    monkeypatch.setattr(plain_run, "MOST", 0)
     single = target_of(checkpoint, mode)
     ones = count_calls(monkeypatch, single)
     wanted = written(engine_of(single, drafter, stop_ids), PROMPTS, params)
@@ -233,6 +233,29 @@ def test_every_pass_of_a_run_has_the_bits_of_a_pass_alone(checkpoint: Checkpoint
     assert seen == [3, -1, -1, -1] * 3
     slots = target.kv.extent(0).slots(0, 70)
     assert torch.equal(target.kv.data[:, :, :, slots], single.kv.data[:, :, :, slots])
+
+
+@pytest.mark.parametrize("right", [0, 1, 2])
+def test_passes_behind_a_draft_have_the_bits_of_a_pass_alone(checkpoint: Checkpoint, right: int) -> None:
+    (seq, target), (other, single) = started(checkpoint), started(checkpoint)
+    coming = list[tuple[Tensor, int]]()
+    for _ in range(6):
+        logits, token, _ = root(other, single, Needs())
+        coming.append((logits, token))
+        single.make_room([other], [2])
+        commit(other, single, token)
+    draft = [token if i < right else (token + 1) % VOCAB for i, (_, token) in enumerate(coming[:2])]
+    trees = TreeBatch.chains([[seq.tokens[-1], *draft]])
+    scores = target.score([seq], trees, AHEAD)
+    assert scores.ahead == 3
+    assert 0.0 < scores.own < 1.0
+    target.commit([seq], trees, Verdict.of([range(1, right + 1)], [coming[right][1]], "cpu"))
+    seq.tokens += [token for _, token in coming[: right + 1]]
+    for wanted, token in coming[right + 1 :][:3]:
+        got, found, ahead = root(seq, target)
+        assert torch.equal(got, wanted)
+        assert (found, ahead) == (token, -1)
+        commit(seq, target, token)
 
 
 @pytest.mark.parametrize(

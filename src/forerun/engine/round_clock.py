@@ -55,7 +55,7 @@ class RoundClock:
     def settle(self, trees: TreeBatch, scores: Scores) -> None:
         """The verdict was read: book what the host waited for."""
         if scores.ahead or self._ahead:
-            self._share_ahead(scores.ahead)
+            self._share_ahead(scores.ahead, scores.own)
         taken = None if scores.seconds is None else scores.seconds()
         if taken is not None:
             self.move(self.seconds["pass"], "pass", "host")
@@ -76,8 +76,8 @@ class RoundClock:
         if scores.read is not None and (rows := scores.read[0].nodes):
             self.move(self.seconds["pass"] * rows / (rows + trees.nodes), "pass", "prompt")
 
-    def _share_ahead(self, ahead: int) -> None:
-        """Book each round of a run of passes as much of it as the others; the host, what was run in vain."""
+    def _share_ahead(self, ahead: int, own: float) -> None:
+        """Book rounds whose passes were run in one call their shares of it; the host, what was run in vain."""
         if ahead < 0 and self._ahead:
             self._charge("pass", self._ahead.pop())
             return
@@ -85,7 +85,7 @@ class RoundClock:
             self._charge("host", sum(self._ahead))
             self._ahead.clear()
         if ahead > 0:
-            each = self.seconds["pass"] / (1 + ahead)
+            each = self.seconds["pass"] * (1.0 - own) / ahead
             self._ahead += [each] * ahead
             self._charge("pass", -each * ahead)
 

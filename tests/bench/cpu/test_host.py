@@ -30,8 +30,28 @@ def test_native_calls_are_counted_and_put_back() -> None:
 
 
 def test_rounds_are_told_apart() -> None:
-    assert [host.kind_of(*counts) for counts in ((0, 1), (0, 3), (2, 3))] == ["plain", "looked", "drafted"]
+    assert [host.kind_of(*counts) for counts in ((0, 1), (0, 0), (0, 3), (2, 3))] == [
+        "plain",
+        "plain",
+        "looked",
+        "drafted",
+    ]
     assert [host.at_share([3.0, 1.0, 2.0], share) for share in (0.0, 0.5, 1.0)] == [1.0, 2.0, 3.0]
+
+
+def test_rounds_of_one_call_are_averaged_over_all_of_them() -> None:
+    """Two runs of four rounds at 1 s, one of one round at 0.5 s, and one behind a drafted round."""
+    groups = [host.Group(4, 4, 1.0, 8.0)] * 2 + [host.Group(1, 1, 0.5, 2.0), host.Group(3, 3, 0.5, None)]
+    row = host.figures(groups)
+    assert (row["rounds"], row["tokens"], row["runs"]) == (12, 12, 4)
+    assert row["host_p10_ms"] == row["host_token_p10_ms"] == pytest.approx(1e3 * 3.0 / 12)
+    assert row["native_p10_ms"] == pytest.approx(1e3 * 18.0 / 9)
+    cold, warm = [host.Group(1, 1, 0.4, 2.0)] * 10, [host.Group(1, 1, 0.1, None)] * 10
+    assert host.figures(cold + warm)["host_p10_ms"] == pytest.approx(250.0), (
+        "a warm round stands for no cold one"
+    )
+    drafted = host.figures([host.Group(1, 3, 0.6, 2.0)])
+    assert (drafted["host_p50_ms"], drafted["host_token_p50_ms"]) == pytest.approx((600.0, 200.0))
 
 
 @pytest.mark.skipif(not library.available(), reason="no native kernels here")

@@ -3,9 +3,9 @@
 CPU seconds of the thread that runs the engine, with one thread: others may use the machine meanwhile.
 Rounds are told apart by what they did, as drafted ones cost more. A pass evicts the caches, so Python after it is
 several times slower than in a loop of its own, and only whole rounds say what it costs. Plain rounds whose passes were
-run ahead in one native call (models/native/plain_run.py) are counted together with the round that made the call, and
-what Python took is given by round and by token: a plain round has one token, a drafted one has more. The last line is
-JSON.
+run ahead in one native call (models/native/plain_run.py) are counted together with the plain round that made the call,
+or by themselves behind a drafted one, and what Python took is given by round and by token: a plain round has one token,
+a drafted one has more. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import thread_time
-from typing import Any
+from typing import Any, cast
 
 from forerun.bench.machine import load_average, machine_facts
 from forerun.errors import InvalidInput
@@ -63,17 +63,17 @@ def native_time(library: Any) -> Iterator[Spent]:
 
 def kind_of(drafted: int, calls: int) -> str:
     """What a round did: `plain`, `looked` (a head ran, and nothing was worth drafting) or `drafted`."""
-    return "drafted" if drafted else "plain" if calls == 1 else "looked"
+    return "drafted" if drafted else "plain" if calls <= 1 else "looked"
 
 
 @dataclass(slots=True)
 class Group:
-    """A round that made native calls, and those behind it that only took what these had found."""
+    """A round that made native calls, and those of its kind behind it that only took what these had found."""
 
     rounds: int
     tokens: int
     host: float  # CPU seconds of Python
-    native: float
+    native: float | None  # None = they lie in a call that rounds of another kind share
 
     def add(self, tokens: int, host: float) -> None:
         self.rounds += 1
@@ -96,7 +96,7 @@ def measure(model: str, drafter: str, tokens: int, repeats: int) -> dict[str, li
         params, stats = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), engine.stats
         for question in QUESTIONS * repeats:
             engine.submit(Request(tuple(tokenizer.encode(question)), params))
-            last: Group | None = None
+            last, last_kind = cast("Group | None", None), ""
             while engine.busy:
                 spent.seconds, spent.calls = 0.0, 0
                 drafted, prompts, written = stats.drafted, stats.read, stats.tokens
@@ -105,11 +105,15 @@ def measure(model: str, drafter: str, tokens: int, repeats: int) -> dict[str, li
                 host, written = thread_time() - began - spent.seconds, stats.tokens - written
                 if stats.read != prompts:  # a prompt was read
                     continue
+                kind = kind_of(stats.drafted - drafted, spent.calls)
                 if last is not None and not spent.calls:
-                    last.add(written, host)
-                    continue
-                last = Group(1, written, host, spent.seconds)
-                found.setdefault(kind_of(stats.drafted - drafted, spent.calls), []).append(last)
+                    if kind == last_kind:
+                        last.add(written, host)
+                        continue
+                    last.native = None
+                last = Group(1, written, host, spent.seconds if spent.calls else None)
+                last_kind = kind
+                found.setdefault(kind, []).append(last)
     return found
 
 
@@ -119,22 +123,23 @@ def at_share(values: Sequence[float], share: float) -> float:
 
 
 def seconds_at(groups: Sequence[Group], of: Callable[[Group], float], share: float) -> float:
-    """Seconds of all groups together, if each took what so large a share of those with as many rounds stays below."""
-    by_rounds: dict[int, list[float]] = {}
+    """Seconds of all groups together, if each took what so large a share of its like stays below."""
+    alike: dict[tuple[int, bool], list[float]] = {}  # those behind another's call find the caches warm
     for group in groups:
-        by_rounds.setdefault(group.rounds, []).append(of(group))
-    return sum(len(values) * at_share(values, share) for values in by_rounds.values())
+        alike.setdefault((group.rounds, group.native is None), []).append(of(group))
+    return sum(len(values) * at_share(values, share) for values in alike.values())
 
 
 def figures(groups: Sequence[Group]) -> dict[str, float]:
     """Milliseconds of Python by round and by token, and of native calls by round."""
     rounds, tokens = sum(group.rounds for group in groups), sum(group.tokens for group in groups)
-    row = {"rounds": float(rounds), "tokens": float(tokens), "calls": float(len(groups))}
+    alone = [group for group in groups if group.native is not None]
+    row = {"rounds": float(rounds), "tokens": float(tokens), "runs": float(len(groups))}
     for share in (10, 50):
         host = 1e3 * seconds_at(groups, lambda group: group.host, share / 100)
-        native = 1e3 * seconds_at(groups, lambda group: group.native, share / 100)
+        native = 1e3 * seconds_at(alone, lambda group: group.native or 0.0, share / 100)
         row |= {f"host_p{share}_ms": host / rounds, f"host_token_p{share}_ms": host / tokens}
-        row[f"native_p{share}_ms"] = native / rounds
+        row[f"native_p{share}_ms"] = native / max(1, sum(group.rounds for group in alone))
     return row
 
 
@@ -151,7 +156,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for kind, groups in sorted(measure(flags.model, drafter, flags.tokens, flags.repeats).items()):
             row = found.setdefault(drafter, {})[kind] = figures(groups)
             print(
-                f"{drafter:<14} {kind:<8} {row['rounds']:5.0f} rounds behind {len(groups)} calls  Python "
+                f"{drafter:<14} {kind:<8} {row['rounds']:5.0f} rounds in {len(groups)} runs  Python "
                 f"{row['host_p10_ms']:.3f} ms a round (tenth), {row['host_p50_ms']:.3f} (median), "
                 f"{row['host_token_p10_ms']:.3f}, {row['host_token_p50_ms']:.3f} a token; "
                 f"native {row['native_p10_ms']:.2f}, {row['native_p50_ms']:.2f} a round"

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 BLOCK = 32  # inputs per block of packed kinds
 _MOST_PARTS = 3
-ABI = 11  # a change of the structs or of the kernels: what was measured with another counts no more
+ABI = 12  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 _BUILD_AGAIN = (
     "%s was built from other sources, so passes on the CPU run on torch, several times slower; "
@@ -133,7 +133,7 @@ class Pass(Structure):
 
 
 class Run(Structure):
-    """fr_run: passes over one node each, one behind the other."""
+    """fr_run: passes over one node each behind another pass."""
 
     _fields_: ClassVar[Fields] = [
         ("most", c_int64),
@@ -144,7 +144,9 @@ class Run(Structure):
         ("length", c_int64),
         ("logits", c_void_p),
         ("tops", c_void_p),
+        ("kept", c_int64),
         ("count", c_int64),
+        ("own", c_double),
     ]
 
 

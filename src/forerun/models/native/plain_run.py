@@ -1,4 +1,4 @@
-"""PlainRun: several plain passes of one greedy text in one native call, kept until rounds ask for them.
+"""PlainRun: plain passes of one greedy text, run in the native call of the pass before them, until rounds ask for them.
 
 Python between two passes mostly waits for what the pass has evicted from the caches: a round behind a pass takes six
 times as long as one that finds everything at hand. So where the next token is known to be the largest logit and nobody
@@ -17,15 +17,15 @@ from torch import Tensor
 from forerun.models.native import library as native
 from forerun.models.native.tree_pass import TreePass, checked
 from forerun.models.paged import Extent
-from forerun.types import Greedy, Needs, Scores, Seq
+from forerun.types import Greedy, Needs, Scores, Seq, TreeBatch
 
-MOST = 4  # passes of a call: so many tokens come at once
+MOST = 3  # passes behind the first of a call: four tokens come at once
 SECONDS = 0.03  # of a call: where passes take long, Python between them is a small share, and tokens come one by one
 _MORE = 256  # tokens that the text grows by
 
 
 class PlainRun:
-    """The passes of the last run: whose they are, and what each found."""
+    """The passes behind the last one: whose they are, and what each found."""
 
     def __init__(self, alone: TreePass) -> None:
         self._alone, self._one, self._tops = alone, native.Run(), (ctypes.c_int32 * MOST)()
@@ -49,7 +49,8 @@ class PlainRun:
         if extent is self._extent and len(tokens) == 1 and not needs.hidden_layers:
             place = extent.length - self._start
             if 0 <= place < len(self._found) and self._found[place][0] == tokens[0]:
-                return self._scores(place, -1)
+                _, logits, top = self._found[place]
+                return Scores(logits, {}, Greedy(checked([top])), ahead=-1)
         self.drop()
         return None
 
@@ -57,39 +58,44 @@ class PlainRun:
         """What was run and not asked for no longer counts."""
         self._extent = None
 
-    def passes(self, seq: Seq, extent: Extent, needs: Needs) -> int:
-        """How many may be run now. The first token of a text does not wait for others."""
+    def passes(self, seq: Seq, extent: Extent, trees: TreeBatch, needs: Needs) -> int:
+        """How many may be run behind the pass over this tree. The first token of a text does not wait for others."""
         if needs.match_length is None or needs.hidden_layers or len(seq.tokens) <= seq.prompt_length:
-            return 1
-        return min(MOST, seq.max_length - len(seq.tokens), extent.writable - extent.length)
+            return 0
+        if not trees.topology()[0].is_chain:
+            return 0
+        room = min(seq.max_length - len(seq.tokens), extent.writable - extent.length) - trees.nodes
+        return max(0, min(MOST, room))
 
-    def run(self, seq: Seq, extent: Extent, most: int, needs: Needs) -> Scores:
-        """Up to so many passes, of which the TreePass has the first; the scores of that."""
-        one, alone, root = self._one, self._alone, seq.tokens[-1]
+    def run(self, seq: Seq, extent: Extent, tokens: list[int], most: int, needs: Needs) -> tuple[int, float]:
+        """The pass that the TreePass has, over a chain of these tokens, and up to so many behind it.
+
+        How many were run, and the first one's share of the time.
+        """
+        one, alone = self._one, self._alone
         one.most, one.match, one.logits = most, needs.match_length or 0, alone.spare_rows(most)
         if needs.match_length:
-            self._write_text(seq.tokens, extent)
+            self._write_text(seq.tokens, extent, len(tokens))
         if seq.stop_ids is not self._stop_ids:
             self._stop_ids, self._stops = seq.stop_ids, array("q", seq.stop_ids)
             one.stops, one.stop_count = self._stops.buffer_info()
         if self._decode(*self._at):
-            raise MemoryError("no memory for a pass over 1 node")
-        tops, rows = self._tops[: one.count], alone.take_rows(one.count)
-        self._found = list(zip([root, *tops], rows, tops, strict=False))
-        self._extent, self._start = extent, extent.length
-        return self._scores(0, one.count - 1)
+            raise MemoryError(f"no memory for a pass over {len(tokens)} nodes")
+        count = one.count
+        if count:
+            tops = self._tops[:count]
+            roots = alone.top(one.kept), *tops
+            self._found = list(zip(roots, alone.take_rows(count), tops, strict=False))
+            self._extent, self._start = extent, extent.length + one.kept + 1
+        return count, one.own
 
-    def _scores(self, place: int, ahead: int) -> Scores:
-        _, logits, top = self._found[place]
-        return Scores(logits, {}, Greedy(checked([top])), ahead=ahead)
-
-    def _write_text(self, tokens: list[int], extent: Extent) -> None:
-        """The text of this sequence, with room behind it for what is found."""
+    def _write_text(self, tokens: list[int], extent: Extent, nodes: int) -> None:
+        """The text of this sequence, with room behind it for what is found behind so many nodes."""
         length = len(tokens)
         if extent is not self._reader or length < self._read:
             self._reader, self._read = extent, 0
-        if length + MOST > len(self._text):
-            self._text.extend([0] * (length + _MORE - len(self._text)))
+        if length + nodes + MOST > len(self._text):
+            self._text.extend([0] * (length + nodes + _MORE - len(self._text)))
         self._text[self._read : length] = array("i", tokens[self._read :])
         self._read = length
         self._one.text, self._one.length = self._text.buffer_info()[0], length

@@ -169,28 +169,27 @@ class NativeDecoder(Decoder):
             self._note_layers((seq,), needs)
         if (known := self._ahead.known(extent, tokens, needs)) is not None:
             return known
-        most = self._ahead.passes(seq, extent, needs) if nodes == 1 else 1
-        end, last = extent.length + max(nodes, most), self.config.layers
+        most, last = self._ahead.passes(seq, extent, trees, needs), self.config.layers
+        end = extent.length + nodes
         regime = 0 if self._regime_of is None else self._regime_of(self._lengths[seq.id])
-        alone.fill(tokens, trees.topology()[0], extent.length, extent.pages, self._tables.at(regime, end))
+        table = self._tables.at(regime, end + most)
+        alone.fill(tokens, trees.topology()[0], extent.length, extent.pages, table)
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
-        native.match_threads(torch.get_num_threads())
-        if most > 1:
-            alone.set_x({}, last, False)
-            return self._ahead.run(seq, extent, most, needs)
         hidden = self._hidden_rows(needs, nodes) if needs.hidden_layers else {}
         shown = self._show(alone.one, hidden, last) if needs.hidden_layers else ()
         alone.set_x(hidden, last, bool(needs.hidden_layers))
-        logits = alone.logits(nodes)
-        failed = self._decode(*alone.at)
-        del shown
-        if failed:
+        logits, ahead, own = alone.logits(nodes), 0, 1.0
+        native.match_threads(torch.get_num_threads())
+        if most:
+            ahead, own = self._ahead.run(seq, extent, tokens, most, needs)
+        elif self._decode(*alone.at):
             raise MemoryError(f"no memory for a pass over {nodes} nodes")
+        del shown
         found = checked(alone.tops())
         if not isinstance(hidden, HiddenRows) and hidden:
             self._keep_rows(hidden, extent.slots(extent.length, end))
-        return Scores(logits, hidden, Greedy(found))
+        return Scores(logits, hidden, Greedy(found), ahead=ahead, own=own)
 
     def truncate(self, seq: Seq, length: int) -> None:
         self._ahead.drop()

@@ -122,6 +122,10 @@ class TreePass:
         reach.first, reach.context, reach.tail = at, at + size, at + 2 * size
         reach.tails, reach.tail_stride, reach.pages = at + 5 * size, stride, at + (5 + stride) * size
 
+    def top(self, node: int) -> int:
+        """Where the logits of one node are largest, after the pass."""
+        return self._tops[node]
+
     def tops(self) -> list[int]:
         """Where each row of logits is largest, after the pass."""
         return self._tops.tolist()

@@ -176,18 +176,20 @@ FR_API int fr_skips_sublayers(void);
 FR_API int fr_decode(const fr_decoder *model, const fr_pass *pass);
 FR_API int fr_linear_rows(const fr_weights *w, const float *x, float *y, int64_t rows);
 
-/* ---- plain_run.c: passes over one node each, every one behind the token that the last has found ---- */
+/* ---- plain_run.c: passes over one node each behind another pass, each behind the token that the last has found ---- */
 typedef struct {
-    int64_t most;            /* passes at most */
-    double seconds;          /* none starts, but the first, that would end later than that */
-    const int64_t *stops;    /* [stop_count] tokens that end a text: nothing is computed behind them */
+    int64_t most;         /* passes behind the first, at most */
+    double seconds;       /* none of them starts that would end later than that */
+    const int64_t *stops; /* [stop_count] tokens that end a text: nothing is computed behind them */
     int64_t stop_count;
-    int64_t match;           /* nor where the last so many tokens of the text came before; 0 = that is not asked */
-    int32_t *text;           /* [length + most] the tokens up to the first pass's; takes those that are found */
+    int64_t match;        /* nor where the last so many tokens of the text came before; 0 = that is not asked */
+    int32_t *text;        /* [length + nodes of the first + most] the tokens up to the first; takes those that are found */
     int64_t length;
-    float *logits;           /* [most, vocab] */
-    int32_t *tops;           /* [most] as fr_pass has them */
-    int64_t count;           /* passes that were run */
+    float *logits;        /* [most, vocab] */
+    int32_t *tops;        /* [most] as fr_pass has them */
+    int64_t kept;         /* of the first pass, a chain: nodes behind its root that equal what was found before them */
+    int64_t count;        /* passes that were run behind it */
+    double own;           /* its share of the seconds of all */
 } fr_run;
 FR_API int fr_decode_run(const fr_decoder *model, const fr_pass *first, fr_run *run);
 
