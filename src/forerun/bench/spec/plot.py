@@ -38,7 +38,7 @@ def draw(document: Mapping[str, Any], file: Path) -> None:
     facts = document["conditions"]
     where = facts.get("gpu") or facts["cpu"]
     figure.suptitle(
-        f"{facts['model']} ({facts['shape']}), {where}, {facts['date'][:10]}, commit {facts['commit']}",
+        f"{facts['model']} ({facts['shape']})\n{where}, {facts['date'][:10]}, commit {facts['commit']}",
         fontsize=10,
     )
     file.parent.mkdir(parents=True, exist_ok=True)
