@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from forerun.bench.serve.stream_client import Endpoint
 
 Counts = dict[str, float]
+PARTS = ("prompt", "draft", "pass", "verdict", "host")  # as forerun.engine.round_clock books them
 _NAMES = {
     'forerun:cpu_seconds_total{model_name="%s",thread="engine"}': "engine",
     'forerun:cpu_seconds_total{model_name="%s",thread="front"}': "front",
     'forerun:cpu_seconds_total{model_name="%s",thread="others"}': "others",
     'forerun:generation_tokens_total{model_name="%s"}': "tokens",
     'forerun:rounds_total{model_name="%s"}': "rounds",
-    'forerun:round_seconds_total{model_name="%s",part="host"}': "host",
+    **{f'forerun:round_seconds_total{{model_name="%s",part="{part}"}}': part for part in PARTS},
 }
 
 
@@ -37,7 +38,7 @@ def read_host(endpoint: Endpoint) -> Counts:
 
 
 def host_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Per token of a run: microseconds of CPU by thread; per round: milliseconds of the engine's thread."""
+    """Per token of a run: microseconds of CPU by thread; per round: milliseconds of its thread, and by part."""
     spent = {name: after[name] - before[name] for name in after if name in before}
     if len(spent) < len(_NAMES) or spent["tokens"] <= 0 or spent["rounds"] <= 0:
         return {}
@@ -45,6 +46,6 @@ def host_figures(before: Mapping[str, float], after: Mapping[str, float]) -> dic
     return {
         **{f"{name}_us_per_token": round(spent[name] * token, 2) for name in ("engine", "front", "others")},
         "engine_cpu_ms_per_round": round(spent["engine"] * a_round, 3),
-        "host_ms_per_round": round(spent["host"] * a_round, 3),
+        **{f"{part}_ms_per_round": round(spent[part] * a_round, 3) for part in PARTS},
         "tokens_per_round": round(spent["tokens"] / spent["rounds"], 2),
     }

@@ -165,7 +165,8 @@ def conditions_of(flags: argparse.Namespace) -> dict[str, Any]:
     """The machine and the settings, before anything is loaded."""
     before, facts = load_average(), machine_facts()
     return {
-        **facts, "model": Path(flags.model).name, "device": flags.device, "suite": Path(flags.suite).stem, "seed": flags.seed,
+        **facts, "model": Path(flags.model).name, "device": flags.device, "suite": Path(flags.suite).stem,
+        "seed": flags.seed,
         "shape": "its own shape" if flags.shape == OWN else f"{flags.shape} shape, {INFLATED}",
         "max_tokens": flags.max_tokens, "limit": flags.limit, "repeats": flags.repeats, "load_before": before,
         "busy": is_busy(before, facts["cores"]),
