@@ -215,7 +215,7 @@ def test_mistakes_on_the_command_line_are_one_line(
         (["--temperature", "hot"], "--temperature 'hot' is not a list of numbers"),
         (["--batch", ","], "--batch is empty"),
         (["--drafters", "ngran"], "did you mean 'ngram'"),
-        (["--batch", "40", "--max-tokens", "2"], "batch=40 needs as many prompts"),
+        (["--batch", "40", "--max-tokens", "2"], "--batch 40 needs as many prompts"),
     ):
         assert command(monkeypatch, "bench", *words) == 2
         assert complaint in capsys.readouterr().err.splitlines()[-1]

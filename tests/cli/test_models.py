@@ -87,7 +87,7 @@ def test_unknown_models_are_named(forerun: Run, cache: Path, command: str) -> No
 def test_drafters_are_described(forerun: Run) -> None:
     said = forerun("drafters").out.splitlines()
     lines = dict(line.split(maxsplit=1) for line in said if not line.startswith(("head ", "old name ")))
-    assert list(lines) == registry.drafters.names()
+    assert list(lines) == ["auto", *registry.drafters.names()]
     assert any("head smollm2-135m-eagle3: eagle3 for SmolLM2-135M-Instruct" in line for line in said)
     assert lines["none"].startswith("No drafting")
 

@@ -68,7 +68,7 @@ def test_a_run_from_the_command_line(tiny: Checkpoint, texts: Path, tmp_path: Pa
     ("words", "said"),
     [
         (["train", "eagle9", "--target", "TINY", "--data", "d", "--out", "o"], "eagle9"),
-        (["data", "make", "--target", "TINY", "--out", "o", "--own-prompts", "0"], "own_prompts"),
+        (["data", "make", "--target", "TINY", "--out", "o", "--own-prompts", "0"], "--own-prompts 0"),
         (["drafters", "check", "nowhere"], "nowhere"),
     ],
 )
