@@ -167,7 +167,7 @@ class TreeBatch:
         return [depth for shape in self.topology() for depth in shape.depths]
 
     def depths(self) -> Tensor:
-        return torch.tensor(self.host_depths(), device=self.device)  # [M]
+        return ints_of(self.host_depths(), self.device)  # [M]
 
     def is_plain(self) -> bool:
         """Nothing was drafted: every tree is its root."""
@@ -286,4 +286,7 @@ def _join_draws(parts: Sequence[TreeBatch]) -> Draws | None:
 
 
 def ints_of(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
-    return torch.tensor(values, dtype=torch.long, device=device)
+    """On a GPU the host does not wait for the work before: it would for memory that is not pinned."""
+    if torch.device(device).type != "cuda":
+        return torch.tensor(values, dtype=torch.long, device=device)
+    return torch.tensor(values, dtype=torch.long, pin_memory=True).to(device, non_blocking=True)

@@ -14,8 +14,6 @@ from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from forerun.drafters.base import LookupDrafter
 from forerun.drafters.none import NoDrafter
 from forerun.engine.sequence import SequenceState, traits_of
@@ -23,6 +21,7 @@ from forerun.engine.tree_check import check_trees
 from forerun.errors import InvalidInput
 from forerun.noise import Noise
 from forerun.offers import Offer
+from forerun.trees import ints_of
 from forerun.types import Budget, Greedy, Laws, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
 from forerun.verify.sampled import decides_alike, kinds_of
@@ -210,7 +209,7 @@ class DrafterPool:
         verdict: Verdict,
     ) -> None:
         """Show a drafter its own sequences of a batch that several share."""
-        nodes, rows = trees.nodes_of(which), torch.tensor(which, device=verdict.paths.device)
+        nodes, rows = trees.nodes_of(which), ints_of(which, verdict.paths.device)
         hidden = {layer: rows_[nodes] for layer, rows_ in scores.hidden.items()}
         encoded = None if scores.encoded is None else [scores.encoded[b] for b in which]
         logits = None if scores.logits is None else scores.logits[nodes]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forerun.errors import InvalidInput
 from forerun.models.pages import PAGE, Content, Match, PagePool, digest_of, pages_for
+from forerun.trees import ints_of
 
 CHUNK = 1024  # slots; a store that grows does so by at least this many
 KEPT_BYTES = 1 << 30  # of finished texts, beyond which a store that could grow takes their pages instead
@@ -216,9 +217,7 @@ class PagedKV:
                 for rows in self.hidden.values():
                     rows[place] = rows[source]
         else:
-            both = torch.tensor(list(zip(*moves, strict=True))).to(
-                self.data.device, non_blocking=True
-            )  # [2, P]
+            both = ints_of(list(zip(*moves, strict=True)), self.data.device)  # [2, P]
             self.move_on_device(both[0], both[1])
 
     def move_on_device(self, sources: Tensor, places: Tensor) -> None:

@@ -19,6 +19,7 @@ from forerun.models.kv_budget import slot_bytes
 from forerun.models.paged import Extent, PagedKV
 from forerun.models.pages import TREE_MARGIN, pages_for, start_digest
 from forerun.sources import SourceRules
+from forerun.trees import ints_of
 from forerun.types import Needs, Seq, Verdict, first_rows, offsets
 
 
@@ -167,12 +168,14 @@ class SlotTarget:
             return list(fresh), dict(hidden)
         chains = [seq.tokens[:count] + some for seq, count, some in zip(seqs, counts, fresh, strict=True)]
         sizes = [len(some) for some in fresh]
-        joined = {}
+        slots = [
+            slot for extent, count in zip(extents, counts, strict=True) for slot in extent.slots(0, count)
+        ]
+        places, joined = ints_of(slots, self._device), {}
         for layer, rows in hidden.items():
-            kept, parts = self.kv.hidden[layer], list[Tensor]()
-            for extent, count, own in zip(extents, counts, torch.split(rows, sizes), strict=True):
-                parts += [kept[extent.slots(0, count)], own]
-            joined[layer] = torch.cat(parts)
+            found = torch.split(self.kv.hidden[layer].index_select(0, places), counts)
+            pairs = zip(found, torch.split(rows, sizes), strict=True)
+            joined[layer] = torch.cat([part for pair in pairs for part in pair])
         return chains, joined
 
     def _passes(
@@ -213,7 +216,7 @@ class SlotTarget:
     def _keep_rows(self, hidden: Mapping[int, Tensor], slots: Sequence[int]) -> None:
         """Keep the hidden rows of a pass beside keys and values, for sequences that start alike."""
         if hidden:
-            places = torch.tensor(slots, device=self._device)
+            places = ints_of(slots, self._device)
             for layer, rows in hidden.items():
                 self.kv.rows_of(layer, rows.shape[1], rows.dtype).index_copy_(0, places, rows)
 

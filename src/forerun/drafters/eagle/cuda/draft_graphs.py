@@ -40,6 +40,7 @@ from forerun.models.cuda.pass_clock import seconds_of
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.pages import TREE_MARGIN
 from forerun.offers import Form
+from forerun.trees import ints_of
 from forerun.types import Needs, Scores, Seq, TreeBatch, TreeForm, Verdict
 
 INTEGERS = 1 << 18  # room for the largest draft, and for the pages of all sequences
@@ -261,7 +262,7 @@ class DeviceDraft:
             fresh = self._tree_ints[:, : len(missing) * nodes].view(2, -1, nodes)
             trees = torch.cat((trees, fresh), 1)
         places = known | {one: len(known) + i for i, one in enumerate(missing)}
-        order = torch.tensor([places[seq.id, seq.tokens[-1]] for seq in seqs], device=trees.device)
+        order = ints_of([places[seq.id, seq.tokens[-1]] for seq in seqs], trees.device)
         self._tree_ints[:, : len(seqs) * nodes].view(2, -1, nodes).copy_(trees.index_select(1, order))
 
     def _draft(self, form: DraftForm) -> None:

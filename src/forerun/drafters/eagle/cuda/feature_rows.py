@@ -27,6 +27,7 @@ from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, Size, round_up
 from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
+from forerun.trees import ints_of
 from forerun.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 
 DEEPEST = 16  # levels of a draft; a round adds at most one row more, which is less than ROOM
@@ -278,7 +279,7 @@ class FeatureRows:
             if now[-1] - now[0] == len(now) - 1:  # rows follow each other: no gather
                 parts = [layer[now[0] : now[-1] + 1] for layer in hidden]
             else:
-                index = torch.tensor(now, device=self.rows.device)
+                index = ints_of(now, self.rows.device)
                 parts = [layer.index_select(0, index) for layer in hidden]
             torch.cat(parts, -1, out=self._passing[: len(now)])
             self._keep(tokens[some], at[some], slots[some])
