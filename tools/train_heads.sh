@@ -7,6 +7,9 @@
 #   box       the EAGLE-3 head of the package, trained further with Muon, loops cut (INNER: another width of its MLP;
 #             BOX_FLAGS=--one-byte: written in one byte per weight)
 #   box-check tokens per round of the old head and the new one, decoded for the suite
+#   deep      an EAGLE-3 head of LAYERS layers (2): that of the package, or of the folder DEEP_FROM, with further layers
+#             that add nothing at first
+#   deep-check  tokens per round of that head and this one, decoded for the suite
 #   eagle     EAGLE-1, towards its plateau
 #   hass      HASS, started from that head
 #   more      EAGLE-1 for as many steps more as HASS had: what HASS is to be compared with
@@ -22,7 +25,7 @@
 #   unpack    the same back, from the folder FROM
 #
 # R: where runs go (bench-out/heads). OUT: where results are copied, if set. LIMIT: seconds after which a training stage
-# is stopped at its last checkpoint (280); call it again to go on. Steps: BOX, EAGLE, HASS, DSPARK, DFLASH, MTP, HYDRA,
+# is stopped at its last checkpoint (280); call it again to go on. Steps: BOX, DEEP, EAGLE, HASS, DSPARK, DFLASH, MTP, HYDRA,
 # MEDUSA2. DEVICE and the sizes of the data can be set too, for a trial on a CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -61,7 +64,7 @@ side_by_side() { # stages...; each in a process of its own
     [ $code -eq 0 ] || exit $code
 }
 trained() { # the heads in R of the default model, but for starting points of others
-    for run in box eagle1 hass more mtp hydra dspark dflash; do [ ! -e "$run/config.json" ] || echo "$run"; done
+    for run in box deep eagle1 hass more mtp hydra dspark dflash; do [ ! -e "$run/config.json" ] || echo "$run"; done
 }
 keep() { # RUN files...; into OUT, where there is one
     [ -n "${OUT:-}" ] || return 0
@@ -101,6 +104,17 @@ box)
 box-check)
     python -m forerun.bench.acceptance --drafters "$HEAD,box" "${CHECK[@]}" | tee box-check.jsonl
     [ -z "${OUT:-}" ] || cp box-check.jsonl "$OUT/"
+    ;;
+deep)
+    train eagle3 deep --init "${DEEP_FROM:-$HEAD}" --layers "${LAYERS:-2}" --inner "${INNER:-0}" \
+        --data "${BOX_DATA:-first,own,long}" --cut-loops "${CUT:-32}" --optimizer "${MOVER:-muon}" \
+        --lr "${DEEP_LR:-5e-4}" --steps "${DEEP:-1300}" "${EAGLE3[@]}" ${DEEP_FLAGS:-}
+    python -m forerun.train.curves deep --json deep/curve.json
+    keep deep config.json model.safetensors provenance.json log.jsonl curve.json
+    ;;
+deep-check)
+    python -m forerun.bench.acceptance --drafters "${DEEP_FROM:-$HEAD},deep" "${CHECK[@]}" | tee deep-check.jsonl
+    [ -z "${OUT:-}" ] || cp deep-check.jsonl "$OUT/"
     ;;
 eagle)
     train eagle eagle1 --vocab 16384 --lr 1e-3 --steps "${EAGLE:-4000}"

@@ -20,7 +20,7 @@ from forerun.errors import DamagedFile, InvalidInput, VocabularyMismatch
 from forerun.models.shared import SharedWeights
 from forerun.params import SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
-from forerun.train.recipes.eagle import EagleModule
+from forerun.train.recipes.eagle_network import EagleModule
 from forerun.train.recipes.scaling import Sizes, fold
 from forerun.types import Budget, Scores, TreeBatch, Verdict
 from tests.drafters.rounds import as_lists, observe_prompts
@@ -32,6 +32,8 @@ KINDS = [
     ("eagle3", {}),
     ("eagle3", {"fc_norm": True, "norm_output": True}),
     ("eagle3", {"norm_before_fc": False, "norm_output": True}),
+    ("eagle3", {"depth": 2, "fc_norm": True, "norm_output": True}),
+    ("eagle3", {"depth": 3}),
 ]
 
 
@@ -59,7 +61,7 @@ def shown(drafter: EagleDrafter, tokens: list[int], features: Tensor) -> FakeSeq
 
 
 @pytest.mark.parametrize(("kind", "more"), KINDS)
-def test_training_in_parallel_equals_drafting_step_by_step(kind: Kind, more: dict[str, bool]) -> None:
+def test_training_in_parallel_equals_drafting_step_by_step(kind: Kind, more: dict[str, int]) -> None:
     """The off-by-one killer: for every row and step, the masked pass and the cached one say the same.
 
     What drafts is the module as a file holds it, so a size that is not folded into it shows as well.
@@ -95,10 +97,10 @@ def test_training_in_parallel_equals_drafting_step_by_step(kind: Kind, more: dic
     assert compared > 20
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_the_dynamic_tree_is_that_of_brute_force(kind: Kind) -> None:
+@pytest.mark.parametrize(("kind", "layers"), [("eagle", 1), ("eagle3", 1), ("eagle3", 2)])
+def test_the_dynamic_tree_is_that_of_brute_force(kind: Kind, layers: int) -> None:
     """Every path's law from scratch, all candidates in a list, the best kept."""
-    config = eagle_config(kind, VOCAB, draft_vocab=8 if kind == "eagle3" else None)
+    config = eagle_config(kind, VOCAB, draft_vocab=8 if kind == "eagle3" else None, depth=layers)
     weights = eagle_weights(config, seed=4)
     target, drafter = TableLM(VOCAB), drafter_of(config, weights)
     seq, width, depth, nodes = FakeSeq(0, [3, 1, 4, 1, 5]), 3, 4, 12
@@ -159,9 +161,9 @@ def test_a_static_tree_has_one_shape() -> None:
 
 
 @pytest.mark.parametrize("layout", ["eagle", "speculators"])
-@pytest.mark.parametrize("borrows", [False, True])
-def test_eagle3_files_round_trip(tmp_path: Path, layout: str, borrows: bool) -> None:
-    config = eagle_config("eagle3", VOCAB, draft_vocab=7, fc_norm=True, norm_output=True)
+@pytest.mark.parametrize(("borrows", "depth"), [(False, 1), (True, 1), (True, 3)])
+def test_eagle3_files_round_trip(tmp_path: Path, layout: str, borrows: bool, depth: int) -> None:
+    config = eagle_config("eagle3", VOCAB, draft_vocab=7, fc_norm=True, norm_output=True, depth=depth)
     config = replace(
         config, target="some/target", rates=((0.5, 0.25), (0.25, 0.125)), layers=(2, 5, 7), max_length=99
     )
@@ -173,6 +175,9 @@ def test_eagle3_files_round_trip(tmp_path: Path, layout: str, borrows: bool) -> 
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
     names = set(read_head.__globals__["read_tensors"](tmp_path))
     assert ("midlayer.mlp.up_proj.weight" in names) == (layout == "eagle")
+    assert ("layers.0.mlp.up_proj.weight" in names) == (layout == "speculators")
+    assert [f"layers.{i}.input_layernorm.weight" in names for i in (1, 2, 3)] == [depth > 1, depth > 1, False]
+    assert not any("hidden_norm" in name for name in names if name.startswith(("layers.1", "layers.2")))
 
 
 def test_eagle1_files_round_trip_and_borrow(tmp_path: Path) -> None:
@@ -208,6 +213,13 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     write_head(tmp_path / "a", config, weights | {"fc.weight": torch.zeros(8, 8)})
     with pytest.raises(DamagedFile, match=r"fc\.weight"):
         read_head(tmp_path / "a")
+    deep = replace(config, depth=2)
+    write_head(tmp_path / "deep", deep, weights)
+    with pytest.raises(DamagedFile, match=r"layers\.1\."):
+        read_head(tmp_path / "deep")
+    write_head(tmp_path / "flat", config, eagle_weights(deep))
+    with pytest.raises(DamagedFile, match="1 layers"):
+        read_head(tmp_path / "flat")
     write_head(tmp_path / "b", config, weights | {"d2t": torch.arange(7) + 20})
     with pytest.raises(DamagedFile, match="offsets"):
         EagleHead(*read_head(tmp_path / "b"), None)

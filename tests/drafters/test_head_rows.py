@@ -173,14 +173,14 @@ def test_a_cache_grows_and_keeps_what_it_has() -> None:
     kept = cache()
     kept.admit(5, slots=4)
     keys = torch.randn(1, 3, 2, 4)
-    kept.write([5], torch.tensor([0]), keys, -keys)
+    kept.write([5], torch.tensor([0]), keys, -keys, 0)
     kept.admit(6, slots=40)
-    view = kept.view([5], 3)
+    view = kept.view([5], 3)[0]
     torch.testing.assert_close(view[0].transpose(1, 2), keys)
     torch.testing.assert_close(view[1].transpose(1, 2), -keys)
-    assert kept.data.shape[1] == 2
-    assert kept.data.shape[3] >= 40
-    assert kept.base(6) == 2 * kept.data.shape[3]
+    assert kept.data.shape[2] == 2
+    assert kept.data.shape[4] >= 40
+    assert kept.base(6) == 2 * kept.data.shape[4]
 
 
 def test_rows_are_used_again_and_lengths_start_anew() -> None:
@@ -193,7 +193,7 @@ def test_rows_are_used_again_and_lengths_start_anew() -> None:
     kept.admit(4, 4)
     assert kept.rows == {1: 0, 3: 2, 4: 1}
     assert kept.lengths[4] == 0
-    assert kept.data.shape[1] == 3
+    assert kept.data.shape[2] == 3
 
 
 def test_sequences_write_behind_what_each_has() -> None:
@@ -201,8 +201,8 @@ def test_sequences_write_behind_what_each_has() -> None:
     kept.admit(1, 6)
     kept.admit(2, 6)
     keys = torch.randn(2, 2, 2, 4)
-    kept.write([2, 1], torch.tensor([1, 3]), keys, keys)
-    both = kept.view([1, 2], 6)[0]  # [B, Hkv, slots, Dh]
+    kept.write([2, 1], torch.tensor([1, 3]), keys, keys, 0)
+    both = kept.view([1, 2], 6)[0, 0]  # [B, Hkv, slots, Dh]
     torch.testing.assert_close(both[0, :, 3:5].transpose(0, 1), keys[1])
     torch.testing.assert_close(both[1, :, 1:3].transpose(0, 1), keys[0])
     assert float(both[0, :, :3].abs().sum() + both[1, :, 3:].abs().sum()) == 0.0

@@ -114,7 +114,7 @@ def test_the_layer_computes_what_its_definition_says(tmp_path: Path) -> None:
         torch.randn(1, head.config.width, generator=torch.Generator().manual_seed(1)),
     )
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         group = head.config.heads // head.config.kv_heads
         return v.repeat_interleave(group, 1).flatten(1)
 

@@ -25,7 +25,7 @@ HEADS = tuple(
 
 
 def eagle_config(
-    kind: Kind, vocab: int, width: int = 8, draft_vocab: int | None = None, **more: bool
+    kind: Kind, vocab: int, width: int = 8, draft_vocab: int | None = None, **more: int
 ) -> EagleConfig:
     return EagleConfig(
         kind=kind,
@@ -39,7 +39,7 @@ def eagle_config(
         layers=(1, 2, 3) if kind == "eagle3" else (-1,),
         target_width=width,
         max_length=1 << 20,
-        **more,
+        **more,  # type: ignore[arg-type]
     )
 
 

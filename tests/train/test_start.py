@@ -114,6 +114,37 @@ def test_a_wider_mlp_says_the_same_at_first(
         begun(replace(same, inner=inner // 2), tiny, teacher)
 
 
+@pytest.mark.parametrize("one_byte", [False, True])
+def test_further_layers_say_the_same_at_first_and_then_learn(
+    tiny: Checkpoint, texts: Path, tmp_path: Path, teacher: Teacher, one_byte: bool
+) -> None:
+    """To the bit: a new layer adds nothing until it has learnt something."""
+    more = {"fc_norm": True, "norm_output": True, "inner": 512}  # wide enough for one byte per weight
+    first = options_for(
+        "eagle3", tiny, texts, tmp_path / "a", steps=4, eval_batches=1, one_byte=one_byte, **more
+    )
+    train(first)
+    same = replace(first, init=str(tmp_path / "a"), out=str(tmp_path / "b"), seed=3)
+    recipes = [begun(replace(same, layers=layers), tiny, teacher) for layers in (1, 3)]
+    counts = [sum(p.numel() for p in recipe.module().parameters()) for recipe in recipes]
+    assert counts[1] > counts[0]
+    for ours, theirs in zip(*(said(recipe, first) for recipe in recipes), strict=True):
+        assert torch.equal(ours, theirs)
+    train(replace(same, layers=2))
+    config, weights = read_head(tmp_path / "b")
+    assert config.depth == 2
+    assert float(weights["layers.1.self_attn.o_proj.weight"].abs().max()) > 0
+    assert float(weights["layers.1.mlp.down_proj.weight"].abs().max()) > 0
+    stored = read_tensors(tmp_path / "b")
+    assert (stored["layers.1.mlp.down_proj.weight"].dtype == torch.int8) == one_byte
+    again = begun(replace(first, init=str(tmp_path / "b"), layers=0), tiny, teacher)  # as deep as it was
+    folded = half(fold(again.module()))
+    assert all(torch.equal(folded[name], weights[name]) for name in folded)
+    assert any(name.startswith("layers.1.") for name in folded)
+    with pytest.raises(InvalidInput, match="depth=2 and this run depth=1, which is less"):
+        begun(replace(first, init=str(tmp_path / "b"), layers=1), tiny, teacher)
+
+
 def test_another_kind_or_shape_is_refused(
     tiny: Checkpoint, texts: Path, tmp_path: Path, teacher: Teacher
 ) -> None:

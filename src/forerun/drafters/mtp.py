@@ -24,7 +24,8 @@ from torch import Tensor
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.drafter import EagleDrafter
-from forerun.drafters.eagle.head import Attend, EagleHead
+from forerun.drafters.eagle.head import EagleHead
+from forerun.drafters.eagle.layer import Attend
 from forerun.drafters.head_drafter import head_dtype, wants_sampling
 from forerun.drafters.head_formats import (
     check_weight,
@@ -37,7 +38,7 @@ from forerun.drafters.head_formats import (
 from forerun.drafters.head_shape import Sizes
 from forerun.errors import DamagedFile, InvalidInput, UnsupportedModel
 from forerun.models.base import Target
-from forerun.models.layers import gate, pair_up, rms_norm, rotate_
+from forerun.models.layers import rms_norm
 from forerun.models.shared import SharedWeights
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(enorm|hnorm|eh_proj)\.weight")
@@ -65,36 +66,19 @@ class MtpHead(EagleHead):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(config, weights, shared, dtype=dtype, device=device)
-        dims = config.head_dim
-
-        def get(name: str) -> Tensor:
-            return weights[name].detach().to(self.device, dtype).contiguous()
-
-        self._enorm, self._hnorm = get("enorm.weight"), get("hnorm.weight")
-        self._attention_norm = get("midlayer.input_layernorm.weight")
-        self._qk_norm: Tensor | None = None
-        if "midlayer.self_attn.q_norm.weight" in weights:
-            norms = [pair_up(get(f"midlayer.self_attn.{name}_norm.weight"), dims, dims) for name in "qk"]
-            heads = zip(norms, (config.heads, config.kv_heads), strict=True)
-            self._qk_norm = torch.cat([norm.expand(count, -1) for norm, count in heads])
+        self._enorm, self._hnorm = (
+            weights[f"{name}.weight"].detach().to(self.device, dtype).contiguous() for name in ("enorm", "hnorm")
+        )
 
     def fuse(self, features: Tensor) -> Tensor:
         return features
 
     def run(self, tokens: Tensor, carried: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        config, eps = self.config, self.config.norm_eps
+        eps = self.config.norm_eps
         embedded = rms_norm(self._embed(tokens), self._enorm, eps)
         before = rms_norm(carried.to(self.dtype), self._hnorm, eps)
         x = self._through_fc(torch.cat((embedded, before), -1))
-        qkv = self._qkv.times(rms_norm(x, self._attention_norm, eps)).view(len(tokens), -1, config.head_dim)
-        both = config.heads + config.kv_heads
-        turned, v = qkv[:, :both], qkv[:, both:]
-        if self._qk_norm is not None:
-            turned = rms_norm(turned, self._qk_norm, eps)
-        rotate_(torch.unflatten(turned, -1, (-1, 2)), self._rotations_at(positions))
-        x = self._o.add_to(x, attend(turned[:, : config.heads], turned[:, config.heads :], v))
-        inner = gate(self._gate_up.times(rms_norm(x, self._mlp_norm, eps)), "silu")
-        return self._down.add_to(x, inner)
+        return self._layers[0].behind(x, self._rotations_at(positions), attend)
 
 
 class MtpDrafter(EagleDrafter):

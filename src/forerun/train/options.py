@@ -23,6 +23,7 @@ _STEPS: dict[str, int] = {
     "medusa": 4, "hydra": 4, "eagle": 1, "eagle3": 7, "hass": 3, "draft-model": 1, "early-exit": 1, "mtp": 4,
     "dflash": 8, "dspark": 8, "specdec": 6,
 }  # fmt: skip
+_LAYERS: dict[str, int] = {"draft-model": 4, "dflash": 4, "dspark": 4, "specdec": 4}
 _MOVERS: dict[str, str] = {"dflash": "muon", "dspark": "muon"}
 _RANKS: dict[str, int] = {"early-exit": 128, "dspark": 64, "medusa": 16}
 WIDTHS = 16  # the width of a head is a multiple of this
@@ -67,7 +68,7 @@ class TrainOptions:
     vocab: int = 0  # size of the draft vocabulary; 0 = all of the target's
     levels: int = 0  # heads of Medusa and Hydra, training-time steps of EAGLE and MTP, tokens of a block
     blocks: int = 1  # per Medusa or Hydra head
-    layers: int = 4  # of a draft model, pruned from the target; of a block drafter
+    layers: int = 0  # of a draft model, pruned from the target; of a block drafter; of an EAGLE-3 head
     width: int = 0  # of an EAGLE-3 head; 0 = the target's. A narrower one has an LM head of its own
     exit: int = 0  # layers in front of an exit adapter; 0 = two thirds of the target's
     rank: int = 0  # of an exit adapter, of DSpark's Markov head, or of the LoRA of `joint`; 0 = the recipe's
@@ -108,7 +109,7 @@ class TrainOptions:
         _check(self.rank >= 0, "rank", self.rank, "0 (the recipe's) or more")
         _check(self.cut_loops >= 0, "cut_loops", self.cut_loops, "0 (never) or more")
         _check(0 < self.anchors <= 1, "anchors", self.anchors, "above 0, up to 1")
-        _check(self.layers >= 1, "layers", self.layers, "at least 1")
+        _check(self.layers >= 0, "layers", self.layers, "0 (the recipe's) or more")
         fresh = self.method in ("draft-model", "early-exit", "specdec")
         _check(not self.init or not fresh, "init", self.init, f"not for {self.method}")
         _check(not self.joint or self.method == "medusa", "joint", self.joint, "only for medusa")
@@ -123,6 +124,11 @@ class TrainOptions:
     def own_rank(self) -> int:
         """Of what has low rank in this recipe."""
         return self.rank or _RANKS.get(self.method, 0)
+
+    @property
+    def own_layers(self) -> int:
+        """Of what is trained."""
+        return self.layers or _LAYERS.get(self.method, 1)
 
     @property
     def mover(self) -> str:

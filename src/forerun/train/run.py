@@ -138,8 +138,10 @@ def make_recipe(
     config = eagle_config(
         options, checkpoint.config, layers or default_layers(teacher.layer_count), len(vocabulary)
     )
-    if theirs is not None and not options.inner:
-        config = replace(config, inner=theirs.inner)
+    if theirs is not None:
+        config = replace(config, inner=options.inner or theirs.inner)
+        if config.kind == "eagle3" and not options.layers:
+            config = replace(config, depth=theirs.depth)
     if start is not None:
         start.must_fit(config)
     sizes = None if config.kind == "eagle3" else _sizes(options, teacher, corpus)

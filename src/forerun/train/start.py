@@ -1,8 +1,8 @@
 """Start a training run from a finished head: its weights, its draft vocabulary, and what must be the same.
 
-The head must be of the run's method and shape, so that the first step computes what the head did. Two things may
-differ: the MLP of an EAGLE head may become wider, by units whose output weights start at zero; and DFlash and DSpark
-may start from each other's layers.
+The head must be of the run's method and shape, so that the first step computes what the head did. Three things may
+differ: the MLP of an EAGLE head may become wider, by units whose output weights start at zero; an EAGLE-3 head may get
+further layers, whose output weights start at zero; and DFlash and DSpark may start from each other's layers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from forerun.train.options import TrainOptions
 from forerun.train.recipes.scaling import unfold
 
 _FREE = (
-    "inner", "target", "calibration", "rates", "max_length", "draft_vocab_size", "markov_rank", "confidence",
+    "inner", "depth", "target", "calibration", "rates", "max_length", "draft_vocab_size", "markov_rank", "confidence",
 )  # fmt: skip
 _HEADS = ("markov_head.", "confidence_head.")  # DSpark's own
 _BESIDE = ("d2t", "t2d", "embed_tokens.weight")  # entries of a head's file that are not trained
-_WIDER = ("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight", "midlayer.mlp.down_proj.weight")
+_WIDER = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")  # of an EAGLE head
+_WRITES = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # what a layer adds to the rows that pass it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,10 @@ class Start:
             if name not in _FREE and theirs != ours and not unnamed:
                 _refuse(self.folder, f"{name}={theirs!r}", f"{name}={ours!r}")
         if isinstance(self.config, EagleConfig) and isinstance(config, EagleConfig):
-            theirs, ours = self.config.inner, config.inner
-            if ours < theirs:
-                _refuse(self.folder, f"inner={theirs}", f"inner={ours}, which is less")
+            for name in ("inner", "depth"):
+                theirs, ours = getattr(self.config, name), getattr(config, name)
+                if ours < theirs:
+                    _refuse(self.folder, f"{name}={theirs}", f"{name}={ours}, which is less")
 
     @torch.no_grad()
     def fill(self, module: nn.Module, embedding: Tensor) -> None:
@@ -73,11 +75,16 @@ class Start:
             _refuse(self.folder, f"the weight {unknown[0]!r}", "none of that name")
         for name, weight in unfold(module, learnt).items():
             parameter, shape = known[name], tuple(weight.shape)
-            if name not in _WIDER and shape != tuple(parameter.shape):
+            wider = isinstance(self.config, EagleConfig) and name.endswith(_WIDER)
+            if not wider and shape != tuple(parameter.shape):
                 _refuse(self.folder, f"{name!r} of {shape}", f"{tuple(parameter.shape)}")
             if name.endswith("down_proj.weight"):
                 parameter.zero_()  # new units start at zero
             parameter[tuple(slice(size) for size in shape)] = weight.to(parameter.device)
+        if isinstance(self.config, EagleConfig):
+            for name in known.keys() - learnt.keys():
+                if name.startswith("layers.") and name.endswith(_WRITES):
+                    known[name].zero_()  # so do new layers
 
     def record(self) -> dict[str, Any]:
         """Its entry in provenance.json."""

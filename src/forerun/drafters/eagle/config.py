@@ -12,19 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forerun.drafters.head_formats import settings_in
+from forerun.drafters.head_formats import settings_in, size_in
 from forerun.drafters.head_shape import HeadShape, shape_in
 from forerun.errors import DamagedFile, brief
 
 Kind = Literal["eagle", "eagle3", "mtp"]
+MOST_LAYERS = 64  # that a file may say it has
 NAMES: Mapping[str, str] = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3", "mtp": "MTP"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig(HeadShape):
-    """One layer on the target's features."""
+    """Layers on the target's features: one, or several in an EAGLE-3 head."""
 
     kind: Kind
+    depth: int = 1  # layers of its own
     fc_norm: bool = False  # EAGLE-3.1: a norm on each feature before they are fused
     norm_output: bool = False  # EAGLE-3.1: the normed output is the next step's feature
     norm_before_fc: bool = False  # one norm over all features, side by side
@@ -38,6 +40,7 @@ class EagleConfig(HeadShape):
             return cls(
                 **shape_in(values),
                 kind=kind,
+                depth=_depth_in(values) if kind == "eagle3" else 1,
                 layers=tuple(int(layer) for layer in ids) if kind == "eagle3" else (-1,),
                 fc_norm=bool(values.get("fc_norm")),
                 norm_output=bool(values.get("norm_output")),
@@ -54,7 +57,7 @@ class EagleConfig(HeadShape):
         name = "LlamaForCausalLMEagle3" if self.kind == "eagle3" else "LlamaForCausalLMEagle"
         values = {
             "architectures": [name],
-            **self.layer_json("llama", 1),
+            **self.layer_json("llama", self.depth),
             **self.target_json(),
             "forerun": self.measured_json(),
         }
@@ -72,7 +75,7 @@ class EagleConfig(HeadShape):
                 "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": speculative_tokens}],
                 "verifier": {"name_or_path": self.target, "architectures": ["LlamaForCausalLM"]},
             },
-            "transformer_layer_config": self.layer_json("llama", 1),
+            "transformer_layer_config": self.layer_json("llama", self.depth),
             "draft_vocab_size": self.draft_vocab_size,
             "target_hidden_size": self.target_width,
             "embed_requires_grad": False,
@@ -95,6 +98,13 @@ class EagleConfig(HeadShape):
 def default_layers(layers: int) -> tuple[int, int, int]:
     """The inputs of layers 2, L/2 and L - 3: what EAGLE-3 heads read where their files do not say."""
     return (min(2, layers), layers // 2, max(0, layers - 3))
+
+
+def _depth_in(values: Mapping[str, Any]) -> int:
+    depth = size_in({**values, **settings_in(values, "transformer_layer_config")}, "num_hidden_layers", 1)
+    if depth > MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers = {depth}")
+    return depth
 
 
 def _nested_ids(values: Mapping[str, Any]) -> Any:

@@ -1,7 +1,8 @@
 """EAGLE heads on disk: the authors' layouts of EAGLE-1 and EAGLE-3, and that of speculators.
 
 In memory the names are those of the authors' EAGLE-3 files (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`),
-whatever the folder holds. Embedding and LM head may be absent: the target shares its own. A pickle is read only when
+whatever the folder holds. Layers behind the first are `layers.1.*` and so on, as vLLM and speculators name them;
+they are ordinary layers, which read rows of the head's width. Embedding and LM head may be absent: the target shares its own. A pickle is read only when
 asked for, and then as weights only.
 """
 
@@ -17,7 +18,7 @@ from forerun.drafters.eagle.config import NAMES, EagleConfig, Kind
 from forerun.drafters.head_formats import read_config, read_tensors, write_config, write_shards
 from forerun.drafters.head_shape import Sizes
 from forerun.drafters.one_byte import in_bytes, widened
-from forerun.errors import InvalidInput
+from forerun.errors import DamagedFile, InvalidInput
 from forerun.heads import kind_of
 
 Layout = Literal["eagle", "speculators"]
@@ -72,6 +73,12 @@ def check_shapes(config: EagleConfig, weights: Mapping[str, Tensor], folder: Pat
         "fc.bias": (config.width,),
         "norm.weight": (config.width,),
     }
+    for name in weights:
+        layer = name.split(".")[1] if name.startswith("layers.") else ""
+        if layer.isdecimal() and int(layer) >= config.depth:
+            raise DamagedFile(
+                f"{folder} has a weight {name!r}, but its head has {config.depth} layers (num_hidden_layers)"
+            )
     config.check(folder, weights, expected_shapes(config), optional)
 
 
@@ -87,6 +94,9 @@ def expected_shapes(config: EagleConfig) -> Sizes:
             "midlayer.input_layernorm.weight": (width,),
             "norm.weight": (width,),
         }
+        later = config.layer_weights(width) | {"input_layernorm.weight": (width,)}
+        for i in range(1, config.depth):
+            shapes |= {f"layers.{i}.{name}": size for name, size in later.items()}
         if config.fc_norm:
             shapes |= {f"fc_norm.{i}.weight": (config.target_width,) for i in range(layers)}
         if config.norm_before_fc:

@@ -1,4 +1,4 @@
-"""EagleHead: an EAGLE head's weights, and one pass of its layer over any rows, in torch.
+"""EagleHead: an EAGLE head's weights, and one pass of its layers over any rows, in torch.
 
 Row t of the head is made of the target's feature of token t and the embedding of token t + 1 (one step ahead of
 the feature), and predicts token t + 2. Steps beyond the committed sequence use the head's own output as
@@ -7,24 +7,23 @@ the feature. The caller decides what a row attends to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.eagle.layer import Attend, HeadLayer
 from forerun.drafters.head_shape import checked_shared, vocabulary_of
 from forerun.drafters.matrix import Matrix
-from forerun.models.layers import Rotations, gate, pair_up, rms_norm, rotate_
+from forerun.models.layers import Rotations, rms_norm
 from forerun.models.rope import RopeConfig
 from forerun.models.shared import SharedWeights
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [N, H, Dh], k and v [N, Hkv, Dh] -> [N, H Dh]
-
 
 class EagleHead:
-    """Weights of one head, and its layer."""
+    """Weights of one head, and its layers."""
 
     def __init__(
         self,
@@ -46,20 +45,13 @@ class EagleHead:
         def maybe(name: str) -> Tensor | None:
             return get(name) if name in weights else None
 
-        at, dims = "midlayer.self_attn.", config.head_dim
         with torch.no_grad(), torch.inference_mode(False):
             self._fc, self._fc_bias = matrix(get("fc.weight")), maybe("fc.bias")
-            q, k, v = (get(f"{at}{name}_proj.weight") for name in "qkv")
-            self._qkv = matrix(torch.cat((pair_up(q, dims, dims), pair_up(k, dims, dims), v)))
-            self._o = matrix(get(at + "o_proj.weight"))
-            gates = [get(f"midlayer.mlp.{name}_proj.weight") for name in ("gate", "up")]
-            self._gate_up = matrix(torch.cat(gates))
-            self._down = matrix(get("midlayer.mlp.down_proj.weight"))
-            self._mlp_norm = get("midlayer.post_attention_layernorm.weight")
-            self._token_norm, self._feature_norm, self._norm = (
-                maybe(name)
-                for name in ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "norm.weight")
-            )
+            prefixes = ["midlayer.", *(f"layers.{i}." for i in range(1, config.depth))]
+            self._layers = [
+                HeadLayer(config, weights, prefix, i, dtype, self.device) for i, prefix in enumerate(prefixes)
+            ]
+            self._norm = maybe("norm.weight")
             self._fc_norms = [get(f"fc_norm.{i}.weight") for i in range(len(config.layers)) if config.fc_norm]
             self._input_norm = get("input_norm.weight") if config.norm_before_fc else None
             self.vocabulary = vocabulary_of(config, weights).to(self.device)
@@ -67,7 +59,7 @@ class EagleHead:
             self._embed_proj = maybe("embed_proj.weight")  # of a head that is narrower than its target
             self._shared = checked_shared(config, weights, shared)
             self._lm_head = matrix(self._own_or_shared_head(maybe("lm_head.weight")))
-        rope = RopeConfig("default", config.rope_theta, dims, config.max_length)
+        rope = RopeConfig("default", config.rope_theta, config.head_dim, config.max_length)
         self._rotations = Rotations(rope, self.device)
         self._rotation_table = self._rotations.at(torch.arange(256, device=self.device), 0)  # [P, 1, R]
 
@@ -85,22 +77,20 @@ class EagleHead:
 
     def run(self, tokens: Tensor, carried: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One pass over N rows -> their output [N, D], before any norm."""
-        config, eps = self.config, self.config.norm_eps
-        embedded = self._embed(tokens)
+        config, eps, first = self.config, self.config.norm_eps, self._layers[0]
+        embedded, rotations = self._embed(tokens), self._rotations_at(positions)
         if config.kind == "eagle":
-            x = into = self._through_fc(torch.cat((embedded, carried.to(self.dtype)), -1))
+            into = self._through_fc(torch.cat((embedded, carried.to(self.dtype)), -1))
+            x = into.clone()
         else:
-            assert self._token_norm is not None and self._feature_norm is not None  # noqa: PT018
-            normed = rms_norm(carried, self._feature_norm, eps)
-            into = torch.cat((rms_norm(embedded, self._token_norm, eps), normed), -1)
+            assert first.input_norm is not None and first.feature_norm is not None  # noqa: PT018
+            normed = rms_norm(carried, first.feature_norm, eps)
+            into = torch.cat((rms_norm(embedded, first.input_norm, eps), normed), -1)
             x = normed.clone() if config.norm_before_residual else carried.clone()
-        qkv = self._qkv.times(into).view(len(tokens), -1, config.head_dim)
-        rotary = qkv[:, : config.heads + config.kv_heads]
-        rotate_(torch.unflatten(rotary, -1, (-1, 2)), self._rotations_at(positions))
-        q, k, v = torch.split(qkv, [config.heads, config.kv_heads, config.kv_heads], 1)
-        x = self._o.add_to(x.clone() if x is into else x, attend(q, k, v))
-        inner = gate(self._gate_up.times(rms_norm(x, self._mlp_norm, eps)), "silu")
-        return self._down.add_to(x, inner)
+        x = first.run(x, into, rotations, attend)
+        for layer in self._layers[1:]:
+            x = layer.behind(x, rotations, attend)
+        return x
 
     def logits(self, out: Tensor) -> Tensor:
         """[N, Vd] fp32 of what follows the rows with these outputs."""

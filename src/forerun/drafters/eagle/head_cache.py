@@ -11,11 +11,12 @@ from forerun.drafters.eagle.config import EagleConfig
 
 
 class HeadCache:
-    """Keys and values of many sequences, a row of slots each, of which the first `length` are valid."""
+    """Keys and values of each layer of many sequences, a row of slots each, of which the first `length` are valid."""
 
     def __init__(self, config: EagleConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = config.kv_heads, config.head_dim
-        self.data = torch.zeros(2, 0, self._shape[0], 0, self._shape[1], dtype=dtype, device=device)
+        empty = (config.depth, 2, 0, self._shape[0], 0, self._shape[1])  # [L, 2, rows, Hkv, slots, Dh]
+        self.data = torch.zeros(empty, dtype=dtype, device=device)
         self.rows: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
 
@@ -24,12 +25,12 @@ class HeadCache:
         if seq_id not in self.rows:
             free = set(range(len(self.rows) + 1)) - set(self.rows.values())
             self.rows[seq_id], self.lengths[seq_id] = min(free), 0
-        rows, have = self.data.shape[1], self.data.shape[3]
+        depth, _, rows, _, have, _ = self.data.shape
         need = self.rows[seq_id] + 1
         if need > rows or slots > have:
-            grown = (2, max(need, rows), self._shape[0], max(slots + slots // 2, have), self._shape[1])
-            data = self.data.new_zeros(grown)
-            data[:, :rows, :, :have] = self.data
+            slots = max(slots + slots // 2, have)
+            data = self.data.new_zeros(depth, 2, max(need, rows), self._shape[0], slots, self._shape[1])
+            data[:, :, :rows, :, :have] = self.data
             self.data = data
 
     def release(self, seq_id: int) -> None:
@@ -38,18 +39,18 @@ class HeadCache:
 
     def base(self, seq_id: int) -> int:
         """Where a sequence's slots start, counted in slots of its first key head."""
-        return self.rows[seq_id] * self._shape[0] * self.data.shape[3]
+        return self.rows[seq_id] * self._shape[0] * self.data.shape[4]
 
-    def write(self, ids: Sequence[int], first: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Keys and values [B, R, Hkv, Dh] into the slots from `first` [B] on."""
+    def write(self, ids: Sequence[int], first: Tensor, keys: Tensor, values: Tensor, layer: int) -> None:
+        """Keys and values [B, R, Hkv, Dh] of a layer into the slots from `first` [B] on."""
         slots = first[:, None] + torch.arange(keys.shape[1], device=first.device)  # [B, R]
         rows = torch.tensor([self.rows[i] for i in ids], device=first.device)[:, None].expand_as(slots)
-        self.data[0][rows, :, slots] = keys
-        self.data[1][rows, :, slots] = values
+        self.data[layer, 0][rows, :, slots] = keys
+        self.data[layer, 1][rows, :, slots] = values
 
     def view(self, ids: Sequence[int], slots: int) -> Tensor:
-        """[2, B, Hkv, slots, Dh]: the sequence's own slots where it is alone, else a copy."""
+        """[L, 2, B, Hkv, slots, Dh]: the sequence's own slots where it is alone, else a copy."""
         rows = [self.rows[i] for i in ids]
         if len(rows) == 1:
-            return self.data[:, rows[0] : rows[0] + 1, :, :slots]
-        return self.data[:, rows, :, :slots]
+            return self.data[:, :, rows[0] : rows[0] + 1, :, :slots]
+        return self.data[:, :, rows, :, :slots]

@@ -72,7 +72,7 @@ class NativeHead:
     @staticmethod
     def supports(config: EagleConfig, device: torch.device) -> bool:
         """Can the kernels run such a head here?"""
-        fits = config.head_dim % 4 == 0 and config.heads % config.kv_heads == 0
+        fits = config.depth == 1 and config.head_dim % 4 == 0 and config.heads % config.kv_heads == 0
         return fits and device.type == "cpu" and head_library.available()
 
     def embedded(self, tokens: list[int]) -> Tensor | None:

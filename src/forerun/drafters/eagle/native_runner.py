@@ -135,7 +135,7 @@ class NativeRunner:
         one, data, table = self._pass, self.cache.data, self._tables.at(0, longest)
         if self._known is not data:
             one.keys = at = data.data_ptr()
-            one.values, one.head_stride = at + data.nbytes // 2, data.shape[3] * data.shape[4]
+            one.values, one.head_stride = at + data.nbytes // 2, data.shape[4] * data.shape[5]
             self._known = data
         one.cosines, one.sines = table.cosines, table.sines
         return one

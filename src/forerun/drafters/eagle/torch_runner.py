@@ -79,14 +79,13 @@ class TorchRunner:
         positions = lengths[:, None] + torch.arange(wide, device=head.device)  # [B, R]
         total = max(cache.lengths[i] for i in ids) + wide
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache.write(
-                ids, lengths, torch.unflatten(k, 0, (count, wide)), torch.unflatten(v, 0, (count, wide))
-            )
+        def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+            keys, values = (torch.unflatten(part, 0, (count, wide)) for part in (k, v))
+            cache.write(ids, lengths, keys, values, layer)
             mask = None
             if wide > 1 or count > 1:
                 mask = (torch.arange(total, device=head.device) <= positions[:, :, None])[:, None]
-            return attend_to(torch.unflatten(q, 0, (count, wide)), cache.view(ids, total), mask)
+            return attend_to(torch.unflatten(q, 0, (count, wide)), cache.view(ids, total)[layer], mask)
 
         carried = head.fuse(features.flatten(0, 1))
         out = head.run(tokens.flatten(), carried, positions.flatten(), attend)
@@ -129,14 +128,15 @@ class TorchSteps:
         self._seen = torch.cat((self._seen.gather(1, at.expand(-1, -1, self._used)), own), -1)
         end = start + wide
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._kv[0, :, :, start:end] = torch.unflatten(k, 0, (count, wide)).transpose(1, 2)
-            self._kv[1, :, :, start:end] = torch.unflatten(v, 0, (count, wide)).transpose(1, 2)
+        def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+            kv = self._kv[layer]
+            kv[0, :, :, start:end] = torch.unflatten(k, 0, (count, wide)).transpose(1, 2)
+            kv[1, :, :, start:end] = torch.unflatten(v, 0, (count, wide)).transpose(1, 2)
             mask = None
             if wide > 1 or count > 1 or self._used >= self.levels:
                 known = self._committed.expand(-1, 1, wide, -1)
                 mask = torch.cat((known, self._seen[:, None]), -1)  # [B, 1, W, S]
-            return attend_to(torch.unflatten(q, 0, (count, wide)), self._kv[:, :, :, :end], mask)
+            return attend_to(torch.unflatten(q, 0, (count, wide)), kv[:, :, :, :end], mask)
 
         positions = self._positions.expand(-1, wide)
         flat = head.run(tokens.flatten(), head.carry(out.flatten(0, 1)), positions.flatten(), attend)

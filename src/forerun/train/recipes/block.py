@@ -163,7 +163,7 @@ def block_config(
     return BlockConfig(
         **{**shape, "inner": options.inner or shape["inner"]},
         kind="dspark" if dspark else "dflash",
-        depth=options.layers,
+        depth=options.own_layers,
         layers=options.features or spread_features(layers),
         rows=options.depth + (0 if dspark else 1),
         mask_token=int((counts == counts.min()).nonzero()[-1]),

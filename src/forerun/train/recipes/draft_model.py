@@ -39,7 +39,7 @@ class DraftModelRecipe:
     def __init__(self, options: TrainOptions, teacher: Teacher, checkpoint: Checkpoint) -> None:
         self.options, self.teacher, self.checkpoint = options, teacher, checkpoint
         config = DecoderConfig.from_hf(checkpoint.config)
-        which = spread_layers(config.layers, options.layers)
+        which = spread_layers(config.layers, options.own_layers)
         device = teacher.head.device
         student = CausalNet(config, checkpoint.weights, device=device, which=which)
         # a copy: tensors read from a file may share its memory with those of the teacher

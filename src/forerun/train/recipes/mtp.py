@@ -19,7 +19,8 @@ from forerun.drafters.mtp import write_mtp
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.train.options import TrainOptions
 from forerun.train.recipes.base import Measured, shifted
-from forerun.train.recipes.eagle import EagleLayer, EagleRecipe, Norm
+from forerun.train.recipes.eagle import EagleRecipe
+from forerun.train.recipes.eagle_network import EagleLayer, Norm
 from forerun.train.recipes.losses import LawLoss
 from forerun.train.recipes.scaling import BEGINNING, QUICK, ScaledLinear, ScaledNorm, Sizes, fold
 from forerun.train.teacher import Teacher

@@ -49,7 +49,7 @@ class SpecDecRecipe:
             width=width,
             inner=options.inner or teacher.config.decoder.inner,
             heads=teacher.config.decoder.heads,
-            depth=options.layers,
+            depth=options.own_layers,
             levels=options.depth,
             vocab_size=vocab,
             draft_vocab_size=len(self.vocabulary),
