@@ -14,34 +14,36 @@ from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM, check_drafter
 from forerun.types import Budget
 from tests.drafters.rounds import as_lists, observe_prompts, play
-from tests.drafters.tiny_heads import HEADS, save_head
+from tests.drafters.tiny_heads import DEEP, HEADS, save_head
 
 VOCAB = 13
 BUDGET = Budget(7, 4, width=3)
 HOTTEST = 1e4
+ALL = (*HEADS, DEEP)
 
 
 def make(name: str, folder: Path, **more: str) -> Drafter:
     if not (folder / "config.json").is_file():
         save_head(name, folder, VOCAB)
-    speculative = SpeculativeConfig(drafter=name, draft_model=str(folder))
-    drafter: Drafter = registry.drafters.get(name).build(Parts(TableLM(VOCAB), None, speculative))
+    drafted = "eagle3" if name == DEEP else name
+    speculative = SpeculativeConfig(drafter=drafted, draft_model=str(folder))
+    drafter: Drafter = registry.drafters.get(drafted).build(Parts(TableLM(VOCAB), None, speculative))
     if more:
         drafter.sampled = True  # type: ignore[attr-defined]
     return drafter
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", ALL)
 def test_the_contract(name: str, tmp_path: Path) -> None:
     check_drafter(lambda: make(name, tmp_path), vocab_size=VOCAB, rounds=12)
 
 
-@pytest.mark.parametrize("name", ["hydra", "eagle", "eagle3", "mtp", "dflash", "dspark"])
+@pytest.mark.parametrize("name", ["hydra", "eagle", "eagle3", DEEP, "mtp", "dflash", "dspark"])
 def test_the_contract_of_sampled_chains(name: str, tmp_path: Path) -> None:
     check_drafter(lambda: make(name, tmp_path, how="sampled"), vocab_size=VOCAB, rounds=12)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_draft_depends_on_the_text_alone(name: str, tmp_path: Path) -> None:
     """After rounds of drafts, accepted and not, a head drafts as one that was shown the text as a prompt."""
     target, drafter = TableLM(VOCAB), make(name, tmp_path)
@@ -60,7 +62,7 @@ def test_a_draft_depends_on_the_text_alone(name: str, tmp_path: Path) -> None:
     assert alone == drafts  # neighbours do not matter either, nor does drafting twice
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_long_prompt_is_caught_up_with_in_pieces(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +77,7 @@ def test_a_long_prompt_is_caught_up_with_in_pieces(
     assert as_lists(pieces.propose(seqs, [BUDGET, BUDGET])) == wanted
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_price_cuts_the_tree_and_a_chain_stays_a_chain(name: str, tmp_path: Path) -> None:
     target, drafter = TableLM(VOCAB), make(name, tmp_path)
     seq = FakeSeq(0, [1, 2, 3, 4])
@@ -90,7 +92,7 @@ def test_a_price_cuts_the_tree_and_a_chain_stays_a_chain(name: str, tmp_path: Pa
     assert chain[1] == [-1, 0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", ALL)
 def test_noise_that_is_shared_is_the_verifiers(name: str, tmp_path: Path) -> None:
     """At a huge temperature noise alone decides: a head then guesses what coupled verification will choose.
 
@@ -108,7 +110,9 @@ def test_noise_that_is_shared_is_the_verifiers(name: str, tmp_path: Path) -> Non
             skipped |= set(
                 (noise < 0.95 * noise[token]).nonzero().flatten().tolist()
             )  # ties may fall either way
-    assert len(skipped) <= (2 if name in ("eagle3", "dflash", "dspark") else 0)  # which have two tokens fewer
+    assert len(skipped) <= (
+        2 if name in ("eagle3", DEEP, "dflash", "dspark") else 0
+    )  # which have two tokens fewer
     cold = [FakeSeq(i, [1, 2, 3, 4], seed=i, shares_noise=True) for i in range(6)]
     assert len({str(tree) for tree in as_lists(drafter.propose(cold, [BUDGET] * 6))}) == 1
 

@@ -22,6 +22,7 @@ from forerun.drafters.vocab import DraftVocabulary
 HEADS = tuple(
     spec.name for spec in registry.drafters.specs() if spec.needs == "head" and not spec.reads_source
 )  # of decoders
+DEEP = "eagle3 of three layers"  # beside the drafters' own names
 
 
 def eagle_config(
@@ -140,7 +141,8 @@ def save_head(drafter: str, folder: Path, vocab: int) -> Path:
         layer = eagle_config("mtp", vocab)
         mtp.write_mtp(folder, layer, mtp_weights(layer, seed))
     else:
-        kind: Kind = "eagle3" if drafter == "eagle3" else "eagle"
-        config = eagle_config(kind, vocab, draft_vocab=vocab - 2 if kind == "eagle3" else None)
+        kind: Kind = "eagle3" if drafter in ("eagle3", DEEP) else "eagle"
+        few, depth = vocab - 2 if kind == "eagle3" else None, 3 if drafter == DEEP else 1
+        config = eagle_config(kind, vocab, draft_vocab=few, depth=depth)
         write_head(folder, config, eagle_weights(config, seed))
     return folder

@@ -10,13 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.build import make_engine
 from forerun.drafters.block.files import read_block
 from forerun.drafters.eagle.files import read_head
 from forerun.drafters.head_formats import read_tensors
 from forerun.drafters.medusa import read_heads
 from forerun.drafters.mtp import read_mtp
+from forerun.engine.driver import Driver
 from forerun.errors import InvalidInput
 from forerun.models.load.checkpoint import Checkpoint
+from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.train.data.corpus import Batches, Corpus
 from forerun.train.options import Method, TrainOptions
 from forerun.train.recipes.base import Recipe
@@ -24,7 +27,8 @@ from forerun.train.recipes.scaling import fold
 from forerun.train.run import make_recipe, train
 from forerun.train.start import read_start
 from forerun.train.teacher import Teacher, load_teacher
-from tests.train.test_recipes import options_for
+from forerun.types import Request
+from tests.train.test_recipes import lending, options_for
 
 HEADS: list[Method] = ["eagle", "hass", "eagle3", "medusa", "hydra", "mtp", "dspark"]
 
@@ -44,6 +48,16 @@ def said(recipe: Recipe, options: TrainOptions) -> list[Tensor]:
 
 def half(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
+
+
+def written(tiny: Checkpoint, drafter: str, folder: Path) -> tuple[list[list[int]], int]:
+    """Greedy texts and the rounds they took, in trees."""
+    plan = {"draft_model": str(folder)} if drafter != "none" else {}
+    speculative = SpeculativeConfig(drafter=drafter, budget=8, width=3, controller="fixed", **plan)
+    engine = make_engine(lending(tiny), frozenset({0}), speculative)
+    prompts = [Request((7, i, 5), SamplingParams(max_tokens=30)) for i in range(3, 7)]
+    seqs = Driver(engine).write(prompts)
+    return [seq.tokens for seq in seqs], sum(seq.stats.rounds for seq in seqs)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +149,9 @@ def test_further_layers_say_the_same_at_first_and_then_learn(
     assert config.depth == 2
     assert float(weights["layers.1.self_attn.o_proj.weight"].abs().max()) > 0
     assert float(weights["layers.1.mlp.down_proj.weight"].abs().max()) > 0
+    texts_of = [written(tiny, drafter, tmp_path / "b") for drafter in ("none", "eagle3")]
+    assert texts_of[0][0] == texts_of[1][0]
+    assert texts_of[1][1] < texts_of[0][1], "something was accepted, so fewer rounds"
     stored = read_tensors(tmp_path / "b")
     assert (stored["layers.1.mlp.down_proj.weight"].dtype == torch.int8) == one_byte
     again = begun(replace(first, init=str(tmp_path / "b"), layers=0), tiny, teacher)  # as deep as it was

@@ -67,7 +67,8 @@ class MtpHead(EagleHead):
     ) -> None:
         super().__init__(config, weights, shared, dtype=dtype, device=device)
         self._enorm, self._hnorm = (
-            weights[f"{name}.weight"].detach().to(self.device, dtype).contiguous() for name in ("enorm", "hnorm")
+            weights[f"{name}.weight"].detach().to(self.device, dtype).contiguous()
+            for name in ("enorm", "hnorm")
         )
 
     def fuse(self, features: Tensor) -> Tensor:
