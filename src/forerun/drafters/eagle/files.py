@@ -1,9 +1,9 @@
 """EAGLE heads on disk: the authors' layouts of EAGLE-1 and EAGLE-3, and that of speculators.
 
 In memory the names are those of the authors' EAGLE-3 files (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`),
-whatever the folder holds. Layers behind the first are `layers.1.*` and so on, as vLLM and speculators name them;
-they are ordinary layers, which read rows of the head's width. Embedding and LM head may be absent: the target shares its own. A pickle is read only when
-asked for, and then as weights only.
+whatever the folder holds. Layers behind the first are `layers.1.*` and so on, as vLLM and speculators name them; they
+are ordinary layers, which read rows of the head's width. Embedding and LM head may be absent: the target shares its
+own. A pickle is read only when asked for, and then as weights only.
 """
 
 from __future__ import annotations

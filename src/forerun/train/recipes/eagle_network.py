@@ -178,6 +178,7 @@ class EagleModule(nn.Module):
         out: Tensor = self.midlayer(x, into, step, pasts[0])
         for i, past in enumerate(pasts[1:], start=1):
             layer = self.layers[str(i)]
+            assert isinstance(layer, EagleLayer)
             out = layer(out, layer.input_layernorm(out), step, past)
         return out
 
