@@ -246,7 +246,7 @@ def test_the_largest_drafts_fit_the_integers() -> None:
         for shape in forms_for(bucket):
             form, _ = plan_draft([LANES[0]] * bucket, shape, 4)
             assert MAX_ROWS + form.ancestors_at(shape.depth, 4) < 1 << 17
-            assert form.caught.rows <= MAX_ROWS
+            assert form.unread <= MAX_ROWS
             assert form.level(4).rows <= MAX_ROWS
 
 

@@ -28,6 +28,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"fc_norm": True, "norm_output": True},
     {"norm_before_fc": True, "norm_before_residual": True},
     {"eagle": "eagle"},
+    {"depth": 2, "fc_norm": True, "norm_output": True},
+    {"depth": 3, "draft_vocab": 130},
 ]
 
 
@@ -37,7 +39,7 @@ def make_head(
     eagle: Kind = "eagle3",
     draft_vocab: int | None = None,
     borrows: bool = False,
-    **more: bool,
+    **more: int,
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
     config = eagle_config(eagle, target.vocab_size, target.config.width, draft_vocab, **more)
     shape = target.config

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,14 +155,20 @@ def test_a_text_longer_than_the_head_knows_is_not_drafted_for() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("name", "kind", "eagle"),
-    [("smollm2", "plain", "eagle3"), ("smollm2", "plain", "eagle"), ("large", "int8", "eagle3")],
+    ("name", "kind", "more"),
+    [
+        ("smollm2", "plain", {}),
+        ("smollm2", "plain", {"eagle": "eagle"}),
+        ("smollm2", "plain", {"depth": 2}),
+        ("large", "int8", {}),
+        ("large", "int8", {"depth": 3}),
+    ],
 )
-def test_a_captured_draft_agrees_with_the_head_in_torch(name: str, kind: str, eagle: str) -> None:
+def test_a_captured_draft_agrees_with_the_head_in_torch(name: str, kind: str, more: dict[str, Any]) -> None:
     """In 16 bits near-ties may fall either way: most chains agree in their first tokens, none is malformed."""
     need_cuda()
     target = make_target(name, "cuda", torch.bfloat16)
-    device, plain = both_drafters(target, kind, eagle=eagle)  # type: ignore[arg-type]
+    device, plain = both_drafters(target, kind, **more)  # type: ignore[arg-type]
     rng = random.Random(4)
     agreed = []
     for text in range(12):

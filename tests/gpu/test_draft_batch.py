@@ -13,12 +13,13 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle
-from forerun.drafters.eagle.cuda.feature_rows import ROOM
+from forerun.drafters.eagle.cuda.feature_rows import ROOM, FeatureRows
 from forerun.drafters.eagle.cuda.menu import FORMS
 from forerun.drafters.eagle.drafter import EagleDrafter
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.engine import Engine
+from forerun.models.cuda.plan import Span
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.pages import PAGE, pages_for
 from forerun.offers import Form
@@ -203,13 +204,22 @@ def test_a_capture_for_a_larger_batch_drops_the_draft_that_was_started(
     assert ours.to_host() == plain.to_host()
 
 
+def read_passes(rows: FeatureRows, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every pass that reads for keys and values alone, from now on."""
+    passes, keep = list[int](), rows.reader.keep
+
+    def counted(spans: Sequence[Span]) -> None:
+        passes.append(sum(len(span.tokens) for span in spans))
+        keep(spans)
+
+    monkeypatch.setattr(rows.reader, "keep", counted)
+    return passes
+
+
 def test_rows_of_sequences_that_idle_are_read_together_and_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch()
     batch.join(4, 30, 9)
-    passes, keep = list[int](), batch.ours.draft.rows._keep
-    monkeypatch.setattr(
-        batch.ours.draft.rows, "_keep", lambda *rows: (passes.append(len(rows[0])), keep(*rows))[1]
-    )
+    passes = read_passes(batch.ours.draft.rows, monkeypatch)
     for _ in range(ROOM + 5):
         batch.end_round(batch.ours.propose(batch.seqs, [NOTHING] * 3))
     assert len(passes) == 1, "one pass for all of them, when the first has no places left"
@@ -221,8 +231,7 @@ def test_rows_of_sequences_that_idle_are_read_together_and_rarely(monkeypatch: p
 def test_a_prompt_is_read_when_it_is_prefilled(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch()
     rows = batch.ours.draft.rows
-    passes, keep = list[int](), rows._keep
-    monkeypatch.setattr(rows, "_keep", lambda *given: (passes.append(len(given[0])), keep(*given))[1])
+    passes = read_passes(rows, monkeypatch)
     batch.join(300, 5, 180)
     assert passes == [299 + 179], "short prompts wait for the draft, which reads as many rows anyway"
     assert [state.seen - state.read for state in map(rows.get, range(3)) if state] == [0, 4, 0]

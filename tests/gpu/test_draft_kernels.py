@@ -65,14 +65,16 @@ def _lanes(rng: random.Random, count: int, pads: int, behind: int) -> list[Lane]
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("count", "pads", "group_nodes"), [(1, 0, 16), (2, 1, 4), (4, 0, 16), (12, 3, 64)])
-def test_the_plan_of_a_draft(shape: Form, count: int, pads: int, group_nodes: int) -> None:
+@pytest.mark.parametrize("attends", [False, True])
+def test_the_plan_of_a_draft(shape: Form, count: int, pads: int, group_nodes: int, attends: bool) -> None:
     device = where_kernels_run()
     assert count in BUCKETS
     rng = random.Random(f"{shape} {count}")
     last = LastRound(device)
     last.accepted.copy_(torch.tensor([rng.randrange(shape.depth + 1) for _ in range(MAX_ROWS)]))
     last.tokens.copy_(torch.tensor([rng.randrange(1 << 17) for _ in range(MAX_ROWS * STEPS)]).view(-1, STEPS))
-    form, sent = plan_draft(_lanes(rng, count, pads, shape.depth + 1), shape, group_nodes)
+    lanes = _lanes(rng, count, pads, shape.depth + 1)
+    form, sent = plan_draft(lanes, shape, group_nodes, attends=attends)
     at = MAX_ROWS + form.sent_at(group_nodes)
     start = torch.zeros(at + len(sent), dtype=torch.int32, device=device)
     start[at:] = torch.from_numpy(sent)
@@ -264,7 +266,15 @@ def test_hidden_rows_are_kept_at_their_slots() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("more", [{}, {"draft_vocab": 130, "norm_output": True}, {"eagle": "eagle"}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"draft_vocab": 130, "norm_output": True},
+        {"eagle": "eagle"},
+        {"depth": 2, "fc_norm": True, "norm_output": True},
+    ],
+)
 def test_whole_drafts_by_kernels(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the interpreter runs them, in fp32: trees of the head as everywhere, over rounds, paths of any length."""
     if where_kernels_run().type == "cuda":

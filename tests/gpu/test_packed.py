@@ -110,8 +110,8 @@ def test_rows_of_whole_numbers_end_at_the_largest() -> None:
     assert whole(rows).tolist() == [[0.0, 2.0, -2.0, LARGEST_ROW, -LARGEST_ROW]]
 
 
-@pytest.mark.parametrize("more", [{}, {"norm_before_residual": True}], ids=str)
-def test_a_head_of_bytes_says_what_the_plain_one_says(more: dict[str, bool]) -> None:
+@pytest.mark.parametrize("more", [{}, {"norm_before_residual": True}, {"depth": 3}], ids=str)
+def test_a_head_of_bytes_says_what_the_plain_one_says(more: dict[str, int]) -> None:
     """Rows of any size are lifted to where whole numbers are fine enough: int8 weights are all that is lost."""
     target = make_target("smollm2", "cpu")
     nets = [make_net(*make_head(target, **more), target, kind)[0] for kind in ("plain", "int8")]  # type: ignore[arg-type]
@@ -138,13 +138,13 @@ def test_a_head_too_odd_for_bytes_is_widened() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["smollm2", "large"])
-def test_bytes_on_tensor_cores_agree_with_torch_and_keep_their_bits(name: str) -> None:
+@pytest.mark.parametrize(("name", "depth"), [("smollm2", 1), ("large", 1), ("large", 2)])
+def test_bytes_on_tensor_cores_agree_with_torch_and_keep_their_bits(name: str, depth: int) -> None:
     need_cuda()
     nets = []
     for kernels in ("triton", "torch"):
         target = make_target(name, "cuda", torch.bfloat16, kernels)  # type: ignore[arg-type]
-        nets.append(make_net(*make_head(target), target, "int8")[0])
+        nets.append(make_net(*make_head(target, depth=depth), target, "int8")[0])
     got, wanted = (_head_logits(net, 100) for net in nets)
     off = float((got - wanted).norm() / wanted.norm())
     assert off < 0.03, f"off by {off:.1%}"

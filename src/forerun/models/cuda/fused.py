@@ -52,12 +52,15 @@ class FusedSteps:
         self.whole = model.whole
         self.room = MAX_ROWS if self.whole else 0  # rows from a byte to the other byte of the same number
         self.tiles = {
-            "qkv": choose_tile(self.qkv_outputs, model.layers[0].qkv.shape[1], by_head, self.whole),
+            "qkv": choose_tile(self.qkv_outputs, model.layers[-1].qkv.shape[1], by_head, self.whole),
             "o": choose_tile(self.width, heads, tile, self.whole),
             "gate": choose_tile(2 * config.inner, self.width, tile, self.whole),
             "down": choose_tile(self.width, config.inner, tile, self.whole),
             "head": choose_tile(config.vocab_size, self.width, wide, self.whole),
         }
+        first = model.layers[0].qkv.shape[1]
+        if first != model.layers[-1].qkv.shape[1]:  # a head's first layer reads wider rows than the others
+            self.tiles["entering"] = choose_tile(self.qkv_outputs, first, by_head, self.whole)
         self.norm_tile = tile
         self.doubled = doubled_products(config, self.tiles)
         self.pdl = starts_early(device)
@@ -75,7 +78,7 @@ class FusedSteps:
         self._described: dict[tuple[int, int, int], Any] = {}
         self.parts = torch.empty(rows * config.head_dim, device=device)
         self.tops, self.sums = torch.empty(rows, device=device), torch.empty(rows, device=device)
-        most = max(self._partials(name) for name in ("qkv", "o", "gate", "down", "head"))
+        most = max(self._partials(name) for name in self.tiles)
         self.partial = torch.empty(max(1, most), device=device)
         self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
         self.inverses = torch.empty(MAX_ROWS, device=device)  # factors of the next norm, for wide products
@@ -88,9 +91,10 @@ class FusedSteps:
             return None
         from forerun.models.cuda.wide import WideProducts, fits
 
-        layer = self.model.layers[0]
+        layer = self.model.layers[-1]
         weights = {"qkv": layer.qkv, "o": layer.o, "gate": layer.gate_up, "down": layer.down}
-        weights["head"] = self.model.head
+        weights |= {"head": self.model.head, "entering": self.model.layers[0].qkv}
+        weights = {name: weights[name] for name in self.tiles}
         if not fits(weights, self.tiles):
             return None
         outputs = {name: weight.shape[0] for name, weight in weights.items()}
@@ -99,7 +103,8 @@ class FusedSteps:
     def _partials(self, name: str) -> int:
         """Numbers that the splits of one product leave for the last of them."""
         config, tile = self.model.config, self.tiles[name]
-        sizes = {"qkv": self.qkv_outputs, "gate": 2 * config.inner, "head": config.vocab_size}
+        sizes = dict.fromkeys(("qkv", "entering"), self.qkv_outputs)
+        sizes |= {"gate": 2 * config.inner, "head": config.vocab_size}
         tiles = -(-sizes.get(name, self.width) // tile.outputs)
         return tiles * tile.outputs * MAX_ROWS * tile.splits if tile.splits > 1 else 0
 

@@ -64,8 +64,9 @@ def _complete_fused(ints: Tensor, form: DraftForm, group_nodes: int, last: LastR
     kernels_plan.plan[(form.sequences, shape.depth)](
         ints, last.accepted, last.tokens, MAX_ROWS, MAX_ROWS + form.sent_at(group_nodes), MAX_ROWS + form.last_at,
         MAX_ROWS + form.level_at(0, group_nodes), extent_of(size), MAX_ROWS + form.ancestors_at(0, group_nodes),
-        aligned(form.caught.rows), aligned(form.sequences), aligned(size.rows), form.sequences, form.behind,
-        shape.width, shape.depth, group_nodes, STEPS, ROOM=ROOM, BEHIND_UP=1 << max(2, shape.depth.bit_length()),
+        MAX_ROWS + form.caught_at, form.caught(group_nodes).groups // form.sequences, aligned(form.unread),
+        aligned(form.sequences), aligned(size.rows), form.sequences, form.behind, shape.width, shape.depth,
+        group_nodes, STEPS, ROOM=ROOM, BEHIND_UP=1 << max(2, shape.depth.bit_length()),
         WIDTH_UP=1 << max(2, (shape.width - 1).bit_length()), num_warps=1,
     )  # fmt: skip
 
@@ -74,14 +75,14 @@ def _complete_plainly(ints: Tensor, form: DraftForm, group_nodes: int, last: Las
     sent = Sent.of(ints, form, group_nodes, last)
     ends = sent.first + sent.fresh
     own = ints[MAX_ROWS : MAX_ROWS + form.level_at(form.shape.depth - 1, group_nodes)]
-    _catch_up(ints, own, form, sent, ends)
+    _catch_up(ints, own, form, group_nodes, sent, ends)
     if form.shape.depth > 1:
         _levels(ints, own[form.level_at(0, group_nodes) :], form, group_nodes, sent, ends)
 
 
-def _catch_up(ints: Tensor, own: Tensor, form: DraftForm, sent: Sent, ends: Tensor) -> None:
-    """[tokens | positions | slots | sources] of the unread rows, pads written nowhere; then the last rows."""
-    count, behind, rows = form.sequences, form.behind, aligned(form.caught.rows)
+def _catch_up(ints: Tensor, own: Tensor, form: DraftForm, group_nodes: int, sent: Sent, ends: Tensor) -> None:
+    """[tokens | positions | slots | sources] of the unread rows, pads written nowhere; then the last rows; groups."""
+    count, behind, rows = form.sequences, form.behind, aligned(form.unread)
     steps = torch.arange(behind, dtype=torch.int32, device=ints.device)
     inside = steps < sent.fresh[:, None]  # [B, behind]
     at = (sent.first[:, None] + steps) * inside
@@ -98,6 +99,17 @@ def _catch_up(ints: Tensor, own: Tensor, form: DraftForm, sent: Sent, ends: Tens
     groups = own[form.last_at + 3 * wide :][: FIELDS * count].view(count, FIELDS)
     fields = splits_at(ends - 1) + 1, lanes, torch.ones_like(lanes), ends, sent.starts
     groups.copy_(_fields((1, 2, 3, 5, 7), fields))
+    caught = form.caught(group_nodes).groups
+    if caught:  # rows of one sequence share what they see, up to each one's position
+        low = torch.arange(0, behind, group_nodes, dtype=torch.int32, device=ints.device)
+        high, length, pages = (
+            part[:, None].expand(-1, len(low)) for part in (splits_at(ends - 1) + 1, ends, sent.starts)
+        )
+        nodes = (behind - low).clamp(max=group_nodes).expand(count, -1)
+        fields = high, lanes[:, None] * behind + low, nodes, length, pages
+        own[form.caught_at :][: FIELDS * caught].view(count, -1, FIELDS).copy_(
+            _fields((1, 2, 3, 5, 7), fields)
+        )
 
 
 def _levels(ints: Tensor, own: Tensor, form: DraftForm, group_nodes: int, sent: Sent, ends: Tensor) -> None:

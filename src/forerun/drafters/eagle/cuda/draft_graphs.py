@@ -24,6 +24,7 @@ from forerun.drafters.eagle.cuda.draft_plan import (
     DraftForm,
     Lane,
     bucket_of,
+    caught_run,
     last_run,
     plan_draft,
     run_at,
@@ -72,11 +73,11 @@ class DeviceDraft:
         self.net, self.feature_fusion, self.head_output = net, feature_fusion, head_output
         self._decided, self.noise = last, DraftNoise(head_output.ids)
         self.menu = menu or DraftMenu()
-        device, config = net.model.device, net.model.config
+        device = net.model.device
         self.replays = Replays(device, capture=capture)
         self.ints = SentInts(device, INTEGERS, torch.int32, first=MAX_ROWS)
         self.rows = FeatureRows(net, feature_fusion, last, self.replays, self.ints)
-        self._group_nodes = 64 // (1 << (config.heads // config.kv_heads - 1).bit_length())
+        self._group_nodes = net.group_nodes
         with torch.inference_mode(False):
             self._tree_ints = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)
         self.complete_to = 0  # batches up to this size have all graphs of the menu that they will get
@@ -129,14 +130,9 @@ class DeviceDraft:
     ) -> TreeBatch:
         tokens, parents = self._tree_ints[:, : count * trees.nodes]
         seconds = self.menu.drafting(form, count)
+        starts = trees.starts(count)
         return TreeBatch(
-            tokens,
-            parents,
-            trees.starts(count),
-            form=trees,
-            device_seconds=seconds,
-            grower=self,
-            follows=follows,
+            tokens, parents, starts, form=trees, device_seconds=seconds, grower=self, follows=follows
         )
 
     def follow(
@@ -243,7 +239,7 @@ class DeviceDraft:
 
     def _draft_for(self, lanes: Sequence[Lane], form: Form, farthest: int = 0) -> DraftForm:
         """Draft for as many lanes as a bucket has."""
-        planned, ints = plan_draft(lanes, form, self._group_nodes, farthest)
+        planned, ints = plan_draft(lanes, form, self._group_nodes, farthest, self.net.attends)
         self.ints.send(ints, planned.sent_at(self._group_nodes))
         self._last = planned
         self.replay_last()
@@ -270,9 +266,10 @@ class DeviceDraft:
         complete(self.ints.all, form, self._group_nodes, self._decided)
         net, shape, count, trees = self.net, form.shape, form.sequences, form.trees
         ints, sources = self.ints.all, MAX_ROWS + form.sources_at
-        features = self.rows.rows.index_select(0, ints[sources : sources + form.caught.rows])
+        features = self.rows.rows.index_select(0, ints[sources : sources + form.unread])
         last, roots, ends = last_run(ints, form)
-        net.run_some(run_at(ints, form.caught, 0), self.feature_fusion.fuse(features), last, ends)
+        unread, carried = caught_run(ints, form, self._group_nodes), self.feature_fusion.fuse(features)
+        net.run_some(unread, carried, last, ends)
         out, logits = net.out[:count], net.logits[:count]
         noised = self.noise.of(last.positions, shape.depth)
         pool = Pool(count, shape.width, shape.width, shape.depth, out.device)

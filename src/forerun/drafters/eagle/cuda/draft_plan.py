@@ -14,7 +14,7 @@ sequence of one row, with slots of its own, so that nothing has to be treated ap
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +55,7 @@ class DraftForm:
     sequences: int  # B, a bucket
     shape: Form
     splits: int  # of the context
+    attends: bool = False  # do unread rows attend too? So in heads of several layers
 
     @property
     def trees(self) -> TreeForm:
@@ -72,9 +73,14 @@ class DraftForm:
         return (self.shape.depth - 1) * self.shape.width
 
     @property
-    def caught(self) -> Size:
-        """The unread rows, of which only keys and values are computed."""
-        return Size(self.sequences * self.behind, 0, 0)
+    def unread(self) -> int:
+        """Rows whose keys and values are computed, padding included."""
+        return self.sequences * self.behind
+
+    def caught(self, group_nodes: int) -> Size:
+        """The pass over the unread rows, without the rest of the last layer."""
+        groups = self.sequences * -(-self.behind // group_nodes) if self.attends else 0
+        return Size(self.unread, groups, self.splits if self.attends else 0)
 
     @property
     def last(self) -> Size:
@@ -90,15 +96,20 @@ class DraftForm:
     @property
     def sources_at(self) -> int:
         """Where each unread row's place among the feature rows is."""
-        return 3 * aligned(self.caught.rows)
+        return 3 * aligned(self.unread)
 
     @property
     def last_at(self) -> int:
         """The last rows: [roots | places among the unread rows | positions], then their groups."""
-        return self.sources_at + aligned(self.caught.rows)
+        return self.sources_at + aligned(self.unread)
+
+    @property
+    def caught_at(self) -> int:
+        """The groups of the unread rows."""
+        return self.last_at + 3 * aligned(self.sequences) + FIELDS * self.sequences
 
     def level_at(self, level: int, group_nodes: int) -> int:
-        first = self.last_at + 3 * aligned(self.sequences) + FIELDS * self.sequences
+        first = self.caught_at + FIELDS * self.caught(group_nodes).groups
         return first + level * extent_of(self.level(group_nodes))
 
     def sent_at(self, group_nodes: int) -> int:
@@ -121,15 +132,15 @@ def bucket_of(batch: int) -> int:
 
 
 def plan_draft(
-    lanes: Sequence[Lane], shape: Form, group_nodes: int, farthest: int = 0
+    lanes: Sequence[Lane], shape: Form, group_nodes: int, farthest: int = 0, attends: bool = False
 ) -> tuple[DraftForm, Ints]:
     """What is sent of as many lanes as a bucket has, padding included: [KNOWN, B], unread tokens [B, behind], pages.
 
-    `farthest` asks for as many splits as a context that long needs.
+    `farthest` asks for as many splits as a context that long needs; `attends`: see DraftForm.
     """
     count, behind = len(lanes), shape.depth + 1
     ends = [one.first + (len(one.tokens) if one.follows < 0 else behind) for one in lanes]
-    form = DraftForm(count, shape, splits_to(max(farthest, *ends) + shape.depth))
+    form = DraftForm(count, shape, splits_to(max(farthest, *ends) + shape.depth), attends)
     at, pages = MAX_ROWS + form.pages_at(group_nodes), np.concatenate([lane.pages for lane in lanes])
     ints = np.zeros(count * (KNOWN + behind) + len(pages), dtype=np.int32)
     table, unread = ints[: KNOWN * count].reshape(KNOWN, count), ints[KNOWN * count :]
@@ -150,6 +161,13 @@ def run_at(ints: Tensor, size: Size, first: int) -> Run:
     at += 3 * rows
     groups = ints[at : at + FIELDS * size.groups].view(size.groups, FIELDS)
     return Run(size, ints, tokens, positions, slots, groups)
+
+
+def caught_run(ints: Tensor, form: DraftForm, group_nodes: int) -> Run:
+    """The pass over the unread rows."""
+    run, size = run_at(ints, Size(form.unread, 0, 0), 0), form.caught(group_nodes)
+    at = MAX_ROWS + form.caught_at
+    return replace(run, size=size, groups=ints[at : at + FIELDS * size.groups].view(size.groups, FIELDS))
 
 
 def last_run(ints: Tensor, form: DraftForm) -> tuple[Run, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Loads an EAGLE head for the GPU: its layer as a network, and the fusion of the target's features."""
+"""Loads an EAGLE head for the GPU: its layers as a network, and the fusion of the target's features."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.drafters.eagle.config import EagleConfig
-from forerun.drafters.eagle.cuda.head import HeadModel, HeadNet, HeadWeights
+from forerun.drafters.eagle.cuda.head import HeadNet
+from forerun.drafters.eagle.cuda.head_model import HeadModel, HeadWeights, LayerWeights
 from forerun.drafters.eagle.cuda.tree_growth import HeadOutput
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.models.config import DecoderConfig
@@ -65,8 +66,6 @@ def why_not(config: EagleConfig, target: object) -> str:
     """Why a head cannot draft on the device; empty where it can."""
     if not isinstance(target, CudaDecoder):
         return "the target is not our decoder on a GPU"
-    if config.depth > 1:
-        return f"it has {config.depth} layers"
     if config.head_dim not in HEAD_DIMS or config.width % 16 or config.inner % 16:
         return (
             f"head_dim={config.head_dim}, width={config.width} or inner={config.inner} do not fit the kernels"
@@ -100,25 +99,24 @@ def make_net(
 def _head_weights(
     config: EagleConfig, weights: Mapping[str, Tensor], target: CudaDecoder, vocabulary: DraftVocabulary
 ) -> HeadWeights:
-    at, dims = "midlayer.self_attn.", config.head_dim
-    q, k, v = (weights[f"{at}{name}_proj.weight"] for name in "qkv")
-    gates = [weights[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up")]
     own = weights.get("embed_tokens.weight")
     narrows = weights.get("embed_proj.weight")  # of a head that is narrower than its target
     if narrows is not None:
         table = target.model.embedding
         own = torch.cat([part @ narrows.to(table).t() for part in torch.split(table, 1 << 14)])
     head = weights.get("lm_head.weight")
-    mixes, unused = config.kind == "eagle", torch.ones(config.width)
+    mixes, later = config.kind == "eagle", range(1, config.depth)
+    unused = torch.ones(config.width)
     return HeadWeights(
         embedding=target.model.embedding if own is None else own,
         token_norm=weights.get("midlayer.input_layernorm.weight", unused),
-        feature_norm=weights.get("midlayer.hidden_norm.weight", unused),
-        qkv=torch.cat((pair_up(q, dims, dims), pair_up(k, dims, dims), v)),
-        o=weights[at + "o_proj.weight"],
-        mlp_norm=weights["midlayer.post_attention_layernorm.weight"],
-        gate_up=interleaved(torch.cat(gates)),
-        down=weights["midlayer.mlp.down_proj.weight"],
+        layers=[
+            _layer_weights(config, weights, "midlayer.", weights.get("midlayer.hidden_norm.weight", unused)),
+            *(
+                _layer_weights(config, weights, f"layers.{i}.", weights[f"layers.{i}.input_layernorm.weight"])
+                for i in later
+            ),
+        ],
         norm=weights.get("norm.weight"),
         head=target.shared().head_rows(vocabulary.ids) if head is None else head,
         mix=weights["fc.weight"] if mixes else None,
@@ -126,15 +124,31 @@ def _head_weights(
     )
 
 
+def _layer_weights(
+    config: EagleConfig, weights: Mapping[str, Tensor], at: str, input_norm: Tensor
+) -> LayerWeights:
+    dims = config.head_dim
+    q, k, v = (weights[f"{at}self_attn.{name}_proj.weight"] for name in "qkv")
+    gates = [weights[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    return LayerWeights(
+        input_norm=input_norm,
+        qkv=torch.cat((pair_up(q, dims, dims), pair_up(k, dims, dims), v)),
+        o=weights[f"{at}self_attn.o_proj.weight"],
+        mlp_norm=weights[f"{at}post_attention_layernorm.weight"],
+        gate_up=interleaved(torch.cat(gates)),
+        down=weights[f"{at}mlp.down_proj.weight"],
+    )
+
+
 def _decoder_config(config: EagleConfig, longest: int, rows: int) -> DecoderConfig:
-    """The head's layer as a model of one layer whose vocabulary is the draft's."""
+    """The head as a model whose vocabulary is the draft's."""
     return DecoderConfig.from_hf(
         {
             "model_type": "llama",
             "vocab_size": rows,
             "hidden_size": config.width,
             "intermediate_size": config.inner,
-            "num_hidden_layers": 1,
+            "num_hidden_layers": config.depth,
             "num_attention_heads": config.heads,
             "num_key_value_heads": config.kv_heads,
             "head_dim": config.head_dim,

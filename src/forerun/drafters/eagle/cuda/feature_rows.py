@@ -2,9 +2,9 @@
 
 Every sequence owns ROOM rows of one buffer, used again and again: row t of a sequence lies at its place t % ROOM. After
 a round one indexed copy appends the rows of root and path of all sequences, whichever of them drafted, joined or left.
-A draft reads rows by their places. Keys and values of a head depend on a row alone, so rows that no draft starts from
-are read in passes of their own, many sequences at once: prompts when they are prefilled, and the rows of sequences that
-do not draft when their places are used up.
+A draft reads rows by their places. Rows that no draft starts from are read in passes of their own (row_reader.py), many
+sequences at once: prompts when they are prefilled, and the rows of sequences that do not draft when their places are
+used up.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from forerun.drafters.eagle.cuda.draft_plan import PLACES, ROOM, DraftForm, Lane
 from forerun.drafters.eagle.cuda.feature_copies import append_decided, copy_rows
 from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
 from forerun.drafters.eagle.cuda.head import HeadNet
+from forerun.drafters.eagle.cuda.row_reader import RowReader
 from forerun.drafters.eagle.cuda.row_state import NO_PAGES, RowState
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.integers import SentInts
 from forerun.models.cuda.last_round import LastRound
-from forerun.models.cuda.network import Run
-from forerun.models.cuda.plan import MAX_ROWS, Size, round_up
 from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
 from forerun.trees import ints_of
 from forerun.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 
 DEEPEST = 16  # levels of a draft; a round adds at most one row more, which is less than ROOM
-PASSES = (64, 256, MAX_ROWS)  # rows of a pass that reads for keys and values alone
 PADDING = -1  # whose slots padding has
 
 
@@ -44,7 +42,7 @@ class FeatureRows:
     def __init__(
         self, net: HeadNet, fusion: FeatureFusion, last: LastRound, replays: Replays, ints: SentInts
     ) -> None:
-        self.net, self.fusion, self._last, self._replays, self._ints = net, fusion, last, replays, ints
+        self.net, self.fusion, self._last, self._replays = net, fusion, last, replays
         device, width = net.model.device, fusion.feature_width
         self._model = net.model
         self._states: dict[int, RowState] = {}
@@ -54,7 +52,7 @@ class FeatureRows:
         self._places = SentInts(device, 2 * PLACES * (DEEPEST + 1), torch.long)
         with torch.inference_mode(False):
             self.rows = torch.zeros(PLACES * ROOM + 2, width, dtype=net.model.dtype, device=device)
-            self._passing = torch.zeros(MAX_ROWS, width, dtype=net.model.dtype, device=device)
+        self.reader = RowReader(net, fusion, replays, ints)
         self._padding = RowState(PADDING, 0, NO_PAGES)
         self.has_room(self._padding, TREE_MARGIN)
 
@@ -216,8 +214,7 @@ class FeatureRows:
 
     def rehearse_reading(self) -> None:
         """Capture the passes that read for keys and values; they write to no slot."""
-        for rows in PASSES:
-            self._keep([], [], [], rows)
+        self.reader.rehearse()
 
     def has_room(self, state: RowState, positions: int) -> bool:
         """Give a sequence pages for so many positions; False = there are too few."""
@@ -249,50 +246,30 @@ class FeatureRows:
 
     def _read_places(self, spans: Sequence[tuple[RowState, int, int]]) -> None:
         """Read rows of the buffer for keys and values: of each sequence those from one to before another."""
-        places, tokens, at, slots = list[int](), list[int](), list[int](), list[int]()
-        for state, low, high in spans:
-            first = state.place * ROOM
-            places += [first + t % ROOM for t in range(low, high)]
-            tokens += state.after[low:high]
-            at += range(low, high)
-            slots += state.slots(low, high)
-        for low in range(0, len(at), MAX_ROWS):
-            some, count = slice(low, low + MAX_ROWS), min(MAX_ROWS, len(at) - low)
-            self._places.send(np.array(places[some], dtype=np.int64))
-            torch.index_select(self.rows, 0, self._places.all[:count], out=self._passing[:count])
-            self._keep(tokens[some], at[some], slots[some])
+        places = [state.place * ROOM + t % ROOM for state, low, high in spans for t in range(low, high)]
+
+        def fill(low: int, count: int) -> None:
+            self._places.send(np.array(places[low : low + count], dtype=np.int64))
+            torch.index_select(self.rows, 0, self._places.all[:count], out=self.reader.passing[:count])
+
+        self.reader.read([state.span(low, state.after[low:high]) for state, low, high in spans], fill)
         for state, _, high in spans:
             state.read = max(state.read, high)
 
     def _read_passed(self, fresh: Sequence[Fresh], hidden: list[Tensor]) -> None:
         """Read rows of a pass for keys and values, before they are counted as seen."""
-        rows, tokens, at, slots = list[int](), list[int](), list[int](), list[int]()
-        for state, mine, after in fresh:
-            first, end = state.seen, state.seen + len(mine)
-            rows += mine
-            tokens += after
-            at += range(first, end)
-            slots += state.slots(first, end)
-        for low in range(0, len(rows), MAX_ROWS):
-            some = slice(low, low + MAX_ROWS)
-            now = rows[some]
-            if now[-1] - now[0] == len(now) - 1:  # rows follow each other: no gather
+        self._read_places(
+            [(state, state.read, state.seen) for state, _, _ in fresh]
+        )  # they come before these
+        rows = [row for _, mine, _ in fresh for row in mine]
+
+        def fill(low: int, count: int) -> None:
+            now = rows[low : low + count]
+            if now[-1] - now[0] == count - 1:  # rows follow each other: no gather
                 parts = [layer[now[0] : now[-1] + 1] for layer in hidden]
             else:
                 index = ints_of(now, self.rows.device)
                 parts = [layer.index_select(0, index) for layer in hidden]
-            torch.cat(parts, -1, out=self._passing[: len(now)])
-            self._keep(tokens[some], at[some], slots[some])
+            torch.cat(parts, -1, out=self.reader.passing[:count])
 
-    def _keep(self, tokens: Sequence[int], at: Sequence[int], slots: Sequence[int], rows: int = 0) -> None:
-        """Write keys and values of the first rows of `_passing`."""
-        rows = rows or round_up(len(tokens), PASSES)
-        ints = np.zeros((3, rows), dtype=np.int32)
-        ints[2] = -1
-        ints[:, : len(tokens)] = tokens, at, slots
-        self._ints.send(ints)
-        self._replays.do(("keep", rows), lambda: self._pass(rows))
-
-    def _pass(self, rows: int) -> None:
-        run = Run.of(Size(rows, 0, 0), self._ints.all)
-        self.net.keep(run, self.fusion.fuse(self._passing[:rows]))
+        self.reader.read([state.span(state.seen, after) for state, _, after in fresh], fill)

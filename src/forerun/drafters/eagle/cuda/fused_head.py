@@ -1,4 +1,4 @@
-"""The steps of a head's layer as Triton kernels: the target's, with another input step."""
+"""The steps of a head's layers as Triton kernels: the target's, with another input step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from forerun.drafters.eagle.cuda import kernels_head
 from forerun.drafters.eagle.cuda.feature_copies import pick_fused
-from forerun.drafters.eagle.cuda.head import HeadModel
+from forerun.drafters.eagle.cuda.head_model import HeadModel
 from forerun.models.cuda.fused import LOGITS, QKV, FusedSteps, power_of_two
 from forerun.models.cuda.network import Buffers, Run
 from forerun.models.cuda.plan import MAX_ROWS
@@ -50,8 +50,11 @@ class FusedHeadSteps(FusedSteps):
         pick_fused(self.buffers.x, self.buffers.queries, self.lifts, rows)
 
     def qkv(self, run: Run, layer: int) -> None:
-        weights = self.model.layers[layer]
-        self._linear(run, "qkv", QKV, self.entered, weights.qkv, self.buffers.queries, normed=True)
+        if layer:
+            super().qkv(run, layer)
+            return
+        name, weights = "entering" if "entering" in self.tiles else "qkv", self.model.layers[0]
+        self._linear(run, name, QKV, self.entered, weights.qkv, self.buffers.queries, normed=True)
 
     def head(self, run: Run) -> None:
         plain = not self._head_model.norms_output

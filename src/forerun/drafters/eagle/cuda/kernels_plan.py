@@ -15,13 +15,13 @@ from forerun.models.cuda.kernels_grown import FIELDS, PAGE, split_at, write_grou
 
 @triton.jit(
     do_not_specialize=[
-        "sent_at", "last_at", "level_at", "level_size", "ancestors_at", "unread_rows", "last_rows", "level_rows",
-        "B", "BEHIND", "WIDTH", "DEPTH", "GROUP", "STEPS",
+        "sent_at", "last_at", "level_at", "level_size", "ancestors_at", "caught_at", "caught", "unread_rows",
+        "last_rows", "level_rows", "B", "BEHIND", "WIDTH", "DEPTH", "GROUP", "STEPS",
     ]
 )  # fmt: skip
-def plan(ints, accepted, path, first_at, sent_at, last_at, level_at, level_size, ancestors_at, unread_rows, last_rows,
-         level_rows, B, BEHIND, WIDTH, DEPTH, GROUP, STEPS, ROOM: tl.constexpr, BEHIND_UP: tl.constexpr,
-         WIDTH_UP: tl.constexpr):  # fmt: skip
+def plan(ints, accepted, path, first_at, sent_at, last_at, level_at, level_size, ancestors_at, caught_at, caught,
+         unread_rows, last_rows, level_rows, B, BEHIND, WIDTH, DEPTH, GROUP, STEPS, ROOM: tl.constexpr,
+         BEHIND_UP: tl.constexpr, WIDTH_UP: tl.constexpr):  # fmt: skip
     """One sequence: its unread rows and the last of them, or one of its levels."""
     b, part = tl.program_id(0), tl.program_id(1)
     sent = ints + sent_at + b
@@ -33,6 +33,9 @@ def plan(ints, accepted, path, first_at, sent_at, last_at, level_at, level_size,
         unread = ints + sent_at + 6 * B + b * BEHIND
         _catch_up(ints, b, sent, unread, path + tree * STEPS, follows, first, fresh, pages, ints + first_at,
                   ints + last_at, unread_rows, last_rows, B, BEHIND, ROOM, BEHIND_UP)  # fmt: skip
+        end, g = first + fresh, tl.arange(0, BEHIND_UP)  # unread rows of one sequence share what they see
+        write_group(ints + caught_at + (b * caught + g) * FIELDS, 0, split_at(end - 1) + 1, b * BEHIND + g * GROUP,
+                    tl.minimum(GROUP, BEHIND - g * GROUP), end, 0, pages, g < caught)  # fmt: skip
     else:
         level = part - 1
         ways = ancestors_at + level_rows * (level * (level + 1) // 2)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.drafters.eagle.cuda.draft_noise import Settings
+from forerun.models.cuda.plan import Span
 from forerun.models.paged import Ints
-from forerun.models.pages import PAGE, pages_for
+from forerun.models.pages import pages_for
+from forerun.topology import chain_of
 
 NO_PAGES: Ints = np.zeros(0, dtype=np.int32)
 
@@ -29,8 +31,7 @@ class RowState:
         """Rows that were observed."""
         return len(self.after)
 
-    def slots(self, first: int, end: int) -> list[int]:
-        """Of positions that it has pages for."""
-        pages: list[int] = self.pages[first // PAGE : pages_for(end)].tolist()
-        skipped = first % PAGE
-        return [page * PAGE + i for page in pages for i in range(PAGE)][skipped : skipped + end - first]
+    def span(self, first: int, tokens: list[int]) -> Span:
+        """Rows from a position on, with the token after each."""
+        pages: list[int] = self.pages[: pages_for(first + len(tokens))].tolist()
+        return Span(tokens, chain_of(len(tokens)), pages, first)
