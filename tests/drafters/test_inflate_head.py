@@ -76,10 +76,11 @@ def test_an_inflated_block_drafter_drafts_the_same_trees(kind: BlockKind, tmp_pa
         ("eagle3", {}),
         ("eagle3", {"fc_norm": True, "norm_output": True}),
         ("eagle3", {"norm_before_fc": True}),
+        ("eagle3", {"depth": 3}),
         ("eagle", {}),
     ],
 )
-def test_an_inflated_head_drafts_the_same_trees(kind: Kind, more: dict[str, bool]) -> None:
+def test_an_inflated_head_drafts_the_same_trees(kind: Kind, more: dict[str, int]) -> None:
     config = eagle_config(kind, VOCAB, WIDTH, VOCAB - 4 if kind == "eagle3" else None, **more)
     weights = eagle_weights(config, seed=3)
     larger, large_weights = inflate_head(config, weights, SHAPE, dtype=torch.float32)

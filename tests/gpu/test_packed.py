@@ -20,7 +20,7 @@ from forerun.testing import FakeSeq, check_target, random_tree
 from forerun.topology import chain_of
 from forerun.types import Needs, TreeBatch
 from tests.gpu.heads import make_head
-from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
+from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda, where_kernels_run
 
 KINDS: list[WeightKind] = ["int8", "fp8"]
 
@@ -117,7 +117,7 @@ def test_a_head_of_bytes_says_what_the_plain_one_says(more: dict[str, int]) -> N
     nets = [make_net(*make_head(target, **more), target, kind)[0] for kind in ("plain", "int8")]  # type: ignore[arg-type]
     wanted, got = (_head_logits(net, 12) for net in nets)
     off = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-    assert 0.0 < float(off.max()) < 0.05, off
+    assert 0.0 < float(off.max()) < (0.1 if "depth" in more else 0.05), off  # three layers round three times
     inner, found = nets[1].buffers.inner[:12], nets[1].buffers.found[:12]
     for rows in (inner, found):
         assert torch.equal(rows, rows.round()), "rows are not whole numbers"
@@ -150,6 +150,24 @@ def test_bytes_on_tensor_cores_agree_with_torch_and_keep_their_bits(name: str, d
     assert off < 0.03, f"off by {off:.1%}"
     for count in (1, 8, 9, 33, 64):
         assert torch.equal(_head_logits(nets[0], count), got[:count]), f"bits differ at {count} rows"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [{}, {"depth": 3, "norm_before_residual": True}], ids=str)
+def test_bytes_by_kernels_are_those_of_torch(more: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the interpreter runs them, which rounds as torch does: products, lifts and norms of every layer."""
+    if where_kernels_run().type == "cuda":
+        pytest.skip("the test above does this on a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    processors = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: processors)
+    target, nets = make_target("llama", "cpu"), list[HeadNet]()
+    for kernels in ("torch", "triton"):
+        target.kernels = kernels
+        nets.append(make_net(*make_head(target, **more), target, "int8")[0])
+    assert type(nets[1].steps).__name__ == "FusedHeadSteps"
+    wanted, got = (_head_logits(net, 12) for net in nets)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
 def _head_logits(net: HeadNet, count: int) -> torch.Tensor:

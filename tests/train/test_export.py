@@ -66,6 +66,23 @@ def test_the_other_engine_s_name_of_the_target_is_written_and_printed(tmp_path: 
         assert values["speculators_config"]["verifier"]["name_or_path"] == wanted
 
 
+def test_heads_of_several_layers_are_named_as_vllm_names_them(tmp_path: Path) -> None:
+    head = borrowing_head(tmp_path / "a", depth=3)
+    export_head(head, tmp_path / "b", "vllm", rows)
+    weights, values = load_file(tmp_path / "b" / "model.safetensors"), tmp_path / "b" / "config.json"
+    assert json.loads(values.read_text())["num_hidden_layers"] == 3
+    layers = {name.rpartition("self_attn.")[0] for name in weights if "q_proj" in name}
+    assert layers == {"midlayer.", "layers.1.", "layers.2."}
+    width = read_head(head)[0].width
+    assert weights["midlayer.self_attn.q_proj.weight"].shape[1] == 2 * width
+    assert weights["layers.1.self_attn.q_proj.weight"].shape[1] == width
+    export_head(head, tmp_path / "c", "speculators", rows)
+    inner = json.loads((tmp_path / "c" / "config.json").read_text())["transformer_layer_config"]
+    assert inner["num_hidden_layers"] == 3
+    with pytest.raises(InvalidInput, match="heads of one layer and this one has 3"):
+        export_head(head, tmp_path / "d", "sglang", rows)
+
+
 def test_sglang_counts_layers_by_their_outputs(tmp_path: Path) -> None:
     head = borrowing_head(tmp_path / "a")
     flag = export_head(head, tmp_path / "b", "sglang", rows)

@@ -100,7 +100,8 @@ def _compare(folder: Path, kind: str, target: Target) -> tuple[str, str]:
     layers = (
         "the last row" if kind != "eagle3" else f"layers {', '.join(map(str, config.layers)) or 'by default'}"
     )
-    size = f"{config.width} wide, {config.draft_vocab_size} of {config.vocab_size} tokens"
+    depth = f"{config.depth} layers, " if config.depth > 1 else ""
+    size = f"{depth}{config.width} wide, {config.draft_vocab_size} of {config.vocab_size} tokens"
     return f"{NAMES[config.kind]}, {size}, reads {layers}", config.target
 
 

@@ -41,6 +41,7 @@ class Reader:
     layers: int | None = None  # hidden layers that it reads; None = as many as the config says
     lacks: tuple[str, ...] = ()  # settings of EagleConfig that it ignores
     narrow: bool = False  # it reads heads that are narrower than their target
+    deep: bool = True  # it reads heads of several layers
 
 
 # As of vLLM 0.24, SGLang's llama_eagle3 and speculators 0.9.
@@ -59,6 +60,7 @@ READERS = {
         "--speculative-eagle-topk 1 --speculative-num-draft-tokens {nodes}",
         layer_shift=-1,
         layers=3,
+        deep=False,
         lacks=("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
     ),
     "speculators": Reader(
@@ -168,6 +170,10 @@ def _must_be_readable(config: EagleConfig, reader: Reader, name: str) -> None:
         raise InvalidInput(
             f"{name} reads heads that are as wide as their target, {config.target_width}, and this one is "
             f"{config.width} wide; export it to vllm, or train one without --width"
+        )
+    if config.depth > 1 and not reader.deep:
+        raise InvalidInput(
+            f"{name} reads heads of one layer and this one has {config.depth}; export it to vllm"
         )
     ignored = [setting for setting in reader.lacks if getattr(config, setting)]
     if ignored:

@@ -1,11 +1,12 @@
-"""Inflates an EAGLE head with its target: one layer of the large shape with the small head's outputs.
+"""Inflates an EAGLE head with its target: layers of the large shape with the small head's outputs.
 
-With an inflated target, drafting must cost what it would cost at that size. The layer is inflated as the target's
+With an inflated target, drafting must cost what it would cost at that size. Layers are inflated as the target's
 layers are; what reads two or three rows side by side is inflated part by part.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from forerun.drafters.inflated_rows import RowInflater
 from forerun.errors import UnsupportedModel
 from forerun.models.inflate import InflatedWeights, Shape
 
-_LAYER, _INNER = "midlayer.", "model.layers.0."
+_LAYER, _INNER = re.compile(r"midlayer\.|layers\.\d+\."), "model.layers.0."
 _WIDE = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
 
 
@@ -38,7 +39,7 @@ class HeadInflater(RowInflater):
         self.small = config
 
     def inflate(self, name: str, weight: Tensor) -> Tensor:
-        inner = name.removeprefix(_LAYER)
+        inner = _LAYER.sub("", name, count=1)
         if name in ("d2t", "t2d"):
             return weight
         if name == "fc.weight":
