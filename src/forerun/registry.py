@@ -234,7 +234,7 @@ drafters = DrafterRegistry(
         DrafterSpec(
             "eagle3", "forerun.drafters.eagle.eagle3:Eagle3Drafter", "head", ("eagle3",),
             vllm="eagle3", sglang="EAGLE3", beside="ngram",
-            says="EAGLE-3: one layer on several of the target's hidden layers; a chain, or a tree that grows.",
+            says="EAGLE-3: a layer or a few on several of the target's hidden layers; a chain, or a tree that grows.",
         ),
         DrafterSpec(
             "medusa", "forerun.drafters.medusa:MedusaDrafter", "head", ("medusa",), vllm="medusa", beside="ngram",

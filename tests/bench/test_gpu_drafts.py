@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
+
 from forerun.bench.gpu.drafts import ChangingForms, captured, measure_menu, measure_texts
+from forerun.bench.gpu.rounds import make_drafter, random_head
 from forerun.build import make_engine
 from forerun.drafters.eagle.cuda.menu import forms_for
 from forerun.params import EngineConfig, SpeculativeConfig
 from forerun.testing import FakeSeq
-from tests.gpu.heads import both_drafters
 from tests.gpu.tiny import make_target
 
 
-def test_texts_with_changing_forms_equal_plain_ones() -> None:
+@pytest.mark.parametrize("layers", [1, 2])
+def test_texts_with_changing_forms_equal_plain_ones(layers: int) -> None:
     target = make_target("llama", "cpu")
-    drafter = both_drafters(target, borrows=True)[0]
+    drafter = make_drafter(target, random_head(target, layers=layers), None)
+    assert len(drafter.draft.net.model.layers) == layers
     speculative = SpeculativeConfig(drafter="none", controller="fixed")
     engine = make_engine(target, frozenset(), speculative, EngineConfig(max_batch=3))
     engine.drafters.add("head", drafter)

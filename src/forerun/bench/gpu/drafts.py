@@ -1,6 +1,6 @@
 """Drafts on this GPU by form and batch size, how long the menu takes to capture, and texts that must capture nothing.
 
-    python -m forerun.bench.gpu.drafts [--shape 8b] [--max-batch 64] [--texts 96] [--batch 32]
+    python -m forerun.bench.gpu.drafts [--shape 8b] [--layers 2] [--max-batch 64] [--texts 96] [--batch 32]
 
 The target and its head have random weights, which does not change what a draft costs. The texts come and go in a batch
 whose form changes every few rounds; they are compared with texts written without drafts, and the graphs that were
@@ -123,6 +123,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", default="8b", help="135m, 1b or 8b")
     parser.add_argument("--head", default="int8", help="weights of the head: plain or int8")
+    parser.add_argument("--layers", type=int, default=1, help="layers of the head")
     parser.add_argument("--max-batch", type=int, default=64)
     parser.add_argument(
         "--max-length", type=int, default=1000, help="contexts beyond 1024 have graphs of their own"
@@ -133,7 +134,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise InvalidInput("this benchmark needs a CUDA device and torch sees none")
     target = random_target(given.shape, "plain")
-    drafter = make_drafter(target, random_head(target), given.head)
+    drafter = make_drafter(target, random_head(target, layers=given.layers), given.head)
     document: dict[str, Any] = {"machine": {**machine_facts(), "gpu": torch.cuda.get_device_name()}}
     document |= measure_menu(drafter, target, given.max_batch, given.max_length)
     speculative = SpeculativeConfig(drafter="none", controller="fixed")

@@ -50,14 +50,14 @@ def seconds_of(work: Callable[[], object], repeats: int) -> float:
     return (perf_counter() - started) / repeats
 
 
-def random_head(target: CudaDecoder, draft_vocabulary: int = DRAFT_VOCABULARY) -> Head:
-    """A head of one layer of the target's size with random weights."""
+def random_head(target: CudaDecoder, draft_vocabulary: int = DRAFT_VOCABULARY, *, layers: int = 1) -> Head:
+    """A head of so many layers of the target's size with random weights."""
     shape = target.config
     rows = min(draft_vocabulary, shape.vocab_size)
     config = EagleConfig(
         kind="eagle3", width=shape.width, inner=shape.inner, heads=shape.heads, kv_heads=shape.kv_heads,
         head_dim=shape.head_dim, vocab_size=shape.vocab_size, draft_vocab_size=rows,
-        layers=default_layers(shape.layers), target_width=shape.width, max_length=8192,
+        layers=default_layers(shape.layers), target_width=shape.width, max_length=8192, depth=layers,
     )  # fmt: skip
     shapes = {**expected_shapes(config), "lm_head.weight": (rows, shape.width)}
     weights = {}

@@ -1,1 +1,1 @@
-"""EAGLE heads: one transformer layer that drafts from the target's hidden states."""
+"""EAGLE heads: a transformer layer, or a few, that draft from the target's hidden states."""
