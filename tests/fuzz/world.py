@@ -140,7 +140,8 @@ def make_drafter(name: str, target: Any, setting: Setting) -> Drafter:
 
 def _eagle(name: str, target: Any, shared: Any, dtype: torch.dtype, on_device: bool) -> Drafter:
     kind = "eagle" if name == "eagle" else "eagle3"
-    config = eagle_config(kind, VOCAB, WIDTH, 40 if name == "narrow" else None)  # type: ignore[arg-type]
+    few, depth = (40, 2) if name == "narrow" else (None, 1)
+    config = eagle_config(kind, VOCAB, WIDTH, few, depth=depth)  # type: ignore[arg-type]
     shape = target.config
     layers = (-1,) if kind == "eagle" else (0, 1, shape.layers if shape.layers > 1 else -1)
     sizes = {

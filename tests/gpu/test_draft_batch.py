@@ -19,7 +19,7 @@ from forerun.drafters.eagle.drafter import EagleDrafter
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.engine import Engine
-from forerun.models.cuda.plan import Span
+from forerun.models.cuda.plan import MAX_ROWS, Span
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.pages import PAGE, pages_for
 from forerun.offers import Form
@@ -115,9 +115,9 @@ def _forms_scored(target: CudaDecoder, monkeypatch: pytest.MonkeyPatch) -> list[
 class Batch:
     """Rounds without an engine: a target, a head on the device, the same head as everywhere, and some sequences."""
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", layers: int = 1) -> None:
         self.target = make_target("llama", device, torch.float32 if device == "cpu" else torch.bfloat16)
-        self.ours, self.plain = both_drafters(self.target)
+        self.ours, self.plain = both_drafters(self.target, depth=layers)
         self.seqs: list[FakeSeq] = []
         self.joined = 0
 
@@ -169,9 +169,10 @@ class Batch:
 
 
 @pytest.mark.parametrize("budget", [Budget(5, 5), Budget(8, 3, 3)])
-def test_padding_changes_no_tree(budget: Budget) -> None:
+@pytest.mark.parametrize("layers", [1, 2])
+def test_padding_changes_no_tree(budget: Budget, layers: int) -> None:
     """Three sequences in a bucket of four, and each of them alone."""
-    batch = Batch()
+    batch = Batch(layers=layers)
     batch.join(4, 30, 9)
     together = as_lists(batch.ours.draft.propose(batch.seqs, Form(budget.nodes, budget.depth, budget.width)))
     assert batch.ours.draft._last is not None
@@ -216,8 +217,11 @@ def read_passes(rows: FeatureRows, monkeypatch: pytest.MonkeyPatch) -> list[int]
     return passes
 
 
-def test_rows_of_sequences_that_idle_are_read_together_and_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = Batch()
+@pytest.mark.parametrize("layers", [1, 3])
+def test_rows_of_sequences_that_idle_are_read_together_and_rarely(
+    layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch(layers=layers)
     batch.join(4, 30, 9)
     passes = read_passes(batch.ours.draft.rows, monkeypatch)
     for _ in range(ROOM + 5):
@@ -228,8 +232,39 @@ def test_rows_of_sequences_that_idle_are_read_together_and_rarely(monkeypatch: p
         batch.round(Budget(5, 5))
 
 
-def test_a_prompt_is_read_when_it_is_prefilled(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = Batch()
+@pytest.mark.parametrize("layers", [1, 2])
+def test_rows_that_wait_are_read_before_many_that_come(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a prompt's last piece is short, and the pass behind it keeps more rows than a draft reads."""
+    batch = Batch(layers=layers)
+    batch.join(30)
+    (seq,) = batch.seqs
+    for _ in range(3):
+        batch.end_round(batch.ours.propose(batch.seqs, [NOTHING]))
+    passes = read_passes(batch.ours.draft.rows, monkeypatch)
+    chain = TreeBatch.chains([[seq.tokens[-1], *range(3, 21)]])
+    scores = batch.target.score(batch.seqs, chain, batch.ours.needs)
+    verdict = Verdict.of([list(range(1, 19))], [9], "cpu")
+    batch.target.commit(batch.seqs, chain, verdict)
+    for drafter in batch.drafters:
+        drafter.observe(batch.seqs, chain, scores, verdict)
+    seq.tokens += [*range(3, 21), 9]
+    assert passes == [3, 19]
+    for _ in range(2):
+        batch.round(Budget(5, 5))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_prompt_of_several_passes_is_read_in_order(layers: int) -> None:
+    """What is cut into passes attends to what was read before; others begin in the middle of a pass."""
+    batch = Batch(layers=layers)
+    batch.join(20, MAX_ROWS + 40, 150, longest=1400)
+    for budget in (Budget(8, 3, 3), Budget(5, 5), Budget(5, 5)):
+        batch.round(budget)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_prompt_is_read_when_it_is_prefilled(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch(layers=layers)
     rows = batch.ours.draft.rows
     passes = read_passes(rows, monkeypatch)
     batch.join(300, 5, 180)
@@ -369,9 +404,10 @@ def test_a_head_takes_pages_as_texts_grow() -> None:
     assert pool.used == before
 
 
-def test_a_rehearsal_changes_nothing() -> None:
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_rehearsal_changes_nothing(layers: int) -> None:
     """Capturing a form while sequences are there writes to none of their slots and rows."""
-    batch, form = Batch(), Form(8, 3, 3)
+    batch, form = Batch(layers=layers), Form(8, 3, 3)
     batch.join(4, 30, 9)
     batch.round(Budget(8, 3, 3))
     draft, target = batch.ours.draft, batch.target

@@ -61,11 +61,13 @@ class Watched:
         return found
 
 
-def make(target: CudaDecoder, forms: Forms, *, follows: bool, batch: int = 4, lookup: bool = False) -> Engine:
+def make(
+    target: CudaDecoder, forms: Forms, *, follows: bool, batch: int = 4, lookup: bool = False, layers: int = 1
+) -> Engine:
     speculative = SpeculativeConfig(drafter="none", controller="fixed")
     config = EngineConfig(max_batch=batch)
     engine = make_engine(target, frozenset({1}), speculative, config)
-    drafter = both_drafters(target, borrows=True)[0]
+    drafter = both_drafters(target, borrows=True, depth=layers)[0]
     engine.drafters.add("device", HybridDrafter(NgramDrafter(), drafter) if lookup else drafter)
     engine.controller, engine.prompt_rows = forms, PromptRows("cpu", target.pass_rows, 16)
     engine.launches_ahead = engine.follows_unread = follows
@@ -130,13 +132,16 @@ def test_texts_are_those_of_plain_decoding(
     assert 10 < watched.followed < watched.asked
 
 
-@pytest.mark.parametrize("form", [CHAIN, WIDE])
-def test_drafts_are_those_of_rounds_that_were_read(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("form", "layers"), [(CHAIN, 1), (WIDE, 1), (CHAIN, 2), (WIDE, 2)])
+def test_drafts_are_those_of_rounds_that_were_read(
+    form: Form, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows, positions and slots of a head follow from what the device has decided: else less would be accepted."""
     target, some = willing_target(words=5), [one for one in requests(9, 4) if len(one.prompt) > 1]
     target.model.head[1] = 0.0  # texts go on
     watched = Watched(monkeypatch)
-    found = [write(make(target, Forms([form], 9), follows=follows), some, 6) for follows in (False, True)]
+    engines = [make(target, Forms([form], 9), follows=follows, layers=layers) for follows in (False, True)]
+    found = [write(engine, some, 6) for engine in engines]
     assert found[0][0] == found[1][0]
     apart = [[one[:-1] for one in accepted] for _, accepted in found]  # a draft is cut at the end of its text
     assert apart[0] == apart[1]
