@@ -258,9 +258,8 @@ class FeatureRows:
 
     def _read_passed(self, fresh: Sequence[Fresh], hidden: list[Tensor]) -> None:
         """Read rows of a pass for keys and values, before they are counted as seen."""
-        self._read_places(
-            [(state, state.read, state.seen) for state, _, _ in fresh]
-        )  # they come before these
+        waiting = [(state, state.read, state.seen) for state, _, _ in fresh]
+        self._read_places(waiting)  # they come before these
         rows = [row for _, mine, _ in fresh for row in mine]
 
         def fill(low: int, count: int) -> None:
