@@ -40,6 +40,7 @@ KINDS = [
     ("eagle3", {}),
     ("eagle3", {"fc_norm": True, "norm_output": True}),
     ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
+    ("eagle3", {"depth": 3, "fc_norm": True, "norm_output": True}),
 ]
 
 
@@ -70,7 +71,7 @@ def said(drafter: EagleDrafter, seqs: list[FakeSeq]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("kind", "more"), KINDS)
-def test_small_heads_say_the_same(kind: Kind, more: dict[str, bool]) -> None:
+def test_small_heads_say_the_same(kind: Kind, more: dict[str, int]) -> None:
     config = eagle_config(kind, VOCAB, **more)
     drafters = both(config, eagle_weights(config, seed=3))
     seqs = [FakeSeq(0, [1, 2, 3, 4, 5, 6, 7]), FakeSeq(1, [9, 8, 7])]
@@ -118,8 +119,10 @@ def test_large_heads_are_rounded_and_choose_the_same(
 @pytest.mark.parametrize(
     "budget", [Budget(4, 4), Budget(9, 3, 3), Budget(6, 4, 3, price=(1.0,) * 4 + (2.0,) * 3)]
 )
-def test_trees_are_the_same(params: dict[str, float | bool], budget: Budget) -> None:
-    config = replace(eagle_config("eagle3", VOCAB, draft_vocab=9), calibration=Calibration(1.2, 0.8))
+@pytest.mark.parametrize("layers", [1, 2])
+def test_trees_are_the_same(params: dict[str, float | bool], budget: Budget, layers: int) -> None:
+    config = eagle_config("eagle3", VOCAB, draft_vocab=9, depth=layers)
+    config = replace(config, calibration=Calibration(1.2, 0.8))
     drafters = both(config, eagle_weights(config, seed=8))
     sampling = SamplingParams(temperature=float(params.get("temperature", 0.0)))
     seqs = [
@@ -266,7 +269,8 @@ def test_a_head_of_one_byte_per_weight_runs_in_four_bits(tmp_path: Path, inner: 
     again, weights = read_head(tmp_path, kind="eagle3")
     wide, rounded = both(again, weights, bits=4)
     struct = rounded.head.struct
-    parts = [*struct.gate_up.part[:2], struct.down.part[0], struct.fc.part[0], struct.lm_head.part[0]]
+    layer = struct.layers[0]
+    parts = [*layer.gate_up.part[:2], layer.down.part[0], struct.fc.part[0], struct.lm_head.part[0]]
     four_bits = native.library().fr_packed_kind(3)  # Q4_1
     assert struct.inner == inner
     assert [part.kind for part in parts] == [four_bits] * 5

@@ -34,7 +34,9 @@ class ByLevels(NativeRunner):
 
 
 def drafters_of(calibration: Calibration, draft_vocab: int | None) -> list[EagleDrafter]:
-    config = replace(eagle_config("eagle3", VOCAB, draft_vocab=draft_vocab), calibration=calibration)
+    depth = 1 if draft_vocab is None else 2
+    config = eagle_config("eagle3", VOCAB, draft_vocab=draft_vocab, depth=depth)
+    config = replace(config, calibration=calibration)
     heads = [NativeHead(config, eagle_weights(config, seed=8), None) for _ in range(2)]
     whole, stepwise = (Eagle3Drafter(head) for head in heads)
     stepwise._runner = ByLevels(heads[1])

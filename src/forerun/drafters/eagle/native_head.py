@@ -21,7 +21,7 @@ from forerun.errors import VocabularyMismatch
 from forerun.models.load.quants import Blocks
 from forerun.models.native import head_library
 from forerun.models.native import library as native
-from forerun.models.native.head_library import Head
+from forerun.models.native.head_library import Head, HeadLayer
 from forerun.models.native.library import Weights
 from forerun.models.native.packing import (
     FloatMode,
@@ -62,6 +62,8 @@ class NativeHead:
         self._embed_proj = None if narrows is None else Matrix(narrows.detach().float())
         self._table = self._embedding_table()
         with torch.no_grad(), torch.inference_mode(False):
+            layers = ["midlayer.", *(f"layers.{i}." for i in range(1, config.depth))]
+            self.layers = (HeadLayer * config.depth)(*map(self._layer, layers))
             self.struct = self._struct()
         self.ids: list[int] = self.vocabulary.ids.tolist()
         # can the kernels look up whatever they draft?
@@ -72,7 +74,7 @@ class NativeHead:
     @staticmethod
     def supports(config: EagleConfig, device: torch.device) -> bool:
         """Can the kernels run such a head here?"""
-        fits = config.depth == 1 and config.head_dim % 4 == 0 and config.heads % config.kv_heads == 0
+        fits = config.head_dim % 4 == 0 and config.heads % config.kv_heads == 0
         return fits and device.type == "cpu" and head_library.available()
 
     def embedded(self, tokens: list[int]) -> Tensor | None:
@@ -88,7 +90,7 @@ class NativeHead:
         return rows if self._embed_proj is None else self._embed_proj.times(rows)
 
     def _struct(self) -> Head:
-        config, at, table = self.config, "midlayer.self_attn.", self._table
+        config, table = self.config, self._table
         fused = config.kind == "eagle3"
         parts = [self._weights[f"fc_norm.{i}.weight"] for i in range(len(config.layers)) if config.fc_norm]
         return Head(
@@ -102,23 +104,29 @@ class NativeHead:
             joins_token=not fused,
             norm_before_residual=config.norm_before_residual,
             norm_output=config.norm_output,
+            depth=config.depth,
             eps=config.norm_eps,
             attention_scale=config.head_dim**-0.5,
             token_norm=self._vector("midlayer.input_layernorm.weight") if fused else None,
             feature_norm=self._vector("midlayer.hidden_norm.weight") if fused else None,
-            mlp_norm=self._vector("midlayer.post_attention_layernorm.weight"),
             out_norm=self._vector("norm.weight"),
             input_norm=self._vector("input_norm.weight") if config.norm_before_fc else None,
             part_norms=self._keep(torch.cat(parts)) if parts else None,
             fc=self._linear(self._weights["fc.weight"], bias=self._weights.get("fc.bias")),
-            qkv=self._linear(*(self._weights[f"{at}{name}_proj.weight"] for name in "qkv")),
-            output=self._linear(self._weights[at + "o_proj.weight"]),
-            gate_up=self._linear(
-                *(self._weights[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up"))
-            ),
-            down=self._linear(self._weights["midlayer.mlp.down_proj.weight"]),
             lm_head=self._lm_head(),
+            layers=self.layers,
             embedding=table_of(table),
+        )
+
+    def _layer(self, at: str) -> HeadLayer:
+        """The layer whose weights are named so; an ordinary one has a norm of its own before attention."""
+        return HeadLayer(
+            input_norm=None if at == "midlayer." else self._vector(at + "input_layernorm.weight"),
+            mlp_norm=self._vector(at + "post_attention_layernorm.weight"),
+            qkv=self._linear(*(self._weights[f"{at}self_attn.{name}_proj.weight"] for name in "qkv")),
+            output=self._linear(self._weights[at + "self_attn.o_proj.weight"]),
+            gate_up=self._linear(*(self._weights[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up"))),
+            down=self._linear(self._weights[at + "mlp.down_proj.weight"]),
         )
 
     def _embedding_table(self) -> Tensor | Blocks | None:

@@ -135,7 +135,8 @@ class NativeRunner:
         one, data, table = self._pass, self.cache.data, self._tables.at(0, longest)
         if self._known is not data:
             one.keys = at = data.data_ptr()
-            one.values, one.head_stride = at + data.nbytes // 2, data.shape[4] * data.shape[5]
+            one.layer_stride, one.head_stride = data[0].numel(), data.shape[4] * data.shape[5]
+            one.values = at + data[0].nbytes // 2
             self._known = data
         one.cosines, one.sines = table.cosines, table.sines
         return one

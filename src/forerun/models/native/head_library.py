@@ -1,4 +1,4 @@
-"""The part of the native library that drafts: an EAGLE head's layer, and the likeliest entries of rows of logits.
+"""The part of the native library that drafts: an EAGLE head's layers, and the likeliest entries of rows of logits.
 
 Described in the same words as native/forerun.h. A library that was built without it is told apart by its layout.
 """
@@ -18,6 +18,16 @@ from forerun.models.native import library as native
 from forerun.models.native.library import Fields, Reach, Table, Weights
 
 
+class HeadLayer(Structure):
+    """fr_head_layer: one of its layers."""
+
+    _fields_: ClassVar[Fields] = [
+        ("input_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        *[(name, Weights) for name in ("qkv", "output", "gate_up", "down")],
+    ]
+
+
 class Head(Structure):
     """fr_head: the weights of an EAGLE head."""
 
@@ -26,12 +36,13 @@ class Head(Structure):
             (name, c_int64)
             for name in ("width", "heads", "kv_heads", "head_dim", "inner", "features", "parts")
         ],
-        *[(name, c_int64) for name in ("joins_token", "norm_before_residual", "norm_output")],
+        *[(name, c_int64) for name in ("joins_token", "norm_before_residual", "norm_output", "depth")],
         ("eps", c_float),
         ("attention_scale", c_float),
-        *[(name, c_void_p) for name in ("token_norm", "feature_norm", "mlp_norm", "out_norm")],
+        *[(name, c_void_p) for name in ("token_norm", "feature_norm", "out_norm")],
         *[(name, c_void_p) for name in ("input_norm", "part_norms")],
-        *[(name, Weights) for name in ("fc", "qkv", "output", "gate_up", "down", "lm_head")],
+        *[(name, Weights) for name in ("fc", "lm_head")],
+        ("layers", POINTER(HeadLayer)),
         ("embedding", Table),
     ]
 
@@ -47,6 +58,7 @@ class HeadPass(Structure):
         ("keys", c_void_p),
         ("values", c_void_p),
         ("head_stride", c_int64),
+        ("layer_stride", c_int64),
     ]
 
 
@@ -109,7 +121,7 @@ def _load() -> Any:
 
 
 def run_rows(head: Head, one: HeadPass) -> None:
-    """The head's layer over the rows of one pass."""
+    """The head's layers over the rows of one pass."""
     if _load().fr_head_run(head, one):
         raise MemoryError(f"no memory for a pass over {one.rows} rows")
 

@@ -218,15 +218,22 @@ FR_API void fr_log_noise(const int32_t *ids, int64_t count, uint32_t low, uint32
 
 /* ---- head.c: an EAGLE head ---- */
 typedef struct {
+    const float *input_norm; /* [width]; NULL in the first layer, which has an input of its own */
+    const float *mlp_norm;   /* [width] */
+    fr_weights qkv, output, gate_up, down;
+} fr_head_layer;
+
+typedef struct {
     int64_t width, heads, kv_heads, head_dim, inner;
     int64_t features, parts; /* numbers in the features of a true row, and of how many layers they are */
     int64_t joins_token;     /* EAGLE-1: fc reads token and feature; EAGLE-3: fc reads the features of true rows */
-    int64_t norm_before_residual, norm_output;
+    int64_t norm_before_residual, norm_output, depth;
     float eps, attention_scale;
-    const float *token_norm, *feature_norm, *mlp_norm; /* [width]; the first two not for EAGLE-1 */
-    const float *out_norm;                             /* [width] or NULL */
-    const float *input_norm, *part_norms;              /* [features] or NULL */
-    fr_weights fc, qkv, output, gate_up, down, lm_head;
+    const float *token_norm, *feature_norm; /* [width]; not for EAGLE-1 */
+    const float *out_norm;                  /* [width] or NULL */
+    const float *input_norm, *part_norms;   /* [features] or NULL */
+    fr_weights fc, lm_head;
+    const fr_head_layer *layers; /* [depth] */
     fr_table embedding;
 } fr_head;
 
@@ -242,8 +249,9 @@ typedef struct {
     const int32_t *position;      /* [rows] which row of them */
     const int32_t *write;         /* [rows] slot that takes the row's key and value */
     fr_reach reach;
-    float *keys, *values; /* [kv_heads, slots, head_dim] */
+    float *keys, *values; /* [kv_heads, slots, head_dim] of the first layer */
     int64_t head_stride;
+    int64_t layer_stride; /* from a layer's keys to the next one's */
 } fr_head_pass;
 
 FR_API int64_t fr_head_layout(void);

@@ -1,7 +1,8 @@
-/* One level of an EAGLE head in two calls: its layer over some rows, and the likeliest tokens after some outputs.
+/* One level of an EAGLE head in two calls: its layers over some rows, and the likeliest tokens after some outputs.
  *
  * A true row carries the target's features, a drafted one the output of the row before it. EAGLE-1 puts token and
- * feature side by side through `fc`; EAGLE-3 fuses the features of three layers with it and norms both instead.
+ * feature side by side through `fc`; EAGLE-3 fuses the features of three layers with it and norms both instead. Layers
+ * behind the first are ordinary ones.
  */
 #include "forerun.h"
 
@@ -74,7 +75,7 @@ static const float *carry(const fr_head *h, const fr_head_pass *p, const buffers
     return b->carried;
 }
 
-/* What the layer reads, and into p->out the residual stream. */
+/* What the first layer reads, and into p->out the residual stream. */
 static const float *enter(const fr_head *h, const fr_head_pass *p, const buffers *b, const float *carried) {
     int64_t n = p->rows, d = h->width;
     if (!p->embedded) fr_embed(&h->embedding, d, p->tokens, n, b->embedded);
@@ -96,20 +97,22 @@ static const float *enter(const fr_head *h, const fr_head_pass *p, const buffers
     return p->out;
 }
 
-static void write_cache(const fr_head *h, const fr_head_pass *p, const float *qkv, int64_t stride) {
+static void write_cache(const fr_head *h, const fr_head_pass *p, const float *qkv, int64_t stride, int64_t layer) {
+    float *keys = p->keys + layer * p->layer_stride, *values = p->values + layer * p->layer_stride;
     size_t bytes = (size_t)h->head_dim * sizeof(float);
     for (int64_t r = 0; r < p->rows; r++)
         for (int64_t g = 0; g < h->kv_heads; g++) {
             int64_t at = g * p->head_stride + (int64_t)p->write[r] * h->head_dim;
             const float *k = qkv + r * stride + (h->heads + g) * h->head_dim;
-            memcpy(p->keys + at, k, bytes);
-            memcpy(p->values + at, k + h->kv_heads * h->head_dim, bytes);
+            memcpy(keys + at, k, bytes);
+            memcpy(values + at, k + h->kv_heads * h->head_dim, bytes);
         }
 }
 
-static void attend(const fr_head *h, const fr_head_pass *p, const buffers *b, int64_t stride) {
+static void attend(const fr_head *h, const fr_head_pass *p, const buffers *b, int64_t stride, int64_t layer) {
     fr_attention_args args = {
-        .reach = p->reach, .q = b->qkv, .out = b->attended, .scratch = b->scores, .keys = p->keys, .values = p->values,
+        .reach = p->reach, .q = b->qkv, .out = b->attended, .scratch = b->scores,
+        .keys = p->keys + layer * p->layer_stride, .values = p->values + layer * p->layer_stride,
         .tiles = b->tiles, .tile_count = fr_attention_tiles(&p->reach, p->rows, h->heads / h->kv_heads, b->tiles),
         .heads = h->heads, .kv_heads = h->kv_heads, .head_dim = h->head_dim, .q_stride = stride,
         .head_stride = p->head_stride, .scale = h->attention_scale,
@@ -122,24 +125,33 @@ FR_API int64_t fr_head_layout(void) {
     return (int64_t)sizeof(fr_head) * 1000000 + (int64_t)sizeof(fr_head_pass) * 1000 + (int64_t)sizeof(fr_top);
 }
 
-/* The layer over some rows. 0 = done, 1 = out of memory. */
+/* A layer that reads `into` and adds to the residual stream in p->out. */
+static void run_layer(const fr_head *h, const fr_head_pass *p, const buffers *b, int64_t layer, const float *into) {
+    const fr_head_layer *l = h->layers + layer;
+    int64_t n = p->rows, stride = (h->heads + 2 * h->kv_heads) * h->head_dim;
+    fr_linear(&l->qkv, into, b->qkv, n, b->quants);
+    fr_rope(b->qkv, p->cosines, p->sines, p->position, n, h->heads + h->kv_heads, stride, h->head_dim, h->head_dim);
+    write_cache(h, p, b->qkv, stride, layer);
+    attend(h, p, b, stride, layer);
+    fr_linear(&l->output, b->attended, b->delta, n, b->quants);
+    fr_add(p->out, b->delta, n * h->width);
+    fr_rms_norm(p->out, l->mlp_norm, h->eps, b->normed, n, h->width);
+    fr_linear(&l->gate_up, b->normed, b->gate_up, n, b->quants);
+    fr_swiglu(b->gate_up, b->mlp, n, h->inner);
+    fr_linear(&l->down, b->mlp, b->delta, n, b->quants);
+    fr_add(p->out, b->delta, n * h->width);
+}
+
+/* All layers over some rows. 0 = done, 1 = out of memory. */
 FR_API int fr_head_run(const fr_head *h, const fr_head_pass *p) {
     buffers b;
     void *block = take_buffers(h, p, &b);
     if (!block) return 1;
-    int64_t n = p->rows, stride = (h->heads + 2 * h->kv_heads) * h->head_dim;
-    const float *into = enter(h, p, &b, p->features ? fuse(h, p, &b) : carry(h, p, &b));
-    fr_linear(&h->qkv, into, b.qkv, n, b.quants);
-    fr_rope(b.qkv, p->cosines, p->sines, p->position, n, h->heads + h->kv_heads, stride, h->head_dim, h->head_dim);
-    write_cache(h, p, b.qkv, stride);
-    attend(h, p, &b, stride);
-    fr_linear(&h->output, b.attended, b.delta, n, b.quants);
-    fr_add(p->out, b.delta, n * h->width);
-    fr_rms_norm(p->out, h->mlp_norm, h->eps, b.normed, n, h->width);
-    fr_linear(&h->gate_up, b.normed, b.gate_up, n, b.quants);
-    fr_swiglu(b.gate_up, b.mlp, n, h->inner);
-    fr_linear(&h->down, b.mlp, b.delta, n, b.quants);
-    fr_add(p->out, b.delta, n * h->width);
+    run_layer(h, p, &b, 0, enter(h, p, &b, p->features ? fuse(h, p, &b) : carry(h, p, &b)));
+    for (int64_t layer = 1; layer < h->depth; layer++) {
+        fr_rms_norm(p->out, h->layers[layer].input_norm, h->eps, b.normed, p->rows, h->width);
+        run_layer(h, p, &b, layer, b.normed);
+    }
     free(block);
     return 0;
 }
