@@ -9,7 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { WIDTH = 32, HEADS = 4, KV = 2, DIM = 8, INNER = 64, PARTS = 3, VOCAB = 4099, SLOTS = 12, ROWS = 5, K = 6 };
+enum { WIDTH = 32, HEADS = 4, KV = 2, DIM = 8, INNER = 64, PARTS = 3, VOCAB = 4099, SLOTS = 12, ROWS = 5, K = 6,
+       LAYERS = 2, LAYER_KV = 2 * KV * SLOTS * DIM };
 
 static uint32_t state = 1;
 static float number(void) { return (float)((state = state * 1664525u + 1013904223u) >> 8) / (1 << 23) - 1.0f; }
@@ -30,25 +31,34 @@ static fr_head new_head(int joins_token) {
     int features = joins_token ? WIDTH : PARTS * WIDTH;
     fr_head h = {.width = WIDTH, .heads = HEADS, .kv_heads = KV, .head_dim = DIM, .inner = INNER, .features = features,
                  .parts = joins_token ? 1 : PARTS, .joins_token = joins_token, .norm_output = !joins_token, .eps = 1e-5f,
-                 .attention_scale = 0.35f, .mlp_norm = floats(WIDTH), 
+                 .attention_scale = 0.35f, .depth = joins_token ? 1 : LAYERS,
                  .embedding = {-1, 0, floats((int64_t)VOCAB * WIDTH)}};
     if (!joins_token) {
         h.token_norm = floats(WIDTH), h.feature_norm = floats(WIDTH), h.out_norm = floats(WIDTH);
         h.input_norm = floats(features), h.part_norms = floats(features);
     }
     h.fc = plain(WIDTH, joins_token ? 2 * WIDTH : features);
-    h.qkv = plain((HEADS + 2 * KV) * DIM, joins_token ? WIDTH : 2 * WIDTH);
-    h.output = plain(WIDTH, HEADS * DIM);
-    h.gate_up = plain(2 * INNER, WIDTH);
-    h.down = plain(WIDTH, INNER);
+    fr_head_layer *layers = malloc((size_t)h.depth * sizeof *layers);
+    for (int i = 0; i < h.depth; i++)
+        layers[i] = (fr_head_layer){
+            .input_norm = i ? floats(WIDTH) : NULL, .mlp_norm = floats(WIDTH),
+            .qkv = plain((HEADS + 2 * KV) * DIM, joins_token || i ? WIDTH : 2 * WIDTH), .output = plain(WIDTH, HEADS * DIM),
+            .gate_up = plain(2 * INNER, WIDTH), .down = plain(WIDTH, INNER),
+        };
+    h.layers = layers;
     h.lm_head = plain(VOCAB, WIDTH);
     return h;
 }
 
 static void free_head(fr_head *h) {
-    const void *all[] = {h->token_norm, h->feature_norm, h->mlp_norm, h->out_norm, h->input_norm, h->part_norms, h->embedding.rows,
-                         h->fc.part[0].data, h->qkv.part[0].data, h->output.part[0].data, h->gate_up.part[0].data,
-                         h->down.part[0].data, h->lm_head.part[0].data};
+    for (int i = 0; i < h->depth; i++) {
+        const fr_head_layer *l = h->layers + i;
+        const void *own[] = {l->input_norm, l->mlp_norm, l->qkv.part[0].data, l->output.part[0].data, l->gate_up.part[0].data,
+                             l->down.part[0].data};
+        for (size_t j = 0; j < sizeof own / sizeof *own; j++) free((void *)own[j]);
+    }
+    const void *all[] = {h->token_norm, h->feature_norm, h->out_norm, h->input_norm, h->part_norms, h->embedding.rows,
+                         h->fc.part[0].data, h->lm_head.part[0].data, h->layers};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free((void *)all[i]);
 }
 
@@ -72,7 +82,7 @@ static void run(const fr_head *h, float *kv, const float *turns, const float *fe
                       .parents = numbers[5], .out = out, .cosines = turns, .sines = turns + SLOTS * DIM / 2,
                       .position = numbers[3], .write = numbers[4],
                       .reach = {numbers[0], numbers[1], numbers[2], numbers[4], 1, ROWS + 1},
-                      .keys = kv, .values = kv + KV * SLOTS * DIM, .head_stride = SLOTS * DIM};
+                      .keys = kv, .values = kv + LAYER_KV / 2, .head_stride = SLOTS * DIM, .layer_stride = LAYER_KV};
     if (fr_head_run(h, &p)) exit(2);
 }
 
@@ -94,7 +104,7 @@ static int check_top(const float *x, int64_t rows, int64_t count, int64_t k, con
 
 static int check_head(int joins_token) {
     fr_head h = new_head(joins_token);
-    float *features = floats(ROWS * h.features), *turns = floats(SLOTS * DIM), *kv = floats(2 * KV * SLOTS * DIM);
+    float *features = floats(ROWS * h.features), *turns = floats(SLOTS * DIM), *kv = floats(LAYERS * LAYER_KV);
     float *together = floats(ROWS * WIDTH), *alone = floats(WIDTH), *drafted = floats(ROWS * WIDTH);
     float *logits = floats(ROWS * VOCAB), *values = floats(ROWS * K), *totals = floats(ROWS);
     int32_t *indices = malloc(ROWS * K * sizeof *indices);
@@ -122,15 +132,15 @@ static int check_head(int joins_token) {
 static int check_draft(double each) {
     enum { NODES = 7, DEPTH = 4, WIDE = 3, FRESH = 2 };
     fr_head h = new_head(0);
-    float *features = floats(FRESH * h.features), *turns = floats(SLOTS * DIM), *kv = floats(2 * KV * SLOTS * DIM);
+    float *features = floats(FRESH * h.features), *turns = floats(SLOTS * DIM), *kv = floats(LAYERS * LAYER_KV);
     float *out = floats(FRESH * WIDTH), *logits = floats((int64_t)WIDE * VOCAB);
     int64_t tokens[FRESH] = {5, 9}, tree[2 * NODES], wrong = 0;
     double price[NODES + 1];
     const float *parts[FRESH * PARTS];
     for (int i = 0; i < FRESH * PARTS; i++) parts[i] = features + i * WIDTH;
     for (int i = 0; i <= NODES; i++) price[i] = 1.0 + each * i;
-    fr_head_pass like = {.cosines = turns, .sines = turns + SLOTS * DIM / 2, .keys = kv, .values = kv + KV * SLOTS * DIM,
-                         .head_stride = SLOTS * DIM};
+    fr_head_pass like = {.cosines = turns, .sines = turns + SLOTS * DIM / 2, .keys = kv, .values = kv + LAYER_KV / 2,
+                         .head_stride = SLOTS * DIM, .layer_stride = LAYER_KV};
     fr_draft d = {.fresh = FRESH, .tokens = tokens, .features = parts, .out = out, .nodes = NODES, .depth = DEPTH, .width = WIDE,
                   .frontier = WIDE, .branch = WIDE, .price = price, .prices = NODES + 1, .power = 0.1, .vocabulary = VOCAB,
                   .logits = logits, .tree = tree, .scale = 0.5f};
