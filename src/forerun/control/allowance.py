@@ -19,10 +19,10 @@ from dataclasses import dataclass
 class Allowance:
     """What may still be lost, in plain rounds."""
 
-    most: float = 0.5
-    earned: float = 0.006  # by a round
-    floor: float = 1.3
-    level: float = 0.5
+    most: float = 0.6
+    earned: float = 0.002  # by a round
+    floor: float = 2.0
+    level: float = 0.6
     usual: float = 0.0  # what drafts cost of late, whatever was accepted: the worst case where forms vary
 
     def book(self, loss: float) -> None:

@@ -22,7 +22,7 @@ from forerun.drafters.eagle.cuda.menu import FORMS, forms_for
 from forerun.models.cuda.chunks import beside_trees
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, round_up
 from forerun.models.shared import SharedWeights
-from forerun.offers import Form, Menu, Offer
+from forerun.offers import Form, Menu, Offer, at_odds
 from forerun.testing.emulated_device import CountedTokens, next_roots
 from forerun.testing.menu_simulator import accepted_of, level_rate
 from forerun.types import (
@@ -205,8 +205,8 @@ class SimulatedForms:
     def rows(self, form: Form, batch: int) -> int:
         return bucket_of(batch) * (form.nodes + 1)
 
-    def expected(self, form: Form) -> float:
-        return accepted_of(form, self.rate)
+    def expected(self, form: Form, odds: float = 1.0) -> float:
+        return accepted_of(form, at_odds(self.rate, odds))
 
 
 class SimulatedHead(BaseDrafter):
