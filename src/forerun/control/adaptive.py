@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from forerun.control.allowance import Allowance
+from forerun.control.allowance import WindowAllowance
 from forerun.control.around import FREE_CHAINS, PLAIN
 from forerun.control.base import ControlParts, WaitingPrompts
 from forerun.control.cost import CostModel
@@ -47,7 +47,7 @@ class AdaptiveController:
     ) -> None:
         """`follows`: the target launches plain passes before the last one is read, where nobody drafts."""
         self.planner = SequencePlanner(cost, nodes, width, offer)
-        self.allowance = Allowance()  # of all menus together
+        self.allowance = WindowAllowance()  # of all menus together
         self.gate = LookupGate(cost, self.planner.free_chains)
         self.waiting = Waiting(self.planner.free_chains)
         self.looks_up = looks_up  # does a sequence's drafter make look-ups and nothing else?

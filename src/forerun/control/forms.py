@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from forerun.control.acceptance import Acceptance
-from forerun.control.allowance import Allowance
+from forerun.control.allowance import Bound
 from forerun.control.around import PLAIN, Around
 from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
@@ -73,7 +73,7 @@ class Promise(NamedTuple):
 class FormChooser:
     """Chooses the form of a whole batch, and learns from its rounds."""
 
-    def __init__(self, menu: Menu, cost: CostModel, allowance: Allowance, nodes: int, width: int) -> None:
+    def __init__(self, menu: Menu, cost: CostModel, allowance: Bound, nodes: int, width: int) -> None:
         """`nodes` and `width` are the most that the user allows."""
         self.menu, self.cost, self.allowance = menu, cost, allowance
         self.around = Around()
