@@ -28,7 +28,10 @@ from forerun.control.waiting import FEW, Waiting, beside_plain, ends, free_promi
 from forerun.offers import FREE, NEVER, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
-MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
+MOST_NODES, MOST_WIDTH = (
+    63,
+    10,
+)  # the largest budget, where no limit was set: with its root, a pass of 64 rows
 EVERY, AT_FIRST = 4, 16  # of rounds that drafted nothing, which are timed; and the first, which all are
 ASKED_NO_MORE = 4  # plain rounds that were read first, after which none is expected to follow
 

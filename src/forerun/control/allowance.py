@@ -74,7 +74,9 @@ class WindowAllowance:
         """`trials` is what may be lost where the next round is a trial."""
         self.most, self.trials, self.window = most, trials, window
         self._round, self._total = 0, 0.0
-        self._least = deque([(0, 0.0)])  # rounds of the window and totals behind them, from the least total upwards
+        self._least = deque(
+            [(0, 0.0)]
+        )  # rounds of the window and totals behind them, from the least total upwards
 
     def book(self, loss: float) -> None:
         """A round has lost so much against plain decoding; a negative loss is a gain."""

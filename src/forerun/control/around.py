@@ -42,7 +42,9 @@ class Around:
             plain = self._seconds.get((PLAIN, group), 0.0)
             known = drafting + (self._beside.get(group, plain) if form.nodes and follows else plain)
         elif form is PLAIN and (form, group) not in self._follow:
-            known = max(0.0, known - self.gap(batch))  # those that were seen were read first; others will follow
+            known = max(
+                0.0, known - self.gap(batch)
+            )  # those that were seen were read first; others will follow
         return known
 
     def gap(self, batch: int) -> float:

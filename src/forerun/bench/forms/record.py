@@ -9,17 +9,18 @@ levels the path's nodes are accepted that have fewer than n better ones on the f
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forerun.bench.run import prompt_ids
 from forerun.bench.suites import Item
-from forerun.drafters.eagle.drafter import EagleDrafter
-from forerun.drafters.head_drafter import Calibration
+from forerun.drafters.eagle.drafter import EagleDrafter, runner_for
+from forerun.drafters.head_drafter import Calibration, ObservedRows
 from forerun.drafters.tree_growth import Ranks
 from forerun.llm import LLM
 from forerun.offers import Form
@@ -31,6 +32,7 @@ TREES, CHAINS = 12, 16  # levels of trees that branch, and of chains
 NEVER = 30_000  # better ones of a token that the tree has not
 
 Ints = NDArray[np.int16]
+Tokens = tuple[int, ...]  # tokens from the root's child on
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +59,17 @@ class _Growth:
 
     def __init__(self, width: int) -> None:
         self.width, self.depth = width, CHAINS if width == 1 else TREES
-        self.frontier: list[tuple[tuple[int, ...], float]] = [((), 0.0)]  # tokens from the root, score
+        self.frontier: list[tuple[Tokens, float]] = [((), 0.0)]  # and their scores
         self.levels: list[NDArray[np.float32]] = []
         self.path: list[tuple[int, float, int]] = []  # level, score, place in the level
 
-    def add(self, children: dict[tuple[int, ...], tuple[list[float], list[int]]], truth: tuple[int, ...]) -> None:
-        """The next level: `children` are values and tokens of every frontier node."""
+    def add(self, children: Mapping[Tokens, Sequence[tuple[int, float]]], truth: Tokens) -> None:
+        """The next level: `children` are tokens and log-confidences below every node of the frontier."""
         level = len(self.levels)
         found = [
             ((*above, token), score + value)
             for above, score in self.frontier
-            for value, token in zip(*(column[: self.width] for column in children[above]), strict=True)
+            for token, value in children[above][: self.width]
         ]
         scores = np.array([score for _, score in found], dtype=np.float32)
         self.levels.append(scores)
@@ -91,28 +93,26 @@ class _Growth:
         return counts
 
 
-def record_place(ranks: Ranks, calibration: Calibration, truth: tuple[int, ...]) -> Ints:
-    """[widths, depths, path levels] of one place, behind which the text goes on like this."""
-    growths = [_Growth(width) for width in WIDTHS]
-    values, tokens = ranks.roots(WIDTHS[-1])[0]
-    children = {(): (calibration.log_confidences(values), tokens)}
-    for level in range(CHAINS):
-        for one in growths:
-            if one.frontier:
-                one.add(children, truth)
-        union = list(dict.fromkeys(tokens for one in growths for tokens, _ in one.frontier))
-        if not union or level + 1 == CHAINS:
+def record_place(ranks: Ranks, calibration: Calibration, truth: Tokens) -> Ints:
+    """[widths, depths, path levels] of one place, behind which the text goes on like this.
+
+    All widths grow side by side, so that every node goes through the head once.
+    """
+    growths, widest = [_Growth(width) for width in WIDTHS], WIDTHS[-1]
+    nodes: list[Tokens] = [()]
+    values, tokens = ranks.roots(widest)[0]
+    for _ in range(CHAINS):
+        scored = list(zip(tokens, calibration.log_confidences(values), strict=True))
+        children = {one: scored[i * widest : (i + 1) * widest] for i, one in enumerate(nodes)}
+        for growth in growths:
+            if growth.frontier:
+                growth.add(children, truth)
+        above = {one: i for i, one in enumerate(nodes)}
+        nodes = list(dict.fromkeys(one for growth in growths for one, _ in growth.frontier))
+        if not nodes:
             break
-        above = {tokens: i for i, tokens in enumerate(children)}
-        nodes = [(above[tokens[:-1]], tokens[-1]) for tokens in union]
-        values, tokens = ranks.below([nodes], WIDTHS[-1])[0]
-        columns = calibration.log_confidences(values), tokens
-        width = WIDTHS[-1]
-        children = {
-            one: (columns[0][i * width : (i + 1) * width], columns[1][i * width : (i + 1) * width])
-            for i, one in enumerate(union)
-        }
-    return np.stack([one.better() for one in growths])
+        values, tokens = ranks.below([[(above[one[:-1]], one[-1]) for one in nodes]], widest)[0]
+    return np.stack([growth.better() for growth in growths])
 
 
 def record(
@@ -125,33 +125,25 @@ def record(
 
 def _record_text(llm: LLM, item: Item, max_tokens: int, say: Callable[[str], None]) -> RecordedText:
     prompt = list(prompt_ids(llm, [dict(message) for message in item.messages]))
-    params = SamplingParams(max_tokens=max_tokens)
-    (seq,) = llm.driver.write([Request(tuple(prompt), params, budget=Budget(0, 0))])
-    answer, drafter = seq.tokens[len(prompt) :], llm.engine.drafters.get("eagle3")
+    request = Request(tuple(prompt), SamplingParams(max_tokens=max_tokens), budget=Budget(0, 0))
+    answer = llm.driver.write([request])[0].tokens[len(prompt) :]
+    drafter = llm.engine.drafters.get("eagle3")
     assert isinstance(drafter, EagleDrafter)
+    whole, target, config = [*prompt, *answer], llm.engine.target, drafter.head.config
+    reader = PlainSeq(-1, whole, len(whole))
+    hidden = target.prefill([reader], drafter.needs)[1].hidden
+    rows = [hidden[layer].clone() for layer in config.layers]
+    target.release(reader)
+    runner, observed, text = runner_for(drafter.head), ObservedRows(), PlainSeq(-1, [], len(prompt))
+    budget = Budget(len(WIDTHS) * WIDTHS[-1] * CHAINS, CHAINS, 2 * WIDTHS[-1])
     places = list[Ints]()
-    whole, target, text = [*prompt, *answer], llm.engine.target, PlainSeq(-1, prompt[:-1])
-    text.tokens = [*prompt]
-    read = PlainSeq(-7, whole, len(whole))
-    trees, scores = target.prefill([read], drafter.needs)
-    hidden = [scores.hidden[layer].clone() for layer in drafter.head.config.layers]
-    target.release(read)
-    first = len(prompt) - 1
-    budget = Budget(64 * CHAINS, CHAINS, 2 * WIDTHS[-1] + 8)
-    from forerun.drafters.head_drafter import ObservedRows
-
-    observed, done = ObservedRows(), 0
-    for place in range(len(answer)):
-        root = first + place
+    for root in range(len(prompt) - 1, len(whole) - 1):
         text.tokens = whole[: root + 1]
-        observed.note(hidden, slice(done, root))
-        observed.tokens += whole[done + 1 : root + 1]
-        observed.seen, done = root, root
-        steps = drafter._runner.begin([text], [observed], [budget])
-        observed.tokens = []
-        truth = tuple(whole[root + 1 : root + 1 + CHAINS])
-        places.append(record_place(steps.ranks([text]), drafter.head.config.calibration, truth))
-    drafter._runner.forget(text.id)
+        observed.note(rows, slice(observed.seen, root))
+        observed.tokens += whole[observed.seen + 1 : root + 1]
+        observed.seen = root
+        ranks = runner.begin([text], [observed], [budget]).ranks([text])
+        places.append(record_place(ranks, config.calibration, tuple(whole[root + 1 : root + 1 + CHAINS])))
     say(f"{item.task} {item.id}: {len(answer)} tokens")
     return RecordedText(item.task, prompt, answer, np.stack(places))
 
@@ -159,8 +151,8 @@ def _record_text(llm: LLM, item: Item, max_tokens: int, say: Callable[[str], Non
 def save(texts: Sequence[RecordedText], file: Path) -> None:
     """One compressed file."""
     said = json.dumps([{"task": one.task, "prompt": one.prompt, "answer": one.answer} for one in texts])
-    arrays = {f"text{i}": one.better for i, one in enumerate(texts)}
-    np.savez_compressed(file, said=np.frombuffer(said.encode(), dtype=np.uint8), **arrays)  # type: ignore[arg-type]
+    arrays: dict[str, Any] = {f"text{i}": one.better for i, one in enumerate(texts)}
+    np.savez_compressed(file, said=np.frombuffer(said.encode(), dtype=np.uint8), **arrays)
 
 
 def load(file: Path) -> list[RecordedText]:
