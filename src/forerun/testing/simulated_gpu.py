@@ -225,7 +225,8 @@ class SimulatedHead(BaseDrafter):
         if not most.nodes:
             return lone_roots(seqs)
         listed = [one for one in forms_for(bucket_of(len(seqs))) if one.nodes <= most.nodes]
-        return self._grow(max(listed), len(seqs), None)
+        asked = Form(most.nodes, most.depth, most.width)
+        return self._grow(asked if asked in listed else max(listed), len(seqs), None)
 
     def follow(
         self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]

@@ -17,7 +17,7 @@ FORMS = tuple(
     )
 )  # fmt: skip
 FADES = 0.14  # of an easier text's odds, in powers, from one level to the next
-ROWS = 384  # of a target's pass over all trees: a larger pass costs more than any draft brings
+ROWS = 256  # of a target's pass over all trees: a larger pass costs more than any draft brings
 FILLED = 0.9  # of a pass, at least, by trees that branch
 UNMEASURED = 2e-4  # seconds per level: about the time to read a head's weights
 UNKNOWN = (
