@@ -21,8 +21,10 @@ from forerun.bench.forms.record import RecordedText, load, record, save
 from forerun.bench.forms.simulation import Outcome, Simulation, fixed_forms, in_turn, make_controller
 from forerun.bench.gpu.texts import parse_form
 from forerun.bench.suites import load_suite
+from forerun.drafters.eagle.cuda.draft_plan import bucket_of
 from forerun.drafters.eagle.files import read_head
 from forerun.heads import BOX
+from forerun.models.cuda.plan import MAX_ROWS
 from forerun.offers import Form
 
 FEWEST, TIMES = 24, 3  # texts of a small batch, and of each place in a large one
@@ -50,7 +52,8 @@ def simulate(
               f"{found['read_first']:.3f} read first", flush=True)  # fmt: skip
         return found
 
-    forms = dict.fromkeys((*fixed_forms(batch), *others))
+    fitting = [form for form in others if bucket_of(batch) * (form.nodes + 1) <= MAX_ROWS]
+    forms = dict.fromkeys((*fixed_forms(batch), *fitting))
     rows = [row(f"fixed {_label(form)}", Simulation(texts, batch, form=form).run(order)) for form in forms]
     if batch == 1:
         rows.append(row("best form of each text", _hindsight(texts, order, list(forms))))
