@@ -24,7 +24,12 @@ from forerun.offers import Form
 from forerun.params import SamplingParams
 from forerun.types import Budget, Request
 
-RATES = ((0.48, 0.08, 0.04, 0.03), (0.56, 0.08, 0.04, 0.03), (0.64, 0.08, 0.04, 0.02), (0.7, 0.07, 0.03, 0.02))
+RATES = (
+    (0.48, 0.08, 0.04, 0.03),
+    (0.56, 0.08, 0.04, 0.03),
+    (0.64, 0.08, 0.04, 0.02),
+    (0.7, 0.07, 0.03, 0.02),
+)
 FORM = Form(7, 4, 4)
 
 
@@ -113,5 +118,7 @@ def test_the_command_says_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     *lines, last = capsys.readouterr().out.splitlines()
     rows = [row for one in json.loads(last)["batches"] for row in one["rows"]]
     assert len(rows) == len(lines)
-    assert {"fixed 9:3:3", "best form of each text", "controller, first time"} <= {row["what"] for row in rows}
+    assert {"fixed 9:3:3", "best form of each text", "controller, first time"} <= {
+        row["what"] for row in rows
+    }
     assert all(row["x_plain"] > 0.9 for row in rows)

@@ -12,7 +12,12 @@ from forerun.control.around import PLAIN, Around
 from forerun.drafters.eagle.cuda.menu import FORMS, DraftMenu, ranks_at
 from forerun.offers import Form
 
-RATES = ((0.48, 0.08, 0.04, 0.03), (0.56, 0.08, 0.04, 0.03), (0.64, 0.08, 0.04, 0.02), (0.7, 0.07, 0.03, 0.02))
+RATES = (
+    (0.48, 0.08, 0.04, 0.03),
+    (0.56, 0.08, 0.04, 0.03),
+    (0.64, 0.08, 0.04, 0.02),
+    (0.7, 0.07, 0.03, 0.02),
+)
 SHALLOW, DEEP = Form(31, 5, 8), Form(63, 10, 8)
 
 
@@ -80,7 +85,9 @@ def test_what_was_lost_is_counted_over_every_stretch_of_the_window() -> None:
     for i in range(400):
         losses.append(rng.uniform(-1.0, 0.6) if i % 50 < 25 else rng.uniform(0.0, 0.5))
         allowance.book(losses[-1])
-        stretches = [sum(losses[-length:]) for length in range(1, 20)]  # and the coming round is the twentieth
+        stretches = [
+            sum(losses[-length:]) for length in range(1, 20)
+        ]  # and the coming round is the twentieth
         assert allowance.lost == pytest.approx(max(0.0, *stretches), abs=1e-9)
 
 
