@@ -43,8 +43,13 @@ def test_one_long_prompt_does_not_stop_the_drafts_of_a_batch(batch: int) -> None
     assert chosen(batch, WaitingPrompts(1, 30_000, 256, ROOM)) > 0
 
 
-def test_negative_control_without_patience_large_trees_are_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+def have_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, "PATIENCE", 0.0)
+    monkeypatch.setattr(forms, "BURST", 1000)
+
+
+def test_negative_control_without_patience_large_trees_are_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_no_patience(monkeypatch)
     assert chosen(8, WaitingPrompts(24, 24 * 290, ROOM, ROOM)) > 3
 
 
@@ -55,11 +60,18 @@ def test_what_is_missed_grows_with_rows_and_requests() -> None:
         chooser.prompts = prompts
         return [one.missed for one in chooser._promises(range(8), 8) if one.seconds < 1.0]
 
-    none, some, many = (missed(WaitingPrompts(n, n * 290, ROOM, ROOM)) for n in (0, 4, 16))
+    none, some, many = (missed(WaitingPrompts(n, n * 290, ROOM, ROOM)) for n in (0, 1, 2))
     assert set(none) == {0.0}
     assert some[0] == many[0] == 0.0, "plain rounds are what is compared with"
     assert all(0.0 < few < more for few, more in zip(some[1:], many[1:], strict=True))
     assert some[1:] == sorted(some[1:]), "the menu's forms, smallest first"
+
+
+@pytest.mark.parametrize(("batch", "few"), [(8, 2), (32, 5)])
+def test_nothing_is_drafted_while_a_sixth_of_the_batch_waits(batch: int, few: int) -> None:
+    """However few rows they have; a chain beside fewer that have few rows is drafted."""
+    assert chosen(batch, WaitingPrompts(few, 2 * few, 256, ROOM)) > 0
+    assert chosen(batch, WaitingPrompts(few + 1, 2 * few, 256, ROOM)) == 0
 
 
 def test_a_form_under_way_ends_when_many_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +80,7 @@ def test_a_form_under_way_ends_when_many_come(monkeypatch: pytest.MonkeyPatch) -
     assert chooser.keeps(range(8), 8) is not None
     chooser.prompts = WaitingPrompts(24, 24 * 290, ROOM, ROOM)
     assert chooser.keeps(range(8), 8) is None
-    monkeypatch.setattr(forms, "PATIENCE", 0.0)
+    have_no_patience(monkeypatch)
     assert chooser.keeps(range(8), 8) is not None, "the negative control"
 
 
@@ -89,7 +101,7 @@ def test_first_tokens_come_as_soon_as_without_drafts_and_more_follow(clients: in
 
 def test_negative_control_without_patience_first_tokens_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
     patient, _ = served(True, 32)
-    monkeypatch.setattr(forms, "PATIENCE", 0.0)
+    have_no_patience(monkeypatch)
     hasty, _ = served(True, 32)
     assert hasty.first_at(0.99) > 1.03 * patient.first_at(0.99)
 

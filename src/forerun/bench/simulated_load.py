@@ -1,8 +1,9 @@
 """A server of an 8B on one H200 under load, in simulation (`python -m forerun.bench.simulated_load`).
 
-Clients in a closed loop, prompts of about 290 tokens and answers of up to 96; engine and controller are real, and time
-is counted (forerun.testing.load_simulator). Shown: tokens per second with speculation off and adaptive, and the time to
-the first token. Which forms suit a machine cannot be learnt here: what a pass takes is given.
+Clients in a closed loop, prompts of about 290 tokens and answers of up to 96 unless told otherwise; engine and
+controller are real, and time is counted (forerun.testing.load_simulator). Shown: tokens per second with speculation off
+and adaptive, and the time to the first token. Which forms suit a machine cannot be learnt here: what a pass takes is
+given.
 The last line of stdout is one JSON document.
 """
 
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from statistics import fmean
 from typing import Any
 
 from forerun.testing.load_simulator import Answered, compare
 
 SHARES = (0.5, 0.9, 0.99)
+MODES = ("off", "adaptive")
 
 
 def facts(clients: int, mode: str, found: Answered) -> dict[str, Any]:
@@ -30,19 +33,26 @@ def main() -> None:
         "--per-client", type=int, default=3, help="requests of each client; 8 in all at least"
     )
     parser.add_argument("--places", type=int, default=64, help="sequences written together")
+    parser.add_argument("--prompt", type=int, default=290, help="tokens of a prompt, on average")
+    parser.add_argument(
+        "--rate", type=float, default=0.7, help="how likely the head's likeliest token is right"
+    )
+    parser.add_argument("--apart", type=float, default=0.0, help="milliseconds between clients that begin")
+    parser.add_argument("--seeds", type=int, default=1, help="loads, of which means are shown")
     given = parser.parse_args()
     rows = []
     for clients in map(int, given.clients.split(",")):
-        plain, drafted = compare(clients, given.per_client, given.places)
+        shape = given.per_client, given.places, given.prompt, given.rate, given.apart / 1e3
+        runs = [compare(clients, *shape, seed) for seed in [None, *range(1, given.seeds)]]
+        modes = [[run[i] for run in runs] for i in (0, 1)]
+        off, on = (fmean([one.rate for one in mode]) for mode in modes)
         print(
-            f"{clients:3d} clients: tokens/s {plain.rate:5.0f} off, {drafted.rate:5.0f} adaptive "
-            f"({drafted.rate / plain.rate:.2f}x)",
-            flush=True,
+            f"{clients:3d} clients: tokens/s {off:5.0f} off, {on:5.0f} adaptive ({on / off:.2f}x)", flush=True
         )
         for share in SHARES:
-            off, on = (1e3 * one.first_at(share) for one in (plain, drafted))
-            print(f"    first token, p{100 * share:.0f}: {off:5.0f} ms off, {on:5.0f} adaptive", flush=True)
-        rows += [facts(clients, "off", plain), facts(clients, "adaptive", drafted)]
+            off, on = (1e3 * fmean([one.first_at(share) for one in mode]) for mode in modes)
+            print(f"    first token, p{100 * share:.0f}: {off:5.1f} ms off, {on:5.1f} adaptive", flush=True)
+        rows += [facts(clients, name, one) for run in runs for name, one in zip(MODES, run, strict=True)]
     print(json.dumps({"what": "simulated load", "rows": rows}))
 
 

@@ -14,23 +14,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
-import torch
-
-from forerun.bench.gpu.inflated import load_inflated
-from forerun.build import make_engine
-from forerun.drafters.eagle.inflate_head import inflate_head_folder
-from forerun.errors import ForerunError, InvalidInput
-from forerun.heads import find_head
+from forerun.bench.gpu.inflated import load_ready
+from forerun.errors import ForerunError
 from forerun.llm import LLM
-from forerun.models.inflate import PRESETS, find_shape
-from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
-from forerun.params import EngineConfig, SpeculativeConfig
+from forerun.models.inflate import PRESETS
 from forerun.server.backend import Backend
 from forerun.server.engine_process.loader import Loader
 from forerun.server.run import address_of, bind, serve
 from forerun.server.settings import Front, ServerSettings
-
-PLACE_SLOTS = 1024  # of the KV cache for each sequence: prompt, answer and a tree
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -86,28 +77,8 @@ def load_by_name(folder: str, **flags: Any) -> LLM:
 
 def load(flags: argparse.Namespace, folder: Path) -> LLM:
     """The model at that shape, ready to write; its head is written to the folder, from where drafters read it."""
-    if flags.device == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput("a larger shape needs a GPU, and torch sees none")
-    checkpoint = open_checkpoint(flags.model)
-    tokenizer = checkpoint.tokenizer()
-    slots = PLACE_SLOTS * (flags.max_num_seqs + 1)
-    target, _ = load_inflated(checkpoint, flags.shape, slots, flags.device)
-    settings = EngineConfig(max_batch=flags.max_num_seqs, max_length=flags.max_model_len, device=flags.device)
-    speculative = _inflated_head(checkpoint, flags, folder)
-    engine = make_engine(target, tokenizer.eos_ids, speculative, settings, tokenizer)
-    if target.device.type == "cuda":
-        drafter = engine.drafters.get(engine.default_drafter)  # captures its graphs
-        target.warm_up(drafter.needs, engine.max_batch, engine.max_length)
-    return LLM(engine, tokenizer, f"{flags.model}-at-{flags.shape}")
-
-
-def _inflated_head(checkpoint: Checkpoint, flags: argparse.Namespace, folder: Path) -> SpeculativeConfig:
-    """Drafting with the package's head for this model, written to a folder at the larger shape."""
-    found = find_head(checkpoint.config, (checkpoint.name, checkpoint.path.name), "eagle3")
-    if found is None:
-        return SpeculativeConfig(drafter=flags.drafter or "ngram")
-    written = inflate_head_folder(found.path, find_shape(flags.shape), folder / "head")
-    return SpeculativeConfig(drafter=flags.drafter or found.drafter, draft_model=str(written))
+    lengths = flags.max_num_seqs, flags.max_model_len
+    return load_ready(flags.model, flags.shape, *lengths, folder, flags.device, flags.drafter)
 
 
 if __name__ == "__main__":

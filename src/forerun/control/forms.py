@@ -13,6 +13,7 @@ case is all that comes of it is covered by the allowance (allowance.py), so that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import NamedTuple
 
 from forerun.control.acceptance import Acceptance
@@ -36,6 +37,7 @@ LOOKS = 4  # rounds that follow, from one look at other forms to the next
 PATIENCE = (
     8.0  # tokens of those that write, for one of a request that has not begun: somebody waits for its first
 )
+BURST, BURST_SHARE = 3, 1 / 6  # requests that wait: so many, and that share of those that write
 REFRESH = 8  # rounds for which seconds are kept
 
 
@@ -156,9 +158,12 @@ class FormChooser:
         """The same, with what requests miss that wait for their prompts while a round of each form runs.
 
         Trees take time, and rows of the pass that prompts could have. A request whose prompt is read so much later than
-        beside plain rounds writes so much less, at the best rate that one of the batch has.
+        beside plain rounds writes so much less, at the best rate that one of the batch has. While many wait, nothing is
+        drafted: whoever is read last waits for all of it.
         """
         plain, prompts = promises[0], self.prompts
+        if prompts.requests >= max(BURST, BURST_SHARE * batch):
+            return [plain, *[one._replace(missed=inf) for one in promises[1:]]]
         each = max([one.rate for one in promises]) / batch
         read = min(prompts.rows, prompts.taken, max(1, prompts.room - batch))
         beside = self.cost.whole_seconds(batch + read, batch) + self._around(plain.form, drafting, batch)

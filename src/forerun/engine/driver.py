@@ -231,7 +231,9 @@ class Driver:
                 self._do_posted()
             if waiter.is_ready() or not makes_rounds:
                 return
-            if self.engine.busy:
+            if (left := self.engine.late_launch.left(self.engine)) > 0.0:
+                waiter.sleep(left)  # whoever posts something wakes it
+            elif self.engine.busy:
                 self.engine.step()
                 self._wake_ready()
             else:

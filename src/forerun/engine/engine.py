@@ -23,17 +23,17 @@ from forerun.control.base import Controller
 from forerun.engine.budgets import cut_budgets, standing
 from forerun.engine.detokenize import Decodes
 from forerun.engine.following import follow
+from forerun.engine.late_launch import LateLaunch
 from forerun.engine.metrics import EngineStats
 from forerun.engine.outcome import outcome_of
 from forerun.engine.pending import Launched, Pending
-from forerun.engine.preemption import NO_ROOM, find_room
+from forerun.engine.preemption import find_room, no_room_for
 from forerun.engine.prompt_rows import PromptRows, note_prompts, prompt_share
 from forerun.engine.queues import Queues
 from forerun.engine.requests import new_sequence
 from forerun.engine.routing import DrafterPool, VerifierPool
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Advance, SequenceState
-from forerun.errors import InvalidInput
 from forerun.models.base import Target
 from forerun.types import Event, Prompts, Request, Scores, TreeBatch, Verdict
 
@@ -70,6 +70,7 @@ class Engine(Queues):
         self._pending: Pending | None = None
         self._ahead: Launched | None = None  # the next round
         self._following: Launched | None = None  # the one behind it
+        self.late_launch = LateLaunch()
         self._unread: list[Event] = []  # of what was completed and not returned yet
 
     @property
@@ -87,6 +88,8 @@ class Engine(Queues):
                 self._recover()
             if self._ahead is None:
                 self._start_round()
+                if self.late_launch.left(self) > 0.0:
+                    return []  # requests may come before the round behind it is launched
             if (launched := self._ahead) is not None:
                 if self.follows_unread:
                     self._following = follow(self, launched)  # before this one is read
@@ -139,6 +142,7 @@ class Engine(Queues):
         scores = self.score(seqs, trees, readers, rows)
         clock.lap("pass")
         self._ahead = Launched(pending, seqs, readers, trees, scores, clock, *standing(budgets))
+        self.late_launch.note_start(self._ahead, self.stats.now())
         self._pending = None  # last: whatever interrupts a launch undoes it
 
     def hold(self, seqs: Sequence[SequenceState]) -> None:
@@ -162,10 +166,11 @@ class Engine(Queues):
         clock.lap("host")
         laws, verdict = self.verifiers.decide(seqs, trees, scores)
         clock.lap("verdict")
+        self.late_launch.note_read(launched, self._following, clock.seconds["verdict"], self.stats.now())
         clock.settle(trees, scores)
         seqs, trees, scores, verdict = launched.without_ended(verdict)
         self.target.commit(seqs, trees, verdict)
-        rows = self._note_prompts(readers, scores.read[0], clock.started) if scores.read is not None else 0
+        rows = note_prompts(self, readers, scores.read[0], clock.started) if scores.read is not None else 0
         self.drafters.observe(seqs, trees, scores, verdict)
         spent = self.stats.now() - clock.started
         parts = clock.seconds, spent, rows, launched.trees.follows is not None
@@ -184,7 +189,7 @@ class Engine(Queues):
         if following is not None:
             self._ahead, read = following.begun(self.stats.clock()), following.scores.read
             if self._ahead is None and read is not None:  # its prompts were read all the same
-                self._note_prompts(following.readers, read[0], following.clock.started)
+                note_prompts(self, following.readers, read[0], following.clock.started)
 
     def submit(self, request: Request) -> int:
         """Queue a request; its id names it in events."""
@@ -212,25 +217,20 @@ class Engine(Queues):
         rows = self.target.pass_rows
         seqs = self.scheduler.next_readers(rows)
         if not seqs:
-            seq = self.waiting[0]
-            self._end(seq.ended("error", InvalidInput(f"a request of {seq.max_length} tokens {NO_ROOM}")))
+            self._end(no_room_for(self.waiting[0]))
             return
         clock = self.stats.clock()
         self._pending = Pending(seqs)
         self.scheduler.begin(seqs)
         chains, scores = self.target.prefill(seqs, self.drafters.needs(seqs), rows)
         self._observe_prompts(seqs, chains, scores)
-        self.stats.count_prompts(scores, self._note_prompts(seqs, chains, clock.started), clock)
+        self.stats.count_prompts(scores, note_prompts(self, seqs, chains, clock.started), clock)
         self._pending = None
 
     def _observe_prompts(self, seqs: Sequence[SequenceState], chains: TreeBatch, scores: Scores) -> None:
         """A chunk is a chain that was accepted whole, and the prompt's next token follows it."""
         following = [seq.tokens[self.target.cached_tokens(seq)] for seq in seqs]
         self.drafters.observe(seqs, chains, scores, Verdict.whole_chain(chains, following))
-
-    def _note_prompts(self, seqs: Sequence[SequenceState], chains: TreeBatch, started: float) -> int:
-        """The rows of prompts that were computed since then."""
-        return chains.nodes - note_prompts(seqs, self.target, self.stats, self.stats.now() - started)
 
     def _send_back(self, seq: SequenceState) -> None:
         self._roll_back([seq])

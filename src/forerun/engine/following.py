@@ -33,7 +33,10 @@ Going = list[tuple[SequenceState, int]]  # sequences, and their trees in the las
 def follow(engine: Engine, last: Launched) -> Launched | None:
     """`next_round`; where it fails, rounds are read first from then on."""
     try:
-        return next_round(engine, last)
+        started = engine.stats.now()
+        following = next_round(engine, last)
+        engine.late_launch.note_launch(engine.stats.now() - started)
+        return following
     except Exception as error:
         engine.follows_unread = False
         log.warning("rounds are read before the next one starts, as one failed that was not: %r", error)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from forerun.engine.sequence import SequenceState
+from forerun.engine.sequence import Advance, SequenceState
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
 from forerun.types import Budget
@@ -23,6 +23,11 @@ NO_ROOM = "does not fit the KV cache; raise kv_slots or kv_memory, or lower max_
 def is_too_long(target: Target, seq: SequenceState) -> bool:
     """Could it not come to its end, even if it had all slots?"""
     return target.slots is not None and seq.max_length > target.slots
+
+
+def no_room_for(seq: SequenceState) -> Advance:
+    """What ends a sequence that cannot be read, whoever else leaves."""
+    return seq.ended("error", InvalidInput(f"a request of {seq.max_length} tokens {NO_ROOM}"))
 
 
 def find_room(

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from forerun.control.base import Controller, SeesPrompts, WaitingPrompts
-from forerun.engine.metrics import EngineStats
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import SequenceState
-from forerun.models.base import Target
+from forerun.types import TreeBatch
+
+if TYPE_CHECKING:
+    from forerun.engine.engine import Engine
 
 LEAST = 16  # rows: a CPU does as many in nearly the time of one
 START_CPU, START_GPU = 32, 256  # rows, before any round with prompts was timed; on a GPU the least, too
@@ -86,9 +88,10 @@ def _kind_sees_prompts(kind: type) -> bool:
     return issubclass(kind, SeesPrompts)
 
 
-def note_prompts(seqs: Sequence[SequenceState], target: Target, stats: EngineStats, seconds: float) -> int:
-    """Chunks of these prompts were read in so many seconds; returns the rows found, less those of sources."""
-    found = 0
+def note_prompts(engine: Engine, seqs: Sequence[SequenceState], chains: TreeBatch, started: float) -> int:
+    """Chunks of these prompts were read since then; returns the rows that were computed, those of sources included."""
+    found, target, stats = 0, engine.target, engine.stats
+    seconds = stats.now() - started
     for seq in seqs:
         if not seq.prompt_seconds:
             reused = target.reused_tokens(seq)
@@ -96,4 +99,4 @@ def note_prompts(seqs: Sequence[SequenceState], target: Target, stats: EngineSta
             seq.note_reuse(reused)
             stats.count_prompt(len(seq.source) + len(seq.tokens), reused)
         seq.note_prompt(seconds)
-    return found
+    return chains.nodes - found

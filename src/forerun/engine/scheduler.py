@@ -36,6 +36,11 @@ class Scheduler:
         return bool(self.waiting or self.reading)
 
     @property
+    def has_places(self) -> bool:
+        """Could one more be read and run at once?"""
+        return len(self.running) + len(self.reading) + len(self.waiting) < self.max_batch
+
+    @property
     def could_start(self) -> int:
         """Requests that wait, or are being read, and for which there are places."""
         return min(self.max_batch - len(self.running), len(self.waiting) + len(self.reading))

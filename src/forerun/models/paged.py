@@ -262,8 +262,8 @@ class PagedKV:
         """Have so many pages to take: free ones, then new ones, then those of finished texts."""
         pool = self.pool
         free = pool.available - pool.cached
-        page_bytes = PAGE * self.data[:, :, :, :1].numel() * self.data.element_size()
-        spares = pool.cached * page_bytes < KEPT_BYTES
+        slot_bytes = self.data.nbytes // max(1, self.data.shape[3])
+        spares = pool.cached * PAGE * slot_bytes < KEPT_BYTES
         if count > (free if spares else pool.available) and (self._most is None or pool.size < self._most):
             self._enlarge(count - free)
         if count > pool.available:

@@ -88,11 +88,12 @@ class SimulatedServer:
         self.engine.launches_ahead = self.engine.follows_unread = True
         self.engine.scheduler.reads_early = True
 
-    def serve(self, some: Sequence[Ask], clients: int) -> Answered:
-        """All of these, by so many clients who begin at once."""
+    def serve(self, some: Sequence[Ask], clients: int, apart: float = 0.0) -> Answered:
+        """All of these, by so many clients who begin at once, or so many seconds after each other."""
+        self.gpu.finish()
         started, found = self.clock.seconds, Answered()
         coming = iter(some)
-        arrivals = [(started, i) for i in range(min(clients, len(some)))]
+        arrivals = [(started + i * apart, i) for i in range(min(clients, len(some)))]
         pending = {i: next(coming) for _, i in arrivals}  # by client
         asked: dict[int, tuple[float, int, int]] = {}  # sequence -> when, passes before it, client
         last: dict[int, float] = {}
@@ -104,6 +105,10 @@ class SimulatedServer:
                 last[number] = -1.0
             if not self.engine.busy:
                 self.clock.wait_until(arrivals[0][0])
+                continue
+            if (left := self.engine.late_launch.left(self.engine)) > 0.0:  # as forerun.engine.driver does
+                coming_at = arrivals[0][0] if arrivals else float("inf")
+                self.clock.wait_until(min(self.clock.seconds + left, coming_at))
                 continue
             for event in self.engine.step():
                 assert event.error is None
@@ -128,12 +133,21 @@ class SimulatedServer:
         return self.engine.submit(Request(prompt, params, drafter=self.drafter))
 
 
-def compare(clients: int, each: int = 3, places: int = 64) -> tuple[Answered, Answered]:
+def compare(
+    clients: int,
+    each: int = 3,
+    places: int = 64,
+    prompt: int = 290,
+    rate: float = 0.7,
+    apart: float = 0.0,
+    seed: int | None = None,
+) -> tuple[Answered, Answered]:
     """A load without drafts and with them, on servers that have served such loads before."""
     found = []
     for drafts in (False, True):
-        server = SimulatedServer(drafts, places=places)
-        for few in (1, 8, clients, clients):
-            answered = server.serve(asks(max(8, each * few), seed=few), few)
-        found.append(answered)
+        server = SimulatedServer(drafts, places=places, rate=rate)
+        for few in (1, 8, clients):
+            server.serve(asks(max(8, each * few), few, prompt), few, apart)
+        last = asks(max(8, each * clients), clients if seed is None else seed, prompt)
+        found.append(server.serve(last, clients, apart))
     return found[0], found[1]

@@ -116,6 +116,10 @@ class SimulatedGPU(CountedTokens):
         """More work in the device's stream."""
         self._free_at = max(self.clock.seconds, self._free_at) + seconds
 
+    def finish(self) -> None:
+        """Wait until the device has done all that was launched."""
+        self.clock.wait_until(self._free_at)
+
     def host_works(self, sequences: int) -> None:
         self.clock.seconds += self.speeds.host + self.speeds.host_row * sequences
 

@@ -120,7 +120,8 @@ def _with_roots(draft: DeviceDraft) -> Any:
         planned = real(lanes, form, farthest)
         trees = draft._tree_ints[:, : planned.trees.rows].view(2, planned.sequences, -1)
         trees[1] = torch.arange(-1, planned.trees.nodes - 1) if form.width == 1 else 0
-        trees[0, :, 0], trees[1, :, 0] = torch.tensor([lane.root for lane in lanes]), -1
+        roots = np.array([lane.root for lane in lanes])  # no tensor of a list: on a GPU that would wait
+        trees[0, :, 0], trees[1, :, 0] = torch.from_numpy(roots), -1
         return planned
 
     return draft_for

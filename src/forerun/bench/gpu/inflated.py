@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from forerun.build import make_engine
+from forerun.drafters.eagle.inflate_head import inflate_head_folder
+from forerun.errors import InvalidInput
+from forerun.heads import find_head
+from forerun.llm import LLM
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.inflate import InflatedWeights, find_shape
-from forerun.models.load.checkpoint import Checkpoint
+from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
+from forerun.params import EngineConfig, SpeculativeConfig
 from forerun.verify.greedy import device_walk
 from forerun.verify.sampled import SampledTokens
 
 OWN = "own"  # not inflated
+PLACE_SLOTS = 1024  # of the KV cache for each sequence: prompt, answer and a tree
 INFLATED = "inflated: the small model's tokens and acceptance at the cost of the larger shape"
 
 
@@ -37,3 +46,38 @@ def load_inflated(
         sampling=SampledTokens(),
     )
     return target, large
+
+
+def load_ready(
+    model: str,
+    preset: str,
+    places: int,
+    length: int,
+    folder: Path,
+    device: str = "cuda",
+    drafter: str | None = None,
+) -> LLM:
+    """A small model at that shape, ready to write; its head is written to the folder, from where drafters read it."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput("a larger shape needs a GPU, and torch sees none")
+    checkpoint = open_checkpoint(model)
+    tokenizer = checkpoint.tokenizer()
+    target, _ = load_inflated(checkpoint, preset, PLACE_SLOTS * (places + 1), device)
+    settings = EngineConfig(max_batch=places, max_length=length, device=device)
+    speculative = _inflated_head(checkpoint, preset, folder, drafter)
+    engine = make_engine(target, tokenizer.eos_ids, speculative, settings, tokenizer)
+    if target.device.type == "cuda":
+        made = engine.drafters.get(engine.default_drafter)  # captures its graphs
+        target.warm_up(made.needs, engine.max_batch, engine.max_length)
+    return LLM(engine, tokenizer, f"{model}-at-{preset}")
+
+
+def _inflated_head(
+    checkpoint: Checkpoint, preset: str, folder: Path, drafter: str | None
+) -> SpeculativeConfig:
+    """Drafting with the package's head for this model, written to a folder at the larger shape."""
+    found = find_head(checkpoint.config, (checkpoint.name, checkpoint.path.name), "eagle3")
+    if found is None:
+        return SpeculativeConfig(drafter=drafter or "ngram")
+    written = inflate_head_folder(found.path, find_shape(preset), folder / "head")
+    return SpeculativeConfig(drafter=drafter or found.drafter, draft_model=str(written))

@@ -9,7 +9,7 @@ import torch
 
 from forerun.errors import InvalidInput
 
-PAGES = 4  # pinned buffers, used in turn: a copy is long done when its buffer is filled again
+PAGES = 8  # pinned buffers, used in turn: more than two rounds fill, so that none waits for its copy
 
 
 class SentInts:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from itertools import product
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.grown import GrownBuffers, Places
+from forerun.models.cuda.integers import SentInts
 from forerun.models.cuda.network import Buffers, Run
 from forerun.models.cuda.plain_rounds import MOST_ROWS, PlainResults, PlainStep
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Plan, Size, round_up
@@ -33,8 +35,10 @@ class Sampler:
     ) -> None:
         self._rule, self._buffers, self._grown, self._plain = rule, buffers, grown, plain
         self._replays, device = replays, buffers.logits.device
+        fields = rule.fields if rule else 0
+        self._ints = SentInts(device, fields * MAX_ROWS, torch.long)
+        self._table = self._ints.all.view(fields, MAX_ROWS)
         with torch.inference_mode(False):
-            self._table = torch.zeros(rule.fields if rule else 0, MAX_ROWS, dtype=torch.long, device=device)
             self._positions = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
             self._found = torch.zeros(MAX_ROWS, dtype=torch.long, device=device)
         self._sent: tuple[object, ...] = ()
@@ -121,10 +125,11 @@ class Sampler:
         return self._rule.tokens(logits, positions, self._table[:, : len(logits)], kinds, depth)
 
     def _send(self, seqs: Sequence[Seq], kinds: Hashable) -> None:
-        """One copy, from memory that was read when the call returns; none where the sequences are those of the last."""
+        """One copy, that is not waited for; none where the sequences are those of the last."""
         assert self._rule is not None, "there are kinds where there is a rule"
         sent = (kinds, *((seq.seed, seq.params, seq.shares_noise) for seq in seqs))
         if sent != self._sent:
-            table = torch.from_numpy(self._rule.settings(seqs, kinds))
-            self._table[:, : len(seqs)].copy_(table, non_blocking=True)
+            table = np.zeros(self._table.shape, dtype=np.int64)
+            table[:, : len(seqs)] = self._rule.settings(seqs, kinds)
+            self._ints.send(table)
             self._sent = sent

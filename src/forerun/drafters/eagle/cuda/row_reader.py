@@ -32,7 +32,7 @@ from forerun.models.cuda.plan import (
 )
 from forerun.topology import chain_of
 
-PASSES = (64, 256, MAX_ROWS)  # rows of a pass
+PASSES = (64, 128, 256, 512, MAX_ROWS)  # rows of a pass
 Fill = Callable[[int, int], None]  # put so many rows, from a place among all on, into `RowReader.passing`
 
 

@@ -1,0 +1,141 @@
+"""The next round waits for requests while the device is busy, and never so long that the device waits for it."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from forerun.engine import late_launch
+from forerun.engine.late_launch import LATE, LAUNCHES, LONGER, QUIET, SPARE, LateLaunch
+from forerun.params import SamplingParams
+from forerun.testing.load_simulator import Answered, SimulatedServer, asks
+from forerun.testing.simulated_gpu import SimulatedGPU
+from tests.engine.test_driver import make
+
+A, B = object(), object()  # sequences
+ROUND = 8e-3
+
+
+def launched(
+    seqs: list[Any], seconds: float | None = ROUND, read: object = None, form: object = "form"
+) -> Any:
+    trees = SimpleNamespace(form=form, device_seconds=0.0)
+    return SimpleNamespace(seqs=seqs, trees=trees, scores=SimpleNamespace(seconds=lambda: seconds, read=read))
+
+
+def engine_at(now: float, follows: bool = True, places: bool = True) -> Any:
+    stats = SimpleNamespace(now=lambda: now)
+    return SimpleNamespace(follows_unread=follows, scheduler=SimpleNamespace(has_places=places), stats=stats)
+
+
+def after_a_round(waited: float = 1.0, **other: Any) -> LateLaunch:
+    """A round of one sequence was read at 1.0, and another of two is under way."""
+    late = LateLaunch()
+    late.note_launch(5e-4)
+    late.note_read(launched([A], **other), launched([A, B]), waited, 1.0)
+    return late
+
+
+def test_it_waits_until_shortly_before_the_round_under_way_ends() -> None:
+    late = after_a_round()
+    whole = ROUND - SPARE - LAUNCHES * 5e-4
+    assert late.left(engine_at(1.0)) == pytest.approx(whole)
+    assert late.left(engine_at(1.0 + whole + 1e-6)) < 0.0
+
+
+def test_it_does_not_wait_where_it_does_not_know_when_that_is() -> None:
+    assert after_a_round(waited=LATE / 2).left(engine_at(1.0)) == 0.0, "the host was late"
+    assert after_a_round(seconds=None).left(engine_at(1.0)) == 0.0, "nothing was timed"
+    assert after_a_round(read=object()).left(engine_at(1.0)) == 0.0, "prompts made it longer"
+    assert after_a_round(form="another").left(engine_at(1.0)) == 0.0, "another kind of round"
+    late = after_a_round()
+    late.note_read(launched([A, B]), None, 1.0, 1.1)
+    assert late.left(engine_at(1.1)) == 0.0, "nothing is under way"
+
+
+def test_it_does_not_wait_where_nobody_can_come() -> None:
+    late = after_a_round()
+    assert late.left(engine_at(1.0, places=False)) == 0.0
+    assert late.left(engine_at(1.0, follows=False)) == 0.0
+    for _ in range(QUIET - 1):
+        late.note_read(launched([A, B]), launched([A, B]), 1.0, 1.0)
+    assert late.left(engine_at(1.0)) > 0.0
+    late.note_read(launched([A, B]), launched([A, B]), 1.0, 1.0)
+    assert late.left(engine_at(1.0)) == 0.0
+
+
+def test_the_shortest_of_late_counts() -> None:
+    late = after_a_round()
+    before = late.left(engine_at(1.0))
+    late.note_read(launched([A, B], 2 * ROUND), launched([A]), 1.0, 1.0)
+    assert late.left(engine_at(1.0)) == pytest.approx(before + (LONGER - 1.0) * ROUND)
+    late.note_read(launched([A], ROUND / 2), launched([A, B]), 1.0, 1.0)
+    assert late.left(engine_at(1.0)) == pytest.approx(before - ROUND / 2)
+
+
+def test_a_round_behind_nothing_begins_when_it_is_launched() -> None:
+    late = after_a_round()
+    late.note_start(launched([B]), 3.0)
+    assert late.left(engine_at(3.0)) == pytest.approx(ROUND - SPARE - LAUNCHES * 5e-4)
+
+
+class Idle:
+    """Counts how long a simulated device has nothing to do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        real = SimulatedGPU.busy_for
+
+        def busy_for(gpu: SimulatedGPU, seconds: float) -> None:
+            self.seconds += max(0.0, gpu.clock.seconds - gpu._free_at)
+            real(gpu, seconds)
+
+        monkeypatch.setattr(SimulatedGPU, "busy_for", busy_for)
+
+
+def served(drafts: bool, clients: int) -> Answered:
+    """The second load, on a server that has learnt from the first."""
+    server = SimulatedServer(drafts, rate=0.6)
+    for _ in range(2):
+        found = server.serve(asks(5 * clients, seed=clients, prompt=142), clients)
+    return found
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_clients_that_ask_again_are_read_a_round_earlier(
+    drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle = Idle(monkeypatch)
+    late = served(drafts, 32)
+    idle_late, idle.seconds = idle.seconds, 0.0
+    monkeypatch.setattr(late_launch, "QUIET", 0)  # nobody is waited for
+    early = served(drafts, 32)
+    assert late.first_at(0.5) < 0.85 * early.first_at(0.5)
+    assert late.first_at(0.99) <= 1.01 * early.first_at(0.99)
+    assert late.rate > early.rate
+    assert idle_late <= idle.seconds + 0.005 * late.seconds
+
+
+def test_who_leads_is_woken_by_a_request_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make()
+    asked = threading.Event()
+    engine = llm.engine
+    real = engine.enqueue
+
+    def enqueue(seq: Any) -> None:
+        real(seq)
+        if len(engine.waiting) + len(engine.running) > 1:
+            asked.set()
+
+    monkeypatch.setattr(engine, "enqueue", enqueue)
+    monkeypatch.setattr(engine.late_launch, "left", lambda _: 0.0 if asked.is_set() else 3600.0)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    threads = [threading.Thread(target=llm.generate, args=("ab", params), daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()

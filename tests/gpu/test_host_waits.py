@@ -1,0 +1,88 @@
+"""No line of a round makes the host wait for the device but the one that reads the verdict.
+
+A wait behind a round that was just launched takes as long as that round, and what follows it is launched late.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.bench.gpu.closed_loop import requests
+from forerun.bench.gpu.host_rounds import make
+from forerun.control.fixed import FixedController
+from forerun.drafters.eagle.cuda import drafter
+from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
+from forerun.drafters.eagle.cuda.feature_rows import FeatureRows
+from forerun.engine.engine import Engine
+from forerun.messages import ALWAYS
+from forerun.models import slots
+from forerun.params import SamplingParams
+from forerun.testing.host_waits import HostWaits
+from forerun.types import Budget, Request
+
+CHAIN, TREE = Budget(2, 2), Budget(8, 3, 3)
+
+
+def counted(calls: Counter[str], owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def waits_of(engine: Engine, some: list[Request], leaves: Callable[[], bool] = lambda: False) -> HostWaits:
+    """Eight clients, until the last request has come; while `leaves`, some are dropped half-way."""
+    with HostWaits() as waits:
+        ended = 8
+        while some:
+            for request in some[:ended]:
+                engine.submit(request)
+            del some[:ended]
+            if len(some) < 9 and len(engine.running) > 3 and leaves():
+                engine.abort(engine.running[0].id)  # whose tree is drafted
+            ended = sum(event.finished is not None for event in engine.step())
+    return waits
+
+
+@pytest.mark.parametrize("repeats", [ALWAYS, 0])
+@pytest.mark.parametrize("budget", [CHAIN, TREE])
+def test_nothing_waits_while_requests_join_and_leave(
+    budget: Budget, repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds that follow unread ones and rounds that were read first; some prompts are found in the prefix cache."""
+    calls: Counter[str] = Counter()
+    for owner, name in ((DeviceDraft, "follow"), (DeviceDraft, "_rearrange"), (FeatureRows, "_read_passed")):
+        counted(calls, owner, name, monkeypatch)
+    monkeypatch.setattr(
+        drafter, "SHARED", 0.0
+    )  # else some draft and some do not, where many of few end at once
+    engine = make("chain", 8)
+    controller = FixedController(1)
+    controller.budget = Budget(budget.nodes, budget.depth, budget.width, repeats=repeats)
+    engine.controller = controller
+    some = [*requests(24, "salt", longest=60, tokens=16)]
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    some[1::3] = [
+        Request((7, 8, 9 + i), params, cache_salt="salt") for i in range(8)
+    ]  # few rows: not read at once
+    waits = waits_of(engine, some, leaves=lambda: not calls["_rearrange"])
+    assert waits.places == {}
+    assert engine.stats.reused > 0
+    assert calls["_read_passed"]
+    assert calls["follow"] or not repeats
+    assert calls["_rearrange"] or repeats
+
+
+def test_negative_control_a_tensor_of_a_list_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As hidden rows of a prompt that the prefix cache had were once taken by."""
+    monkeypatch.setattr(slots, "ints_of", lambda values, device: torch.tensor(values, device=device))
+    waits = waits_of(make("chain", 8), [*requests(24, "salt", longest=60, tokens=16)])
+    assert [place.split(" ")[1] for place in waits.places] == ["_with_found"]
