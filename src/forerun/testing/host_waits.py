@@ -20,12 +20,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-import forerun
-
 MAKES, READS = {"tensor", "as_tensor"}, {"item", "nonzero", "__bool__", "__int__", "cpu"}
 PINNED = "ints_of"  # of forerun.trees
 INDEXES = {"__getitem__", "__setitem__"}
-ROOT = str(Path(forerun.__file__).parent)
+ROOT = str(Path(__file__).parents[1])  # of this package
 
 
 class HostWaits(TorchFunctionMode):
