@@ -39,6 +39,7 @@ PATIENCE = (
 )
 BURST, BURST_SHARE = 3, 1 / 6  # requests that wait: so many, and that share of those that write
 REFRESH = 8  # rounds for which seconds are kept
+PRESUMED_GAP = 0.25  # seconds that a round takes longer if the last one is read first, before that was seen; in rounds
 
 
 class _NoForms:
@@ -127,7 +128,7 @@ class FormChooser:
             return None
         if self._round % LOOKS and not self.prompts.requests:
             return last
-        better = max(BETTER, 1.0 + self.around.gap(batch) / last.seconds / SOON)
+        better = max(BETTER, 1.0 + self.gap(batch) / last.seconds / SOON)
         return last if self._best(self._promises(ids, batch), batch, better).form == form else None
 
     def keeps_plain(self, ids: Sequence[int], batch: int) -> Promise | None:
@@ -217,7 +218,11 @@ class FormChooser:
 
     def _delay(self, batch: int) -> float:
         """Plain rounds that are lost where one is read before a draft, and one behind it before plain ones go on."""
-        return 0.0 if self.last.nodes else 2.0 * self.around.gap(batch) / self.plain_seconds(batch)
+        return 0.0 if self.last.nodes else 2.0 * self.gap(batch) / self.plain_seconds(batch)
+
+    def gap(self, batch: int) -> float:
+        """Seconds that a round takes longer if the one before it is read first; 0 = that was not seen yet."""
+        return self.around.gap(batch, PRESUMED_GAP * self.plain_seconds(batch))
 
     def plain_seconds(self, batch: int) -> float:
         """Seconds of a plain round."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from forerun.control.acceptance import Factor
 from forerun.control.allowance import Allowance
 from forerun.control.around import FREE_CHAINS, PLAIN
-from forerun.control.forms import FormChooser, Promise
+from forerun.control.forms import PRESUMED_GAP, FormChooser, Promise
 from forerun.offers import Form, Offer
 from forerun.types import Seq
 
@@ -31,7 +31,6 @@ MEMORY = 0.95  # of what the head's trees accept where look-ups promise more, an
 FORGIVING = 0.997  # of the same, per round, so that distrust does not last
 WORTH_IT = 1.0  # tokens that waiting must gain on a head
 WORTH_A_GAP = 0.15  # the same on plain rounds
-PRESUMED = 0.25  # the gap before any was seen, in rounds of the head
 BETTER = 1.3  # times the head's tokens per second, for look-ups in its place
 
 Chains = Callable[[Sequence[Offer], int], tuple[list[int], float]]  # offers, batch -> depths, tokens accepted
@@ -165,13 +164,14 @@ def free_promise(chooser: FormChooser, head: Promise, nodes: int, batch: int, ac
 def _forgive(chooser: FormChooser, batch: int) -> None:
     """Look-ups that are not drafted for what their rounds once took: in time they are tried again."""
     around = chooser.around
-    gap = around.gap(batch) if around.follows(PLAIN, batch) else 0.0
+    gap = chooser.gap(batch) if around.follows(PLAIN, batch) else 0.0
     around.lower(FREE_CHAINS, batch, around.seconds(PLAIN, batch, 0.0) + gap)
+    around.avoid_gap(batch)
 
 
 def _gap(chooser: FormChooser, head: Promise, batch: int) -> float:
     """Seconds that the next round takes longer if this one is read first."""
-    return chooser.around.gap(batch) or PRESUMED * head.seconds
+    return chooser.gap(batch) or PRESUMED_GAP * head.seconds
 
 
 def within(offer: Offer, seq: Seq) -> Offer:
