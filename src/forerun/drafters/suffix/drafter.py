@@ -149,6 +149,7 @@ class SuffixDrafter(LookupDrafter):
         """A chain that matches; with the table of successors the tree that it would draft, as budgets are now."""
         state = self._state(seq)
         if self._fill is not None:
+            self._fill.note_offer()
             asked = self._fill.asked
             grown = self._grown(seq, state, asked)
             free = grown.by_depth(best_count(grown.survivals, asked.price))
