@@ -20,6 +20,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
+STAKE = 0.25  # what may be put at risk, of what is left: times the gain by the worst loss
+
 
 @dataclass(slots=True)
 class Allowance:
@@ -53,6 +55,15 @@ class Allowance:
     def covers(self, worst: float) -> bool:
         """May a draft be made that has been paying?"""
         return self.level - worst > -self.floor
+
+    def covers_stake(self, worst: float, gain: float) -> bool:
+        """May a draft be made that promises so much? The less is left, the more it must promise for what it may lose.
+
+        Doubtful drafts, missed one after the other, would else use up what is left when a long match comes: the share
+        of what is left that is put at risk is at most STAKE times what is promised for each unit of it.
+        """
+        left = self.level + self.floor
+        return worst < left and worst * worst <= STAKE * gain * left
 
     def covers_trial(self, worst: float) -> bool:
         """May a draft be made that may well lose all of it?"""

@@ -75,7 +75,8 @@ class Waiting:
         if free.rate <= better * self._head_tokens(head, batch) / head.seconds:
             _forgive(chooser, batch)
             return False
-        return self._covers(chooser, head, free, batch)
+        gain = free.tokens - self._head_tokens(head, batch) / head.seconds * free.seconds
+        return self._covers(chooser, head, free, batch, gain / batch)
 
     def waits(self, chooser: FormChooser, head: Promise, offers: Sequence[Offer]) -> bool:
         """Should the next round wait until the one under way is read?"""
@@ -93,7 +94,7 @@ class Waiting:
             _forgive(chooser, batch)
             return False
         lost = gap / head.seconds
-        if not self._covers(chooser, head, free, batch, lost):
+        if not self._covers(chooser, head, free, batch, gain / batch, lost):
             return False
         if head.form.nodes:
             self.allowance.book(lost)
@@ -101,13 +102,13 @@ class Waiting:
         return True
 
     def _covers(
-        self, chooser: FormChooser, head: Promise, free: Promise, batch: int, lost: float = 0.0
+        self, chooser: FormChooser, head: Promise, free: Promise, batch: int, gain: float, lost: float = 0.0
     ) -> bool:
         """If nothing of the look-ups is accepted, may the head still draft, and is not too much lost against it?"""
         both = (free.seconds + head.seconds) / chooser.plain_seconds(batch) - 2.0
         worst = free.seconds / head.seconds - batch / head.tokens
         if not head.form.nodes:
-            return chooser.allowance.covers(lost + worst)
+            return chooser.allowance.covers_stake(lost + worst, gain)
         return chooser.allowance.covers(both) and self.allowance.covers(lost + worst)
 
     def _give_up(self) -> None:
