@@ -82,14 +82,18 @@ class Waiting:
         """Should the next round wait until the one under way is read?"""
         batch = len(offers)
         self.note(offers)
+        if not (head.form.nodes or chooser.around.follows(PLAIN, batch)):
+            return False  # what all else is compared with; one that follows shows it
         least = WORTH_IT if head.form.nodes else WORTH_A_GAP
         matches = self._behind(offers, head.tokens / batch, least)
-        if not matches.nodes:
+        other = 0.0 if head.form.nodes else sum([offer.otherwise for offer in offers])
+        if not matches.nodes and other <= least * batch:
             return False
-        accepted = matches.accepted * min(1.0, self._kept.value())
-        free = free_promise(chooser, head, matches.nodes, batch, accepted)
+        trust = min(1.0, self._kept.value())
+        free = free_promise(chooser, head, matches.nodes, batch, trust * matches.accepted)
         gap, rate = _gap(chooser, head, batch), self._head_tokens(head, batch) / head.seconds
         gain = matches.holds * (free.tokens - rate * free.seconds) - rate * gap
+        gain += (1.0 - matches.holds) * max(0.0, batch + trust * other - rate * free.seconds)
         if gain <= least * batch:
             _forgive(chooser, batch)
             return False
@@ -98,7 +102,7 @@ class Waiting:
             return False
         if head.form.nodes:
             self.allowance.book(lost)
-        self._hoped = matches.holds * matches.accepted
+        self._hoped = matches.holds * matches.accepted + (1.0 - matches.holds) * other
         return True
 
     def _covers(

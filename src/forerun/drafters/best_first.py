@@ -39,6 +39,11 @@ class Grown:
     survivals: list[float]  # of the nodes below the root
     depths: list[int]
 
+    def nexts(self, count: int) -> set[int]:
+        """Tokens of the first `count` nodes that are children of the root."""
+        pairs = zip(self.tokens[1 : count + 1], self.depths[1:], strict=False)
+        return {token for token, depth in pairs if depth == 1}
+
     def by_depth(self, count: int) -> tuple[float, ...]:
         """How likely the first `count` nodes below the root bring a path of depth 1, 2, ..."""
         sums: list[float] = []

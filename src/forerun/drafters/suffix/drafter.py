@@ -66,6 +66,9 @@ class _Sequence:
         None  # the tree of the coming round, and for which budget
     )
     matched: list[int] = field(default_factory=list)  # continuations of matches below its root
+    offered: int = -1  # length of the sequence when a tree was last offered
+    nexts: set[int] = field(default_factory=set)  # the tokens below its root
+    missed: bool = False  # the token behind that was none of these
 
 
 class SuffixDrafter(LookupDrafter):
@@ -149,11 +152,14 @@ class SuffixDrafter(LookupDrafter):
         """A chain that matches; with the table of successors the tree that it would draft, as budgets are now."""
         state = self._state(seq)
         if self._fill is not None:
-            self._fill.note_offer()
             asked = self._fill.asked
             grown = self._grown(seq, state, asked)
-            free = grown.by_depth(best_count(grown.survivals, asked.price))
-            return Offer(free=tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, free)))
+            count = best_count(grown.survivals, asked.price)
+            free = tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, grown.by_depth(count)))
+            if state.offered != state.looked:
+                self._fill.note_offer(sum(free), state.missed)
+                state.offered, state.nexts = state.looked, grown.nexts(count)
+            return Offer(free=free, otherwise=self._fill.after_miss)
         survival, survivals = 1.0, []
         for step in state.chain:
             survival *= step.rate
@@ -178,6 +184,7 @@ class SuffixDrafter(LookupDrafter):
             if state.reader is not None:
                 state.reader.read(fresh)
             self._look_up(seq, state)
+            state.missed = 0 <= state.offered < size and seq.tokens[state.offered] not in state.nexts
             state.looked, state.grown = size, None
             self._looked_up.add(seq.id)
         return state

@@ -18,6 +18,7 @@ LEAST = (
 FEW = 2  # sequences that get trees; more get chains
 TREE = Budget(16, AT_HAND, 8)  # what offers assume before a price list was seen
 CHAIN = Budget(AT_HAND, AT_HAND)  # the same for many sequences
+AFTER_MISS, NEWEST = 0.3, 0.05  # tokens that offers promise behind a token that was not among them; weight of the last
 STALE = 16  # offers in a row that nothing was drafted of, after which the last price list is forgotten
 
 
@@ -40,11 +41,14 @@ class Fill:
         self.after = table.after
         self.factors = list(PRIOR)
         self.asked = TREE
+        self.after_miss = AFTER_MISS
         self._undrafted = 0  # offers in a row
         self._hits, self._expected = [WORTH * prior for prior in PRIOR], [WORTH, WORTH]
 
-    def note_offer(self) -> None:
-        """An offer is made."""
+    def note_offer(self, promised: float, missed: bool) -> None:
+        """An offer of so many tokens is made; `missed`: the last one had not the token that came."""
+        if missed:
+            self.after_miss += NEWEST * (promised - self.after_miss)
         self._undrafted += 1
         if self._undrafted > STALE and self.asked is not CHAIN:
             self.asked = TREE
