@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-STAKE = 0.25  # what may be put at risk, of what is left: times the gain by the worst loss
+STAKE = 0.5  # what may be put at risk, of what is left: times the gain by the worst loss
 
 
 @dataclass(slots=True)

@@ -39,7 +39,11 @@ PATIENCE = (
 )
 BURST, BURST_SHARE = 3, 1 / 6  # requests that wait: so many, and that share of those that write
 REFRESH = 8  # rounds for which seconds are kept
-PRESUMED_GAP = 0.25  # seconds that a round takes longer if the last one is read first, before that was seen; in rounds
+GAP, MOST_GAP = (
+    5e-4,
+    0.25,
+)  # what a round takes longer if the last one is read first, before that was seen: seconds,
+# and at most, of a round
 
 
 class _NoForms:
@@ -58,6 +62,11 @@ class _NoForms:
 
 
 NO_FORMS = _NoForms()
+
+
+def presumed_gap(seconds: float) -> float:
+    """The gap before any was seen, of rounds that take so long: the host's work, which the device does not change."""
+    return min(GAP, MOST_GAP * seconds)
 
 
 class Promise(NamedTuple):
@@ -222,7 +231,7 @@ class FormChooser:
 
     def gap(self, batch: int) -> float:
         """Seconds that a round takes longer if the one before it is read first; 0 = that was not seen yet."""
-        return self.around.gap(batch, PRESUMED_GAP * self.plain_seconds(batch))
+        return self.around.gap(batch, presumed_gap(self.plain_seconds(batch)))
 
     def plain_seconds(self, batch: int) -> float:
         """Seconds of a plain round."""

@@ -9,7 +9,7 @@ the head would write in the same time, and in the gap, does the next round wait.
 Where there is no head, the same holds of plain rounds, which the target launches one behind the other.
 
 What waiting and look-ups can lose is bounded (allowance.py), whatever their counts say: against the head alone 3% over
-any 200 rounds; against plain decoding 1.4%, and what look-ups have gained just before, up to 2.5 rounds.
+any 200 rounds; against plain decoding 1.5%, and what look-ups have gained just before, up to 2.5 rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from forerun.control.acceptance import Factor
 from forerun.control.allowance import Allowance
 from forerun.control.around import FREE_CHAINS, PLAIN
-from forerun.control.forms import PRESUMED_GAP, FormChooser, Promise
+from forerun.control.forms import FormChooser, Promise, presumed_gap
 from forerun.offers import Form, Offer
 from forerun.types import Seq
 
@@ -155,7 +155,7 @@ class Waiting:
 
 def beside_plain() -> Allowance:
     """Of look-ups where nothing else drafts: what they have gained they may lose again, up to three rounds of it."""
-    return Allowance(most=3.0, earned=0.006, floor=1.0)
+    return Allowance(most=3.0, earned=0.006, floor=1.0, level=0.8)
 
 
 def free_promise(chooser: FormChooser, head: Promise, nodes: int, batch: int, accepted: float) -> Promise:
@@ -176,7 +176,7 @@ def _forgive(chooser: FormChooser, batch: int) -> None:
 
 def _gap(chooser: FormChooser, head: Promise, batch: int) -> float:
     """Seconds that the next round takes longer if this one is read first."""
-    return chooser.gap(batch) or PRESUMED_GAP * head.seconds
+    return chooser.gap(batch) or presumed_gap(head.seconds)
 
 
 def within(offer: Offer, seq: Seq) -> Offer:

@@ -77,10 +77,10 @@ def grow(
             if own and (likely := survival * own[0][0]) > least:
                 heappush(waiting, (-likely, 2 * node, node, 0, survival, own, ()))
             share = 0.0 if more is None else survival * left * more.factors[bool(own)]
-            if more is not None and share > least and (row := more.after(tokens[node])):
-                if (likely := share * row[0][0]) > least:  # what is too unlikely need not wait
-                    known = tuple([one[1] for one in own])
-                    heappush(waiting, (-likely, 2 * node + 1, node, 0, share, row, known))
+            row = more.after(tokens[node]) if more is not None and share > least else ()
+            if row and (likely := share * row[0][0]) > least:  # what is too unlikely need not wait
+                known = tuple([one[1] for one in own])
+                heappush(waiting, (-likely, 2 * node + 1, node, 0, share, row, known))
         if not waiting or len(survivals) >= nodes:
             break
         key, order, parent, rank, scale, some, known = heappop(waiting)

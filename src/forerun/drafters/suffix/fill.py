@@ -18,7 +18,10 @@ LEAST = (
 FEW = 2  # sequences that get trees; more get chains
 TREE = Budget(16, AT_HAND, 8)  # what offers assume before a price list was seen
 CHAIN = Budget(AT_HAND, AT_HAND)  # the same for many sequences
-AFTER_MISS, NEWEST = 0.3, 0.05  # tokens that offers promise behind a token that was not among them; weight of the last
+AFTER_MISS, NEWEST = (
+    0.3,
+    0.05,
+)  # tokens that offers promise behind a token that was not among them; weight of the last
 STALE = 16  # offers in a row that nothing was drafted of, after which the last price list is forgotten
 
 
