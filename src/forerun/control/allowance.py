@@ -62,8 +62,7 @@ class Allowance:
         Doubtful drafts, missed one after the other, would else use up what is left when a long match comes: the share
         of what is left that is put at risk is at most STAKE times what is promised for each unit of it.
         """
-        left = self.level + self.floor
-        return worst < left and worst * worst <= STAKE * gain * left
+        return _is_worth(worst, gain, self.level + self.floor)
 
     def covers_trial(self, worst: float) -> bool:
         """May a draft be made that may well lose all of it?"""
@@ -75,6 +74,7 @@ class Bound(Protocol):
 
     def book(self, loss: float) -> None: ...
     def covers(self, worst: float) -> bool: ...
+    def covers_stake(self, worst: float, gain: float) -> bool: ...
     def covers_trial(self, worst: float) -> bool: ...
 
 
@@ -108,6 +108,15 @@ class WindowAllowance:
         """May a draft be made that has been paying?"""
         return self.lost + worst < self.most
 
+    def covers_stake(self, worst: float, gain: float) -> bool:
+        """As that of Allowance."""
+        return _is_worth(worst, gain, self.most - self.lost)
+
     def covers_trial(self, worst: float) -> bool:
         """May a draft be made that may well lose all of it?"""
         return self.lost + worst < self.trials
+
+
+def _is_worth(worst: float, gain: float, left: float) -> bool:
+    """May so much be put at risk for such a gain, where so much is left?"""
+    return worst < left and worst * worst <= STAKE * gain * left

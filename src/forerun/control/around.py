@@ -27,6 +27,7 @@ FORGIVEN = 0.0005  # of what a form takes beyond another, per round in which it 
 SMOOTH = 0.1  # weight of the newest round in a moving average of seconds
 GAPS = 7  # the last ones that count
 STALE = 128  # rounds that were not read first for the gap, after which the oldest is forgotten
+GAP, MOST_GAP = 5e-4, 0.25  # the gap before any was seen: seconds, and at most, of a round
 
 
 class Around:
@@ -119,3 +120,8 @@ class Around:
         key = form, batch.bit_length()
         if key in self._seconds:
             self._seconds[key] += FORGIVEN * (min(least, self._seconds[key]) - self._seconds[key])
+
+
+def presumed_gap(seconds: float) -> float:
+    """The gap before any was seen, of rounds that take so long: the host's work, which the device does not change."""
+    return min(GAP, MOST_GAP * seconds)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from forerun.control.acceptance import Acceptance
 from forerun.control.allowance import Bound
-from forerun.control.around import PLAIN, Around
+from forerun.control.around import PLAIN, Around, presumed_gap
 from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.offers import Form, Menu
@@ -39,11 +39,6 @@ PATIENCE = (
 )
 BURST, BURST_SHARE = 3, 1 / 6  # requests that wait: so many, and that share of those that write
 REFRESH = 8  # rounds for which seconds are kept
-GAP, MOST_GAP = (
-    5e-4,
-    0.25,
-)  # what a round takes longer if the last one is read first, before that was seen: seconds,
-# and at most, of a round
 
 
 class _NoForms:
@@ -62,11 +57,6 @@ class _NoForms:
 
 
 NO_FORMS = _NoForms()
-
-
-def presumed_gap(seconds: float) -> float:
-    """The gap before any was seen, of rounds that take so long: the host's work, which the device does not change."""
-    return min(GAP, MOST_GAP * seconds)
 
 
 class Promise(NamedTuple):

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from forerun.control.acceptance import Factor
 from forerun.control.allowance import Allowance
-from forerun.control.around import FREE_CHAINS, PLAIN
-from forerun.control.forms import FormChooser, Promise, presumed_gap
+from forerun.control.around import FREE_CHAINS, PLAIN, presumed_gap
+from forerun.control.forms import FormChooser, Promise
 from forerun.offers import Form, Offer
 from forerun.types import Seq
 
