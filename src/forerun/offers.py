@@ -63,6 +63,7 @@ class Offer:
         None  # tokens of its last draft that it expected to be accepted; None = not known
     )
     menu: Menu | None = None  # it drafts in these forms only, for all its sequences together
+    otherwise: float = 0.0  # tokens that its next draft brings where the next token is none of `free`
 
     @property
     def costs(self) -> bool:

@@ -294,6 +294,6 @@ class AdaptiveController:
         taken = chooser.promise_of(promise.form, rows, batch, 0.0, len(ids)).seconds
         self.waiting.observe(decision.head, promise.form, taken, sum(accepted), batch)
         if not outcome.followed and (promise.form.nodes or (follows and not starts(outcome))):
-            taken += chooser.around.gap(batch)
+            taken += chooser.gap(batch)
         lost = taken / chooser.plain_seconds(batch) - 1.0 - sum(accepted) / batch
         chooser.allowance.book(lost)

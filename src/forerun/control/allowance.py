@@ -20,6 +20,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
+STAKE = 0.5  # what may be put at risk, of what is left: times the gain by the worst loss
+
 
 @dataclass(slots=True)
 class Allowance:
@@ -54,6 +56,14 @@ class Allowance:
         """May a draft be made that has been paying?"""
         return self.level - worst > -self.floor
 
+    def covers_stake(self, worst: float, gain: float) -> bool:
+        """May a draft be made that promises so much? The less is left, the more it must promise for what it may lose.
+
+        Doubtful drafts, missed one after the other, would else use up what is left when a long match comes: the share
+        of what is left that is put at risk is at most STAKE times what is promised for each unit of it.
+        """
+        return _is_worth(worst, gain, self.level + self.floor)
+
     def covers_trial(self, worst: float) -> bool:
         """May a draft be made that may well lose all of it?"""
         return self.level >= min(worst, self.most) and self.covers(worst)
@@ -64,6 +74,7 @@ class Bound(Protocol):
 
     def book(self, loss: float) -> None: ...
     def covers(self, worst: float) -> bool: ...
+    def covers_stake(self, worst: float, gain: float) -> bool: ...
     def covers_trial(self, worst: float) -> bool: ...
 
 
@@ -97,6 +108,15 @@ class WindowAllowance:
         """May a draft be made that has been paying?"""
         return self.lost + worst < self.most
 
+    def covers_stake(self, worst: float, gain: float) -> bool:
+        """As that of Allowance."""
+        return _is_worth(worst, gain, self.most - self.lost)
+
     def covers_trial(self, worst: float) -> bool:
         """May a draft be made that may well lose all of it?"""
         return self.lost + worst < self.trials
+
+
+def _is_worth(worst: float, gain: float, left: float) -> bool:
+    """May so much be put at risk for such a gain, where so much is left?"""
+    return worst < left and worst * worst <= STAKE * gain * left

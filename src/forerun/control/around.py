@@ -6,11 +6,17 @@ A round that was launched before the last one was read hides the host's work; on
 seconds of a form are those of rounds that followed, once there were any, and what other rounds take on top of them
 is kept apart, as the gap. The few plain rounds that a process starts with may be the slowest it ever sees: forms that
 did not run yet can also be judged by drafts that followed.
+
+What a process does for the first time is slow, and so is a round in which the machine pauses. A gap is only seen when a
+round is read first, so that one of these could keep it from ever being seen again: the gap is the median of the last
+few, what is presumed being one of them until there are enough, and old ones are forgotten while none is seen.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from math import isfinite
+from statistics import median_low
 
 from forerun.offers import Form
 
@@ -19,6 +25,9 @@ FREE_CHAINS = Form(0, 1, 0)  # stands for n-gram chains of any length, whose nod
 LOOKED_UP = Form(0, 0, 0)  # stands for rounds in which all were asked for look-ups and nobody drafted
 FORGIVEN = 0.0005  # of what a form takes beyond another, per round in which it is not run for that
 SMOOTH = 0.1  # weight of the newest round in a moving average of seconds
+GAPS = 7  # the last ones that count
+STALE = 128  # rounds that were not read first for the gap, after which the oldest is forgotten
+GAP, MOST_GAP = 5e-4, 0.25  # the gap before any was seen: seconds, and at most, of a round
 
 
 class Around:
@@ -28,7 +37,8 @@ class Around:
         self._seconds: dict[tuple[Form, int], float] = {}
         self._rounds: dict[tuple[Form, int], int] = {}
         self._follow: set[tuple[Form, int]] = set()  # of which rounds followed
-        self._gaps: dict[int, tuple[float, int]] = {}  # and of how many rounds
+        self._gaps: dict[int, deque[float]] = {}  # the last ones
+        self._avoided: dict[int, int] = {}  # rounds that were not read first for them, since the last
         self._beside: dict[int, float] = {}  # of drafted rounds that followed, without their drafts
 
     def seconds(self, form: Form, batch: int, drafting: float, follows: bool = False) -> float:
@@ -47,9 +57,12 @@ class Around:
             )  # those that were seen were read first; others will follow
         return known
 
-    def gap(self, batch: int) -> float:
+    def gap(self, batch: int, presumed: float | None = None) -> float:
         """Seconds that a round takes longer if the one before it is read first; 0 = that was not seen yet."""
-        return self._gaps.get(batch.bit_length(), (0.0, 0))[0]
+        seen = self._gaps.get(batch.bit_length())
+        if not seen:
+            return 0.0
+        return median_low(seen if presumed is None or len(seen) == GAPS else [presumed, *seen])
 
     def follows(self, form: Form, batch: int) -> bool:
         """Were there rounds of this form that followed?"""
@@ -89,13 +102,26 @@ class Around:
             self._beside[batch.bit_length()] = max(0.0, seconds - drafting)
 
     def _note_gap(self, group: int, seconds: float, known: float) -> None:
-        gap, rounds = self._gaps.get(group, (0.0, 0))
-        found = max(0.0, seconds - known)
-        found = min(found, 3.0 * (gap + known)) if gap else found
-        self._gaps[group] = gap + (found - gap) * max(SMOOTH, 1.0 / (rounds + 1)), rounds + 1
+        self._gaps.setdefault(group, deque(maxlen=GAPS)).append(max(0.0, seconds - known))
+        self._avoided[group] = 0
+
+    def avoid_gap(self, batch: int) -> None:
+        """A round was not read first because of what that took: in time it is tried again."""
+        group = batch.bit_length()
+        if not (seen := self._gaps.get(group)):
+            return
+        self._avoided[group] += 1
+        if self._avoided[group] >= STALE:
+            seen.popleft()
+            self._avoided[group] = 0
 
     def lower(self, form: Form, batch: int, least: float) -> None:
         """A form that is not run any more for what it once took: in time it may have become cheaper."""
         key = form, batch.bit_length()
         if key in self._seconds:
             self._seconds[key] += FORGIVEN * (min(least, self._seconds[key]) - self._seconds[key])
+
+
+def presumed_gap(seconds: float) -> float:
+    """The gap before any was seen, of rounds that take so long: the host's work, which the device does not change."""
+    return min(GAP, MOST_GAP * seconds)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from forerun.control.acceptance import Acceptance
 from forerun.control.allowance import Bound
-from forerun.control.around import PLAIN, Around
+from forerun.control.around import PLAIN, Around, presumed_gap
 from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.offers import Form, Menu
@@ -127,7 +127,7 @@ class FormChooser:
             return None
         if self._round % LOOKS and not self.prompts.requests:
             return last
-        better = max(BETTER, 1.0 + self.around.gap(batch) / last.seconds / SOON)
+        better = max(BETTER, 1.0 + self.gap(batch) / last.seconds / SOON)
         return last if self._best(self._promises(ids, batch), batch, better).form == form else None
 
     def keeps_plain(self, ids: Sequence[int], batch: int) -> Promise | None:
@@ -217,7 +217,11 @@ class FormChooser:
 
     def _delay(self, batch: int) -> float:
         """Plain rounds that are lost where one is read before a draft, and one behind it before plain ones go on."""
-        return 0.0 if self.last.nodes else 2.0 * self.around.gap(batch) / self.plain_seconds(batch)
+        return 0.0 if self.last.nodes else 2.0 * self.gap(batch) / self.plain_seconds(batch)
+
+    def gap(self, batch: int) -> float:
+        """Seconds that a round takes longer if the one before it is read first; 0 = that was not seen yet."""
+        return self.around.gap(batch, presumed_gap(self.plain_seconds(batch)))
 
     def plain_seconds(self, batch: int) -> float:
         """Seconds of a plain round."""

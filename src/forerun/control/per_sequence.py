@@ -170,7 +170,7 @@ class SequencePlanner:
                 self._book(seq, drafted, depth, accepted, spent, once)
             elif drafted:
                 free_cost, free_gained = free_cost + each * drafted, free_gained + accepted
-                if drafted == depth <= len(offers[seq.id].free):  # a chain: its survivals are known
+                if depth <= len(offers[seq.id].free):
                     self.free.note_chain(accepted, sum(offers[seq.id].free[:depth]))
         self.free.allowance.book_draft(free_cost, free_gained / batch)
         if any(offer.costs for offer in offers.values()):

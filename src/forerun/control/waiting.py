@@ -9,7 +9,7 @@ the head would write in the same time, and in the gap, does the next round wait.
 Where there is no head, the same holds of plain rounds, which the target launches one behind the other.
 
 What waiting and look-ups can lose is bounded (allowance.py), whatever their counts say: against the head alone 3% over
-any 200 rounds; against plain decoding 1.4%, and what look-ups have gained just before, up to 2.5 rounds.
+any 200 rounds; against plain decoding 1.5%, and what look-ups have gained just before, up to 2.5 rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from forerun.control.acceptance import Factor
 from forerun.control.allowance import Allowance
-from forerun.control.around import FREE_CHAINS, PLAIN
+from forerun.control.around import FREE_CHAINS, PLAIN, presumed_gap
 from forerun.control.forms import FormChooser, Promise
 from forerun.offers import Form, Offer
 from forerun.types import Seq
@@ -31,7 +31,6 @@ MEMORY = 0.95  # of what the head's trees accept where look-ups promise more, an
 FORGIVING = 0.997  # of the same, per round, so that distrust does not last
 WORTH_IT = 1.0  # tokens that waiting must gain on a head
 WORTH_A_GAP = 0.15  # the same on plain rounds
-PRESUMED = 0.25  # the gap before any was seen, in rounds of the head
 BETTER = 1.3  # times the head's tokens per second, for look-ups in its place
 
 Chains = Callable[[Sequence[Offer], int], tuple[list[int], float]]  # offers, batch -> depths, tokens accepted
@@ -76,39 +75,44 @@ class Waiting:
         if free.rate <= better * self._head_tokens(head, batch) / head.seconds:
             _forgive(chooser, batch)
             return False
-        return self._covers(chooser, head, free, batch)
+        gain = free.tokens - self._head_tokens(head, batch) / head.seconds * free.seconds
+        return self._covers(chooser, head, free, batch, gain / batch)
 
     def waits(self, chooser: FormChooser, head: Promise, offers: Sequence[Offer]) -> bool:
         """Should the next round wait until the one under way is read?"""
         batch = len(offers)
         self.note(offers)
+        if not (head.form.nodes or chooser.around.follows(PLAIN, batch)):
+            return False  # what all else is compared with; one that follows shows it
         least = WORTH_IT if head.form.nodes else WORTH_A_GAP
         matches = self._behind(offers, head.tokens / batch, least)
-        if not matches.nodes:
+        other = 0.0 if head.form.nodes else sum([offer.otherwise for offer in offers])
+        if not matches.nodes and other <= least * batch:
             return False
-        accepted = matches.accepted * min(1.0, self._kept.value())
-        free = free_promise(chooser, head, matches.nodes, batch, accepted)
+        trust = min(1.0, self._kept.value())
+        free = free_promise(chooser, head, matches.nodes, batch, trust * matches.accepted)
         gap, rate = _gap(chooser, head, batch), self._head_tokens(head, batch) / head.seconds
         gain = matches.holds * (free.tokens - rate * free.seconds) - rate * gap
+        gain += (1.0 - matches.holds) * max(0.0, batch + trust * other - rate * free.seconds)
         if gain <= least * batch:
             _forgive(chooser, batch)
             return False
         lost = gap / head.seconds
-        if not self._covers(chooser, head, free, batch, lost):
+        if not self._covers(chooser, head, free, batch, gain / batch, lost):
             return False
         if head.form.nodes:
             self.allowance.book(lost)
-        self._hoped = matches.holds * matches.accepted
+        self._hoped = matches.holds * matches.accepted + (1.0 - matches.holds) * other
         return True
 
     def _covers(
-        self, chooser: FormChooser, head: Promise, free: Promise, batch: int, lost: float = 0.0
+        self, chooser: FormChooser, head: Promise, free: Promise, batch: int, gain: float, lost: float = 0.0
     ) -> bool:
         """If nothing of the look-ups is accepted, may the head still draft, and is not too much lost against it?"""
         both = (free.seconds + head.seconds) / chooser.plain_seconds(batch) - 2.0
         worst = free.seconds / head.seconds - batch / head.tokens
         if not head.form.nodes:
-            return chooser.allowance.covers(lost + worst)
+            return chooser.allowance.covers_stake(lost + worst, gain)
         return chooser.allowance.covers(both) and self.allowance.covers(lost + worst)
 
     def _give_up(self) -> None:
@@ -151,7 +155,7 @@ class Waiting:
 
 def beside_plain() -> Allowance:
     """Of look-ups where nothing else drafts: what they have gained they may lose again, up to three rounds of it."""
-    return Allowance(most=3.0, earned=0.006, floor=1.0)
+    return Allowance(most=3.0, earned=0.006, floor=1.0, level=0.8)
 
 
 def free_promise(chooser: FormChooser, head: Promise, nodes: int, batch: int, accepted: float) -> Promise:
@@ -165,13 +169,14 @@ def free_promise(chooser: FormChooser, head: Promise, nodes: int, batch: int, ac
 def _forgive(chooser: FormChooser, batch: int) -> None:
     """Look-ups that are not drafted for what their rounds once took: in time they are tried again."""
     around = chooser.around
-    gap = around.gap(batch) if around.follows(PLAIN, batch) else 0.0
+    gap = chooser.gap(batch) if around.follows(PLAIN, batch) else 0.0
     around.lower(FREE_CHAINS, batch, around.seconds(PLAIN, batch, 0.0) + gap)
+    around.avoid_gap(batch)
 
 
 def _gap(chooser: FormChooser, head: Promise, batch: int) -> float:
     """Seconds that the next round takes longer if this one is read first."""
-    return chooser.around.gap(batch) or PRESUMED * head.seconds
+    return chooser.gap(batch) or presumed_gap(head.seconds)
 
 
 def within(offer: Offer, seq: Seq) -> Offer:

@@ -39,6 +39,11 @@ class Grown:
     survivals: list[float]  # of the nodes below the root
     depths: list[int]
 
+    def nexts(self, count: int) -> set[int]:
+        """Tokens of the first `count` nodes that are children of the root."""
+        pairs = zip(self.tokens[1 : count + 1], self.depths[1:], strict=False)
+        return {token for token, depth in pairs if depth == 1}
+
     def by_depth(self, count: int) -> tuple[float, ...]:
         """How likely the first `count` nodes below the root bring a path of depth 1, 2, ..."""
         sums: list[float] = []
@@ -69,23 +74,22 @@ def grow(
     while True:
         if found is not None:
             own, left = found
-            if own:
-                heappush(waiting, (-survival * own[0][0], 2 * node, node, 0, survival, own, ()))
-            if more is not None and (row := more.after(tokens[node])):
-                share = survival * left * more.factors[bool(own)]
+            if own and (likely := survival * own[0][0]) > least:
+                heappush(waiting, (-likely, 2 * node, node, 0, survival, own, ()))
+            share = 0.0 if more is None else survival * left * more.factors[bool(own)]
+            row = more.after(tokens[node]) if more is not None and share > least else ()
+            if row and (likely := share * row[0][0]) > least:  # what is too unlikely need not wait
                 known = tuple([one[1] for one in own])
-                heappush(waiting, (-share * row[0][0], 2 * node + 1, node, 0, share, row, known))
+                heappush(waiting, (-likely, 2 * node + 1, node, 0, share, row, known))
         if not waiting or len(survivals) >= nodes:
             break
         key, order, parent, rank, scale, some, known = heappop(waiting)
         survival, found = -key, None
-        if survival <= least:
-            break
         candidate, rank = some[rank], rank + 1
         if children[parent] >= width:
             continue
-        if rank < len(some):
-            heappush(waiting, (-scale * some[rank][0], order, parent, rank, scale, some, known))
+        if rank < len(some) and (likely := scale * some[rank][0]) > least:
+            heappush(waiting, (-likely, order, parent, rank, scale, some, known))
         if candidate[1] in known:
             continue
         node = len(tokens)

@@ -37,9 +37,7 @@ ELSEWHERE = 0.5  # of the rate of a match, where longer ones, or other texts, ha
 ALWAYS = 8  # tokens of a chain that are looked up however unlikely: a fixed budget drafts them all
 
 Size = tuple[int, int, int]  # of a budget: nodes, depth, width
-Match = tuple[
-    float, int, int, Place
-]  # probability given the node above, token, the text, where the node above matches
+Match = tuple[float, int, int, Place]  # probability, token, the text, where the node above matches
 
 
 class Step(NamedTuple):
@@ -62,10 +60,11 @@ class _Sequence:
     looked: int = -1  # length of the sequence when continuations were last looked up
     source: int = REQUEST  # where the best chain comes from
     chain: list[Step] = field(default_factory=list)
-    grown: tuple[tuple[Size, float], Grown] | None = (
-        None  # the tree of the coming round, and for which budget
-    )
+    grown: tuple[tuple[Size, float], Grown] | None = None  # the tree of the coming round, for which budget
     matched: list[int] = field(default_factory=list)  # continuations of matches below its root
+    offered: int = -1  # length of the sequence when a tree was last offered
+    nexts: set[int] = field(default_factory=set)  # the tokens below its root
+    missed: bool = False  # the token behind that was none of these
 
 
 class SuffixDrafter(LookupDrafter):
@@ -151,15 +150,13 @@ class SuffixDrafter(LookupDrafter):
         if self._fill is not None:
             asked = self._fill.asked
             grown = self._grown(seq, state, asked)
-            free = grown.by_depth(best_count(grown.survivals, asked.price))
-            return Offer(free=tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, free)))
-        survival, survivals = 1.0, []
-        for step in state.chain:
-            survival *= step.rate
-            if survival < NEGLIGIBLE:
-                break
-            survivals.append(survival)
-        return Offer(free=tuple(survivals))
+            count = best_count(grown.survivals, asked.price)
+            free = tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, grown.by_depth(count)))
+            if state.offered != state.looked:
+                self._fill.note_offer(sum(free), state.missed)
+                state.offered, state.nexts = state.looked, grown.nexts(count)
+            return Offer(free=free, otherwise=self._fill.after_miss)
+        return super().offer(seq)
 
     def _state(self, seq: Seq) -> _Sequence:
         """What is kept for a sequence, updated to its last token."""
@@ -177,6 +174,7 @@ class SuffixDrafter(LookupDrafter):
             if state.reader is not None:
                 state.reader.read(fresh)
             self._look_up(seq, state)
+            state.missed = 0 <= state.offered < size and seq.tokens[state.offered] not in state.nexts
             state.looked, state.grown = size, None
             self._looked_up.add(seq.id)
         return state

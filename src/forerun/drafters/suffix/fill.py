@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from forerun.drafters.base import AT_HAND
 from forerun.drafters.suffix.successors import Successors
@@ -17,6 +18,11 @@ LEAST = (
 FEW = 2  # sequences that get trees; more get chains
 TREE = Budget(16, AT_HAND, 8)  # what offers assume before a price list was seen
 CHAIN = Budget(AT_HAND, AT_HAND)  # the same for many sequences
+AFTER_MISS, NEWEST = (
+    0.3,
+    0.05,
+)  # tokens that offers promise behind a token that was not among them; weight of the last
+STALE = 16  # offers in a row that nothing was drafted of, after which the last price list is forgotten
 
 
 def least_of(budget: Budget) -> float:
@@ -29,22 +35,36 @@ def least_of(budget: Budget) -> float:
 class Fill:
     """The table of successors, and how far it is trusted: that is learnt.
 
-    What it is worth depends on the size of the trees that are asked for, so that offers are made for that size.
+    What it is worth depends on the size of the trees that are asked for, so that offers are made for that size. But
+    where offers are small, nothing is drafted, and no other size is asked for: so a budget that was cut short because
+    its text ends says nothing of the next one, and a size for which nothing was drafted of late is forgotten.
     """
 
     def __init__(self, table: Successors) -> None:
         self.after = table.after
         self.factors = list(PRIOR)
         self.asked = TREE
+        self.after_miss = AFTER_MISS
+        self._undrafted = 0  # offers in a row
         self._hits, self._expected = [WORTH * prior for prior in PRIOR], [WORTH, WORTH]
+
+    def note_offer(self, promised: float, missed: bool) -> None:
+        """An offer of so many tokens is made; `missed`: the last one had not the token that came."""
+        if missed:
+            self.after_miss += NEWEST * (promised - self.after_miss)
+        self._undrafted += 1
+        if self._undrafted > STALE and self.asked is not CHAIN:
+            self.asked = TREE
 
     def note_budgets(self, budgets: Sequence[Budget]) -> None:
         """These are asked for."""
         first = next((budget for budget in budgets if budget.nodes), None)
+        if first is not None:
+            self._undrafted = 0
         if len(budgets) > FEW:
             self.asked = CHAIN
         elif first is not None and first.price is not None and first.width > 1:
-            self.asked = first
+            self.asked = replace(first, depth=max(first.depth, AT_HAND))
         elif self.asked is CHAIN:
             self.asked = TREE
 
