@@ -32,17 +32,9 @@ class Menu(Protocol):
         """Of the target's pass over trees of this form for so many sequences, padding included."""
         ...
 
-    def expected(self, form: Form, odds: float = 1.0) -> float:
-        """Tokens of one draft that are accepted on average, as far as the drafter's files say.
-
-        `odds`: in a text where the odds that a level's likeliest token is accepted are so many times as high.
-        """
+    def expected(self, form: Form) -> float:
+        """Tokens of one draft that are accepted on average, as far as the drafter's files say."""
         ...
-
-
-def at_odds(rate: float, odds: float) -> float:
-    """A rate whose odds are so many times as high."""
-    return odds * rate / (1.0 + (odds - 1.0) * rate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class _Menu:
     def rows(self, form: Form, batch: int) -> int:
         return batch * (1 + form.nodes)
 
-    def expected(self, form: Form, odds: float = 1.0) -> float:
+    def expected(self, form: Form) -> float:
         return TOKENS[form]
 
 

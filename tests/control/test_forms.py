@@ -127,7 +127,7 @@ def test_not_even_against_an_adversary(cost: CostModel, batch: int, patience: in
 def test_it_is_the_allowance_that_holds_against_the_adversary() -> None:
     simulation = against_adversary(LEAPS, 1, 1)
     assert isinstance(simulation.controller, AdaptiveController)
-    simulation.controller.allowance.most = simulation.controller.allowance.trials = 1e9
+    simulation.controller.allowance.most = simulation.controller.allowance.level = 1e9
     assert simulation.run(600).worst_window() < LEAST
 
 

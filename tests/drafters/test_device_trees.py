@@ -264,8 +264,8 @@ def test_trees_fill_the_passes_that_they_pay_for() -> None:
     for bucket in BUCKETS:
         trees = [bucket * (form.nodes + 1) for form in forms_for(bucket) if form.width > 1]
         assert all(rows >= 0.9 * round_up(rows, ROW_SIZES) for rows in trees), bucket
-    assert {form.nodes for form in forms_for(8) if form.width > 1} == {3, 5, 7, 11, 15, 23, 31}
-    assert Form(15, 5, 6) in forms_for(1)
+    assert {form.nodes for form in forms_for(8) if form.width > 1} == {7, 11, 15, 23, 31, 47}
+    assert Form(15, 6, 5) in forms_for(1)
     assert Form(23, 6, 6) not in forms_for(1), "32 rows would be computed for 24"
 
 
@@ -274,7 +274,7 @@ def test_a_gpu_is_measured_where_its_passes_differ() -> None:
 
 
 def test_a_menu_says_what_was_timed() -> None:
-    menu, form = DraftMenu(((0.6, 0.2), (0.5, 0.1))), Form(2, 2, 1)
+    menu, form = DraftMenu(((0.6, 0.2), (0.5, 0.1))), Form(3, 3, 1)
     assert menu.forms == FORMS
     assert 0.0 < menu.seconds(form, 8) < math.inf, "a guess before the first measurement"
     menu.note(8, form, 0.5)

@@ -500,13 +500,13 @@ def test_a_form_that_a_batch_has_no_graph_of_is_replaced_and_not_captured(
         "rehearse",
         lambda form, bucket, reach: (rehearsed.append((form, bucket)), rehearse(form, bucket, reach)),
     )
-    for form in (Form(2, 2, 1), Form(15, 5, 6)):
+    for form in (Form(3, 3, 1), Form(15, 6, 5)):
         rehearse(form, 12, 100)
     draft.complete_to = 12
-    assert batch.ours.propose(batch.seqs, [Budget(15, 5, 6)] * 9).form is not None
-    assert batch.ours.propose(batch.seqs, [Budget(47, 6, 10)] * 9).sizes() == [16] * 9
+    assert batch.ours.propose(batch.seqs, [Budget(15, 6, 5)] * 9).form is not None
+    assert batch.ours.propose(batch.seqs, [Budget(59, 7, 10)] * 9).sizes() == [16] * 9
     few = batch.seqs[:3]
-    grown = batch.ours.propose(few, [Budget(2, 2)] * 3)
+    grown = batch.ours.propose(few, [Budget(3, 3)] * 3)
     assert grown.form is not None
     assert grown.form.trees == 12, "a larger graph serves"
     assert not rehearsed

@@ -1,24 +1,24 @@
-"""Acceptance of a menu's forms: what is expected of each by how easy the text is, and by sequence.
+"""Acceptance of a menu's forms: expected tokens per draft, corrected over all forms, per form and per sequence.
 
-A drafter's files say how often its tokens are accepted on average, level by level. A text is easier or harder than
-that, and then deep trees and shallow ones, chains and trees do not gain by the same factor: where nearly all is
-accepted a tree of ten levels brings half as much again as one of six, elsewhere hardly more. So rounds of any form are
-read as evidence of one number, by how much the odds of every level differ from those in the files, and from that
-follows what each form brings. On top comes a factor per sequence, within bounds. There is none per form: forms are left
-in bad stretches, so that each that was left would keep a bad name, and whichever runs would stay.
+A drafter's files say how many tokens of each form are accepted on average. Text differs from that text, so the figure
+is multiplied by three factors, each observed / expected: one over all forms, with a short memory; one per form,
+slower and close to 1; and one per sequence, within bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forerun.offers import Form, Menu
+from forerun.offers import Form
 
-ODDS = tuple(2.0 ** (step / 2) for step in range(-14, 21))  # of a level, times those in the files
-RECENT = 0.7  # memory of the text's odds, per round: short, since loops and copies start and end at once
-USUAL = 0.98  # and of those that are usual
+ALONE, BATCHED = (
+    0.93,
+    0.7,
+)  # memory of the common factor, per round: of one sequence, and of 16, which show more
 OWN = 0.95  # memory of a sequence's factor, per round
+PER_FORM = 0.93  # memory of a form's factor, per round of that form
+LEAST, MOST = 0.02, 4.0  # of the common factor
 FEW = 2.0  # expected tokens that a prior counts for
 
 
@@ -38,91 +38,40 @@ class Factor:
         return (self.observed + self.weight * start) / (self.expected + self.weight)
 
 
-class Ease:
-    """How easy the text is: the odds at which as many tokens are expected as were accepted in the last few rounds.
-
-    A few rounds may have little to show; they start from what was usual over many, and that from the files.
-    """
-
-    def __init__(self, curves: Iterable[Sequence[float]]) -> None:
-        """`curves` are what each form is expected to bring at each of ODDS."""
-        at_one = ODDS.index(1.0)
-        shares = [[tokens / curve[at_one] for tokens in curve] for curve in curves if curve[at_one]]
-        shares = shares or [[1.0] * len(ODDS)]
-        self._mean = [sum(column) / len(shares) for column in zip(*shares, strict=True)]  # over all forms
-        self._recent, self._usual = _Evidence(RECENT), _Evidence(USUAL)
-        self.place = float(at_one)  # among ODDS
-
-    def add(self, observed: float, curve: Sequence[float], count: float) -> None:
-        """So many tokens were accepted of `count` drafts of which `curve` was expected."""
-        self._usual.add(observed, curve, count)
-        self._recent.add(observed, curve, count)
-        usual = self._usual.place(self._mean, 1.0)
-        self.place = self._recent.place(self._mean, read_off(self._mean, usual))
-
-
-class _Evidence:
-    """Tokens accepted, and those expected at each of ODDS, with a memory."""
-
-    def __init__(self, memory: float) -> None:
-        self.memory, self.observed, self.expected = memory, 0.0, [0.0] * len(ODDS)
-
-    def add(self, observed: float, curve: Sequence[float], count: float) -> None:
-        memory = self.memory
-        self.observed = self.observed * memory + observed
-        self.expected = [
-            before * memory + count * tokens for before, tokens in zip(self.expected, curve, strict=True)
-        ]
-
-    def place(self, curve: Sequence[float], observed: float) -> float:
-        """Where among ODDS as much is expected as was observed; FEW drafts like `curve` come on top of both."""
-        seen, below = self.observed + FEW * observed, 0.0
-        for i, (expected, one) in enumerate(zip(self.expected, curve, strict=True)):
-            above = expected + FEW * one
-            if above >= seen:
-                return i - (above - seen) / (above - below) if i and above > below else float(i)
-            below = above
-        return float(len(ODDS) - 1)
-
-
-def read_off(curve: Sequence[float], place: float) -> float:
-    """The value of a curve between two of its places."""
-    low = int(place)
-    share = place - low
-    return curve[low] * (1.0 - share) + curve[low + 1] * share if share else curve[low]
-
-
 @dataclass(slots=True)
 class Acceptance:
     """What is accepted of each form, as rounds have shown."""
 
-    curves: dict[Form, tuple[float, ...]]  # tokens by ODDS
-    ease: Ease = field(init=False)
+    overall: float = 1.0
+    _forms: dict[Form, Factor] = field(default_factory=dict)
+    _counts: Factor = field(default_factory=lambda: Factor(FEW))
     _sequences: dict[int, tuple[float, float]] = field(default_factory=dict)  # observed, expected
     _own: dict[int, float] = field(default_factory=dict)  # a sequence's factor
 
-    def __post_init__(self) -> None:
-        self.ease = Ease(curve for form, curve in self.curves.items() if form.nodes)
-
-    @classmethod
-    def of_menu(cls, menu: Menu, forms: Iterable[Form]) -> Acceptance:
-        return cls({form: tuple([menu.expected(form, odds) for odds in ODDS]) for form in forms})
-
-    def expected(self, form: Form) -> float:
+    def expected(self, form: Form, prior: float) -> float:
         """Tokens of one average sequence."""
-        return min(read_off(self.curves[form], self.ease.place), 0.98 * form.depth)
+        return min(prior * self.overall * self._of_form(form), 0.98 * form.depth)
+
+    def _of_form(self, form: Form) -> float:
+        own = self._forms.get(form)
+        return 1.0 if own is None else min(max(own.value(), 0.5), 2.0)
 
     def weight(self, ids: Sequence[int]) -> float:
         """How many average sequences these are together."""
         own = self._own
         return sum([own.get(seq_id, 1.0) for seq_id in ids])
 
-    def observe(self, form: Form, ids: Sequence[int], accepted: Sequence[int]) -> None:
+    def observe(self, form: Form, prior: float, ids: Sequence[int], accepted: Sequence[int]) -> None:
         """A round of this form: tokens accepted of each sequence."""
-        batch, total, each = len(ids), sum(accepted), self.expected(form)
-        self.ease.add(total, self.curves[form], batch)
+        batch, total, each = len(ids), sum(accepted), self.expected(form, prior)
+        memory = max(BATCHED, ALONE - (batch - 1) * (ALONE - BATCHED) / 15)
+        self._counts.add(total, prior * self._of_form(form) * batch, memory)
+        self.overall = min(max(self._counts.value(), LEAST), MOST)
+        # what all forms share is settled first; a form that runs on and on tends to 1, and leaves the rest to that
+        of_form = self._forms.setdefault(form, Factor(6.0 * FEW / batch**0.5))
+        of_form.add(total / batch, prior * self.overall, PER_FORM)
         if batch == 1:
-            return  # the common odds are its own
+            return  # the common factor is its own
         counts, own = self._sequences, self._own
         for seq_id, tokens in zip(ids, accepted, strict=True):  # plain numbers: once per sequence and round
             seen, hoped = counts.get(seq_id, (FEW, FEW))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from forerun.control.allowance import WindowAllowance
+from forerun.control.allowance import Allowance
 from forerun.control.around import FREE_CHAINS, PLAIN
 from forerun.control.base import ControlParts, WaitingPrompts
 from forerun.control.cost import CostModel
@@ -28,10 +28,7 @@ from forerun.control.waiting import FEW, Waiting, beside_plain, ends, free_promi
 from forerun.offers import FREE, NEVER, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
-MOST_NODES, MOST_WIDTH = (
-    63,
-    10,
-)  # the largest budget, where no limit was set: with its root, a pass of 64 rows
+MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
 EVERY, AT_FIRST = 4, 16  # of rounds that drafted nothing, which are timed; and the first, which all are
 ASKED_NO_MORE = 4  # plain rounds that were read first, after which none is expected to follow
 
@@ -50,7 +47,7 @@ class AdaptiveController:
     ) -> None:
         """`follows`: the target launches plain passes before the last one is read, where nobody drafts."""
         self.planner = SequencePlanner(cost, nodes, width, offer)
-        self.allowance = WindowAllowance()  # of all menus together
+        self.allowance = Allowance()  # of all menus together
         self.gate = LookupGate(cost, self.planner.free_chains)
         self.waiting = Waiting(self.planner.free_chains)
         self.looks_up = looks_up  # does a sequence's drafter make look-ups and nothing else?

@@ -4,21 +4,15 @@ It is counted in plain rounds. Every round adds a little, drafts take what they 
 never exceeds `most`. A draft runs only if its worst case, nothing accepted, leaves the allowance above -`floor`; a
 trial only if the allowance covers it whole. So over any stretch of n rounds the loss is at most
 
-    most + n * earned + floor
+    most + n * earned + floor                        for a batch's forms and n = 200: 3 rounds, 1.5%
 
 whatever is accepted; and since the allowance is never below -`floor`, drafting returns after a
 bounded number of rounds.
-
-For a batch's forms the last 200 rounds are counted exactly (WindowAllowance): over no stretch of them more than three
-plain rounds are lost, 1.5%. All of it may be lost at once: large trees of which nothing is accepted a few times in a
-row are no reason to stop them where they gain in the long run. What was lost is forgotten with the round.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 STAKE = 0.5  # what may be put at risk, of what is left: times the gain by the worst loss
 
@@ -62,61 +56,9 @@ class Allowance:
         Doubtful drafts, missed one after the other, would else use up what is left when a long match comes: the share
         of what is left that is put at risk is at most STAKE times what is promised for each unit of it.
         """
-        return _is_worth(worst, gain, self.level + self.floor)
+        left = self.level + self.floor
+        return worst < left and worst * worst <= STAKE * gain * left
 
     def covers_trial(self, worst: float) -> bool:
         """May a draft be made that may well lose all of it?"""
         return self.level >= min(worst, self.most) and self.covers(worst)
-
-
-class Bound(Protocol):
-    """What a chooser of forms asks."""
-
-    def book(self, loss: float) -> None: ...
-    def covers(self, worst: float) -> bool: ...
-    def covers_stake(self, worst: float, gain: float) -> bool: ...
-    def covers_trial(self, worst: float) -> bool: ...
-
-
-class WindowAllowance:
-    """Implements Bound: what was lost since whichever of the last rounds makes that most."""
-
-    def __init__(self, most: float = 3.0, trials: float = 1.5, window: int = 200) -> None:
-        """`trials` is what may be lost where the next round is a trial."""
-        self.most, self.trials, self.window = most, trials, window
-        self._round, self._total = 0, 0.0
-        self._least = deque(
-            [(0, 0.0)]
-        )  # rounds of the window and totals behind them, from the least total upwards
-
-    def book(self, loss: float) -> None:
-        """A round has lost so much against plain decoding; a negative loss is a gain."""
-        self._round, self._total = self._round + 1, self._total + loss
-        least = self._least
-        while least and least[-1][1] >= self._total:
-            least.pop()
-        least.append((self._round, self._total))
-        while least[0][0] <= self._round - self.window:
-            least.popleft()
-
-    @property
-    def lost(self) -> float:
-        """At most, over any stretch of the window that ends now."""
-        return self._total - self._least[0][1]
-
-    def covers(self, worst: float) -> bool:
-        """May a draft be made that has been paying?"""
-        return self.lost + worst < self.most
-
-    def covers_stake(self, worst: float, gain: float) -> bool:
-        """As that of Allowance."""
-        return _is_worth(worst, gain, self.most - self.lost)
-
-    def covers_trial(self, worst: float) -> bool:
-        """May a draft be made that may well lose all of it?"""
-        return self.lost + worst < self.trials
-
-
-def _is_worth(worst: float, gain: float, left: float) -> bool:
-    """May so much be put at risk for such a gain, where so much is left?"""
-    return worst < left and worst * worst <= STAKE * gain * left

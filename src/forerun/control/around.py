@@ -51,10 +51,6 @@ class Around:
         if known is None:
             plain = self._seconds.get((PLAIN, group), 0.0)
             known = drafting + (self._beside.get(group, plain) if form.nodes and follows else plain)
-        elif form is PLAIN and (form, group) not in self._follow:
-            known = max(
-                0.0, known - self.gap(batch)
-            )  # those that were seen were read first; others will follow
         return known
 
     def gap(self, batch: int, presumed: float | None = None) -> float:

@@ -17,7 +17,7 @@ from math import inf
 from typing import NamedTuple
 
 from forerun.control.acceptance import Acceptance
-from forerun.control.allowance import Bound
+from forerun.control.allowance import Allowance
 from forerun.control.around import PLAIN, Around, presumed_gap
 from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
@@ -52,7 +52,7 @@ class _NoForms:
     def rows(self, form: Form, batch: int) -> int:
         return batch * (1 + form.nodes)
 
-    def expected(self, form: Form, odds: float = 1.0) -> float:
+    def expected(self, form: Form) -> float:
         return 0.0
 
 
@@ -75,14 +75,15 @@ class Promise(NamedTuple):
 class FormChooser:
     """Chooses the form of a whole batch, and learns from its rounds."""
 
-    def __init__(self, menu: Menu, cost: CostModel, allowance: Bound, nodes: int, width: int) -> None:
+    def __init__(self, menu: Menu, cost: CostModel, allowance: Allowance, nodes: int, width: int) -> None:
         """`nodes` and `width` are the most that the user allows."""
         self.menu, self.cost, self.allowance = menu, cost, allowance
-        self.around = Around()
+        self.acceptance, self.around = Acceptance(), Around()
         self.last = PLAIN
-        self.forms = PLAIN, *[form for form in menu.forms if form.nodes <= nodes and form.width <= width]
-        self.acceptance = Acceptance.of_menu(menu, self.forms[1:])
-        self._places = {form: i for i, form in enumerate(self.forms)}
+        self._priors = {PLAIN: 0.0} | {
+            form: menu.expected(form) for form in menu.forms if form.nodes <= nodes and form.width <= width
+        }
+        self._places = {form: i for i, form in enumerate(self._priors)}
         self._since = 0.0  # rounds since the last trial
         self._trial = False  # is this round one?
         self.insists = False  # the form was chosen to learn, not to gain
@@ -121,7 +122,7 @@ class FormChooser:
         form, times = self.last, self._seconds(len(ids), batch)
         if not form.nodes or not self.around.is_known(PLAIN, batch):
             return None
-        tokens = self.acceptance.weight(ids) * self.acceptance.expected(form)
+        tokens = self.acceptance.weight(ids) * self.acceptance.expected(form, self._priors[form])
         last = Promise(form, batch + tokens, times[self._places[form]])
         if not self.allowance.covers(last.seconds / times[0] - 1.0):
             return None
@@ -149,8 +150,8 @@ class FormChooser:
         weight, expected = self.acceptance.weight(ids), self.acceptance.expected
         times = self._seconds(len(ids), batch)
         found = [
-            Promise(form, batch + (weight * expected(form) if form.nodes else 0.0), seconds)
-            for form, seconds in zip(self.forms, times, strict=True)
+            Promise(form, batch + weight * expected(form, prior), seconds)
+            for (form, prior), seconds in zip(self._priors.items(), times, strict=True)
         ]
         return self._with_missed(found, len(ids), batch) if self.prompts.requests else found
 
@@ -211,7 +212,7 @@ class FormChooser:
             own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
             self.around.observe(form, batch, own, known, followed, said)
         if form.nodes:
-            self.acceptance.observe(form, ids, accepted)
+            self.acceptance.observe(form, self._priors[form], ids, accepted)
         gained = sum(accepted) / batch + 1.0 - promise.seconds / self.plain_seconds(batch)
         self._paid = self._trial and self.last == PLAIN and gained > 0.0
 
@@ -251,7 +252,7 @@ class FormChooser:
         if key not in self._times:
             self._times[key] = [
                 self.promise_of(form, self.rows_of(form, drafting, batch), batch, 0.0, drafting).seconds
-                for form in self.forms
+                for form in self._priors
             ]
         return self._times[key]
 

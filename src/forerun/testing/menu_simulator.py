@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.offers import Form, Offer, at_odds
+from forerun.offers import Form, Offer
 from forerun.types import Budget, PlainSeq, Round
 
 Trace = Callable[[int], float]  # round -> how likely the likeliest token is accepted
@@ -50,8 +50,8 @@ class SimulatedMenu:
     def rows(self, form: Form, batch: int) -> int:
         return batch * (form.nodes + 1)
 
-    def expected(self, form: Form, odds: float = 1.0) -> float:
-        return accepted_of(form, at_odds(self.claimed_rate, odds))
+    def expected(self, form: Form) -> float:
+        return accepted_of(form, self.claimed_rate)
 
 
 @dataclass(frozen=True, slots=True)

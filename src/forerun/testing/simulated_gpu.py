@@ -22,7 +22,7 @@ from forerun.drafters.eagle.cuda.menu import FORMS, forms_for
 from forerun.models.cuda.chunks import beside_trees
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, round_up
 from forerun.models.shared import SharedWeights
-from forerun.offers import Form, Menu, Offer, at_odds
+from forerun.offers import Form, Menu, Offer
 from forerun.testing.emulated_device import CountedTokens, next_roots
 from forerun.testing.menu_simulator import accepted_of, level_rate
 from forerun.types import (
@@ -209,8 +209,8 @@ class SimulatedForms:
     def rows(self, form: Form, batch: int) -> int:
         return bucket_of(batch) * (form.nodes + 1)
 
-    def expected(self, form: Form, odds: float = 1.0) -> float:
-        return accepted_of(form, at_odds(self.rate, odds))
+    def expected(self, form: Form) -> float:
+        return accepted_of(form, self.rate)
 
 
 class SimulatedHead(BaseDrafter):
@@ -229,8 +229,7 @@ class SimulatedHead(BaseDrafter):
         if not most.nodes:
             return lone_roots(seqs)
         listed = [one for one in forms_for(bucket_of(len(seqs))) if one.nodes <= most.nodes]
-        asked = Form(most.nodes, most.depth, most.width)
-        return self._grow(asked if asked in listed else max(listed), len(seqs), None)
+        return self._grow(max(listed), len(seqs), None)
 
     def follow(
         self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]

@@ -47,12 +47,12 @@ from forerun.types import Budget, Needs, Request, TreeBatch, Verdict
 CONTEXT = 460  # tokens; the split in which trees start has 76 of them
 HEAD = BOX / "qwen2.5-coder-1.5b-eagle3"
 FORMS = {
-    8: Form(7, 4, 4),
-    16: Form(15, 5, 6),
+    8: Form(7, 5, 3),
+    16: Form(15, 6, 5),
     24: Form(23, 6, 6),
-    32: Form(31, 5, 8),
-    48: Form(47, 6, 10),
-    64: Form(63, 10, 8),
+    32: Form(31, 6, 8),
+    48: Form(47, 7, 8),
+    64: Form(63, 7, 10),
 }
 WARM, TIMED, TRACED = 8, 40, 8  # rounds
 REPLAYS = 4
@@ -204,7 +204,7 @@ def measure_large(batches: Sequence[int], sizes: Sequence[int]) -> Iterator[dict
         yield from measure_trees(target, drafter, batch, sizes)
     engine = make_rounds(target, {"head": drafter}, max(batches))
     names = product_names({"pass": target.passes.steps, "draft": drafter.draft.net.steps})
-    for batch, form in ((1, None), (1, Form(31, 5, 8)), (1, Form(63, 10, 8)), (8, None), (8, Form(15, 5, 6))):
+    for batch, form in ((1, None), (1, Form(23, 6, 6)), (1, Form(59, 7, 10)), (8, None), (8, Form(15, 6, 5))):
         if batch in batches:
             yield measure_rounds(engine, "none" if form is None else "head", form, batch, 0.0, names)
 
@@ -217,7 +217,7 @@ def measure_small(batches: Sequence[int], sizes: Sequence[int]) -> Iterator[dict
     model = DeviceModelDrafter(ModelDraft(draft, target.vocab_size, target.grown.last), NoDrafter)
     owners = {"pass": target.passes.steps, "head": head.draft.net.steps, "draft": draft.passes.steps}
     names, engine = product_names(owners), make_rounds(target, {"head": head, "draft": model}, max(batches))
-    cases = [("none", None), ("head", Form(31, 5, 8)), ("head", Form(63, 10, 8))]
+    cases = [("none", None), ("head", Form(31, 6, 8)), ("head", Form(59, 7, 10))]
     for name, form in cases:
         for temperature in (0.0, 1.0):
             yield measure_rounds(engine, name, form, 1, temperature, names)

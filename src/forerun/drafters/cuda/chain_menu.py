@@ -6,7 +6,7 @@ import math
 
 from forerun.drafters.cuda.chain_plan import BUCKETS, MOST
 from forerun.models.cuda.plan import round_up
-from forerun.offers import Form, at_odds
+from forerun.offers import Form
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)
 FORMS = tuple(Form(depth, depth, 1) for depth in DEPTHS)
@@ -53,6 +53,5 @@ class ChainMenu:
     def rows(self, form: Form, batch: int) -> int:
         return (round_up(batch, BUCKETS) if batch <= MOST else batch) * (form.nodes + 1)
 
-    def expected(self, form: Form, odds: float = 1.0) -> float:
-        rate = at_odds(ACCEPTED, odds)
-        return sum(rate**depth for depth in range(1, form.depth + 1))
+    def expected(self, form: Form) -> float:
+        return sum(ACCEPTED**depth for depth in range(1, form.depth + 1))

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 
 from forerun.drafters.eagle.cuda.draft_plan import BUCKETS, MOST, bucket_of
 from forerun.models.cuda.plan import ROW_SIZES, round_up
-from forerun.offers import Form, at_odds
+from forerun.offers import Form
 
 FORMS = tuple(
     Form(*sizes)
     for sizes in (
-        (1, 1, 1), (2, 2, 1), (3, 3, 2), (5, 4, 4), (7, 4, 4), (11, 4, 6), (15, 5, 6), (23, 6, 6), (31, 5, 8),
-        (47, 6, 10), (63, 10, 8),
+        (1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 4, 1), (5, 5, 1),
+        (7, 5, 3), (11, 5, 4), (15, 6, 5), (23, 6, 6), (31, 6, 8), (47, 7, 8), (59, 7, 10),
     )
 )  # fmt: skip
-FADES = 0.14  # of an easier text's odds, in powers, from one level to the next
-ROWS = 256  # of a target's pass over all trees: a larger pass costs more than any draft brings
+ROWS = 384  # of a target's pass over all trees: a larger pass costs more than any draft brings
 FILLED = 0.9  # of a pass, at least, by trees that branch
 UNMEASURED = 2e-4  # seconds per level: about the time to read a head's weights
 UNKNOWN = (
@@ -46,6 +45,7 @@ class DraftMenu:
         self._rates = rates or UNKNOWN
         self._seconds: dict[tuple[int, Form], float] = {}
         self._found: dict[tuple[Form, int], float] = {}  # what was looked up since the last measurement
+        self._expected = {form: expected(self._rates, form) for form in FORMS}
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -76,20 +76,8 @@ class DraftMenu:
     def measured(self) -> dict[tuple[int, Form], float]:
         return dict(self._seconds)
 
-    def expected(self, form: Form, odds: float = 1.0) -> float:
-        levels = [self._rates[min(i, len(self._rates) - 1)] for i in range(form.depth)]
-        return expected([ranks_at(ranks, odds, i) for i, ranks in enumerate(levels)], form)
-
-
-def ranks_at(ranks: Sequence[float], odds: float, level: int) -> list[float]:
-    """The rates of a level's ranks, the likeliest first, in an easier or harder text.
-
-    Where the likeliest is right more often, less is left for the others; where it is less often, so are they. Rates
-    rise with the level, since what is easy gets so far; in an easy text they rise less.
-    """
-    first = at_odds(ranks[0], odds ** (1.0 - FADES * level) if odds > 1.0 else odds)
-    left = min(first / ranks[0], (1.0 - first) / (1.0 - ranks[0])) if 0.0 < ranks[0] < 1.0 else 1.0
-    return [first, *[rate * left for rate in ranks[1:]]]
+    def expected(self, form: Form) -> float:
+        return self._expected[form] if form in self._expected else expected(self._rates, form)
 
 
 def expected(rates: Sequence[Sequence[float]], form: Form) -> float:
