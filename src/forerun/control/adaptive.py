@@ -28,11 +28,8 @@ from forerun.control.waiting import FEW, Waiting, beside_plain, ends, free_promi
 from forerun.offers import FREE, NEVER, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
-MOST_NODES, MOST_WIDTH = (
-    63,
-    10,
-)  # the largest budget, where no limit was set: with its root, a pass of 64 rows
-EVERY, AT_FIRST = 4, 16  # of rounds that drafted nothing, which are timed; and the first, which all are
+MOST_NODES, MOST_WIDTH = 63, 10  # the largest budget without a limit: with its root, a pass of 64 rows
+EVERY, AT_FIRST = 5, 16  # of rounds that drafted nothing, which are timed; and the first, which all are
 ASKED_NO_MORE = 4  # plain rounds that were read first, after which none is expected to follow
 
 
@@ -62,6 +59,7 @@ class AdaptiveController:
             None  # nothing could be drafted in this round; True = a drafter that costs rested
         )
         self._idles = 0  # such rounds so far
+        self._ahead: int | None = None  # the sequence whose next pass is run already
         self._choosers: dict[int, FormChooser] = {}  # by the menu's identity
         self._decisions: list[Decision] = []  # of this round
         self._never = False  # nobody of this round can draft
@@ -112,12 +110,19 @@ class AdaptiveController:
         return True
 
     def _plan_lookups(self, seqs: Sequence[Seq]) -> list[Budget]:
-        known = None if len(seqs) > 1 else self.planner.offer(seqs[0])
-        if known is not None and not known.free:
-            self._idle = False
-            return [NOTHING]
-        budgets, self._asked = plan_lookups(self.gate, self.planner, seqs, known)
+        if len(seqs) == 1:
+            return [self._plan_lookup(seqs[0])]
+        budgets, self._asked = plan_lookups(self.gate, self.planner, seqs)
         return budgets
+
+    def _plan_lookup(self, seq: Seq) -> Budget:
+        """Of one text: nothing where its next pass is run already, or where a draft promises too little."""
+        offer, budget = self.planner.offer(seq), NOTHING
+        if offer.free and self._ahead != seq.id:
+            budget = self.planner.lookup_budget(seq, offer)
+        if not budget.nodes:
+            self._idle = False
+        return budget
 
     def _plan_beside_plain(self, seqs: Sequence[Seq]) -> list[Budget]:
         """Where plain rounds follow each other: look-ups where they are worth more than another plain one."""
@@ -224,6 +229,7 @@ class AdaptiveController:
     def _observe(self, outcome: Round) -> None:
         batch, nodes, cost = len(outcome.seqs), sum(outcome.drafted), self.planner.cost
         self._unasked += not nodes
+        self._ahead = outcome.seqs[0].id if outcome.ahead else None
         cost.note_prompts(outcome.prompt_rows)
         if self._idle is not None:
             self._observe_idle(outcome, self._idle)
@@ -243,7 +249,7 @@ class AdaptiveController:
         self._idles += 1
         if outcome.tells_times and (self._idles <= AT_FIRST or self._idles % EVERY == 0):
             self.cost.observe(1, outcome.seconds["pass"])
-        self.planner.note_idle(outcome.seqs[0], costly)
+        self.planner.note_idle(outcome, costly)
 
     def forget(self, seq: Seq) -> None:
         self.planner.forget(seq)

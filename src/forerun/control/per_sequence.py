@@ -29,6 +29,7 @@ from forerun.control.free_drafts import CLOSE, NOTHING, FreeDrafts
 from forerun.control.history import FIRST_WAIT, GAIN_MEMORY, MEMORY, History
 from forerun.control.pace import Pace
 from forerun.control.prices import PriceList, PriceLists
+from forerun.control.round_seconds import RoundSeconds
 from forerun.control.trials import Trials
 from forerun.offers import FREE, Offer, total
 from forerun.types import Budget, Round, Seq
@@ -45,6 +46,7 @@ class SequencePlanner:
         self.offer = offer  # of the sequence's own drafter
         self.allowance = Allowance(most=4.0, earned=0.015, floor=4.0, level=2.0)
         self.free = FreeDrafts()
+        self.rounds = RoundSeconds()
         self._records: dict[int, History] = {}
         self._latest = History()  # what a new sequence starts from
         self._offers: dict[int, Offer] = {}  # of this round's sequences
@@ -107,8 +109,11 @@ class SequencePlanner:
         """Is it known, without a plan, that nothing pays for this sequence? It is alone in its batch."""
         return not offer.free and self._trials.are_off(seq.id, self._prices.rounds)
 
-    def note_idle(self, seq: Seq, costly: bool) -> None:
-        """A round of one sequence in which nothing could be drafted: what `observe` would book, in few steps."""
+    def note_idle(self, outcome: Round, costly: bool) -> None:
+        """A round of one sequence in which nothing was drafted: what `observe` would book, in few steps."""
+        seq = outcome.seqs[0]
+        if outcome.tells_times and not outcome.followed:
+            self.rounds.note_plain(outcome.seconds)
         self._pace.add(1.0, 1.0)
         self.free.note_round()
         self._prices.note_round()
@@ -172,6 +177,9 @@ class SequencePlanner:
                 free_cost, free_gained = free_cost + each * drafted, free_gained + accepted
                 if drafted == depth <= len(offers[seq.id].free):  # a chain: its survivals are known
                     self.free.note_chain(accepted, sum(offers[seq.id].free[:depth]))
+        if batch == 1 and nodes and not self._asked and not outcome.followed and outcome.tells_times:
+            spent = self.rounds.note_drafted(outcome.seconds, taken)  # all of it, where that is known
+            free_cost = free_cost if spent is None else spent - 1.0
         self.free.allowance.book_draft(free_cost, free_gained / batch)
         if any(offer.costs for offer in offers.values()):
             own = self._trials.of(any(offer.stops for offer in offers.values()))
@@ -221,7 +229,7 @@ class SequencePlanner:
 
     def _option(self, seq: Seq, offer: Offer, batch: int, costly: int, listed: PriceList) -> Option:
         """What costs nothing, or what the drafter that costs would gain: whichever gains more."""
-        free = Option(offer, self.free.levels(offer))
+        free = Option(offer, self.free.levels(offer, self._more(batch)))
         if not offer.costs:
             return free
         free_gain = best_depth(free.levels, listed.price)[1]
@@ -272,9 +280,17 @@ class SequencePlanner:
             price, level = tuple([cost / trust for cost in price]), level / trust
         return Budget(nodes, option.depth, listed.widest, price, level, "costly")
 
-    def free_budget(self) -> Budget:
+    def lookup_budget(self, seq: Seq, offer: Offer) -> Budget:
         """Of a sequence alone in its batch whose drafter costs nothing, and has something to draft."""
-        return self.free.budget(self._price(1, self.rate, 0))
+        listed = self._price(1, self.rate, 0)
+        if not best_depth(self.free.levels(offer, self._more(1)), listed.price)[0]:
+            return NOTHING
+        self.take_chains([seq], [offer])
+        return self.free.budget(listed)
+
+    def _more(self, batch: int) -> float:
+        """What a round that drafts costs beside its nodes, in tokens; of many sequences it is little for each."""
+        return self._in_tokens(self.rounds.more, 1, 1) if batch == 1 else 0.0
 
     def _price(self, batch: int, rate: float, others: int) -> PriceList:
         return self._prices.of(self.cost, batch, rate, others)
