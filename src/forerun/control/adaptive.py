@@ -21,7 +21,7 @@ from forerun.control.cost import CostModel
 from forerun.control.decision import Decision, by_menu, chain_budget, starts
 from forerun.control.forms import NO_FORMS, FormChooser
 from forerun.control.free_drafts import NOTHING
-from forerun.control.lookup_rounds import asked_beside, plan_lookups
+from forerun.control.lookup_rounds import asked_beside, plan_lookup, plan_lookups
 from forerun.control.lookups import WIDE, LookupGate
 from forerun.control.per_sequence import SequencePlanner
 from forerun.control.waiting import FEW, Waiting, beside_plain, ends, free_promise, within
@@ -111,18 +111,11 @@ class AdaptiveController:
 
     def _plan_lookups(self, seqs: Sequence[Seq]) -> list[Budget]:
         if len(seqs) == 1:
-            return [self._plan_lookup(seqs[0])]
+            budget = plan_lookup(self.planner, seqs[0], is_known=self._ahead == seqs[0].id)
+            self._idle = None if budget.nodes else False
+            return [budget]
         budgets, self._asked = plan_lookups(self.gate, self.planner, seqs)
         return budgets
-
-    def _plan_lookup(self, seq: Seq) -> Budget:
-        """Of one text: nothing where its next pass is run already, or where a draft promises too little."""
-        offer, budget = self.planner.offer(seq), NOTHING
-        if offer.free and self._ahead != seq.id:
-            budget = self.planner.lookup_budget(seq, offer)
-        if not budget.nodes:
-            self._idle = False
-        return budget
 
     def _plan_beside_plain(self, seqs: Sequence[Seq]) -> list[Budget]:
         """Where plain rounds follow each other: look-ups where they are worth more than another plain one."""

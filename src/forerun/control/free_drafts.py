@@ -13,7 +13,10 @@ from forerun.types import Budget
 
 CLOSE = 0.05  # smaller errors of a drafter's expectations are not corrected
 FREE_MEMORY, FORGIVING = 0.99, 0.997  # per draft that cost nothing, and per round: distrust does not last
-CAUTION, LEAST = 0.4, 0.4  # what is expected counts for so much less per plain round lost, and for so much at least
+CAUTION, LEAST = (
+    0.4,
+    0.4,
+)  # what is expected counts for so much less per plain round lost, and for so much at least
 NOTHING = Budget(0, 0, source="free")
 
 
@@ -42,11 +45,11 @@ class FreeDrafts:
         free = offer.free if trust == 1.0 else [trust * survival for survival in offer.free]
         return Levels(free, (more, 0.0))
 
-    def budget(self, listed: PriceList) -> Budget:
-        """All that may pay by a price list."""
+    def budget(self, listed: PriceList, *, chain: bool = False) -> Budget:
+        """All that may pay by a price list; `chain`: without branches."""
         if not self.allowance.covers_usual:
             return NOTHING
-        trust, free = self._cautious_trust(), listed.free
+        trust, free = self._cautious_trust(), listed.chain if chain else listed.free
         if trust == 1.0 or free.price is None:
             return free
         return replace(free, price=tuple([cost / trust for cost in free.price]))
@@ -58,6 +61,11 @@ class FreeDrafts:
 
     def note_round(self) -> None:
         self._kept.add(0.0, 0.0, FORGIVING)
+
+    def note_idle(self, rounds: int) -> None:
+        """So many rounds in a row that drafted nothing."""
+        self._kept.add(0.0, 0.0, FORGIVING**rounds)
+        self.allowance.rest(rounds)
 
     def note_chain(self, accepted: int, expected: float) -> None:
         """Of a chain so many tokens were accepted."""

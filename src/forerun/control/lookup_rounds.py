@@ -15,9 +15,16 @@ from forerun.control.per_sequence import SequencePlanner
 from forerun.types import Budget, Seq
 
 
-def plan_lookups(
-    gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]
-) -> tuple[list[Budget], int]:
+def plan_lookup(planner: SequencePlanner, seq: Seq, is_known: bool) -> Budget:
+    """Of a sequence that is alone: nothing where a draft promises too little, or its next pass `is_known` already.
+
+    It is looked up all the same: so drafters learn how often they would have been right.
+    """
+    offer = planner.offer(seq)
+    return planner.lookup_budget(seq, offer) if offer.free and not is_known else NOTHING
+
+
+def plan_lookups(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]) -> tuple[list[Budget], int]:
     """The budgets of a round of several sequences, and how many were asked for it."""
     batch, few = len(seqs), gate.whom([seq.id for seq in seqs])
     if few is not None:

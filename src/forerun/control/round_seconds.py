@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from forerun.offers import Offer
+from forerun.types import Round
+
 PRESUMED = 3e-4  # seconds that a round with a draft takes longer beside its pass, before any was seen
-IN_A_ROW = 4  # plain rounds that are timed together: as many as run in one native call, of which the first is slow
+IN_A_ROW = (
+    4  # plain rounds that are timed together: as many as run in one native call, of which the first is slow
+)
 NEWEST = 0.1  # weight of the last rounds in a moving average
 MOST = 2.0  # times what was expected: a pause of the machine counts for no more
 
@@ -54,6 +59,17 @@ class RoundSeconds:
         if not self.plain:
             return None
         return min(total, MOST * (expected + self._drafted)) / self.plain
+
+
+def drafting_seconds(outcome: Round, offers: Mapping[int, Offer], asked: Mapping[int, int]) -> float:
+    """What the drafters that were asked so deep took; a pause of the machine is not charged to them."""
+    most = 0.0
+    for seq, depth in zip(outcome.seqs, outcome.depths, strict=True):
+        if seq.id in asked:
+            offer = offers[seq.id]
+            levels = max(1, depth) if offer.stops else asked[seq.id]  # drafted, accepted or not
+            most = max(most, offer.start + 2 * offer.until(levels + 1))
+    return min(outcome.seconds.get("draft", most / 2), most)
 
 
 def _moved(mean: float, value: float) -> float:

@@ -8,9 +8,11 @@ need several rounds to show what they gain, which only the allowance limits.
 
 from __future__ import annotations
 
+from forerun.control.allocate import shortest_that_pays
 from forerun.control.allowance import Allowance
 from forerun.control.history import History
 from forerun.control.prices import REFRESH
+from forerun.offers import Offer, total
 
 
 class Trials:
@@ -51,3 +53,16 @@ class Trials:
     def _least(self, worst: float, stops: bool) -> float:
         """The allowance that covers it."""
         return worst - 0.9 * self.stopping.floor if stops else worst
+
+
+def shortest_trial(
+    offer: Offer, price: tuple[float, ...], plain: float, batch: int, costly: int
+) -> tuple[int, float]:
+    """The shortest draft that could pay, and what it costs in plain rounds if all of it is rejected.
+
+    `plain` seconds take a plain pass; of the batch, `costly` sequences share what drafting takes.
+    """
+    costs = tuple([seconds * batch / costly / plain for seconds in offer.seconds])
+    length = shortest_that_pays(price, costs)
+    worst = price[length] - 1.0 + total(costs, length) + offer.start * batch / plain
+    return length, worst / batch
