@@ -92,13 +92,16 @@ class Needs:
     # Nothing is drafted unless the last so many tokens of the text came before; 0 = never, None = at any time. Of a
     # text that is alone in its pass, and whose next tokens are the largest logits, a target may then run passes ahead.
     match_length: int | None = None
+    # A head: it also drafts where nothing came before, unless its budget is empty for some rounds (`Budget.repeats`).
+    may_run: bool = False
+    rests: int | None = None  # for so many further rounds `match_length` holds; None = always
 
     def __or__(self, other: Needs) -> Needs:
         layers = tuple(sorted({*self.hidden_layers, *other.hidden_layers}))
         one, two = self.match_length, other.match_length
         shorter = None if one is None or two is None else min(one, two) or max(one, two)
         both = self.largest_only and other.largest_only, self.encoded or other.encoded
-        return Needs(layers, *both, shorter)
+        return Needs(layers, *both, shorter, self.may_run or other.may_run)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,15 +90,16 @@ class AdaptiveController:
             if self._unasked < ASKED_NO_MORE and self.gate.asks_all(len(seqs)):
                 return self._plan_beside_plain(seqs)
             return self._plan_lookups(seqs)
-        offers = self.planner.offers_of(seqs)
-        if len(seqs) == 1 and self.planner.rests(seqs[0], offers[0]):
+        offers, alone = self.planner.offers_of(seqs), len(seqs) == 1
+        if alone and (self._ahead == seqs[0].id or self.planner.rests(seqs[0], offers[0])):
             self._idle = True
-            return [NOTHING]
+            return [self.planner.resting(seqs[0])]
         if all([offer is NEVER for offer in offers]):  # noqa: C419 - twice as fast
             self._never = True
             self.planner.skip()
             return [NOTHING] * len(seqs)
-        return self._plan_all(seqs, offers)
+        budgets = self._plan_all(seqs, offers)
+        return [self.planner.resting(seqs[0])] if alone and budgets[0] is NOTHING else budgets
 
     def _all_look_up(self, seqs: Sequence[Seq]) -> bool:
         known = self._lookups

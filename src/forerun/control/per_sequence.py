@@ -45,8 +45,7 @@ class SequencePlanner:
         self.cost, self.nodes, self.width = cost, nodes, width
         self.offer = offer  # of the sequence's own drafter
         self.allowance = Allowance(most=4.0, earned=0.015, floor=4.0, level=2.0)
-        self.free = FreeDrafts()
-        self.rounds = RoundSeconds()
+        self.free, self.rounds = FreeDrafts(), RoundSeconds()
         self._records: dict[int, History] = {}
         self._latest = History()  # what a new sequence starts from
         self._offers: dict[int, Offer] = {}  # of this round's sequences
@@ -111,6 +110,10 @@ class SequencePlanner:
     def rests(self, seq: Seq, offer: Offer) -> bool:
         """Is it known, without a plan, that nothing pays for this sequence? It is alone in its batch."""
         return not offer.free and self._trials.are_off(seq.id, self._prices.rounds)
+
+    def resting(self, seq: Seq) -> Budget:
+        """Nothing, and for how many further rounds no drafter that must run will draft for this sequence."""
+        return self._trials.resting(seq.id, self._prices.rounds)
 
     def note_idle(self, outcome: Round, costly: bool) -> None:
         """A round of one sequence in which nothing was drafted: what `observe` would book, in few steps."""
@@ -188,9 +191,8 @@ class SequencePlanner:
                 free_cost, free_gained = free_cost + each * drafted, free_gained + accepted
                 if drafted == depth <= len(offers[seq.id].free):  # a chain: its survivals are known
                     self.free.note_chain(accepted, sum(offers[seq.id].free[:depth]))
-        if batch == 1 and nodes and not self._asked and not outcome.followed and outcome.tells_times:
-            whole = self.rounds.note_drafted(outcome.seconds, taken)
-            free_cost = free_cost if whole is None else whole - 1.0  # host and all
+        if batch == 1 and not outcome.followed and outcome.tells_times:
+            free_cost = self.rounds.note(outcome.seconds, taken, nodes, free_cost) if not self._asked else 0.0
         self.free.allowance.book_draft(free_cost, free_gained / batch)
         if any(offer.costs for offer in offers.values()):
             own = self._trials.of(any(offer.stops for offer in offers.values()))
@@ -273,7 +275,7 @@ class SequencePlanner:
         return Budget(nodes, option.depth, listed.widest, price, level, "costly")
 
     def lookup_budget(self, seq: Seq, offer: Offer) -> Budget:
-        """Of a sequence alone in its batch whose drafter costs nothing, and has something to draft."""
+        """Of a sequence that is alone, whose drafter costs nothing and has something to draft."""
         self._settle_idle()
         listed = self._price(1, self.rate, 0)
         if not best_depth(self.free.levels(offer, self._more(1)), listed.price)[0]:

@@ -47,18 +47,24 @@ class RoundSeconds:
             self._row = self._row_beside = 0.0
             self._rounds = 0
 
-    def note_drafted(self, seconds: Mapping[str, float], expected: float) -> float | None:
-        """Plain rounds that a round with a draft took, of which the pass was expected to take so long.
+    def note(self, seconds: Mapping[str, float], expected: float, nodes: int, cost: float) -> float:
+        """A round that drafted so many nodes: what they cost in plain rounds, the host's work included.
 
-        None = it is not known what plain rounds take.
+        Its pass was expected to take so long. `cost`: by the pass alone, which counts until plain rounds were seen.
         """
+        if nodes:
+            return self._note_drafted(seconds, expected, cost)
+        self.note_plain(seconds)
+        return cost
+
+    def _note_drafted(self, seconds: Mapping[str, float], expected: float, cost: float) -> float:
         self._row = self._row_beside = 0.0
         self._rounds = 0
         total = sum(seconds.values())
         self._drafted = _moved(self._drafted or self._beside + PRESUMED, total - seconds["pass"])
         if not self.plain:
-            return None
-        return min(total, MOST * (expected + self._drafted)) / self.plain
+            return cost
+        return min(total, MOST * (expected + self._drafted)) / self.plain - 1.0
 
 
 def drafting_seconds(outcome: Round, offers: Mapping[int, Offer], asked: Mapping[int, int]) -> float:

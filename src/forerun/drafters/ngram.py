@@ -104,7 +104,7 @@ class NgramDrafter(LookupDrafter):
             if budget.nodes:
                 break
         else:
-            if self._looked_up and len(seqs) == 1:
+            if self._looked_up and len(seqs) == 1 and budgets[0].source == "free":
                 self._note_refused(seqs[0])
             return lone_roots(seqs)
         return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])

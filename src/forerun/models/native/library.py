@@ -144,6 +144,7 @@ class Run(Structure):
         ("length", c_int64),
         ("logits", c_void_p),
         ("tops", c_void_p),
+        ("hidden", c_void_p),
         ("kept", c_int64),
         ("count", c_int64),
         ("own", c_double),
