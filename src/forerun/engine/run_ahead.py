@@ -17,7 +17,7 @@ LONG = 16  # rounds of rest: more are not told apart
 
 
 def alone(needs: Needs, seq: SequenceState, rests: int) -> Needs:
-    """What a drafter needs of a text that is alone in its round, and drafts nothing that costs for so many further ones."""
+    """What a drafter needs of a text that is alone in its round; its head does not run for so many further ones."""
     if not _next_is_largest(seq) or (needs.may_run and not rests):
         return _asked_each_round(needs)
     return _while_it_rests(needs, min(rests, LONG)) if needs.may_run else needs
