@@ -25,7 +25,7 @@ class FreeDrafts:
 
     def __init__(self) -> None:
         # gains of many drafts may be lost again before drafting ends: a few long ones in vain are no reason
-        self.allowance = Allowance(most=8.0, earned=0.01, floor=1.5, level=0.0)
+        self.allowance = Allowance(most=5.0, earned=0.01, floor=1.5, level=0.0)
         self._kept = Factor(4.0)  # tokens accepted, by those that were expected
 
     @property
