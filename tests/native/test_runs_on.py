@@ -264,7 +264,8 @@ def test_a_request_that_joins_and_one_that_leaves_find_the_state_of_their_round(
 ) -> None:  # fmt: skip
     params = SamplingParams(max_tokens=24)
     alone = [
-        tokens for _, _, tokens in written(engine_of(target_of(checkpoint), "none", head), PROMPTS[:2], params)
+        tokens
+        for _, _, tokens in written(engine_of(target_of(checkpoint), "none", head), PROMPTS[:2], params)
     ]
     target = target_of(checkpoint)
     engine, texts = engine_of(target, "ngram+eagle3", head, Scripted()), dict[int, list[int]]()
