@@ -49,7 +49,7 @@ def test_without_the_price_of_the_host_drafts_would_lose(monkeypatch: pytest.Mon
     monkeypatch.setattr(round_seconds.RoundSeconds, "more", property(lambda self: 0.0))
     without = simulated("x86, slow Python", WRONG | BY_TASK)
     drafted = [sum(group.drafted for group in one.groups.values()) for one in (with_price, without)]
-    assert drafted[0] < 0.8 * drafted[1]
+    assert drafted[0] < 0.9 * drafted[1]
     assert with_price.speed() > without.speed()
 
 
