@@ -92,13 +92,16 @@ class Needs:
     # Nothing is drafted unless the last so many tokens of the text came before; 0 = never, None = at any time. Of a
     # text that is alone in its pass, and whose next tokens are the largest logits, a target may then run passes ahead.
     match_length: int | None = None
+    # A head: it also drafts where nothing came before, unless its budget is empty for some rounds (`Budget.repeats`).
+    may_run: bool = False
+    rests: int | None = None  # for so many further rounds `match_length` holds; None = always
 
     def __or__(self, other: Needs) -> Needs:
         layers = tuple(sorted({*self.hidden_layers, *other.hidden_layers}))
         one, two = self.match_length, other.match_length
         shorter = None if one is None or two is None else min(one, two) or max(one, two)
         both = self.largest_only and other.largest_only, self.encoded or other.encoded
-        return Needs(layers, *both, shorter)
+        return Needs(layers, *both, shorter, self.may_run or other.may_run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +204,7 @@ class Round:
     prompt_rows: int = 0  # rows of prompts that were in the same pass
     followed: bool = False  # it was launched before the round before it was read
     tree_rows: int = 0  # rows of trees in the pass, padding included; 0 = one for every node
+    ahead: int = 0  # passes of coming plain rounds that were run with its own: see Needs.match_length
 
     @property
     def tells_times(self) -> bool:

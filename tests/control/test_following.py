@@ -8,6 +8,7 @@ import pytest
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
+from forerun.control.trials import shortest_trial
 from forerun.drafters.none import NoDrafter
 from forerun.drafters.tree_builder import best_count
 from forerun.offers import Offer
@@ -205,8 +206,8 @@ def test_a_batch_spends_its_allowance_once() -> None:
     assert all(
         budget.depth == 1 for budget in controller.plan(seqs)
     )  # trials for everybody, if that were free
-    listed = planner._price(8, planner.rate, 0)
-    worst = planner._trial(planner._option(seqs[0], planner.offer(seqs[0]), 8, 8, listed), 8, 8)[1]
+    price, plain = planner._price(8, 1.0, 0).price, planner.cost.pass_seconds(8, 8)
+    worst = shortest_trial(planner.offer(seqs[0]), price, plain, 8, 8)[1]
     planner.allowance.level = 1.5 * worst
     assert sum(budget.depth for budget in controller.plan(seqs)) == 1
 

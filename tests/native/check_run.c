@@ -41,6 +41,7 @@ typedef struct {
     const fr_decoder *m;
     const float *before, *turns; /* the cache as it was, and rotations */
     float *kv, *logits;          /* [MOST, VOCAB] of the passes behind the first */
+    float *shown, *rows;         /* [MOST, WIDTH] rows that entered layer 0 of these, and [SLOTS, WIDTH] those of all by slot */
     int32_t tops[MOST], text[2 + CHAIN + MOST];
     fr_run run;
 } trial;
@@ -55,11 +56,15 @@ static int64_t run_it(trial *t, const int64_t *given, int nodes, int64_t match, 
     memcpy(t->kv, t->before, CACHE * sizeof(float));
     fr_pass first = pass_at(tokens, nodes, columns, pages, CONTEXT, t->kv, t->turns);
     first.logits = own, first.tops = tops;
+    float *entered = malloc((size_t)nodes * WIDTH * sizeof(float)), **hidden = malloc(MOST * sizeof *hidden);
+    const int64_t layer = 0;
+    for (int i = 0; i < MOST; i++) hidden[i] = t->shown + i * WIDTH;
+    first.hidden_layers = &layer, first.hidden = &entered, first.hidden_count = 1, first.kept = &t->rows;
     t->run = (fr_run){.most = MOST, .seconds = seconds, .stops = stops, .stop_count = stop >= 0, .match = match, .text = text,
-                      .length = 2, .logits = t->logits, .tops = t->tops};
+                      .length = 2, .logits = t->logits, .tops = t->tops, .hidden = hidden};
     if (fr_decode_run(t->m, &first, &t->run)) exit(4);
     memcpy(t->text, text, (size_t)(2 + nodes + MOST) * sizeof *text);
-    free(pages), free(columns), free(stops), free(tokens), free(tops), free(text);
+    free(pages), free(columns), free(stops), free(tokens), free(tops), free(text), free(entered), free(hidden);
     return t->run.count;
 }
 
@@ -67,17 +72,22 @@ static int check_model(const fr_decoder *m) {
     float *before = floats(CACHE), *other = floats(CACHE), *turns = floats(SLOTS * DIM / 2), single[VOCAB], own[CHAIN * VOCAB];
     int32_t pages[2] = {2, 0}, columns[6], found[1 + MOST];
     int64_t token = 8, chain[CHAIN];
-    trial t = {.m = m, .before = before, .turns = turns, .kv = floats(CACHE), .logits = malloc(MOST * VOCAB * sizeof(float))};
+    trial t = {.m = m, .before = before, .turns = turns, .kv = floats(CACHE), .logits = malloc(MOST * VOCAB * sizeof(float)),
+               .shown = malloc(MOST * WIDTH * sizeof(float)), .rows = calloc(SLOTS * WIDTH, sizeof(float))};
+    float *entered = malloc(WIDTH * sizeof(float)), *rows = calloc(SLOTS * WIDTH, sizeof(float));
+    const int64_t layer = 0;
     int bad = run_it(&t, &token, 1, 0, -1, 1e9, own) != MOST || t.run.kept;
     memcpy(other, before, CACHE * sizeof(float));
     for (int i = 0; i <= MOST; i++) { /* pass by pass */
         fr_pass pass = pass_at(&token, 1, columns, pages, CONTEXT + i, other, turns);
         pass.logits = single, pass.tops = found + i;
+        pass.hidden_layers = &layer, pass.hidden = &entered, pass.hidden_count = 1, pass.kept = &rows;
         if (fr_decode(m, &pass)) exit(4);
+        bad |= i && memcmp(entered, t.shown + (i - 1) * WIDTH, WIDTH * sizeof(float));
         bad |= memcmp(single, i ? t.logits + (i - 1) * VOCAB : own, sizeof single) || (i && found[i] != t.tops[i - 1]);
         token = found[i];
     }
-    bad |= !!memcmp(t.kv, other, CACHE * sizeof(float));
+    bad |= memcmp(t.kv, other, CACHE * sizeof(float)) || memcmp(t.rows, rows, SLOTS * WIDTH * sizeof(float));
     for (int right = 0; right < CHAIN; right++) { /* behind chains of which so many nodes are right */
         for (int i = 0; i < CHAIN; i++) chain[i] = i ? (found[i - 1] + (i > right)) % VOCAB : 8;
         bad |= run_it(&t, chain, CHAIN, 0, -1, 1e9, own) != MOST || t.run.kept != right;
@@ -95,7 +105,7 @@ static int check_model(const fr_decoder *m) {
             }
         }
     }
-    free(before), free(other), free(turns), free(t.kv), free(t.logits);
+    free(before), free(other), free(turns), free(t.kv), free(t.logits), free(t.shown), free(t.rows), free(entered), free(rows);
     return bad;
 }
 

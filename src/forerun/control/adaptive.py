@@ -21,7 +21,7 @@ from forerun.control.cost import CostModel
 from forerun.control.decision import Decision, by_menu, chain_budget, starts
 from forerun.control.forms import NO_FORMS, FormChooser
 from forerun.control.free_drafts import NOTHING
-from forerun.control.lookup_rounds import asked_beside, plan_lookups
+from forerun.control.lookup_rounds import asked_beside, plan_lookup, plan_lookups
 from forerun.control.lookups import WIDE, LookupGate
 from forerun.control.per_sequence import SequencePlanner
 from forerun.control.waiting import FEW, Waiting, beside_plain, ends, free_promise, within
@@ -29,7 +29,7 @@ from forerun.offers import FREE, NEVER, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
-EVERY, AT_FIRST = 4, 16  # of rounds that drafted nothing, which are timed; and the first, which all are
+EVERY, AT_FIRST = 5, 16  # of rounds that drafted nothing, which are timed; and the first, which all are
 ASKED_NO_MORE = 4  # plain rounds that were read first, after which none is expected to follow
 
 
@@ -59,6 +59,7 @@ class AdaptiveController:
             None  # nothing could be drafted in this round; True = a drafter that costs rested
         )
         self._idles = 0  # such rounds so far
+        self._ahead: int | None = None  # the sequence whose next pass is run already
         self._choosers: dict[int, FormChooser] = {}  # by the menu's identity
         self._decisions: list[Decision] = []  # of this round
         self._never = False  # nobody of this round can draft
@@ -89,15 +90,16 @@ class AdaptiveController:
             if self._unasked < ASKED_NO_MORE and self.gate.asks_all(len(seqs)):
                 return self._plan_beside_plain(seqs)
             return self._plan_lookups(seqs)
-        offers = self.planner.offers_of(seqs)
-        if len(seqs) == 1 and self.planner.rests(seqs[0], offers[0]):
+        offers, alone = self.planner.offers_of(seqs), len(seqs) == 1
+        if alone and (self._ahead == seqs[0].id or self.planner.rests(seqs[0], offers[0])):
             self._idle = True
-            return [NOTHING]
+            return [self.planner.resting(seqs[0])]
         if all([offer is NEVER for offer in offers]):  # noqa: C419 - twice as fast
             self._never = True
             self.planner.skip()
             return [NOTHING] * len(seqs)
-        return self._plan_all(seqs, offers)
+        budgets = self._plan_all(seqs, offers)
+        return [self.planner.resting(seqs[0])] if alone and budgets[0] is NOTHING else budgets
 
     def _all_look_up(self, seqs: Sequence[Seq]) -> bool:
         known = self._lookups
@@ -109,11 +111,11 @@ class AdaptiveController:
         return True
 
     def _plan_lookups(self, seqs: Sequence[Seq]) -> list[Budget]:
-        known = None if len(seqs) > 1 else self.planner.offer(seqs[0])
-        if known is not None and not known.free:
-            self._idle = False
-            return [NOTHING]
-        budgets, self._asked = plan_lookups(self.gate, self.planner, seqs, known)
+        if len(seqs) == 1:
+            budget = plan_lookup(self.planner, seqs[0], is_known=self._ahead == seqs[0].id)
+            self._idle = None if budget.nodes else False
+            return [budget]
+        budgets, self._asked = plan_lookups(self.gate, self.planner, seqs)
         return budgets
 
     def _plan_beside_plain(self, seqs: Sequence[Seq]) -> list[Budget]:
@@ -221,6 +223,7 @@ class AdaptiveController:
     def _observe(self, outcome: Round) -> None:
         batch, nodes, cost = len(outcome.seqs), sum(outcome.drafted), self.planner.cost
         self._unasked += not nodes
+        self._ahead = outcome.seqs[0].id if outcome.ahead else None
         cost.note_prompts(outcome.prompt_rows)
         if self._idle is not None:
             self._observe_idle(outcome, self._idle)
@@ -240,7 +243,7 @@ class AdaptiveController:
         self._idles += 1
         if outcome.tells_times and (self._idles <= AT_FIRST or self._idles % EVERY == 0):
             self.cost.observe(1, outcome.seconds["pass"])
-        self.planner.note_idle(outcome.seqs[0], costly)
+        self.planner.note_idle(outcome, costly)
 
     def forget(self, seq: Seq) -> None:
         self.planner.forget(seq)

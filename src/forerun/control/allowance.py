@@ -31,6 +31,10 @@ class Allowance:
         """A round has lost so much against plain decoding; a negative loss is a gain."""
         self.level = max(min(self.level + self.earned - loss, self.most), -self.floor)
 
+    def rest(self, rounds: int) -> None:
+        """So many rounds have lost nothing."""
+        self.level = min(self.level + rounds * self.earned, self.most)
+
     def book_draft(self, cost: float, accepted: float) -> None:
         """A round of drafts that vary in size: what it cost, and what it gained."""
         if cost > 0.0:

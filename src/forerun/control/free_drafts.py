@@ -13,6 +13,10 @@ from forerun.types import Budget
 
 CLOSE = 0.05  # smaller errors of a drafter's expectations are not corrected
 FREE_MEMORY, FORGIVING = 0.99, 0.997  # per draft that cost nothing, and per round: distrust does not last
+CAUTION, LEAST = (
+    0.4,
+    0.4,
+)  # what is expected counts for so much less per plain round lost, and for so much at least
 NOTHING = Budget(0, 0, source="free")
 
 
@@ -20,7 +24,8 @@ class FreeDrafts:
     """Of all sequences together."""
 
     def __init__(self) -> None:
-        self.allowance = Allowance(most=2.0, earned=0.01, floor=2.0, level=2.0)
+        # gains of many drafts may be lost again before drafting ends: a few long ones in vain are no reason
+        self.allowance = Allowance(most=5.0, earned=0.01, floor=1.5, level=0.0)
         self._kept = Factor(4.0)  # tokens accepted, by those that were expected
 
     @property
@@ -29,24 +34,38 @@ class FreeDrafts:
         trust = self._kept.value()
         return trust if trust < 1.0 - CLOSE else 1.0
 
-    def levels(self, offer: Offer) -> Levels:
-        """What a sequence could draft for nothing; none where too much was lost of late."""
-        trust = self.trust
+    def levels(self, offer: Offer, more: float = 0.0) -> Levels:
+        """What a sequence could draft for nothing; none where too much was lost of late.
+
+        `more`: tokens that any draft costs beside its nodes.
+        """
         if not self.allowance.covers_usual:
             return Levels(())
-        return Levels(offer.free if trust == 1.0 else [trust * survival for survival in offer.free])
+        trust = self._cautious_trust()
+        free = offer.free if trust == 1.0 else [trust * survival for survival in offer.free]
+        return Levels(free, (more, 0.0))
 
-    def budget(self, listed: PriceList) -> Budget:
-        """All that may pay by a price list."""
+    def budget(self, listed: PriceList, *, chain: bool = False) -> Budget:
+        """All that may pay by a price list; `chain`: without branches."""
         if not self.allowance.covers_usual:
             return NOTHING
-        trust, free = self.trust, listed.free
+        trust, free = self._cautious_trust(), listed.chain if chain else listed.free
         if trust == 1.0 or free.price is None:
             return free
         return replace(free, price=tuple([cost / trust for cost in free.price]))
 
+    def _cautious_trust(self) -> float:
+        """Where more was lost than gained, only drafts that promise more than they cost are made."""
+        level = self.allowance.level
+        return self.trust if level >= 0.0 else self.trust * max(LEAST, 1.0 + CAUTION * level)
+
     def note_round(self) -> None:
         self._kept.add(0.0, 0.0, FORGIVING)
+
+    def note_idle(self, rounds: int) -> None:
+        """So many rounds in a row that drafted nothing."""
+        self._kept.add(0.0, 0.0, FORGIVING**rounds)
+        self.allowance.rest(rounds)
 
     def note_chain(self, accepted: int, expected: float) -> None:
         """Of a chain so many tokens were accepted."""

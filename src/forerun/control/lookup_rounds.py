@@ -12,26 +12,30 @@ from forerun.control.decision import chain_budget
 from forerun.control.free_drafts import NOTHING
 from forerun.control.lookups import WIDE, LookupGate
 from forerun.control.per_sequence import SequencePlanner
-from forerun.offers import Offer
 from forerun.types import Budget, Seq
 
 
-def plan_lookups(
-    gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq], known: Offer | None = None
-) -> tuple[list[Budget], int]:
-    """The budgets of a round, and how many sequences were asked for it; `known` is the offer of one that is alone."""
+def plan_lookup(planner: SequencePlanner, seq: Seq, is_known: bool) -> Budget:
+    """Of a sequence that is alone: nothing where a draft promises too little, or its next pass `is_known` already.
+
+    It is looked up all the same: so drafters learn how often they would have been right.
+    """
+    offer = planner.offer(seq)
+    return planner.lookup_budget(seq, offer) if offer.free and not is_known else NOTHING
+
+
+def plan_lookups(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]) -> tuple[list[Budget], int]:
+    """The budgets of a round of several sequences, and how many were asked for it."""
     batch, few = len(seqs), gate.whom([seq.id for seq in seqs])
     if few is not None:
         _ask_few(gate, planner, seqs, few)
         planner.skip()
         return [NOTHING] * batch, len(few)
-    offers = [planner.offer(seq) for seq in seqs] if known is None else [known]
+    offers = [planner.offer(seq) for seq in seqs]
     planner.take_chains(seqs, offers)
     depths, accepted = planner.free_chains(offers, batch, gate.most_nodes(batch))
     if not gate.pays(sum(depths), accepted, batch):
         return [NOTHING] * batch, batch
-    if batch == 1:
-        return [planner.free_budget()], batch
     if batch <= WIDE:
         return planner.plan(seqs, offers, batch), batch
     return [chain_budget(depth) for depth in depths], batch

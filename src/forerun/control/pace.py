@@ -18,6 +18,12 @@ class Pace:
         self.written = self.written * MEMORY + tokens
         self.passes = self.passes * MEMORY + passes
 
+    def add_plain(self, rounds: int) -> None:
+        """So many rounds of one token and one plain pass each."""
+        memory = MEMORY**rounds
+        more = (1.0 - memory) / (1.0 - MEMORY)
+        self.written, self.passes = self.written * memory + more, self.passes * memory + more
+
     @property
     def rate(self) -> float:
         """Never below one: plain decoding writes that."""

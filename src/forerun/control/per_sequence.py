@@ -29,8 +29,9 @@ from forerun.control.free_drafts import CLOSE, NOTHING, FreeDrafts
 from forerun.control.history import FIRST_WAIT, GAIN_MEMORY, MEMORY, History
 from forerun.control.pace import Pace
 from forerun.control.prices import PriceList, PriceLists
-from forerun.control.trials import Trials
-from forerun.offers import FREE, Offer, total
+from forerun.control.round_seconds import RoundSeconds, drafting_seconds
+from forerun.control.trials import Trials, shortest_trial
+from forerun.offers import FREE, Offer
 from forerun.types import Budget, Round, Seq
 
 WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
@@ -44,13 +45,14 @@ class SequencePlanner:
         self.cost, self.nodes, self.width = cost, nodes, width
         self.offer = offer  # of the sequence's own drafter
         self.allowance = Allowance(most=4.0, earned=0.015, floor=4.0, level=2.0)
-        self.free = FreeDrafts()
+        self.free, self.rounds = FreeDrafts(), RoundSeconds()
         self._records: dict[int, History] = {}
         self._latest = History()  # what a new sequence starts from
         self._offers: dict[int, Offer] = {}  # of this round's sequences
         self._next: dict[int, tuple[int, Offer]] = {}  # asked for already: at how many tokens, and the offer
         self._asked: dict[int, int] = {}  # sequences whose costly drafter may draft, and how deep
         self._usual: dict[int, float] = {}  # nodes that a sequence drafts on average
+        self._idle = 0  # rounds without a draft that are not booked yet
         self._pace = Pace()
         self._prices = PriceLists(nodes, width)
         self._trials = Trials(self.allowance)
@@ -75,6 +77,7 @@ class SequencePlanner:
         self.take_chains(seqs, offers)
         if not seqs:
             return []
+        self._settle_idle()
         costly, others = sum(offer.costs for offer in offers), [beside] * len(seqs)
         listed = self._price(batch, self.rate, self._usual_beside(batch) + beside)
         options = [self._option(*pair, batch, costly, listed) for pair in zip(seqs, offers, strict=True)]
@@ -93,7 +96,8 @@ class SequencePlanner:
     def _tried(self, seq: Seq, option: Option, batch: int, costly: int, spare: dict[bool, float]) -> Option:
         """A trial where one is due and covered by what is left; else the same."""
         record, stops, trials = self._record(seq), option.offer.stops, self._trials
-        length, worst = self._trial(option, batch, costly)
+        price, plain = self._price(batch, 1.0, 0).price, self.cost.pass_seconds(batch, batch)
+        length, worst = shortest_trial(option.offer, price, plain, batch, costly)
         if length and trials.is_due(record, worst, spare[stops], stops):
             spare[stops] -= worst
             depth = 2 * length if stops else length  # it goes on only where it is confident
@@ -107,16 +111,29 @@ class SequencePlanner:
         """Is it known, without a plan, that nothing pays for this sequence? It is alone in its batch."""
         return not offer.free and self._trials.are_off(seq.id, self._prices.rounds)
 
-    def note_idle(self, seq: Seq, costly: bool) -> None:
-        """A round of one sequence in which nothing could be drafted: what `observe` would book, in few steps."""
-        self._pace.add(1.0, 1.0)
-        self.free.note_round()
-        self._prices.note_round()
+    def resting(self, seq: Seq) -> Budget:
+        """Nothing, and for how many further rounds no drafter that must run will draft for this sequence."""
+        return self._trials.resting(seq.id, self._prices.rounds)
+
+    def note_idle(self, outcome: Round, costly: bool) -> None:
+        """A round of one sequence in which nothing was drafted: what `observe` would book, in few steps."""
+        seq = outcome.seqs[0]
+        if outcome.tells_times and not outcome.followed:
+            self.rounds.note_plain(outcome.seconds)
         self._usual[seq.id] = 0.8 * self._usual.get(seq.id, 0.0)
-        self.free.allowance.book(0.0)
+        self._idle += 1
         if costly:
+            self._settle_idle()
             self._trials.stopping.book(0.0)
             self._record(seq).idle += 1
+
+    def _settle_idle(self) -> None:
+        """Book rounds without a draft, all since the last draft together: one by one they took longer."""
+        if self._idle:
+            self._pace.add_plain(self._idle)
+            self.free.note_idle(self._idle)
+            self._prices.note_idle(self._idle)
+            self._idle = 0
 
     def skip(self) -> None:
         """Nobody can draft in this round: there is nothing to plan, and nothing to learn from it."""
@@ -126,6 +143,7 @@ class SequencePlanner:
         self, offers: Sequence[Offer], batch: int, most: int = MOST_CHAINS
     ) -> tuple[list[int], float]:
         """How deep each chain that costs nothing is worth drafting, and how many tokens of all would be accepted."""
+        self._settle_idle()
         chains = [offer.free[: self.nodes] for offer in offers]
         if not (any(chains) and self.free.allowance.covers_usual):  # nobody has one: the usual case of a few
             return [0] * len(offers), 0.0
@@ -148,12 +166,13 @@ class SequencePlanner:
         batch, nodes, offers = len(outcome.seqs), sum(outcome.drafted), self._offers
         if not offers:
             return
+        self._settle_idle()
         columns = zip(outcome.seqs, outcome.drafted, outcome.depths, outcome.accepted, strict=True)
         rows = [row for row in columns if row[0].id in offers]
         if not rows:
             return
         plain, taken = self.cost.pass_seconds(batch, batch), self.cost.pass_seconds(batch + nodes, batch)
-        drafting = self._drafting_seconds(outcome) / plain
+        drafting = drafting_seconds(outcome, offers, self._asked) / plain
         if any(offer.chosen or offer.costs for offer in offers.values()):  # plain decoding shows nothing
             self._pace.add(1.0 + sum([row[3] for row in rows]) / len(rows), taken / plain + drafting)
         self.free.note_round()
@@ -172,6 +191,8 @@ class SequencePlanner:
                 free_cost, free_gained = free_cost + each * drafted, free_gained + accepted
                 if depth <= len(offers[seq.id].free):
                     self.free.note_chain(accepted, sum(offers[seq.id].free[:depth]))
+        if batch == 1 and not outcome.followed and outcome.tells_times:
+            free_cost = self.rounds.note(outcome.seconds, taken, nodes, free_cost) if not self._asked else 0.0
         self.free.allowance.book_draft(free_cost, free_gained / batch)
         if any(offer.costs for offer in offers.values()):
             own = self._trials.of(any(offer.stops for offer in offers.values()))
@@ -201,16 +222,6 @@ class SequencePlanner:
             if record.mean_gain > WORTH_IT:
                 record.wait = FIRST_WAIT
 
-    def _drafting_seconds(self, outcome: Round) -> float:
-        """What drafting took; a pause of the machine is not charged to the drafter."""
-        most = 0.0
-        for seq, depth in zip(outcome.seqs, outcome.depths, strict=True):
-            if seq.id in self._asked:
-                offer = self._offers[seq.id]
-                levels = max(1, depth) if offer.stops else self._asked[seq.id]  # drafted, accepted or not
-                most = max(most, offer.start + 2 * offer.until(levels + 1))
-        return min(outcome.seconds.get("draft", most / 2), most)
-
     def _usual_beside(self, batch: int) -> int:
         """Nodes that the others of a batch usually draft, in steps, so that few price lists are made."""
         if batch == 1:
@@ -221,7 +232,7 @@ class SequencePlanner:
 
     def _option(self, seq: Seq, offer: Offer, batch: int, costly: int, listed: PriceList) -> Option:
         """What costs nothing, or what the drafter that costs would gain: whichever gains more."""
-        free = Option(offer, self.free.levels(offer))
+        free = Option(offer, self.free.levels(offer, self._more(batch)))
         if not offer.costs:
             return free
         free_gain = best_depth(free.levels, listed.price)[1]
@@ -250,15 +261,6 @@ class SequencePlanner:
         factor = self.rate * batch / self.cost.pass_seconds(batch, batch)
         return allocate(levels, lambda nodes: factor * (seconds[nodes] - seconds[0]))
 
-    def _trial(self, option: Option, batch: int, costly: int) -> tuple[int, float]:
-        """The shortest draft that could pay, and what it costs in plain rounds if all of it is rejected."""
-        offer, plain = option.offer, self.cost.pass_seconds(batch, batch)
-        price = self._price(batch, 1.0, 0).price
-        costs = tuple([seconds * batch / costly / plain for seconds in offer.seconds])
-        length = shortest_that_pays(price, costs)
-        worst = price[length] - 1.0 + total(costs, length) + offer.start * batch / plain
-        return length, worst / batch
-
     def _budget(self, seq: Seq, option: Option, batch: int, costly: int, others: int) -> Budget:
         offer, listed = option.offer, self._price(batch, self.rate, others)
         if not option.asks:
@@ -272,9 +274,18 @@ class SequencePlanner:
             price, level = tuple([cost / trust for cost in price]), level / trust
         return Budget(nodes, option.depth, listed.widest, price, level, "costly")
 
-    def free_budget(self) -> Budget:
-        """Of a sequence alone in its batch whose drafter costs nothing, and has something to draft."""
-        return self.free.budget(self._price(1, self.rate, 0))
+    def lookup_budget(self, seq: Seq, offer: Offer) -> Budget:
+        """Of a sequence that is alone, whose drafter costs nothing and has something to draft."""
+        self._settle_idle()
+        listed = self._price(1, self.rate, 0)
+        if not best_depth(self.free.levels(offer, self._more(1)), listed.price)[0]:
+            return NOTHING
+        self.take_chains([seq], [offer])
+        return self.free.budget(listed, chain=True)
+
+    def _more(self, batch: int) -> float:
+        """What a round that drafts costs beside its nodes, in tokens; of many sequences it is little for each."""
+        return self._in_tokens(self.rounds.more, 1, 1) if batch == 1 else 0.0
 
     def _price(self, batch: int, rate: float, others: int) -> PriceList:
         return self._prices.of(self.cost, batch, rate, others)

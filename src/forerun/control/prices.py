@@ -9,6 +9,9 @@ from forerun.control.cost import CostModel
 from forerun.types import Budget
 
 REFRESH = 16  # rounds for which a list holds
+IDLE = (
+    0.25  # of a round: what one without a draft counts for, as it shows what a plain pass takes and no more
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,18 +22,29 @@ class PriceList:
     deepest: int
     widest: int
     free: Budget  # of a draft that costs nothing but its places
+    chain: Budget  # the same without branches
 
 
 class PriceLists:
     """Lists by batch size, pace and nodes of others, for trees of so many nodes and children at most."""
 
     def __init__(self, nodes: int, width: int) -> None:
-        self.nodes, self.width, self.rounds = nodes, width, 0
+        self.nodes, self.width, self.rounds, self._age = nodes, width, 0, 0.0
         self._lists: dict[tuple[int, float, int], PriceList] = {}
 
     def note_round(self) -> None:
         self.rounds += 1
-        if self.rounds % REFRESH == 0:
+        self._grow_older(1.0)
+
+    def note_idle(self, rounds: int) -> None:
+        """So many rounds without a draft."""
+        self.rounds += rounds
+        self._grow_older(IDLE * rounds)
+
+    def _grow_older(self, rounds: float) -> None:
+        self._age += rounds
+        if self._age >= REFRESH:
+            self._age = 0.0
             self._lists.clear()
 
     def of(self, cost: CostModel, batch: int, rate: float, others: int) -> PriceList:
@@ -41,5 +55,6 @@ class PriceLists:
             depth, width = deepest(price), widest(price, self.width)
             nodes = depth if width == 1 else self.nodes if depth else 0
             free = Budget(nodes, depth, width, price[: nodes + 1], source="free")
-            self._lists[key] = PriceList(price, depth, width, free)
+            chain = Budget(depth, depth, price=price[: depth + 1], source="free")
+            self._lists[key] = PriceList(price, depth, width, free, chain)
         return self._lists[key]

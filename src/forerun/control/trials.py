@@ -8,9 +8,14 @@ need several rounds to show what they gain, which only the allowance limits.
 
 from __future__ import annotations
 
+from forerun.control.allocate import shortest_that_pays
 from forerun.control.allowance import Allowance
-from forerun.control.history import History
+from forerun.control.history import LONGEST_WAIT, History
 from forerun.control.prices import REFRESH
+from forerun.offers import Offer, total
+from forerun.types import Budget
+
+_RESTING = tuple(Budget(0, 0, source="free", repeats=rounds) for rounds in range(LONGEST_WAIT + 1))
 
 
 class Trials:
@@ -48,6 +53,23 @@ class Trials:
     def are_off(self, seq_id: int, now: int) -> bool:
         return seq_id == self._off[0] and now < self._off[1]
 
+    def resting(self, seq_id: int, now: int) -> Budget:
+        """Nothing, for this round and those behind it in which nothing pays for sure."""
+        return _RESTING[max(0, self._off[1] - now - 1) if seq_id == self._off[0] else 0]
+
     def _least(self, worst: float, stops: bool) -> float:
         """The allowance that covers it."""
         return worst - 0.9 * self.stopping.floor if stops else worst
+
+
+def shortest_trial(
+    offer: Offer, price: tuple[float, ...], plain: float, batch: int, costly: int
+) -> tuple[int, float]:
+    """The shortest draft that could pay, and what it costs in plain rounds if all of it is rejected.
+
+    `plain` seconds take a plain pass; of the batch, `costly` sequences share what drafting takes.
+    """
+    costs = tuple([seconds * batch / costly / plain for seconds in offer.seconds])
+    length = shortest_that_pays(price, costs)
+    worst = price[length] - 1.0 + total(costs, length) + offer.start * batch / plain
+    return length, worst / batch

@@ -89,7 +89,8 @@ class NgramDrafter(LookupDrafter):
 
     def __init__(self, longest: int = 16, shortest: int = 1) -> None:
         self.longest, self.shortest = longest, shortest
-        self.needs = Needs(match_length=max(1, shortest))
+        self._wanted = tuple(Needs(match_length=length) for length in range(longest + 2))
+        self.needs = self._wanted[max(1, shortest)]
         self._sequences: dict[int, _Sequence] = {}
         self._looked_up: set[int] = set()  # sequences with a guess of the coming round
         self._all = HitRates.prior(longest)
@@ -104,8 +105,19 @@ class NgramDrafter(LookupDrafter):
             if budget.nodes:
                 break
         else:
+            if self._looked_up and len(seqs) == 1 and budgets[0].source == "free":
+                self._note_refused(seqs[0])
             return lone_roots(seqs)
         return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
+
+    def _note_refused(self, seq: Seq) -> None:
+        """Matches as long as this one are not worth drafting: passes may run on until there is a longer one."""
+        state = self._sequences.get(seq.id)
+        if state is None or not state.guess or state.looked != state.source + len(seq.tokens):
+            return
+        match = state.found[0][0]
+        if match >= (self.needs.match_length or 0):
+            self.needs = self._wanted[match + 1]
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Score the guesses that were looked up against the committed tokens, proposed or not."""
@@ -173,6 +185,9 @@ class NgramDrafter(LookupDrafter):
         state = self._look_up(seq)
         if not state.found:
             return state.tokens[-1:], _ROOT
+        match = state.found[0][0]
+        if match < (self.needs.match_length or 0):
+            self.needs = self._wanted[match]  # it is worth drafting after all
         least = 0.0 if budget.price is None else max(NEGLIGIBLE / 4, least_step(budget.price))
         # a second branch is right only where the first is not: often that is too seldom to look for one
         if budget.width > 1 and 1.0 - state.rates.rate(state.found[0][0], self._all) >= least:

@@ -173,7 +173,7 @@ class Engine(Queues):
         rows = note_prompts(self, readers, scores.read[0], clock.started) if scores.read is not None else 0
         self.drafters.observe(seqs, trees, scores, verdict)
         spent = self.stats.now() - clock.started
-        parts = clock.seconds, spent, rows, launched.trees.follows is not None
+        parts = clock.seconds, spent, rows, launched.trees.follows is not None, clock.ahead
         advances, outcome = outcome_of(seqs, trees, laws, verdict, *parts)
         pending.advances = advances  # from here on the round has happened
         tokens = 0

@@ -22,12 +22,13 @@ def outcome_of(
     seconds: float,
     prompt_rows: int = 0,
     followed: bool = False,
+    ahead: int = 0,
 ) -> tuple[list[Advance], Round]:
     """What each sequence gets, and what controllers observe: `clock` has the seconds of the round by part."""
     paths, bonus = verdict.to_host()
     if trees.is_plain() and not laws.impossible:
         nothing = (0,) * len(seqs)
-        done = Round(tuple(seqs), nothing, nothing, nothing, clock, prompt_rows, followed)
+        done = Round(tuple(seqs), nothing, nothing, nothing, clock, prompt_rows, followed, 0, ahead)
         return _plain_advances(seqs, laws, bonus, seconds), done
     (tokens, parents), starts, shapes = trees.to_host(), trees.starts, trees.topology()
     advances: list[Advance] = []
@@ -66,7 +67,7 @@ def outcome_of(
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
     trees_of = tuple(drafted), tuple(deepest), tuple(accepted)
     rows = 0 if trees.form is None else trees.form.rows
-    return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows)
+    return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows, ahead)
 
 
 def _plain_advances(

@@ -39,6 +39,11 @@ class RoundClock:
         self._launched, self._now = launched, now  # passes over prompts that were launched and not waited for
         self._ahead = [] if ahead is None else ahead  # seconds of passes that were run for rounds to come
 
+    @property
+    def ahead(self) -> int:
+        """Passes that were run for rounds to come."""
+        return len(self._ahead)
+
     def lap(self, part: str) -> None:
         """Book the time since the last lap under a part."""
         now = self._now()

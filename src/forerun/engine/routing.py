@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
 from forerun.drafters.base import LookupDrafter
 from forerun.drafters.none import NoDrafter
+from forerun.engine.run_ahead import alone
 from forerun.engine.sequence import SequenceState, traits_of
 from forerun.engine.tree_check import check_trees
 from forerun.errors import InvalidInput
@@ -25,7 +25,7 @@ from forerun.trees import ints_of
 from forerun.types import Budget, Greedy, Laws, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
 from forerun.verify.sampled import decides_alike, kinds_of
-from forerun.verify.warp import is_plain_greedy, reads_largest_only, warp
+from forerun.verify.warp import reads_largest_only, warp
 
 if TYPE_CHECKING:
     from forerun.drafters.base import Drafter
@@ -52,17 +52,6 @@ def _shared_drafter(seqs: Sequence[SequenceState]) -> str | None:
     return name
 
 
-def _next_is_largest(seq: SequenceState) -> bool:
-    """Is its next token always where the logits are largest, whatever the text says by then?"""
-    return is_plain_greedy(seq) and not seq.params.stop
-
-
-@lru_cache(maxsize=64)
-def _asked_each_round(needs: Needs) -> Needs:
-    """The same, and no pass is run ahead."""
-    return replace(needs, match_length=None)
-
-
 class MakesDrafter(Protocol):
     """Builds a drafter by name; with `head`, the folder of another head than the one that was configured."""
 
@@ -78,6 +67,7 @@ class DrafterPool:
         self._make, self._vocab_size, self._runs_head = make, vocab_size, runs_head
         self._made: dict[str, Drafter] = {SWITCHED_OFF: NoDrafter()}
         self._failed: set[str] = set()
+        self._rests = 0  # further rounds for which the first sequence of this one drafts nothing that costs
         self._head: str | None = None  # the folder of a head that was swapped in; None = the configured one
         self._retired: dict[
             str, set[int]
@@ -130,11 +120,10 @@ class DrafterPool:
         # asked of encoder-decoders alone: no other target makes use of it
         if seqs and seqs[0].source_rules is not None and all(map(reads_largest_only, seqs)):
             return replace(needs, largest_only=True)
-        if needs.match_length is not None and len(seqs) == 1 and not _next_is_largest(seqs[0]):
-            return _asked_each_round(needs)
-        return needs
+        return needs if needs.match_length is None or len(seqs) > 1 else alone(needs, seqs[0], self._rests)
 
     def propose(self, seqs: Sequence[SequenceState], budgets: Sequence[Budget]) -> TreeBatch:
+        self._rests = 0 if budgets[0].nodes else budgets[0].repeats
         name = _shared_drafter(seqs)
         if name is not None:
             return self._propose(name, seqs, budgets)

@@ -87,7 +87,7 @@ class EagleDrafter:
     def __init__(self, head: EagleHead | NativeHead, *, sampled: bool = False) -> None:
         self.head, self.sampled = head, sampled
         config = head.config
-        self.needs = Needs(tuple(sorted(set(config.layers))))
+        self.needs = Needs(tuple(sorted(set(config.layers))), match_length=0, may_run=True)
         self._sequences: dict[int, ObservedRows] = {}
         self._runner = runner_for(head)
         self._first, self._further = Meter(), Meter()  # levels: the first reads new rows too, and costs more

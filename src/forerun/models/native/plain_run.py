@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from forerun.models.hidden_rows import HiddenRows
 from forerun.models.native import library as native
 from forerun.models.native.tree_pass import TreePass, checked
 from forerun.models.paged import Extent
@@ -27,7 +29,8 @@ _MORE = 256  # tokens that the text grows by
 class PlainRun:
     """The passes behind the last one: whose they are, and what each found."""
 
-    def __init__(self, alone: TreePass) -> None:
+    def __init__(self, alone: TreePass, layers: int, width: int) -> None:
+        self._last, self._width = layers, width
         self._alone, self._one, self._tops = alone, native.Run(), (ctypes.c_int32 * MOST)()
         self._decode = native.library().fr_decode_run
         self._one.seconds, self._one.tops = SECONDS, ctypes.addressof(self._tops)
@@ -35,8 +38,9 @@ class PlainRun:
         self._extent: Extent | None = None  # None = there are none
         self._start = 0  # committed positions before the first of them
         self._found: list[
-            tuple[int, Tensor, int]
-        ] = []  # the token of each, its logits, and where these are largest
+            tuple[int, Tensor, int, Mapping[int, Tensor]]
+        ] = []  # the token of each, its logits, where these are largest, and rows that entered layers
+        self._layers: tuple[int, ...] = ()  # these layers
         self._text, self._read = (
             array("i"),
             0,
@@ -46,11 +50,11 @@ class PlainRun:
 
     def known(self, extent: Extent, tokens: list[int], needs: Needs) -> Scores | None:
         """Of a pass over these tokens, if it was run; else all that were are dropped."""
-        if extent is self._extent and len(tokens) == 1 and not needs.hidden_layers:
+        if extent is self._extent and len(tokens) == 1 and needs.hidden_layers == self._layers:
             place = extent.length - self._start
             if 0 <= place < len(self._found) and self._found[place][0] == tokens[0]:
-                _, logits, top = self._found[place]
-                return Scores(logits, {}, Greedy(checked([top])), ahead=-1)
+                _, logits, top, hidden = self._found[place]
+                return Scores(logits, hidden, Greedy(checked([top])), ahead=-1)
         self.drop()
         return None
 
@@ -60,19 +64,33 @@ class PlainRun:
 
     def passes(self, seq: Seq, extent: Extent, trees: TreeBatch, needs: Needs) -> int:
         """How many may be run behind the pass over this tree. The first token of a text does not wait for others."""
-        if needs.match_length is None or needs.hidden_layers or len(seq.tokens) <= seq.prompt_length:
+        if needs.match_length is None or needs.may_run or len(seq.tokens) <= seq.prompt_length:
             return 0
         if not trees.topology()[0].is_chain:
             return 0
+        if self._last in needs.hidden_layers:  # computed in place, for the caller of the first pass
+            return 0
         room = min(seq.max_length - len(seq.tokens), extent.writable - extent.length) - trees.nodes
-        return max(0, min(MOST, room))
+        return max(0, min(MOST if needs.rests is None else min(MOST, needs.rests), room))
 
-    def run(self, seq: Seq, extent: Extent, tokens: list[int], most: int, needs: Needs) -> tuple[int, float]:
+    def run(
+        self,
+        seq: Seq,
+        extent: Extent,
+        tokens: list[int],
+        most: int,
+        needs: Needs,
+        layers: Sequence[int] = (),
+    ) -> tuple[int, float]:
         """The pass that the TreePass has, over a chain of these tokens, and up to so many behind it.
 
-        How many were run, and the first one's share of the time.
+        `layers`: of these, the rows that enter them are kept for each. How many were run, and the first one's share of
+        the time.
         """
         one, alone = self._one, self._alone
+        shown = [HiddenRows(layers, 1, self._width) for _ in range(most)] if layers else []
+        places = array("Q", [at for rows in shown for at in rows.addresses.values()])
+        one.hidden = places.buffer_info()[0]
         one.most, one.match, one.logits = most, needs.match_length or 0, alone.spare_rows(most)
         if needs.match_length:
             self._write_text(seq.tokens, extent, len(tokens))
@@ -84,8 +102,9 @@ class PlainRun:
         count = one.count
         if count:
             tops = self._tops[:count]
-            roots = alone.top(one.kept), *tops
-            self._found = list(zip(roots, alone.take_rows(count), tops, strict=False))
+            roots, hidden = (alone.top(one.kept), *tops), shown or ({},) * count
+            self._found = list(zip(roots, alone.take_rows(count), tops, hidden, strict=False))
+            self._layers = needs.hidden_layers
             self._extent, self._start = extent, extent.length + one.kept + 1
         return count, one.own
 

@@ -83,7 +83,7 @@ class NativeDecoder(Decoder):
         self._looks_up = bool(self._model.embedding.rows)  # the kernels themselves, token by token
         self._alone = TreePass(self._model)
         self._alone.one.woken = self._pass.woken
-        self._ahead = PlainRun(self._alone)
+        self._ahead = PlainRun(self._alone, config.layers, config.width)
         if isinstance(weights, GgufWeights):
             weights.file.drop_pages()  # what is needed is packed by now
         self._rotations = [Rotations(rope, self._device) for rope in config.ropes]
@@ -182,7 +182,7 @@ class NativeDecoder(Decoder):
         logits, ahead, own = alone.logits(nodes), 0, 1.0
         native.match_threads(torch.get_num_threads())
         if most:
-            ahead, own = self._ahead.run(seq, extent, tokens, most, needs)
+            ahead, own = self._ahead.run(seq, extent, tokens, most, needs, tuple(hidden))
         elif self._decode(*alone.at):
             raise MemoryError(f"no memory for a pass over {nodes} nodes")
         del shown

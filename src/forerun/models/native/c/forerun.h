@@ -187,6 +187,7 @@ typedef struct {
     int64_t length;
     float *logits;        /* [most, vocab] */
     int32_t *tops;        /* [most] as fr_pass has them */
+    float *const *hidden; /* [most, hidden_count of the first] -> [width], as fr_pass has them; kept by slot like its own */
     int64_t kept;         /* of the first pass, a chain: nodes behind its root that equal what was found before them */
     int64_t count;        /* passes that were run behind it */
     double own;           /* its share of the seconds of all */

@@ -69,6 +69,7 @@ FR_API int fr_decode_run(const fr_decoder *m, const fr_pass *first, fr_run *run)
         pass.reach.most = at + 1;
         pass.logits = run->logits + run->count * m->vocab;
         pass.tops = run->tops + run->count;
+        if (first->hidden_count) pass.hidden = run->hidden + run->count * first->hidden_count;
         if (fr_decode(m, &pass)) break; /* the caller will ask for it by itself */
         token = *pass.tops;
         run->count++;

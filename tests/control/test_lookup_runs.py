@@ -1,0 +1,71 @@
+"""Look-ups of one text on a CPU, simulated: no kind of text is slower than plain decoding, and copied ones gain."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.bench.suites import TASKS
+from forerun.control import round_seconds
+from forerun.control.cost import CostModel
+from forerun.testing.lookup_simulator import Text
+from forerun.testing.run_simulator import ARM, DEARER, X86, Host, RunHistory, RunSimulation
+from tests.control import record_texts
+from tests.control.lookup_texts import random_texts
+
+RECORDED: list[Text] = [*record_texts.read()]
+BY_TASK = {task: RECORDED[2 * i : 2 * i + 2] for i, task in enumerate(TASKS)}
+WRONG = {"wrong matches": random_texts(40), "few matches": random_texts(4000)}
+MEASURED, SLOW = Host(), Host(drafted=1.5e-3)
+WORLDS = {
+    "x86": (X86, X86, MEASURED),
+    "x86, slow Python": (X86, X86, SLOW),
+    "x86, drafts dearer than the curve says": (DEARER, X86, MEASURED),
+    "the same, slow Python": (DEARER, X86, SLOW),
+    "ARM": (ARM, ARM, MEASURED),
+}
+
+
+def simulated(world: str, texts: dict[str, list[Text]], noise: float = 0.0) -> RunHistory:
+    cost, told, host = WORLDS[world]
+    return RunSimulation(cost, host, texts, told=told, noise=noise).run()
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.15])
+@pytest.mark.parametrize("world", WORLDS)
+def test_no_task_is_slower_than_plain_decoding(world: str, noise: float) -> None:
+    found = simulated(world, BY_TASK, noise)
+    assert found.least_speed() > 0.98, {name: group.speed for name, group in found.groups.items()}
+    assert found.groups["code_edit"].speed > 1.2
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_texts_in_which_nothing_is_copied_lose_little(world: str) -> None:
+    assert simulated(world, WRONG).least_speed() > 0.975
+
+
+def test_without_the_price_of_the_host_drafts_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a slow host takes is what keeps weak matches from being drafted."""
+    with_price = simulated("x86, slow Python", WRONG | BY_TASK)
+    monkeypatch.setattr(round_seconds.RoundSeconds, "more", property(lambda self: 0.0))
+    without = simulated("x86, slow Python", WRONG | BY_TASK)
+    drafted = [sum(group.drafted for group in one.groups.values()) for one in (with_price, without)]
+    assert drafted[0] < 0.9 * drafted[1]
+    assert with_price.speed() > without.speed()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_hardly_a_pass_is_run_in_vain(world: str) -> None:
+    found = simulated(world, BY_TASK)
+    assert sum(group.in_vain for group in found.groups.values()) == 0
+
+
+def test_idle_look_ups_let_calls_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On texts of weak matches that are not worth drafting, rounds take nearly what plain rounds take."""
+    steep = CostModel({rows: 5e-3 * rows for rows in (1, 2, 4, 8, 16, 24, 32, 64)})
+    texts = {"weak": random_texts(40)}
+    found = RunSimulation(steep, MEASURED, texts).run()
+    assert found.groups["weak"].drafted == 0
+    assert found.speed() > 0.995
+    stops = RunSimulation(steep, MEASURED, texts)
+    monkeypatch.setattr(stops.drafter, "_note_refused", lambda seq: None)
+    assert stops.run().speed() < 0.985, "a call that ends at every match"
