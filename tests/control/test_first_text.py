@@ -1,4 +1,4 @@
-"""Look-ups in a first text: the first match is drafted, one slow round does not end them, doubt leaves room."""
+"""Look-ups in a first text: one slow round does not end them, and doubt leaves room."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from forerun.control import around as around_module
 from forerun.control.allowance import Allowance
 from forerun.control.around import GAPS, PLAIN, STALE, Around
 from forerun.control.waiting import beside_plain
-from forerun.drafters import ngram
 from forerun.testing.follow_simulator import FollowHistory, FollowSimulation
 from forerun.testing.lookup_simulator import Text
 from tests.control.lookup_texts import RECORDED
 from tests.control.test_lookups_alone import HOST, SMALL
 
 SLOW = 5e-3  # seconds more, of the first plain round behind a look-up
-_GUESSED = (0.2, 0.3, 0.45, 0.55, 0.62, 0.68, 0.72, 0.76, 0.8, 0.82, 0.84, 0.86, 0.87, 0.88, 0.89, 0.9)
-"""What matches were once thought to be worth, before that was measured."""
 
 
 def passages() -> list[Text]:
@@ -67,14 +64,6 @@ def test_one_slow_round_does_not_end_look_ups(monkeypatch: pytest.MonkeyPatch) -
     assert even[0] > 2.0
     monkeypatch.setattr(around_module, "median_low", max)
     assert first_texts(passages(), SLOW)[0] < 0.75 * even[0]
-
-
-def test_the_first_match_is_drafted_by_what_matches_are_known_to_bring(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    known = first_texts(passages())
-    monkeypatch.setattr(ngram, "_PRIOR", _GUESSED)
-    assert known[0] > 1.02 * first_texts(passages())[0], "matches are waited for a token or two later"
 
 
 def test_recorded_texts_gain_in_a_first_text_too() -> None:

@@ -26,8 +26,7 @@ from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 KEYS = (4, 2, 1)  # n-gram lengths that are searched for, one after the other; matches may be longer
 CANDIDATES = 32  # earlier places that branches are taken from: the most recent ones
 _ROOT = (-1,)  # the parents of a tree where nothing is drafted
-_PRIOR = (0.26, 0.55, 0.7, 0.76, 0.77, 0.78, 0.8, 0.83, 0.87, 0.89, 0.89, 0.91, 0.91, 0.92, 0.93, 0.96)
-"""By the length of a match, measured (docs/log/2026-11-16-lookups3.md): what a first match is worth."""
+_PRIOR = (0.2, 0.3, 0.45, 0.55, 0.62, 0.68, 0.72, 0.76, 0.8, 0.82, 0.84, 0.86, 0.87, 0.88, 0.89, 0.9)
 
 
 @dataclass(slots=True)
