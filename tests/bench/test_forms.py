@@ -84,7 +84,7 @@ def test_rounds_of_a_form_take_what_they_take() -> None:
     assert (plain.tokens, plain.rounds) == (22, 20)
 
 
-@pytest.mark.parametrize(("batch", "least"), [(1, 47), (8, 5)])
+@pytest.mark.parametrize(("batch", "least"), [(1, 31), (8, 5)])
 def test_where_all_is_accepted_the_controller_takes_large_forms(batch: int, least: int) -> None:
     outcome = Simulation([text([True] * 200)], batch, controller=make_controller(RATES)).run([0] * 3 * batch)
     large = sum(count for form, count in outcome.forms.items() if form is not None and form.nodes >= least)
