@@ -53,7 +53,7 @@ class HostWaits(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._warned is None and _waits(getattr(func, "__name__", ""), args):
+        if self._warned is None and _waits(func.__name__, args):
             self._note()
         return func(*args, **(kwargs or {}))
 
