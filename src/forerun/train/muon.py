@@ -59,9 +59,8 @@ def _kind(moved: tuple[Tensor, dict[str, Any]]) -> tuple[int, ...]:
 def orthogonal(matrices: Tensor) -> Tensor:
     """[N, A, B] with the same singular vectors and singular values near one."""
     wide = matrices.shape[-2] > matrices.shape[-1]
-    matrices = matrices.to(
-        torch.bfloat16 if matrices.is_cuda else torch.float32
-    )  # many CPUs have none of 16 bits
+    # many CPUs have no products of 16 bits
+    matrices = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
     x: Tensor = matrices.mT if wide else matrices
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     a, b, c = _QUINTIC
