@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun.models.cuda.network import Run
-from forerun.models.cuda.plan import MAX_ROWS, Plan, Size, Span, plan_pass, programs_for
+from forerun.models.cuda.plan import DEEPEST, MAX_ROWS, Plan, Size, Span, plan_pass, programs_for, split_of
 from forerun.models.paged import slots_of
 from forerun.testing import random_tree
 from forerun.topology import topology_of
@@ -51,26 +51,59 @@ def test_what_is_found_does_not_depend_on_the_number_of_programs(window: int) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [(430,), (430, 255, 1100)])  # 255: paths cross from one split to the next
-def test_lone_nodes_with_one_program_each_find_the_same(lengths: tuple[int, ...]) -> None:
-    device, rng = where_kernels_run(), random.Random(5)
-    nodes, spans = 21, list[Span]()
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("nodes", [21, 16])  # an odd number leaves one without another
+@pytest.mark.parametrize(
+    "lengths", [(430,), (255, 447, 1100), (3, 15, 63, 112), (128, 1015)]
+)  # paths cross from one block, tile or split to the next, or begin with one
+def test_lone_nodes_that_share_a_program_find_the_same(
+    lengths: tuple[int, ...], nodes: int, window: int
+) -> None:
+    plan, exact = _lone_nodes(lengths, nodes, reach=5)
+    queries, kv = _random()
+    wanted = _attend(plan, queries, kv, window, programs=4)
+    for programs in (1, 3, plan.size.splits):
+        found = _attend(plan, queries, kv, window, programs, exact)
+        _must_agree(found[: plan.rows], wanted[: plan.rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [431, 447, 511])  # the last position of a block, a tile, a split
+def test_the_deepest_tree_whose_nodes_share_programs_fits_their_columns(length: int) -> None:
+    plan, exact = _lone_nodes((length,), DEEPEST + 3, reach=1)
+    assert max(plan.ints[plan.size.rows : plan.size.rows + plan.rows]) == length + DEEPEST
+    queries, kv = _random()
+    wanted = _attend(plan, queries, kv, 0, programs=4)
+    _must_agree(_attend(plan, queries, kv, 0, 2, exact)[: plan.rows], wanted[: plan.rows])
+
+
+def _must_agree(found: Tensor, wanted: Tensor) -> None:
+    """To the last bit on a GPU; the interpreter's products add up in an order of their own."""
+    if found.device.type == "cpu":
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    else:
+        assert torch.equal(found, wanted)
+
+
+def _lone_nodes(lengths: tuple[int, ...], nodes: int, reach: int) -> tuple[Plan, Size]:
+    """Trees of so many nodes, whose last two are leaves of the root; and a size that says which groups are lone."""
+    rng, spans = random.Random(5), list[Span]()
     for i, length in enumerate(lengths):
-        parents = (-1, *(rng.randrange(max(0, node - 5), node) for node in range(1, nodes)))
+        parents = (-1, *(rng.randrange(max(0, node - reach), node) for node in range(1, nodes - 2)), 0, 0)
         pages = [*range(1 + 20 * i, 2 + 20 * i + (length + nodes) // PAGE)]
         spans.append(Span([*range(nodes)], topology_of(parents), pages, length))
-    plan, each = plan_pass(spans, 16), 2 + nodes  # two groups share what was committed
-    wide = plan.size
-    exact = replace(wide, groups=each * len(spans), trees=len(spans), lone=nodes)
-    assert sum(map(bool, Run.of(wide, _ints(plan)).groups[:, 3])) == exact.groups
+    plan, (shared,) = plan_pass(spans, 16), {-(-nodes // 16) if split_of(length) else 0 for length in lengths}
+    exact = replace(plan.size, groups=(shared + nodes) * len(spans), trees=len(spans), lone=nodes)
+    assert sum(map(bool, Run.of(plan.size, _ints(plan)).groups[:, 3])) == exact.groups
+    return plan, exact
+
+
+def _random() -> tuple[Tensor, Tensor]:
+    device = where_kernels_run()
     torch.manual_seed(0)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     queries = torch.randn(MAX_ROWS, HEADS, DIM, device=device).to(dtype)
-    kv = torch.randn(2, KV_HEADS, 2 * SLOTS, DIM, device=device).to(dtype)
-    wanted = _attend(plan, queries, kv, 0, programs=4)
-    for programs in (1, 3, wide.splits):
-        found = _attend(plan, queries, kv, 0, programs, exact)
-        assert torch.equal(found[: plan.rows], wanted[: plan.rows])
+    return queries, torch.randn(2, KV_HEADS, 2 * SLOTS, DIM, device=device).to(dtype)
 
 
 def _ints(plan: Plan) -> Tensor:
@@ -96,10 +129,11 @@ def _attend(
     parts = torch.full((size.splits * stride, DIM), math.nan, device=device)  # what nobody wrote shows
     tops, sums = torch.full((2, size.splits * stride), math.nan, device=device)
     out = torch.empty_like(queries)
-    kernels.attend[(size.shared * programs + size.trees * size.lone, KV_HEADS)](
+    settings = {} if device.type == "cpu" else {"enable_fp_fusion": False}
+    kernels.attend[(size.attending(programs), KV_HEADS)](
         queries, kv[0], kv[1], ints, run.groups, run.positions, parts, tops, sums, DIM**-0.5 / math.log(2),
         kv.stride(1), stride, size.groups // size.trees, size.lone, programs,
-        H=HEADS, HKV=KV_HEADS, EACH=HEADS // KV_HEADS, D=DIM, WINDOW=window, PDL=False,
+        H=HEADS, HKV=KV_HEADS, EACH=HEADS // KV_HEADS, D=DIM, WINDOW=window, PDL=False, **settings,
     )  # fmt: skip
     kernels.combine[(size.rows, HEADS // 4)](
         out, run.positions, parts, tops, sums, stride, H=HEADS, D=DIM, HEADS=4, WINDOW=window, STEP=8,

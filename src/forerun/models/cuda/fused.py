@@ -262,7 +262,7 @@ class FusedSteps:
     def attend(self, run: Run, layer: int) -> None:
         config, window = self.model.config, self.model.layers[layer].window
         size, programs = run.size, programs_for(run.size, config.kv_heads, self.processors)
-        grid = size.shared * programs + size.trees * size.lone, config.kv_heads
+        grid = size.attending(programs), config.kv_heads
         each = power_of_two(config.heads // config.kv_heads)
         short = size.splits <= SHORT_SPLITS  # a program has few steps, and prefetching gains nothing
         settings: dict[str, Any] = {"num_stages": 1 if short else 3}
@@ -272,7 +272,8 @@ class FusedSteps:
             self.buffers.queries, self.kv[layer, 0], self.kv[layer, 1], run.ints, run.groups, run.positions,
             self.parts, self.tops, self.sums, config.attention_scale / math.log(2), self.kv.stride(2),
             self.split_stride, size.groups // size.trees, size.lone, programs, H=config.heads, HKV=config.kv_heads,
-            EACH=each, D=config.head_dim, WINDOW=window, PDL=self.pdl, num_warps=4, launch_pdl=self.pdl, **settings,
+            EACH=each, D=config.head_dim, WINDOW=window, PDL=self.pdl, num_warps=4, launch_pdl=self.pdl,
+            enable_fp_fusion=False, **settings,
         )  # fmt: skip
         heads = math.gcd(config.heads, 4)
         kernels_attention.combine[(run.size.rows, config.heads // heads)](

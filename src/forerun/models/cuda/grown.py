@@ -21,7 +21,18 @@ import torch
 from torch import Tensor
 
 from forerun.models.cuda.last_round import STEPS, LastRound
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Need, Plan, Rows, Size, SizeFor, Span, splits_at
+from forerun.models.cuda.plan import (
+    DEEPEST,
+    FIELDS,
+    MAX_ROWS,
+    Need,
+    Plan,
+    Rows,
+    Size,
+    SizeFor,
+    Span,
+    splits_at,
+)
 from forerun.models.pages import PAGE
 from forerun.topology import trace
 from forerun.types import GreedyWalk, TreeBatch, TreeForm, Verdict, offsets
@@ -79,7 +90,7 @@ def plan_grown(
 
 def _size_of(need: Need, form: TreeForm) -> Size:
     """Of a pass over nothing but grown trees: no empty groups, and of the lone ones it is known that they are."""
-    lone = 0 if form.chain else form.nodes
+    lone = 0 if form.chain or form.depth > DEEPEST else form.nodes
     return replace(need.rounded(), groups=need.groups, trees=form.trees, lone=lone)
 
 

@@ -8,7 +8,11 @@ Which programs do that work, and how many splits each of them takes, depends on 
 depends on the node's position alone.
 
 A program takes a *group*: nodes of one sequence of which each is an ancestor of the next (a chain), or any
-nodes where the split lies wholly in committed tokens, or one node.
+nodes where the split lies wholly in committed tokens, or one node. Or it takes a few single nodes of a tree together:
+they share the committed tokens of a tile but for its last block of 16 positions, and from there on every node has
+columns of its own. That changes no bit. A row's scores and their maximum do not depend on other columns; its
+weights are added up in whole numbers, in which order does not matter; and products with the values are added up
+by blocks of 16 positions, in order, where blocks of other nodes have a weight of zero.
 """
 
 # mypy: ignore-errors
@@ -22,6 +26,11 @@ from forerun.models.cuda.kernels_linear import put_rows
 ROWS = tl.constexpr(64)  # queries per program: nodes times heads of a group; unused ones cost nothing to read
 TILE = tl.constexpr(64)  # positions per step, and slots of a page
 FIELDS = tl.constexpr(8)  # ints per group; see plan.py
+BLOCK = tl.constexpr(16)  # positions that are added up in one step of the tensor cores
+TOGETHER = tl.constexpr(4)  # lone nodes of a tree that a program takes; plan.py: TOGETHER
+OWN = tl.constexpr(32)  # columns of each: two blocks, in which all of its ancestors lie (plan.py: DEEPEST)
+TWO = tl.constexpr(0x40000000)  # 2.0 as an integer
+PART = tl.constexpr(2.0**-22)  # the last place of numbers from 2 to 4
 
 
 @triton.jit
@@ -36,6 +45,28 @@ def _split_of(p):
 
 
 @triton.jit
+def _scores(found, seen, at, p, scale, WINDOW: tl.constexpr):
+    """Scores of what is seen, minus infinity elsewhere."""
+    if WINDOW > 0:
+        seen = seen & (p > at - WINDOW)
+    return tl.where(seen, found * scale, float("-inf"))
+
+
+@triton.jit
+def _rise(top, found):
+    """The highest score so far; the same as something to subtract; and what earlier weights are worth now."""
+    higher = tl.maximum(top, found)
+    safe = tl.where(higher == float("-inf"), 0.0, higher)  # rows that see nothing yet
+    return higher, safe, tl.exp2(top - safe)
+
+
+@triton.jit
+def _whole(weights):
+    """Weights from 0 to 1 as whole numbers of 2 ** -22: in these the order of a sum does not matter."""
+    return (weights + 2.0).to(tl.int32, bitcast=True) - TWO
+
+
+@triton.jit
 def _walk(q, at, last, start, end, top, total, acc, keys, values, ints, base, length, ancestors, pages, scale,
           D: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr):  # fmt: skip
     """Attend to the positions from start to end, in order; TABLE: some may lie behind the committed tokens."""
@@ -44,10 +75,7 @@ def _walk(q, at, last, start, end, top, total, acc, keys, values, ints, base, le
         p = p0 + t
         if TABLE:
             there = p <= last
-            own = tl.load(ints + ancestors + (p - length), mask=there & (p >= length), other=0)
-            written = tl.where(p < length, p, length + own)  # counted in the order in which rows were written
-            page = tl.load(ints + pages + written // TILE, mask=there & (pages > 0), other=0)
-            slot = tl.where(pages > 0, page * TILE + written % TILE, base + written)
+            slot = _slots(p, there, ints, base, length, ancestors, pages)
             place = slot.to(tl.int64)[:, None] * D + d[None, :]
             k = tl.load(keys + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
             v = tl.load(values + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
@@ -57,19 +85,115 @@ def _walk(q, at, last, start, end, top, total, acc, keys, values, ints, base, le
             place = slot.to(tl.int64)[:, None] * D + d[None, :]
             k = tl.load(keys + place, cache_modifier=".cg")
             v = tl.load(values + place, cache_modifier=".cg")
-        found = tl.dot(q, tl.trans(k)) * scale
-        seen = p[None, :] <= at[:, None]
-        if WINDOW > 0:
-            seen = seen & (p[None, :] > at[:, None] - WINDOW)
-        found = tl.where(seen, found, float("-inf"))
-        higher = tl.maximum(top, tl.max(found, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)  # rows that see nothing yet
+        at_row, p_row = at[:, None], p[None, :]
+        found = _scores(tl.dot(q, tl.trans(k)), p_row <= at_row, at_row, p_row, scale, WINDOW)
+        top, safe, shrink = _rise(top, tl.max(found, 1))
         weights = tl.exp2(found - safe[:, None])
-        shrink = tl.exp2(top - safe)
-        total = total * shrink + tl.sum(weights, 1)
+        total = total * shrink + tl.sum(_whole(weights), 1).to(tl.float32) * PART
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
-        top = higher
     return top, total, acc
+
+
+@triton.jit
+def _slots(p, there, ints, base, length, ancestors, pages):
+    """Where positions lie of which some are behind the committed tokens: those are found among the ancestors."""
+    own = tl.load(ints + ancestors + (p - length), mask=there & (p >= length), other=0)
+    written = tl.where(p < length, p, length + own)  # counted in the order in which rows were written
+    page = tl.load(ints + pages + written // TILE, mask=there & (pages > 0), other=0)
+    return tl.where(pages > 0, page * TILE + written % TILE, base + written)
+
+
+@triton.jit
+def _own(q, at, member, group, positions, count, skipped, p0, first, keys, ints, base, length, pages, scale,
+         D: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+    """Scores [TILE, rows] of columns that belong to single nodes, the first `skipped` left out; and where these lie."""
+    t = tl.arange(0, TILE)
+    owner, p = t // OWN + skipped, first + t % OWN
+    there = (owner < count) & (p >= p0) & (p < p0 + TILE)
+    there = there & (p <= tl.load(positions + owner, mask=owner < count, other=-1))
+    ancestors = tl.load(group + owner * FIELDS + 6, mask=there, other=0)
+    slot = _slots(p, there, ints, base, length, ancestors, pages)
+    place = slot.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    k = tl.load(keys + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
+    seen = there[:, None] & (owner[:, None] == member[None, :]) & (p[:, None] <= at[None, :])
+    return _scores(tl.dot(k, tl.trans(q)), seen, at[None, :], p[:, None], scale, WINDOW), place, there
+
+
+@triton.jit
+def _read(values, place, there):
+    return tl.trans(tl.load(values + place, mask=there[:, None], other=0.0, cache_modifier=".cg"))
+
+
+@triton.jit
+def _walk_tree(q, at, member, group, positions, count, start, end, top, total, acc, keys, values, ints, base, length,
+               pages, scale, D: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+    """The same for a few single nodes of one tree, with rows and columns exchanged (few rows need few registers).
+
+    Committed positions are read once for all of them, but for the block in which the tree starts.
+    """
+    d, t = tl.arange(0, D), tl.arange(0, TILE)
+    first = (length // BLOCK) * BLOCK  # from here on each has columns of its own
+    for p0 in range(start, end, TILE):
+        p = p0 + t
+        there = p < first
+        page = tl.load(ints + pages + p0 // TILE)  # without a table: some number
+        slot = tl.where(pages > 0, page * TILE, base + p0) + t
+        place = slot.to(tl.int64)[:, None] * D + d[None, :]
+        k = tl.load(keys + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
+        v = _read(values, place, there)
+        seen = there[:, None] & (p[:, None] <= at[None, :])
+        found = _scores(tl.dot(k, tl.trans(q)), seen, at[None, :], p[:, None], scale, WINDOW)
+        highest = tl.max(found, 0)
+        if p0 + TILE <= first:
+            top, safe, shrink = _rise(top, highest)
+            weights = tl.exp2(found - safe[None, :])
+            total = total * shrink + tl.sum(_whole(weights), 0).to(tl.float32) * PART
+            acc = tl.dot(v, weights.to(v.dtype), acc * shrink[None, :])
+        else:
+            one, at_one, has_one = _own(q, at, member, group, positions, count, 0, p0, first, keys, ints, base, length,
+                                        pages, scale, D, WINDOW)  # fmt: skip
+            two, at_two, has_two = _own(q, at, member, group, positions, count, TILE // OWN, p0, first, keys, ints, base,
+                                        length, pages, scale, D, WINDOW)  # fmt: skip
+            top, safe, shrink = _rise(top, tl.maximum(highest, tl.maximum(tl.max(one, 0), tl.max(two, 0))))
+            weights, one, two = (
+                tl.exp2(found - safe[None, :]),
+                tl.exp2(one - safe[None, :]),
+                tl.exp2(two - safe[None, :]),
+            )
+            whole = tl.sum(_whole(weights) + _whole(one) + _whole(two), 0)
+            total = total * shrink + whole.to(tl.float32) * PART
+            acc = tl.dot(v, weights.to(v.dtype), acc * shrink[None, :])
+            acc = tl.dot(_read(values, at_one, has_one), one.to(v.dtype), acc)
+            acc = tl.dot(_read(values, at_two, has_two), two.to(v.dtype), acc)
+    return top, total, acc
+
+
+@triton.jit
+def _attend_tree(queries, keys, values, ints, group, count, positions, parts, tops, sums, scale, split_stride, h,
+                 H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+    """Up to TOGETHER single nodes of one tree, all of their few splits."""
+    low, first = tl.load(group), tl.load(group + 2)
+    base, length, pages = tl.load(group + 4), tl.load(group + 5), tl.load(group + 7)
+    NARROW: tl.constexpr = TOGETHER * EACH if TOGETHER * EACH > BLOCK else BLOCK
+    r, d = tl.arange(0, NARROW), tl.arange(0, D)
+    real = (r // EACH < count) & (r % EACH < H // HKV)
+    at = tl.load(positions + first + r // EACH, mask=real, other=-1)
+    row = (first + r // EACH) * H + h * (H // HKV) + r % EACH
+    q = tl.load(queries + row[:, None] * D + d[None, :], mask=real[:, None], other=0.0, cache_modifier=".cg")
+    last = tl.max(at, 0)
+    for s in range(low, _split_of(last) + 1):
+        start, end = _split_start(s), tl.minimum(_split_start(s + 1), last + 1)
+        if WINDOW > 0:
+            start = tl.maximum(start, ((tl.min(tl.where(real, at, last), 0) - WINDOW + 1) // TILE) * TILE)
+        top = tl.full((NARROW,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((NARROW,), dtype=tl.float32)
+        acc = tl.zeros((D, NARROW), dtype=tl.float32)
+        top, total, acc = _walk_tree(q, at, r // EACH, group, positions + first, count, start, end, top, total, acc, keys,
+                                     values, ints, base, length, pages, scale, D, WINDOW)  # fmt: skip
+        place = (s * split_stride + row).to(tl.int64)
+        tl.store(parts + place[None, :] * D + d[:, None], acc, mask=real[None, :])
+        tl.store(tops + place, top, mask=real)
+        tl.store(sums + place, total, mask=real)
 
 
 @triton.jit(do_not_specialize=["EACH_TREE", "LONE", "PROGRAMS"])
@@ -78,51 +202,62 @@ def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, sc
            WINDOW: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One group, one key-value head, every so many-th split: what its queries found in each, unnormalised, in fp32.
 
-    Trees have EACH_TREE groups each. The last LONE of them have one program, which takes all of their few splits, the
-    others PROGRAMS.
+    Trees have EACH_TREE groups each. The last LONE of them are single nodes: a program takes TOGETHER of them, and all of
+    their few splits. The others have PROGRAMS each.
     """
     h, shared = tl.program_id(1), EACH_TREE - LONE
-    units = shared * PROGRAMS + LONE
+    units = shared * PROGRAMS + (LONE + TOGETHER - 1) // TOGETHER
     tree, unit = tl.program_id(0) // units, tl.program_id(0) % units
-    alone = unit >= shared * PROGRAMS
-    wide = tl.maximum(shared, 1)
-    g = tree * EACH_TREE + tl.where(alone, unit - shared * PROGRAMS + shared, unit % wide)
-    turn, step = tl.where(alone, 0, unit // wide), tl.where(alone, 1, PROGRAMS)
-    group = groups + g * FIELDS
-    low, high = tl.load(group), tl.load(group + 1)
+    alone, wide = unit >= shared * PROGRAMS, tl.maximum(shared, 1)
+    g = tl.where(alone, shared + (unit - shared * PROGRAMS) * TOGETHER, unit % wide)
+    turn = unit // wide
+    group = groups + (tree * EACH_TREE + g) * FIELDS
+    low, high = tl.load(group), tl.load(group + 1)  # the plan is there before any kernel of the pass
+    keys, values = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if alone:
+        if low < high:
+            _attend_tree(queries, keys, values, ints, group, tl.minimum(TOGETHER, EACH_TREE - g), positions, parts, tops,
+                         sums, scale, split_stride, h, H, HKV, EACH, D, WINDOW)  # fmt: skip
+    elif low + turn < high:
+        _attend_group(queries, keys, values, ints, group, positions, parts, tops, sums, scale, split_stride, h, low + turn,
+                      high, PROGRAMS, H, HKV, EACH, D, WINDOW)  # fmt: skip
+
+
+@triton.jit
+def _attend_group(queries, keys, values, ints, group, positions, parts, tops, sums, scale, split_stride, h, low, high,
+                  step, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
+                  WINDOW: tl.constexpr):  # fmt: skip
+    """Splits of a group, each by itself."""
     first, count = tl.load(group + 2), tl.load(group + 3)
     base, length = tl.load(group + 4), tl.load(group + 5)
     ancestors, pages = tl.load(group + 6), tl.load(group + 7)
     r, d = tl.arange(0, ROWS), tl.arange(0, D)
     real = (r // EACH < count) & (r % EACH < H // HKV)
-    node = first + r // EACH
-    at = tl.load(positions + node, mask=real, other=-1)  # the plan is there before any kernel of the pass
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    if low + turn < high:
-        head = h * (H // HKV) + r % EACH
-        place = (node * H + head)[:, None] * D + d[None, :]
-        q = tl.load(queries + place, mask=real[:, None], other=0.0, cache_modifier=".cg")
-        last = tl.max(at, 0)
-        mine, theirs = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
-        for s in range(low + turn, high, step):
-            start, end = _split_start(s), tl.minimum(_split_start(s + 1), last + 1)
-            if WINDOW > 0:  # tiles that no node of the group sees are passed over
-                near = tl.load(positions + first) - WINDOW + 1
-                start = tl.maximum(start, (near // TILE) * TILE)
-            top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-            total = tl.zeros((ROWS,), dtype=tl.float32)
-            acc = tl.zeros((ROWS, D), dtype=tl.float32)
-            middle = tl.maximum(start, tl.minimum(end, (length // TILE) * TILE))
-            top, total, acc = _walk(q, at, last, start, middle, top, total, acc, mine, theirs, ints, base, length,
-                                    ancestors, pages, scale, D, WINDOW, False)  # fmt: skip
-            top, total, acc = _walk(q, at, last, middle, end, top, total, acc, mine, theirs, ints, base, length,
-                                    ancestors, pages, scale, D, WINDOW, True)  # fmt: skip
-            row = s * split_stride + node * H + head
-            tl.store(parts + row.to(tl.int64)[:, None] * D + d[None, :], acc, mask=real[:, None])
-            tl.store(tops + row, top, mask=real)
-            tl.store(sums + row, total, mask=real)
+    node, head = first + r // EACH, h * (H // HKV) + r % EACH
+    at = tl.load(positions + node, mask=real, other=-1)
+    place = (node * H + head)[:, None] * D + d[None, :]
+    q = tl.load(queries + place, mask=real[:, None], other=0.0, cache_modifier=".cg")
+    last = tl.max(at, 0)
+    for s in range(low, high, step):
+        start, end = _split_start(s), tl.minimum(_split_start(s + 1), last + 1)
+        if WINDOW > 0:  # tiles that no node of the group sees are passed over
+            near = tl.load(positions + first) - WINDOW + 1
+            start = tl.maximum(start, (near // TILE) * TILE)
+        top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((ROWS,), dtype=tl.float32)
+        acc = tl.zeros((ROWS, D), dtype=tl.float32)
+        middle = tl.maximum(start, tl.minimum(end, (length // TILE) * TILE))
+        top, total, acc = _walk(q, at, last, start, middle, top, total, acc, keys, values, ints, base, length,
+                                ancestors, pages, scale, D, WINDOW, False)  # fmt: skip
+        top, total, acc = _walk(q, at, last, middle, end, top, total, acc, keys, values, ints, base, length,
+                                ancestors, pages, scale, D, WINDOW, True)  # fmt: skip
+        row = s * split_stride + node * H + head
+        tl.store(parts + row.to(tl.int64)[:, None] * D + d[None, :], acc, mask=real[:, None])
+        tl.store(tops + row, top, mask=real)
+        tl.store(sums + row, total, mask=real)
 
 
 @triton.jit

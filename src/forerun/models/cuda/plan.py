@@ -28,6 +28,7 @@ NARROW = (
 )
 SPLIT_SIZES = (8, 32, 96, 256)  # few: passes are captured with each, before texts are written
 ATTENDING, FEWEST = 32, 4  # programs of attention to a multiprocessor, about; to a group and head, at least
+TOGETHER, DEEPEST = 4, 16  # lone nodes to a program of attention; levels of trees whose nodes are taken so
 LONGEST = 245_760  # positions that 256 splits cover
 PAGES = 1 << 17  # pages of all sequences of a pass together, at most
 
@@ -80,12 +81,16 @@ class Size:
     groups: int
     splits: int
     trees: int = 1  # of one form, whose groups lie tree by tree
-    lone: int = 0  # the last so many groups of each are single nodes, which attend to one split or to two
+    lone: int = 0  # the last so many groups of each are its single nodes, which attend to one split or to two
 
     @property
     def shared(self) -> int:
         """Groups that may attend to any number of splits."""
         return self.groups - self.trees * self.lone
+
+    def attending(self, programs: int) -> int:
+        """Programs of attention to a key-value head, where a group that is not lone has so many."""
+        return self.shared * programs + self.trees * -(-self.lone // TOGETHER)
 
 
 def programs_for(size: Size, heads: int, processors: int) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from forerun.models.cuda.network import Run
-from forerun.models.cuda.plan import FIELDS, MAX_ROWS, Size, round_up, splits_to
+from forerun.models.cuda.plan import DEEPEST, FIELDS, MAX_ROWS, Size, round_up, splits_to
 from forerun.models.paged import Ints
 from forerun.offers import Form
 from forerun.types import TreeForm
@@ -89,8 +89,10 @@ class DraftForm:
 
     def level(self, group_nodes: int) -> Size:
         """The pass over a level."""
-        width, lone = self.shape.width, self.shape.width if self.shape.width > 1 else 0
-        groups = self.sequences * (-(-width // group_nodes) + lone)
+        width, shape = self.shape.width, self.shape
+        single = width if width > 1 else 0
+        groups = self.sequences * (-(-width // group_nodes) + single)
+        lone = single if shape.depth <= DEEPEST else 0
         return Size(self.sequences * width, groups, self.splits, self.sequences, lone)
 
     @property
