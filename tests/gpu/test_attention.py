@@ -18,7 +18,7 @@ from forerun.testing import random_tree
 from forerun.topology import topology_of
 from tests.gpu.tiny import where_kernels_run
 
-HEADS, KV_HEADS, DIM, PAGE, SLOTS = 8, 2, 32, 64, 2048
+HEADS, KV_HEADS, PAGE, SLOTS = 8, 2, 64, 2048
 
 
 def test_few_groups_have_a_program_for_every_split_and_many_have_four() -> None:
@@ -34,15 +34,12 @@ def test_few_groups_have_a_program_for_every_split_and_many_have_four() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 150])
 def test_what_is_found_does_not_depend_on_the_number_of_programs(window: int) -> None:
-    device, rng = where_kernels_run(), random.Random(3)
+    rng = random.Random(3)
     spans = [
         _span(rng, length, nodes, first) for length, nodes, first in ((430, 13, 1), (100, 1, 9), (63, 5, 12))
     ]
     plan = plan_pass(spans, 64 // (HEADS // KV_HEADS))
-    torch.manual_seed(0)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    queries = torch.randn(MAX_ROWS, HEADS, DIM, device=device).to(dtype)
-    kv = torch.randn(2, KV_HEADS, SLOTS, DIM, device=device).to(dtype)
+    queries, kv = _random(32)
     alone = _attend(plan, queries, kv, window, programs=plan.size.splits)
     wanted = _by_hand(spans, queries, kv, window)
     torch.testing.assert_close(alone[: plan.rows].float(), wanted, atol=2e-2, rtol=2e-2)
@@ -60,7 +57,7 @@ def test_lone_nodes_that_share_a_program_find_the_same(
     lengths: tuple[int, ...], nodes: int, window: int
 ) -> None:
     plan, exact = _lone_nodes(lengths, nodes, reach=5)
-    queries, kv = _random()
+    queries, kv = _random(32)
     wanted = _attend(plan, queries, kv, window, programs=4)
     for programs in (1, 3, plan.size.splits):
         found = _attend(plan, queries, kv, window, programs, exact)
@@ -68,11 +65,12 @@ def test_lone_nodes_that_share_a_program_find_the_same(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dim", [32, 128])
 @pytest.mark.parametrize("length", [431, 447, 511])  # the last position of a block, a tile, a split
-def test_the_deepest_tree_whose_nodes_share_programs_fits_their_columns(length: int) -> None:
+def test_the_deepest_tree_whose_nodes_share_programs_fits_their_columns(length: int, dim: int) -> None:
     plan, exact = _lone_nodes((length,), DEEPEST + 3, reach=1)
     assert max(plan.ints[plan.size.rows : plan.size.rows + plan.rows]) == length + DEEPEST
-    queries, kv = _random()
+    queries, kv = _random(dim)
     wanted = _attend(plan, queries, kv, 0, programs=4)
     _must_agree(_attend(plan, queries, kv, 0, 2, exact)[: plan.rows], wanted[: plan.rows])
 
@@ -98,12 +96,12 @@ def _lone_nodes(lengths: tuple[int, ...], nodes: int, reach: int) -> tuple[Plan,
     return plan, exact
 
 
-def _random() -> tuple[Tensor, Tensor]:
+def _random(dim: int) -> tuple[Tensor, Tensor]:
     device = where_kernels_run()
     torch.manual_seed(0)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    queries = torch.randn(MAX_ROWS, HEADS, DIM, device=device).to(dtype)
-    return queries, torch.randn(2, KV_HEADS, 2 * SLOTS, DIM, device=device).to(dtype)
+    queries = torch.randn(MAX_ROWS, HEADS, dim, device=device).to(dtype)
+    return queries, torch.randn(2, KV_HEADS, 2 * SLOTS, dim, device=device).to(dtype)
 
 
 def _ints(plan: Plan) -> Tensor:
@@ -123,20 +121,20 @@ def _attend(
     """`exact`: of which groups it is known that they are lone."""
     from forerun.models.cuda import kernels_attention as kernels
 
-    size, device, stride = exact or plan.size, queries.device, MAX_ROWS * HEADS
+    size, device, stride, dim = exact or plan.size, queries.device, MAX_ROWS * HEADS, queries.shape[-1]
     ints = _ints(plan).to(device)
     run = Run.of(plan.size, ints)
-    parts = torch.full((size.splits * stride, DIM), math.nan, device=device)  # what nobody wrote shows
+    parts = torch.full((size.splits * stride, dim), math.nan, device=device)  # what nobody wrote shows
     tops, sums = torch.full((2, size.splits * stride), math.nan, device=device)
     out = torch.empty_like(queries)
     settings = {} if device.type == "cpu" else {"enable_fp_fusion": False}
     kernels.attend[(size.attending(programs), KV_HEADS)](
-        queries, kv[0], kv[1], ints, run.groups, run.positions, parts, tops, sums, DIM**-0.5 / math.log(2),
+        queries, kv[0], kv[1], ints, run.groups, run.positions, parts, tops, sums, dim**-0.5 / math.log(2),
         kv.stride(1), stride, size.groups // size.trees, size.lone, programs,
-        H=HEADS, HKV=KV_HEADS, EACH=HEADS // KV_HEADS, D=DIM, WINDOW=window, PDL=False, **settings,
+        H=HEADS, HKV=KV_HEADS, EACH=HEADS // KV_HEADS, D=dim, WINDOW=window, PDL=False, **settings,
     )  # fmt: skip
     kernels.combine[(size.rows, HEADS // 4)](
-        out, run.positions, parts, tops, sums, stride, H=HEADS, D=DIM, HEADS=4, WINDOW=window, STEP=8,
+        out, run.positions, parts, tops, sums, stride, H=HEADS, D=dim, HEADS=4, WINDOW=window, STEP=8,
         ROOM=0, PDL=False,
     )  # fmt: skip
     return out
@@ -151,7 +149,9 @@ def _by_hand(spans: list[Span], queries: Tensor, kv: Tensor, window: int) -> Ten
             seen = [*slots[: span.length], *(slots[span.length + node] for node in path)]
             seen = seen[-window:] if window else seen
             keys, values = kv[:, :, seen].float().repeat_interleave(HEADS // KV_HEADS, 1)
-            law = torch.softmax((keys @ queries[row].float()[:, :, None])[..., 0] * DIM**-0.5, -1)
+            law = torch.softmax(
+                (keys @ queries[row].float()[:, :, None])[..., 0] * queries.shape[-1] ** -0.5, -1
+            )
             found.append((law[:, None] @ values)[:, 0])
             row += 1
     return torch.stack(found)

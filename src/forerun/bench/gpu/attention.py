@@ -23,6 +23,7 @@ from forerun.models.cuda.plan import Plan, Size, Span, plan_pass, split_of
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.pages import PAGE
 from forerun.topology import topology_of
+from forerun.verify.greedy import device_walk
 
 LAYERS = 4  # whose keys and values are read in turn
 REPEATS = 50
@@ -80,7 +81,11 @@ def _target(name: str) -> CudaDecoder:
     shape, vocab_size = SHAPES[name]
     weights = RandomWeights(replace(shape, layers=LAYERS), vocab_size, name == "135m", "cuda")
     target = CudaDecoder(
-        DecoderConfig.from_hf(weights.config), weights, dtype=torch.bfloat16, kv_slots=128_000
+        DecoderConfig.from_hf(weights.config),
+        weights,
+        dtype=torch.bfloat16,
+        kv_slots=128_000,
+        greedy_walk=device_walk(torch.device("cuda")),
     )
     target.kv.data.normal_()
     target.buffers.queries.normal_()

@@ -45,11 +45,27 @@ def _split_of(p):
 
 
 @triton.jit
-def _scores(found, seen, at, p, scale, WINDOW: tl.constexpr):
-    """Scores of what is seen, minus infinity elsewhere."""
+def _slots(p, there, ints, base, length, ancestors, pages):
+    """Where positions lie of which some are behind the committed tokens: those are found among the ancestors."""
+    own = tl.load(ints + ancestors + (p - length), mask=there & (p >= length), other=0)
+    written = tl.where(p < length, p, length + own)  # counted in the order in which rows were written
+    page = tl.load(ints + pages + written // TILE, mask=there & (pages > 0), other=0)
+    return tl.where(pages > 0, page * TILE + written % TILE, base + written)
+
+
+@triton.jit
+def _read(rows, slot, there, D: tl.constexpr):
+    place = slot.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    return tl.load(rows + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _scores(q, k, p, at, those, scale, WINDOW: tl.constexpr):
+    """Of columns that lie at positions p; minus infinity where a row is not one of `those` or sees no such position."""
+    seen = those & (p[None, :] <= at[:, None])
     if WINDOW > 0:
-        seen = seen & (p > at - WINDOW)
-    return tl.where(seen, found * scale, float("-inf"))
+        seen = seen & (p[None, :] > at[:, None] - WINDOW)
+    return tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
 
 
 @triton.jit
@@ -74,19 +90,15 @@ def _walk(q, at, last, start, end, top, total, acc, keys, values, ints, base, le
     for p0 in range(start, end, TILE):
         p = p0 + t
         if TABLE:
-            there = p <= last
-            slot = _slots(p, there, ints, base, length, ancestors, pages)
-            place = slot.to(tl.int64)[:, None] * D + d[None, :]
-            k = tl.load(keys + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
-            v = tl.load(values + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
+            slot = _slots(p, p <= last, ints, base, length, ancestors, pages)
+            k, v = _read(keys, slot, p <= last, D), _read(values, slot, p <= last, D)
         else:
             page = tl.load(ints + pages + p0 // TILE)  # without a table: some number
             slot = tl.where(pages > 0, page * TILE, base + p0) + t
             place = slot.to(tl.int64)[:, None] * D + d[None, :]
             k = tl.load(keys + place, cache_modifier=".cg")
             v = tl.load(values + place, cache_modifier=".cg")
-        at_row, p_row = at[:, None], p[None, :]
-        found = _scores(tl.dot(q, tl.trans(k)), p_row <= at_row, at_row, p_row, scale, WINDOW)
+        found = _scores(q, k, p, at, (at >= 0)[:, None], scale, WINDOW)
         top, safe, shrink = _rise(top, tl.max(found, 1))
         weights = tl.exp2(found - safe[:, None])
         total = total * shrink + tl.sum(_whole(weights), 1).to(tl.float32) * PART
@@ -95,103 +107,77 @@ def _walk(q, at, last, start, end, top, total, acc, keys, values, ints, base, le
 
 
 @triton.jit
-def _slots(p, there, ints, base, length, ancestors, pages):
-    """Where positions lie of which some are behind the committed tokens: those are found among the ancestors."""
-    own = tl.load(ints + ancestors + (p - length), mask=there & (p >= length), other=0)
-    written = tl.where(p < length, p, length + own)  # counted in the order in which rows were written
-    page = tl.load(ints + pages + written // TILE, mask=there & (pages > 0), other=0)
-    return tl.where(pages > 0, page * TILE + written % TILE, base + written)
-
-
-@triton.jit
-def _own(q, at, member, group, positions, count, skipped, p0, first, keys, ints, base, length, pages, scale,
-         D: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """Scores [TILE, rows] of columns that belong to single nodes, the first `skipped` left out; and where these lie."""
-    t = tl.arange(0, TILE)
-    owner, p = t // OWN + skipped, first + t % OWN
-    there = (owner < count) & (p >= p0) & (p < p0 + TILE)
-    there = there & (p <= tl.load(positions + owner, mask=owner < count, other=-1))
-    ancestors = tl.load(group + owner * FIELDS + 6, mask=there, other=0)
-    slot = _slots(p, there, ints, base, length, ancestors, pages)
-    place = slot.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
-    k = tl.load(keys + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
-    seen = there[:, None] & (owner[:, None] == member[None, :]) & (p[:, None] <= at[None, :])
-    return _scores(tl.dot(k, tl.trans(q)), seen, at[None, :], p[:, None], scale, WINDOW), place, there
-
-
-@triton.jit
-def _read(values, place, there):
-    return tl.trans(tl.load(values + place, mask=there[:, None], other=0.0, cache_modifier=".cg"))
-
-
-@triton.jit
-def _walk_tree(q, at, member, group, positions, count, start, end, top, total, acc, keys, values, ints, base, length,
+def _walk_tree(q, at, member, group, count, positions, start, end, top, total, acc, keys, values, ints, base, length,
                pages, scale, D: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """The same for a few single nodes of one tree, with rows and columns exchanged (few rows need few registers).
-
-    Committed positions are read once for all of them, but for the block in which the tree starts.
-    """
-    d, t = tl.arange(0, D), tl.arange(0, TILE)
+    """The same for single nodes of one tree from the tile in which it starts: committed blocks, then own columns."""
+    t = tl.arange(0, TILE)
     first = (length // BLOCK) * BLOCK  # from here on each has columns of its own
     for p0 in range(start, end, TILE):
-        p = p0 + t
-        there = p < first
-        page = tl.load(ints + pages + p0 // TILE)  # without a table: some number
-        slot = tl.where(pages > 0, page * TILE, base + p0) + t
-        place = slot.to(tl.int64)[:, None] * D + d[None, :]
-        k = tl.load(keys + place, mask=there[:, None], other=0.0, cache_modifier=".cg")
-        v = _read(values, place, there)
-        seen = there[:, None] & (p[:, None] <= at[None, :])
-        found = _scores(tl.dot(k, tl.trans(q)), seen, at[None, :], p[:, None], scale, WINDOW)
-        highest = tl.max(found, 0)
-        if p0 + TILE <= first:
-            top, safe, shrink = _rise(top, highest)
-            weights = tl.exp2(found - safe[None, :])
-            total = total * shrink + tl.sum(_whole(weights), 0).to(tl.float32) * PART
-            acc = tl.dot(v, weights.to(v.dtype), acc * shrink[None, :])
-        else:
-            one, at_one, has_one = _own(q, at, member, group, positions, count, 0, p0, first, keys, ints, base, length,
-                                        pages, scale, D, WINDOW)  # fmt: skip
-            two, at_two, has_two = _own(q, at, member, group, positions, count, TILE // OWN, p0, first, keys, ints, base,
-                                        length, pages, scale, D, WINDOW)  # fmt: skip
-            top, safe, shrink = _rise(top, tl.maximum(highest, tl.maximum(tl.max(one, 0), tl.max(two, 0))))
-            weights, one, two = (
-                tl.exp2(found - safe[None, :]),
-                tl.exp2(one - safe[None, :]),
-                tl.exp2(two - safe[None, :]),
-            )
-            whole = tl.sum(_whole(weights) + _whole(one) + _whole(two), 0)
-            total = total * shrink + whole.to(tl.float32) * PART
-            acc = tl.dot(v, weights.to(v.dtype), acc * shrink[None, :])
-            acc = tl.dot(_read(values, at_one, has_one), one.to(v.dtype), acc)
-            acc = tl.dot(_read(values, at_two, has_two), two.to(v.dtype), acc)
+        p, there = p0 + t, p0 + t < first
+        slot = _slots(p, there, ints, base, length, 0, pages)
+        k, v = _read(keys, slot, there, D), _read(values, slot, there, D)
+        found = _scores(q, k, p, at, there[None, :], scale, WINDOW)
+        one, in_one, is_one = _own(t // OWN, t, q, at, member, group, count, positions, p0, first, keys, ints, base,
+                                   length, pages, scale, D, WINDOW)  # fmt: skip
+        two, in_two, is_two = _own(t // OWN + TILE // OWN, t, q, at, member, group, count, positions, p0, first, keys,
+                                   ints, base, length, pages, scale, D, WINDOW)  # fmt: skip
+        highest = tl.maximum(tl.max(found, 1), tl.maximum(tl.max(one, 1), tl.max(two, 1)))
+        top, safe, shrink = _rise(top, highest)
+        weights = tl.exp2(found - safe[:, None])
+        first_two, last_two = tl.exp2(one - safe[:, None]), tl.exp2(two - safe[:, None])
+        whole = tl.sum(_whole(weights) + _whole(first_two) + _whole(last_two), 1)
+        total = total * shrink + whole.to(tl.float32) * PART
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+        acc = tl.dot(first_two.to(v.dtype), _read(values, in_one, is_one, D), acc)
+        acc = tl.dot(last_two.to(v.dtype), _read(values, in_two, is_two, D), acc)
     return top, total, acc
 
 
 @triton.jit
-def _attend_tree(queries, keys, values, ints, group, count, positions, parts, tops, sums, scale, split_stride, h,
-                 H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """Up to TOGETHER single nodes of one tree, all of their few splits."""
-    low, first = tl.load(group), tl.load(group + 2)
-    base, length, pages = tl.load(group + 4), tl.load(group + 5), tl.load(group + 7)
-    NARROW: tl.constexpr = TOGETHER * EACH if TOGETHER * EACH > BLOCK else BLOCK
-    r, d = tl.arange(0, NARROW), tl.arange(0, D)
+def _own(owner, t, q, at, member, group, count, positions, p0, first, keys, ints, base, length, pages, scale,
+         D: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+    """Scores of columns that belong to single nodes, OWN to each; and in which slots these are, where they are."""
+    p = first + t % OWN
+    there = (owner < count) & (p >= p0) & (p < p0 + TILE)
+    there = there & (p <= tl.load(positions + owner, mask=owner < count, other=-1))
+    ancestors = tl.load(group + owner * FIELDS + 6, mask=there, other=0)
+    slot = _slots(p, there, ints, base, length, ancestors, pages)
+    theirs = there[None, :] & (owner[None, :] == member[:, None])
+    return _scores(q, _read(keys, slot, there, D), p, at, theirs, scale, WINDOW), slot, there
+
+
+@triton.jit
+def _attend(queries, keys, values, ints, group, count, positions, parts, tops, sums, scale, split_stride, h, low, high,
+            step, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
+            SIZE: tl.constexpr, TREE: tl.constexpr):  # fmt: skip
+    """Every so many-th split of a group, each by itself. TREE: a few single nodes of one tree, all of their splits."""
+    first, base, length = tl.load(group + 2), tl.load(group + 4), tl.load(group + 5)
+    ancestors, pages = tl.load(group + 6), tl.load(group + 7)
+    r, d = tl.arange(0, SIZE), tl.arange(0, D)
     real = (r // EACH < count) & (r % EACH < H // HKV)
     at = tl.load(positions + first + r // EACH, mask=real, other=-1)
     row = (first + r // EACH) * H + h * (H // HKV) + r % EACH
     q = tl.load(queries + row[:, None] * D + d[None, :], mask=real[:, None], other=0.0, cache_modifier=".cg")
     last = tl.max(at, 0)
-    for s in range(low, _split_of(last) + 1):
+    for s in range(low, _split_of(last) + 1 if TREE else high, step):
         start, end = _split_start(s), tl.minimum(_split_start(s + 1), last + 1)
-        if WINDOW > 0:
-            start = tl.maximum(start, ((tl.min(tl.where(real, at, last), 0) - WINDOW + 1) // TILE) * TILE)
-        top = tl.full((NARROW,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((NARROW,), dtype=tl.float32)
-        acc = tl.zeros((D, NARROW), dtype=tl.float32)
-        top, total, acc = _walk_tree(q, at, r // EACH, group, positions + first, count, start, end, top, total, acc, keys,
-                                     values, ints, base, length, pages, scale, D, WINDOW)  # fmt: skip
+        if WINDOW > 0:  # tiles that no node of the group sees are passed over
+            near = tl.min(tl.where(real, at, last), 0) - WINDOW + 1
+            start = tl.maximum(start, (near // TILE) * TILE)
+        top = tl.full((SIZE,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((SIZE,), dtype=tl.float32)
+        acc = tl.zeros((SIZE, D), dtype=tl.float32)
+        middle = tl.maximum(start, tl.minimum(end, (length // TILE) * TILE))
+        top, total, acc = _walk(q, at, last, start, middle, top, total, acc, keys, values, ints, base, length,
+                                ancestors, pages, scale, D, WINDOW, False)  # fmt: skip
+        if TREE:
+            top, total, acc = _walk_tree(q, at, r // EACH, group, count, positions + first, middle, end, top, total,
+                                         acc, keys, values, ints, base, length, pages, scale, D, WINDOW)  # fmt: skip
+        else:
+            top, total, acc = _walk(q, at, last, middle, end, top, total, acc, keys, values, ints, base, length,
+                                    ancestors, pages, scale, D, WINDOW, True)  # fmt: skip
         place = (s * split_stride + row).to(tl.int64)
-        tl.store(parts + place[None, :] * D + d[:, None], acc, mask=real[None, :])
+        tl.store(parts + place[:, None] * D + d[None, :], acc, mask=real[:, None])
         tl.store(tops + place, top, mask=real)
         tl.store(sums + place, total, mask=real)
 
@@ -202,62 +188,29 @@ def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, sc
            WINDOW: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One group, one key-value head, every so many-th split: what its queries found in each, unnormalised, in fp32.
 
-    Trees have EACH_TREE groups each. The last LONE of them are single nodes: a program takes TOGETHER of them, and all of
-    their few splits. The others have PROGRAMS each.
+    Trees have EACH_TREE groups each. The last LONE of them are single nodes, of which a program takes TOGETHER; the
+    others have PROGRAMS each.
     """
     h, shared = tl.program_id(1), EACH_TREE - LONE
     units = shared * PROGRAMS + (LONE + TOGETHER - 1) // TOGETHER
     tree, unit = tl.program_id(0) // units, tl.program_id(0) % units
     alone, wide = unit >= shared * PROGRAMS, tl.maximum(shared, 1)
     g = tl.where(alone, shared + (unit - shared * PROGRAMS) * TOGETHER, unit % wide)
-    turn = unit // wide
     group = groups + (tree * EACH_TREE + g) * FIELDS
-    low, high = tl.load(group), tl.load(group + 1)  # the plan is there before any kernel of the pass
-    keys, values = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
+    low, high, count = tl.load(group), tl.load(group + 1), tl.load(group + 3)  # the plan is there before any kernel
+    mine, theirs = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
+    FEW: tl.constexpr = TOGETHER * EACH if TOGETHER * EACH > BLOCK else BLOCK
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if alone:
         if low < high:
-            _attend_tree(queries, keys, values, ints, group, tl.minimum(TOGETHER, EACH_TREE - g), positions, parts, tops,
-                         sums, scale, split_stride, h, H, HKV, EACH, D, WINDOW)  # fmt: skip
-    elif low + turn < high:
-        _attend_group(queries, keys, values, ints, group, positions, parts, tops, sums, scale, split_stride, h, low + turn,
-                      high, PROGRAMS, H, HKV, EACH, D, WINDOW)  # fmt: skip
-
-
-@triton.jit
-def _attend_group(queries, keys, values, ints, group, positions, parts, tops, sums, scale, split_stride, h, low, high,
-                  step, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
-                  WINDOW: tl.constexpr):  # fmt: skip
-    """Splits of a group, each by itself."""
-    first, count = tl.load(group + 2), tl.load(group + 3)
-    base, length = tl.load(group + 4), tl.load(group + 5)
-    ancestors, pages = tl.load(group + 6), tl.load(group + 7)
-    r, d = tl.arange(0, ROWS), tl.arange(0, D)
-    real = (r // EACH < count) & (r % EACH < H // HKV)
-    node, head = first + r // EACH, h * (H // HKV) + r % EACH
-    at = tl.load(positions + node, mask=real, other=-1)
-    place = (node * H + head)[:, None] * D + d[None, :]
-    q = tl.load(queries + place, mask=real[:, None], other=0.0, cache_modifier=".cg")
-    last = tl.max(at, 0)
-    for s in range(low, high, step):
-        start, end = _split_start(s), tl.minimum(_split_start(s + 1), last + 1)
-        if WINDOW > 0:  # tiles that no node of the group sees are passed over
-            near = tl.load(positions + first) - WINDOW + 1
-            start = tl.maximum(start, (near // TILE) * TILE)
-        top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((ROWS,), dtype=tl.float32)
-        acc = tl.zeros((ROWS, D), dtype=tl.float32)
-        middle = tl.maximum(start, tl.minimum(end, (length // TILE) * TILE))
-        top, total, acc = _walk(q, at, last, start, middle, top, total, acc, keys, values, ints, base, length,
-                                ancestors, pages, scale, D, WINDOW, False)  # fmt: skip
-        top, total, acc = _walk(q, at, last, middle, end, top, total, acc, keys, values, ints, base, length,
-                                ancestors, pages, scale, D, WINDOW, True)  # fmt: skip
-        row = s * split_stride + node * H + head
-        tl.store(parts + row.to(tl.int64)[:, None] * D + d[None, :], acc, mask=real[:, None])
-        tl.store(tops + row, top, mask=real)
-        tl.store(sums + row, total, mask=real)
+            count = tl.minimum(TOGETHER, EACH_TREE - g)
+            _attend(queries, mine, theirs, ints, group, count, positions, parts, tops, sums, scale, split_stride, h,
+                    low, high, 1, H, HKV, EACH, D, WINDOW, FEW, True)  # fmt: skip
+    elif low + unit // wide < high:
+        _attend(queries, mine, theirs, ints, group, count, positions, parts, tops, sums, scale, split_stride, h,
+                low + unit // wide, high, PROGRAMS, H, HKV, EACH, D, WINDOW, ROWS, False)  # fmt: skip
 
 
 @triton.jit
