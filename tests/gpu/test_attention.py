@@ -31,6 +31,11 @@ def test_few_groups_have_a_program_for_every_split_and_many_have_four() -> None:
     assert programs_for(Size(64, 64, 8, trees=1, lone=64), 8, 132) == 8
 
 
+def test_two_lone_nodes_share_a_program() -> None:
+    assert Size(64, 64, 8).attending(programs=4) == 64 * 4
+    assert Size(64, 26, 8, trees=2, lone=11).attending(programs=4) == 4 * 4 + 2 * 6
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 150])
 def test_what_is_found_does_not_depend_on_the_number_of_programs(window: int) -> None:
@@ -131,7 +136,7 @@ def _attend(
     kernels.attend[(size.attending(programs), KV_HEADS)](
         queries, kv[0], kv[1], ints, run.groups, run.positions, parts, tops, sums, dim**-0.5 / math.log(2),
         kv.stride(1), stride, size.groups // size.trees, size.lone, programs,
-        H=HEADS, HKV=KV_HEADS, EACH=HEADS // KV_HEADS, D=dim, WINDOW=window, PDL=False, **settings,
+        H=HEADS, HKV=KV_HEADS, EACH=HEADS // KV_HEADS, D=dim, WINDOW=window, TREES=size.lone > 0, PDL=False, **settings,
     )  # fmt: skip
     kernels.combine[(size.rows, HEADS // 4)](
         out, run.positions, parts, tops, sums, stride, H=HEADS, D=dim, HEADS=4, WINDOW=window, STEP=8,

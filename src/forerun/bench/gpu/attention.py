@@ -98,9 +98,12 @@ def _measure(target: CudaDecoder, plan: Plan, size: Size) -> tuple[float, torch.
     sent = Run.of(plan.size, target.buffers.ints)
     run, steps = replace(sent, size=size), target.passes.steps
     target.buffers.found.fill_(float("nan"))
-    graph = capture(
-        lambda: [steps.attend(run, layer) for layer in range(LAYERS)] and None, target.device, None
-    )
+
+    def all_layers() -> None:
+        for layer in range(LAYERS):
+            steps.attend(run, layer)
+
+    graph = capture(all_layers, target.device, None)
     seconds = seconds_of(graph.replay, REPEATS) / LAYERS
     return seconds, target.buffers.found[: plan.rows].clone()
 

@@ -272,8 +272,8 @@ class FusedSteps:
             self.buffers.queries, self.kv[layer, 0], self.kv[layer, 1], run.ints, run.groups, run.positions,
             self.parts, self.tops, self.sums, config.attention_scale / math.log(2), self.kv.stride(2),
             self.split_stride, size.groups // size.trees, size.lone, programs, H=config.heads, HKV=config.kv_heads,
-            EACH=each, D=config.head_dim, WINDOW=window, PDL=self.pdl, num_warps=4, launch_pdl=self.pdl,
-            enable_fp_fusion=False, **settings,
+            EACH=each, D=config.head_dim, WINDOW=window, TREES=size.lone > 0, PDL=self.pdl, num_warps=4,
+            launch_pdl=self.pdl, enable_fp_fusion=False, **settings,
         )  # fmt: skip
         heads = math.gcd(config.heads, 4)
         kernels_attention.combine[(run.size.rows, config.heads // heads)](

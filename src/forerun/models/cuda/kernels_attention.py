@@ -27,7 +27,7 @@ ROWS = tl.constexpr(64)  # queries per program: nodes times heads of a group; un
 TILE = tl.constexpr(64)  # positions per step, and slots of a page
 FIELDS = tl.constexpr(8)  # ints per group; see plan.py
 BLOCK = tl.constexpr(16)  # positions that are added up in one step of the tensor cores
-TOGETHER = tl.constexpr(4)  # lone nodes of a tree that a program takes; plan.py: TOGETHER
+TOGETHER = tl.constexpr(2)  # lone nodes of a tree that a program takes; plan.py: TOGETHER
 OWN = tl.constexpr(32)  # columns of each: two blocks, in which all of its ancestors lie (plan.py: DEEPEST)
 TWO = tl.constexpr(0x40000000)  # 2.0 as an integer
 PART = tl.constexpr(2.0**-22)  # the last place of numbers from 2 to 4
@@ -107,58 +107,55 @@ def _walk(q, at, last, start, end, top, total, acc, keys, values, ints, base, le
 
 
 @triton.jit
-def _walk_tree(q, at, member, group, count, positions, start, end, top, total, acc, keys, values, ints, base, length,
-               pages, scale, D: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+def _own_slots(owner, group, count, positions, first, ints, base, length, pages):
+    """Where the columns of single nodes lie, OWN to each from position `first` on, and which of them there are."""
+    p = first + tl.arange(0, TILE) % OWN
+    there = (owner < count) & (p <= tl.load(positions + owner, mask=owner < count, other=-1))
+    ancestors = tl.load(group + owner * FIELDS + 6, mask=owner < count, other=0)
+    return _slots(p, there, ints, base, length, ancestors, pages), there
+
+
+@triton.jit
+def _walk_tree(q, at, member, start, end, top, total, acc, keys, values, ints, base, length, pages, own, is_own, scale,
+               D: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
     """The same for single nodes of one tree from the tile in which it starts: committed blocks, then own columns."""
     t = tl.arange(0, TILE)
     first = (length // BLOCK) * BLOCK  # from here on each has columns of its own
     for p0 in range(start, end, TILE):
-        p, there = p0 + t, p0 + t < first
+        p, mine, there = p0 + t, first + t % OWN, p0 + t < first
         slot = _slots(p, there, ints, base, length, 0, pages)
-        k, v = _read(keys, slot, there, D), _read(values, slot, there, D)
+        here = is_own & (mine >= p0) & (mine < p0 + TILE)
+        k, more_k = _read(keys, slot, there, D), _read(keys, own, here, D)
+        v, more_v = _read(values, slot, there, D), _read(values, own, here, D)
         found = _scores(q, k, p, at, there[None, :], scale, WINDOW)
-        one, in_one, is_one = _own(t // OWN, t, q, at, member, group, count, positions, p0, first, keys, ints, base,
-                                   length, pages, scale, D, WINDOW)  # fmt: skip
-        two, in_two, is_two = _own(t // OWN + TILE // OWN, t, q, at, member, group, count, positions, p0, first, keys,
-                                   ints, base, length, pages, scale, D, WINDOW)  # fmt: skip
-        highest = tl.maximum(tl.max(found, 1), tl.maximum(tl.max(one, 1), tl.max(two, 1)))
-        top, safe, shrink = _rise(top, highest)
-        weights = tl.exp2(found - safe[:, None])
-        first_two, last_two = tl.exp2(one - safe[:, None]), tl.exp2(two - safe[:, None])
-        whole = tl.sum(_whole(weights) + _whole(first_two) + _whole(last_two), 1)
-        total = total * shrink + whole.to(tl.float32) * PART
+        theirs = here[None, :] & ((t // OWN)[None, :] == member[:, None])
+        more = _scores(q, more_k, mine, at, theirs, scale, WINDOW)
+        top, safe, shrink = _rise(top, tl.maximum(tl.max(found, 1), tl.max(more, 1)))
+        weights, more = tl.exp2(found - safe[:, None]), tl.exp2(more - safe[:, None])
+        total = total * shrink + tl.sum(_whole(weights) + _whole(more), 1).to(tl.float32) * PART
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
-        acc = tl.dot(first_two.to(v.dtype), _read(values, in_one, is_one, D), acc)
-        acc = tl.dot(last_two.to(v.dtype), _read(values, in_two, is_two, D), acc)
+        acc = tl.dot(more.to(v.dtype), more_v, acc)
     return top, total, acc
-
-
-@triton.jit
-def _own(owner, t, q, at, member, group, count, positions, p0, first, keys, ints, base, length, pages, scale,
-         D: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """Scores of columns that belong to single nodes, OWN to each; and in which slots these are, where they are."""
-    p = first + t % OWN
-    there = (owner < count) & (p >= p0) & (p < p0 + TILE)
-    there = there & (p <= tl.load(positions + owner, mask=owner < count, other=-1))
-    ancestors = tl.load(group + owner * FIELDS + 6, mask=there, other=0)
-    slot = _slots(p, there, ints, base, length, ancestors, pages)
-    theirs = there[None, :] & (owner[None, :] == member[:, None])
-    return _scores(q, _read(keys, slot, there, D), p, at, theirs, scale, WINDOW), slot, there
 
 
 @triton.jit
 def _attend(queries, keys, values, ints, group, count, positions, parts, tops, sums, scale, split_stride, h, low, high,
             step, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-            SIZE: tl.constexpr, TREE: tl.constexpr):  # fmt: skip
+            SIZE: tl.constexpr, TREE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Every so many-th split of a group, each by itself. TREE: a few single nodes of one tree, all of their splits."""
     first, base, length = tl.load(group + 2), tl.load(group + 4), tl.load(group + 5)
     ancestors, pages = tl.load(group + 6), tl.load(group + 7)
     r, d = tl.arange(0, SIZE), tl.arange(0, D)
     real = (r // EACH < count) & (r % EACH < H // HKV)
     at = tl.load(positions + first + r // EACH, mask=real, other=-1)
+    if TREE:
+        own, is_own = _own_slots(tl.arange(0, TILE) // OWN, group, count, positions + first, (length // BLOCK) * BLOCK,
+                                 ints, base, length, pages)  # fmt: skip
     row = (first + r // EACH) * H + h * (H // HKV) + r % EACH
-    q = tl.load(queries + row[:, None] * D + d[None, :], mask=real[:, None], other=0.0, cache_modifier=".cg")
     last = tl.max(at, 0)
+    if PDL:  # the plan is there before any kernel of the pass
+        tl.extra.cuda.gdc_wait()
+    q = tl.load(queries + row[:, None] * D + d[None, :], mask=real[:, None], other=0.0, cache_modifier=".cg")
     for s in range(low, _split_of(last) + 1 if TREE else high, step):
         start, end = _split_start(s), tl.minimum(_split_start(s + 1), last + 1)
         if WINDOW > 0:  # tiles that no node of the group sees are passed over
@@ -171,8 +168,8 @@ def _attend(queries, keys, values, ints, group, count, positions, parts, tops, s
         top, total, acc = _walk(q, at, last, start, middle, top, total, acc, keys, values, ints, base, length,
                                 ancestors, pages, scale, D, WINDOW, False)  # fmt: skip
         if TREE:
-            top, total, acc = _walk_tree(q, at, r // EACH, group, count, positions + first, middle, end, top, total,
-                                         acc, keys, values, ints, base, length, pages, scale, D, WINDOW)  # fmt: skip
+            top, total, acc = _walk_tree(q, at, r // EACH, middle, end, top, total, acc, keys, values, ints, base,
+                                         length, pages, own, is_own, scale, D, WINDOW)  # fmt: skip
         else:
             top, total, acc = _walk(q, at, last, middle, end, top, total, acc, keys, values, ints, base, length,
                                     ancestors, pages, scale, D, WINDOW, True)  # fmt: skip
@@ -185,11 +182,11 @@ def _attend(queries, keys, values, ints, group, count, positions, parts, tops, s
 @triton.jit(do_not_specialize=["EACH_TREE", "LONE", "PROGRAMS"])
 def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, scale, head_stride, split_stride,
            EACH_TREE, LONE, PROGRAMS, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
-           WINDOW: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+           WINDOW: tl.constexpr, TREES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One group, one key-value head, every so many-th split: what its queries found in each, unnormalised, in fp32.
 
-    Trees have EACH_TREE groups each. The last LONE of them are single nodes, of which a program takes TOGETHER; the
-    others have PROGRAMS each.
+    Trees have EACH_TREE groups each. The last LONE of them (none without TREES) are single nodes, of which a program
+    takes TOGETHER; the others have PROGRAMS each.
     """
     h, shared = tl.program_id(1), EACH_TREE - LONE
     units = shared * PROGRAMS + (LONE + TOGETHER - 1) // TOGETHER
@@ -197,20 +194,19 @@ def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, sc
     alone, wide = unit >= shared * PROGRAMS, tl.maximum(shared, 1)
     g = tl.where(alone, shared + (unit - shared * PROGRAMS) * TOGETHER, unit % wide)
     group = groups + (tree * EACH_TREE + g) * FIELDS
-    low, high, count = tl.load(group), tl.load(group + 1), tl.load(group + 3)  # the plan is there before any kernel
+    low, high, count = tl.load(group), tl.load(group + 1), tl.load(group + 3)
     mine, theirs = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
     FEW: tl.constexpr = TOGETHER * EACH if TOGETHER * EACH > BLOCK else BLOCK
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    if alone:
-        if low < high:
-            count = tl.minimum(TOGETHER, EACH_TREE - g)
-            _attend(queries, mine, theirs, ints, group, count, positions, parts, tops, sums, scale, split_stride, h,
-                    low, high, 1, H, HKV, EACH, D, WINDOW, FEW, True)  # fmt: skip
-    elif low + unit // wide < high:
+    if TREES and alone & (low < high):
+        _attend(queries, mine, theirs, ints, group, tl.minimum(TOGETHER, EACH_TREE - g), positions, parts, tops, sums,
+                scale, split_stride, h, low, high, 1, H, HKV, EACH, D, WINDOW, FEW, True, PDL)  # fmt: skip
+    elif (unit < shared * PROGRAMS) & (low + unit // wide < high):
         _attend(queries, mine, theirs, ints, group, count, positions, parts, tops, sums, scale, split_stride, h,
-                low + unit // wide, high, PROGRAMS, H, HKV, EACH, D, WINDOW, ROWS, False)  # fmt: skip
+                low + unit // wide, high, PROGRAMS, H, HKV, EACH, D, WINDOW, ROWS, False, PDL)  # fmt: skip
+    elif PDL:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -28,7 +28,7 @@ NARROW = (
 )
 SPLIT_SIZES = (8, 32, 96, 256)  # few: passes are captured with each, before texts are written
 ATTENDING, FEWEST = 32, 4  # programs of attention to a multiprocessor, about; to a group and head, at least
-TOGETHER, DEEPEST = 4, 16  # lone nodes to a program of attention; levels of trees whose nodes are taken so
+TOGETHER, DEEPEST = 2, 16  # lone nodes to a program of attention; levels of trees that allow it
 LONGEST = 245_760  # positions that 256 splits cover
 PAGES = 1 << 17  # pages of all sequences of a pass together, at most
 
