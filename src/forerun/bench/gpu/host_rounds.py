@@ -93,6 +93,10 @@ class MadeUp:
         values = self._made[form]
         self.target.grown.outcome[: len(values)].copy_(values)
 
+    def next_tokens(self, rows: int) -> torch.Tensor:
+        """Of a plain pass."""
+        return self.tokens[:rows]
+
     def silence(self, draft: DeviceDraft | None) -> None:
         """From now on the target's passes, and drafts, do nothing else."""
         target, plain = self.target, self.target.passes.plain
@@ -101,7 +105,7 @@ class MadeUp:
             (
                 plain,
                 "decide",
-                lambda step: plain.tops[step.into, : step.rows].copy_(self.tokens[: step.rows]),
+                lambda step: plain.tops[step.into, : step.rows].copy_(self.next_tokens(step.rows)),
             ),
             (target.grown, "decide", lambda ints, size, form, *_: self.decide(form)),
             (target.grown, "fill", lambda *_: None),
@@ -127,24 +131,41 @@ def _with_roots(draft: DeviceDraft) -> Any:
     return draft_for
 
 
-def make(mode: str, batch: int) -> Engine:
-    """An engine of so many places whose passes do nothing."""
-    weights = RandomWeights(TINY, VOCABULARY, False, "cpu")
-    target = CudaDecoder(
+def make_target(batch: int, vocabulary: int = VOCABULARY) -> CudaDecoder:
+    """A small one, with room for so many sequences."""
+    weights = RandomWeights(TINY, vocabulary, False, "cpu")
+    return CudaDecoder(
         DecoderConfig.from_hf(weights.config), weights, dtype=torch.float32, device="cpu", kernels="torch",
         kv_slots=(batch + batch // 4 + 4) * 800, greedy_walk=device_walk(torch.device("cpu")),
     )  # fmt: skip
+
+
+def make_draft(target: CudaDecoder) -> DeviceDraft:
+    """Of a head with random weights, with a GPU's times on its menu."""
+    draft = DeviceDraft(*make_net(*random_head(target, 1024), target, "plain"), capture=False)
+    for form in draft.menu.forms:
+        draft.menu.note(128, form, LEVEL * form.depth)
+    return draft
+
+
+def make_drafting(target: CudaDecoder, batch: int, draft: DeviceDraft | None) -> Engine:
+    """An engine that launches rounds as on a GPU, with look-ups and the head, if there is one."""
     speculative = SpeculativeConfig(drafter="none", controller="fixed")
     engine = make_engine(target, frozenset({2}), speculative, EngineConfig(max_batch=batch))
     engine.launches_ahead = engine.follows_unread = engine.scheduler.reads_early = True
     engine.prompt_rows = PromptRows("cuda", target.pass_rows)
-    draft = None
-    if mode != "plain":
-        draft = DeviceDraft(*make_net(*random_head(target, 1024), target, "plain"), capture=False)
-        for form in draft.menu.forms:
-            draft.menu.note(128, form, LEVEL * form.depth)
+    if draft is not None:
         engine.drafters.add("device", HybridDrafter(NgramDrafter(), DeviceEagle(draft, NgramDrafter)))
         engine.default_drafter = "device"
+    return engine
+
+
+def make(mode: str, batch: int) -> Engine:
+    """An engine of so many places whose passes do nothing."""
+    target = make_target(batch)
+    draft = None if mode == "plain" else make_draft(target)
+    engine = make_drafting(target, batch, draft)
+    if draft is not None:
         dear = CostModel({rows: (1 if rows <= batch else 5) * spent for rows, spent in COST.items()})
         cost = dear if mode == "idle" else CostModel(COST)
         pools = engine.drafters

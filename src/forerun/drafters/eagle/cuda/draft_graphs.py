@@ -23,6 +23,8 @@ from forerun.drafters.eagle.cuda.draft_plan import (
     MOST,
     DraftForm,
     Lane,
+    behind,
+    below,
     bucket_of,
     caught_run,
     last_run,
@@ -83,6 +85,7 @@ class DeviceDraft:
         self.complete_to = 0  # batches up to this size have all graphs of the menu that they will get
         self._captured: dict[Form, set[int]] = {}  # buckets that have a graph
         self._last: DraftForm | None = None
+        self._proposed: tuple[TreeForm, Form] | None = None  # what the trees of the round under way are
         self._ahead: Ahead | None = None
         self._joining: dict[int, Seq] = {}  # whose prompts were read since the last draft
 
@@ -129,6 +132,7 @@ class DeviceDraft:
         self, trees: TreeForm, form: Form, count: int, follows: tuple[int, ...] | None = None
     ) -> TreeBatch:
         tokens, parents = self._tree_ints[:, : count * trees.nodes]
+        self._proposed = trees, form
         seconds = self.menu.drafting(form, count)
         starts = trees.starts(count)
         return TreeBatch(
@@ -139,17 +143,17 @@ class DeviceDraft:
         self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
     ) -> TreeBatch | None:
         """Draft behind trees that were not read, in their form: see forerun.trees.GrowsNext."""
-        last, grown = self._last, trees.form
-        if last is None or grown is None or last.trees != grown or grown.depth >= STEPS:
+        grown = trees.form
+        if self._proposed is None or grown is None or grown != self._proposed[0] or grown.depth >= STEPS:
             return None
         if grown.nodes + grown.depth + 1 > TREE_MARGIN:
             return None  # no room for such trees behind each other
-        form, known = last.shape, [(seq, self.rows.ready(seq), tree) for seq, tree in going]
+        form, known = self._proposed[1], [(seq, self.rows.ready(seq), tree) for seq, tree in going]
         if len(going) > MOST or not self.knows(form, len(going)):
             return None
         new = [state for _, state, tree in known if tree < 0 and state is not None]
-        self.rows.read_ahead(new, last.behind)
-        found = self.rows.lanes_behind(known, last)
+        self.rows.read_ahead(new, behind(form))
+        found = self.rows.lanes_behind(known, form)
         if found is None:
             return None
         lanes, owners = found
@@ -187,7 +191,7 @@ class DeviceDraft:
             self.noise.rehearse(self.replay_last)
             self.menu.note(bucket, form, self._time())
         self._captured.setdefault(form, set()).add(bucket)
-        self._last, self._ahead = None, None  # whose trees were overwritten
+        self._last, self._proposed, self._ahead = None, None, None  # whose trees were overwritten
         return planned.trees
 
     def _state(self, seq: Seq) -> int | None:
@@ -224,10 +228,10 @@ class DeviceDraft:
     def _launch(self, owners: Sequence[int | None], wanted: Sequence[Wanted], form: Form) -> None:
         """Draft for some sequences; their rows count as read, since whatever follows runs behind this."""
         states = [None if owner is None else self.rows.get(owner) for owner in owners]
-        below = (form.depth - 1) * form.width
-        states = [one if one and self.rows.has_room(one, one.seen + below) else None for one in states]
+        more = below(form)
+        states = [one if one and self.rows.has_room(one, one.seen + more) else None for one in states]
         real = [state for state in states if state is not None]
-        self.rows.read_ahead(real, form.depth + 1)
+        self.rows.read_ahead(real, behind(form))
         lanes = [self.rows.lane(state, root) for state, (_, root) in zip(states, wanted, strict=True)]
         self.noise.send([None if state is None else state.noise for state in states])
         self._draft_for(self._padded(lanes, form), form)

@@ -64,13 +64,8 @@ class DraftForm:
 
     @property
     def behind(self) -> int:
-        """Unread rows per sequence, at most: root and path of the last round."""
-        return self.shape.depth + 1
-
-    @property
-    def below(self) -> int:
-        """Positions behind the last row that a draft writes."""
-        return (self.shape.depth - 1) * self.shape.width
+        """Unread rows per sequence, at most."""
+        return behind(self.shape)
 
     @property
     def unread(self) -> int:
@@ -128,6 +123,16 @@ class DraftForm:
         return end + aligned(size.rows) * (level * (level + 1) // 2)
 
 
+def behind(shape: Form) -> int:
+    """Root and path of a round of trees like this: the rows that the next draft finds unread, at most."""
+    return shape.depth + 1
+
+
+def below(shape: Form) -> int:
+    """Positions behind the last row that a draft writes."""
+    return (shape.depth - 1) * shape.width
+
+
 def bucket_of(batch: int) -> int:
     """The batch size that graphs are captured for."""
     return round_up(batch, BUCKETS)
@@ -140,19 +145,19 @@ def plan_draft(
 
     `farthest` asks for as many splits as a context that long needs; `attends`: see DraftForm.
     """
-    count, behind = len(lanes), shape.depth + 1
-    ends = [one.first + (len(one.tokens) if one.follows < 0 else behind) for one in lanes]
+    count, most = len(lanes), behind(shape)
+    ends = [one.first + (len(one.tokens) if one.follows < 0 else most) for one in lanes]
     form = DraftForm(count, shape, splits_to(max(farthest, *ends) + shape.depth), attends)
     at, pages = MAX_ROWS + form.pages_at(group_nodes), np.concatenate([lane.pages for lane in lanes])
-    ints = np.zeros(count * (KNOWN + behind) + len(pages), dtype=np.int32)
+    ints = np.zeros(count * (KNOWN + most) + len(pages), dtype=np.int32)
     table, unread = ints[: KNOWN * count].reshape(KNOWN, count), ints[KNOWN * count :]
     roots, known, own, firsts, rings, follows = zip(*lanes, strict=True)
     starts = np.cumsum([at, *map(len, own)])[:-1]
     table[:] = firsts, [len(tokens) for tokens in known], rings, starts, roots, follows
     for b, tokens in enumerate(known):
         if tokens:  # none where the last round was not read
-            unread[b * behind : b * behind + len(tokens)] = tokens
-    unread[count * behind :] = pages
+            unread[b * most : b * most + len(tokens)] = tokens
+    unread[count * most :] = pages
     return form, ints
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.eagle.cuda.draft_noise import settings_of
-from forerun.drafters.eagle.cuda.draft_plan import PLACES, ROOM, DraftForm, Lane
+from forerun.drafters.eagle.cuda.draft_plan import PLACES, ROOM, Lane, behind, below
 from forerun.drafters.eagle.cuda.feature_copies import append_decided, copy_rows
 from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
 from forerun.drafters.eagle.cuda.head import HeadNet
@@ -26,6 +26,7 @@ from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.integers import SentInts
 from forerun.models.cuda.last_round import LastRound
 from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
+from forerun.offers import Form
 from forerun.trees import ints_of
 from forerun.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 
@@ -82,31 +83,31 @@ class FeatureRows:
         return Lane(root, state.after[first:], state.pages, first, state.place * ROOM)
 
     def lanes_behind(
-        self, going: Sequence[tuple[Seq, RowState | None, int]], form: DraftForm
+        self, going: Sequence[tuple[Seq, RowState | None, int]], shape: Form
     ) -> tuple[list[Lane], dict[int, RowState]] | None:
         """Lanes behind a round that was not read, and the owners of its trees; None = there is no room, or no rows.
 
         Sequences come with their tree in that round, -1 = none; only these may be without rows.
         """
-        lanes, owners, behind, below = list[Lane](), dict[int, RowState](), form.behind, form.below
+        lanes, owners, passed, drafted = list[Lane](), dict[int, RowState](), behind(shape), below(shape)
         for seq, state, tree in going:
             if state is None or tree < 0:
-                if tree >= 0 or (state is not None and not self._fits(state, state.seen, below)):
+                if tree >= 0 or (state is not None and not self._fits(state, state.seen, drafted)):
                     return None
                 lanes.append(self.lane(state, seq.tokens[-1]))
             else:
                 seen = len(state.after)
-                if state.read < seen or not self._fits(state, seen + behind, below):
+                if state.read < seen or not self._fits(state, seen + passed, drafted):
                     return None
                 owners[tree] = state
                 lanes.append(Lane(0, (), state.pages, seen, state.place * ROOM, tree))
         return lanes, owners
 
-    def _fits(self, state: RowState, end: int, below: int) -> bool:
+    def _fits(self, state: RowState, end: int, drafted: int) -> bool:
         """May a draft so long be written behind that position? It has pages for it then."""
         if end > self._model.max_length - DEEPEST:
             return False
-        return end + below <= PAGE * len(state.pages) or self.has_room(state, end + below)
+        return end + drafted <= PAGE * len(state.pages) or self.has_room(state, end + drafted)
 
     def forget(self, seq_id: int) -> None:
         self._left_out.discard(seq_id)
@@ -201,11 +202,9 @@ class FeatureRows:
             ("append", form), lambda: append_decided(self.rows, hidden, decided, self._last, form)
         )
 
-    def read_ahead(self, states: Sequence[RowState], behind: int) -> None:
-        """Read what is more than a draft takes, so that at most `behind` rows are left of each sequence."""
-        spans = [
-            (state, state.read, state.seen - behind) for state in states if state.seen - state.read > behind
-        ]
+    def read_ahead(self, states: Sequence[RowState], most: int) -> None:
+        """Read what is more than a draft takes, so that at most so many rows are left of each sequence."""
+        spans = [(state, state.read, state.seen - most) for state in states if state.seen - state.read > most]
         self._read_places(spans)
 
     def rehearse(self, scores: Scores, form: TreeForm) -> None:
