@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from forerun.build import make_engine
+from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine import engine as engine_module
@@ -24,7 +26,7 @@ from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
 from forerun.offers import Form
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.types import Budget, Request, Round, Seq
+from forerun.types import Budget, Request, Round, Seq, TreeBatch
 from tests.gpu.heads import both_drafters
 from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
 
@@ -83,12 +85,14 @@ def requests(count: int, draw: int, drafter: str = "device", **params: object) -
     return made
 
 
-def write(engine: Engine, some: Sequence[Request], seed: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Texts, and the accepted nodes of each round; requests come at any time."""
+def write(
+    engine: Engine, some: Sequence[Request], seed: int, at_once: bool = False
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Texts, and the accepted nodes of each round; requests come at any time, or all of them at first."""
     rng, waiting = random.Random(seed), list(some)
     texts, accepted = dict[int, list[int]](), dict[int, list[int]]()
     while waiting or engine.busy:
-        for _ in range(rng.choice((0, 0, 1, 2)) if engine.busy else 1):
+        for _ in range(len(waiting) if at_once else rng.choice((0, 0, 1, 2)) if engine.busy else 1):
             if waiting:
                 number = engine.submit(waiting.pop(0))
                 texts[number], accepted[number] = [], []
@@ -147,6 +151,41 @@ def test_drafts_are_those_of_rounds_that_were_read(
     assert apart[0] == apart[1]
     assert watched.followed > 20
     assert sum(map(sum, found[0][1])) > 20, "something is accepted"
+
+
+@pytest.mark.parametrize("form", [CHAIN, WIDE])
+def test_trees_of_another_draft_than_the_last_are_followed(
+    form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft was made for more than have stayed, or first for some and then for those who joined."""
+    parts, behind = list[int](), Counter[tuple[bool, bool]]()
+    rearrange, follow = DeviceDraft._rearrange, DeviceDraft.follow
+
+    def rearranged(draft: DeviceDraft, seqs: Any, known: Any, missing: Sequence[Any], form: Form) -> None:
+        parts.append(len(missing))
+        rearrange(draft, seqs, known, missing, form)
+
+    def followed(draft: DeviceDraft, *given: Any) -> TreeBatch | None:
+        found = follow(draft, *given)
+        if parts:
+            behind[parts[-1] > 0, found is not None] += 1
+        parts.clear()
+        return found
+
+    monkeypatch.setattr(DeviceDraft, "_rearrange", rearranged)
+    monkeypatch.setattr(DeviceDraft, "follow", followed)
+    target, some = willing_target(words=5), [one for one in requests(30, 4) if len(one.prompt) > 1]
+    target.model.head[1] = 0.0  # texts go on
+    found = []
+    for follows in (False, True):
+        engine = make(target, Forms([form], 2, seed=2), follows=follows, batch=8)
+        engine.scheduler.reads_early = True  # prompts, before there are places: the others' draft has no such trees
+        found.append(write(engine, some, 6, at_once=True))
+    assert found[0][0] == found[1][0] == plain_texts(target, some)
+    apart = [[one[:-1] for one in accepted] for _, accepted in found]
+    assert apart[0] == apart[1]
+    assert behind[True, True] and behind[False, True]
+    assert behind.total() == behind[True, True] + behind[False, True]
 
 
 @pytest.mark.parametrize("heat", [0.0, 1.0])
