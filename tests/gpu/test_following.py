@@ -179,7 +179,9 @@ def test_trees_of_another_draft_than_the_last_are_followed(
     found = []
     for follows in (False, True):
         engine = make(target, Forms([form], 2, seed=2), follows=follows, batch=8)
-        engine.scheduler.reads_early = True  # prompts, before there are places: the others' draft has no such trees
+        engine.scheduler.reads_early = (
+            True  # prompts, before there are places: the others' draft has no such trees
+        )
         found.append(write(engine, some, 6, at_once=True))
     assert found[0][0] == found[1][0] == plain_texts(target, some)
     apart = [[one[:-1] for one in accepted] for _, accepted in found]

@@ -171,6 +171,6 @@ def committed_tokens(trees: TreeBatch, verdict: Verdict) -> list[list[int]]:
         (path,), first = paths, trees.starts[0]
         return [[*[tokens[first + node] for node in path], *bonus] if path else [*bonus]]
     return [
-        [*(tokens[first + node] for node in path), last]
+        [*[tokens[first + node] for node in path], last] if path else [last]
         for first, path, last in zip(trees.starts, paths, bonus, strict=False)
     ]

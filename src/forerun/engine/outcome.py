@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from forerun.drafters.base import committed_tokens
 from forerun.engine.detokenize import Detokenizer
 from forerun.engine.metrics import RoundCounts
 from forerun.engine.sequence import Advance, SequenceState
@@ -30,44 +31,44 @@ def outcome_of(
         nothing = (0,) * len(seqs)
         done = Round(tuple(seqs), nothing, nothing, nothing, clock, prompt_rows, followed, 0, ahead)
         return _plain_advances(seqs, laws, bonus, seconds), done
-    (tokens, parents), starts, shapes = trees.to_host(), trees.starts, trees.topology()
-    advances: list[Advance] = []
-    drafted: list[int] = []
-    deepest: list[int] = []
-    accepted: list[int] = []
-    for b, seq in enumerate(seqs):
-        first, path, error = starts[b], paths[b], None
-        nodes, fresh, depth = [first], [bonus[b]], 0
-        if path:
-            nodes += [first + node for node in path]
-            fresh = [*[tokens[node] for node in nodes[1:]], bonus[b]]
+    (tokens, parents), starts, sizes = trees.to_host(), trees.starts, trees.sizes()
+    deepest = [shape.deepest for shape in trees.topology()]
+    advances, accepted = list[Advance](), list[int]()
+    counted: dict[tuple[int, int, int, int], RoundCounts] = {}  # in a large batch many are alike
+    columns = zip(seqs, committed_tokens(trees, verdict), paths, starts, sizes, deepest, strict=False)
+    for seq, fresh, path, first, size, depth in columns:
+        error = None
         if laws.impossible:
-            fresh, error = _up_to_impossible(fresh, nodes, laws.impossible)
+            fresh, error = _up_to_impossible(fresh, _nodes(first, path), laws.impossible)
         taken, detokenizer, text, finished = _extended(seq, fresh)
         if error is not None:
             finished, error = (finished, None) if finished else ("error", error)  # it may have ended before
             text += detokenizer.take(final=True)
         if taken < len(fresh):
             fresh = fresh[:taken]
-        size = starts[b + 1] - first
-        if size > 1:
-            depth = shapes[b].deepest
         kept = min(len(path), taken)
-        drafted.append(size - 1)
-        deepest.append(depth)
         accepted.append(kept)
-        counts = RoundCounts(taken, size - 1, depth, kept, seconds)
-        logprobs = _logprobs(seq, fresh, nodes, laws) if seq.params.logprobs is not None else ()
+        alike = taken, size - 1, depth, kept
+        if (counts := counted.get(alike)) is None:
+            counts = counted[alike] = RoundCounts(*alike, seconds)
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if seq.params.logprobs is not None:
+            logprobs = _logprobs(seq, fresh, _nodes(first, path), laws)
         event = Event(seq.id, tuple(fresh), kept, text, logprobs, finished, error)
         if seq.request.shows_rejected and size > 1:
-            own = slice(first, starts[b + 1])
+            own = slice(first, first + size)
             branches = rejected_branches(tokens[own], parents[own], path, kept)
             event = replace(event, rejected=branches)
         places = len(seq.rounds), counts, len(seq.events)
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
-    trees_of = tuple(drafted), tuple(deepest), tuple(accepted)
+    trees_of = tuple([size - 1 for size in sizes]), tuple(deepest), tuple(accepted)
     rows = 0 if trees.form is None else trees.form.rows
     return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows, ahead)
+
+
+def _nodes(first: int, path: Sequence[int]) -> list[int]:
+    """Root and path among the nodes of all trees."""
+    return [first, *[first + node for node in path]]
 
 
 def _plain_advances(

@@ -84,7 +84,9 @@ class Recorded(MadeUp):
         self.draft = draft
         self._seqs: Sequence[Seq] = ()
         self._follows: Sequence[int] = ()
-        self._places: dict[int, int] = {}  # tokens that sequences have written, those that nobody has read too
+        self._places: dict[
+            int, int
+        ] = {}  # tokens that sequences have written, those that nobody has read too
         score = target.score
 
         def scored(seqs: Sequence[Seq], trees: TreeBatch, *others: Any) -> Scores:
@@ -181,7 +183,15 @@ class Counts:
 
         def finished(launched: Launched) -> None:
             trees, follows = launched.trees, launched.trees.follows is not None
-            kind = "plain" if trees.is_plain() else "form" if trees.form else "mixed" if self._apart else "look-ups"
+            kind = (
+                "plain"
+                if trees.is_plain()
+                else "form"
+                if trees.form
+                else "mixed"
+                if self._apart
+                else "look-ups"
+            )
             self.kinds[f"{kind}, {'followed' if follows else 'read first'}"] += 1
             if not follows:
                 self.why[self._reason] += 1
@@ -196,7 +206,9 @@ class Counts:
         engine_file.follow, engine._finish = followed, finished  # type: ignore[method-assign]
         DeviceEagle._grow_apart = grown_apart  # type: ignore[method-assign]
 
-    def _noting(self, call: Callable[..., Any], name: str, refuses: Callable[[Any], bool]) -> Callable[..., Any]:
+    def _noting(
+        self, call: Callable[..., Any], name: str, refuses: Callable[[Any], bool]
+    ) -> Callable[..., Any]:
         def noting(*given: Any, **named: Any) -> Any:
             found = call(*given, **named)
             if refuses(found):
@@ -211,14 +223,18 @@ def renamed(texts: Sequence[RecordedText], most: int) -> tuple[list[RecordedText
     known: dict[int, int] = {}
     found = list[RecordedText]()
     for text in texts:
-        prompt, answer = ([known.setdefault(t, FIRST + len(known)) for t in part] for part in (text.prompt, text.answer))
+        prompt, answer = (
+            [known.setdefault(t, FIRST + len(known)) for t in part] for part in (text.prompt, text.answer)
+        )
         if len(answer) < most:
             answer[-1] = STOP
         found.append(replace(text, prompt=prompt, answer=answer))
     return found, FIRST + len(known)
 
 
-def measure(texts: Sequence[RecordedText], batch: int, per_place: int, counts: Counts | None) -> dict[str, Any]:
+def measure(
+    texts: Sequence[RecordedText], batch: int, per_place: int, counts: Counts | None
+) -> dict[str, Any]:
     """One call to warm up, and one that is counted."""
     most = max([len(text.answer) for text in texts])
     texts, vocabulary = renamed(texts, most)

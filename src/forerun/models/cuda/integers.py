@@ -22,6 +22,7 @@ class SentInts:
             self.all[:first] = torch.arange(first)  # the ancestors of every chain: see models/cuda/plan.py
             self.all = self.all.to(device)
             self._pages = [torch.zeros(size - first, dtype=dtype, pin_memory=on_gpu) for _ in range(PAGES)]
+        self._arrays = [page.numpy() for page in self._pages]
         self._sent: list[Any] = [torch.cuda.Event() if on_gpu else None for _ in self._pages]  # type: ignore[no-untyped-call]
         self._turn = 0
 
@@ -39,7 +40,7 @@ class SentInts:
         page, sent = self._pages[self._turn], self._sent[self._turn]
         if sent is not None:
             sent.synchronize()
-        page.numpy()[:size] = ints.ravel()
+        self._arrays[self._turn][:size] = ints.ravel()
         self.all[first : first + size].copy_(page[:size], non_blocking=True)
         if sent is not None:
             sent.record()

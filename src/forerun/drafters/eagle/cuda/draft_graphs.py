@@ -148,22 +148,19 @@ class DeviceDraft:
             return None
         if grown.nodes + grown.depth + 1 > TREE_MARGIN:
             return None  # no room for such trees behind each other
-        form, known = self._proposed[1], [(seq, self.rows.ready(seq), tree) for seq, tree in going]
+        form = self._proposed[1]
         if len(going) > MOST or not self.knows(form, len(going)):
             return None
-        new = [state for _, state, tree in known if tree < 0 and state is not None]
-        self.rows.read_ahead(new, behind(form))
-        found = self.rows.lanes_behind(known, form)
+        found = self.rows.lanes_behind(going, form)
         if found is None:
             return None
-        lanes, owners = found
-        self.rows.append_decided(owners, [hidden[layer] for layer in self.feature_fusion.layers], grown)
-        self.noise.send([None if state is None else state.noise for _, state, _ in known])
-        planned = self._draft_for(self._padded(lanes, form), form)
-        for state in new:
+        self.rows.append_decided(found.owners, [hidden[layer] for layer in self.feature_fusion.layers], grown)
+        self.noise.send([None if state is None else state.noise for state in found.states])
+        planned = self._draft_for(self._padded(found.lanes, form), form)
+        for state in found.new:
             state.read = state.seen
         self._ahead, self._joining = None, {}
-        return self._batch(planned.trees, form, len(going), tuple(tree for _, tree in going))
+        return self._batch(planned.trees, form, len(going), tuple([tree for _, tree in going]))
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Keep the rows of root and path, and start the next draft in the form of the last."""

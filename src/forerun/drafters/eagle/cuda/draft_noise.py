@@ -53,7 +53,7 @@ class DraftNoise:
 
     def send(self, settings: Sequence[Settings | None]) -> None:
         """Of the sequences of the next draft; padding may be left out."""
-        self.is_on = any(one is not None for one in settings)
+        self.is_on = any([one is not None for one in settings])  # noqa: C419 - quicker
         if self.is_on and self._last != settings:
             table = np.zeros((3, MOST), dtype=np.int64)  # padding has none
             factors = np.ones(MOST)

@@ -10,11 +10,13 @@ used up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.drafters.base import committed_tokens
 from forerun.drafters.eagle.cuda.draft_noise import settings_of
 from forerun.drafters.eagle.cuda.draft_plan import PLACES, ROOM, Lane, behind, below
 from forerun.drafters.eagle.cuda.feature_copies import append_decided, copy_rows
@@ -32,6 +34,15 @@ from forerun.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 
 DEEPEST = 16  # levels of a draft; a round adds at most one row more, which is less than ROOM
 PADDING = -1  # whose slots padding has
+
+
+class Behind(NamedTuple):
+    """What a draft behind a round that was not read starts from."""
+
+    lanes: list[Lane]
+    owners: dict[int, RowState]  # by their trees in that round
+    states: list[RowState | None]  # of all its sequences
+    new: list[RowState]  # of those that had no tree
 
 
 Fresh = tuple[RowState, Sequence[int], list[int]]  # rows of a pass, and the token after each
@@ -82,32 +93,33 @@ class FeatureRows:
         first = min(state.read, len(state.after) - 1)  # the last row in any case: the draft starts from it
         return Lane(root, state.after[first:], state.pages, first, state.place * ROOM)
 
-    def lanes_behind(
-        self, going: Sequence[tuple[Seq, RowState | None, int]], shape: Form
-    ) -> tuple[list[Lane], dict[int, RowState]] | None:
-        """Lanes behind a round that was not read, and the owners of its trees; None = there is no room, or no rows.
+    def lanes_behind(self, going: Sequence[tuple[Seq, int]], shape: Form) -> Behind | None:
+        """Lanes behind a round that was not read; None = there is no room, or no rows.
 
         Sequences come with their tree in that round, -1 = none; only these may be without rows.
         """
-        lanes, owners, passed, drafted = list[Lane](), dict[int, RowState](), behind(shape), below(shape)
-        for seq, state, tree in going:
-            if state is None or tree < 0:
-                if tree >= 0 or (state is not None and not self._fits(state, state.seen, drafted)):
+        states = [self.ready(seq) for seq, _ in going]
+        new = [one for one, (_, tree) in zip(states, going, strict=True) if tree < 0 and one is not None]
+        self.read_ahead(new, behind(shape))
+        passed, drafted, longest = behind(shape), below(shape), self._model.max_length - DEEPEST
+        lanes, owners = list[Lane](), dict[int, RowState]()
+        for state, (seq, tree) in zip(states, going, strict=True):
+            if tree >= 0 and state is not None:
+                seen, pages = len(state.after), state.pages
+                end = seen + passed
+                if state.read < seen or end > longest:
                     return None
-                lanes.append(self.lane(state, seq.tokens[-1]))
-            else:
-                seen = len(state.after)
-                if state.read < seen or not self._fits(state, seen + passed, drafted):
-                    return None
+                if end + drafted > PAGE * len(pages):
+                    if not self.has_room(state, end + drafted):
+                        return None
+                    pages = state.pages
                 owners[tree] = state
-                lanes.append(Lane(0, (), state.pages, seen, state.place * ROOM, tree))
-        return lanes, owners
-
-    def _fits(self, state: RowState, end: int, drafted: int) -> bool:
-        """May a draft so long be written behind that position? It has pages for it then."""
-        if end > self._model.max_length - DEEPEST:
-            return False
-        return end + drafted <= PAGE * len(state.pages) or self.has_room(state, end + drafted)
+                lanes.append(Lane(0, (), pages, seen, state.place * ROOM, tree))
+            elif tree >= 0 or (state is not None and not self.has_room(state, state.seen + drafted)):
+                return None
+            else:
+                lanes.append(self.lane(state, seq.tokens[-1]))
+        return Behind(lanes, owners, states, new)
 
     def forget(self, seq_id: int) -> None:
         self._left_out.discard(seq_id)
@@ -124,26 +136,20 @@ class FeatureRows:
         if trees.form is None and trees.is_plain():
             self._observe_plain(seqs, scores, verdict)
             return
-        outcome, owners = verdict.outcome, dict[int, RowState]()
-        followed = outcome is not None and not outcome.is_latest
+        outcome = verdict.outcome
+        if outcome is not None and not outcome.is_latest:
+            self._note_read(seqs, committed_tokens(trees, verdict))
+            return
         tokens, (paths, bonus) = trees.to_host()[0], verdict.to_host()
-        fresh, members = list[Fresh](), trees.members
+        fresh, owners, members = list[Fresh](), dict[int, RowState](), trees.members
         spans = zip(trees.starts, trees.starts[1:], strict=False)
         for b, (seq, (first, end), path, last) in enumerate(zip(seqs, spans, paths, bonus, strict=True)):
-            state = self._states.get(seq.id)
-            if state is None or len(state.after) + len(path) >= PAGE * len(state.pages):
-                state = self._admit(seq, len(path) + 1)
+            state = self._with_room(seq, len(path) + 1)
             if state is None or first == end:
                 continue  # no room for it, or a prompt of one token: nothing went through the target
-            if followed:
-                state.after += [*[tokens[first + node] for node in path], last]
-                state.read = len(state.after)
-                continue
             rows = [first, *[first + node for node in path]]
             fresh.append((state, rows, [*[tokens[row] for row in rows[1:]], last]))
             owners[members[b]] = state
-        if followed:
-            return
         hidden = [scores.hidden[layer] for layer in self.fusion.layers]
         self._make_places(fresh)
         if outcome is not None and trees.form is not None:
@@ -153,12 +159,24 @@ class FeatureRows:
         else:
             self._append_passed(fresh, hidden)
 
+    def _note_read(self, seqs: Sequence[Seq], committed: Sequence[list[int]]) -> None:
+        """Of a round behind which the device has drafted: these tokens were committed in it."""
+        for seq, tokens in zip(seqs, committed, strict=True):
+            state = self._with_room(seq, len(tokens))
+            if state is not None:
+                state.after += tokens
+                state.read = len(state.after)
+
+    def _with_room(self, seq: Seq, rows: int) -> RowState | None:
+        """A sequence with places and pages for so many more rows."""
+        state = self._states.get(seq.id)
+        if state is not None and len(state.after) + rows <= PAGE * len(state.pages):
+            return state  # the usual case
+        return self._admit(seq, rows)
+
     def _observe_plain(self, seqs: Sequence[Seq], scores: Scores, verdict: Verdict) -> None:
         """The same of lone roots, in few steps: a batch too large for drafts has many plain rounds."""
-        found = [self._states.get(seq.id) for seq in seqs]
-        for b, state in enumerate(found):
-            if state is None or len(state.after) >= PAGE * len(state.pages):
-                found[b] = self._admit(seqs[b], 1)
+        found = [self._with_room(seq, 1) for seq in seqs]
         states = [state for state in found if state is not None]
         if any([len(state.after) - state.read >= ROOM for state in states]):  # noqa: C419 - quicker
             self._make_places([(state, (0,), []) for state in states])
