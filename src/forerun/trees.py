@@ -7,7 +7,7 @@ arithmetic on it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from forerun.errors import InvalidInput
 from forerun.topology import Topology, chain_of, topology_of
+
+Seconds = Callable[[], float | None]  # of work on a device, to be asked once it is done
 
 _CPU = torch.device("cpu")
 ONE_NODE = (0, 1)  # `starts` of one tree that is its root: a plain round of one sequence, usual on a CPU
@@ -76,7 +78,7 @@ class TreeBatch:
         drawn_from: Draws | None = None,  # None = every node was chosen: a point mass
         device: torch.device | str = _CPU,  # of lists: where their tensors will be
         form: TreeForm | None = None,  # of trees that a device has grown: all that the host knows of them
-        device_seconds: float = 0.0,  # that the device still takes to grow them
+        device_seconds: Seconds | None = None,  # that the device took to grow them, once it has
         grower: GrowsNext | None = None,  # what could grow the next trees before these were read
         follows: tuple[int, ...] | None = None,  # [B] of trees grown so: whose the last trees were; -1 = new
         members: Sequence[int] | None = None,  # [B] which trees of the form these are; None = the first
@@ -113,6 +115,10 @@ class TreeBatch:
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    def drafting(self) -> float:
+        """Seconds that the device took to grow them; 0 where nobody knows."""
+        return 0.0 if self.device_seconds is None else self.device_seconds() or 0.0
 
     @property
     def nodes(self) -> int:

@@ -28,8 +28,11 @@ def clock_of(*times: float, launched: list[Callable[[], float | None]] | None = 
 @dataclass
 class FakeTrees:
     nodes: int = 8
-    device_seconds: float = 0.0
+    seconds: float = 0.0
     follows: tuple[int, ...] | None = None
+
+    def drafting(self) -> float:
+        return self.seconds
 
 
 def settled(clock: RoundClock, scores: Scores, trees: Any) -> dict[str, float]:
@@ -48,16 +51,16 @@ def test_on_a_cpu_laps_are_the_parts() -> None:
 def test_what_the_host_waited_for_on_a_device_is_booked_where_it_belongs() -> None:
     """0.2 s to launch the pass, 6 s in the verdict: of these 4 were the pass and 1.5 a draft."""
     scores = Scores(None, seconds=lambda: 4.0)
-    found = settled(clock_of(0.1, 0.3, 6.3), scores, FakeTrees(device_seconds=1.5))
+    found = settled(clock_of(0.1, 0.3, 6.3), scores, FakeTrees(seconds=1.5))
     assert found == pytest.approx({"draft": 1.6, "pass": 4.0, "verdict": 0.5, "host": 0.2})
 
 
 def test_a_draft_that_followed_an_unread_round_is_no_time_of_the_host() -> None:
     """The host waited 4 of 6 s, for a pass that takes 4.5; the draft before it took 1.2."""
     scores = Scores(None, seconds=lambda: 4.5)
-    clock, followed = clock_of(0.0, 2.0, 6.0), FakeTrees(device_seconds=1.2, follows=(0,))
+    clock, followed = clock_of(0.0, 2.0, 6.0), FakeTrees(seconds=1.2, follows=(0,))
     assert settled(clock, scores, followed) == pytest.approx({"draft": 1.2, "pass": 4.5, "host": 0.3})
-    first = settled(clock_of(0.0, 2.0, 6.0), scores, FakeTrees(device_seconds=1.2))
+    first = settled(clock_of(0.0, 2.0, 6.0), scores, FakeTrees(seconds=1.2))
     assert first == pytest.approx(
         {"pass": 4.5, "host": 1.5}
     )  # it may have been drafted in the last round's time

@@ -186,7 +186,8 @@ def test_trees_of_another_draft_than_the_last_are_followed(
     assert found[0][0] == found[1][0] == plain_texts(target, some)
     apart = [[one[:-1] for one in accepted] for _, accepted in found]
     assert apart[0] == apart[1]
-    assert behind[True, True] and behind[False, True]
+    assert behind[True, True]
+    assert behind[False, True]
     assert behind.total() == behind[True, True] + behind[False, True]
 
 

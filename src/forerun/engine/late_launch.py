@@ -51,7 +51,7 @@ class LateLaunch:
         kind, scores = _kind_of(done), done.scores
         taken = None if scores.seconds is None else scores.seconds()
         if taken is not None and scores.read is None:
-            taken += done.trees.device_seconds
+            taken += done.trees.drafting()
             self._shortest[kind] = min(taken, LONGER * self._shortest.get(kind, taken))
         self._kind = None
         if following is not None:

@@ -10,10 +10,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from forerun.engine.round_clock import PARTS, RoundClock, Seconds
+from forerun.engine.round_clock import PARTS, RoundClock
 from forerun.engine.trace import Trace
 
 if TYPE_CHECKING:
+    from forerun.trees import Seconds
     from forerun.types import Round, Scores
 
 Form = Literal["plain", "chain", "tree"]

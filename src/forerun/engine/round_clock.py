@@ -17,12 +17,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from forerun.trees import Seconds
     from forerun.types import Scores, TreeBatch
 
 
 PARTS = ("prompt", "draft", "pass", "verdict", "host")
-
-Seconds = Callable[[], float | None]
 
 
 class RoundClock:
@@ -72,12 +71,10 @@ class RoundClock:
             for earlier in self._launched:
                 self.move(earlier() or 0.0, "verdict", "prompt")
             self._launched.clear()
-        if trees.device_seconds:
-            moved = self.move(
-                trees.device_seconds, "verdict", "draft"
-            )  # drafted while the host did other work
+        if drafting := trees.drafting():
+            moved = self.move(drafting, "verdict", "draft")  # drafted while the host did other work
             if trees.follows is not None:  # the device was never idle: the draft lies in this round's time
-                self.move(trees.device_seconds - moved, "host", "draft")
+                self.move(drafting - moved, "host", "draft")
         if scores.read is not None and (rows := scores.read[0].nodes):
             self.move(self.seconds["pass"] * rows / (rows + trees.nodes), "pass", "prompt")
 

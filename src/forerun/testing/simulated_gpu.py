@@ -247,7 +247,13 @@ class SimulatedHead(BaseDrafter):
         trees = TreeForm(bucket, form.nodes + 1, form.depth, chain=form.width == 1)
         rows = torch.zeros(count * trees.nodes, dtype=torch.long)
         return TreeBatch(
-            rows, rows, trees.starts(count), form=trees, device_seconds=seconds, grower=self, follows=follows
+            rows,
+            rows,
+            trees.starts(count),
+            form=trees,
+            device_seconds=lambda: seconds,
+            grower=self,
+            follows=follows,
         )
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:

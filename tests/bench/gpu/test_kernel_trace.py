@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forerun.bench.gpu.kernel_trace import GAP, Kernel, cut_up, kernels_of, kind_of, said, traced
+from forerun.bench.gpu.kernel_trace import GAP, Kernel, cut_up, idle, kernels_of, kind_of, said, traced
 
 
 def _named(kernel: Kernel) -> str:
@@ -23,6 +23,18 @@ def test_overlapping_kernels_share_the_time_and_what_nobody_ran_in_is_a_gap() ->
 
 def test_nothing_takes_no_time() -> None:
     assert cut_up([], _named) == {}
+    assert idle([], 1.0) == (0, 0.0)
+
+
+def test_a_device_is_idle_while_no_kernel_runs() -> None:
+    kernels = [
+        Kernel("last", (), 70.0, 75.0),
+        Kernel("long", (), 10.0, 40.0),
+        Kernel("inside", (), 12.0, 15.0),
+        Kernel("soon", (), 42.0, 50.0),
+    ]
+    assert idle(kernels, 5.0) == (1, 20.0)
+    assert idle(kernels, 1.0) == (2, 22.0)
 
 
 def test_events_of_the_host_are_left_out() -> None:

@@ -4,7 +4,8 @@ So many clients, each of which asks again when it has its answer: requests join 
 are read beside the others' trees, some of them found in the prefix cache. Without `--shape`, passes compute nothing
 (forerun.bench.gpu.host_rounds), so that CPU time is the host's; with it, the default model is loaded on a GPU at the
 cost of that shape. Shown for drafting off and on: milliseconds per round by part, CPU time, the share of rounds that
-were read before the next was launched; with `--waits` the lines that wait for the device (forerun.testing.host_waits).
+were read before the next was launched; with `--waits` the lines that wait for the device (forerun.testing.host_waits);
+with `--kernels` what the device did in a last repeat, and for how long it did nothing (forerun.bench.gpu.kernel_trace).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 
 from forerun.bench.gpu import host_rounds
 from forerun.bench.gpu.inflated import load_ready
+from forerun.bench.gpu.kernel_trace import cut_up, idle, kind_of, said, traced
 from forerun.bench.machine import machine_facts
 from forerun.engine.engine import Engine
 from forerun.engine.pending import Launched
@@ -34,6 +36,7 @@ from forerun.types import Request
 
 COMMON, TEXTS = 24, 64  # tokens that all prompts start with, as chats do; different prompts
 MODEL = "smollm2"
+IDLE = 15.0  # microseconds between kernels, from which on the device is said to wait for the host
 MODES = {"off": "plain", "on": "default"}  # of host_rounds
 
 
@@ -102,6 +105,16 @@ def of_mode(mode: str, some: Sequence[Request]) -> Iterator[Request]:
     return iter([replace(one, drafter="none") for one in some] if mode == "off" else some)
 
 
+def kernels_of(watched: Watched, some: Iterator[Request], clients: int) -> dict[str, Any]:
+    """Microseconds of a round by kind of kernel, and how long the device did nothing in it; tracing adds to all."""
+    rounds = watched.engine.stats.rounds
+    found = traced(lambda: watched.serve(some, clients))
+    rounds = watched.engine.stats.rounds - rounds
+    count, spent = idle(found, IDLE)
+    kinds = {name: us / rounds for name, us in cut_up(found, lambda one: kind_of(one, {})).items()}
+    return {"kernels": kinds, "idle_us": spent / rounds, "idles": count / rounds, "rounds": rounds}
+
+
 def _shown(row: dict[str, Any]) -> str:
     numbers = {name: round(value, 3) for name, value in row.items() if isinstance(value, float | int)}
     return f"{row['mode']:>3}: {numbers} {row.get('waits', '')}"
@@ -114,6 +127,7 @@ def main() -> None:
     add("--per-client", type=int, default=4, help="requests of each")
     add("--repeats", type=int, default=2, help="of both modes, in turn")
     add("--shape", help="load the default model on a GPU at the cost of this shape: 1b or 8b")
+    add("--kernels", action="store_true", help="trace a last repeat on the GPU")
     add("--waits", action="store_true", help="name the lines that make the host wait for the device")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -132,6 +146,12 @@ def main() -> None:
                     if repeat >= 0:
                         rows.append({"clients": clients, "mode": mode, **row})
                         print(_shown(rows[-1]), flush=True)
+            for mode, one in watched.items() if given.kernels else ():
+                some = [*requests(clients * given.per_client, f"{clients} {mode} traced")]
+                rows.append(
+                    {"clients": clients, "mode": mode, **kernels_of(one, of_mode(mode, some), clients)}
+                )
+                print(_shown(rows[-1]), said(rows[-1]["kernels"], 1, least=5.0), flush=True)
     print(json.dumps({"what": "closed loop", "machine": machine_facts(), "shape": given.shape, "rows": rows}))
 
 

@@ -103,6 +103,16 @@ def cut_up(kernels: Iterable[Kernel], kind: Callable[[Kernel], str]) -> dict[str
     return {name: spent[name] for name in sorted(spent, key=lambda name: -spent[name])}
 
 
+def idle(kernels: Iterable[Kernel], least: float) -> tuple[int, float]:
+    """Gaps of at least so many microseconds in which nothing ran, and how long they are together."""
+    count, spent, reached = 0, 0.0, None
+    for one in sorted(kernels, key=lambda kernel: kernel.start):
+        if reached is not None and one.start - reached >= least:
+            count, spent = count + 1, spent + one.start - reached
+        reached = one.end if reached is None else max(reached, one.end)
+    return count, spent
+
+
 def said(spent: Mapping[str, float], repeats: int, least: float = 1.0) -> str:
     """Microseconds of each kind in one of several repeats, those of less than `least` together."""
     parts = {name: value / repeats for name, value in spent.items()}

@@ -1,4 +1,4 @@
-"""Which rounds of real texts follow an unread one, and why others do not: `python -m forerun.bench.gpu.recorded_rounds`.
+"""Which rounds of real texts follow an unread one, and why others do not, on a CPU.
 
     python -m forerun.bench.forms record --suite spec_bench_open.jsonl --limit 8 --max-tokens 128 --out FILE
     python -m forerun.bench.gpu.recorded_rounds FILE --batches 8,32,64
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,22 +33,15 @@ from forerun.bench.forms.simulation import (
     in_turn,
     pass_seconds,
 )
+from forerun.bench.gpu.follow_counts import FollowCounts
 from forerun.bench.gpu.host_rounds import MadeUp, make_draft, make_drafting, make_target
 from forerun.bench.machine import machine_facts
-from forerun.control import adaptive
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.control.forms import FormChooser
-from forerun.control.waiting import Waiting
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.draft_plan import BUCKETS
-from forerun.drafters.eagle.cuda.drafter import DeviceEagle
-from forerun.engine import engine as engine_file
-from forerun.engine import following
 from forerun.engine.engine import Engine
-from forerun.engine.pending import Launched
 from forerun.models.cuda.target import CudaDecoder
-from forerun.offers import Form
 from forerun.params import SamplingParams
 from forerun.types import Request, Round, Scores, Seq, TreeBatch, TreeForm
 
@@ -78,7 +70,7 @@ class Told(AdaptiveController):
 class Recorded(MadeUp):
     """Outcomes of passes that were never run: what was recorded of the texts that sequences write."""
 
-    def __init__(self, target: CudaDecoder, texts: Sequence[RecordedText], draft: DeviceDraft | None) -> None:
+    def __init__(self, target: CudaDecoder, texts: Sequence[RecordedText], draft: DeviceDraft) -> None:
         super().__init__(target, 0.0)
         self.texts = {tuple(text.prompt): text for text in texts}
         self.draft = draft
@@ -96,7 +88,7 @@ class Recorded(MadeUp):
                 self._answer(trees, found.required_logits)
             return found
 
-        target.score = scored  # type: ignore[method-assign]
+        target.score = scored  # type: ignore[method-assign, assignment]
 
     def _next(self) -> list[tuple[Seq, RecordedText, int]]:
         """The sequences of this pass, their texts, and how far they have got."""
@@ -115,8 +107,8 @@ class Recorded(MadeUp):
 
     def decide(self, form: TreeForm) -> None:
         """Trees whose first nodes are what the text says, as far as the head had it right."""
-        assert self.draft is not None and self.draft._last is not None
-        shape = self.draft._last.shape
+        assert self.draft._proposed is not None, "trees were drafted"
+        shape = self.draft._proposed[1]
         tokens = np.full((form.trees, form.nodes), OTHER)
         parents = np.zeros((form.trees, form.nodes), dtype=np.int64)
         parents[:, : form.depth + 1] = np.arange(-1, form.depth)
@@ -134,7 +126,7 @@ class Recorded(MadeUp):
     def _answer(self, trees: TreeBatch, logits: torch.Tensor) -> None:
         """Of trees that the host made: behind every node what its text says, if it is on that text."""
         tokens, shapes, said = trees.to_host()[0], trees.topology(), list[int]()
-        for (seq, text, place), first, shape in zip(self._next(), trees.starts, shapes, strict=False):
+        for (_, text, place), first, shape in zip(self._next(), trees.starts, shapes, strict=False):
             after, right = _after(text, place, max(shape.depths) + 1), [True]
             for node in range(1, len(shape)):
                 here = tokens[first + node] == after[shape.depths[node] - 1]
@@ -147,75 +139,6 @@ class Recorded(MadeUp):
 def _after(text: RecordedText, place: int, count: int) -> list[int]:
     found = text.answer[place : place + count]
     return [*found, *[OTHER] * (count - len(found))]
-
-
-class Counts:
-    """Rounds of one engine by kind, and what kept some from following; by the functions that said so."""
-
-    def __init__(self) -> None:
-        self.kinds: Counter[str] = Counter()
-        self.why: Counter[str] = Counter()
-        self.dropped = 0
-        self._said, self._reason, self._apart = list[str](), "the first", False
-
-    def watch(self, engine: Engine) -> None:
-        no: list[tuple[Any, str, Callable[[Any], bool]]] = [
-            (following, "_may_follow", lambda found: not found),
-            (engine.target, "make_room", lambda found: not found),
-            (FormChooser, "keeps", lambda found: found is None),
-            (FormChooser, "keeps_plain", lambda found: found is None),
-            (adaptive, "ends", bool),
-            (Waiting, "waits", bool),
-            (DeviceDraft, "follow", lambda found: found is None),
-        ]
-        for owner, name, refuses in no:
-            setattr(owner, name, self._noting(getattr(owner, name), name, refuses))
-        follow, finish, apart = engine_file.follow, engine._finish, DeviceEagle._grow_apart
-
-        def followed(engine: Engine, last: Launched) -> Launched | None:
-            self._said.clear()
-            found = follow(engine, last)
-            if found is None:
-                kind = "plain" if last.trees.is_plain() else "form" if last.trees.form else "host's trees"
-                left = f", {last.repeats} repeats" if last.repeats <= 0 else ""
-                self._reason = f"behind {kind}: {self._said[0] if self._said else 'not asked' + left}"
-            return found
-
-        def finished(launched: Launched) -> None:
-            trees, follows = launched.trees, launched.trees.follows is not None
-            kind = (
-                "plain"
-                if trees.is_plain()
-                else "form"
-                if trees.form
-                else "mixed"
-                if self._apart
-                else "look-ups"
-            )
-            self.kinds[f"{kind}, {'followed' if follows else 'read first'}"] += 1
-            if not follows:
-                self.why[self._reason] += 1
-            behind = engine._following
-            finish(launched)
-            self.dropped += behind is not None and engine._ahead is None
-
-        def grown_apart(drafter: DeviceEagle, *given: Any) -> TreeBatch:
-            self._apart = True
-            return apart(drafter, *given)
-
-        engine_file.follow, engine._finish = followed, finished  # type: ignore[method-assign]
-        DeviceEagle._grow_apart = grown_apart  # type: ignore[method-assign]
-
-    def _noting(
-        self, call: Callable[..., Any], name: str, refuses: Callable[[Any], bool]
-    ) -> Callable[..., Any]:
-        def noting(*given: Any, **named: Any) -> Any:
-            found = call(*given, **named)
-            if refuses(found):
-                self._said.append(name)
-            return found
-
-        return noting
 
 
 def renamed(texts: Sequence[RecordedText], most: int) -> tuple[list[RecordedText], int]:
@@ -232,12 +155,8 @@ def renamed(texts: Sequence[RecordedText], most: int) -> tuple[list[RecordedText
     return found, FIRST + len(known)
 
 
-def measure(
-    texts: Sequence[RecordedText], batch: int, per_place: int, counts: Counts | None
-) -> dict[str, Any]:
-    """One call to warm up, and one that is counted."""
-    most = max([len(text.answer) for text in texts])
-    texts, vocabulary = renamed(texts, most)
+def make(texts: Sequence[RecordedText], vocabulary: int, batch: int) -> tuple[Engine, Told]:
+    """The default drafter over these texts, and its controller."""
     target = make_target(batch, -(-vocabulary // 64) * 64)
     draft = make_draft(target)
     for bucket in BUCKETS:
@@ -245,41 +164,55 @@ def measure(
             draft.menu.note(bucket, form, draft_seconds(form, bucket))
     engine = make_drafting(target, batch, draft)
     pools, cost = engine.drafters, CostModel({rows: ms / 1e3 for rows, ms in PASSES.items()})
-    told = Told(cost, MOST_NODES, MOST_WIDTH, pools.offer, pools.looks_up, follows=True)
+    told = Told(cost, MOST_NODES, MOST_WIDTH, pools.offer, pools.looks_up, follows=True)  # type: ignore[arg-type]
     engine.controller = told
     Recorded(target, texts, draft).silence(draft)
-    order = in_turn(texts, per_place * batch)
-    for some in (order[:batch], order):
-        if some is order and counts is not None:
-            counts.watch(engine)
-        rounds, told.spent, told.written = engine.stats.rounds, 0.0, 0
-        wanted = {}
-        for i in some:
-            request = Request(tuple(texts[i].prompt), SamplingParams(max_tokens=most), cache_salt=None)
-            wanted[engine.submit(request)] = texts[i].answer
-        while engine.busy:
-            for event in engine.step():
-                if event.finished is not None:
-                    wanted.pop(event.seq_id)
-        assert not wanted
+    return engine, told
+
+
+def write(engine: Engine, texts: Sequence[RecordedText], most: int) -> None:
+    """All of them, which must come out as they were recorded."""
+    written = dict[int, list[int]]()
+    for text in texts:
+        request = Request(tuple(text.prompt), SamplingParams(max_tokens=most), cache_salt=None)
+        written[engine.submit(request)] = []
+    while engine.busy:
+        for event in engine.step():
+            written[event.seq_id] += event.tokens
+    if [*written.values()] != [text.answer for text in texts]:
+        raise RuntimeError("other texts were written than were recorded")
+
+
+def measure(recorded: Sequence[RecordedText], batch: int, per_place: int) -> dict[str, Any]:
+    """One call to warm up, and one that is counted."""
+    most = max([len(text.answer) for text in recorded])
+    texts, vocabulary = renamed(recorded, most)
+    engine, told = make(texts, vocabulary, batch)
+    order = [texts[i] for i in in_turn(texts, per_place * batch)]
+    write(engine, order[:batch], most)
+    rounds, counts, told.spent, told.written = engine.stats.rounds, FollowCounts(), 0.0, 0
+    with counts.watch(engine):
+        write(engine, order, most)
     row: dict[str, Any] = {"batch": batch, "texts": len(order), "rounds": engine.stats.rounds - rounds}
     row |= {"tokens_per_round": told.written / row["rounds"], "tokens_per_s": told.written / told.spent}
-    if counts is not None:
-        row |= {"kinds": dict(counts.kinds.most_common()), "why": dict(counts.why.most_common())}
-        row |= {"dropped": counts.dropped}
-    return row
+    return row | {"kinds": dict(counts.kinds.most_common()), "why": dict(counts.why.most_common())}
 
 
 def main() -> None:
     summary = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m forerun.bench.gpu.recorded_rounds", description=summary)
     parser.add_argument("file", type=Path, help="of `python -m forerun.bench.forms record`")
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batches", default="8,32,64")
     parser.add_argument("--per-place", type=int, default=3, help="texts")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    row = measure(load(given.file), given.batch, given.per_place, Counts())
-    print(json.dumps({"what": "recorded rounds", "machine": machine_facts(), "row": row}))
+    texts, rows = load(given.file), []
+    for batch in map(int, given.batches.split(",")):
+        rows.append(row := measure(texts, batch, given.per_place))
+        print(
+            f"batch {batch:3d}: {row['rounds']} rounds: {row['kinds']}; read first: {row['why']}", flush=True
+        )
+    print(json.dumps({"what": "recorded rounds", "machine": machine_facts(), "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class ModelDraft:
             parents,
             trees.starts(count),
             form=trees,
-            device_seconds=seconds,
+            device_seconds=lambda: seconds,
             grower=self if self._follows else None,
             follows=follows,
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from forerun.trees import Seconds
 from forerun.types import Scores
 
 if TYPE_CHECKING:
@@ -67,7 +68,14 @@ class PassClock:
         else:
             self._open.end = perf_counter()
 
-    def taken(self) -> Callable[[], float | None]:
+    def time(self, work: Callable[[], None]) -> Seconds:
+        """Do something else than a pass; what it takes."""
+        self.start()
+        work()
+        self.stop()
+        return self.taken()
+
+    def taken(self) -> Seconds:
         """What the passes since the last call of this took, to be asked once they are done."""
         span, self._open = self._open, None
         if span is None:
