@@ -186,7 +186,7 @@ def test_rows_that_were_not_kept_are_computed(checkpoint: Checkpoint) -> None:  
     """A run for one drafter does not answer another that reads other layers."""
     seq, target = started(checkpoint)
     first = score(target, seq, Needs((0,), match_length=0))
-    assert first.ahead == 3
+    assert first.ahead == plain_run.MOST
     token = int(first.required_logits[0].argmax())
     target.commit([seq], TreeBatch.chains([seq.tokens[-1:]]), Verdict.of([[]], [token], "cpu"))
     seq.tokens.append(token)
@@ -224,7 +224,7 @@ def test_texts_are_the_same_where_runs_go_past_matches(
     monkeypatch.setattr(plain_run, "MOST", 0)
     wanted = written(engine_of(target_of(checkpoint), "none", head), PROMPTS, params)
     assert told(got) == told(wanted)
-    assert passes.count(4) > 3
+    assert sum(passes_of_a_call >= 4 for passes_of_a_call in passes) > 3
     assert any(one.drafted[0] for one in refuses.seen)
     assert [one.ahead for one in refuses.seen if one.ahead]
     assert target.used_slots == 0

@@ -4,7 +4,7 @@
 
 As in forerun.models.native.plain_run, a native call goes on with plain passes behind the one it was asked for, until a
 look-up could find something that is worth drafting. Rounds that find their pass already run take the host little.
-Texts are grouped by name, and each group's speed is given over plain decoding, which runs four passes in every call.
+Texts are grouped by name, and each group's speed is given over plain decoding, which runs as many passes in every call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forerun.testing.lookup_simulator import NEVER_COMES, Text
 from forerun.types import Budget, PlainSeq, Round, Scores, Verdict
 from forerun.verify.greedy import follow
 
-MOST = 3  # passes behind the first of a call
+MOST = 7  # passes behind the first of a call
 X86 = CostModel(
     {1: 4.4e-3, 2: 4.7e-3, 3: 4.9e-3, 4: 5e-3, 8: 6.2e-3, 16: 11e-3, 24: 16e-3, 32: 21e-3, 64: 41e-3}
 )
