@@ -84,7 +84,7 @@ class AdaptiveController:
         looks_up, alone = self._all_look_up(seqs), len(seqs) == 1
         if alone and self._ahead == seqs[0].id:  # its pass is run: whatever was found could not be drafted
             self._idle = not looks_up
-            return [NOTHING if looks_up else self.planner.resting(seqs[0])]
+            return [NOTHING]
         if looks_up:
             if self._unasked < ASKED_NO_MORE and self.gate.asks_all(len(seqs)):
                 return self._plan_beside_plain(seqs)

@@ -29,7 +29,7 @@ from forerun.control.free_drafts import CLOSE, NOTHING, FreeDrafts
 from forerun.control.history import FIRST_WAIT, GAIN_MEMORY, MEMORY, History
 from forerun.control.pace import Pace
 from forerun.control.prices import PriceList, PriceLists
-from forerun.control.round_seconds import RoundSeconds, drafting_seconds
+from forerun.control.round_seconds import IN_A_ROW, RoundSeconds, drafting_seconds
 from forerun.control.trials import Trials, shortest_trial
 from forerun.control.usual_nodes import UsualNodes
 from forerun.offers import FREE, Offer
@@ -52,12 +52,10 @@ class SequencePlanner:
         self._offers: dict[int, Offer] = {}  # of this round's sequences
         self._next: dict[int, tuple[int, Offer]] = {}  # asked for already: at how many tokens, and the offer
         self._asked: dict[int, int] = {}  # sequences whose costly drafter may draft, and how deep
-        self._usual = UsualNodes()
         # rounds without a draft that are not booked yet, by sequence; and those in which a drafter that costs rested
         self._idle, self._rested = dict[int, int](), dict[int, int]()
-        self._pace = Pace()
-        self._prices = PriceLists(nodes, width)
-        self._trials = Trials(self.allowance)
+        self._pace, self._prices = Pace(), PriceLists(nodes, width)
+        self._trials, self._usual = Trials(self.allowance), UsualNodes()
 
     @property
     def rate(self) -> float:
@@ -111,11 +109,12 @@ class SequencePlanner:
 
     def rests(self, seq: Seq, offer: Offer) -> bool:
         """Is it known, without a plan, that nothing pays for this sequence? It is alone in its batch."""
-        return not offer.free and self._trials.are_off(seq.id, self._rounds)
+        self._settle_idle()
+        return not offer.free and self._trials.are_off(seq.id, self._prices.rounds)
 
     def resting(self, seq: Seq) -> Budget:
         """Nothing, and for how many further rounds no drafter that must run will draft for this sequence."""
-        return self._trials.resting(seq.id, self._rounds)
+        return self._trials.resting(seq.id, self._prices.rounds)
 
     def note_idle(self, outcome: Round, costly: bool) -> None:
         """A round of one sequence in which nothing was drafted: what `observe` would book, in few steps."""
@@ -139,10 +138,6 @@ class SequencePlanner:
             self._trials.stopping.rest(rounds)
             self._record(seq_id).idle += rounds
         self._idle, self._rested = {}, {}
-
-    @property
-    def _rounds(self) -> int:
-        return self._prices.rounds + sum(self._idle.values())
 
     def skip(self) -> None:
         """Nobody can draft in this round: there is nothing to plan, and nothing to learn from it."""
@@ -187,6 +182,8 @@ class SequencePlanner:
         self.free.note_round()
         self._prices.note_round()
         each = max(0.0, taken - plain) / plain / max(1, nodes)  # passes of a node
+        alone = batch == 1 and not outcome.followed and outcome.tells_times
+        drafting += self.rounds.note_asked(outcome.seconds) if alone and self._asked else 0.0
         costly = gained = free_cost = free_gained = 0.0
         for seq, drafted, depth, accepted in rows:
             self._usual.note(seq.id, drafted)
@@ -199,8 +196,8 @@ class SequencePlanner:
                 free_cost, free_gained = free_cost + each * drafted, free_gained + accepted
                 if depth <= len(offers[seq.id].free):
                     self.free.note_chain(accepted, sum(offers[seq.id].free[:depth]))
-        if batch == 1 and not outcome.followed and outcome.tells_times:
-            free_cost = self.rounds.note(outcome.seconds, taken, nodes, free_cost) if not self._asked else 0.0
+        if alone:
+            free_cost = 0.0 if self._asked else self.rounds.note(outcome.seconds, taken, nodes, free_cost)
         self.free.allowance.book_draft(free_cost, free_gained / batch)
         if any(offer.costs for offer in offers.values()):
             own = self._trials.of(any(offer.stops for offer in offers.values()))
@@ -280,7 +277,10 @@ class SequencePlanner:
         """Of a sequence that is alone, whose drafter costs nothing and has something to draft."""
         self._settle_idle()
         listed = self._price(1, self.rate, 0)
-        if not best_depth(self.free.levels(offer, self._more(1)), listed.price)[0]:
+        unseen = (
+            not self.rounds.plain and self._prices.rounds < IN_A_ROW
+        )  # what plain rounds take comes first
+        if unseen or not best_depth(self.free.levels(offer, self._more(1)), listed.price)[0]:
             return NOTHING
         self.take_chains([seq], [offer])
         return self.free.budget(listed, chain=True)
