@@ -52,7 +52,8 @@ other_cores() { # the first of CORES and the next one that is not on its physica
 compile() { # what setup.py does, by hand: all of *.c into one library
   local objects=() flags=(-O3 -g0 -std=gnu11 -ffp-contract=off -fno-math-errno -fvisibility=hidden -pthread -fPIC)
   local folder pids=() pid
-  if [ -f "$LIBRARY" ] && [ -z "$(find src/forerun/models/native/c -newer "$LIBRARY")" ]; then
+  if "$PYTHON" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "$PWD/$LIBRARY" 2>/dev/null &&
+    [ -z "$(find src/forerun/models/native/c -newer "$LIBRARY")" ]; then # built before, and on this kind of machine
     ls -l "$LIBRARY"
     return
   fi
