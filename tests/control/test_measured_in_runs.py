@@ -31,7 +31,7 @@ def test_a_pass_is_timed_behind_one_of_its_own_size(monkeypatch: pytest.MonkeyPa
     measured = CostModel.measure(target, (1, 4, 16), repeats=2).seconds
     assert measured == pytest.approx({1: 1.1, 4: 1.4, 16: 3.1})  # so many rows come alone
     target.last = 0
-    assert cost._time_pass(target, [_probe(target)], 4, [1]) == pytest.approx(1.9)  # what that avoids
+    assert cost.time_pass(target, [_probe(target)], 4, [1]) == pytest.approx(1.9)  # what that avoids
 
 
 def _probe(target: TableLM) -> Seq:

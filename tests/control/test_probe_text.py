@@ -56,7 +56,7 @@ def test_repeats_wake_other_experts(tmp_path: Path) -> None:
     """The same tokens again would read the same experts, from the cache: passes must differ, at every size."""
     target = _target("qwen3_moe", tmp_path)
     seen: dict[int, set[tuple[int, ...]]] = {}
-    timed = cost._time_pass
+    timed = cost.time_pass
 
     def watch(*given: object) -> float:
         spent = timed(*given)  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ def test_repeats_wake_other_experts(tmp_path: Path) -> None:
         seen.setdefault(int(str(rows)), set()).add(tuple(text[: int(str(rows))]))
         return spent
 
-    with patch.object(cost, "_time_pass", watch):
+    with patch.object(cost, "time_pass", watch):
         CostModel.measure(target, (1, 4), repeats=2)
     assert min(map(len, seen.values())) >= 4
     assert target.used_slots == 0

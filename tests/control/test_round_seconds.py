@@ -54,6 +54,16 @@ def test_plain_rounds_count_in_rows_that_no_draft_has_cut() -> None:
     assert rounds.plain == pytest.approx(4e-3 + 1.3e-3 / 4)
 
 
+def test_a_round_of_a_drafter_that_must_run_pays_for_the_host_too() -> None:
+    rounds = RoundSeconds()
+    asked = {"pass": 4.4e-3, "draft": 1e-3, "verdict": 1e-4, "host": 4e-4}
+    assert rounds.note_asked(asked) == 0.0, "no plain round was seen"
+    plain_rounds(rounds, IN_A_ROW)
+    assert rounds.note_asked(asked) == pytest.approx(4e-4 / 4.1e-3), "neither the pass nor the draft"
+    assert rounds.note_asked(asked | {"host": 5.0}) < 0.3, "a pause of the machine"
+    assert rounds.more == PRESUMED, "look-ups are priced by themselves"
+
+
 def test_a_pause_of_the_machine_counts_little() -> None:
     rounds = RoundSeconds()
     plain_rounds(rounds, IN_A_ROW)
@@ -107,19 +117,32 @@ def test_a_weak_match_is_drafted_only_where_the_host_is_quick() -> None:
 
 
 def test_one_text_drafts_chains() -> None:
-    budget = Matches(0.9, 0.8, 0.7).plan()
+    matches = Matches(0.9, 0.8, 0.7)
+    matches.idle(IN_A_ROW)
+    budget = matches.plan()
     assert budget.width == 1
     assert budget.nodes == budget.depth > 0
     assert budget.source == "free"
 
 
+def test_what_plain_rounds_take_is_seen_before_anything_is_drafted() -> None:
+    matches = Matches(0.9, 0.8, 0.7)
+    for _ in range(IN_A_ROW):
+        assert not matches.plan().nodes
+        matches.finish(0, 0, 1e-4)
+    assert matches.plan().nodes
+    matches.seq = FakeSeq(1, [1])
+    assert matches.plan().nodes, "once, and not for every text"
+
+
 def test_nothing_is_drafted_where_the_next_pass_is_run_already() -> None:
     matches = Matches(0.9, 0.8, 0.7)
+    matches.idle(IN_A_ROW)
     assert matches.plan().nodes
     matches.finish(2, 2, 5e-4, ahead=2)
     asked = matches.asked
     assert not matches.plan().nodes
-    assert matches.asked == asked + 1, "it is looked up all the same, so that the drafter learns"
+    assert matches.asked == asked, "nor is it looked up"
     matches.finish(0, 0, 5e-5, ahead=1)
     assert not matches.plan().nodes
     matches.finish(0, 0, 5e-5, ahead=0)
@@ -128,6 +151,7 @@ def test_nothing_is_drafted_where_the_next_pass_is_run_already() -> None:
 
 def test_passes_run_for_one_text_do_not_keep_another_from_drafting() -> None:
     matches = Matches(0.9, 0.8, 0.7)
+    matches.idle(IN_A_ROW)
     assert matches.plan().nodes
     matches.finish(2, 2, 5e-4, ahead=2)
     matches.seq = FakeSeq(1, [1])

@@ -97,7 +97,7 @@ def test_passes_are_timed_on_tokens_that_wake_as_many_experts_as_text() -> None:
     scratch = scratch_sequences(target, 8, probes)
     target.prefill(scratch, Needs())
     for repeat in range(8):
-        cost._time_pass(target, scratch, 8, probes[8 * repeat :] + probes)
+        cost.time_pass(target, scratch, 8, probes[8 * repeat :] + probes)
         timed.append(sum(target.woken) / len(target.woken))
     repeated = _woken(target, [32] * 60, [32] * 8)
     assert abs(sum(timed) / 8 - real) < 0.2 * real

@@ -13,6 +13,7 @@ from forerun.build import make_engine
 from forerun.engine.engine import Engine
 from forerun.models.config import DecoderConfig
 from forerun.models.native import plain_run
+from forerun.models.native.plain_run import MOST
 from forerun.models.native.target import Mode, NativeDecoder
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
@@ -134,12 +135,12 @@ def test_long_texts_equal_those_of_transformers(checkpoint: Checkpoint) -> None:
 def test_the_first_token_waits_for_no_other(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(checkpoint)
     passes, engine = count_calls(monkeypatch, target), engine_of(target)
-    engine.submit(Request(PROMPTS[0], SamplingParams(max_tokens=10)))
+    engine.submit(Request(PROMPTS[0], SamplingParams(max_tokens=2 + 2 * (1 + MOST))))
     assert len(engine.step()) == 1
     assert passes == [1, 1], "the prompt, and a token"
     while engine.busy:
         engine.step()
-    assert passes == [1, 1, 4, 4, 1], "and behind the last token nothing is computed"
+    assert passes == [1, 1, 1 + MOST, 1 + MOST, 1], "and behind the last token nothing is computed"
 
 
 def test_slow_passes_are_run_one_by_one(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +222,7 @@ def started(checkpoint: Checkpoint, ahead: bool = True) -> tuple[FakeSeq, Native
 def test_every_pass_of_a_run_has_the_bits_of_a_pass_alone(checkpoint: Checkpoint) -> None:
     (seq, target), (other, single) = started(checkpoint), started(checkpoint)
     seen = []
-    for _ in range(12):
+    for _ in range(2 * (1 + MOST)):
         (got, token, ahead), (wanted, same, none) = root(seq, target), root(other, single, Needs())
         assert torch.equal(got, wanted)
         assert (token, none) == (same, 0)
@@ -230,7 +231,7 @@ def test_every_pass_of_a_run_has_the_bits_of_a_pass_alone(checkpoint: Checkpoint
         for one, of in ((seq, target), (other, single)):
             of.make_room([one], [2])
             commit(one, of, token)
-    assert seen == [3, -1, -1, -1] * 3
+    assert seen == [MOST, *[-1] * MOST] * 2
     slots = target.kv.extent(0).slots(0, 70)
     assert torch.equal(target.kv.data[:, :, :, slots], single.kv.data[:, :, :, slots])
 
@@ -247,7 +248,7 @@ def test_passes_behind_a_draft_have_the_bits_of_a_pass_alone(checkpoint: Checkpo
     draft = [token if i < right else (token + 1) % VOCAB for i, (_, token) in enumerate(coming[:2])]
     trees = TreeBatch.chains([[seq.tokens[-1], *draft]])
     scores = target.score([seq], trees, AHEAD)
-    assert scores.ahead == 3
+    assert scores.ahead == MOST
     assert 0.0 < scores.own < 1.0
     target.commit([seq], trees, Verdict.of([range(1, right + 1)], [coming[right][1]], "cpu"))
     seq.tokens += [token for _, token in coming[: right + 1]]
@@ -266,7 +267,7 @@ def test_what_was_run_is_dropped_where_something_else_is_asked_for(
 ) -> None:
     seq, target = started(checkpoint)
     _, token, ahead = root(seq, target)
-    assert ahead == 3
+    assert ahead == MOST
     commit(seq, target, (token + 1) % VOCAB if change == "another token" else token)
     if change == "a draft":
         target.score([seq], TreeBatch.chains([[seq.tokens[-1], 5]]), AHEAD)
@@ -310,10 +311,10 @@ def test_runs_end_where_a_look_up_would_find_something(checkpoint: Checkpoint, m
 
 def test_every_token_is_a_round_and_every_round_has_its_share(checkpoint: Checkpoint) -> None:
     engine = engine_of(target_of(checkpoint))
-    engine.submit(Request(PROMPTS[0], SamplingParams(max_tokens=41)))
+    engine.submit(Request(PROMPTS[0], SamplingParams(max_tokens=1 + 5 * (1 + MOST))))
     ahead = []
     while engine.busy:
         assert len(engine.step()) == 1
         ahead.append(len(engine.stats._ahead))
-    assert ahead == [0, *[3, 2, 1, 0] * 10]
-    assert engine.stats.rounds == engine.stats.tokens == engine.stats.forms["plain"] == 41
+    assert ahead == [0, *[*reversed(range(1 + MOST))] * 5]
+    assert engine.stats.rounds == engine.stats.tokens == engine.stats.forms["plain"] == len(ahead)

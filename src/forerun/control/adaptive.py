@@ -29,7 +29,8 @@ from forerun.offers import FREE, NEVER, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
-EVERY, AT_FIRST = 5, 16  # of rounds that drafted nothing, which are timed; and the first, which all are
+# of rounds that drafted nothing, which are timed, out of step with calls of up to eight; and the first, which all are
+EVERY, AT_FIRST = 11, 16
 ASKED_NO_MORE = 4  # plain rounds that were read first, after which none is expected to follow
 
 
@@ -52,21 +53,15 @@ class AdaptiveController:
         self.waiting = Waiting(self.planner.free_chains)
         self.looks_up = looks_up  # does a sequence's drafter make look-ups and nothing else?
         self._lookups: dict[int, bool] = {}  # by sequence
-        self._asked: int | None = (
-            None  # sequences of this round that were asked for look-ups; None = others draft too
-        )
-        self._idle: bool | None = (
-            None  # nothing could be drafted in this round; True = a drafter that costs rested
-        )
+        self._asked: int | None = None  # whose look-ups this round has asked for; None = others draft too
+        self._idle: bool | None = None  # nothing can be drafted now; True = a drafter that costs rests
         self._idles = 0  # such rounds so far
         self._ahead: int | None = None  # the sequence whose next pass is run already
         self._choosers: dict[int, FormChooser] = {}  # by the menu's identity
         self._decisions: list[Decision] = []  # of this round
         self._never = False  # nobody of this round can draft
         self._unasked = 0 if follows else ASKED_NO_MORE  # plain rounds in a row that had to be read first
-        self._stay: tuple[Decision | None, Sequence[Seq]] | None = (
-            None  # the next round, if it was said to be plain
-        )
+        self._stay: tuple[Decision | None, Sequence[Seq]] | None = None  # the next round, if said to be plain
 
     @classmethod
     def build(cls, parts: ControlParts) -> AdaptiveController:
@@ -86,12 +81,16 @@ class AdaptiveController:
 
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
         self._decisions, self._asked, self._idle, self._never, self._stay = [], None, None, False, None
-        if self._all_look_up(seqs):
+        looks_up, alone = self._all_look_up(seqs), len(seqs) == 1
+        if alone and self._ahead == seqs[0].id:  # its pass is run: whatever was found could not be drafted
+            self._idle = not looks_up
+            return [NOTHING]
+        if looks_up:
             if self._unasked < ASKED_NO_MORE and self.gate.asks_all(len(seqs)):
                 return self._plan_beside_plain(seqs)
             return self._plan_lookups(seqs)
-        offers, alone = self.planner.offers_of(seqs), len(seqs) == 1
-        if alone and (self._ahead == seqs[0].id or self.planner.rests(seqs[0], offers[0])):
+        offers = self.planner.offers_of(seqs)
+        if alone and self.planner.rests(seqs[0], offers[0]):
             self._idle = True
             return [self.planner.resting(seqs[0])]
         if all([offer is NEVER for offer in offers]):  # noqa: C419 - twice as fast
@@ -112,7 +111,7 @@ class AdaptiveController:
 
     def _plan_lookups(self, seqs: Sequence[Seq]) -> list[Budget]:
         if len(seqs) == 1:
-            budget = plan_lookup(self.planner, seqs[0], is_known=self._ahead == seqs[0].id)
+            budget = plan_lookup(self.planner, seqs[0])
             self._idle = None if budget.nodes else False
             return [budget]
         budgets, self._asked = plan_lookups(self.gate, self.planner, seqs)

@@ -235,7 +235,7 @@ class CostModel:
                     at = repeat * size % len(text)
                     some, rows = probes[: max(1, size // TOGETHER if size > 64 else 1)], text[at:] + text[:at]
                     run = RUN if in_runs and size <= FEW_ROWS else 1
-                    times = [_time_pass(target, some, size, rows) for _ in range(run)]
+                    times = [time_pass(target, some, size, rows) for _ in range(run)]
                     if repeat:  # the first round warms up
                         seconds[size] += times[run > 1 :]
         finally:
@@ -280,7 +280,7 @@ def scratch_sequences(target: Target, rows: int, text: Sequence[int]) -> list[Pl
     return [PlainSeq(-1 - i, before.copy(), max_length=context + 1) for i in range(wanted)]
 
 
-def _time_pass(target: Target, probes: Sequence[PlainSeq], rows: int, text: Sequence[int]) -> float:
+def time_pass(target: Target, probes: Sequence[PlainSeq], rows: int, text: Sequence[int]) -> float:
     """Seconds of one pass over so many rows of a text, of these sequences together."""
     each = rows // len(probes)
     chains = [[text[(i * each + j) % len(text)] for j in range(each)] for i in range(len(probes))]

@@ -15,13 +15,10 @@ from forerun.control.per_sequence import SequencePlanner
 from forerun.types import Budget, Seq
 
 
-def plan_lookup(planner: SequencePlanner, seq: Seq, is_known: bool) -> Budget:
-    """Of a sequence that is alone: nothing where a draft promises too little, or its next pass `is_known` already.
-
-    It is looked up all the same: so drafters learn how often they would have been right.
-    """
+def plan_lookup(planner: SequencePlanner, seq: Seq) -> Budget:
+    """Of a sequence that is alone: nothing where a draft promises too little."""
     offer = planner.offer(seq)
-    return planner.lookup_budget(seq, offer) if offer.free and not is_known else NOTHING
+    return planner.lookup_budget(seq, offer) if offer.free else NOTHING
 
 
 def plan_lookups(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]) -> tuple[list[Budget], int]:

@@ -29,8 +29,9 @@ from forerun.control.free_drafts import CLOSE, NOTHING, FreeDrafts
 from forerun.control.history import FIRST_WAIT, GAIN_MEMORY, MEMORY, History
 from forerun.control.pace import Pace
 from forerun.control.prices import PriceList, PriceLists
-from forerun.control.round_seconds import RoundSeconds, drafting_seconds
+from forerun.control.round_seconds import IN_A_ROW, RoundSeconds, drafting_seconds
 from forerun.control.trials import Trials, shortest_trial
+from forerun.control.usual_nodes import UsualNodes
 from forerun.offers import FREE, Offer
 from forerun.types import Budget, Round, Seq
 
@@ -51,11 +52,10 @@ class SequencePlanner:
         self._offers: dict[int, Offer] = {}  # of this round's sequences
         self._next: dict[int, tuple[int, Offer]] = {}  # asked for already: at how many tokens, and the offer
         self._asked: dict[int, int] = {}  # sequences whose costly drafter may draft, and how deep
-        self._usual: dict[int, float] = {}  # nodes that a sequence drafts on average
-        self._idle = 0  # rounds without a draft that are not booked yet
-        self._pace = Pace()
-        self._prices = PriceLists(nodes, width)
-        self._trials = Trials(self.allowance)
+        # rounds without a draft that are not booked yet, by sequence; and those in which a drafter that costs rested
+        self._idle, self._rested = dict[int, int](), dict[int, int]()
+        self._pace, self._prices = Pace(), PriceLists(nodes, width)
+        self._trials, self._usual = Trials(self.allowance), UsualNodes()
 
     @property
     def rate(self) -> float:
@@ -79,7 +79,7 @@ class SequencePlanner:
             return []
         self._settle_idle()
         costly, others = sum(offer.costs for offer in offers), [beside] * len(seqs)
-        listed = self._price(batch, self.rate, self._usual_beside(batch) + beside)
+        listed = self._price(batch, self.rate, self._usual.beside(self._offers, batch) + beside)
         options = [self._option(*pair, batch, costly, listed) for pair in zip(seqs, offers, strict=True)]
         if batch > 1:
             depths = self._shared_depths([option.levels for option in options], batch, beside)
@@ -95,7 +95,7 @@ class SequencePlanner:
 
     def _tried(self, seq: Seq, option: Option, batch: int, costly: int, spare: dict[bool, float]) -> Option:
         """A trial where one is due and covered by what is left; else the same."""
-        record, stops, trials = self._record(seq), option.offer.stops, self._trials
+        record, stops, trials = self._record(seq.id), option.offer.stops, self._trials
         price, plain = self._price(batch, 1.0, 0).price, self.cost.pass_seconds(batch, batch)
         length, worst = shortest_trial(option.offer, price, plain, batch, costly)
         if length and trials.is_due(record, worst, spare[stops], stops):
@@ -109,6 +109,7 @@ class SequencePlanner:
 
     def rests(self, seq: Seq, offer: Offer) -> bool:
         """Is it known, without a plan, that nothing pays for this sequence? It is alone in its batch."""
+        self._settle_idle()
         return not offer.free and self._trials.are_off(seq.id, self._prices.rounds)
 
     def resting(self, seq: Seq) -> Budget:
@@ -120,20 +121,23 @@ class SequencePlanner:
         seq = outcome.seqs[0]
         if outcome.tells_times and not outcome.followed:
             self.rounds.note_plain(outcome.seconds)
-        self._usual[seq.id] = 0.8 * self._usual.get(seq.id, 0.0)
-        self._idle += 1
+        self._idle[seq.id] = self._idle.get(seq.id, 0) + 1
         if costly:
-            self._settle_idle()
-            self._trials.stopping.book(0.0)
-            self._record(seq).idle += 1
+            self._rested[seq.id] = self._rested.get(seq.id, 0) + 1
 
     def _settle_idle(self) -> None:
         """Book rounds without a draft, all since the last draft together: one by one they took longer."""
-        if self._idle:
-            self._pace.add_plain(self._idle)
-            self.free.note_idle(self._idle)
-            self._prices.note_idle(self._idle)
-            self._idle = 0
+        if not self._idle:
+            return
+        for seq_id, rounds in self._idle.items():
+            self._pace.add_plain(rounds)
+            self.free.note_idle(rounds)
+            self._prices.note_idle(rounds)
+            self._usual.rest(seq_id, rounds)
+        for seq_id, rounds in self._rested.items():
+            self._trials.stopping.rest(rounds)
+            self._record(seq_id).idle += rounds
+        self._idle, self._rested = {}, {}
 
     def skip(self) -> None:
         """Nobody can draft in this round: there is nothing to plan, and nothing to learn from it."""
@@ -178,10 +182,11 @@ class SequencePlanner:
         self.free.note_round()
         self._prices.note_round()
         each = max(0.0, taken - plain) / plain / max(1, nodes)  # passes of a node
+        alone = batch == 1 and not outcome.followed and outcome.tells_times
+        drafting += self.rounds.note_asked(outcome.seconds) if alone and self._asked else 0.0
         costly = gained = free_cost = free_gained = 0.0
         for seq, drafted, depth, accepted in rows:
-            usual = self._usual.get(seq.id, 0.0)
-            self._usual[seq.id] = usual + 0.2 * (drafted - usual)
+            self._usual.note(seq.id, drafted)
             if seq.id in self._asked:
                 spent = batch * (each * drafted + drafting / len(self._asked))
                 once = min(spent, batch * self._offers[seq.id].start / plain / len(self._asked))
@@ -191,16 +196,18 @@ class SequencePlanner:
                 free_cost, free_gained = free_cost + each * drafted, free_gained + accepted
                 if depth <= len(offers[seq.id].free):
                     self.free.note_chain(accepted, sum(offers[seq.id].free[:depth]))
-        if batch == 1 and not outcome.followed and outcome.tells_times:
-            free_cost = self.rounds.note(outcome.seconds, taken, nodes, free_cost) if not self._asked else 0.0
+        if alone:
+            free_cost = 0.0 if self._asked else self.rounds.note(outcome.seconds, taken, nodes, free_cost)
         self.free.allowance.book_draft(free_cost, free_gained / batch)
         if any(offer.costs for offer in offers.values()):
             own = self._trials.of(any(offer.stops for offer in offers.values()))
             own.book_draft(costly / batch, gained / batch)
 
     def forget(self, seq: Seq) -> None:
-        for kept in (self._records, self._offers, self._usual, self._next):
+        self._settle_idle()
+        for kept in (self._records, self._offers, self._next):
             kept.pop(seq.id, None)
+        self._usual.forget(seq.id)
 
     def _book(self, seq: Seq, drafted: int, depth: int, accepted: int, spent: float, once: float) -> None:
         """Record what a drafter that costs gained, against the passes that it took.
@@ -210,7 +217,7 @@ class SequencePlanner:
         following = self.offer(seq)  # it also says what was expected of the round that is being booked
         self._next[seq.id] = len(seq.tokens), following
         expected = following.expected
-        for record in (self._record(seq), self._latest):
+        for record in (self._record(seq.id), self._latest):
             if depth:
                 record.count(depth, accepted, drafted)
             if expected is not None:
@@ -222,21 +229,13 @@ class SequencePlanner:
             if record.mean_gain > WORTH_IT:
                 record.wait = FIRST_WAIT
 
-    def _usual_beside(self, batch: int) -> int:
-        """Nodes that the others of a batch usually draft, in steps, so that few price lists are made."""
-        if batch == 1:
-            return 0
-        usual = sum(self._usual.get(seq_id, 0.0) for seq_id in self._offers)
-        step = max(1, batch // 2)
-        return step * round(usual * (batch - 1) / batch / step)
-
     def _option(self, seq: Seq, offer: Offer, batch: int, costly: int, listed: PriceList) -> Option:
         """What costs nothing, or what the drafter that costs would gain: whichever gains more."""
         free = Option(offer, self.free.levels(offer, self._more(batch)))
         if not offer.costs:
             return free
         free_gain = best_depth(free.levels, listed.price)[1]
-        record = self._record(seq)
+        record = self._record(seq.id)
         if offer.stops and record.mean_gain <= max(free_gain, WORTH_IT):  # however deep it went
             return Option(offer, free.levels, idle=not free_gain)
         costs = [self._in_tokens(seconds, batch, costly) for seconds in offer.seconds]
@@ -269,7 +268,7 @@ class SequencePlanner:
         if not offer.chosen:
             return Budget(option.depth, option.depth, level=level, source="costly")
         nodes = option.depth if listed.widest == 1 else self.nodes
-        price, trust = listed.price[: nodes + 1], self._record(seq).trust
+        price, trust = listed.price[: nodes + 1], self._record(seq.id).trust
         if abs(trust - 1.0) > CLOSE:
             price, level = tuple([cost / trust for cost in price]), level / trust
         return Budget(nodes, option.depth, listed.widest, price, level, "costly")
@@ -278,7 +277,10 @@ class SequencePlanner:
         """Of a sequence that is alone, whose drafter costs nothing and has something to draft."""
         self._settle_idle()
         listed = self._price(1, self.rate, 0)
-        if not best_depth(self.free.levels(offer, self._more(1)), listed.price)[0]:
+        unseen = (
+            not self.rounds.plain and self._prices.rounds < IN_A_ROW
+        )  # what plain rounds take comes first
+        if unseen or not best_depth(self.free.levels(offer, self._more(1)), listed.price)[0]:
             return NOTHING
         self.take_chains([seq], [offer])
         return self.free.budget(listed, chain=True)
@@ -294,7 +296,5 @@ class SequencePlanner:
         """Tokens that would have been written in that time, per sequence of those that share it."""
         return self.rate * batch * seconds / self.cost.pass_seconds(batch, batch) / sharing
 
-    def _record(self, seq: Seq) -> History:
-        if seq.id not in self._records:
-            self._records[seq.id] = History.after(self._latest)
-        return self._records[seq.id]
+    def _record(self, seq_id: int) -> History:
+        return self._records.get(seq_id) or self._records.setdefault(seq_id, History.after(self._latest))

@@ -27,6 +27,9 @@ class RoundSeconds:
         self.plain = 0.0  # of a plain round in a row of them; 0 = none was seen
         self._beside = 0.0  # of that, what is not the pass
         self._drafted = 0.0  # the same of rounds that drafted; 0 = none was seen
+        self._asked = (
+            0.0  # the same of rounds in which a drafter that costs was asked, less what that took itself
+        )
         self._row, self._row_beside, self._rounds = 0.0, 0.0, 0  # plain rounds since the last that drafted
 
     @property
@@ -44,8 +47,7 @@ class RoundSeconds:
         if self._rounds == IN_A_ROW:
             self.plain = _moved(self.plain, self._row / IN_A_ROW)
             self._beside = _moved(self._beside, self._row_beside / IN_A_ROW)
-            self._row = self._row_beside = 0.0
-            self._rounds = 0
+            self._end_row()
 
     def note(self, seconds: Mapping[str, float], expected: float, nodes: int, cost: float) -> float:
         """A round that drafted so many nodes: what they cost in plain rounds, the host's work included.
@@ -57,9 +59,19 @@ class RoundSeconds:
         self.note_plain(seconds)
         return cost
 
-    def _note_drafted(self, seconds: Mapping[str, float], expected: float, cost: float) -> float:
+    def note_asked(self, seconds: Mapping[str, float]) -> float:
+        """A round of a drafter that had to run: what the host took longer, in plain rounds, beside the draft itself."""
+        self._end_row()
+        host = sum(seconds.values()) - seconds["pass"] - seconds.get("draft", 0.0)
+        self._asked = _moved(self._asked, host)
+        return max(0.0, min(host, MOST * self._asked) - self._beside) / self.plain if self.plain else 0.0
+
+    def _end_row(self) -> None:
         self._row = self._row_beside = 0.0
         self._rounds = 0
+
+    def _note_drafted(self, seconds: Mapping[str, float], expected: float, cost: float) -> float:
+        self._end_row()
         total = sum(seconds.values())
         self._drafted = _moved(self._drafted or self._beside + PRESUMED, total - seconds["pass"])
         if not self.plain:

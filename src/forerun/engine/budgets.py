@@ -36,6 +36,6 @@ def cut_budgets(seqs: Sequence[SequenceState], planned: Sequence[Budget]) -> lis
 def standing(budgets: Sequence[Budget]) -> tuple[int, bool]:
     """For how many further rounds these stand, and whether anybody may draft."""
     first = budgets[0]
-    if all([budget is first for budget in budgets]):  # noqa: C419 - the usual case
+    if len(budgets) == 1 or all([budget is first for budget in budgets]):  # noqa: C419 - the usual cases
         return first.repeats, first.nodes > 0
     return min([budget.repeats for budget in budgets]), any([budget.nodes for budget in budgets])  # noqa: C419

@@ -88,7 +88,7 @@ class Engine(Queues):
                 self._recover()
             if self._ahead is None:
                 self._start_round()
-                if self.late_launch.left(self) > 0.0:
+                if self.follows_unread and self.late_launch.left(self) > 0.0:
                     return []  # requests may come before the round behind it is launched
             if (launched := self._ahead) is not None:
                 if self.follows_unread:
@@ -126,9 +126,8 @@ class Engine(Queues):
 
     def _launch(self, seqs: list[SequenceState]) -> None:
         """Plan, propose and score."""
-        clock = self.stats.clock()
+        clock, scheduler, whole = self.stats.clock(), self.scheduler, seqs
         pending = self._pending = Pending(seqs)
-        scheduler, whole = self.scheduler, seqs
         rows = prompt_share(scheduler, self.prompt_rows, self.controller, len(seqs))
         budgets = cut_budgets(seqs, self.controller.plan(seqs))
         if not self.target.make_room(seqs, [1 + budget.nodes for budget in budgets]):
@@ -142,7 +141,8 @@ class Engine(Queues):
         scores = self.score(seqs, trees, readers, rows)
         clock.lap("pass")
         self._ahead = Launched(pending, seqs, readers, trees, scores, clock, *standing(budgets))
-        self.late_launch.note_start(self._ahead, self.stats.now())
+        if self.follows_unread:
+            self.late_launch.note_start(self._ahead, self.stats.now())
         self._pending = None  # last: whatever interrupts a launch undoes it
 
     def hold(self, seqs: Sequence[SequenceState]) -> None:
@@ -166,7 +166,8 @@ class Engine(Queues):
         clock.lap("host")
         laws, verdict = self.verifiers.decide(seqs, trees, scores)
         clock.lap("verdict")
-        self.late_launch.note_read(launched, self._following, clock.seconds["verdict"], self.stats.now())
+        if self.follows_unread:
+            self.late_launch.note_read(launched, self._following, clock.seconds["verdict"], self.stats.now())
         clock.settle(trees, scores)
         seqs, trees, scores, verdict = launched.without_ended(verdict)
         self.target.commit(seqs, trees, verdict)
@@ -219,8 +220,7 @@ class Engine(Queues):
         if not seqs:
             self._end(no_room_for(self.waiting[0]))
             return
-        clock = self.stats.clock()
-        self._pending = Pending(seqs)
+        clock, self._pending = self.stats.clock(), Pending(seqs)
         self.scheduler.begin(seqs)
         chains, scores = self.target.prefill(seqs, self.drafters.needs(seqs), rows)
         self._observe_prompts(seqs, chains, scores)

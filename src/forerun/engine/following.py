@@ -126,9 +126,7 @@ def _may_follow(engine: Engine, seqs: Sequence[SequenceState], sampled: bool) ->
     if len({seq.drafting for seq in seqs}) > 1:
         return False
     traits = traits_of(seqs)
-    if not engine.verifiers.are_exact([one.verifier for one in traits]) or any(
-        one.wants_logprobs for one in traits
-    ):
+    if any(one.wants_logprobs or not engine.verifiers.is_exact(one.verifier) for one in traits):
         return False
     greedy = all(one.is_plain_greedy for one in traits)
     return greedy or (sampled and engine.verifiers.device_decides(seqs))

@@ -41,6 +41,7 @@ class PromptRows:
         self._least = min(self._rows, LEAST if device == "cpu" else START_GPU)
         self._many = MANY_CPU if device == "cpu" else MANY_GPU
         self._plain = 0.0  # seconds of a round without prompts, a running mean
+        self.told = _NONE_WAIT  # what the controller knows of those that wait
 
     def rows(self, running: int = 1, waiting: int = 0) -> int:
         """Of the coming round; `waiting` requests could start at once if their prompts were read."""
@@ -73,8 +74,10 @@ def prompt_share(scheduler: Scheduler, prompt_rows: PromptRows, controller: Cont
         requests = scheduler.could_start
         rows = prompt_rows.rows(running, requests)
         told = WaitingPrompts(requests, scheduler.unread_rows(), rows, scheduler.target.pass_rows)
-    if _sees_prompts(controller):
-        controller.note_waiting(told)
+    if told is not prompt_rows.told:  # else nothing waits, as before
+        prompt_rows.told = told
+        if _sees_prompts(controller):
+            controller.note_waiting(told)
     return rows
 
 

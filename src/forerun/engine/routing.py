@@ -8,7 +8,7 @@ raises, or whose trees are malformed, is switched off for its sequences, which a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
@@ -246,8 +246,10 @@ class VerifierPool:
             return laws, greedy_verdict(trees, known)
         if known is not None:
             traits = traits_of(seqs)
-            alike = all([one.is_plain_greedy for one in traits])  # noqa: C419
-            if alike and self.are_exact([one.verifier for one in traits]):
+            for one in traits:  # a loop, and no list: every round asks
+                if not (one.is_plain_greedy and self.is_exact(one.verifier)):
+                    break
+            else:
                 laws = Laws(scores.required_logits, (True,) * len(seqs), plain_greedy=True)
                 return laws, greedy_verdict(trees, known)
         laws = warp(scores.required_logits, seqs, trees)
@@ -261,18 +263,15 @@ class VerifierPool:
         """Does a device that samples decide about all of these, some of which are sampled?"""
         return kinds_of(seqs) is not None and self.decide_alike(seqs)
 
-    def are_exact(self, names: Iterable[str]) -> bool:
-        """Are these verifiers all exact? Then they come to one verdict where laws are point masses."""
-        for name in names:  # noqa: SIM110 - a generator is one function more, in every round
-            if not (self._made.get(name) or self.get(name)).exact:
-                return False
-        return True
+    def is_exact(self, name: str) -> bool:
+        """Is this verifier exact? All that are come to one verdict where laws are point masses."""
+        return (self._made.get(name) or self.get(name)).exact
 
     def verify(
         self, seqs: Sequence[SequenceState], trees: TreeBatch, laws: Laws, known: Greedy | None = None
     ) -> Verdict:
         """By each sequence's own verifier; where all are greedy and exact, from what the pass already knows."""
-        if known is not None and laws.plain_greedy and self.are_exact({seq.verifier for seq in seqs}):
+        if known is not None and laws.plain_greedy and all(self.is_exact(seq.verifier) for seq in seqs):
             return greedy_verdict(trees, known)
         noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
         groups = _groups([seq.verifier for seq in seqs])

@@ -11,21 +11,17 @@ from functools import lru_cache
 
 from forerun.engine.sequence import SequenceState
 from forerun.types import Needs
-from forerun.verify.warp import is_plain_greedy
 
 LONG = 16  # rounds of rest: more are not told apart
 
 
 def alone(needs: Needs, seq: SequenceState, rests: int) -> Needs:
     """What a drafter needs of a text that is alone in its round; its head does not run for so many further ones."""
-    if not _next_is_largest(seq) or (needs.may_run and not rests):
+    # is its next token always where the logits are largest, whatever the text says by then?
+    is_settled = seq.traits.is_plain_greedy and not seq.params.stop
+    if not is_settled or (needs.may_run and not rests):
         return _asked_each_round(needs)
     return _while_it_rests(needs, min(rests, LONG)) if needs.may_run else needs
-
-
-def _next_is_largest(seq: SequenceState) -> bool:
-    """Is its next token always where the logits are largest, whatever the text says by then?"""
-    return is_plain_greedy(seq) and not seq.params.stop
 
 
 @lru_cache(maxsize=64)

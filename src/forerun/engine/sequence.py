@@ -172,7 +172,8 @@ class Advance(NamedTuple):
 def traits_of(seqs: Sequence[SequenceState]) -> Sequence[Traits]:
     """All that there are among these; mostly one."""
     first = seqs[0].traits
-    if all([seq.traits is first for seq in seqs]):  # noqa: C419 - the usual case, and quicker than a generator
+    # the usual cases, and quicker than a generator
+    if len(seqs) == 1 or all([seq.traits is first for seq in seqs]):  # noqa: C419
         return (first,)
     return tuple({seq.traits for seq in seqs})
 

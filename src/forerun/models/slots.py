@@ -102,6 +102,10 @@ class SlotTarget:
         return self.kv.has_pages(self.kv.sequences + sum(pages_for(length) + 1 for length in lengths) - 1)
 
     def make_room(self, seqs: Sequence[Seq], rows: Sequence[int]) -> bool:
+        if len(seqs) == 1:  # in few steps: every round asks
+            extent = self.kv.extent(seqs[0].id)
+            if extent.length + rows[0] <= extent.writable:
+                return True
         extents = zip(self.kv.extents([seq.id for seq in seqs]), rows, strict=True)
         lacking = [
             (one.id, one.length + count) for one, count in extents if one.length + count > one.writable
@@ -225,7 +229,8 @@ class SlotTarget:
         wanted = self._wanted
         if wanted != {*needs.hidden_layers}:
             wanted = self._wanted = frozenset(needs.hidden_layers)
-        for extent in self.kv.extents([seq.id for seq in seqs]):
+        extents = [self.kv.extent(seqs[0].id)] if len(seqs) == 1 else self.kv.extents([s.id for s in seqs])
+        for extent in extents:
             if extent.layers is not wanted:
                 common = extent.layers & wanted
                 extent.layers = wanted if common == wanted else common
@@ -233,7 +238,7 @@ class SlotTarget:
     def _accept(self, seqs: Sequence[Seq], verdict: Verdict) -> list[tuple[int, int]]:
         """Count root and path of every tree as committed; the slots that must move for it."""
         moves: list[tuple[int, int]] = []
-        extents = self.kv.extents([seq.id for seq in seqs])
+        extents = [self.kv.extent(seqs[0].id)] if len(seqs) == 1 else self.kv.extents([s.id for s in seqs])
         for extent, path in zip(extents, verdict.to_host()[0], strict=True):
             if not path or path[-1] == len(path):  # nothing, or the first nodes of a chain: the usual cases
                 extent.length += 1 + len(path)

@@ -4,7 +4,7 @@
 
 As in forerun.models.native.plain_run, a native call goes on with plain passes behind the one it was asked for, until a
 look-up could find something that is worth drafting. Rounds that find their pass already run take the host little.
-Texts are grouped by name, and each group's speed is given over plain decoding, which runs four passes in every call.
+Texts are grouped by name, and each group's speed is given over plain decoding, which runs as many passes in every call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forerun.testing.lookup_simulator import NEVER_COMES, Text
 from forerun.types import Budget, PlainSeq, Round, Scores, Verdict
 from forerun.verify.greedy import follow
 
-MOST = 3  # passes behind the first of a call
+MOST = 7  # passes behind the first of a call
 X86 = CostModel(
     {1: 4.4e-3, 2: 4.7e-3, 3: 4.9e-3, 4: 5e-3, 8: 6.2e-3, 16: 11e-3, 24: 16e-3, 32: 21e-3, 64: 41e-3}
 )
@@ -42,7 +42,7 @@ class Host:
 
     def plain_text(self, tokens: int) -> float:
         """Of so many tokens without a draft."""
-        calls = -(-tokens // (1 + MOST))
+        calls = calls_of(tokens)
         return calls * self.plain + (tokens - calls) * self.known
 
 
@@ -91,9 +91,15 @@ class RunSimulation:
         told: CostModel | None = None,
         noise: float = 0.0,
         seed: int = 1,
+        pause: float = 0.0,
     ) -> None:
-        """`told`: the curve that was measured at the start, if it is not the true one; `noise` of every pass."""
+        """`told`: the curve that was measured at the start, if it is not the true one; `noise` of every pass.
+
+        `pause`: what the first pass of a call, which comes behind Python, takes longer, in plain passes: weights that
+        the last cache has lost meanwhile are read again.
+        """
         self.cost, self.host, self.texts, self.noise = cost, host, texts, noise
+        self.pause = pause * cost.pass_seconds(1)
         self.drafter, self.history, self._rng = NgramDrafter(), RunHistory(), random.Random(seed)
         told = told or cost
         curve = CostModel({rows: told.pass_seconds(rows) for rows in QUICK})
@@ -117,6 +123,7 @@ class RunSimulation:
         written = len(answer) - 1
         group.tokens += written
         group.plain += written * self._pass(1, exact=True) + self.host.plain_text(written)
+        group.plain += calls_of(written) * self.pause
         self.drafter.forget(seq)
         self.controller.forget(seq)
 
@@ -132,7 +139,7 @@ class RunSimulation:
         else:
             group.in_vain += len(self._ahead)
             own = self.host.drafted if nodes else self.host.plain
-            seconds |= {"pass": self._pass(1 + nodes), "host": own + sum(self._ahead)}
+            seconds |= {"pass": self._pass(1 + nodes) + self.pause, "host": own + sum(self._ahead)}
             runs = self._runs_on(whole, at + len(path) + 1) if shape.is_chain else 0
             self._ahead = [self._pass(1) for _ in range(runs)]
         self.drafter.observe([seq], trees, Scores(None), verdict)
@@ -155,6 +162,11 @@ class RunSimulation:
         """Seconds of a pass; `exact`: on average."""
         more = (2.0 / 3.14159) ** 0.5 if exact else abs(self._rng.gauss(0.0, 1.0))
         return self.cost.pass_seconds(rows) * (1.0 + self.noise * more)
+
+
+def calls_of(tokens: int) -> int:
+    """Native calls that plain decoding makes for so many tokens."""
+    return -(-tokens // (1 + MOST))
 
 
 def _cut(budget: Budget, room: int) -> Budget:

@@ -101,6 +101,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, help="CPU threads; default: one per core")
     add("--require-idle", action="store_true", help="refuse to measure on a busy machine")
     add("--json", type=Path, metavar="PATH", help="write the JSON document there too")
+    add("--out", type=Path, metavar="FOLDER", help="keep every round there; the same command resumes")
     add("--plot", type=Path, metavar="PATH", help="draw t(n), tokens/s and the speed-up by task as a PNG")
     flags = parser.parse_args(words)
     for name, value in (QUICK if flags.quick else FULL).items():
@@ -249,7 +250,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     if not flags.skip_modes:
         with Console(stderr=True).status("t(n) by number format"):
             formats = measure_formats(settings)
-    result = run(settings, name="cpu", fixed=fixed_setup(flags).name)
+    result = run(settings, flags.out, name="cpu", fixed=fixed_setup(flags).name)
     result["conditions"]["left_out"] |= left_out
     add_headline(result)
     if flags.batches:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from forerun.drafters.base import Drafter, Parts
+from forerun.drafters.base import Drafter, Parts, lone_roots
 from forerun.drafters.eagle.config import Kind, default_layers
 from forerun.drafters.eagle.files import read_head
 from forerun.drafters.eagle.head import EagleHead
@@ -127,6 +127,8 @@ class EagleDrafter:
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         if len(seqs) == 1 and self._rates is None:
+            if not budgets[0].nodes:
+                return lone_roots(seqs)
             tree = self._draft_alone(seqs[0], budgets[0])
             if tree is not None:
                 return TreeBatch.trees([tree])

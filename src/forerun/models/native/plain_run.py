@@ -21,7 +21,7 @@ from forerun.models.native.tree_pass import TreePass, checked
 from forerun.models.paged import Extent
 from forerun.types import Greedy, Needs, Scores, Seq, TreeBatch
 
-MOST = 3  # passes behind the first of a call: four tokens come at once
+MOST = 7  # passes behind the first of a call: up to eight tokens come at once, within the seconds that it may hold
 SECONDS = 0.03  # of a call: where passes take long, Python between them is a small share, and tokens come one by one
 _MORE = 256  # tokens that the text grows by
 
