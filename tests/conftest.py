@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -63,10 +64,10 @@ LONGEST = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """In a clean clone one worker imports all tests first: the other reads what was compiled, and need not do it too."""
-    tests = Path(__file__).parent
+    """In a clean clone one worker imports all tests first: the other reads what was compiled and does not do it too."""
+    compiled = Path(__file__).parent / "verify" / "__pycache__"
     with Path(__file__).open() as this:
-        if not (tests / "verify" / "__pycache__").exists():
+        if not compiled.exists() and not sys.dont_write_bytecode:
             fcntl.flock(this, fcntl.LOCK_EX)
         return (yield)
 
