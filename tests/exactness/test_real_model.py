@@ -97,11 +97,11 @@ BY_PASSES = [name for name in DRAFTERS if name == "layer_skip" or "draft_" in na
 
 
 def prompts_of(drafter: str) -> slice:
-    """All of them without drafts; else a third, or of those on which the cut model has drafts accepted a half."""
+    """All of them without drafts; else a third, or those three on which the cut model has drafts accepted."""
     if drafter == "none":
         return slice(None)
-    if drafter in BY_PASSES:  # on even prompts too little is accepted to tell anything
-        return slice(3 - 2 * (BY_PASSES.index(drafter) % 2), None, 4)
+    if drafter in BY_PASSES:  # on most of the others too little is accepted to tell anything
+        return slice(3, None, 4)
     others = [name for name in DRAFTERS if name not in ("none", *BY_PASSES)]
     return slice(others.index(drafter) % 3, None, 3)
 
