@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,6 +60,16 @@ LONGEST = (
     "encoder_decoder/test_target.py",
     "encoder_decoder/test_specdec.py",
 )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """In a clean clone one worker imports all tests first: the other reads what was compiled and does not do it too."""
+    compiled = Path(__file__).parent / "verify" / "__pycache__"
+    with Path(__file__).open() as this:
+        if not compiled.exists() and not sys.dont_write_bytecode:
+            fcntl.flock(this, fcntl.LOCK_EX)
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.exactness.harness import run
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
-TOKENS = 24
+TOKENS = 20
 QUESTIONS = [
     "What is the capital of France?",
     "Write a haiku about autumn.",
@@ -92,15 +93,22 @@ DRAFTERS = [
 ]
 
 
-def prompts_of(drafter: str) -> slice:
-    """All of them without drafts; else every other one, so that each prompt has five drafters or more.
+BY_PASSES = [name for name in DRAFTERS if name == "layer_skip" or "draft_" in name]  # of the cut model
 
-    Drafts by passes of the cut model go with the odd ones: on the even ones it accepts too little to tell anything.
-    """
+
+def prompts_of(drafter: str) -> slice:
+    """All of them without drafts; else a third, or those three on which the cut model has drafts accepted."""
     if drafter == "none":
         return slice(None)
-    by_passes = drafter == "layer_skip" or "draft_" in drafter
-    return slice(1 if by_passes else DRAFTERS.index(drafter) % 2, None, 2)
+    if drafter in BY_PASSES:  # on most of the others too little is accepted to tell anything
+        return slice(3, None, 4)
+    others = [name for name in DRAFTERS if name not in ("none", *BY_PASSES)]
+    return slice(others.index(drafter) % 3, None, 3)
+
+
+def test_every_prompt_has_several_drafters() -> None:
+    counts = Counter(i for name in DRAFTERS for i in range(len(QUESTIONS))[prompts_of(name)])
+    assert min(counts[i] for i in range(len(QUESTIONS))) >= 3  # none is one of them
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -113,8 +121,9 @@ def test_greedy_text_equals_transformers(
     oracle: list[list[int]],
 ) -> None:
     assert len(prompts) >= 12
+    budget = 4 if drafter in BY_PASSES else 6  # a pass for each level
     speculative = SpeculativeConfig(
-        drafter=drafter, draft_model=head_for(drafter), budget=6, width=2, controller="fixed"
+        drafter=drafter, draft_model=head_for(drafter), budget=budget, width=2, controller="fixed"
     )
     engine = make_engine(target, checkpoint.tokenizer().eos_ids, speculative, draft_target=draft)
     some = prompts_of(drafter)
@@ -127,6 +136,8 @@ def test_greedy_text_equals_transformers(
     accepted = sum(seq.stats.accepted for seq in seqs)
     few = 0 if drafter == "draft_text" else len(seqs)  # a text must end with that draft's own tokens
     assert (accepted > few) is (drafter != "none"), accepted  # else equal texts would say little
+    if drafter == "eagle3":  # a head read wrongly (another layer, an id off by one) would pass all else
+        assert sum(map(len, oracle[some])) > 1.6 * sum(seq.stats.rounds for seq in seqs)
     assert target.used_slots == draft.used_slots == 0
 
 
@@ -142,7 +153,7 @@ def test_a_seed_fixes_the_text_on_the_real_model(
     target: Decoder, draft: Decoder, checkpoint: Any, prompts: list[tuple[int, ...]]
 ) -> None:
     params = SamplingParams(max_tokens=16, temperature=0.8, top_p=0.9, seed=7)
-    requests = [Request(prompt, params) for prompt in prompts[:3]]
+    requests = [Request(prompt, params) for prompt in prompts[:2]]
     texts = []
     for drafter in ("none", "ngram", "draft_model", "eagle3"):
         speculative = SpeculativeConfig(
@@ -151,20 +162,3 @@ def test_a_seed_fixes_the_text_on_the_real_model(
         engine = make_engine(target, checkpoint.tokenizer().eos_ids, speculative, draft_target=draft)
         texts.append(run(engine, requests)[0])
     assert texts[0] == texts[1] == texts[2] == texts[3]
-
-
-def test_the_head_in_the_box_is_one_for_this_model(
-    target: Decoder, checkpoint: Any, prompts: list[tuple[int, ...]]
-) -> None:
-    """Not exactness: a head read wrongly (another layer, an id off by one) would pass all else and accept nothing."""
-    speculative = SpeculativeConfig(
-        drafter="eagle3", draft_model=head_for("eagle3"), budget=3, controller="fixed"
-    )
-    engine = make_engine(target, checkpoint.tokenizer().eos_ids, speculative)
-    tokens = steps = 0
-    for prompt in prompts[:6]:
-        engine.submit(Request(prompt, SamplingParams(max_tokens=TOKENS)))
-        while engine.busy:
-            tokens += sum(len(event.tokens) for event in engine.step())
-            steps += 1
-    assert tokens > 1.6 * steps

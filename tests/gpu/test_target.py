@@ -8,12 +8,13 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import check_supported
 from forerun.testing import FakeSeq, check_target
 from forerun.types import Needs, TreeBatch
-from tests.gpu.tiny import DEVICES, SHAPES, VOCAB, make_reference, make_target, need_cuda, weights_of
+from tests.gpu.tiny import SHAPES, SMALL, VOCAB, make_reference, make_target, need_cuda, weights_of
 
-FAMILIES = [name for name in SHAPES if name != "large"]
+ON_A_CPU = [(name, "cpu") for name in SMALL]
+ON_A_GPU = [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in SHAPES if name != "large"]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SMALL)
 def test_plain_steps_make_a_target(name: str) -> None:
     check_target(lambda: make_target(name, "cpu"), vocab_size=VOCAB, needs=Needs((-1, 0, 1)), seed=len(name))
 
@@ -35,8 +36,7 @@ def test_kernels_make_a_target(name: str, dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "device"), [*ON_A_CPU, *ON_A_GPU])
 def test_logits_are_those_of_transformers(name: str, device: str) -> None:
     need_cuda(device)
     model = make_reference(name)

@@ -8,15 +8,19 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from forerun import LLM
 from forerun.law_processor import LawProcessor
 from forerun.params import EngineConfig
-from forerun.server.grammar_states import GrammarStates
+
+if TYPE_CHECKING:  # torch is imported by those that load a model, not by those that only wait or end
+    from forerun import LLM
+    from forerun.server.grammar_states import GrammarStates
 
 
 def _load(max_batch: int = 2) -> LLM:
+    from forerun import LLM
+
     return LLM.load("smollm2", config=EngineConfig(max_batch=max_batch, max_length=1024))
 
 
@@ -35,6 +39,8 @@ def load_slow(seconds: float) -> LLM:
 
 def load_slow_grammar(seconds: float) -> LLM:
     """Compiling any grammar takes so long."""
+    from forerun.server.grammar_states import GrammarStates
+
     real = GrammarStates.real
 
     def slow(self: GrammarStates, processors: Sequence[LawProcessor]) -> tuple[LawProcessor, ...]:

@@ -124,18 +124,26 @@ def test_a_client_that_does_not_read_holds_up_nobody(served: Running) -> None:
     wait_for(lambda: served.stats()["used_slots"] == 0, "what it held is free")
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_client_that_leaves_is_dropped_within_a_round(waits: bool) -> None:
-    """Whether its text is written or waits in the queue; rounds take long, so that they can be told apart."""
+@pytest.fixture(scope="module")
+def slow() -> Iterator[str]:
+    """Rounds take long, so that they can be told apart; two texts at a time."""
     loader = Loader("tests.server.faulty_engines:load_slow", {"seconds": 0.15})
     server, thread, url = start_process(loader, ServerSettings(("m",)))
-    running = Running(url, None)  # type: ignore[arg-type]
+    yield url
+    server.should_exit = True
+    thread.join(10)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_client_that_leaves_is_dropped_within_a_round(waits: bool, slow: str) -> None:
+    """Whether its text is written or waits in the queue."""
+    running = Running(slow, None)  # type: ignore[arg-type]
     place = "waiting" if waits else "running"
-    others = [connect(url) for _ in range(2 if waits else 0)]  # the batch
+    others = [connect(slow) for _ in range(2 if waits else 0)]  # the batch
     for other in others:
         send(other, LONG)
     wait_for(lambda: running.stats()["running"] == len(others), "the batch is full of others")
-    client = connect(url)
+    client = connect(slow)
     send(client, {**LONG, "stream": True})
     wait_for(lambda: running.stats()[place] == 1, "it is there")
     client.close()
@@ -146,8 +154,6 @@ def test_a_client_that_leaves_is_dropped_within_a_round(waits: bool) -> None:
     for other in others:
         other.close()
     wait_for(lambda: running.stats()["used_slots"] == 0, "all is free")
-    server.should_exit = True
-    thread.join(10)
 
 
 def test_what_is_quick_needs_no_thread(threaded: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,7 +217,10 @@ def test_the_front_has_no_torch_and_ends_its_engine_when_it_is_killed() -> None:
 
 @pytest.mark.slow
 def test_a_signal_to_both_processes_drains(tmp_path: Path) -> None:
-    """As systemd sends it. The trace is complete then."""
+    """As systemd sends it. While it drains it answers, says that it is not ready, and ends what it began.
+
+    The trace is complete then.
+    """
     with started("--drain-seconds", "60", "--trace", str(tmp_path / "trace.json")) as (process, url):
         (engine,) = children_of(process.pid)
         body = {"prompt": "Once", "max_tokens": 200, "stream": True, "ignore_eos": True}
@@ -226,6 +229,8 @@ def test_a_signal_to_both_processes_drains(tmp_path: Path) -> None:
             next(lines)
             os.kill(engine, signal.SIGTERM)
             process.send_signal(signal.SIGTERM)
+            wait_for(lambda: httpx.get(f"{url}/ready").status_code == 503, "it drains")
+            assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 503
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in rest[-2]

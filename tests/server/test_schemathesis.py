@@ -33,8 +33,8 @@ TEXTS = ("/v1/chat/completions", "/v1/completions")
 POSTS = (*TEXTS, "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/{name}", "/health", "/ready", "/version", "/metrics", "/stats")
 COUNT = int(
-    os.environ.get("FORERUN_FUZZ", "60")
-)  # requests to each route that takes a body; more for a long look
+    os.environ.get("FORERUN_FUZZ", "40")
+)  # requests to each route that takes a body; `make fuzz` asks for more
 LONGEST = 3  # tokens of a text
 
 

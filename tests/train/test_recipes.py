@@ -39,7 +39,7 @@ def options_for(method: Method, tiny: Checkpoint, texts: Path, out: Path, **more
         data=str(texts),
         out=str(out),
         steps=60,
-        batch_tokens=768,
+        batch_tokens=512,
         max_length=48,
         levels=0 if method == "eagle" else 3,
         layers=1,
@@ -104,7 +104,9 @@ def test_a_recipe_learns_and_what_it_writes_drafts(
 def test_a_run_that_was_killed_has_the_same_losses(
     method: Method, tiny: Checkpoint, texts: Path, tmp_path: Path
 ) -> None:
-    options = options_for(method, tiny, texts, tmp_path / "whole", steps=10, save_every=4, eval_every=100)
+    options = options_for(
+        method, tiny, texts, tmp_path / "whole", steps=10, save_every=4, eval_every=100, batch_tokens=192
+    )
     train(options)
     broken = replace(options, out=str(tmp_path / "broken"))
 

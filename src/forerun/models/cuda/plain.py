@@ -14,7 +14,8 @@ from forerun.models.cuda.packed import times
 from forerun.models.cuda.plan import split_start
 from forerun.models.pages import PAGE
 
-_ROWS = 16  # rows of attention at a time: keys are gathered per row
+_ROWS = 16  # rows of attention at a time, at least: keys are gathered per row
+_GATHERED = 1 << 18  # keys and values that are gathered at a time, where more rows than that fit
 
 
 class PlainSteps:
@@ -22,11 +23,16 @@ class PlainSteps:
 
     def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
         self.model, self.buffers, self.kv = model, buffers, kv  # kv [L, 2, Hkv, S, D]
+        self._seen: tuple[Run, int, Tensor, Tensor] | None = (
+            None  # of this pass: a run, a window, what they see
+        )
 
     def embed(self, run: Run) -> None:
         self.buffers.x[: run.size.rows] = F.embedding(run.tokens.long(), self.model.embedding).float()
 
     def qkv(self, run: Run, layer: int) -> None:
+        if layer == 0:  # another pass: its integers lie where those of the last one lay
+            self._seen = None
         config, weights = self.model.config, self.model.layers[layer]
         rows, heads, dim = run.size.rows, config.heads, config.head_dim
         found = times(self._into_attention(run, weights), weights.qkv)
@@ -48,19 +54,28 @@ class PlainSteps:
     def attend(self, run: Run, layer: int) -> None:
         """Gather what every row sees, by position, and attend to it a few rows at a time."""
         config = self.model.config
-        table, seen = _slots_seen(run, self.model.layers[layer].window)  # [rows, P]
+        table, seen = self._seen_by(run, self.model.layers[layer].window)  # [rows, P]
         keys, values = self.kv[layer, 0], self.kv[layer, 1]
         shape = run.size.rows, config.kv_heads, -1, config.head_dim
         queries = self.buffers.queries[: run.size.rows].view(shape)
-        for low in range(0, run.size.rows, _ROWS):
-            some = slice(low, low + _ROWS)
+        rows, longest = table.shape
+        self.buffers.found[rows : run.size.rows] = 0.0  # padding
+        step = max(_ROWS, _GATHERED // (config.kv_heads * config.head_dim * longest))
+        for low in range(0, rows, step):
+            some = slice(low, min(low + step, rows))
             k = keys[:, table[some]].float()  # [Hkv, m, P, D]
             # slots that nothing was written to may hold NaN, which a weight of 0 does not take away
             v = values[:, table[some]].float().masked_fill(~seen[some, :, None], 0.0)
             scores = torch.einsum("mhgd,hmpd->mhgp", queries[some].float(), k) * config.attention_scale
             scores = scores.masked_fill(~seen[some, None, None], float("-inf"))
             found = torch.einsum("mhgp,hmpd->mhgd", scores.softmax(-1), v)
-            self.buffers.found[some][: len(found)] = found.flatten(1).to(self.model.dtype)
+            self.buffers.found[some] = found.flatten(1).to(self.model.dtype)
+
+    def _seen_by(self, run: Run, window: int) -> tuple[Tensor, Tensor]:
+        """What `_slots_seen` says, which is the same for all layers of a window."""
+        if self._seen is None or self._seen[0] is not run or self._seen[1] != window:
+            self._seen = (run, window, *_slots_seen(run, window))
+        return self._seen[2:]
 
     def leave_attention(self, run: Run, layer: int) -> None:
         rows = run.size.rows
@@ -112,7 +127,10 @@ def _rotate(pairs: Tensor, rotations: Tensor) -> Tensor:
 
 
 def _slots_seen(run: Run, window: int) -> tuple[Tensor, Tensor]:
-    """[rows, P] the slot of every position of a row, and whether it is seen; from the groups, as the kernel."""
+    """[rows, P] the slot of every position of a row, and whether it is seen; from the groups, as the kernel.
+
+    Without the padding behind the last row that sees something.
+    """
     ints, positions = run.ints.cpu().numpy(), run.positions.cpu().numpy()
     longest = int(positions.max()) + 1
     table = np.zeros((run.size.rows, longest), dtype=np.int64)
@@ -128,6 +146,8 @@ def _slots_seen(run: Run, window: int) -> tuple[Tensor, Tensor]:
         part, there = np.s_[first : first + count, start:end], at <= own
         table[part] = np.where(there, slots, table[part])
         seen[part] |= there & (at > own - window) if window else there
-    seen[~seen.any(-1), 0] = True  # padding rows: something finite that is never read
+    sees = seen.any(-1)
+    rows = int(np.flatnonzero(sees)[-1]) + 1 if sees.any() else 0
+    seen[~sees, 0] = True  # padding between rows: something finite that is never read
     device = run.ints.device
-    return torch.from_numpy(table).to(device), torch.from_numpy(seen).to(device)
+    return torch.from_numpy(table[:rows]).to(device), torch.from_numpy(seen[:rows]).to(device)
