@@ -19,6 +19,9 @@ Candidates = tuple[
 Ways = Callable[[Any], Candidates | None]  # what may follow a candidate's node; None = the text ends there
 
 
+Size = tuple[int, int, int]  # of a tree: nodes below its root, levels, children of a node at most
+
+
 class Successors(Protocol):
     """A table of what may follow a token, whatever else is known of the node."""
 
@@ -59,7 +62,7 @@ def grow(
     first: Candidates,
     ways: Ways,
     more: Successors | None,
-    size: tuple[int, int, int],
+    size: Size,
     least: float,
 ) -> Grown:
     """A tree of at most so many nodes below its root, levels, and children of a node, down to survivals of `least`.

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
+from forerun.drafters.match_needs import MatchNeeds
 from forerun.drafters.tree_builder import TreeBuilder, best_count, least_step
 from forerun.offers import FREE, Offer
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
@@ -88,8 +89,7 @@ class NgramDrafter(LookupDrafter):
 
     def __init__(self, longest: int = 16, shortest: int = 1) -> None:
         self.longest, self.shortest = longest, shortest
-        self._wanted = tuple(Needs(match_length=length) for length in range(longest + 2))
-        self.needs = self._wanted[max(1, shortest)]
+        self._matches_needed = MatchNeeds(longest, shortest)
         self._sequences: dict[int, _Sequence] = {}
         self._looked_up: set[int] = set()  # sequences with a guess of the coming round
         self._all = HitRates.prior(longest)
@@ -97,6 +97,10 @@ class NgramDrafter(LookupDrafter):
     @classmethod
     def build(cls, parts: Parts) -> NgramDrafter:
         return cls(parts.speculative.prompt_lookup_max, parts.speculative.prompt_lookup_min)
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return self._matches_needed.needs
 
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         """Where nothing may be drafted, nothing is looked up."""
@@ -114,9 +118,7 @@ class NgramDrafter(LookupDrafter):
         state = self._sequences.get(seq.id)
         if state is None or not state.guess or state.looked != state.source + len(seq.tokens):
             return
-        match = state.found[0][0]
-        if match >= (self.needs.match_length or 0):
-            self.needs = self._wanted[match + 1]
+        self._matches_needed.refuse(state.found[0][0])
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Score the guesses that were looked up against the committed tokens, proposed or not."""
@@ -184,9 +186,7 @@ class NgramDrafter(LookupDrafter):
         state = self._look_up(seq)
         if not state.found:
             return state.tokens[-1:], _ROOT
-        match = state.found[0][0]
-        if match < (self.needs.match_length or 0):
-            self.needs = self._wanted[match]  # it is worth drafting after all
+        self._matches_needed.take(state.found[0][0])
         least = 0.0 if budget.price is None else max(NEGLIGIBLE / 4, least_step(budget.price))
         # a second branch is right only where the first is not: often that is too seldom to look for one
         if budget.width > 1 and 1.0 - state.rates.rate(state.found[0][0], self._all) >= least:

@@ -41,12 +41,17 @@ class Fill:
     """
 
     def __init__(self, table: Successors) -> None:
-        self.after = table.after
+        self._table, self.after = table, table.after
         self.factors = list(PRIOR)
         self.asked = TREE
         self.after_miss = AFTER_MISS
         self._undrafted = 0  # offers in a row
         self._hits, self._expected = [WORTH * prior for prior in PRIOR], [WORTH, WORTH]
+
+    @property
+    def at(self) -> tuple[int, int, int, int]:
+        """Where the table lies."""
+        return self._table.at
 
     def note_offer(self, promised: float, missed: bool) -> None:
         """An offer of so many tokens is made; `missed`: the last one had not the token that came."""

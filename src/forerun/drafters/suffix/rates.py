@@ -6,6 +6,8 @@ would have been accepted. Recent counts weigh more; what was learnt on all seque
 
 from __future__ import annotations
 
+from array import array
+
 ONCE, ALIKE, MOSTLY, DIVIDED, SECOND = range(5)
 """What earlier occurrences say: there was one | all agree | most agree | they do not. SECOND is the rate of the second
 most frequent continuation where the first was wrong."""
@@ -29,8 +31,9 @@ class HitRates:
     def __init__(self, longest: int, with_prior: bool = False) -> None:
         self.longest = longest
         tries = PRIOR_TRIES if with_prior else 0.0
-        self.tries = [tries] * (longest * len(_PRIOR))
-        self.hits = [tries * kind[min(m, len(kind) - 1)] for kind in _PRIOR for m in range(longest)]
+        # arrays, which the native library reads where they lie
+        self.tries = array("d", [tries] * (longest * len(_PRIOR)))
+        self.hits = array("d", [tries * kind[min(m, len(kind) - 1)] for kind in _PRIOR for m in range(longest)])
 
     def count(self, kind: int, match: int, hit: bool, memory: float) -> None:
         i = kind * self.longest + min(match, self.longest) - 1
