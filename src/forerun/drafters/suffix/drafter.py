@@ -106,17 +106,22 @@ class SuffixDrafter(LookupDrafter):
             lookup = state.lookup
             if self._fill is not None and state.grown is not None:
                 self._fill.count(seq.tokens[-1], lookup.matched, committed[0])
-            own, shared = lookup.rates[lookup.source], self._all[lookup.source]
-            for step, token in zip(lookup.steps(len(committed)), committed, strict=False):
-                hit = step.token == token
-                own.count(step.kind, step.match, hit, OWN_MEMORY)
-                shared.count(step.kind, step.match, hit, SHARED_MEMORY)
-                if not hit:
-                    if step.second is not None:
-                        own.count(SECOND, step.match, step.second == token, OWN_MEMORY)
-                        shared.count(SECOND, step.match, step.second == token, SHARED_MEMORY)
-                    break
+            if lookup.match():
+                self._count_steps(lookup, committed)
         self._looked_up.clear()
+
+    def _count_steps(self, lookup: Lookup, committed: Sequence[int]) -> None:
+        """Of the chain: which tokens came, up to the first that did not."""
+        own, shared = lookup.rates[lookup.source], self._all[lookup.source]
+        for step, token in zip(lookup.steps(len(committed)), committed, strict=False):
+            hit = step.token == token
+            own.count(step.kind, step.match, hit, OWN_MEMORY)
+            shared.count(step.kind, step.match, hit, SHARED_MEMORY)
+            if not hit:
+                if step.second is not None:
+                    own.count(SECOND, step.match, step.second == token, OWN_MEMORY)
+                    shared.count(SECOND, step.match, step.second == token, SHARED_MEMORY)
+                break
 
     def forget(self, seq: Seq) -> None:
         tenant, met = tenant_of(seq), seq.id in self._met or seq.id in self._sequences

@@ -77,12 +77,9 @@ class Fill:
         """After a root with this token, and these continuations of its match, one token came."""
         if came in matched:
             return
-        hits, expected = 0.0, 0.0
-        for share, one in self.after(token):
-            if one not in matched:
-                expected += share
-                hits += one == came
         i = 1 if matched else 0
+        row = [pair for pair in self.after(token) if pair[1] not in matched] if i else self.after(token)
+        hits, expected = came in [one for _, one in row], sum([share for share, _ in row])
         self._hits[i] = self._hits[i] * MEMORY + hits
         self._expected[i] = self._expected[i] * MEMORY + expected
         self.factors[i] = min(1.0, self._hits[i] / self._expected[i])

@@ -34,6 +34,10 @@ class NativeLookup:
         weakref.finalize(self, library.fr_suffix_free, text)
         self._text, self._ask, self._at = text, ask, ctypes.addressof(ask)
         self._read, self._grow = library.fr_suffix_read, library.fr_suffix_grow
+        # views of what it found: to make one takes longer than to read it
+        self._tokens, self._survivals, self._matches = ask.step_tokens, ask.step_survivals, ask.step_matches
+        self._columns = ask.step_tokens, ask.step_rates, ask.step_kinds, ask.step_matches, ask.step_seconds
+        self._factors, self._tree = ask.factors, (ask.tokens, ask.parents, ask.survivals, ask.depths)
         self._stops = array("q", sorted(stop_ids))
         self._kept = own, of_all, fill  # what the library reads
         ask.own_hits, ask.own_tries = _address(own.hits), _address(own.tries)
@@ -51,35 +55,32 @@ class NativeLookup:
             raise MemoryError("no memory for a text to look up")
 
     def steps(self, most: int) -> Sequence[Step]:
-        ask = self._ask
-        count = min(most, ask.steps)
-        columns = ask.step_tokens, ask.step_rates, ask.step_kinds, ask.step_matches, ask.step_seconds
-        return [
-            Step(token, rate, kind, match, second if second >= 0 else None)
-            for token, rate, kind, match, second in zip(*[one[:count] for one in columns], strict=True)
-        ]
+        return [self._step(i) for i in range(min(most, self._ask.steps))]
+
+    def _step(self, i: int) -> Step:
+        token, rate, kind, match, second = [column[i] for column in self._columns]
+        return Step(token, rate, kind, match, second if second >= 0 else None)
 
     def tokens(self, most: int) -> list[int]:
-        return self._ask.step_tokens[: min(most, self._ask.steps)]
+        return self._tokens[: min(most, self._ask.steps)]
 
     def survivals(self) -> Sequence[float]:
-        return self._ask.step_survivals[: self._ask.steps]
+        return self._survivals[: self._ask.steps]
 
     def match(self) -> int:
-        return self._ask.step_matches[0] if self._ask.steps else 0
+        return self._matches[0] if self._ask.steps else 0
 
     def grow(self, seq: Seq, fill: Fill | None, size: Size, least: float) -> Grown:
         ask = self._ask
         if fill is not None:
-            ask.factors[:] = fill.factors
+            self._factors[:] = fill.factors
         ask.nodes, ask.depth, ask.width = size
-        ask.least, ask.tokens[0] = least, seq.tokens[-1]
+        tokens, parents, survivals, depths = self._tree
+        ask.least, tokens[0] = least, seq.tokens[-1]
         self._grow(self._text, self._at)
         count = ask.count
         self.matched = ask.matches[: ask.matched]
-        return Grown(
-            ask.tokens[: count + 1], ask.parents[: count + 1], ask.survivals[:count], ask.depths[: count + 1]
-        )
+        return Grown(tokens[: count + 1], parents[: count + 1], survivals[:count], depths[: count + 1])
 
 
 def _address(values: array[float] | array[int]) -> int:
