@@ -30,7 +30,7 @@ STOPS = frozenset({3, 70})
 
 
 def random_rates(rng: random.Random) -> HitRates:
-    rates = HitRates(16, with_prior=True)
+    rates = HitRates(16, 1.0)
     for i in range(len(rates.tries)):
         rates.tries[i], rates.hits[i] = rng.uniform(1.0, 30.0), rng.uniform(0.0, 1.0)
         rates.hits[i] *= rates.tries[i]

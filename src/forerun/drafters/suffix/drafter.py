@@ -22,7 +22,7 @@ from forerun.drafters.suffix.fill import Fill, least_of
 from forerun.drafters.suffix.history import History
 from forerun.drafters.suffix.native_lookup import NativeLookup
 from forerun.drafters.suffix.places import ALWAYS, Lookup, PlaceLookup
-from forerun.drafters.suffix.rates import OWN_MEMORY, SECOND, SHARED_MEMORY, HitRates
+from forerun.drafters.suffix.rates import ALIKE, CAUTION, ONCE, OWN_MEMORY, SECOND, SHARED_MEMORY, HitRates
 from forerun.drafters.suffix.successors import Successors
 from forerun.drafters.tenants import tenant_of
 from forerun.drafters.tree_builder import best_count
@@ -63,7 +63,7 @@ class SuffixDrafter(LookupDrafter):
         self._sequences: dict[int, _Sequence] = {}
         self._met: set[int] = set()  # sequences that were observed: their outputs go into the history
         self._looked_up: set[int] = set()  # sequences with a chain for the coming round
-        self._all = [HitRates(longest, with_prior=True) for _ in range(3)]
+        self._all = [HitRates(longest, CAUTION if successors is None else 1.0) for _ in range(3)]
         self._fill = None if successors is None else Fill(successors)
 
     @classmethod
@@ -87,12 +87,21 @@ class SuffixDrafter(LookupDrafter):
         if self._fill is not None:
             self._fill.note_budgets(budgets)
         if not any([budget.nodes for budget in budgets]):  # noqa: C419 - twice as fast
-            if self._matches is not None and self._looked_up and len(seqs) == 1 and budgets[0].source == "free":
-                state = self._sequences.get(seqs[0].id)
-                if state is not None and state.looked == len(seqs[0].tokens):
-                    self._matches.refuse(state.lookup.match())
+            if self._looked_up and len(seqs) == 1 and budgets[0].source == "free":
+                self._note_refused(seqs[0])
             return lone_roots(seqs)
         return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
+
+    def _note_refused(self, seq: Seq) -> None:
+        """Passes may run past matches that are worth no more than this one."""
+        state = self._sequences.get(seq.id)
+        if self._matches is None or state is None or state.looked != len(seq.tokens):
+            return
+        for step in state.lookup.steps(1):
+            if step.kind == ALIKE:
+                self._matches.refuse(step.match)
+            elif step.kind == ONCE:  # all occurrences of a shorter match may agree, which is worth as much
+                self._matches.refuse(step.match - 1)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Score the chains that were looked up against the committed tokens, proposed or not."""
