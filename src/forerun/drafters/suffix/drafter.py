@@ -18,7 +18,7 @@ from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, com
 from forerun.drafters.best_first import Grown, Size
 from forerun.drafters.match_needs import MatchNeeds
 from forerun.drafters.suffix.corpus import Corpus
-from forerun.drafters.suffix.fill import Fill, least_of
+from forerun.drafters.suffix.fill import Fill, OwnTrust, least_of
 from forerun.drafters.suffix.history import History
 from forerun.drafters.suffix.native_lookup import NativeLookup
 from forerun.drafters.suffix.places import ALWAYS, Lookup, PlaceLookup
@@ -36,6 +36,7 @@ class _Sequence:
     """What is kept per sequence."""
 
     lookup: Lookup
+    trust: OwnTrust = field(default_factory=OwnTrust)  # in the table of successors
     read: int = 0  # tokens of the sequence that were read
     looked: int = -1  # length of the sequence when continuations were last looked up
     grown: tuple[tuple[Size, float], Grown] | None = None  # the tree of the coming round, for which budget
@@ -114,7 +115,7 @@ class SuffixDrafter(LookupDrafter):
                 continue
             lookup = state.lookup
             if self._fill is not None and state.grown is not None:
-                self._fill.count(seq.tokens[-1], lookup.matched, committed[0])
+                self._fill.count(seq.tokens[-1], lookup.matched, committed[0], state.trust)
             if lookup.match():
                 self._count_steps(lookup, committed)
         self._looked_up.clear()
@@ -207,5 +208,6 @@ class SuffixDrafter(LookupDrafter):
         """The tree of the coming round before it is cut to what pays."""
         size, least = (budget.nodes, budget.depth, budget.width), least_of(budget)
         if state.grown is None or state.grown[0] != (size, least):
-            state.grown = (size, least), state.lookup.grow(seq, self._fill, size, least)
+            table = None if self._fill is None else self._fill.of(state.trust)
+            state.grown = (size, least), state.lookup.grow(seq, table, size, least)
         return state.grown[1]

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 
 from forerun.drafters.base import NEGLIGIBLE
-from forerun.drafters.best_first import Grown, Size
+from forerun.drafters.best_first import Grown, Size, Successors
 from forerun.drafters.suffix.fill import Fill
 from forerun.drafters.suffix.places import ALWAYS, REQUEST, Step
 from forerun.drafters.suffix.rates import SHARED_TRIES, HitRates
@@ -70,10 +70,10 @@ class NativeLookup:
     def match(self) -> int:
         return self._matches[0] if self._ask.steps else 0
 
-    def grow(self, seq: Seq, fill: Fill | None, size: Size, least: float) -> Grown:
+    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float) -> Grown:
         ask = self._ask
-        if fill is not None:
-            self._factors[:] = fill.factors
+        if table is not None:
+            self._factors[:] = table.factors
         ask.nodes, ask.depth, ask.width = size
         tokens, parents, survivals, depths = self._tree
         ask.least, tokens[0] = least, seq.tokens[-1]

@@ -66,7 +66,7 @@ class Lookup(Protocol):
         """The length of the match that the chain follows; 0 = there is none."""
         ...
 
-    def grow(self, seq: Seq, fill: Successors | None, size: Size, least: float) -> Grown:
+    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float) -> Grown:
         """The tree below the sequence's last token, down to survivals of `least`."""
         ...
 
@@ -105,8 +105,8 @@ class PlaceLookup:
     def match(self) -> int:
         return self._chain[0].match if self._chain else 0
 
-    def grow(self, seq: Seq, fill: Successors | None, size: Size, least: float) -> Grown:
-        return grow(seq.tokens[-1], self._first(seq), self._ways(seq.stop_ids), fill, size, least)
+    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float) -> Grown:
+        return grow(seq.tokens[-1], self._first(seq), self._ways(seq.stop_ids), table, size, least)
 
     def _places(self, seq: Seq) -> list[tuple[int, Place]]:
         """Where the end of the sequence matches, in every text that it does."""
