@@ -73,7 +73,9 @@ def test_both_find_the_same(letters: int, with_table: bool, shortest: int) -> No
         if fill is not None:
             fill.factors = [rng.random(), rng.random()]
         size = rng.choice([(24, 24, 8), (60, 24, 10), (5, 5, 1), (200, 40, 3), (0, 0, 1), (7, 1, 8)])
-        trees = [one.grow(seq, fill, size, 0.01) for one in lookups]
+        steep = tuple([rng.choice([0.0, 0.02]) * n for n in range(rng.choice([10, 61]))])
+        price = rng.choice([None, steep])
+        trees = [one.grow(seq, fill, size, 0.01, price) for one in lookups]
         assert trees[0] == trees[1]
         assert list(native.matched) == list(python.matched)
         grown += len(trees[0].tokens) > 3
@@ -160,7 +162,7 @@ def test_large_texts_and_token_ids() -> None:
         one.read(seq, text, AT_HAND)
     assert list(native.steps(24)) == list(python.steps(24))
     size = (256, 24, 10)
-    assert native.grow(seq, None, size, 0.0) == python.grow(seq, None, size, 0.0)
+    assert native.grow(seq, None, size, 0.0, None) == python.grow(seq, None, size, 0.0, None)
 
 
 def test_rates_lie_where_the_library_reads_them() -> None:

@@ -24,7 +24,7 @@ from forerun.testing.menu_simulator import SimulatedMenu
 from forerun.testing.run_simulator import RunSimulation
 
 GAP = 4e-4  # seconds of the host in a round that is read first, on a GPU
-DRAFTS = {"ngram": 65e-6, "suffix": 80e-6}  # of it for a draft: `forerun.bench.lookups cost`
+DRAFTS = {"ngram": 65e-6, "suffix": 65e-6}  # of it for a draft: `forerun.bench.lookups cost`
 HEAD_LEVEL, HEAD_RATE = 1.15e-4, 0.62  # seconds of a level of a head, and how often its likeliest token is right
 HEAD_FORMS = (Form(5, 5, 1), Form(15, 6, 5), Form(31, 6, 8))
 
@@ -67,7 +67,7 @@ def replay_gpu(
     """By task: with a drafter and a controller for every text, or one for all; `head`: beside a head."""
     host, sums = Host(gap, DRAFTS[name]), dict[str, _Sums]()
     texts: list[Text] = [(one.prompt, one.answer) for one in recording.texts]
-    menu = SimulatedMenu(HEAD_FORMS, HEAD_LEVEL, HEAD_RATE) if head else None
+    menu = SimulatedMenu(HEAD_FORMS, HEAD_LEVEL, claimed_rate=HEAD_RATE) if head else None
     table = make_drafter(name, recording, with_table=True) if in_a_row else None
 
     def simulate(some: Sequence[Text], lookup: LookupDrafter | None, heads: Menu | None) -> FollowSimulation:

@@ -15,13 +15,13 @@ from itertools import takewhile
 from pathlib import Path
 
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
-from forerun.drafters.best_first import Grown, Size
+from forerun.drafters.best_first import BestTree, Size
 from forerun.drafters.match_needs import MatchNeeds
 from forerun.drafters.suffix.corpus import Corpus
 from forerun.drafters.suffix.fill import Fill, OwnTrust, least_of
 from forerun.drafters.suffix.history import History
 from forerun.drafters.suffix.native_lookup import NativeLookup
-from forerun.drafters.suffix.places import ALWAYS, Lookup, PlaceLookup
+from forerun.drafters.suffix.places import ALWAYS, Lookup, PlaceLookup, Price
 from forerun.drafters.suffix.rates import ALIKE, CAUTION, ONCE, OWN_MEMORY, SECOND, SHARED_MEMORY, HitRates
 from forerun.drafters.suffix.successors import Successors
 from forerun.drafters.tenants import tenant_of
@@ -39,9 +39,9 @@ class _Sequence:
     trust: OwnTrust = field(default_factory=OwnTrust)  # in the table of successors
     read: int = 0  # tokens of the sequence that were read
     looked: int = -1  # length of the sequence when continuations were last looked up
-    grown: tuple[tuple[Size, float], Grown] | None = None  # the tree of the coming round, for which budget
+    grown: tuple[tuple[Size, float, Price | None], BestTree] | None = None  # the coming round's, for which budget
     offered: int = -1  # length of the sequence when a tree was last offered
-    nexts: set[int] = field(default_factory=set)  # the tokens below its root
+    nexts: Sequence[int] = ()  # the tokens below its root
     missed: bool = False  # the token behind that was none of these
 
 
@@ -153,13 +153,11 @@ class SuffixDrafter(LookupDrafter):
         """A chain that matches; with the table of successors the tree that it would draft, as budgets are now."""
         state = self._state(seq)
         if self._fill is not None:
-            asked = self._fill.asked
-            grown = self._grown(seq, state, asked)
-            count = best_count(grown.survivals, asked.price)
-            free = tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, grown.by_depth(count)))
+            grown = self._grown(seq, state, self._fill.asked)
+            free = tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, grown.by_depth))
             if state.offered != state.looked:
                 self._fill.note_offer(sum(free), state.missed)
-                state.offered, state.nexts = state.looked, grown.nexts(count)
+                state.offered, state.nexts = state.looked, grown.nexts
             return Offer(free=free, otherwise=self._fill.after_miss)
         survivals = state.lookup.survivals()
         if not survivals:
@@ -201,13 +199,12 @@ class SuffixDrafter(LookupDrafter):
             count = best_count(survivals, budget.price)
             return [seq.tokens[-1], *state.lookup.tokens(count)], range(-1, count)
         grown = self._grown(seq, state, budget)
-        count = best_count(grown.survivals[: budget.nodes], budget.price)
-        return grown.tokens[: count + 1], grown.parents[: count + 1]
+        return grown.tokens, grown.parents
 
-    def _grown(self, seq: Seq, state: _Sequence, budget: Budget) -> Grown:
-        """The tree of the coming round before it is cut to what pays."""
-        size, least = (budget.nodes, budget.depth, budget.width), least_of(budget)
-        if state.grown is None or state.grown[0] != (size, least):
+    def _grown(self, seq: Seq, state: _Sequence, budget: Budget) -> BestTree:
+        """The tree of the coming round."""
+        size, least, price = (budget.nodes, budget.depth, budget.width), least_of(budget), budget.price
+        if state.grown is None or state.grown[0] != (size, least, price):
             table = None if self._fill is None else self._fill.of(state.trust)
-            state.grown = (size, least), state.lookup.grow(seq, table, size, least)
+            state.grown = (size, least, price), state.lookup.grow(seq, table, size, least, price)
         return state.grown[1]

@@ -12,9 +12,9 @@ from array import array
 from collections.abc import Sequence
 
 from forerun.drafters.base import NEGLIGIBLE
-from forerun.drafters.best_first import Grown, Size, Successors
+from forerun.drafters.best_first import BestTree, Size, Successors
 from forerun.drafters.suffix.fill import Fill
-from forerun.drafters.suffix.places import ALWAYS, REQUEST, Step
+from forerun.drafters.suffix.places import ALWAYS, REQUEST, Price, Step
 from forerun.drafters.suffix.rates import SHARED_TRIES, HitRates
 from forerun.models.native import suffix_library as native
 from forerun.types import Seq
@@ -37,9 +37,10 @@ class NativeLookup:
         # views of what it found: to make one takes longer than to read it
         self._tokens, self._survivals, self._matches = ask.step_tokens, ask.step_survivals, ask.step_matches
         self._columns = ask.step_tokens, ask.step_rates, ask.step_kinds, ask.step_matches, ask.step_seconds
-        self._factors, self._tree = ask.factors, (ask.tokens, ask.parents, ask.survivals, ask.depths)
+        self._factors, self._tree = ask.factors, (ask.tokens, ask.parents, ask.by_depth, ask.nexts)
         self._stops = array("q", sorted(stop_ids))
         self._kept = own, of_all, fill  # what the library reads
+        self._price: tuple[Price | None, array[float]] = None, array("d")
         ask.own_hits, ask.own_tries = _address(own.hits), _address(own.tries)
         ask.all_hits, ask.all_tries = _address(of_all.hits), _address(of_all.tries)
         ask.longest, ask.shortest, ask.shared_tries = own.longest, shortest, SHARED_TRIES
@@ -70,17 +71,20 @@ class NativeLookup:
     def match(self) -> int:
         return self._matches[0] if self._ask.steps else 0
 
-    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float) -> Grown:
+    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None) -> BestTree:
         ask = self._ask
         if table is not None:
             self._factors[:] = table.factors
+        if price is not self._price[0]:
+            self._price = price, array("d", price or ())
+            ask.price, ask.prices = _address(self._price[1]) if price else None, len(self._price[1])
+        tokens, parents, by_depth, nexts = self._tree
         ask.nodes, ask.depth, ask.width = size
-        tokens, parents, survivals, depths = self._tree
         ask.least, tokens[0] = least, seq.tokens[-1]
         self._grow(self._text, self._at)
-        count = ask.count
+        count = ask.best + 1
         self.matched = ask.matches[: ask.matched]
-        return Grown(tokens[: count + 1], parents[: count + 1], survivals[:count], depths[: count + 1])
+        return BestTree(tokens[:count], parents[:count], by_depth[: ask.levels], nexts[: ask.next_count])
 
 
 def _address(values: array[float] | array[int]) -> int:

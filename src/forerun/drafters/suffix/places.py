@@ -12,12 +12,13 @@ from operator import itemgetter, mul
 from typing import NamedTuple, Protocol
 
 from forerun.drafters.base import NEGLIGIBLE
-from forerun.drafters.best_first import Candidates, Grown, Size, Successors, Ways, grow
+from forerun.drafters.best_first import BestTree, Candidates, Size, Successors, Ways, grow
 from forerun.drafters.suffix.automaton import SuffixAutomaton
 from forerun.drafters.suffix.corpus import Corpus
 from forerun.drafters.suffix.history import Reader
 from forerun.drafters.suffix.rates import ALIKE, ONCE, SECOND, HitRates, kind_of
 from forerun.drafters.suffix.sources import AutomatonPlace, Place
+from forerun.drafters.tree_builder import best_count
 from forerun.types import Seq
 
 REQUEST, PAST, CORPUS = range(3)  # the texts that are searched
@@ -26,6 +27,7 @@ RANKS = 8  # continuations of one match that become branches
 ELSEWHERE = 0.5  # of the rate of a match, where longer ones, or other texts, have said something else
 ALWAYS = 8  # tokens of a chain that are looked up however unlikely: a fixed budget drafts them all
 
+Price = tuple[float, ...]  # of a budget
 Match = tuple[float, int, int, Place]  # probability, token, the text, where the node above matches
 
 
@@ -66,8 +68,8 @@ class Lookup(Protocol):
         """The length of the match that the chain follows; 0 = there is none."""
         ...
 
-    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float) -> Grown:
-        """The tree below the sequence's last token, down to survivals of `least`."""
+    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None) -> BestTree:
+        """The tree below the sequence's last token, down to survivals of `least`, cut to what pays by a price list."""
         ...
 
 
@@ -105,8 +107,9 @@ class PlaceLookup:
     def match(self) -> int:
         return self._chain[0].match if self._chain else 0
 
-    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float) -> Grown:
-        return grow(seq.tokens[-1], self._first(seq), self._ways(seq.stop_ids), table, size, least)
+    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None) -> BestTree:
+        grown = grow(seq.tokens[-1], self._first(seq), self._ways(seq.stop_ids), table, size, least)
+        return grown.cut(best_count(grown.survivals, price))
 
     def _places(self, seq: Seq) -> list[tuple[int, Place]]:
         """Where the end of the sequence matches, in every text that it does."""

@@ -36,6 +36,8 @@ class Lookup(Structure):
         ("negligible", c_double),
         *[(name, c_int64) for name in ("nodes", "depth", "width")],
         ("least", c_double),
+        ("price", c_void_p),
+        ("prices", c_int64),
         ("steps", c_int64),
         *[(name, c_int32 * MOST_STEPS) for name in ("step_tokens", "step_kinds", "step_matches")],
         ("step_seconds", c_int32 * MOST_STEPS),
@@ -46,6 +48,9 @@ class Lookup(Structure):
         *[(name, c_int32 * (MOST_NODES + 1)) for name in ("tokens", "parents", "depths")],
         ("matches", c_int32 * MOST_STEPS),
         ("survivals", c_double * MOST_NODES),
+        *[(name, c_int64) for name in ("best", "levels", "next_count")],
+        ("by_depth", c_double * MOST_NODES),
+        ("nexts", c_int32 * MOST_NODES),
     ]
 
 

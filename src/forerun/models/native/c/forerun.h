@@ -285,7 +285,7 @@ typedef struct {
 FR_API int64_t fr_draft_layout(void);
 FR_API int fr_head_draft(const fr_head *head, const fr_head_pass *like, fr_draft *draft);
 
-/* ---- suffix.c: what may follow the end of a text ---- */
+/* ---- suffix.c, suffix_tree.c: what may follow the end of a text ---- */
 enum { FR_LOOKUP_NODES = 256, FR_LOOKUP_STEPS = 24 };
 typedef struct fr_suffix fr_suffix; /* every substring of a growing text, with how often each occurs */
 typedef struct {
@@ -303,6 +303,8 @@ typedef struct {
     double negligible;                  /* below this survival it ends otherwise */
     int64_t nodes, depth, width;        /* of the tree: below its root, levels, children of a node at most */
     double least;                       /* survival of a node */
+    const double *price;                /* [prices] of 0, 1, .. nodes, in tokens; NULL = they cost nothing */
+    int64_t prices;
     int64_t steps;                      /* of the chain that was found */
     int32_t step_tokens[FR_LOOKUP_STEPS], step_kinds[FR_LOOKUP_STEPS], step_matches[FR_LOOKUP_STEPS];
     int32_t step_seconds[FR_LOOKUP_STEPS]; /* the next best continuation, -1 = none */
@@ -311,6 +313,9 @@ typedef struct {
     int32_t tokens[FR_LOOKUP_NODES + 1], parents[FR_LOOKUP_NODES + 1], depths[FR_LOOKUP_NODES + 1];
     int32_t matches[FR_LOOKUP_STEPS];
     double survivals[FR_LOOKUP_NODES]; /* of the nodes below the root */
+    int64_t best, levels, next_count;  /* nodes that pay, their levels, and those of them that are below the root */
+    double by_depth[FR_LOOKUP_NODES];  /* how likely these bring a path of depth 1, 2, .. */
+    int32_t nexts[FR_LOOKUP_NODES];
 } fr_lookup;
 
 FR_API int64_t fr_lookup_layout(void);

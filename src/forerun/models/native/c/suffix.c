@@ -1,63 +1,22 @@
-/* What may follow the end of a text: by its own earlier places, and by a table of successors of single tokens.
+/* The suffix automaton of a growing text (Blumer et al. 1985), as in forerun/drafters/suffix/automaton.py: with the same
+ * counts and the same order, so that a draft does not depend on whether this library is there.
  *
- * The same as forerun/drafters/suffix/automaton.py and places.py, step by step and with the same sums, so that a draft
- * does not depend on whether this library is there. Outgoing edges of all states lie in one array, each with the next
- * older one of its state, and are found by a hash table of state and token.
+ * Outgoing edges of all states lie in one array, each with the next older one of its state, and are found by a hash table
+ * of state and token.
  */
-#include "forerun.h"
+#include "suffix.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-enum { CLIMB = 8, LOOKED_AT = 48, SHORTER = 3, RANKS = 8, AT_ROOT = SHORTER * RANKS };
-enum { ONCE, ALIKE, MOSTLY, DIVIDED, SECOND };
-static const double ELSEWHERE = 0.5;
+enum { CLIMB = 8 }; /* states along the suffix links whose counts follow each new token */
 
-typedef struct {
-    int32_t length, link, count, latest, edge; /* of its longest substring, -1 = none, .., .., its newest edge or -1 */
-} state_t;
-
-typedef struct {
-    int32_t state, token, to, older;
-} edge_t;
-
-struct fr_suffix {
-    state_t *states;
-    edge_t *edges;
-    int32_t *slots; /* [mask + 1] edges by state and token, -1 = free */
-    int64_t state_count, state_room, edge_count, edge_room, mask;
-    int32_t last, size;
-};
-
-typedef struct {
-    int32_t state, length;
-} place_t;
-
-typedef struct {
-    int32_t count, latest, token, to;
-} continuation_t;
-
-typedef struct {
-    double rate;
-    int32_t token;
-    place_t above; /* where the node above it matches; state -1: it comes from the table */
-} candidate_t;
-
-/* A list of candidates below a node, of which those before `rank` are in the tree already. */
-typedef struct {
-    double likely, scale;
-    int32_t order, parent, rank, count, own, own_count; /* the node's own candidates: in the arena */
-    const int64_t *tokens;                              /* of a row of the table; NULL = its own candidates */
-    const float *shares;
-} waiting_t;
-
-/* ---- the automaton ---- */
 static uint64_t place_of(const fr_suffix *text, int32_t state, int32_t token) {
     uint64_t key = ((uint64_t)(uint32_t)state << 32 | (uint32_t)token) * 0x9E3779B97F4A7C15ull;
     return (key ^ key >> 29) & (uint64_t)text->mask;
 }
 
-static int32_t find_edge(const fr_suffix *text, int32_t state, int32_t token) {
+int32_t fr_suffix_edge(const fr_suffix *text, int32_t state, int32_t token) {
     for (uint64_t at = place_of(text, state, token);; at = (at + 1) & (uint64_t)text->mask) {
         int32_t edge = text->slots[at];
         if (edge < 0 || (text->edges[edge].state == state && text->edges[edge].token == token)) return edge;
@@ -119,19 +78,19 @@ static int32_t split(fr_suffix *text, int32_t state, int32_t token, int32_t targ
     for (int64_t edge = first; edge < text->edge_count; edge++) enter(text, (int32_t)edge);
     text->states[target].link = clone;
     for (int32_t edge; state >= 0; state = text->states[state].link) {
-        if ((edge = find_edge(text, state, token)) < 0 || text->edges[edge].to != target) break;
+        if ((edge = fr_suffix_edge(text, state, token)) < 0 || text->edges[edge].to != target) break;
         text->edges[edge].to = clone;
     }
     return clone;
 }
 
-static int add_token(fr_suffix *text, int32_t token) {
+int fr_suffix_add(fr_suffix *text, int32_t token) {
     if (reserve(text, 1)) return 1;
     int32_t made = (int32_t)text->state_count++, state = text->last, to = -1;
     text->size++;
     text->states[made] = (state_t){text->states[state].length + 1, 0, 1, text->size, -1};
     for (int32_t edge; state >= 0; state = text->states[state].link) {
-        if ((edge = find_edge(text, state, token)) >= 0) {
+        if ((edge = fr_suffix_edge(text, state, token)) >= 0) {
             to = text->edges[edge].to;
             break;
         }
@@ -177,9 +136,7 @@ FR_API fr_suffix *fr_suffix_new(void) {
     return text;
 }
 
-/* ---- places ---- */
-/* The longest suffix of these that anything followed. */
-static place_t shorten(const fr_suffix *text, int32_t state, int32_t length) {
+place_t fr_suffix_shorten(const fr_suffix *text, int32_t state, int32_t length) {
     while (state > 0 && text->states[state].edge < 0) {
         state = text->states[state].link;
         length = text->states[state].length;
@@ -187,16 +144,16 @@ static place_t shorten(const fr_suffix *text, int32_t state, int32_t length) {
     return (place_t){state, length};
 }
 
-static place_t earlier(const fr_suffix *text) {
+place_t fr_suffix_earlier(const fr_suffix *text) {
     int32_t state = text->states[text->last].link;
     if (state < 0) state = 0;
-    return shorten(text, state, text->states[state].length);
+    return fr_suffix_shorten(text, state, text->states[state].length);
 }
 
-static place_t shorter(const fr_suffix *text, place_t place) {
+place_t fr_suffix_shorter(const fr_suffix *text, place_t place) {
     int32_t link = text->states[place.state].link;
     if (link < 0) link = 0;
-    return shorten(text, link, text->states[link].length);
+    return fr_suffix_shorten(text, link, text->states[link].length);
 }
 
 static int is_better(const continuation_t *one, const continuation_t *other) {
@@ -205,8 +162,7 @@ static int is_better(const continuation_t *one, const continuation_t *other) {
     return one->token > other->token;
 }
 
-/* What followed a place, the most frequent first, and of those the most recent. */
-static int continuations(const fr_suffix *text, place_t place, continuation_t *found) {
+int fr_suffix_continuations(const fr_suffix *text, place_t place, continuation_t *found) {
     int count = 0;
     if (!place.state) return 0;
     for (int32_t edge = text->states[place.state].edge; edge >= 0 && count < LOOKED_AT; edge = text->edges[edge].older) {
@@ -218,188 +174,3 @@ static int continuations(const fr_suffix *text, place_t place, continuation_t *f
     }
     return count;
 }
-
-static double rate(const fr_lookup *ask, int kind, int64_t match) {
-    int64_t i = kind * ask->longest + (match < ask->longest ? match : ask->longest) - 1;
-    double shared = ask->shared_tries * ask->all_hits[i] / ask->all_tries[i];
-    return (ask->own_hits[i] + shared) / (ask->own_tries[i] + ask->shared_tries);
-}
-
-static int kind_of(int64_t count, int64_t total) {
-    if (count == total) return total == 1 ? ONCE : ALIKE;
-    return 2 * count > total ? MOSTLY : DIVIDED;
-}
-
-static int64_t total_of(const continuation_t *found, int count) {
-    int64_t total = 0;
-    for (int i = 0; i < count; i++) total += found[i].count;
-    return total;
-}
-
-static int stops_at(const fr_lookup *ask, int32_t token) {
-    for (int64_t i = 0; i < ask->stop_count; i++)
-        if (ask->stops[i] == token) return 1;
-    return 0;
-}
-
-/* The likeliest chain, as long as it is worth drafting; the first few tokens always. */
-static void find_chain(const fr_suffix *text, fr_lookup *ask) {
-    continuation_t found[LOOKED_AT];
-    place_t place = earlier(text);
-    double survival = 1.0;
-    int64_t steps = ask->steps = 0;
-    if (place.length < ask->shortest) return;
-    while (steps < ask->most_steps && (survival >= ask->negligible || steps < ask->always)) {
-        int count = continuations(text, place, found);
-        if (!count) break;
-        int kind = kind_of(found[0].count, total_of(found, count));
-        double own = rate(ask, kind, place.length);
-        survival *= own;
-        ask->step_tokens[steps] = found[0].token, ask->step_kinds[steps] = kind;
-        ask->step_matches[steps] = place.length, ask->step_seconds[steps] = count > 1 ? found[1].token : -1;
-        ask->step_rates[steps] = own, ask->step_survivals[steps] = survival;
-        ask->steps = ++steps;
-        if (stops_at(ask, found[0].token)) break;
-        place = shorten(text, found[0].to, place.length + 1);
-    }
-}
-
-/* ---- trees ---- */
-static int is_among(const candidate_t *some, int count, int32_t token) {
-    for (int i = 0; i < count; i++)
-        if (some[i].token == token) return 1;
-    return 0;
-}
-
-/* Add the continuations of a match to others, and return what probability all of them leave. */
-static double add_matches(const fr_suffix *text, const fr_lookup *ask, place_t place, candidate_t *found, int *made,
-                          double left) {
-    continuation_t following[LOOKED_AT];
-    int count = continuations(text, place, following), before = *made;
-    int64_t total = total_of(following, count);
-    if (count == 1 && !before) {
-        found[0] = (candidate_t){rate(ask, following[0].count == 1 ? ONCE : ALIKE, place.length), following[0].token, place};
-        *made = 1;
-        return 1.0 - found[0].rate;
-    }
-    for (int i = 0; i < count && i < RANKS; i++) {
-        if (is_among(found, before, following[i].token)) continue;
-        int kind = i ? SECOND : kind_of(following[0].count, total);
-        double doubt = i || !before ? 1.0 : ELSEWHERE, own = left * doubt * rate(ask, kind, place.length);
-        left -= own;
-        found[(*made)++] = (candidate_t){own, following[i].token, place};
-    }
-    for (int i = 1; i < *made; i++) { /* the likeliest first; of equals, those found first */
-        candidate_t one = found[i];
-        int at = i;
-        for (; at > 0 && one.rate > found[at - 1].rate; at--) found[at] = found[at - 1];
-        found[at] = one;
-    }
-    return left;
-}
-
-static int comes_first(const waiting_t *one, const waiting_t *other) {
-    return one->likely > other->likely || (one->likely == other->likely && one->order < other->order);
-}
-
-static void push(waiting_t *heap, int *size, waiting_t one) {
-    int at = (*size)++;
-    for (; at > 0 && comes_first(&one, &heap[(at - 1) / 2]); at = (at - 1) / 2) heap[at] = heap[(at - 1) / 2];
-    heap[at] = one;
-}
-
-static waiting_t pop(waiting_t *heap, int *size) {
-    waiting_t best = heap[0], last = heap[--*size];
-    int at = 0;
-    for (int child; (child = 2 * at + 1) < *size; at = child) {
-        if (child + 1 < *size && comes_first(&heap[child + 1], &heap[child])) child++;
-        if (!comes_first(&heap[child], &last)) break;
-        heap[at] = heap[child];
-    }
-    heap[at] = last;
-    return best;
-}
-
-static double share_of(const waiting_t *list, const candidate_t *arena, int rank) {
-    return list->scale * (list->tokens ? (double)list->shares[rank] : arena[list->own + rank].rate);
-}
-
-/* Let the lists of candidates below a node wait: its own, which leave so much, and its token's successors. */
-static void offer_lists(const fr_lookup *ask, const candidate_t *arena, int own, int count, double left, int node,
-                        waiting_t *heap, int *size) {
-    double survival = node ? ask->survivals[node - 1] : 1.0;
-    waiting_t list = {0.0, survival, 2 * node, node, 0, count, own, count, NULL, NULL};
-    if (count && (list.likely = share_of(&list, arena, 0)) > ask->least) push(heap, size, list);
-    int32_t token = ask->tokens[node];
-    double share = ask->table ? survival * left * ask->factors[count > 0] : 0.0;
-    if (share <= ask->least || token < 0 || token >= ask->rows || !ask->kept) return;
-    list.order++, list.scale = share, list.count = (int32_t)ask->kept;
-    list.tokens = ask->table + token * ask->kept, list.shares = ask->shares + token * ask->kept;
-    if ((list.likely = share_of(&list, arena, 0)) > ask->least) push(heap, size, list);
-}
-
-/* What may follow the root: continuations of the longest match, and of shorter ones. */
-static double first_matches(const fr_suffix *text, fr_lookup *ask, candidate_t *found, int *made) {
-    place_t place = earlier(text);
-    double left = 1.0;
-    for (int i = 0; i < SHORTER && place.length >= ask->shortest; i++, place = shorter(text, place))
-        left = add_matches(text, ask, place, found, made, left);
-    for (ask->matched = 0; ask->matched < *made; ask->matched++) ask->matches[ask->matched] = found[ask->matched].token;
-    return left;
-}
-
-/* The same of a node that is a candidate. */
-static double next_matches(const fr_suffix *text, const fr_lookup *ask, const candidate_t *node, candidate_t *found,
-                           int *made) {
-    int is_match = node->above.state >= 0;
-    if (!is_match && ask->shortest != 1) return 1.0;
-    int32_t edge = find_edge(text, is_match ? node->above.state : 0, node->token);
-    if (edge < 0) return 1.0;
-    place_t place = shorten(text, text->edges[edge].to, is_match ? node->above.length + 1 : 1);
-    return add_matches(text, ask, place, found, made, 1.0);
-}
-
-static void grow(const fr_suffix *text, fr_lookup *ask) {
-    candidate_t arena[AT_ROOT + RANKS * FR_LOOKUP_NODES];
-    waiting_t heap[2 * FR_LOOKUP_NODES + 4];
-    int32_t children[FR_LOOKUP_NODES + 1] = {0};
-    int used = 0, size = 0, made = 0;
-    int64_t most = ask->nodes < FR_LOOKUP_NODES ? ask->nodes : FR_LOOKUP_NODES;
-    ask->parents[0] = -1, ask->depths[0] = 0, ask->count = 0;
-    double left = first_matches(text, ask, arena, &made);
-    if (ask->depth > 0 && most > 0) offer_lists(ask, arena, 0, made, left, 0, heap, &size);
-    used = made;
-    while (size && ask->count < most) {
-        waiting_t list = pop(heap, &size);
-        double survival = list.likely;
-        candidate_t one = {0.0, 0, {-1, 0}};
-        if (list.tokens) one.token = (int32_t)list.tokens[list.rank];
-        else one = arena[list.own + list.rank];
-        if (children[list.parent] >= ask->width) continue;
-        if (++list.rank < list.count && (list.likely = share_of(&list, arena, list.rank)) > ask->least)
-            push(heap, &size, list);
-        if (list.tokens && is_among(arena + list.own, list.own_count, one.token)) continue;
-        int node = (int)++ask->count;
-        ask->tokens[node] = one.token, ask->parents[node] = list.parent;
-        ask->survivals[node - 1] = survival, ask->depths[node] = ask->depths[list.parent] + 1;
-        children[list.parent]++;
-        if (ask->depths[node] >= ask->depth || stops_at(ask, one.token)) continue;
-        made = 0;
-        left = next_matches(text, ask, &one, arena + used, &made);
-        offer_lists(ask, arena, used, made, left, node, heap, &size);
-        used += made;
-    }
-}
-
-FR_API int64_t fr_lookup_layout(void) { return (int64_t)sizeof(fr_lookup); }
-
-/* Read more of a text and find its chain; 1 = out of memory, and the text is of no use any more. */
-FR_API int fr_suffix_read(fr_suffix *text, const int32_t *fresh, int64_t count, fr_lookup *ask) {
-    for (int64_t i = 0; i < count; i++)
-        if (add_token(text, fresh[i])) return 1;
-    find_chain(text, ask);
-    return 0;
-}
-
-/* The tree below the last token, which is tokens[0]: its nodes come in the order of their survivals. */
-FR_API void fr_suffix_grow(const fr_suffix *text, fr_lookup *ask) { grow(text, ask); }
