@@ -15,13 +15,13 @@ from itertools import takewhile
 from pathlib import Path
 
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
-from forerun.drafters.best_first import BestTree, Size
+from forerun.drafters.best_first import BestTree
 from forerun.drafters.match_needs import MatchNeeds
 from forerun.drafters.suffix.corpus import Corpus
 from forerun.drafters.suffix.fill import Fill, OwnTrust, least_of
 from forerun.drafters.suffix.history import History
 from forerun.drafters.suffix.native_lookup import NativeLookup
-from forerun.drafters.suffix.places import ALWAYS, Lookup, PlaceLookup, Price
+from forerun.drafters.suffix.places import ALWAYS, Lookup, PlaceLookup
 from forerun.drafters.suffix.rates import ALIKE, CAUTION, ONCE, OWN_MEMORY, SECOND, SHARED_MEMORY, HitRates
 from forerun.drafters.suffix.successors import Successors
 from forerun.drafters.tenants import tenant_of
@@ -39,7 +39,7 @@ class _Sequence:
     trust: OwnTrust = field(default_factory=OwnTrust)  # in the table of successors
     read: int = 0  # tokens of the sequence that were read
     looked: int = -1  # length of the sequence when continuations were last looked up
-    grown: tuple[tuple[Size, float, Price | None], BestTree] | None = None  # the coming round's, for which budget
+    grown: tuple[tuple[object, ...], BestTree] | None = None  # the coming round's, for which budget
     offered: int = -1  # length of the sequence when a tree was last offered
     nexts: Sequence[int] = ()  # the tokens below its root
     missed: bool = False  # the token behind that was none of these
@@ -152,7 +152,7 @@ class SuffixDrafter(LookupDrafter):
     def offer(self, seq: Seq) -> Offer:
         """A chain that matches; with the table of successors the tree that it would draft, as budgets are now."""
         state = self._state(seq)
-        if self._fill is not None:
+        if self._fill is not None and self._fill.is_used:
             grown = self._grown(seq, state, self._fill.asked)
             free = tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, grown.by_depth))
             if state.offered != state.looked:
@@ -171,13 +171,18 @@ class SuffixDrafter(LookupDrafter):
             state = self._sequences[seq.id] = _Sequence(self._lookup(seq))
         size = len(seq.tokens)
         if state.looked != size:
-            most = AT_HAND if self._fill is None else ALWAYS  # trees are looked up besides
+            most = ALWAYS if self._fills else AT_HAND  # trees are looked up besides
             state.lookup.read(seq, seq.tokens[state.read :], most)
             state.missed = 0 <= state.offered < size and seq.tokens[state.offered] not in state.nexts
             state.read = state.looked = size
             state.grown = None
             self._looked_up.add(seq.id)
         return state
+
+    @property
+    def _fills(self) -> bool:
+        """Are trees filled up with successors?"""
+        return self._fill is not None and self._fill.is_used
 
     def _lookup(self, seq: Seq) -> Lookup:
         rates = [HitRates(self.longest) for _ in range(3)]
@@ -194,7 +199,7 @@ class SuffixDrafter(LookupDrafter):
         state = self._state(seq)
         if self._matches is not None:
             self._matches.take(state.lookup.match())
-        if self._fill is None and (budget.width <= 1 or budget.nodes == 1):
+        if not self._fills and (budget.width <= 1 or budget.nodes == 1):
             survivals = state.lookup.survivals()[: min(budget.nodes, budget.depth)]
             count = best_count(survivals, budget.price)
             return [seq.tokens[-1], *state.lookup.tokens(count)], range(-1, count)
@@ -203,8 +208,9 @@ class SuffixDrafter(LookupDrafter):
 
     def _grown(self, seq: Seq, state: _Sequence, budget: Budget) -> BestTree:
         """The tree of the coming round."""
-        size, least, price = (budget.nodes, budget.depth, budget.width), least_of(budget), budget.price
-        if state.grown is None or state.grown[0] != (size, least, price):
-            table = None if self._fill is None else self._fill.of(state.trust)
-            state.grown = (size, least, price), state.lookup.grow(seq, table, size, least, price)
+        size, least = (budget.nodes, budget.depth, budget.width), least_of(budget)
+        table = self._fill.of(state.trust) if self._fill is not None and self._fill.is_used else None
+        wanted = size, least, budget.price, table is None
+        if state.grown is None or state.grown[0] != wanted:
+            state.grown = wanted, state.lookup.grow(seq, table, size, least, budget.price)
         return state.grown[1]

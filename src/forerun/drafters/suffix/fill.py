@@ -19,6 +19,7 @@ LEAST = (
     0.015  # the least survival in a tree, unless a budget is to be drafted whole: the host makes every node
 )
 FEW = 2  # sequences that get trees; more get chains
+MANY = 8  # more than so many get matches alone: their doubtful tokens would fill the pass
 TREE = Budget(16, AT_HAND, 8)  # what offers assume before a price list was seen
 CHAIN = Budget(AT_HAND, AT_HAND)  # the same for many sequences
 AFTER_MISS, NEWEST = (
@@ -69,7 +70,7 @@ class Fill:
     def __init__(self, table: Successors) -> None:
         self._table, self.after = table, table.after
         self.factors = list(PRIOR)
-        self.asked = TREE
+        self.asked, self.is_used = TREE, True
         self.after_miss = AFTER_MISS
         self._undrafted = 0  # offers in a row
         self._hits, self._expected = [WORTH * prior for prior in PRIOR], [WORTH, WORTH]
@@ -96,6 +97,7 @@ class Fill:
         first = next((budget for budget in budgets if budget.nodes), None)
         if first is not None:
             self._undrafted = 0
+        self.is_used = len(budgets) <= MANY
         if len(budgets) > FEW:
             self.asked = CHAIN
         elif first is not None and first.price is not None and first.width > 1:

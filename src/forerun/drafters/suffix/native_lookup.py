@@ -73,8 +73,8 @@ class NativeLookup:
 
     def grow(self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None) -> BestTree:
         ask = self._ask
-        if table is not None:
-            self._factors[:] = table.factors
+        # a factor of nothing leaves the table out
+        self._factors[:] = (0.0, 0.0) if table is None else table.factors
         if price is not self._price[0]:
             self._price = price, array("d", price or ())
             ask.price, ask.prices = _address(self._price[1]) if price else None, len(self._price[1])
