@@ -33,10 +33,12 @@ def replay(recording: Recording, names: Sequence[str], head: bool) -> list[dict[
     known = worlds(head=head)
     for world in names or known:
         for in_a_row in (False, True):
-            found = {name: known[world](recording, name, in_a_row) for name in DRAFTERS}
+            found = {name: known[world](recording, name, in_a_row=in_a_row) for name in DRAFTERS}
             order = "in a row" if in_a_row else "first"
             rows += [_row(world, order, name, speeds) for name, speeds in found.items()]
-            print(f"{world}, {order}: " + ", ".join(_task(task, found) for task in found["ngram"]), flush=True)
+            print(
+                f"{world}, {order}: " + ", ".join(_task(task, found) for task in found["ngram"]), flush=True
+            )
     return rows
 
 
@@ -56,7 +58,10 @@ def costs(recording: Recording) -> list[dict[str, Any]]:
     for name in DRAFTERS:
         for kind, budget in (("chain", CHAIN), ("tree", TREE)):
             found = measure(make_drafter(name, recording, kind == "tree"), recording.texts, budget)
-            print(f"{name:>7} {kind}: no match {found.no_match:.1f}, draft {found.draft:.1f} microseconds", flush=True)
+            print(
+                f"{name:>7} {kind}: no match {found.no_match:.1f}, draft {found.draft:.1f} microseconds",
+                flush=True,
+            )
             rows.append({"drafter": name, "kind": kind, "draft": round(found.draft, 2), **found._asdict()})
     return rows
 
@@ -89,7 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = replay(texts, [one for one in given.worlds.split(",") if one], given.head)
     else:
         rows = costs(texts)
-    print(json.dumps({"machine": machine_facts(), "model": texts.model, "texts": len(texts.texts), "rows": rows}))
+    print(
+        json.dumps(
+            {"machine": machine_facts(), "model": texts.model, "texts": len(texts.texts), "rows": rows}
+        )
+    )
 
 
 if __name__ == "__main__":

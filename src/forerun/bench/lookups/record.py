@@ -68,9 +68,15 @@ def record(
             found = Successors.of(llm.engine.target, opening, sorted(wanted))
             if found is None:
                 break
-            fresh = {token: [(round(share, DIGITS), one) for share, one in found.after(token)] for token in wanted}
+            fresh = {
+                token: [(round(share, DIGITS), one) for share, one in found.after(token)] for token in wanted
+            }
             first, rows = not rows, rows | fresh
-            often = {one for row in fresh.values() for share, one in row if share >= OFTEN} if first else set[int]()
+            often = (
+                {one for row in fresh.values() for share, one in row if share >= OFTEN}
+                if first
+                else set[int]()
+            )
             wanted = often - rows.keys()
     return Recording(model, texts, rows)
 

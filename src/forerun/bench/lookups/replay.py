@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from forerun.bench.lookups.record import Recording
@@ -25,7 +26,10 @@ from forerun.testing.run_simulator import RunSimulation
 
 GAP = 4e-4  # seconds of the host in a round that is read first, on a GPU
 DRAFTS = {"ngram": 65e-6, "suffix": 65e-6}  # of it for a draft: `forerun.bench.lookups cost`
-HEAD_LEVEL, HEAD_RATE = 1.15e-4, 0.62  # seconds of a level of a head, and how often its likeliest token is right
+HEAD_LEVEL, HEAD_RATE = (
+    1.15e-4,
+    0.62,
+)  # seconds of a level of a head, and how often its likeliest token is right
 HEAD_FORMS = (Form(5, 5, 1), Form(15, 6, 5), Form(31, 6, 8))
 
 GPUS = {  # seconds of a pass by rows, on one H200
@@ -106,20 +110,8 @@ def _speeds(sums: Mapping[str, _Sums]) -> dict[str, Speed]:
     return {task: Speed(one.plain / one.seconds, one.tokens / one.rounds) for task, one in every.items()}
 
 
-Replay = Callable[[Recording, str, bool], dict[str, Speed]]
-
-
-def worlds(*, head: bool = False) -> dict[str, Replay]:
-    """Every machine whose times are known."""
-    found: dict[str, Replay] = {
-        f"{size} on a GPU": lambda recording, name, row, cost=cost: replay_gpu(
-            recording, name, cost, in_a_row=row, head=head
-        )
-        for size, cost in GPUS.items()
-    }
-    if not head:
-        found |= {
-            f"{kind} CPU": lambda recording, name, row, cost=cost: replay_cpu(recording, name, cost, in_a_row=row)
-            for kind, cost in CPUS.items()
-        }
-    return found
+def worlds(*, head: bool = False) -> dict[str, Callable[..., dict[str, Speed]]]:
+    """Every machine whose times are known: what replays a recording with a drafter there, by `in_a_row`."""
+    gpus = {f"{size} on a GPU": partial(replay_gpu, cost=cost, head=head) for size, cost in GPUS.items()}
+    cpus = {f"{kind} CPU": partial(replay_cpu, cost=cost) for kind, cost in CPUS.items()}
+    return gpus if head else {**gpus, **cpus}

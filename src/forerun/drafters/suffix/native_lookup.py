@@ -24,7 +24,12 @@ class NativeLookup:
     """Implements forerun.drafters.suffix.places.Lookup."""
 
     def __init__(
-        self, rates: list[HitRates], shared: list[HitRates], shortest: int, stop_ids: frozenset[int], fill: Fill | None
+        self,
+        rates: list[HitRates],
+        shared: list[HitRates],
+        shortest: int,
+        stop_ids: frozenset[int],
+        fill: Fill | None,
     ) -> None:
         self.rates, self.source, self.matched = rates, REQUEST, list[int]()
         library, ask, own, of_all = native.library(), native.Lookup(), rates[REQUEST], shared[REQUEST]
@@ -63,15 +68,19 @@ class NativeLookup:
         return Step(token, rate, kind, match, second if second >= 0 else None)
 
     def tokens(self, most: int) -> list[int]:
-        return self._tokens[: min(most, self._ask.steps)]
+        tokens: list[int] = self._tokens[: min(most, self._ask.steps)]
+        return tokens
 
     def survivals(self) -> Sequence[float]:
-        return self._survivals[: self._ask.steps]
+        survivals: list[float] = self._survivals[: self._ask.steps]
+        return survivals
 
     def match(self) -> int:
         return self._matches[0] if self._ask.steps else 0
 
-    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None) -> BestTree:
+    def grow(
+        self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None
+    ) -> BestTree:
         ask = self._ask
         # a factor of nothing leaves the table out
         self._factors[:] = (0.0, 0.0) if table is None else table.factors

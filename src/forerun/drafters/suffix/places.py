@@ -46,7 +46,7 @@ class Lookup(Protocol):
 
     rates: list[HitRates]  # of this sequence, by text
     source: int  # the text that the chain comes from
-    matched: Sequence[int]  # of the last tree: continuations of matches below its root
+    matched: list[int]  # of the last tree: continuations of matches below its root
 
     def read(self, seq: Seq, fresh: Sequence[int], most: int) -> None:
         """The sequence has grown by these tokens: find the chain, so many steps at most."""
@@ -68,7 +68,9 @@ class Lookup(Protocol):
         """The length of the match that the chain follows; 0 = there is none."""
         ...
 
-    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None) -> BestTree:
+    def grow(
+        self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None
+    ) -> BestTree:
         """The tree below the sequence's last token, down to survivals of `least`, cut to what pays by a price list."""
         ...
 
@@ -77,7 +79,12 @@ class PlaceLookup:
     """Implements Lookup with a suffix automaton of the request, and what else is searched."""
 
     def __init__(
-        self, rates: list[HitRates], shared: list[HitRates], shortest: int, reader: Reader | None, corpus: Corpus | None
+        self,
+        rates: list[HitRates],
+        shared: list[HitRates],
+        shortest: int,
+        reader: Reader | None,
+        corpus: Corpus | None,
     ) -> None:
         self.rates, self._shared, self._shortest = rates, shared, shortest
         self._reader, self._corpus, self._text = reader, corpus, SuffixAutomaton()
@@ -107,7 +114,9 @@ class PlaceLookup:
     def match(self) -> int:
         return self._chain[0].match if self._chain else 0
 
-    def grow(self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None) -> BestTree:
+    def grow(
+        self, seq: Seq, table: Successors | None, size: Size, least: float, price: Price | None
+    ) -> BestTree:
         grown = grow(seq.tokens[-1], self._first(seq), self._ways(seq.stop_ids), table, size, least)
         return grown.cut(best_count(grown.survivals, price))
 

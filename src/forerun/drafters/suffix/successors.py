@@ -53,11 +53,10 @@ class Successors:
         seqs = [
             PlainSeq(_FIRST_ID - i, before.copy(), max_length=len(before) + EACH + 1) for i in range(count)
         ]
-        found: list[tuple[Tensor, Tensor]] = []
         try:
             target.prefill(seqs, Needs())
-            for first in range(0, len(wanted), count * EACH):
-                found.append(_pass(target, seqs, wanted[first : first + count * EACH]))
+            starts = range(0, len(wanted), count * EACH)
+            found = [_pass(target, seqs, wanted[first : first + count * EACH]) for first in starts]
         except torch.OutOfMemoryError as error:
             log.warning("trees are drafted from matches alone: %s", error)
             return None
