@@ -1,7 +1,7 @@
 """Record greedy texts of a model, and what it tends to write after their tokens, for replays of look-ups.
 
-The table of successors is read on a CPU here, so not of the whole vocabulary: of the tokens of these texts, and of those
-that follow them often.
+The table of successors is read on a CPU here, so not of the whole vocabulary: of the tokens of these texts, and of
+those that follow them often.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Replays recorded texts with look-ups: the drafters and the controller are real, and time is counted.
 
-On a GPU plain rounds are launched before the last one is read, and a draft is not (forerun.testing.follow_simulator); on
-a CPU plain passes run on in one native call (forerun.testing.run_simulator). Decoding alone is counted, without prompts.
-Replays flatter: whatever else the host does between two rounds is left out.
+On a GPU plain rounds are launched before the last one is read, and a draft is not (forerun.testing.follow_simulator);
+on a CPU plain passes run on in one native call (forerun.testing.run_simulator). Decoding alone is counted, without
+prompts. Replays flatter: whatever else the host does between two rounds is left out.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ def _speeds(sums: Mapping[str, _Sums]) -> dict[str, Speed]:
 
 def worlds(*, head: bool = False) -> dict[str, Callable[..., dict[str, Speed]]]:
     """Every machine whose times are known: what replays a recording with a drafter there, by `in_a_row`."""
+    gpus: dict[str, Callable[..., dict[str, Speed]]]
     gpus = {f"{size} on a GPU": partial(replay_gpu, cost=cost, head=head) for size, cost in GPUS.items()}
     cpus = {f"{kind} CPU": partial(replay_cpu, cost=cost) for kind, cost in CPUS.items()}
     return gpus if head else {**gpus, **cpus}
