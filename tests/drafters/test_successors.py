@@ -15,7 +15,7 @@ from forerun.drafters.base import Parts
 from forerun.drafters.best_first import grow
 from forerun.drafters.suffix import successors
 from forerun.drafters.suffix.drafter import SuffixDrafter
-from forerun.drafters.suffix.fill import AFTER_MISS, STALE, TREE, Fill
+from forerun.drafters.suffix.fill import AFTER_MISS, MANY, STALE, TREE, Fill
 from forerun.drafters.suffix.successors import KEPT, Successors
 from forerun.models.load.opening import opening_of, tokens_before_an_answer
 from forerun.models.load.tokenizer import Tokenizer
@@ -306,3 +306,17 @@ def test_trust_in_the_table_follows_what_came() -> None:
 
     assert claimed(True) == pytest.approx(0.5, abs=0.05)
     assert claimed(False) < 0.1
+
+
+def test_many_sequences_get_matches_alone() -> None:
+    """Their doubtful tokens would fill a pass that is not free any more."""
+    table = table_of({t: {(t + 1) % 40: 0.6} for t in range(40)})
+    drafter, few = SuffixDrafter(successors=table), [FakeSeq(i, [5, 20, 9]) for i in range(MANY)]
+    many = [*few, FakeSeq(MANY, [7, 8, 30, 7])]
+    assert not drafter.propose(few, [Budget(3, 3, 2)] * MANY).is_plain()
+    last = as_lists(drafter.propose(many, [Budget(3, 3, 2)] * len(many)))
+    assert [tokens for tokens, _ in last[:-1]] == [[9]] * MANY
+    assert last[-1][0] == [7, 8, 30, 7]
+    assert not drafter.offer(FakeSeq(99, [1, 2, 3])).free
+    drafter.propose(few, [Budget(0, 0)] * MANY)
+    assert drafter.offer(FakeSeq(100, [1, 2, 3])).free, "as soon as they are few again"

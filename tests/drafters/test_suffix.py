@@ -134,6 +134,7 @@ def test_trust_follows_hits_and_misses_without_drafting() -> None:
     def confidence_after(right: bool) -> float:
         drafter, seq, rng = SuffixDrafter(), FakeSeq(0, [1, 2, 3] * 5), random.Random(0)
         for _ in range(60):
+            drafter.offer(seq)  # as a controller asks in every round
             trees = drafter.propose([seq], [Budget(0, 0)])
             token = (seq.tokens[-1] % 3) + 1 if right else rng.randrange(1, 6)
             drafter.observe([seq], trees, Scores(None), Verdict.of([[]], [token], "cpu"))

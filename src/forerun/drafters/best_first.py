@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Candidate = tuple[float, int, *tuple[Any, ...]]
 """Probability given the node above, token, and what else the drafter knows it by."""
@@ -17,6 +17,9 @@ Candidates = tuple[
     Sequence[Candidate], float
 ]  # the likeliest first, and the probability that they leave to others
 Ways = Callable[[Any], Candidates | None]  # what may follow a candidate's node; None = the text ends there
+
+
+Size = tuple[int, int, int]  # of a tree: nodes below its root, levels, children of a node at most
 
 
 class Successors(Protocol):
@@ -30,6 +33,15 @@ class Successors(Protocol):
     def after(self, token: int) -> Sequence[Candidate]: ...
 
 
+class BestTree(NamedTuple):
+    """A tree that was cut to what pays."""
+
+    tokens: list[int]
+    parents: list[int]
+    by_depth: list[float]  # how likely its nodes bring a path of depth 1, 2, ...
+    nexts: list[int]  # tokens of the children of its root
+
+
 @dataclass(frozen=True, slots=True)
 class Grown:
     """A tree whose nodes come in the order of their survivals; node 0 is the root."""
@@ -39,19 +51,20 @@ class Grown:
     survivals: list[float]  # of the nodes below the root
     depths: list[int]
 
-    def nexts(self, count: int) -> set[int]:
-        """Tokens of the first `count` nodes that are children of the root."""
+    def cut(self, count: int) -> BestTree:
+        """The first `count` nodes."""
         pairs = zip(self.tokens[1 : count + 1], self.depths[1:], strict=False)
-        return {token for token, depth in pairs if depth == 1}
+        nexts = [token for token, depth in pairs if depth == 1]
+        return BestTree(self.tokens[: count + 1], self.parents[: count + 1], self.by_depth(count), nexts)
 
-    def by_depth(self, count: int) -> tuple[float, ...]:
+    def by_depth(self, count: int) -> list[float]:
         """How likely the first `count` nodes below the root bring a path of depth 1, 2, ..."""
         sums: list[float] = []
         for survival, depth in zip(self.survivals[:count], self.depths[1:], strict=False):
             if depth > len(sums):
                 sums.append(0.0)
             sums[depth - 1] += survival
-        return tuple(sums)
+        return sums
 
 
 def grow(
@@ -59,7 +72,7 @@ def grow(
     first: Candidates,
     ways: Ways,
     more: Successors | None,
-    size: tuple[int, int, int],
+    size: Size,
     least: float,
 ) -> Grown:
     """A tree of at most so many nodes below its root, levels, and children of a node, down to survivals of `least`.

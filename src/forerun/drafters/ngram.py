@@ -19,15 +19,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
+from forerun.drafters.match_needs import MatchNeeds
 from forerun.drafters.tree_builder import TreeBuilder, best_count, least_step
 from forerun.offers import FREE, Offer
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 KEYS = (4, 2, 1)  # n-gram lengths that are searched for, one after the other; matches may be longer
-WEAK = 4  # tokens: longer matches that were not worth drafting once may be so the next time
-GOES_ON = (
-    8  # tokens that a native call writes at most: a match that is refused grows with each that it says right
-)
 CANDIDATES = 32  # earlier places that branches are taken from: the most recent ones
 _ROOT = (-1,)  # the parents of a tree where nothing is drafted
 _PRIOR = (0.2, 0.3, 0.45, 0.55, 0.62, 0.68, 0.72, 0.76, 0.8, 0.82, 0.84, 0.86, 0.87, 0.88, 0.89, 0.9)
@@ -92,9 +89,7 @@ class NgramDrafter(LookupDrafter):
 
     def __init__(self, longest: int = 16, shortest: int = 1) -> None:
         self.longest, self.shortest = longest, shortest
-        self._wanted = tuple(Needs(match_length=length) for length in range(longest + 2))
-        self._least = max(1, shortest)  # shorter matches were not worth drafting of late
-        self.needs = self._wanted[self._least]
+        self._matches_needed = MatchNeeds(longest, shortest)
         self._sequences: dict[int, _Sequence] = {}
         self._looked_up: set[int] = set()  # sequences with a guess of the coming round
         self._all = HitRates.prior(longest)
@@ -103,29 +98,27 @@ class NgramDrafter(LookupDrafter):
     def build(cls, parts: Parts) -> NgramDrafter:
         return cls(parts.speculative.prompt_lookup_max, parts.speculative.prompt_lookup_min)
 
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        return self._matches_needed.needs
+
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         """Where nothing may be drafted, nothing is looked up."""
         for budget in budgets:
             if budget.nodes:
                 break
         else:
-            refused = self._looked_up and len(seqs) == 1 and budgets[0].source == "free"
-            self.needs = self._run_past(seqs[0]) if refused else self._wanted[self._least]
+            self._matches_needed.rest()
+            if self._looked_up and len(seqs) == 1 and budgets[0].source == "free":
+                self._run_past(seqs[0])
             return lone_roots(seqs)
         return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
 
-    def _run_past(self, seq: Seq) -> Needs:
-        """A match was refused: passes may run past others as weak, and past a long one, which grows token by token."""
+    def _run_past(self, seq: Seq) -> None:
+        """A match was refused: passes may run past it."""
         state = self._sequences.get(seq.id)
-        if state is None or not state.guess or state.looked != state.source + len(seq.tokens):
-            return self._wanted[self._least]
-        match = state.found[0][0]
-        if match <= WEAK:
-            self._least = max(self._least, match + 1)
-            return self._wanted[self._least]
-        return self._wanted[
-            match + GOES_ON if match + GOES_ON < len(self._wanted) else 0
-        ]  # 0 = whatever comes
+        if state is not None and state.guess and state.looked == state.source + len(seq.tokens):
+            self._matches_needed.refuse(state.found[0][0])
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Score the guesses that were looked up against the committed tokens, proposed or not."""
@@ -193,9 +186,7 @@ class NgramDrafter(LookupDrafter):
         state = self._look_up(seq)
         if not state.found:
             return state.tokens[-1:], _ROOT
-        match = state.found[0][0]
-        self._least = min(self._least, match)  # it is worth drafting after all
-        self.needs = self._wanted[self._least]
+        self._matches_needed.take(state.found[0][0])
         least = 0.0 if budget.price is None else max(NEGLIGIBLE / 4, least_step(budget.price))
         # a second branch is right only where the first is not: often that is too seldom to look for one
         if budget.width > 1 and 1.0 - state.rates.rate(state.found[0][0], self._all) >= least:

@@ -56,6 +56,10 @@ class FollowHistory:
         self.seconds.append((self.seconds[-1] if self.seconds else 0.0) + seconds)
         self.kinds.append(kind)
 
+    @property
+    def spent(self) -> float:
+        return self.seconds[-1] if self.seconds else 0.0
+
     def until(self, tokens: int) -> float:
         """Seconds until so many tokens were written."""
         at = bisect_left(self.tokens, tokens)
@@ -121,6 +125,13 @@ class FollowSimulation:
         for _ in range(rounds):
             self._step()
         return self.history
+
+    def write(self) -> tuple[float, int]:
+        """Seconds and rounds of the text that comes next, to its end."""
+        text, rounds, before = self._text, len(self.history.kinds), self.history.spent
+        while self._text == text:
+            self._step()
+        return self.history.spent - before, len(self.history.kinds) - rounds
 
     def _step(self) -> None:
         followed = self._following

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import QUICK, CostModel
-from forerun.drafters.base import committed_tokens
+from forerun.drafters.base import LookupDrafter, committed_tokens
 from forerun.drafters.ngram import NgramDrafter
 from forerun.testing.lookup_simulator import NEVER_COMES, Text
 from forerun.types import Budget, PlainSeq, Round, Scores, Verdict
@@ -80,7 +80,7 @@ class RunHistory:
 
 
 class RunSimulation:
-    """One controller and one n-gram drafter, one text behind the other."""
+    """One controller and one look-up drafter, one text behind the other."""
 
     def __init__(
         self,
@@ -92,6 +92,7 @@ class RunSimulation:
         noise: float = 0.0,
         seed: int = 1,
         pause: float = 0.0,
+        drafter: LookupDrafter | None = None,
     ) -> None:
         """`told`: the curve that was measured at the start, if it is not the true one; `noise` of every pass.
 
@@ -100,7 +101,8 @@ class RunSimulation:
         """
         self.cost, self.host, self.texts, self.noise = cost, host, texts, noise
         self.pause = pause * cost.pass_seconds(1)
-        self.drafter, self.history, self._rng = NgramDrafter(), RunHistory(), random.Random(seed)
+        self.drafter = NgramDrafter() if drafter is None else drafter
+        self.history, self._rng = RunHistory(), random.Random(seed)
         told = told or cost
         curve = CostModel({rows: told.pass_seconds(rows) for rows in QUICK})
         self.controller = AdaptiveController(curve, 60, 10, self.drafter.offer, lambda seq: True)
@@ -112,6 +114,12 @@ class RunSimulation:
             for prompt, answer in texts:
                 self._write(self.history.groups.setdefault(name, Group()), prompt, answer)
         return self.history
+
+    def write(self, text: Text) -> Group:
+        """One text by itself: what it took."""
+        group = Group()
+        self._write(group, *text)
+        return group
 
     def _write(self, group: Group, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """The first token comes with the prompt."""
@@ -151,8 +159,8 @@ class RunSimulation:
 
     def _runs_on(self, whole: list[int], length: int) -> int:
         """How many plain passes are run behind so many known tokens."""
-        match, count = self.drafter.needs.match_length or 0, 0
-        while count < MOST and length + count < len(whole):
+        match, count = self.drafter.needs.match_length, 0
+        while match is not None and count < MOST and length + count < len(whole):
             if match and _came_before(whole, length + count, match):
                 break
             count += 1

@@ -11,59 +11,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, takewhile
-from operator import itemgetter, mul
+from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 from forerun.drafters.base import AT_HAND, NEGLIGIBLE, LookupDrafter, Parts, committed_tokens, lone_roots
-from forerun.drafters.best_first import Candidates, Grown, Ways, grow
-from forerun.drafters.suffix.automaton import SuffixAutomaton
+from forerun.drafters.best_first import BestTree
+from forerun.drafters.match_needs import MatchNeeds
 from forerun.drafters.suffix.corpus import Corpus
-from forerun.drafters.suffix.fill import Fill, least_of
-from forerun.drafters.suffix.history import History, Reader
-from forerun.drafters.suffix.rates import ALIKE, ONCE, OWN_MEMORY, SECOND, SHARED_MEMORY, HitRates, kind_of
-from forerun.drafters.suffix.sources import AutomatonPlace, Place
+from forerun.drafters.suffix.fill import Fill, OwnTrust, least_of
+from forerun.drafters.suffix.history import History
+from forerun.drafters.suffix.native_lookup import NativeLookup
+from forerun.drafters.suffix.places import ALWAYS, Lookup, PlaceLookup
+from forerun.drafters.suffix.rates import ALIKE, CAUTION, ONCE, OWN_MEMORY, SECOND, SHARED_MEMORY, HitRates
 from forerun.drafters.suffix.successors import Successors
 from forerun.drafters.tenants import tenant_of
 from forerun.drafters.tree_builder import best_count
-from forerun.offers import Offer
-from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
-
-REQUEST, PAST, CORPUS = range(3)  # the texts that are searched
-SHORTER = 3  # places of one text that a tree branches from: of the longest match and of shorter ones
-RANKS = 8  # continuations of one match that become branches
-ELSEWHERE = 0.5  # of the rate of a match, where longer ones, or other texts, have said something else
-ALWAYS = 8  # tokens of a chain that are looked up however unlikely: a fixed budget drafts them all
-
-Size = tuple[int, int, int]  # of a budget: nodes, depth, width
-Match = tuple[float, int, int, Place]  # probability, token, the text, where the node above matches
-
-
-class Step(NamedTuple):
-    """A drafted token with what is known of it."""
-
-    token: int
-    rate: float  # probability that it is accepted if those before it are
-    kind: int
-    match: int
-    second: int | None  # the next best continuation
+from forerun.models.native import suffix_library
+from forerun.offers import FREE, Offer
+from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 
 @dataclass(slots=True)
 class _Sequence:
     """What is kept per sequence."""
 
-    rates: list[HitRates]
-    reader: Reader | None
-    text: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    lookup: Lookup
+    trust: OwnTrust = field(default_factory=OwnTrust)  # in the table of successors
+    read: int = 0  # tokens of the sequence that were read
     looked: int = -1  # length of the sequence when continuations were last looked up
-    source: int = REQUEST  # where the best chain comes from
-    chain: list[Step] = field(default_factory=list)
-    grown: tuple[tuple[Size, float], Grown] | None = None  # the tree of the coming round, for which budget
-    matched: list[int] = field(default_factory=list)  # continuations of matches below its root
+    grown: tuple[tuple[object, ...], BestTree] | None = None  # the coming round's, for which budget
     offered: int = -1  # length of the sequence when a tree was last offered
-    nexts: set[int] = field(default_factory=set)  # the tokens below its root
+    nexts: Sequence[int] = ()  # the tokens below its root
     missed: bool = False  # the token behind that was none of these
 
 
@@ -80,10 +58,13 @@ class SuffixDrafter(LookupDrafter):
     ) -> None:
         self.longest, self.shortest = longest, shortest
         self.history, self.corpus = history, corpus
+        is_alone = history is None and corpus is None  # nothing but the request is searched
+        self._runs_native = is_alone and suffix_library.available()
+        self._matches = MatchNeeds(longest, shortest) if is_alone and successors is None else None
         self._sequences: dict[int, _Sequence] = {}
         self._met: set[int] = set()  # sequences that were observed: their outputs go into the history
         self._looked_up: set[int] = set()  # sequences with a chain for the coming round
-        self._all = [HitRates(longest, with_prior=True) for _ in range(3)]
+        self._all = [HitRates(longest, CAUTION if successors is None else 1.0) for _ in range(3)]
         self._fill = None if successors is None else Fill(successors)
 
     @classmethod
@@ -97,13 +78,33 @@ class SuffixDrafter(LookupDrafter):
         successors = Successors.of(parts.target, parts.opening) if parts.opening else None
         return cls(given.prompt_lookup_max, given.prompt_lookup_min, history, corpus, successors)
 
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        """Where something is drafted without a match, or in other texts, no pass is run ahead."""
+        return Needs() if self._matches is None else self._matches.needs
+
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         """Where nothing may be drafted, nothing is looked up."""
         if self._fill is not None:
             self._fill.note_budgets(budgets)
         if not any([budget.nodes for budget in budgets]):  # noqa: C419 - twice as fast
+            if self._matches is not None:
+                self._matches.rest()
+            if self._looked_up and len(seqs) == 1 and budgets[0].source == "free":
+                self._note_refused(seqs[0])
             return lone_roots(seqs)
         return TreeBatch.trees([self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)])
+
+    def _note_refused(self, seq: Seq) -> None:
+        """Passes may run past matches that are worth no more than this one."""
+        state = self._sequences.get(seq.id)
+        if self._matches is None or state is None or state.looked != len(seq.tokens):
+            return
+        for step in state.lookup.steps(1):
+            if step.kind == ALIKE:
+                self._matches.refuse(step.match)
+            elif step.kind == ONCE:  # all occurrences of a shorter match may agree, which is worth as much
+                self._matches.refuse(step.match - 1)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Score the chains that were looked up against the committed tokens, proposed or not."""
@@ -114,19 +115,25 @@ class SuffixDrafter(LookupDrafter):
             state = self._sequences.get(seq.id)
             if state is None or state.looked != len(seq.tokens):
                 continue
+            lookup = state.lookup
             if self._fill is not None and state.grown is not None:
-                self._fill.count(seq.tokens[-1], state.matched, committed[0])
-            own, shared = state.rates[state.source], self._all[state.source]
-            for step, token in zip(state.chain, committed, strict=False):
-                hit = step.token == token
-                own.count(step.kind, step.match, hit, OWN_MEMORY)
-                shared.count(step.kind, step.match, hit, SHARED_MEMORY)
-                if not hit:
-                    if step.second is not None:
-                        own.count(SECOND, step.match, step.second == token, OWN_MEMORY)
-                        shared.count(SECOND, step.match, step.second == token, SHARED_MEMORY)
-                    break
+                self._fill.count(seq.tokens[-1], lookup.matched, committed[0], state.trust)
+            if lookup.match():
+                self._count_steps(lookup, committed)
         self._looked_up.clear()
+
+    def _count_steps(self, lookup: Lookup, committed: Sequence[int]) -> None:
+        """Of the chain: which tokens came, up to the first that did not."""
+        own, shared = lookup.rates[lookup.source], self._all[lookup.source]
+        for step, token in zip(lookup.steps(len(committed)), committed, strict=False):
+            hit = step.token == token
+            own.count(step.kind, step.match, hit, OWN_MEMORY)
+            shared.count(step.kind, step.match, hit, SHARED_MEMORY)
+            if not hit:
+                if step.second is not None:
+                    own.count(SECOND, step.match, step.second == token, OWN_MEMORY)
+                    shared.count(SECOND, step.match, step.second == token, SHARED_MEMORY)
+                break
 
     def forget(self, seq: Seq) -> None:
         tenant, met = tenant_of(seq), seq.id in self._met or seq.id in self._sequences
@@ -141,156 +148,71 @@ class SuffixDrafter(LookupDrafter):
         self._sequences.pop(seq.id, None)
 
     def chain(self, seq: Seq, length: int) -> Iterator[tuple[int, float]]:
-        for step in self._state(seq).chain[:length]:
+        for step in self._state(seq).lookup.steps(length):
             yield step.token, step.rate
 
     def offer(self, seq: Seq) -> Offer:
         """A chain that matches; with the table of successors the tree that it would draft, as budgets are now."""
         state = self._state(seq)
-        if self._fill is not None:
-            asked = self._fill.asked
-            grown = self._grown(seq, state, asked)
-            count = best_count(grown.survivals, asked.price)
-            free = tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, grown.by_depth(count)))
+        if self._fill is not None and self._fill.is_used:
+            grown = self._grown(seq, state, self._fill.asked)
+            free = tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, grown.by_depth))
             if state.offered != state.looked:
                 self._fill.note_offer(sum(free), state.missed)
-                state.offered, state.nexts = state.looked, grown.nexts(count)
+                state.offered, state.nexts = state.looked, grown.nexts
             return Offer(free=free, otherwise=self._fill.after_miss)
-        return super().offer(seq)
+        survivals = state.lookup.survivals()
+        if not survivals:
+            return FREE
+        return Offer(free=tuple(takewhile(lambda survival: survival >= NEGLIGIBLE, survivals)))
 
     def _state(self, seq: Seq) -> _Sequence:
         """What is kept for a sequence, updated to its last token."""
         state = self._sequences.get(seq.id)
         if state is None:
-            rates = [HitRates(self.longest) for _ in range(3)]
-            tenant, reader = tenant_of(seq), None
-            if self.history is not None and tenant is not None:
-                reader = self.history.reader(tenant)
-            state = self._sequences[seq.id] = _Sequence(rates, reader)
+            state = self._sequences[seq.id] = _Sequence(self._lookup(seq))
         size = len(seq.tokens)
         if state.looked != size:
-            fresh = seq.tokens[state.text.size :]
-            state.text.extend(fresh)
-            if state.reader is not None:
-                state.reader.read(fresh)
-            self._look_up(seq, state)
+            most = ALWAYS if self._fills else AT_HAND  # trees are looked up besides
+            state.lookup.read(seq, seq.tokens[state.read :], most)
             state.missed = 0 <= state.offered < size and seq.tokens[state.offered] not in state.nexts
-            state.looked, state.grown = size, None
+            state.read = state.looked = size
+            state.grown = None
             self._looked_up.add(seq.id)
         return state
 
-    def _places(self, seq: Seq, state: _Sequence) -> list[tuple[int, Place]]:
-        """Where the end of the sequence matches, in every text that it does."""
-        places: list[tuple[int, Place]] = [(REQUEST, AutomatonPlace(state.text, *state.text.earlier()))]
-        if state.reader is not None:
-            places += [(PAST, place) for place in state.reader.places()]
-        if self.corpus is not None:
-            places.append((CORPUS, self.corpus.find(seq.tokens)))
-        return [(source, place) for source, place in places if place.length >= self.shortest]
+    @property
+    def _fills(self) -> bool:
+        """Are trees filled up with successors?"""
+        return self._fill is not None and self._fill.is_used
 
-    def _look_up(self, seq: Seq, state: _Sequence) -> None:
-        """The chain with the most expected accepted tokens."""
-        state.chain, best = [], 0.0
-        for source, place in self._places(seq, state):
-            steps = self._steps(place, state.rates[source], self._all[source], seq.stop_ids)
-            worth, survival = 0.0, 1.0
-            for step in steps:
-                survival *= step.rate
-                worth += survival
-            if worth > best:
-                state.chain, state.source, best = steps, source, worth
-
-    def _steps(self, place: Place, own: HitRates, shared: HitRates, stop_ids: frozenset[int]) -> list[Step]:
-        """The likeliest chain from a place on, as long as it is worth drafting; the first few tokens always."""
-        steps: list[Step] = []
-        survival = 1.0
-        most = AT_HAND if self._fill is None else ALWAYS  # trees are looked up besides
-        while len(steps) < most and (survival >= NEGLIGIBLE or len(steps) < ALWAYS):
-            found = place.continuations()
-            if not found:
-                break
-            (count, token), match = found[0], place.length
-            kind = kind_of(count, sum(times for times, _ in found))
-            rate = own.rate(kind, match, shared)
-            steps.append(Step(token, rate, kind, match, found[1][1] if len(found) > 1 else None))
-            if token in stop_ids:
-                break
-            survival *= rate
-            place = place.after(token)
-        return steps
+    def _lookup(self, seq: Seq) -> Lookup:
+        rates = [HitRates(self.longest) for _ in range(3)]
+        if self._runs_native:
+            return NativeLookup(rates, self._all, self.shortest, seq.stop_ids, self._fill)
+        tenant, reader = tenant_of(seq), None
+        if self.history is not None and tenant is not None:
+            reader = self.history.reader(tenant)
+        return PlaceLookup(rates, self._all, self.shortest, reader, self.corpus)
 
     def _tree(self, seq: Seq, budget: Budget) -> tuple[list[int], Sequence[int]]:
         if not budget.nodes:
             return seq.tokens[-1:], [-1]
         state = self._state(seq)
-        if self._fill is None and (budget.width <= 1 or budget.nodes == 1):
-            chain = state.chain[: min(budget.nodes, budget.depth)]
-            rates = accumulate([step.rate for step in chain], mul)
-            chain = chain[: best_count([*rates], budget.price)]
-            return [seq.tokens[-1], *[step.token for step in chain]], range(-1, len(chain))
+        if self._matches is not None:
+            self._matches.take(state.lookup.match())
+        if not self._fills and (budget.width <= 1 or budget.nodes == 1):
+            survivals = state.lookup.survivals()[: min(budget.nodes, budget.depth)]
+            count = best_count(survivals, budget.price)
+            return [seq.tokens[-1], *state.lookup.tokens(count)], range(-1, count)
         grown = self._grown(seq, state, budget)
-        count = best_count(grown.survivals[: budget.nodes], budget.price)
-        return grown.tokens[: count + 1], grown.parents[: count + 1]
+        return grown.tokens, grown.parents
 
-    def _grown(self, seq: Seq, state: _Sequence, budget: Budget) -> Grown:
-        """The tree of the coming round before it is cut to what pays."""
+    def _grown(self, seq: Seq, state: _Sequence, budget: Budget) -> BestTree:
+        """The tree of the coming round."""
         size, least = (budget.nodes, budget.depth, budget.width), least_of(budget)
-        if state.grown is None or state.grown[0] != (size, least):
-            first, ways = self._first(seq, state), self._ways(state, seq.stop_ids)
-            state.grown = (size, least), grow(seq.tokens[-1], first, ways, self._fill, size, least)
+        table = self._fill.of(state.trust) if self._fill is not None and self._fill.is_used else None
+        wanted = size, least, budget.price, table is None
+        if state.grown is None or state.grown[0] != wanted:
+            state.grown = wanted, state.lookup.grow(seq, table, size, least, budget.price)
         return state.grown[1]
-
-    def _first(self, seq: Seq, state: _Sequence) -> Candidates:
-        """What may follow the root: continuations of the longest match in every text, and of shorter ones there."""
-        places = self._places(seq, state)
-        places.sort(key=lambda pair: pair[0] != state.source)  # the chain's own text first
-        found, left = list[Match](), 1.0
-        for source, place in places:
-            for _ in range(SHORTER):
-                if place.length < self.shortest:
-                    break
-                left = self._add_matches(state, source, place, found, left)
-                place = place.shorter()
-        state.matched = [match[1] for match in found]
-        return found, left
-
-    def _ways(self, state: _Sequence, stop_ids: frozenset[int]) -> Ways:
-        """What matches after a node, as a function of what it is."""
-        single = state.text.nexts[0] if self.shortest == 1 else {}
-
-        def ways(node: Match | tuple[float, int]) -> Candidates | None:
-            token = node[1]
-            if token in stop_ids:
-                return None
-            if len(node) == 4:
-                source, place = node[2], node[3].after(token)
-            elif token in single:
-                source, place = REQUEST, AutomatonPlace(state.text, single[token], 1)
-            else:
-                return [], 1.0
-            found = list[Match]()
-            return found, self._add_matches(state, source, place, found, 1.0)
-
-        return ways
-
-    def _add_matches(
-        self, state: _Sequence, source: int, place: Place, found: list[Match], left: float
-    ) -> float:
-        """Add the continuations of a match to others; returns what probability all of them leave."""
-        own, shared, length = state.rates[source], self._all[source], place.length
-        following = place.continuations()
-        if len(following) == 1 and not found:
-            ((count, token),) = following
-            rate = own.rate(ONCE if count == 1 else ALIKE, length, shared)
-            found.append((rate, token, source, place))
-            return 1.0 - rate
-        known, first = {match[1] for match in found}, 1.0 if not found else ELSEWHERE
-        total = sum([times for times, _ in following])
-        for rank, (count, token) in enumerate(following[:RANKS]):
-            if token not in known:
-                kind, doubt = (SECOND, 1.0) if rank else (kind_of(count, total), first)
-                rate = left * doubt * own.rate(kind, length, shared)
-                left -= rate
-                found.append((rate, token, source, place))
-        found.sort(key=itemgetter(0), reverse=True)
-        return left

@@ -6,6 +6,8 @@ would have been accepted. Recent counts weigh more; what was learnt on all seque
 
 from __future__ import annotations
 
+from array import array
+
 ONCE, ALIKE, MOSTLY, DIVIDED, SECOND = range(5)
 """What earlier occurrences say: there was one | all agree | most agree | they do not. SECOND is the rate of the second
 most frequent continuation where the first was wrong."""
@@ -17,6 +19,9 @@ _PRIOR = (  # measured on chats of the default model; the last entry holds for l
     (0.13, 0.24, 0.26, 0.28),
     (0.1, 0.2, 0.24, 0.28),
 )
+CAUTION = (
+    0.85  # of that where nodes are dear: those that are drafted promise most of all, and so are overrated
+)
 PRIOR_TRIES, SHARED_TRIES = 24.0, 6.0  # what this is worth, and what all sequences are worth to one
 OWN_MEMORY, SHARED_MEMORY = 0.985, 0.998  # per try
 
@@ -26,11 +31,14 @@ class HitRates:
 
     __slots__ = ("hits", "longest", "tries")
 
-    def __init__(self, longest: int, with_prior: bool = False) -> None:
+    def __init__(self, longest: int, prior: float = 0.0) -> None:
+        """`prior`: what is presumed, times what was measured; 0 = nothing is."""
         self.longest = longest
-        tries = PRIOR_TRIES if with_prior else 0.0
-        self.tries = [tries] * (longest * len(_PRIOR))
-        self.hits = [tries * kind[min(m, len(kind) - 1)] for kind in _PRIOR for m in range(longest)]
+        tries = PRIOR_TRIES if prior else 0.0
+        # arrays, which the native library reads where they lie
+        self.tries = array("d", [tries] * (longest * len(_PRIOR)))
+        rates = [prior * kind[min(m, len(kind) - 1)] for kind in _PRIOR for m in range(longest)]
+        self.hits = array("d", [tries * rate for rate in rates])
 
     def count(self, kind: int, match: int, hit: bool, memory: float) -> None:
         i = kind * self.longest + min(match, self.longest) - 1

@@ -32,12 +32,19 @@ class Successors:
     """The likeliest successors of every token."""
 
     def __init__(self, tokens: Tensor, shares: Tensor) -> None:
-        self._tokens, self._shares = tokens, shares  # [V, K] both, on the host
+        # [V, K] both, on the host
+        self._tokens, self._shares = tokens.long().contiguous(), shares.float().contiguous()
         self._rows: dict[int, Row] = {}  # those that were asked for
 
     @classmethod
-    def of(cls, target: Target, opening: Sequence[int]) -> Successors | None:
-        """Those of a target, behind this opening; None where it has no room for the passes."""
+    def of(
+        cls, target: Target, opening: Sequence[int], tokens: Sequence[int] | None = None
+    ) -> Successors | None:
+        """Those of a target, behind this opening; None where it has no room for the passes.
+
+        `tokens`: of these alone; all others seem to have none.
+        """
+        wanted = range(target.vocab_size) if tokens is None else tokens
         before, count = [*opening], TOGETHER
         while count and not target.has_room(*[len(before) + EACH + 1] * count):
             count //= 2
@@ -46,20 +53,26 @@ class Successors:
         seqs = [
             PlainSeq(_FIRST_ID - i, before.copy(), max_length=len(before) + EACH + 1) for i in range(count)
         ]
-        found: list[tuple[Tensor, Tensor]] = []
         try:
             target.prefill(seqs, Needs())
-            for first in range(0, target.vocab_size, count * EACH):
-                last = min(first + count * EACH, target.vocab_size)
-                found.append(_pass(target, seqs, range(first, last)))
+            starts = range(0, len(wanted), count * EACH)
+            found = [_pass(target, seqs, wanted[first : first + count * EACH]) for first in starts]
         except torch.OutOfMemoryError as error:
             log.warning("trees are drafted from matches alone: %s", error)
             return None
         finally:
             for seq in seqs:
                 target.release(seq)
-        shares, tokens = (torch.cat([pair[i] for pair in found]).cpu() for i in range(2))
-        return cls(tokens, shares)
+        shares, nexts = (torch.cat([pair[i] for pair in found]).cpu() for i in range(2))
+        if tokens is None:
+            return cls(nexts, shares)
+        every, known = torch.zeros(target.vocab_size, nexts.shape[1]), torch.tensor(tokens)
+        return cls(every.long().index_put((known,), nexts), every.index_put((known,), shares))
+
+    @property
+    def at(self) -> tuple[int, int, int, int]:
+        """Rows, successors of each, and where tokens (int64) and shares (float32) lie."""
+        return *self._tokens.shape, self._tokens.data_ptr(), self._shares.data_ptr()
 
     def after(self, token: int) -> Row:
         row = self._rows.get(token)
@@ -69,7 +82,7 @@ class Successors:
         return row
 
 
-def _pass(target: Target, seqs: Sequence[PlainSeq], tokens: range) -> tuple[Tensor, Tensor]:
+def _pass(target: Target, seqs: Sequence[PlainSeq], tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The likeliest successors of some tokens, [N, K], each a child of the root of one of these sequences."""
     trees = list[tuple[list[int], list[int]]]()
     for i in range(0, len(tokens), EACH):

@@ -285,6 +285,45 @@ typedef struct {
 FR_API int64_t fr_draft_layout(void);
 FR_API int fr_head_draft(const fr_head *head, const fr_head_pass *like, fr_draft *draft);
 
+/* ---- suffix.c, suffix_tree.c: what may follow the end of a text ---- */
+enum { FR_LOOKUP_NODES = 256, FR_LOOKUP_STEPS = 24 };
+typedef struct fr_suffix fr_suffix; /* every substring of a growing text, with how often each occurs */
+typedef struct {
+    const double *own_hits, *own_tries; /* [5, longest] by kind and match length: of this text */
+    const double *all_hits, *all_tries; /* and of all */
+    int64_t longest, shortest;          /* matches that are told apart, and that count */
+    double shared_tries;                /* what all texts are worth to one */
+    const int64_t *stops;               /* [stop_count] tokens that end the text */
+    int64_t stop_count;
+    const int64_t *table;               /* [rows, kept] successors of each token, the likeliest first; NULL = none */
+    const float *shares;                /* [rows, kept] their probabilities */
+    int64_t rows, kept;
+    double factors[2];                  /* what these are multiplied by: where nothing matches, and behind a match */
+    int64_t most_steps, always;         /* of the chain: at most, and however unlikely */
+    double negligible;                  /* below this survival it ends otherwise */
+    int64_t nodes, depth, width;        /* of the tree: below its root, levels, children of a node at most */
+    double least;                       /* survival of a node */
+    const double *price;                /* [prices] of 0, 1, .. nodes, in tokens; NULL = they cost nothing */
+    int64_t prices;
+    int64_t steps;                      /* of the chain that was found */
+    int32_t step_tokens[FR_LOOKUP_STEPS], step_kinds[FR_LOOKUP_STEPS], step_matches[FR_LOOKUP_STEPS];
+    int32_t step_seconds[FR_LOOKUP_STEPS]; /* the next best continuation, -1 = none */
+    double step_rates[FR_LOOKUP_STEPS], step_survivals[FR_LOOKUP_STEPS];
+    int64_t count, matched;                /* nodes of the tree below its root, and matches below it */
+    int32_t tokens[FR_LOOKUP_NODES + 1], parents[FR_LOOKUP_NODES + 1], depths[FR_LOOKUP_NODES + 1];
+    int32_t matches[FR_LOOKUP_STEPS];
+    double survivals[FR_LOOKUP_NODES]; /* of the nodes below the root */
+    int64_t best, levels, next_count;  /* nodes that pay, their levels, and those of them that are below the root */
+    double by_depth[FR_LOOKUP_NODES];  /* how likely these bring a path of depth 1, 2, .. */
+    int32_t nexts[FR_LOOKUP_NODES];
+} fr_lookup;
+
+FR_API int64_t fr_lookup_layout(void);
+FR_API fr_suffix *fr_suffix_new(void);
+FR_API void fr_suffix_free(fr_suffix *text);
+FR_API int fr_suffix_read(fr_suffix *text, const int32_t *fresh, int64_t count, fr_lookup *ask);
+FR_API void fr_suffix_grow(const fr_suffix *text, fr_lookup *ask);
+
 /* ---- gguf.c, pack.c: GGUF types are numbered as in the file ---- */
 /* 32 weights of one row: value[k] * scale[k / 16] + offset. */
 typedef struct {
