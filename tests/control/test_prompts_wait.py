@@ -28,7 +28,7 @@ def chooser_of(batch: int) -> FormChooser:
 def chosen(batch: int, prompts: WaitingPrompts) -> int:
     """Nodes of the form for a batch, while so much waits."""
     chooser = chooser_of(batch)
-    chooser.prompts = prompts
+    chooser.note_waiting(prompts)
     return chooser.choose(range(batch), batch).form.nodes
 
 
@@ -57,7 +57,7 @@ def test_what_is_missed_grows_with_rows_and_requests() -> None:
     chooser = chooser_of(8)
 
     def missed(prompts: WaitingPrompts) -> list[float]:
-        chooser.prompts = prompts
+        chooser.note_waiting(prompts)
         return [one.missed for one in chooser._promises(range(8), 8) if one.seconds < 1.0]
 
     none, some, many = (missed(WaitingPrompts(n, n * 290, ROOM, ROOM)) for n in (0, 1, 2))
@@ -78,10 +78,26 @@ def test_a_form_under_way_ends_when_many_come(monkeypatch: pytest.MonkeyPatch) -
     chooser = chooser_of(8)
     assert chooser.choose(range(8), 8).form.nodes
     assert chooser.keeps(range(8), 8) is not None
-    chooser.prompts = WaitingPrompts(24, 24 * 290, ROOM, ROOM)
+    chooser.note_waiting(WaitingPrompts(24, 24 * 290, ROOM, ROOM))
     assert chooser.keeps(range(8), 8) is None
     have_no_patience(monkeypatch)
+    chooser.note_waiting(WaitingPrompts())
+    chooser.note_waiting(WaitingPrompts(24, 24 * 290, ROOM, ROOM))
     assert chooser.keeps(range(8), 8) is not None, "the negative control"
+
+
+def test_nothing_is_drafted_until_the_last_of_many_is_read() -> None:
+    """One that waits alone does not stop drafts; the last of many does."""
+    chooser, last = chooser_of(8), WaitingPrompts(1, 2, 256, ROOM)
+    for prompts, drafts in (
+        (last, True),
+        (WaitingPrompts(24, 48, 256, ROOM), False),
+        (last, False),
+        (WaitingPrompts(), True),
+        (last, True),
+    ):
+        chooser.note_waiting(prompts)
+        assert (chooser.choose(range(8), 8).form.nodes > 0) == drafts
 
 
 def served(drafts: bool, clients: int) -> tuple[Answered, SimulatedServer]:

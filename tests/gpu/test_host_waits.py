@@ -17,7 +17,7 @@ from forerun.bench.gpu.host_rounds import make
 from forerun.control.fixed import FixedController
 from forerun.drafters.eagle.cuda import drafter
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
-from forerun.drafters.eagle.cuda.feature_rows import FeatureRows
+from forerun.drafters.eagle.cuda.row_reader import RowReader
 from forerun.engine.engine import Engine
 from forerun.messages import ALWAYS
 from forerun.models import slots
@@ -59,7 +59,7 @@ def test_nothing_waits_while_requests_join_and_leave(
 ) -> None:
     """Rounds that follow unread ones and rounds that were read first; some prompts are found in the prefix cache."""
     calls: Counter[str] = Counter()
-    for owner, name in ((DeviceDraft, "follow"), (DeviceDraft, "_rearrange"), (FeatureRows, "_read_passed")):
+    for owner, name in ((DeviceDraft, "follow"), (DeviceDraft, "_rearrange"), (RowReader, "read")):
         counted(calls, owner, name, monkeypatch)
     monkeypatch.setattr(
         drafter, "SHARED", 0.0
@@ -72,11 +72,11 @@ def test_nothing_waits_while_requests_join_and_leave(
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     some[1::3] = [
         Request((7, 8, 9 + i), params, cache_salt="salt") for i in range(8)
-    ]  # few rows: not read at once
+    ]  # few rows: read by the draft
     waits = waits_of(engine, some, leaves=lambda: not calls["_rearrange"])
     assert waits.places == {}
     assert engine.stats.reused > 0
-    assert calls["_read_passed"]
+    assert calls["read"]
     assert calls["follow"] or not repeats
     assert calls["_rearrange"] or repeats
 

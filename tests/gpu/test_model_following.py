@@ -17,6 +17,7 @@ from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.scheduler import Scheduler
 from forerun.models.cuda import graphs
 from forerun.models.cuda.target import CudaDecoder
 from forerun.offers import Form
@@ -94,7 +95,7 @@ def test_texts_are_those_of_plain_decoding(
     wanted, watched = plain_texts(target, some), Watched(monkeypatch)
     engine, drafter = _engine(target, _draft_model(device), Forms(forms, 6))
     assert write(engine, some, 5)[0] == wanted
-    assert 8 < watched.followed < watched.asked
+    assert 7 < watched.followed < watched.asked
     assert _is_clean(drafter)
 
 
@@ -107,6 +108,7 @@ def test_chains_are_those_of_rounds_that_were_read(
 
     The target's own weights draft chains that are accepted whole: then two tokens are read first, not one.
     """
+    monkeypatch.setattr(Scheduler, "starters", lambda *_: [])  # else who has a plain round depends on company
     target = willing_target(words=5)
     target.model.head[1] = 0.0  # texts go on
     some = sampled(7, 4, "coupled") if coupled else requests(7, 4)

@@ -198,7 +198,7 @@ class AdaptiveController:
 
     def note_waiting(self, prompts: WaitingPrompts) -> None:
         for chooser in self._choosers.values():
-            chooser.prompts = prompts
+            chooser.note_waiting(prompts)
 
     def goes_on(self, seqs: Sequence[Seq]) -> bool:
         """May these start another round of the form under way? Their look-ups are made now, beside the device."""

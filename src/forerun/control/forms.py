@@ -38,6 +38,7 @@ PATIENCE = (
     8.0  # tokens of those that write, for one of a request that has not begun: somebody waits for its first
 )
 BURST, BURST_SHARE = 3, 1 / 6  # requests that wait: so many, and that share of those that write
+BURST_ENDS = 1 / 16  # of those that write: once fewer wait, they are no burst any more
 REFRESH = 8  # rounds for which seconds are kept
 
 
@@ -94,6 +95,11 @@ class FormChooser:
         self._times: dict[tuple[int, int], list[float]] = {}  # (drafting, batch) -> seconds by form
         self._round = 0
         self.prompts = WaitingPrompts()  # that wait for the coming round
+        self._burst = False  # were they many, and have some waited ever since?
+
+    def note_waiting(self, prompts: WaitingPrompts) -> None:
+        """What waits for the coming round."""
+        self.prompts, self._burst = prompts, self._burst and prompts.requests > 0
 
     def choose(self, ids: Sequence[int], batch: int) -> Promise:
         """The form for these sequences of a batch, the others of which do not draft."""
@@ -159,11 +165,13 @@ class FormChooser:
         """The same, with what requests miss that wait for their prompts while a round of each form runs.
 
         Trees take time, and rows of the pass that prompts could have. A request whose prompt is read so much later than
-        beside plain rounds writes so much less, at the best rate that one of the batch has. While many wait, nothing is
-        drafted: whoever is read last waits for all of it.
+        beside plain rounds writes so much less, at the best rate that one of the batch has. While many wait, and until
+        few do, nothing is drafted: whoever is read last waits for all of it.
         """
         plain, prompts = promises[0], self.prompts
-        if prompts.requests >= max(BURST, BURST_SHARE * batch):
+        least = BURST_ENDS * batch if self._burst else max(BURST, BURST_SHARE * batch)
+        self._burst = prompts.requests >= least
+        if self._burst:
             return [plain, *[one._replace(missed=inf) for one in promises[1:]]]
         each = max([one.rate for one in promises]) / batch
         read = min(prompts.rows, prompts.taken, max(1, prompts.room - batch))

@@ -9,7 +9,9 @@ from __future__ import annotations
 from forerun.types import Needs
 
 WEAK = 4  # tokens: longer matches that were not worth drafting once may be so the next time
-GOES_ON = 8  # tokens that a native call writes at most: a match that is refused grows with each that it says right
+GOES_ON = (
+    8  # tokens that a native call writes at most: a match that is refused grows with each that it says right
+)
 
 
 class MatchNeeds:
@@ -29,7 +31,9 @@ class MatchNeeds:
             self._least = max(self._least, match + 1)
             self.needs = self._wanted[self._least]
         else:
-            self.needs = self._wanted[match + GOES_ON if match + GOES_ON < len(self._wanted) else 0]  # 0 = all
+            self.needs = self._wanted[
+                match + GOES_ON if match + GOES_ON < len(self._wanted) else 0
+            ]  # 0 = all
 
     def take(self, match: int) -> None:
         """A match so long is drafted: it is worth it after all."""

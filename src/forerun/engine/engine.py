@@ -16,7 +16,6 @@ scores the trees of those that do, few enough rows at a time that these hardly n
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from forerun.control.base import Controller
@@ -28,19 +27,18 @@ from forerun.engine.metrics import EngineStats
 from forerun.engine.outcome import outcome_of
 from forerun.engine.pending import Launched, Pending
 from forerun.engine.preemption import find_room, no_room_for
-from forerun.engine.prompt_rows import PromptRows, note_prompts, prompt_share
-from forerun.engine.queues import Queues
+from forerun.engine.prompt_rows import PromptRows, note_prompts, prompt_share, with_starters
+from forerun.engine.recovery import Recovery
 from forerun.engine.requests import new_sequence
+from forerun.engine.round_clock import RoundClock
 from forerun.engine.routing import DrafterPool, VerifierPool
 from forerun.engine.scheduler import Scheduler
-from forerun.engine.sequence import Advance, SequenceState
+from forerun.engine.sequence import SequenceState
 from forerun.models.base import Target
-from forerun.types import Event, Prompts, Request, Scores, TreeBatch, Verdict
-
-log = logging.getLogger(__name__)
+from forerun.types import Budget, Event, Prompts, Request, Scores, TreeBatch, Verdict
 
 
-class Engine(Queues):
+class Engine(Recovery):
     """Decodes many sequences at once with one target; requests join and leave between rounds."""
 
     def __init__(
@@ -58,20 +56,16 @@ class Engine(Queues):
         max_length: int | None = None,
         prompt_rows: int | None = None,
     ) -> None:
+        super().__init__(Scheduler(target, max_batch))
         self.target, self.drafters, self.verifiers, self.controller = target, drafters, verifiers, controller
         self.default_drafter, self.default_verifier = default_drafter, default_verifier
         self.stop_ids, self.tokenizer, self._next_id = stop_ids, tokenizer, 0
         self.max_length = min(target.max_length, max_length or target.max_length)
-        super().__init__(Scheduler(target, max_batch))
         self.prompt_rows = PromptRows(target.device.type, target.pass_rows, prompt_rows)
         self.stats = EngineStats()
         # is a round launched before the events of the last are returned, and even before that is read?
         self.launches_ahead = self.follows_unread = target.device.type == "cuda"
-        self._pending: Pending | None = None
-        self._ahead: Launched | None = None  # the next round
-        self._following: Launched | None = None  # the one behind it
         self.late_launch = LateLaunch()
-        self._unread: list[Event] = []  # of what was completed and not returned yet
 
     @property
     def busy(self) -> bool:
@@ -121,26 +115,41 @@ class Engine(Queues):
         if reads and not scheduler.running and scheduler.has_prompts:
             self._read()
             scheduler.start_those_read()
-        if scheduler.running:
+        if scheduler.running and self._ahead is None:
             self._launch(scheduler.running)
 
     def _launch(self, seqs: list[SequenceState]) -> None:
         """Plan, propose and score."""
         clock, scheduler, whole = self.stats.clock(), self.scheduler, seqs
-        pending = self._pending = Pending(seqs)
+        self._pending = Pending(seqs)
         rows = prompt_share(scheduler, self.prompt_rows, self.controller, len(seqs))
         budgets = cut_budgets(seqs, self.controller.plan(seqs))
         if not self.target.make_room(seqs, [1 + budget.nodes for budget in budgets]):
             seqs, budgets = find_room(self.target, seqs, budgets, self.reading, self._send_back)
         readers = scheduler.next_readers(rows) if rows else []
         if readers or seqs is not whole:
-            pending = self._pending = Pending([*seqs, *readers])
+            self._pending = Pending([*seqs, *readers])
             scheduler.begin(readers)
         trees = self.drafters.propose(seqs, budgets)
         clock.lap("draft")
+        if trees.form is None and trees.is_plain():
+            seqs, trees = with_starters(scheduler, seqs, trees, readers, rows)
+        self._score_round(seqs, trees, readers, rows, budgets, clock)
+
+    def _score_round(
+        self,
+        seqs: list[SequenceState],
+        trees: TreeBatch,
+        readers: list[SequenceState],
+        rows: int,
+        budgets: Sequence[Budget],
+        clock: RoundClock,
+    ) -> None:
+        """Launch the pass of a round that is pending."""
+        assert self._pending is not None
         scores = self.score(seqs, trees, readers, rows)
         clock.lap("pass")
-        self._ahead = Launched(pending, seqs, readers, trees, scores, clock, *standing(budgets))
+        self._ahead = Launched(self._pending, seqs, readers, trees, scores, clock, *standing(budgets))
         if self.follows_unread:
             self.late_launch.note_start(self._ahead, self.stats.now())
         self._pending = None  # last: whatever interrupts a launch undoes it
@@ -184,7 +193,8 @@ class Engine(Queues):
         clock.lap("host")
         self.controller.observe(outcome)
         self._complete(advances)
-        self.prompt_rows.observe(spent, rows)
+        if launched.seqs[0] not in readers:  # else nobody who writes has waited for these prompts
+            self.prompt_rows.observe(spent, rows)
         self.stats.count(outcome, tokens, clock)
         following, self._following = self._following, None
         if following is not None:
@@ -214,14 +224,19 @@ class Engine(Queues):
             self._end(seq.ended("aborted"))
 
     def _read(self) -> None:
-        """Nobody runs: read as many rows of prompts as a pass takes at best."""
-        rows = self.target.pass_rows
-        seqs = self.scheduler.next_readers(rows)
+        """Nobody runs: read as many rows of prompts as a pass takes at best, and start those that it completes."""
+        rows, scheduler = self.target.pass_rows, self.scheduler
+        seqs = scheduler.next_readers(rows)
         if not seqs:
             self._end(no_room_for(self.waiting[0]))
             return
         clock, self._pending = self.stats.clock(), Pending(seqs)
-        self.scheduler.begin(seqs)
+        scheduler.begin(seqs)
+        starters, roots = with_starters(scheduler, [], TreeBatch.chains([]), seqs, rows)
+        if starters:
+            prompt_share(scheduler, self.prompt_rows, self.controller, len(starters))
+            self._score_round(starters, roots, seqs, rows, self.controller.plan(starters), clock)
+            return
         chains, scores = self.target.prefill(seqs, self.drafters.needs(seqs), rows)
         self._observe_prompts(seqs, chains, scores)
         self.stats.count_prompts(scores, note_prompts(self, seqs, chains, clock.started), clock)
@@ -231,70 +246,3 @@ class Engine(Queues):
         """A chunk is a chain that was accepted whole, and the prompt's next token follows it."""
         following = [seq.tokens[self.target.cached_tokens(seq)] for seq in seqs]
         self.drafters.observe(seqs, chains, scores, Verdict.whole_chain(chains, following))
-
-    def _send_back(self, seq: SequenceState) -> None:
-        self._roll_back([seq])
-        self._pending = Pending(self.running)
-        self.stats.preemptions += 1
-
-    def _end(self, advance: Advance) -> None:
-        """End a sequence, wherever it is."""
-        self._pending = Pending([advance.seq], [advance])
-        self._recover()
-
-    def _recover(self) -> None:
-        """Complete or undo a change of state that was interrupted. Can itself be interrupted, and repeated."""
-        pending = self._pending
-        if pending is None:
-            return
-        if pending.advances is None:
-            self._roll_back(pending.members())
-            return
-        for advance in pending.advances:
-            advance.seq.take(advance)
-        self._complete(pending.advances)
-
-    def _complete(self, advances: Sequence[Advance]) -> None:
-        """After a round was written: free the sequences that have ended, and return their events."""
-        unread, ended = self._unread.copy(), False
-        for advance in advances:
-            if advance.finished is not None:
-                self._forget(advance.seq)
-                ended = True
-            if advance.event is not None:
-                unread.append(advance.event)
-        if ended:
-            self.scheduler.drop_finished()
-        self._unread, self._pending = unread, None
-
-    def _roll_back(self, seqs: Sequence[SequenceState]) -> None:
-        """Free what these sequences hold and queue them again, in front: their prompts now include what they wrote."""
-        for seq in seqs:
-            self._forget(seq)
-        self.scheduler.queue_again(seqs)
-        self._pending = self._ahead = self._following = None
-
-    def _after_failure(self, error: Exception) -> None:
-        """Try again with half as many at once; a sequence that fails twice, alone, ends with the error."""
-        pending = self._pending
-        if pending is None:
-            raise error  # no round was under way: trying again would fail again
-        self._following = None
-        if pending.advances is not None:
-            log.warning("a round was completed, but an observer of it failed: %r", error)
-            self._recover()
-            return
-        seqs = pending.members()
-        for seq in seqs:
-            seq.note_failure()
-        self._recover()
-        self.scheduler.limit = max(1, len(seqs) // 2)
-        if len(seqs) == 1 and seqs[0].failures > 1:
-            self._end(seqs[0].ended("error", error))
-        else:
-            log.warning("a round of %d sequences failed and is repeated: %r", len(seqs), error)
-
-    def _forget(self, seq: SequenceState) -> None:
-        self.target.release(seq)
-        self.drafters.forget(seq)
-        self.controller.forget(seq)

@@ -20,7 +20,7 @@ from forerun.control.base import Controller, Reconsiders
 from forerun.engine.pending import Launched, Pending
 from forerun.engine.prompt_rows import prompt_share
 from forerun.engine.sequence import SequenceState, traits_of
-from forerun.types import NextRoots, TreeBatch
+from forerun.types import TreeBatch
 
 if TYPE_CHECKING:
     from forerun.engine.engine import Engine
@@ -60,17 +60,26 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
         return None
     both = [*last.pending.seqs, *joined]  # some of these were read in the last pass: they are named twice
     engine.hold(both)
-    share = prompt_share(engine.scheduler, engine.prompt_rows, engine.controller, len(seqs))
-    trees = (
-        _grown(engine, last, going)
-        if known.next_roots is None
-        else _roots(engine, last, going, known.next_roots)
-    )
+    scheduler = engine.scheduler
+    share = prompt_share(scheduler, engine.prompt_rows, engine.controller, len(seqs))
+    starters, readers = list[SequenceState](), list[SequenceState]()
+    if known.next_roots is None:
+        trees = _grown(engine, last, going)
+        readers = scheduler.next_readers(share) if share and trees is not None else []
+    elif not _may_stay_plain(engine, last, going):
+        return None
+    else:
+        readers = scheduler.next_readers(share) if share else []
+        starters = scheduler.starters(readers, len(seqs), share)
+        if starters and not _may_follow(engine, [*last.seqs, *joined, *starters], known.sampled):
+            starters = []
+        trees = known.next_roots([*going, *[(seq, -1) for seq in starters]])
     if trees is None:
         return None
-    readers = engine.scheduler.next_readers(share) if share else []
     engine.hold([*both, *readers])
-    engine.scheduler.begin(readers)
+    scheduler.begin(readers)
+    scheduler.start(starters)
+    seqs = [*seqs, *starters]
     scores = engine.score(seqs, trees, readers, share)
     pending, repeats = Pending([*seqs, *readers]), last.repeats - 1
     return Launched(pending, seqs, readers, trees, scores, last.clock, repeats, last.may_draft)
@@ -88,14 +97,12 @@ def _grown(engine: Engine, last: Launched, going: Going) -> TreeBatch | None:
     return grower.follow(going, last.trees, last.scores.hidden)
 
 
-def _roots(engine: Engine, last: Launched, going: Going, next_roots: NextRoots) -> TreeBatch | None:
-    """Lone roots, where the next round is known to be plain and there is room for it."""
+def _may_stay_plain(engine: Engine, last: Launched, going: Going) -> bool:
+    """Is the next round known to be plain, and is there room for it?"""
     seqs = [seq for seq, _ in going]
     if not _stays_plain(engine, last, seqs):
-        return None
-    if not engine.target.make_room(seqs, [2 if tree >= 0 else 1 for _, tree in going]):
-        return None
-    return next_roots(going)
+        return False
+    return engine.target.make_room(seqs, [2 if tree >= 0 else 1 for _, tree in going])
 
 
 def _stays_plain(engine: Engine, last: Launched, seqs: Sequence[SequenceState]) -> bool:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from itertools import islice
+from typing import TypeGuard
 
 from forerun.engine.preemption import is_too_long
 from forerun.engine.sequence import SequenceState
-from forerun.models.base import Target
+from forerun.models.base import StartsWithPrompts, Target
 
 EARLY = 8  # places of a batch to one prompt that is read before a place is free: it then starts at once
 
@@ -81,13 +83,32 @@ class Scheduler:
 
     def start_those_read(self) -> None:
         """Sequences whose prompts are cached run from now on, as far as there are places."""
-        if not self.reading:
-            return
-        places = max(0, (self.limit or self.max_batch) - len(self.running))
-        done = [seq for seq in self.reading if self._is_read(seq)][:places]
-        if done:
-            self.running = [*self.running, *(seq for seq in done if seq not in self.running)]
-            self.reading = [seq for seq in self.reading if seq not in done]
+        if self.reading:
+            self.start([seq for seq in self.reading if self._is_read(seq)][: self._places])
+
+    @property
+    def _places(self) -> int:
+        return max(0, (self.limit or self.max_batch) - len(self.running))
+
+    def start(self, seqs: Sequence[SequenceState]) -> None:
+        """These run from now on."""
+        if seqs:
+            self.running = [*self.running, *(seq for seq in seqs if seq not in self.running)]
+            self.reading = [seq for seq in self.reading if seq not in seqs]
+
+    def starters(self, readers: Sequence[SequenceState], running: int, rows: int) -> list[SequenceState]:
+        """Readers who can start with the pass that reads the rest of their prompts, beside the roots of so many."""
+        target = self.target
+        if not readers or not _starts_with_prompts(target):
+            return []
+        unread = [len(seq.tokens) - 1 - self.target.cached_tokens(seq) for seq in readers]
+        rows, found = target.prompt_rows(running + len(readers), rows, sum(unread)), list[SequenceState]()
+        for seq, count in zip(readers[: self._places], unread, strict=False):
+            rows -= count
+            if rows < 0:
+                break
+            found.append(seq)
+        return found
 
     def _is_read(self, seq: SequenceState) -> bool:
         return self.target.cached_tokens(seq) == len(seq.tokens) - 1
@@ -106,3 +127,13 @@ class Scheduler:
         self.running = [seq for seq in self.running if seq.id not in hit]
         self.reading = [seq for seq in self.reading if seq.id not in hit]
         self.waiting = deque([*again, *(seq for seq in self.waiting if seq.id not in hit)])
+
+
+def _starts_with_prompts(target: Target) -> TypeGuard[StartsWithPrompts]:
+    return _kind_starts_with_prompts(type(target))
+
+
+@cache
+def _kind_starts_with_prompts(kind: type) -> bool:
+    """Asked once: to compare a class with a protocol takes long."""
+    return issubclass(kind, StartsWithPrompts)

@@ -125,6 +125,18 @@ class Target(Protocol):
 
 
 @runtime_checkable
+class StartsWithPrompts(Protocol):
+    """A target whose pass may score a lone root behind the last tokens of its prompt, which the same pass caches.
+
+    `score` then takes sequences that are among its trees and among its prompts: these are read to their end.
+    """
+
+    def prompt_rows(self, roots: int, rows: int, waiting: int) -> int:
+        """Rows of prompts that a pass over so many lone roots takes; about `rows` are asked for, so many wait."""
+        ...
+
+
+@runtime_checkable
 class ServedByProcesses(Protocol):
     """A target that other processes compute a part of: they may end, and they are to be ended."""
 

@@ -27,11 +27,23 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 class Extent:
     """One sequence's positions: on which pages they lie, and how many of them, from the start, are committed."""
 
-    __slots__ = ("digests", "found", "id", "layers", "length", "pool", "reused", "start", "writable")
+    __slots__ = (
+        "coming",
+        "digests",
+        "found",
+        "id",
+        "layers",
+        "length",
+        "pool",
+        "reused",
+        "start",
+        "writable",
+    )
 
     def __init__(self, seq_id: int, pool: PagePool, start: bytes | None, layers: Iterable[int]) -> None:
         self.id, self.pool, self.start = seq_id, pool, start  # start None = its pages are not shared
         self.length = 0
+        self.coming = 0  # positions behind these that the pass under way writes: prompts that start with it
         self.reused = 0  # positions that were found when it was admitted
         self.found = 0  # of these, the ones that `prefill` has not returned yet
         self.layers = frozenset(layers)  # hidden layers whose rows were kept for all positions so far
@@ -154,9 +166,7 @@ class PagedKV:
     def grow(self, seq_id: int, positions: int) -> Extent:
         """Pages for so many positions; those behind the committed ones become its own, to be written."""
         extent = self.extent(seq_id)
-        if (
-            positions <= extent.writable
-        ):  # the usual case; only full pages of committed positions are named later
+        if positions <= extent.writable:  # usually; only full pages of committed positions are named later
             return extent
         pages, needed = extent.pages, pages_for(positions)
         for index in range(extent.length // PAGE, min(len(pages), needed)):

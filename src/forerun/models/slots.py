@@ -204,7 +204,7 @@ class SlotTarget:
     def _keep_pieces(self, pieces: Sequence[Piece]) -> None:
         """Others that start alike may find them from now on."""
         for piece in pieces:
-            piece.extent.length += len(piece.tokens)
+            piece.extent.length, piece.extent.coming = piece.extent.length + len(piece.tokens), 0
             self.kv.keep(piece.seq.id, piece.seq.tokens[:-1])
 
     def _extent_for(self, seq: Seq, nodes: int) -> Extent:
@@ -214,7 +214,7 @@ class SlotTarget:
                 f"a tree of {nodes} nodes is too large: at most {TREE_MARGIN} nodes, the root included"
             )
         extent = self.kv.extent(seq.id)
-        end = extent.length + nodes
+        end = extent.length + extent.coming + nodes
         return extent if end <= extent.writable else self.kv.grow(seq.id, end)
 
     def _keep_rows(self, hidden: Mapping[int, Tensor], slots: Sequence[int]) -> None:

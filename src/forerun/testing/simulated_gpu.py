@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import BaseDrafter, lone_roots
-from forerun.drafters.eagle.cuda.draft_plan import bucket_of
+from forerun.drafters.eagle.cuda.draft_plan import ROOM, bucket_of
 from forerun.drafters.eagle.cuda.menu import FORMS, forms_for
-from forerun.models.cuda.chunks import beside_trees
+from forerun.drafters.eagle.cuda.row_reader import PASSES
+from forerun.models.cuda.chunks import beside_trees, least_rows, rows_beside
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, round_up
 from forerun.models.shared import SharedWeights
 from forerun.offers import Form, Menu, Offer
@@ -64,7 +65,9 @@ class Speeds:
     passes: Mapping[int, float]  # rows -> seconds
     level: float = 1.1e-4  # of a draft, at batch 1
     slope: float = 0.03  # of that, more for each further sequence
-    prompt_row: float = 6e-7  # the head's reading of a row of a prompt
+    # the head's reading of prompts: not measured, but its 0.1e9 multiplications at the rate of the target's full passes
+    prompt_row: float = 4e-7
+    prompt_pass: float = 3e-5  # and the start of a handful of kernels
     host: float = 1.5e-4  # of launching a round, and the same of ending it
     host_row: float = 1.2e-5  # and of every sequence in it
 
@@ -83,6 +86,12 @@ class Speeds:
     def curve(self) -> dict[int, float]:
         """t(rows) as it is measured at load."""
         return {rows: self._of_size(rows) for rows in ROW_SIZES}
+
+    def of_reading(self, rows: int) -> float:
+        """The head's reading of prompts."""
+        whole, rest = divmod(rows, MAX_ROWS)
+        padded = whole * MAX_ROWS + (round_up(rest, PASSES) if rest else 0)
+        return self.prompt_pass * (whole + (rest > 0)) + self.prompt_row * padded
 
     def of_draft(self, form: Form, batch: int) -> float:
         return self.level * form.depth * (1.0 + self.slope * (batch - 1))
@@ -123,6 +132,9 @@ class SimulatedGPU(CountedTokens):
     def host_works(self, sequences: int) -> None:
         self.clock.seconds += self.speeds.host + self.speeds.host_row * sequences
 
+    def prompt_rows(self, roots: int, rows: int, waiting: int) -> int:
+        return rows_beside(roots, rows, waiting)
+
     def _run(self, nodes: int, prompts: int) -> float:
         """Launch a pass; when it ends."""
         if nodes + prompts:
@@ -151,7 +163,8 @@ class SimulatedGPU(CountedTokens):
         self.host_works(len(seqs))
         fresh = list[list[int]]()
         if prompts is not None:
-            fresh = beside_trees(self._fresh(prompts.seqs), trees, prompts.rows)
+            fresh = self._fresh(prompts.seqs)
+            fresh = beside_trees(fresh, trees, prompts.rows, least_rows(prompts.seqs, fresh, seqs))
         nodes, beside = len(seqs) if trees.form is None else trees.form.rows, sum(map(len, fresh))
         started = max(self.clock.seconds, self._free_at)
         end = self._run(nodes, beside)
@@ -220,6 +233,8 @@ class SimulatedHead(BaseDrafter):
         self.gpu, self.menu = gpu, SimulatedForms(gpu.speeds, gpu.rate)
         menu: Menu = self.menu
         self._offer = Offer(menu=menu)
+        self._unread: dict[int, int] = {}  # rows of prompts by sequence
+        self._waits: dict[int, int] = {}  # and for how many rounds
 
     def offer(self, seq: Seq) -> Offer:
         return self._offer
@@ -228,6 +243,7 @@ class SimulatedHead(BaseDrafter):
         most = max(budgets, key=lambda one: (one.nodes, one.depth))  # others were cut because a sequence ends
         if not most.nodes:
             return lone_roots(seqs)
+        self._read(seqs)
         listed = [one for one in forms_for(bucket_of(len(seqs))) if one.nodes <= most.nodes]
         return self._grow(max(listed), len(seqs), None)
 
@@ -238,6 +254,7 @@ class SimulatedHead(BaseDrafter):
         form = _shape(trees.form)
         if form not in forms_for(bucket_of(len(going))):
             return None
+        self._read([seq for seq, _ in going])
         return self._grow(form, len(going), tuple(tree for _, tree in going))
 
     def _grow(self, form: Form, count: int, follows: tuple[int, ...] | None) -> TreeBatch:
@@ -257,8 +274,23 @@ class SimulatedHead(BaseDrafter):
         )
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        if scores.logits is None:  # prompts
-            self.gpu.busy_for(self.gpu.speeds.prompt_row * trees.nodes)
+        """Prompts are read before the first draft behind them, or when a sequence has no places for more rows."""
+        if scores.logits is None:
+            for seq, rows in zip(seqs, trees.sizes(), strict=True):
+                self._unread[seq.id], self._waits[seq.id] = self._unread.get(seq.id, 0) + rows, 0
+            return
+        waiting = [seq for seq in seqs if seq.id in self._unread]
+        for seq in waiting:
+            self._waits[seq.id] += 1
+        if any(self._waits[seq.id] > ROOM for seq in waiting):
+            self._read(waiting)
+
+    def _read(self, seqs: Sequence[Seq]) -> None:
+        rows = sum(self._unread.pop(seq.id, 0) for seq in seqs)
+        self.gpu.busy_for(self.gpu.speeds.of_reading(rows))
+
+    def forget(self, seq: Seq) -> None:
+        self._unread.pop(seq.id, None)
 
 
 def _shape(form: TreeForm) -> Form:

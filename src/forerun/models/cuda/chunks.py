@@ -12,7 +12,7 @@ from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, Span
 from forerun.models.slots import Piece
 from forerun.topology import chain_of
 from forerun.trees import TreeBatch
-from forerun.types import first_rows
+from forerun.types import Seq, first_rows
 
 
 class Found:
@@ -42,8 +42,14 @@ def fitting_rows(nodes: int, rows: int) -> int:
     return near - nodes if near > 64 and 2 * (near - nodes) >= rows else rows
 
 
-def beside_trees(fresh: Sequence[list[int]], trees: TreeBatch, rows: int) -> list[list[int]]:
-    """What of prompts goes into the pass over trees, where about so many rows were asked for.
+def rows_beside(nodes: int, rows: int, waiting: int) -> int:
+    """Rows of prompts in a pass over so many nodes, where about `rows` are asked for and so many wait."""
+    most = waiting if waiting <= rows else fitting_rows(nodes, rows)
+    return min(most, max(0, MAX_ROWS - nodes))
+
+
+def beside_trees(fresh: Sequence[list[int]], trees: TreeBatch, rows: int, least: int = 0) -> list[list[int]]:
+    """What of prompts goes into the pass over trees, where about so many rows were asked for; `least` in any case.
 
     Where there are more, they fill a size that passes have, and pad none. Beside lone roots, and beside trees that were
     grown on a device, no more than fit: those that follow unread ones cannot go into another pass, as the host cannot
@@ -51,10 +57,25 @@ def beside_trees(fresh: Sequence[list[int]], trees: TreeBatch, rows: int) -> lis
     """
     nodes = trees.nodes if trees.form is None else trees.form.rows
     waiting, room = sum(map(len, fresh)), max(0, MAX_ROWS - nodes)
+    assert least <= (room if trees.is_plain() else 0), (
+        "those that start with this pass fit it, beside lone roots"
+    )
     if trees.form is None and not trees.is_plain() and 2 * room < min(rows, waiting):
         return first_rows(fresh, rows)
-    most = waiting if waiting <= rows else fitting_rows(nodes, rows)
-    return first_rows(fresh, min(most, room))
+    return first_rows(fresh, max(rows_beside(nodes, rows, waiting), least))
+
+
+def least_rows(prompts: Sequence[Seq], fresh: Sequence[list[int]], seqs: Sequence[Seq]) -> int:
+    """Rows of prompts, in order, until all of those are read that are among `seqs`.
+
+    Their roots are scored behind them in the same pass: a layer writes keys and values of all rows before it attends.
+    """
+    starting, rows, least = {seq.id for seq in seqs}, 0, 0
+    for seq, tokens in zip(prompts, fresh, strict=True):
+        rows += len(tokens)
+        if seq.id in starting:
+            least = rows
+    return least
 
 
 def rows_of(spans: Sequence[Span]) -> int:

@@ -13,7 +13,7 @@ Padding is written to no slot and attends to nothing; what is decided about it i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from forerun.models.cuda.last_round import STEPS, LastRound
 from forerun.models.cuda.plan import (
-    DEEPEST,
     FIELDS,
     MAX_ROWS,
     Need,
@@ -71,7 +70,9 @@ def plan_grown(
     ends = [length + (form.depth + 1 if follows >= 0 else 0) for _, length, follows in places]
     farthest = max(farthest, 0, *ends) + form.depth
     need = Need(rows, groups, max(farthest, 0, *chunks.positions))
-    size = size_for(need) if prompts else _size_of(need, form)
+    size = (
+        size_for(need) if prompts else need.exactly(form.trees, 0 if form.chain else form.nodes, form.depth)
+    )
     at = Places.of(size, form)
     ints = np.zeros(at.pages - MAX_ROWS, dtype=np.int32)
     ints[2 * size.rows : 3 * size.rows] = -1
@@ -86,12 +87,6 @@ def plan_grown(
         chunks.write_chains(ints, size, own, at.pages + starts[-1])
     tables = [page for pages, _, _ in places for page in pages] + chunks.pages
     return Plan(size, rows, np.concatenate((ints, np.array(tables, dtype=np.int32))))
-
-
-def _size_of(need: Need, form: TreeForm) -> Size:
-    """Of a pass over nothing but grown trees: no empty groups, and of the lone ones it is known that they are."""
-    lone = 0 if form.chain or form.depth > DEEPEST else form.nodes
-    return replace(need.rounded(), groups=need.groups, trees=form.trees, lone=lone)
 
 
 def groups_per_tree(form: TreeForm, group_nodes: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
@@ -123,6 +123,11 @@ class Need:
         """The next of a few sizes."""
         groups = 1 << max(0, self.groups - 1).bit_length()
         return Size(round_up(self.rows, ROW_SIZES), groups, splits_to(self.farthest))
+
+    def exactly(self, trees: int, lone: int, levels: int) -> Size:
+        """Of nothing but trees of one form: no empty groups, and of the lone ones it is known that they are."""
+        lone = lone if levels <= DEEPEST else 0
+        return replace(self.rounded(), groups=self.groups, trees=trees, lone=lone)
 
 
 SizeFor = Callable[[Need], Size]

@@ -19,7 +19,15 @@ from torch import Tensor
 from forerun.errors import ForerunError
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.after_pass import AfterPass
-from forerun.models.cuda.chunks import Found, beside_trees, chunks_of, joined, rows_of
+from forerun.models.cuda.chunks import (
+    Found,
+    beside_trees,
+    chunks_of,
+    joined,
+    least_rows,
+    rows_beside,
+    rows_of,
+)
 from forerun.models.cuda.graphs import Passes, Replays
 from forerun.models.cuda.grown import GrownBuffers, Place, plan_grown
 from forerun.models.cuda.network import Buffers, Model
@@ -126,18 +134,22 @@ class CudaDecoder(SlotTarget):
     ) -> Scores:
         """One pass over every node, and over prompts behind them; or several where they are more than MAX_ROWS."""
         layers = self._layers(needs)
-        self._note_layers(seqs, needs)
         if prompts is None:
+            self._note_layers(seqs, needs)
             return self._score(seqs, trees, layers, ())[0]
         fresh = self._admit(prompts.seqs, needs)
-        self._note_layers(prompts.seqs, needs)
-        fresh = beside_trees(fresh, trees, prompts.rows)
+        self._note_layers([*seqs, *prompts.seqs], needs)
+        fresh = beside_trees(fresh, trees, prompts.rows, least_rows(prompts.seqs, fresh, seqs))
         pieces = self._pieces(prompts.seqs, fresh)
+        for piece in pieces:  # roots may lie behind them
+            piece.extent.coming = len(piece.tokens)
         scores, behind = self._score(seqs, trees, layers, chunks_of(pieces))
         self._keep_pieces(pieces)
         behind = behind or self._hidden(Found(layers))  # prompts of one token have no rows
         chains, behind = self._with_found(prompts.seqs, fresh, behind)
         return replace(scores, read=(TreeBatch.chains(chains), Scores(None, behind)))
+
+    prompt_rows = staticmethod(rows_beside)
 
     def _score(
         self, seqs: Sequence[Seq], trees: TreeBatch, layers: tuple[int, ...], chunks: Sequence[Span]
@@ -171,7 +183,7 @@ class CudaDecoder(SlotTarget):
                 self._run(spans, rows_of(spans), found)
                 found.logits[-1] = found.logits[-1].clone()  # another pass follows
                 spans = []
-            spans.append(Span(tokens[first:end], shapes[b], extent.pages, extent.length))
+            spans.append(Span(tokens[first:end], shapes[b], extent.pages, extent.length + extent.coming))
         scored = rows_of(spans)
         if scored + rows_of(chunks) <= MAX_ROWS:
             spans, chunks = [*spans, *chunks], ()
@@ -249,13 +261,12 @@ class CudaDecoder(SlotTarget):
     def _roots(self, seqs: Sequence[Seq], tokens: Sequence[int], follows: Sequence[int]) -> list[Root]:
         """One row per sequence, behind its committed tokens; or behind a row of the last pass, which was not read."""
         extents, held = self.kv.extents([seq.id for seq in seqs]), self.kv.pool.held
-        for extent, row in zip(extents, follows, strict=True):
-            if (end := extent.length + (2 if row >= 0 else 1)) > extent.writable:
-                self.kv.grow(extent.id, end)
-        return [
-            (-1 - row, held[one.id], one.length + 1) if row >= 0 else (token, held[one.id], one.length)
-            for one, token, row in zip(extents, tokens, follows, strict=True)
-        ]
+        lengths = [one.length + one.coming + (row >= 0) for one, row in zip(extents, follows, strict=True)]
+        for extent, length in zip(extents, lengths, strict=True):
+            if length + 1 > extent.writable:
+                self.kv.grow(extent.id, length + 1)
+        heads = [-1 - row if row >= 0 else token for token, row in zip(tokens, follows, strict=True)]
+        return [(head, held[one.id], at) for head, one, at in zip(heads, extents, lengths, strict=True)]
 
     @torch.no_grad()
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:

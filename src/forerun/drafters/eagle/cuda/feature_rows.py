@@ -3,8 +3,8 @@
 Every sequence owns ROOM rows of one buffer, used again and again: row t of a sequence lies at its place t % ROOM. After
 a round one indexed copy appends the rows of root and path of all sequences, whichever of them drafted, joined or left.
 A draft reads rows by their places. Rows that no draft starts from are read in passes of their own (row_reader.py), many
-sequences at once: prompts when they are prefilled, and the rows of sequences that do not draft when their places are
-used up.
+sequences at once: prompts before the first draft behind them (unread_prompts.py), and the rows of sequences that do not
+draft when their places are used up.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
 from forerun.drafters.eagle.cuda.head import HeadNet
 from forerun.drafters.eagle.cuda.row_reader import RowReader
 from forerun.drafters.eagle.cuda.row_state import NO_PAGES, RowState
+from forerun.drafters.eagle.cuda.unread_prompts import UnreadPrompts
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.integers import SentInts
 from forerun.models.cuda.last_round import LastRound
@@ -65,6 +66,7 @@ class FeatureRows:
         with torch.inference_mode(False):
             self.rows = torch.zeros(PLACES * ROOM + 2, width, dtype=net.model.dtype, device=device)
         self.reader = RowReader(net, fusion, replays, ints)
+        self.prompts = UnreadPrompts(self.reader)
         self._padding = RowState(PADDING, 0, NO_PAGES)
         self.has_room(self._padding, TREE_MARGIN)
 
@@ -100,6 +102,7 @@ class FeatureRows:
         """
         states = [self.ready(seq) for seq, _ in going]
         new = [one for one, (_, tree) in zip(states, going, strict=True) if tree < 0 and one is not None]
+        self.prompts.read([one for one in states if one is not None])
         self.read_ahead(new, behind(shape))
         passed, drafted, longest = behind(shape), below(shape), self._model.max_length - DEEPEST
         lanes, owners = list[Lane](), dict[int, RowState]()
@@ -123,13 +126,14 @@ class FeatureRows:
 
     def forget(self, seq_id: int) -> None:
         self._left_out.discard(seq_id)
+        self.prompts.forget(seq_id)
         state = self._states.pop(seq_id, None)
         if state is not None:
             self._free.append(state.place)
             self.net.pool.release(seq_id)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
-        """Add the rows of root and path of every tree; long ones, which are prompts, are read at once.
+        """Add the rows of root and path of every tree; long ones, which are prompts, are put off.
 
         Where the next draft was started before this round was read, they were added, and read, on the device.
         """
@@ -189,7 +193,7 @@ class FeatureRows:
 
     def _append_passed(self, fresh: Sequence[Fresh], hidden: list[Tensor]) -> None:
         """Of passes whose verdict the host has."""
-        self._read_passed([one for one in fresh if len(one[1]) > DEEPEST + 1], hidden)
+        self._put_off([one for one in fresh if len(one[1]) > DEEPEST + 1], hidden)
         sources, places = list[int](), list[int]()
         for state, passed, after in fresh:
             state.after += after
@@ -222,6 +226,7 @@ class FeatureRows:
 
     def read_ahead(self, states: Sequence[RowState], most: int) -> None:
         """Read what is more than a draft takes, so that at most so many rows are left of each sequence."""
+        self.prompts.read(states)
         spans = [(state, state.read, state.seen - most) for state in states if state.seen - state.read > most]
         self._read_places(spans)
 
@@ -256,13 +261,14 @@ class FeatureRows:
 
     def _make_places(self, coming: Sequence[Fresh]) -> None:
         """Where new rows would overwrite unread ones, read these first; of all sequences that have many."""
-        counts = [(state, state.seen - state.read, len(rows)) for state, rows, _ in coming]
+        counts = [(one, one.seen - one.read, len(rows)) for one, rows, _ in coming if one.read < one.seen]
         if any(unread + rows > ROOM for _, unread, rows in counts):
             full = [state for state, unread, rows in counts if unread + rows > ROOM // 2]
             self._read_places([(state, state.read, state.seen) for state in full])
 
     def _read_places(self, spans: Sequence[tuple[RowState, int, int]]) -> None:
         """Read rows of the buffer for keys and values: of each sequence those from one to before another."""
+        self.prompts.read([state for state, _, _ in spans])  # they come before these
         places = [state.place * ROOM + t % ROOM for state, low, high in spans for t in range(low, high)]
 
         def fill(low: int, count: int) -> None:
@@ -273,19 +279,14 @@ class FeatureRows:
         for state, _, high in spans:
             state.read = max(state.read, high)
 
-    def _read_passed(self, fresh: Sequence[Fresh], hidden: list[Tensor]) -> None:
-        """Read rows of a pass for keys and values, before they are counted as seen."""
-        waiting = [(state, state.read, state.seen) for state, _, _ in fresh]
-        self._read_places(waiting)  # they come before these
-        rows = [row for _, mine, _ in fresh for row in mine]
-
-        def fill(low: int, count: int) -> None:
-            now = rows[low : low + count]
-            if now[-1] - now[0] == count - 1:  # rows follow each other: no gather
-                parts = [layer[now[0] : now[-1] + 1] for layer in hidden]
-            else:
-                index = ints_of(now, self.rows.device)
-                parts = [layer.index_select(0, index) for layer in hidden]
-            torch.cat(parts, -1, out=self.reader.passing[:count])
-
-        self.reader.read([state.span(state.seen, after) for state, _, after in fresh], fill)
+    def _put_off(self, long: Sequence[Fresh], hidden: list[Tensor]) -> None:
+        """Keep rows of a pass, before they are counted as seen, until somebody drafts behind them."""
+        self._read_places(
+            [(state, state.read, state.seen) for state, _, _ in long if state.read < state.seen]
+        )
+        for state, rows, after in long:
+            part = hidden, rows[0], rows[-1] + 1
+            if rows[-1] - rows[0] != len(rows) - 1:  # a long path of a tree that branches
+                index = ints_of(rows, self.rows.device)
+                part = [layer.index_select(0, index) for layer in hidden], 0, len(rows)
+            self.prompts.add(state, state.seen, after, part)

@@ -24,7 +24,7 @@ class RowState:
     pages: Ints  # of its slots, by position
     noise: Settings | None = None  # that its drafts share with the verifier
     after: list[int] = field(default_factory=list)  # the token after each row that was observed
-    read: int = 0  # rows whose keys and values are in the head's slots, or were sent there
+    read: int = 0  # rows whose keys and values are in the head's slots, were sent there, or are put off
 
     @property
     def seen(self) -> int:
