@@ -42,7 +42,8 @@ if [ "$what" = tests ]; then
     check kernels tests/gpu/test_draft_kernels.py tests/gpu/test_attention.py tests/gpu/test_draft_batch.py \
         tests/gpu/test_linear_tiles.py -m gpu &
     check experts tests/gpu/test_moe.py -m gpu &
-    check late tests/gpu/test_built_late.py tests/gpu/test_head_swap.py tests/gpu/test_lookups_following.py -m gpu &
+    check late tests/gpu/test_built_late.py tests/gpu/test_head_swap.py tests/gpu/test_lookups_following.py \
+        tests/gpu/test_starters.py -m gpu &
     check sampled tests/verify/test_sampled.py tests/verify/test_warp.py -m gpu &
     wait
     for name in $groups; do
