@@ -332,3 +332,12 @@ def test_the_kernels_tokens_are_those_of_torch(vocab: int) -> None:
     others = coupled_by_kernels(logits, positions + 1, table, 1)
     assert not torch.equal(found[0], others[0])
     assert torch.equal(found[1], others[1])
+
+
+def test_positions_of_padding_may_be_any() -> None:
+    """A form may be captured while positions of a plain pass lie there: none of them may reach out of the noise."""
+    noise = torch.randn(2, 4, 5)
+    depths = torch.tensor([[0, 1, 3], [0, -147, 90]])
+    found = sampled._by_depth(noise, depths)
+    assert found[0].equal(noise[0, [0, 1, 3]])
+    assert found[1].equal(noise[1, [0, 0, 3]])

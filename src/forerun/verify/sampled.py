@@ -150,7 +150,7 @@ def _by_depth(noise: Tensor, depths: Tensor) -> Tensor:
     if levels == 1:
         return noise
     first = torch.arange(0, trees * levels, levels, device=noise.device)[:, None]
-    places = (first + depths.clamp(max=levels - 1)).flatten()
+    places = (first + depths.clamp(0, levels - 1)).flatten()  # padding, and rehearsals, have any positions
     return noise.view(-1, vocab).index_select(0, places).view(*depths.shape, vocab)
 
 
