@@ -263,15 +263,8 @@ class SimulatedHead(BaseDrafter):
         self.gpu.busy_for(seconds)
         trees = TreeForm(bucket, form.nodes + 1, form.depth, chain=form.width == 1)
         rows = torch.zeros(count * trees.nodes, dtype=torch.long)
-        return TreeBatch(
-            rows,
-            rows,
-            trees.starts(count),
-            form=trees,
-            device_seconds=lambda: seconds,
-            grower=self,
-            follows=follows,
-        )
+        starts, timed = trees.starts(count), lambda: seconds
+        return TreeBatch(rows, rows, starts, form=trees, device_seconds=timed, grower=self, follows=follows)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Prompts are read before the first draft behind them, or when a sequence has no places for more rows."""
