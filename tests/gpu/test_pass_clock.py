@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from time import perf_counter, sleep
-from typing import Any
 
 import pytest
 import torch
 
-from forerun.bench.gpu.host_rounds import make, write
-from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
-from forerun.drafters.eagle.cuda.menu import DraftMenu
 from forerun.models.cuda.pass_clock import LAST, PassClock
 from forerun.testing import FakeSeq
 from forerun.types import Needs, TreeBatch
@@ -55,20 +51,3 @@ def test_host_work_before_a_pass_is_not_the_pass() -> None:
         clock.stop()
         clock.taken()
     assert taken() is None, "its events were used again"
-
-
-def test_a_draft_says_what_it_took_and_not_what_it_took_when_it_was_captured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said, batch = list[float](), DeviceDraft._batch
-
-    def noted(draft: DeviceDraft, *given: Any) -> TreeBatch:
-        trees = batch(draft, *given)
-        said.append(trees.drafting())
-        return trees
-
-    monkeypatch.setattr(DeviceDraft, "_batch", noted)
-    monkeypatch.setattr(DraftMenu, "drafting", lambda menu, form, sequences: 1e3)
-    write(make("chain", 3), 3, 30)
-    assert len(said) > 5
-    assert all(0.0 < one < 1e3 for one in said)

@@ -11,7 +11,7 @@ from forerun.control.free_drafts import NOTHING
 from forerun.offers import Menu, Offer
 from forerun.types import Budget, Round
 
-REPEATS = 512  # rounds that follow under one plan at most: as many as lie between two trials (forms.py)
+REPEATS = 64  # rounds that follow under one plan at most, before one is read first
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,13 +68,6 @@ class PassClock:
         else:
             self._open.end = perf_counter()
 
-    def time(self, work: Callable[[], None]) -> Seconds:
-        """Do something else than a pass; what it takes."""
-        self.start()
-        work()
-        self.stop()
-        return self.taken()
-
     def taken(self) -> Seconds:
         """What the passes since the last call of this took, to be asked once they are done."""
         span, self._open = self._open, None

@@ -39,7 +39,7 @@ from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, 
 from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.integers import SentInts
 from forerun.models.cuda.last_round import STEPS, LastRound
-from forerun.models.cuda.pass_clock import PassClock, seconds_of
+from forerun.models.cuda.pass_clock import seconds_of
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.pages import TREE_MARGIN
 from forerun.offers import Form
@@ -82,8 +82,6 @@ class DeviceDraft:
         self._group_nodes = net.group_nodes
         with torch.inference_mode(False):
             self._tree_ints = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)
-        self._clock = PassClock(device)
-        self._taken = self._clock.taken()  # seconds of the last draft
         self.complete_to = 0  # batches up to this size have all graphs of the menu that they will get
         self._captured: dict[Form, set[int]] = {}  # buckets that have a graph
         self._last: DraftForm | None = None
@@ -134,9 +132,9 @@ class DeviceDraft:
         self, trees: TreeForm, form: Form, count: int, follows: tuple[int, ...] | None = None
     ) -> TreeBatch:
         tokens, parents = self._tree_ints[:, : count * trees.nodes]
-        self._proposed, starts, taken = (trees, form), trees.starts(count), self._taken
+        self._proposed, starts, seconds = (trees, form), trees.starts(count), self.menu.drafting(form, count)
         return TreeBatch(
-            tokens, parents, starts, form=trees, device_seconds=taken, grower=self, follows=follows
+            tokens, parents, starts, form=trees, device_seconds=lambda: seconds, grower=self, follows=follows
         )
 
     def follow(
@@ -243,7 +241,7 @@ class DeviceDraft:
         planned, ints = plan_draft(lanes, form, self._group_nodes, farthest, self.net.attends)
         self.ints.send(ints, planned.sent_at(self._group_nodes))
         self._last = planned
-        self._taken = self._clock.time(self.replay_last)
+        self.replay_last()
         return planned
 
     def _rearrange(
