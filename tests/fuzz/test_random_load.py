@@ -100,9 +100,15 @@ def test_negative_control_a_mistake_is_found(damage: Damage) -> None:
     scenarios = [scenario for name, scenario in CONTROLS if name is damage]
     for scenario in scenarios:
         play(scenario)
-    with pytest.raises(Wrong):
-        for scenario in scenarios:
-            play(scenario, damage)
+    assert any(_is_noticed(scenario, damage) for scenario in scenarios)
+
+
+def _is_noticed(scenario: Scenario, damage: Damage) -> bool:
+    try:
+        play(scenario, damage)
+    except Wrong:
+        return True
+    return False
 
 
 def test_a_scenario_that_fails_is_made_smaller() -> None:
