@@ -21,10 +21,10 @@ from forerun.build import make_engine
 from forerun.engine.engine import Engine
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM
-from forerun.testing.partial_table import with_layers
 from forerun.types import Request, TreeBatch
 from forerun.verify.warp import warp
 from tests.drafters.tiny_heads import save_head
+from tests.exactness.partial_table import with_layers
 
 COMPOSED = (
     "ngram>draft_model",

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from forerun.models.native import library as native_library
-from forerun.models.native.linear_op import apply
 from forerun.models.native.packing import PackedWeight, pack_blocks
 from tests.native.blocks import needs_native, random_blocks
+from tests.native.packed_linear import apply
 
 NATIVE = Path(native_library.__file__).parent / "c"
 CHECKS = [

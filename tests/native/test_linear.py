@@ -8,7 +8,6 @@ import torch
 
 from forerun.models.load.quants import LAYOUTS, Blocks, dequantize
 from forerun.models.native import library as native_library
-from forerun.models.native.linear_op import apply, linear
 from forerun.models.native.packing import (
     PackedWeight,
     as_q4_1,
@@ -19,6 +18,7 @@ from forerun.models.native.packing import (
     unpack_rows,
 )
 from tests.native.blocks import HALVES, KINDS, as_int8, needs_native, random_blocks
+from tests.native.packed_linear import apply
 
 pytestmark = needs_native
 
@@ -198,13 +198,3 @@ def test_types_without_a_packed_form_stay_exact() -> None:
     assert torch.equal(packed.data, half.float())
     assert is_packable(1)
     assert not is_packable(10)  # Q2_K
-
-
-def test_it_is_a_torch_op() -> None:
-    packed = pack_blocks(random_blocks("Q8_0", 20, 64), torch.randn(20))
-    x = _rows(3, 64)
-    arguments = (x, packed.data, packed.kind, packed.outputs, packed.bias)
-    assert torch.equal(torch.ops.forerun.linear(*arguments), apply(packed, x))
-    torch.library.opcheck(linear, arguments, test_utils=("test_schema", "test_faketensor"))
-    strided = torch.randn(64, 3).T
-    assert torch.equal(apply(packed, strided), apply(packed, strided.contiguous()))

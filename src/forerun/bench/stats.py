@@ -16,19 +16,8 @@ from typing import NamedTuple, TypeVar
 
 from forerun.errors import InvalidInput
 
-LEVEL = 0.95
-_T = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-)  # by degrees of freedom, two-sided 95%
+# by degrees of freedom, two-sided 95%
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _Z = 1.959964
 _One = TypeVar("_One")
 

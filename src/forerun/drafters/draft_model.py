@@ -58,7 +58,6 @@ class ModelDrafter:
     """Any Target as a drafter."""
 
     needs = Needs()
-    uses_checkpoint = True
 
     def __init__(self, draft: Target, vocab_size: int) -> None:
         self.draft, self.vocab_size = draft, vocab_size

@@ -22,8 +22,6 @@ from forerun.models.base import Target
 class LayerSkipDrafter(ModelDrafter):
     """Some of the target's layers as a draft model."""
 
-    uses_checkpoint = False
-
     @classmethod
     def build(cls, parts: Parts) -> LayerSkipDrafter:
         given, shared = parts.speculative.draft_layers, parts.target.shared()

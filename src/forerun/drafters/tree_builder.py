@@ -68,12 +68,6 @@ def least_step(price: tuple[float, ...]) -> float:
     return max(0.0, min([after - before for before, after in pairwise(price)], default=0.0))
 
 
-def gain_of(survivals: Sequence[float], price: Sequence[float]) -> float:
-    """What the best of these nodes gain beyond their price, in tokens; 0 where none pays."""
-    count = best_count(survivals, price)
-    return sum(survivals[:count]) - price[count] + price[0]
-
-
 def worth_deepening(
     survivals: Sequence[float], drafted: int, price: Sequence[float], level: float
 ) -> list[int]:

@@ -24,7 +24,6 @@ from forerun.models.layer_subset import LayerSubset
 from forerun.models.layers import rms_norm
 from forerun.types import Needs, PlainSeq
 
-_EXPERT = re.compile(r"(model\.layers\.\d+\.)block_sparse_moe\.experts\.\d+\.(w[123])\.weight")
 _ROUTER = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.gate\.weight")
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _SEED = 20261115

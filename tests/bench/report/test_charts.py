@@ -10,7 +10,7 @@ from forerun.bench.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH,
 
 
 def chart(*lines: Line, **more: object) -> ET.Element:
-    drawn = Chart("A title", "across", "", lines, [1, 2, 4], [0, 1, 2], unit="×", **more)  # type: ignore[arg-type]
+    drawn = Chart("A title", "across", lines, [1, 2, 4], [0, 1, 2], unit="×", **more)  # type: ignore[arg-type]
     return ET.fromstring(drawn.svg())
 
 

@@ -37,7 +37,6 @@ class Chart:
 
     title: str  # for screen readers
     x_label: str
-    y_label: str
     lines: Sequence[Line]
     x_ticks: Sequence[float]
     y_ticks: Sequence[float]

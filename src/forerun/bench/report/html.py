@@ -147,7 +147,7 @@ def _acceptance_chart(result: Mapping[str, Any], drafters: Sequence[str]) -> dic
     step = max(1, -(-deepest // 8))
     depths = [1, *range(1 + step, deepest + step, step)] if deepest > 1 else [1, 2]
     chart = Chart(
-        "Acceptance by position", "depth in the tree", "", lines, depths, [0, 25, 50, 75, 100], unit="%"
+        "Acceptance by position", "depth in the tree", lines, depths, [0, 25, 50, 75, 100], unit="%"
     )
     caption = (
         "Of the trees that reached a depth, the share whose path did; the counts are in the table below."
@@ -163,7 +163,7 @@ def _cost_chart(curve: Mapping[str, float]) -> dict[str, str]:
         Line("one pass over n nodes", 0, [Dot(*pair) for pair in zip(sizes, ratios, strict=True)]),
     ]
     powers = [2.0**power for power in range(12) if 2**power <= max(sizes)]
-    chart = Chart("Cost of a pass", "nodes n", "", lines, powers, powers, log_x=True, log_y=True, unit="×")
+    chart = Chart("Cost of a pass", "nodes n", lines, powers, powers, log_x=True, log_y=True, unit="×")
     first = 1000 * curve["1"]
     caption = f"t(n) in plain passes; t(1) is {first:.1f} ms. Dotted: n passes of one node each."
     return {"title": "What a pass costs", "caption": caption, "svg": chart.svg()}
@@ -188,7 +188,7 @@ def _batch_chart(result: Mapping[str, Any], drafters: Sequence[str]) -> dict[str
         lines.append(Line(drafter, index % COLOURS, dots))
     highest = max(dot.high or dot.y for line in lines for dot in line.dots)
     chart = Chart(
-        "Speed-up against batch size", "sequences in the batch", "", lines,
+        "Speed-up against batch size", "sequences in the batch", lines,
         [float(cell["batch"]) for cell in same], ticks(max(highest, 1.2)), log_x=True, mark=1.0, unit="×",
     )  # fmt: skip
     caption = "Each further sequence in a batch makes drafted nodes more costly."

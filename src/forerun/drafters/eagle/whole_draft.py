@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from array import array
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
@@ -17,8 +16,6 @@ from forerun.drafters.head_drafter import Calibration
 from forerun.drafters.tree_growth import Tree
 from forerun.models.native.head_library import Draft, HeadPass, draft_tree
 from forerun.types import Budget
-
-Floats: TypeAlias = "array[float]"
 
 
 @dataclass(frozen=True, slots=True)
