@@ -46,9 +46,8 @@ def log_exponential(seed, position, token):
     low, high = (key & 0x7FFFFFFF).to(tl.uint32), (key >> 33).to(tl.uint32)
     h = hash32(hash32(token.to(tl.uint32) ^ low) ^ high) & 0x7FFFFFFF
     u = (h.to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
-    return tl.log(
-        tl.where(u < 1e-3, u * (1.0 + 0.5 * u), -tl.log(1.0 - u))
-    )  # near 0 the difference has few bits
+    # near 0 the difference has few bits
+    return tl.log(tl.where(u < 1e-3, u * (1.0 + 0.5 * u), -tl.log(1.0 - u)))
 
 
 @triton.jit(do_not_specialize=["size"])

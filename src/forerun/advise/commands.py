@@ -15,12 +15,8 @@ from forerun import registry
 from forerun.advise.evidence import Evidence, Fixed, fixed_chain, fixed_lookup
 
 PROMPT = "Your prompt"
-EXPORTED = (
-    "eagle",
-    "eagle3",
-    "dflash",
-    "dspark",
-)  # methods whose heads `forerun drafters export` writes for vLLM
+# methods whose heads `forerun drafters export` writes for vLLM
+EXPORTED = ("eagle", "eagle3", "dflash", "dspark")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +26,8 @@ class Setup:
     model: str
     auto: str  # the drafter of a user who names none
     draft_model: str | None = None  # as given: a second model or the folder of a head
-    checkpoints: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of drafters whose head comes with the package
+    # of drafters whose head comes with the package
+    checkpoints: Mapping[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()  # of the machine, where they are not the defaults
     device: str = "cpu"
 

@@ -101,9 +101,8 @@ def gains(
     found, expected, ratio = [], 1.0, 1.0
     for depth, share in enumerate(reached, start=1):
         expected += share
-        ratio = max(
-            ratio, cost.pass_seconds(depth + 1) / plain
-        )  # on a busy machine t(2) may seem less than t(1)
+        # on a busy machine t(2) may seem less than t(1)
+        ratio = max(ratio, cost.pass_seconds(depth + 1) / plain)
         passed = begun + (1.0 - begun) * ratio
         found.append(expected / (passed + depth * (run + shares.head)))
     return tuple(found)

@@ -161,9 +161,8 @@ def measure(engine: Engine, texts: Sequence[Text], batch: int, rounds: int) -> d
     while counted < rounds:
         while len(engine.running) + len(engine.waiting) + len(engine.reading) < batch:
             prompt, answer = texts[following % len(texts)]
-            early = (
-                ANSWER * (following + 1) // batch if following < batch else len(answer)
-            )  # they do not end at once
+            # they do not end at once
+            early = ANSWER * (following + 1) // batch if following < batch else len(answer)
             engine.submit(
                 Request(prompt, SamplingParams(max_tokens=min(max(8, early), len(answer)), ignore_eos=True))
             )

@@ -37,9 +37,8 @@ OWN = (
     "Our laboratory measured the temperature every ten minutes for a year.",
 )
 Source = tuple[int, ...]
-Translate = Callable[
-    [Sequence[Source]], tuple[list[list[int]], int]
-]  # sources -> tokens of each, rounds of all
+# sources -> tokens of each, rounds of all
+Translate = Callable[[Sequence[Source]], tuple[list[list[int]], int]]
 
 
 @dataclass(slots=True)

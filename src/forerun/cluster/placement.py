@@ -34,9 +34,8 @@ class Placement:
     """Where prompts and sessions were sent. Replicas are named by anything hashable."""
 
     batch: int = 8  # texts that a replica writes at once
-    _sent: dict[str, tuple[Hashable, float | None]] = field(
-        default_factory=dict
-    )  # request: replica, until when
+    # request: replica, until when
+    _sent: dict[str, tuple[Hashable, float | None]] = field(default_factory=dict)
     _held: dict[Hashable, OrderedDict[int, None]] = field(default_factory=dict)
     _sessions: OrderedDict[str, Hashable] = field(default_factory=OrderedDict)
 

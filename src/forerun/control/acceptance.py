@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 
 from forerun.offers import Form
 
-ALONE, BATCHED = (
-    0.93,
-    0.7,
-)  # memory of the common factor, per round: of one sequence, and of 16, which show more
+# memory of the common factor, per round: of one sequence, and of 16, which show more
+ALONE, BATCHED = 0.93, 0.7
 OWN = 0.95  # memory of a sequence's factor, per round
 PER_FORM = 0.93  # memory of a form's factor, per round of that form
 LEAST, MOST = 0.02, 4.0  # of the common factor

@@ -117,9 +117,8 @@ def share_chains(
     if not best:
         return [0] * len(chains), 0.0
     least, depths = ranked[best - 1], list[int]()
-    ties = best - sum(
-        [survival > least for survival in ranked[:best]]
-    )  # places for those that are just as likely
+    # places for those that are just as likely
+    ties = best - sum([survival > least for survival in ranked[:best]])
     for chain in chains:
         above = 0
         for survival in chain:

@@ -26,26 +26,8 @@ from forerun.types import Needs, PlainSeq, TreeBatch
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # for a benchmark
 QUICK = (1, 2, 4, 8, 16, 24, 32, 64)  # at load: what a controller needs, in about a second
-WIDE = (
-    1,
-    2,
-    4,
-    8,
-    16,
-    32,
-    48,
-    64,
-    96,
-    128,
-    160,
-    192,
-    224,
-    256,
-    384,
-    512,
-    768,
-    1024,
-)  # a GPU: as its passes are
+# a GPU: as its passes are
+WIDE = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
 TOGETHER = 32  # nodes of one sequence while measuring: wider passes are over several sequences
 RUN, FEW_ROWS = 3, 8  # passes of a run on a CPU, and of how many rows at most; others come alone
 METHOD = 2  # of measuring: curves kept by others are measured again

@@ -25,10 +25,8 @@ from forerun.offers import Form, Menu
 
 COLD = 0.5  # of a plain pass, from which on what a plain round takes beside it is the fault of a slow start
 BETTER = 1.03  # what another form must promise beyond the last one
-RARELY, SELDOM = (
-    64,
-    0.125,
-)  # rounds from one trial to the next; a round that followed counts less, as a trial ends that
+# rounds from one trial to the next; a round that followed counts less, as a trial ends that
+RARELY, SELDOM = 64, 0.125
 BEST_ACCEPTANCE = 0.95  # per level, of a trial of which all goes well
 HOPE = 1.2  # times the tokens that are expected of a form, if all goes well
 FAMILIAR, UNFAMILIAR = 0.92, 0.75  # times the seconds, where rounds have shown them and where not

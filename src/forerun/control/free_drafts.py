@@ -13,10 +13,8 @@ from forerun.types import Budget
 
 CLOSE = 0.05  # smaller errors of a drafter's expectations are not corrected
 FREE_MEMORY, FORGIVING = 0.99, 0.997  # per draft that cost nothing, and per round: distrust does not last
-CAUTION, LEAST = (
-    0.4,
-    0.4,
-)  # what is expected counts for so much less per plain round lost, and for so much at least
+# what is expected counts for so much less per plain round lost, and for so much at least
+CAUTION, LEAST = 0.4, 0.4
 NOTHING = Budget(0, 0, source="free")
 
 

@@ -13,10 +13,8 @@ PRIOR = 0.7  # acceptance before anything was seen
 WEIGHT = 3.0  # tries that a prior counts for
 MEMORY = 0.95  # per position tested, or per round
 GAIN_MEMORY = 0.9  # per round, where the gain is known from the drafter's confidence: that varies less
-FIRST_WAIT, LONGEST_WAIT = (
-    2,
-    32,
-)  # rounds from a draft that did not pay to the next trial, twice as many each time
+# rounds from a draft that did not pay to the next trial, twice as many each time
+FIRST_WAIT, LONGEST_WAIT = 2, 32
 TRUST_MEMORY = 0.98  # per round: a drafter's bias changes more slowly than acceptance
 RECENT, MARGIN = 0.25, 0.2  # weight of the newest position in the short memory, and what it must be ahead by
 PRIOR_GAIN = 0.3  # tokens a round: the assumed gain of a drafter that has not drafted yet

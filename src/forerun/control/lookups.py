@@ -28,11 +28,9 @@ DRAFTED = 5e-5  # seconds that a sequence takes the host more in a round that dr
 FEW = 8  # sequences that are always asked
 WIDE = 2  # sequences for which look-ups make trees; of more, chains
 NOTICED = 0.02  # share of a plain round that asking all may take without being weighed
-SHARE, MORE = (
-    0.002,
-    0.04,
-)  # of a plain round: what asking single sequences may take while the gate is closed, and
-# where drafts seem to pay and it is too dear to ask all of the others for the first time at once
+# of a plain round: what asking single sequences may take while the gate is closed, and where drafts seem to pay and it
+# is too dear to ask all of the others for the first time at once
+SHARE, MORE = 0.002, 0.04
 AT_FIRST = 0.2  # plain rounds that asking single sequences may take at once
 BETTER = 1.03  # times what plain decoding gives, for the gate to open
 PANEL = 4  # sequences that are asked again and again while the gate is closed: who was never asked has more to read
@@ -47,9 +45,8 @@ SETTLED = 4  # plain rounds in a row before they tell that: then they follow eac
 
 NODES = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 16, 8)  # that a round may draft at most
 
-Chains = Callable[
-    [Sequence[Offer], int, int], tuple[list[int], float]
-]  # offers, batch, nodes at most -> depth of each, tokens accepted of all
+# offers, batch, nodes at most -> depth of each, tokens accepted of all
+Chains = Callable[[Sequence[Offer], int, int], tuple[list[int], float]]
 
 
 @dataclass(slots=True)
@@ -75,9 +72,8 @@ class LookupGate:
     allowance: Allowance = field(default_factory=lambda: Allowance(most=1.0, earned=0.003, floor=1.0))
     _sizes: dict[int, _Size] = field(default_factory=dict)
     _drafting: dict[int, float] = field(default_factory=dict)  # "draft" of rounds in which nobody was asked
-    _shown: dict[int, float] = field(
-        default_factory=dict
-    )  # beside the pass, of plain rounds that were read first
+    # beside the pass, of plain rounds that were read first
+    _shown: dict[int, float] = field(default_factory=dict)
     _sample: deque[Offer] = field(default_factory=lambda: deque(maxlen=KEPT))
     _asking: float = 0.0  # seconds of one look-up where all are asked; 0 = none was timed
     _sampling: float = 0.0  # the same of those that are asked now and then

@@ -277,9 +277,8 @@ class SequencePlanner:
         """Of a sequence that is alone, whose drafter costs nothing and has something to draft."""
         self._settle_idle()
         listed = self._price(1, self.rate, 0)
-        unseen = (
-            not self.rounds.plain and self._prices.rounds < IN_A_ROW
-        )  # what plain rounds take comes first
+        # what plain rounds take comes first
+        unseen = not self.rounds.plain and self._prices.rounds < IN_A_ROW
         if unseen or not best_depth(self.free.levels(offer, self._more(1)), listed.price)[0]:
             return NOTHING
         self.take_chains([seq], [offer])

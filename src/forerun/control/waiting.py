@@ -51,9 +51,8 @@ class Waiting:
     def __init__(self, chains: Chains) -> None:
         self.chains = chains
         self.allowance = Allowance(most=2.0, earned=0.01, floor=2.0, level=2.0)  # in rounds of the head alone
-        self._copied = Factor(
-            4.0
-        )  # what a head's trees accept where look-ups promise more, by what was expected
+        # what a head's trees accept where look-ups promise more, by what was expected
+        self._copied = Factor(4.0)
         self._promised = 0.0  # tokens by the look-ups of the round under way
         self._kept = Factor(8.0)  # tokens accepted of look-ups that a round waited for, by those expected
         self._hoped = 0.0  # tokens for which the next round waits

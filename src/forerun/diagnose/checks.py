@@ -24,11 +24,8 @@ from forerun.llm import LLM
 from forerun.types import Needs, PlainSeq, TreeBatch
 
 Verdict = Literal["fine", "look", "bad"]
-TIE = {
-    torch.float32: 1e-3,
-    torch.bfloat16: 0.25,
-    torch.float16: 0.05,
-}  # logits; gaps that rounding can reverse
+# logits; gaps that rounding can reverse
+TIE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 LOW, USELESS = 0.3, 0.05  # acceptance at the first position
 ENOUGH = 12  # trees, before a rate says anything
 MARKS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "[INST]", "<start_of_turn>", "<|user|>")

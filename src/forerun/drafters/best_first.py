@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 Candidate = tuple[float, int, *tuple[Any, ...]]
 """Probability given the node above, token, and what else the drafter knows it by."""
-Candidates = tuple[
-    Sequence[Candidate], float
-]  # the likeliest first, and the probability that they leave to others
+# the likeliest first, and the probability that they leave to others
+Candidates = tuple[Sequence[Candidate], float]
 Ways = Callable[[Any], Candidates | None]  # what may follow a candidate's node; None = the text ends there
 
 

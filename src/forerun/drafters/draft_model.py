@@ -215,9 +215,8 @@ class ModelDrafter:
         # what the draft model has not seen yet, most often one token, goes through it as one chain
         fresh = [branch.tokens[branch.cached :] for branch in branches]
         for branch in branches:
-            del branch.tokens[
-                branch.cached + 1 :
-            ]  # for the draft model, the sequence ends at the chain's root
+            # for the draft model, the sequence ends at the chain's root
+            del branch.tokens[branch.cached + 1 :]
         chains = TreeBatch.chains(fresh, self.draft.device)
         logits = self.draft.score(branches, chains, self.needs).required_logits
         self.draft.commit(branches, chains, Verdict.whole_chain(chains, [0] * len(branches)))

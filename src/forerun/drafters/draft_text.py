@@ -47,9 +47,8 @@ class TextDrafter:
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
         views = [self._view(seq) for seq in seqs]
         depths = [min(budget.nodes, budget.depth) for budget in budgets]
-        asked = [
-            Budget(depth + 1, depth + 1) if depth else Budget(0, 0) for depth in depths
-        ]  # the last is dropped
+        # the last is dropped
+        asked = [Budget(depth + 1, depth + 1) if depth else Budget(0, 0) for depth in depths]
         drafted = self._model.propose(views, asked)
         tokens, rows = drafted.to_host()[0], []
         for b, seq in enumerate(seqs):

@@ -29,10 +29,8 @@ WINDOW_GAIN = (
     0.2  # tokens that all nodes of the window may cost together, where a price list says what they cost
 )
 MEMORY = 0.99
-_FIRST, _DEEPER = (
-    (0.3, 0.12, 0.08, 0.05, 0.04, 0.03, 0.02),
-    0.55,
-)  # prior acceptance by rank, and of later tokens
+# prior acceptance by rank, and of later tokens
+_FIRST, _DEEPER = (0.3, 0.12, 0.08, 0.05, 0.04, 0.03, 0.02), 0.55
 
 Tree = tuple[list[int], list[int]]
 

@@ -31,9 +31,8 @@ class MatchNeeds:
             self._least = max(self._least, match + 1)
             self.needs = self._wanted[self._least]
         else:
-            self.needs = self._wanted[
-                match + GOES_ON if match + GOES_ON < len(self._wanted) else 0
-            ]  # 0 = all
+            # 0 = all
+            self.needs = self._wanted[match + GOES_ON if match + GOES_ON < len(self._wanted) else 0]
 
     def take(self, match: int) -> None:
         """A match so long is drafted: it is worth it after all."""

@@ -30,23 +30,10 @@ MOST_CONTEXTS, MOST_TENANTS = 1 << 16, 16  # that are kept; beyond, the oldest a
 MEMORY = 0.998  # of the hit rates, per try
 ANY = -1  # in the place of the first token of a context: whatever it was
 _SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
-_COPIED = (
-    len(_SHARES) + 1
-)  # the kind of a successor that stood in the prompt; others: which share the target gave it
-_PRIOR = (
-    0.01,
-    0.03,
-    0.05,
-    0.1,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.6,
-    0.75,
-    0.85,
-    0.3,
-)  # how often successors of a kind come
+# the kind of a successor that stood in the prompt; others: which share the target gave it
+_COPIED = len(_SHARES) + 1
+# how often successors of a kind come
+_PRIOR = (0.01, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.85, 0.3)
 
 Successors = tuple[tuple[int, int], ...]  # token and kind, the likeliest first
 Context = tuple[int, int]

@@ -63,9 +63,8 @@ class TokenMap:
     prefix: tuple[int, ...] = ()  # what it reads before every text
     target_bytes: Mapping[int, bytes] = field(default_factory=dict)
     draft_bytes: Mapping[int, bytes] = field(default_factory=dict)
-    ends: Mapping[int, int] = field(
-        default_factory=dict
-    )  # ends of text: the draft model's id to the target's
+    # ends of text: the draft model's id to the target's
+    ends: Mapping[int, int] = field(default_factory=dict)
     encode: Callable[[str], list[int]] | None = None  # the target's tokenizer
 
     @classmethod
@@ -91,9 +90,8 @@ class TokenMap:
             ended = {shared[index] for index in target.ends if index in shared}
             if not ended & {*draft.ends}:
                 shared[target.ends[0]] = draft.ends[0]
-        pairs = {
-            theirs: ours for ours, theirs in sorted(shared.items(), reverse=True)
-        }  # one target id for each
+        # one target id for each
+        pairs = {theirs: ours for ours, theirs in sorted(shared.items(), reverse=True)}
         if len(pairs) < LEAST_SHARED * len(draft.pieces):
             raise VocabularyMismatch(
                 f"the draft model does not share the vocabulary: {len(pairs)} of its {len(draft.pieces)} tokens are "

@@ -30,9 +30,8 @@ class _Reading:
 
     tokens: list[int]  # of the target
     read: list[int]  # of the draft model
-    ends: list[
-        int
-    ]  # how many of these the first token, the first two, ... of the target are; the prefix counts
+    # how many of these the first token, the first two, ... of the target are; the prefix counts
+    ends: list[int]
     nodes: list[list[int]] = field(default_factory=list)  # of the tree scored last: what each node became
 
 

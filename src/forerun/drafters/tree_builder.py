@@ -83,9 +83,8 @@ def worth_deepening(
     place = min([(price[n] - price[last]) / (n - last) for n in ahead if n > last], default=1.0)
     if sum([max(0.0, DEEPER * survival - place) for survival in survivals]) <= level:
         return []
-    least = min(
-        place + ROW * level, max(survivals, default=0.0)
-    )  # no child survives more often than its parent
+    # no child survives more often than its parent
+    least = min(place + ROW * level, max(survivals, default=0.0))
     return [i for i, survival in enumerate(survivals) if survival >= least]
 
 

@@ -28,9 +28,8 @@ from forerun.types import Budget, Draws, Seq, TreeBatch
 
 Tree = tuple[list[int], list[int]]  # tokens and parents, the root first
 Frontier = list[tuple[int, int]]  # new nodes of one sequence: place of the parent in the last frontier, token
-Ranked = tuple[
-    list[float], list[int]
-]  # of one sequence: log-probabilities and the target's ids, `count` a node
+# of one sequence: log-probabilities and the target's ids, `count` a node
+Ranked = tuple[list[float], list[int]]
 
 
 class Steps(Protocol):
@@ -71,10 +70,11 @@ class LogitRanks:
 
     def below(self, frontiers: Sequence[Frontier], count: int) -> list[Ranked]:
         wide = max(map(len, frontiers))
+        # [B, W, 2]
         padded = torch.tensor(
             [[*frontier, *[(0, 0)] * (wide - len(frontier))] for frontier in frontiers],
             device=self._vocabulary.ids.device,
-        )  # [B, W, 2]
+        )
         self._level += 1
         return self._ranked(self._steps.after(padded[..., 0], padded[..., 1]), count)
 

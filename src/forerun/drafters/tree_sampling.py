@@ -20,18 +20,8 @@ from forerun.noise import DRAFT, draw, uniform
 from forerun.types import Budget, Seq
 from forerun.verify.warp import warp_rows
 
-RATES = (
-    0.65,
-    0.1,
-    0.05,
-    0.03,
-    0.02,
-    0.015,
-    0.01,
-    0.01,
-    0.008,
-    0.006,
-)  # how often the k-th sibling is accepted
+# how often the k-th sibling is accepted
+RATES = (0.65, 0.1, 0.05, 0.03, 0.02, 0.015, 0.01, 0.01, 0.008, 0.006)
 TreeShape = tuple["TreeShape", ...]  # of the children, in the order they are drawn: each one's own children
 _ROUND = 4096  # numbers that a round has at a position: more than a tree has nodes
 

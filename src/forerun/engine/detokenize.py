@@ -86,9 +86,8 @@ class Detokenizer:
         before = self.tokenizer.decode(self._ids[: self._done])
         after = self.tokenizer.decode(self._ids)
         known = len(before) + self._ahead
-        if after.endswith(
-            "\ufffd"
-        ):  # an incomplete character: wait for the rest of it, not for what precedes it
+        # an incomplete character: wait for the rest of it, not for what precedes it
+        if after.endswith("\ufffd"):
             fresh = after.rstrip("\ufffd")[known:]
             self._ahead += len(fresh)
         else:

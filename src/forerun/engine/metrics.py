@@ -80,9 +80,8 @@ class EngineStats:
     drafted: int = 0
     accepted: int = 0
     forms: dict[Form, int] = field(default_factory=dict)  # rounds of single sequences
-    reached: list[int] = field(
-        default_factory=list
-    )  # [depth-1] of these, those whose tree reached that depth
+    # [depth-1] of these, those whose tree reached that depth
+    reached: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)  # [depth-1] those whose accepted path did
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     read: int = 0  # tokens of sequences that were prefilled
@@ -90,9 +89,8 @@ class EngineStats:
     preemptions: int = 0  # sequences that gave their slots to others and were read again later
     trace: Trace | None = None  # where to write every round
     now: Callable[[], float] = perf_counter  # the clock of all rounds: a simulation counts its own time
-    _launched: list[Seconds] = field(
-        default_factory=list
-    )  # passes over prompts that no round has waited for yet
+    # passes over prompts that no round has waited for yet
+    _launched: list[Seconds] = field(default_factory=list)
     _ahead: list[float] = field(default_factory=list)  # seconds of passes that were run for rounds to come
 
     def count_prompt(self, tokens: int, reused: int) -> None:

@@ -62,9 +62,8 @@ class Launched(NamedTuple):
         """Scores of some trees; those of a form know their rows themselves (`TreeBatch.members`)."""
         if self.trees.form is not None:
             return self.scores
-        logits = self.scores.required_logits[
-            : len(going)
-        ]  # only their number: another pass has written there
+        # only their number: another pass has written there
+        logits = self.scores.required_logits[: len(going)]
         hidden = {layer: rows_of(rows, going) for layer, rows in self.scores.hidden.items()}
         return replace(self.scores, logits=logits, hidden=hidden)
 

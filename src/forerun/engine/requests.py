@@ -47,9 +47,8 @@ def new_sequence(engine: Engine, request: Request, seq_id: int) -> SequenceState
         engine.settle()  # graphs of a drafter are captured by passes in the same buffers: no other is under way
     engine.drafters.get(drafter)  # an unknown or unloadable one is the caller's error, now
     verifier = request.verifier or engine.default_verifier
-    if (
-        verifier == "auto"
-    ):  # a GPU drafts and decides under shared noise by itself; drawn trees are the host's work
+    # a GPU drafts and decides under shared noise by itself; drawn trees are the host's work
+    if verifier == "auto":
         on_gpu = engine.target.device.type == "cuda"
         verifier = "exact" if params.seed is None and not on_gpu else "coupled"
     return SequenceState(

@@ -30,9 +30,8 @@ def check_trees(trees: TreeBatch, seqs: Sequence[Seq], budgets: Sequence[Budget]
             raise InvalidInput("tokens and parents of a tree are integers")
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             raise InvalidInput(f"a tree holds a token outside the vocabulary of {vocab_size}")
-    shared = max(
-        (budget.nodes for budget in budgets), default=0
-    )  # trees of one form are as large as any may be
+    # trees of one form are as large as any may be
+    shared = max((budget.nodes for budget in budgets), default=0)
     for b, seq in enumerate(seqs):
         first, end = starts[b], starts[b + 1]
         most = budgets[b].nodes if trees.form is None else shared

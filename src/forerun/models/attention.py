@@ -72,9 +72,8 @@ def reach_of(span: Span, window: int | None, dtype: torch.dtype, device: torch.d
 class View:
     """One reach as views of the KV cache and of the row buffer, ready for every layer."""
 
-    layers: tuple[
-        Tensor, ...
-    ]  # per layer [2, Hkv, S, D], or only the N slots in view where they lie in a row
+    # per layer [2, Hkv, S, D], or only the N slots in view where they lie in a row
+    layers: tuple[Tensor, ...]
     slots: Tensor | None  # [N] the slots in view where they do not
     made: Tensor  # [2, Hkv, M_b, D] the nodes' keys and values in the row buffer
     queries: Tensor  # [1, H, M_b, D]

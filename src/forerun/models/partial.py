@@ -23,9 +23,8 @@ from forerun.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
 if TYPE_CHECKING:
     from forerun.models.shared import SharedWeights
 
-Leave = Callable[
-    [Tensor], Tensor
-]  # [M, D] what leaves the last layer that is run -> [M, D] what the LM head reads
+# [M, D] what leaves the last layer that is run -> [M, D] what the LM head reads
+Leave = Callable[[Tensor], Tensor]
 
 
 class RunsLayers(Protocol):

@@ -133,17 +133,15 @@ def from_validation(found: Any) -> ApiError:
     if first.get("type") == "json_invalid":
         reason = (first.get("ctx") or {}).get("error", "it cannot be parsed")
         return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
-    if (
-        first.get("type") == "model_attributes_type" and len(first.get("loc", ())) < 2
-    ):  # curl -d without a header, or a list
+    # curl -d without a header, or a list
+    if first.get("type") == "model_attributes_type" and len(first.get("loc", ())) < 2:
         said = "the body must be a JSON object, sent with the header `Content-Type: application/json`"
         return ApiError(400, said, code="invalid_json")
     parts = [str(part) for part in first.get("loc", ()) if part != "body"]
     where = [part for part in parts if not _TYPE.fullmatch(part)]
     place = ".".join(where)
-    raised = (first.get("ctx") or {}).get(
-        "error"
-    )  # by a check of ours, in words that need no more before them
+    # by a check of ours, in words that need no more before them
+    raised = (first.get("ctx") or {}).get("error")
     message = str(raised or first.get("msg", "the body is wrong"))
     param = ".".join([*where, raised.field] if isinstance(raised, FieldError) else where) or None
     return ApiError(400, f"{place}: {message}" if place else message, param=param)

@@ -108,6 +108,5 @@ class HeadWatch:
             self._versions.publish(version.name)
         except (OSError, ForerunError) as error:
             log.warning("the link in %s could not be moved back: %s", version.parent, error)
-            self.running = (
-                self._versions.current() or self.running
-            )  # else it would be swapped again and again
+            # else it would be swapped again and again
+            self.running = self._versions.current() or self.running

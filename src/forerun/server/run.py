@@ -177,9 +177,8 @@ async def _answer_with(
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             await super().shutdown(sockets)
-            if (
-                self.force_exit
-            ):  # its own end of the application is left out then, which is logged as an error
+            # its own end of the application is left out then, which is logged as an error
+            if self.force_exit:
                 await self.lifespan.shutdown()
 
         async def on_tick(self, counter: int) -> bool:

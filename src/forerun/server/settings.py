@@ -10,9 +10,8 @@ from forerun.errors import InvalidInput
 
 LOOPBACK = "127.0.0.1"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-Front = Literal[
-    "process", "thread"
-]  # where HTTP is answered: beside the engine's process, or on a thread of it
+# where HTTP is answered: beside the engine's process, or on a thread of it
+Front = Literal["process", "thread"]
 
 
 @dataclass(frozen=True, slots=True)

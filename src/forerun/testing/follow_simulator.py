@@ -29,9 +29,8 @@ from forerun.testing.menu_simulator import level_rate
 from forerun.types import Budget, PlainSeq, Round, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import follow
 
-Rate = Callable[
-    [int, int], float
-]  # text, tokens written of it -> how likely the head's likeliest token is right
+# text, tokens written of it -> how likely the head's likeliest token is right
+Rate = Callable[[int, int], float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,16 +22,8 @@ from forerun.errors import DamagedFile, InvalidInput, brief
 from forerun.train.muon import MOMENT
 from forerun.train.options import TrainOptions
 
-_FREE = (
-    "steps",
-    "eval_every",
-    "eval_batches",
-    "measure_on",
-    "save_every",
-    "device",
-    "compile",
-    "out",
-)  # may change between resumptions
+# may change between resumptions
+_FREE = ("steps", "eval_every", "eval_batches", "measure_on", "save_every", "device", "compile", "out")
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -41,9 +33,8 @@ class Saved:
 
     step: int
     weights: dict[str, Tensor]
-    moments: dict[
-        str, dict[str, Tensor]
-    ]  # parameter -> what the optimiser keeps of it; none before its first step
+    # parameter -> what the optimiser keeps of it; none before its first step
+    moments: dict[str, dict[str, Tensor]]
 
 
 def write_checkpoint(

@@ -36,10 +36,8 @@ from forerun.types import Request
 
 log = logging.getLogger(__name__)
 DEFAULTS: Mapping[str, Any] = {"steps": 100, "batch_tokens": 2048, "holdout": 0.2, "save_every": 1 << 30}
-LEVELS, BUDGET = (
-    5,
-    5,
-)  # training-time steps of an EAGLE head, and drafted tokens a round when heads are compared
+# training-time steps of an EAGLE head, and drafted tokens a round when heads are compared
+LEVELS, BUDGET = 5, 5
 MOST_TEXTS = 48  # held-back ones that are written to compare
 RESAMPLES = 2000
 

@@ -38,9 +38,8 @@ def warp(logits: Tensor, seqs: Sequence[Seq], trees: TreeBatch) -> Laws:
     else:
         return Laws(logits, (True,) * len(seqs), plain_greedy=True)
     if all(map(reads_largest_only, seqs)) and not _rules_choose(argmax_rows(logits), seqs, trees):
-        return Laws(
-            logits, (True,) * len(seqs), plain_greedy=True
-        )  # point masses on the largest, all the same
+        # point masses on the largest, all the same
+        return Laws(logits, (True,) * len(seqs), plain_greedy=True)
     greedy = tuple(seq.params.is_greedy for seq in seqs)
     owners = [seq for seq, size in zip(seqs, trees.sizes(), strict=True) for _ in range(size)]
     failures: dict[int, str] = {}

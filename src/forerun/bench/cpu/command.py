@@ -242,9 +242,8 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     """Everything, as one document."""
     warn_if_busy(flags.require_idle)
     settings = settings_of(flags)
-    load_suite(
-        settings.suite, settings.tasks, settings.limit
-    )  # a mistake there shows before minutes are spent
+    # a mistake there shows before minutes are spent
+    load_suite(settings.suite, settings.tasks, settings.limit)
     settings, left_out = without_llama_cpp(settings)
     formats: dict[str, Any] = {}
     if not flags.skip_modes:

@@ -212,9 +212,8 @@ def main() -> None:
     given.max_tokens = given.max_tokens or (64 if given.quick else 96)
     given.skip_transformers = given.skip_transformers or given.quick
     given.skip_random_trees = given.skip_random_trees or given.quick
-    rival = (
-        [] if given.vllm is None else read_rival(given.vllm)
-    )  # a mistake there shows before minutes are spent
+    # a mistake there shows before minutes are spent
+    rival = [] if given.vllm is None else read_rival(given.vllm)
     parse_batches(given.batches)
     if not torch.cuda.is_available():
         raise InvalidInput("this benchmark needs a CUDA device and torch sees none; use forerun.bench.cpu")

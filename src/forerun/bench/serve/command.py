@@ -142,9 +142,8 @@ async def measure(flags: argparse.Namespace, endpoint: Endpoint) -> dict[str, An
                     asked = [{**body, **own} for body in asked]
                 before, own_cpu = await asyncio.to_thread(read_host, endpoint), process_time()
                 answers, seconds = await load.send(endpoint, asked)
-                busy_share = round(
-                    (process_time() - own_cpu) / seconds, 3
-                )  # near 1, the client is what is measured
+                # near 1, the client is what is measured
+                busy_share = round((process_time() - own_cpu) / seconds, 3)
                 spent = host_figures(before, await asyncio.to_thread(read_host, endpoint))
                 found = figures(answers, [wanted[str(body["messages"])] for body in asked], seconds, target)
                 rows.append(

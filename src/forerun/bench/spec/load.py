@@ -77,9 +77,8 @@ class Builder:
     shape: Shape
     folder: Path  # for inflated heads
     say: Callable[[str], None] = lambda line: None
-    facts: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # by method: what the table says of its drafter
+    # by method: what the table says of its drafter
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     built: dict[str, Drafter] = field(default_factory=dict)
     _kept: dict[tuple[str, str, bool], Drafter] = field(default_factory=dict)
     _models: dict[str, Target] = field(default_factory=dict)

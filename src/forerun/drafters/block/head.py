@@ -21,9 +21,8 @@ from forerun.models.rope import RopeConfig
 from forerun.models.shared import SharedWeights
 
 _EMBEDDED = 8192  # tokens whose rows of the Markov head are made at a time
-Attend = Callable[
-    [int, Tensor, Tensor, Tensor], Tensor
-]  # layer, q [N, H, Dh], k, v [N, Hkv, Dh] -> [N, H Dh]
+# layer, q [N, H, Dh], k, v [N, Hkv, Dh] -> [N, H Dh]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class BlockLayer:

@@ -186,9 +186,8 @@ class NativeSteps:
         self._out, row = last  # [N, D] of the last frontiers, sequences end to end
         self._at = _address(self._out) + 4 * row * runner.head.config.width
         self._rows = len(ids)
-        self._paths: list[list[list[int]]] = [
-            [[]] for _ in ids
-        ]  # of each frontier node: its ancestors' slots
+        # of each frontier node: its ancestors' slots
+        self._paths: list[list[list[int]]] = [[[]] for _ in ids]
         self._seasoning: KernelDraftLaw | None = None
 
     def ranks(self, seqs: Sequence[Seq]) -> NativeSteps:

@@ -105,9 +105,8 @@ class TorchSteps:
         self._positions = torch.tensor(lengths, device=head.device)[:, None]  # [B, 1] of the next level
         self._out = out[:, None]  # [B, W, D] of the last frontier
         self._used = 0
-        self._seen = torch.zeros(
-            len(ids), 1, 0, dtype=torch.bool, device=head.device
-        )  # [B, W, drafted slots]
+        # [B, W, drafted slots]
+        self._seen = torch.zeros(len(ids), 1, 0, dtype=torch.bool, device=head.device)
         committed = torch.arange(self._base, device=head.device) < self._positions  # [B, base]
         self._committed = committed[:, None, None]
 

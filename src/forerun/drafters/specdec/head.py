@@ -26,9 +26,8 @@ from forerun.models.encoder_decoder.linear import Linear, TorchLinear, make_line
 from forerun.models.native import library as native
 
 Make = Callable[[Tensor, Tensor | None], Linear]
-Look = Callable[
-    [int, Tensor], Tensor
-]  # layer, queries [B, K, D] -> what they find in their sources [B, K, D]
+# layer, queries [B, K, D] -> what they find in their sources [B, K, D]
+Look = Callable[[int, Tensor], Tensor]
 
 
 class SpecDecHead:

@@ -58,9 +58,8 @@ class Corpus:
             raise InvalidInput(f"{str(path)!r} is no corpus; `forerun corpus build` makes one")
         head, start = _header(raw, path)
         count, vocab = head["tokens"], head["vocab_size"]
-        if (
-            vocab_size is not None and vocab > vocab_size
-        ):  # a model may have padding ids beyond its tokenizer's
+        # a model may have padding ids beyond its tokenizer's
+        if vocab_size is not None and vocab > vocab_size:
             made = f"made with a vocabulary of {vocab} tokens, and the model has {vocab_size}"
             raise InvalidInput(f"the corpus {str(path)!r} was {made}; build it with --model")
         if len(raw) != start + 4 * (2 * count + vocab + 1):

@@ -22,10 +22,8 @@ FEW = 2  # sequences that get trees; more get chains
 MANY = 8  # more than so many get matches alone: their doubtful tokens would fill the pass
 TREE = Budget(16, AT_HAND, 8)  # what offers assume before a price list was seen
 CHAIN = Budget(AT_HAND, AT_HAND)  # the same for many sequences
-AFTER_MISS, NEWEST = (
-    0.3,
-    0.05,
-)  # tokens that offers promise behind a token that was not among them; weight of the last
+# tokens that offers promise behind a token that was not among them; weight of the last
+AFTER_MISS, NEWEST = 0.3, 0.05
 STALE = 16  # offers in a row that nothing was drafted of, after which the last price list is forgotten
 
 

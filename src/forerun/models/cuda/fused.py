@@ -66,9 +66,8 @@ class FusedSteps:
         self.pdl = starts_early(device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         large = torch.cuda.get_device_capability(device)[0] in (9, 10)
-        self.alone = (
-            ALL_SHARED if large else 0
-        )  # shared memory of a program that has a multiprocessor for itself
+        # shared memory of a program that has a multiprocessor for itself
+        self.alone = ALL_SHARED if large else 0
         self.split_stride = MAX_ROWS * config.heads
         rows = self.split_stride * (split_of(model.max_length + MAX_ROWS) + 1)
         self.norm_tiles = self.width // tile
@@ -184,16 +183,14 @@ class FusedSteps:
         grid = -(-run.size.rows // wide), -(-outputs // tile.outputs), tile.splits
         data, scales = (weight, unused) if isinstance(weight, Tensor) else (weight.data, weight.scales)
         stage = tile.depth * (data.element_size() * tile.outputs + 2 * wide)  # bytes
-        deep = (
-            tile.stages if self.whole else tile.stages * 2 // data.element_size()
-        )  # as many bytes in flight
+        # as many bytes in flight
+        deep = tile.stages if self.whole else tile.stages * 2 // data.element_size()
         alone = self.alone if math.prod(grid) <= self.processors else 0
         stages = stages_of(tile, depth, stage, alone, deep)
         left: Any = data
         right: Any = rows
-        tma = (
-            self.pdl and tile.outputs >= 64 and wide >= 64 and not self.whole
-        )  # fewer rows are fetched as fast without it
+        # fewer rows are fetched as fast without it
+        tma = self.pdl and tile.outputs >= 64 and wide >= 64 and not self.whole
         if tma:
             left = self._describe(data, tile.outputs, tile.depth)
             right = self._describe(rows, wide, tile.depth)

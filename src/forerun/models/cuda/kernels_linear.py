@@ -34,9 +34,8 @@ def put_rows(into, place, values, mask, PLANE: tl.constexpr):
     """Store rows in their type, or (PLANE > 0) as whole numbers: the high bytes, and PLANE further the low ones."""
     if PLANE > 0:
         held = tl.minimum(tl.maximum(values, -32639.0), 32639.0)
-        number = ((held + 12582912.0) - 12582912.0).to(
-            tl.int32
-        )  # 1.5 * 2^23: the nearest, even where two are
+        # 1.5 * 2^23: the nearest, even where two are
+        number = ((held + 12582912.0) - 12582912.0).to(tl.int32)
         high = (number + 128) >> 8
         tl.store(into + place, high.to(tl.int8), mask=mask)
         tl.store(into + place + PLANE, (number - high * 256).to(tl.int8), mask=mask)

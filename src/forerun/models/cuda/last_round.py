@@ -15,12 +15,10 @@ class LastRound:
 
     def __init__(self, device: torch.device) -> None:
         self.accepted = torch.zeros(MAX_ROWS, dtype=torch.long, device=device)  # by tree
-        self.tokens = torch.zeros(
-            MAX_ROWS, STEPS, dtype=torch.long, device=device
-        )  # of the path, then the bonus
-        self.rows = torch.zeros(
-            MAX_ROWS, STEPS, dtype=torch.long, device=device
-        )  # of root and path in the pass
+        # of the path, then the bonus
+        self.tokens = torch.zeros(MAX_ROWS, STEPS, dtype=torch.long, device=device)
+        # of root and path in the pass
+        self.rows = torch.zeros(MAX_ROWS, STEPS, dtype=torch.long, device=device)
 
     def added(self, follows: Tensor) -> Tensor:
         """[B] positions that the last round added to sequences whose trees in it were these; -1 = none."""

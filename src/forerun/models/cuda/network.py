@@ -154,9 +154,8 @@ class Buffers:
         heads = config.heads * config.head_dim
         with torch.inference_mode(False):
             self.x = torch.empty(MAX_ROWS, config.width, device=device)  # the residual stream, fp32
-            self.rows = torch.empty(
-                MAX_ROWS, config.width, dtype=dtype, device=device
-            )  # times a norm's weight
+            # times a norm's weight
+            self.rows = torch.empty(MAX_ROWS, config.width, dtype=dtype, device=device)
             self.queries = torch.empty(MAX_ROWS, heads, dtype=dtype, device=device)
             self.found = torch.empty(MAX_ROWS, heads, dtype=dtype, device=device)
             self.inner = torch.empty(MAX_ROWS, config.inner, dtype=dtype, device=device)

@@ -23,9 +23,8 @@ from forerun.types import Greedy, Scores, Seq, TreeBatch, Verdict
 
 MOST_ROWS = 256  # sequences of a plain round whose tokens the device finds
 
-Roots = Callable[
-    [Sequence[Seq], Sequence[int], Sequence[int]], list[Root]
-]  # tokens, and the rows they follow
+# tokens, and the rows they follow
+Roots = Callable[[Sequence[Seq], Sequence[int], Sequence[int]], list[Root]]
 
 
 class PlainStep(NamedTuple):

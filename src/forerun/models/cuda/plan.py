@@ -68,9 +68,8 @@ class Span:
     length: int
 
 
-Root = tuple[
-    int, Sequence[int], int
-]  # a lone root: its token, its sequence's pages, and the length behind which it is
+# a lone root: its token, its sequence's pages, and the length behind which it is
+Root = tuple[int, Sequence[int], int]
 
 
 @dataclass(frozen=True, slots=True)

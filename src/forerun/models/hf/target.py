@@ -171,9 +171,8 @@ class HFTarget(UnpagedTarget):
         index = [[trees.starts[b] + (i if i < sizes[b] else 0) for i in range(widest)] for b in order]
         nodes = torch.tensor(index, device=self.device)  # [n, M]
         positions = place.slots[:, :1] + trees.depths().to(self.device)[nodes]
-        positions = positions.clamp_(
-            max=self.max_length - 1
-        )  # what is drafted past the context is never accepted
+        # what is drafted past the context is never accepted
+        positions = positions.clamp_(max=self.max_length - 1)
         shapes = trees.topology()
         ancestors = torch.eye(widest, dtype=torch.bool).repeat(len(ids), 1, 1)  # a pad sees itself
         for row, b in enumerate(order):

@@ -54,9 +54,8 @@ def fetch_folder(name: str, cache: Path) -> Path:
 
     folder, home = FOLDERS[name], cache / "models" / name
     try:
-        HfApi().model_info(
-            folder.hub, timeout=_HUB_SECONDS
-        )  # one quick question, before anything that retries
+        # one quick question, before anything that retries
+        HfApi().model_info(folder.hub, timeout=_HUB_SECONDS)
         snapshot_download(folder.hub, allow_patterns=list(folder.files), local_dir=home)
     except Exception as error:  # the hub library raises its own, httpx's and the system's
         reason = " ".join(str(error).split())[:160] or type(error).__name__

@@ -41,10 +41,8 @@ class PlainRun:
             tuple[int, Tensor, int, Mapping[int, Tensor]]
         ] = []  # the token of each, its logits, where these are largest, and rows that entered layers
         self._layers: tuple[int, ...] = ()  # these layers
-        self._text, self._read = (
-            array("i"),
-            0,
-        )  # of the sequence that `_reader` is, and how much of it is known
+        # of the sequence that `_reader` is, and how much of it is known
+        self._text, self._read = array("i"), 0
         self._reader: Extent | None = None
         self._stop_ids, self._stops = frozenset[int](), array("q")
 

@@ -33,11 +33,8 @@ def main(number: int) -> int:
     """The whole life of the process; `number` is the socket that the front has left open for it."""
     os.set_inheritable(number, False)
     end_with_parent()
-    for each in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # of a terminal, or of systemd to all processes
+    # of a terminal, or of systemd to all processes
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=number))
     messages = channel.receive()

@@ -89,9 +89,8 @@ class Reading:
 
     features: dict[int, Tensor]  # [B, T, D]
     last: Tensor  # [B, T, D]
-    inside: (
-        Tensor | None
-    )  # [B, T] is the target's argmax in the draft vocabulary, where that was asked? None = always
+    # [B, T] is the target's argmax in the draft vocabulary, where that was asked? None = always
+    inside: Tensor | None
 
 
 def read_teacher(

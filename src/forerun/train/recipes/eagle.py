@@ -86,9 +86,8 @@ class EagleRecipe:
             spread = torch.rand(features.shape, generator=noise, device=features.device) - 0.5
             features = features + (spread * (0.2 * 512 / max(512, features.shape[1]))).to(features.dtype)
         steps, detach = self.options.depth, self.options.method == "hass"
-        if (
-            noise is None
-        ):  # a simulation goes as deep for a head that learnt one step as for one that learnt six
+        # a simulation goes as deep for a head that learnt one step as for one that learnt six
+        if noise is None:
             steps = max(steps, SIMULATED)
         rolled = self._module(embedded, features, steps, detach)
         for step, (rows, out) in enumerate(rolled):

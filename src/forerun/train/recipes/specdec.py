@@ -99,9 +99,8 @@ class SpecDecRecipe:
         hidden = before.gather(1, places[:, :, None].expand(-1, -1, before.shape[-1]))
         rows = self._run(reading.features[0], sources, hidden, roots)  # [B, A, K, D]
         first = torch.arange(count)[:, None] * length + anchors
-        begun = shifted(
-            batch.learnt, 1
-        )  # an output starts where its source ends: no block has a root before that
+        # an output starts where its source ends: no block has a root before that
+        begun = shifted(batch.learnt, 1)
         for level in range(self.config.levels):
             told = begun & shifted(batch.learnt, level + 1)
             learnt = told.gather(1, anchors).flatten().nonzero()[:, 0]

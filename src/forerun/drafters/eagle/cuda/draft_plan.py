@@ -28,9 +28,8 @@ from forerun.types import TreeForm
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128)  # batch sizes that have graphs
 MOST = BUCKETS[-1]  # sequences in one draft
-PLACES = (
-    MOST + MOST // 4
-)  # sequences that have rows: some are read before there is a place in the batch for them
+# sequences that have rows: some are read before there is a place in the batch for them
+PLACES = MOST + MOST // 4
 ROOM = 24  # feature rows that a sequence has, used again and again: row t lies at its place t % ROOM
 KNOWN = 6  # integers of a sequence that the host sends, beside its unread tokens and its pages
 
@@ -43,9 +42,8 @@ class Lane(NamedTuple):
     pages: Ints  # of the head's slots, by position; with room for the draft
     first: int  # position of the first of these rows
     ring: int  # place of its position 0 among all feature rows
-    follows: int = (
-        -1
-    )  # its tree in the last round, which was not read: root and tokens are to be taken from there
+    # its tree in the last round, which was not read: root and tokens are to be taken from there
+    follows: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,8 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.models.layers import pair_up
 from forerun.models.pages import TREE_MARGIN
 
-MORE_SLOTS = (
-    3 * TREE_MARGIN
-)  # than the target's: padding has some, and drafts are written behind all sequences
+# than the target's: padding has some, and drafts are written behind all sequences
+MORE_SLOTS = 3 * TREE_MARGIN
 WIDE = 1024  # from this width on reading a head's weights is what a level costs, and one byte each is enough
 
 

@@ -19,9 +19,8 @@ FORMS = tuple(
 ROWS = 384  # of a target's pass over all trees: a larger pass costs more than any draft brings
 FILLED = 0.9  # of a pass, at least, by trees that branch
 UNMEASURED = 2e-4  # seconds per level: about the time to read a head's weights
-UNKNOWN = (
-    (0.6, 0.1, 0.05, 0.03, 0.02),
-)  # how often a head's likeliest tokens are accepted, where its config does not say
+# how often a head's likeliest tokens are accepted, where its config does not say
+UNKNOWN = ((0.6, 0.1, 0.05, 0.03, 0.02),)
 
 
 def forms_for(bucket: int) -> tuple[Form, ...]:

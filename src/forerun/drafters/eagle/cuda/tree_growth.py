@@ -167,9 +167,8 @@ def cut_trees(pool: Pool, roots: Tensor, nodes: int, into: Tensor, fused: bool |
     order = pool.scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
     places = order.sort(dim=1).values  # parents were added before their children
     above = pool.parents.gather(1, places)
-    into[1, :, 1:] = (torch.searchsorted(places, above) + 1) * (
-        above >= 0
-    )  # the root's children have none above
+    # the root's children have none above
+    into[1, :, 1:] = (torch.searchsorted(places, above) + 1) * (above >= 0)
     into[0, :, 1:] = pool.tokens.gather(1, places)
     into[0, :, 0], into[1, :, 0] = roots, -1
 
