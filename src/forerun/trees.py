@@ -1,8 +1,7 @@
 """Tree batches: the drafted trees of a round laid end to end. Verdicts on them are in verdicts.py.
 
-Both are made of lists or of tensors, and the other form is made when it is asked for. On a CPU a whole round needs no
-tensor of small integers: between two passes, which evict the CPU caches, making or reading one costs more than all the
-arithmetic on it.
+Both are made of lists or of tensors, and converted to the other on first use. On a CPU a whole round needs no tensor of
+small integers: passes evict the CPU caches, so making or reading one costs more than all the arithmetic on it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from forerun.errors import InvalidInput
 from forerun.topology import Topology, chain_of, topology_of
 
-Seconds = Callable[[], float | None]  # of work on a device, to be asked once it is done
+Seconds = Callable[[], float | None]  # of work on a device; None while it is not done
 
 _CPU = torch.device("cpu")
 ONE_NODE = (0, 1)  # `starts` of one tree that is its root: a plain round of one sequence, usual on a CPU
@@ -79,8 +78,9 @@ class TreeBatch:
         device: torch.device | str = _CPU,  # of lists: where their tensors will be
         form: TreeForm | None = None,  # of trees that a device has grown: all that the host knows of them
         device_seconds: Seconds | None = None,  # that the device took to grow them, once it has
-        grower: GrowsNext | None = None,  # what could grow the next trees before these were read
-        follows: tuple[int, ...] | None = None,  # [B] of trees grown so: whose the last trees were; -1 = new
+        grower: GrowsNext | None = None,  # can grow the next trees before the verdict on these is read
+        follows: tuple[int, ...]
+        | None = None,  # [B] of trees grown so: each one's place in the last batch; -1 = new
         members: Sequence[int] | None = None,  # [B] which trees of the form these are; None = the first
     ) -> None:
         self.starts, self.drawn_from, self.form = starts, drawn_from, form
@@ -117,7 +117,7 @@ class TreeBatch:
         return len(self.starts) - 1
 
     def drafting(self) -> float:
-        """Seconds that the device took to grow them; 0 where nobody knows."""
+        """Seconds that the device took to grow them; 0 where that is not known."""
         return 0.0 if self.device_seconds is None else self.device_seconds() or 0.0
 
     @property
@@ -135,7 +135,7 @@ class TreeBatch:
         return self._lists
 
     def grown_by(self, grower: GrowsNext) -> TreeBatch:
-        """The same trees, behind which another grows the next."""
+        """The same trees with another grower."""
         return TreeBatch(
             self.tokens,
             self.parents,
@@ -149,7 +149,7 @@ class TreeBatch:
         )
 
     def note_host(self, tokens: list[int], parents: list[int]) -> None:
-        """What a device grew was read with its verdict: `to_host` need not read it again."""
+        """Keep tokens and parents that were read from the device with the verdict: `to_host` then reads nothing."""
         self._lists = tokens, parents
 
     def topology(self) -> list[Topology]:
@@ -176,11 +176,11 @@ class TreeBatch:
         return ints_of(self.host_depths(), self.device)  # [M]
 
     def is_plain(self) -> bool:
-        """Nothing was drafted: every tree is its root."""
+        """Is every tree its root alone? Then nothing was drafted."""
         return self.starts == ONE_NODE or self.starts == tuple(range(len(self.starts)))
 
     def select(self, which: Sequence[int]) -> TreeBatch:
-        """The trees of some sequences, in the order asked for."""
+        """The trees of some sequences, in this order."""
         if len(which) == len(self) and list(which) == list(range(len(self))):
             return self
         nodes, drawn = self.nodes_of(which), self.drawn_from
@@ -191,7 +191,7 @@ class TreeBatch:
         return TreeBatch(self.tokens[nodes], self.parents[nodes], offsets(sizes), drawn)
 
     def kept(self, which: Sequence[int]) -> TreeBatch:
-        """Some of the trees, which were read; the device knows those of a form as it did."""
+        """Some of the trees, once they were read; trees of a form keep their places on the device (`members`)."""
         (tokens, parents), starts, form = self.to_host(), self.starts, self.form
         rows = [row for b in which for row in range(starts[b], starts[b + 1])]
         some = [tokens[row] for row in rows], [parents[row] for row in rows]
@@ -243,20 +243,20 @@ class GrowsNext(Protocol):
     def follow(
         self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
     ) -> TreeBatch | None:
-        """The next trees, of sequences (`forerun.types.Seq`) and their trees among the last; -1 = they had none.
+        """The next trees, for pairs of a sequence (a `Seq`) and its place among the last trees; -1 = it had none.
 
-        `hidden` are the rows of the pass over the last trees. None = these have to be read first.
+        `hidden` are the rows of the pass over the last trees. None = the verdict on these must be read first.
         """
         ...
 
 
 class NextRoots(Protocol):
-    """Makes the plain round behind one that was not read."""
+    """Makes the plain round after one whose verdict the host has not read."""
 
     def __call__(self, going: Sequence[tuple[Any, int]]) -> TreeBatch | None:
-        """The roots of sequences, by their trees in the round before; -1 = they had none. None = read that first.
+        """The next roots, for pairs of a sequence and its place in the last round (-1 = none); None = read that first.
 
-        A root that is known to the device alone is told with the verdict on it (`TreeBatch.follows`).
+        A root that only the device knows is read together with the verdict on it (`TreeBatch.follows`).
         """
         ...
 
@@ -292,7 +292,7 @@ def _join_draws(parts: Sequence[TreeBatch]) -> Draws | None:
 
 
 def ints_of(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
-    """On a GPU the host does not wait for the work before: it would for memory that is not pinned."""
+    """A tensor of integers. On a GPU by pinned memory, so that the host does not wait for work under way."""
     if torch.device(device).type != "cuda":
         return torch.tensor(values, dtype=torch.long, device=device)
     return torch.tensor(values, dtype=torch.long, pin_memory=True).to(device, non_blocking=True)

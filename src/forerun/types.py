@@ -89,12 +89,12 @@ class Needs:
     # Of a row of logits only the largest entry is read, or the largest that `bad_words` leave.
     largest_only: bool = False
     encoded: bool = False  # what an encoder made of the sources, with their prefill
-    # Nothing is drafted unless the last so many tokens of the text came before; 0 = never, None = at any time. Of a
-    # text that is alone in its pass, and whose next tokens are the largest logits, a target may then run passes ahead.
+    # It drafts only where the last `match_length` tokens of the text occurred before in it; 0 = it never drafts, None =
+    # it may draft at any time. Where it does not, a target may run several plain passes of one greedy text in a call.
     match_length: int | None = None
-    # A head: it also drafts where nothing came before, unless its budget is empty for some rounds (`Budget.repeats`).
+    # It is a head: it also drafts without a match, unless its budget is empty for some rounds (`Budget.repeats`).
     may_run: bool = False
-    rests: int | None = None  # for so many further rounds `match_length` holds; None = always
+    rests: int | None = None  # `match_length` holds for so many further rounds; None = always
 
     def __or__(self, other: Needs) -> Needs:
         layers = tuple(sorted({*self.hidden_layers, *other.hidden_layers}))
@@ -106,10 +106,10 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts of which the next tokens share a pass with the trees of other sequences: the first come first."""
+    """Prompts whose next tokens are read in the pass that scores the trees of other sequences, in this order."""
 
     seqs: Sequence[Seq]  # not wholly cached, but for those of one token
-    rows: int  # tokens of all of them together that the pass takes, about: at most, or as many as fill a GPU's pass
+    rows: int  # tokens of all of them that the pass reads: at most so many, or a few more that fill a GPU's pass
 
 
 def first_rows(prompts: Sequence[list[int]], rows: int) -> list[list[int]]:
@@ -123,12 +123,12 @@ def first_rows(prompts: Sequence[list[int]], rows: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """What a pass already knows about greedy sequences whose laws are the unchanged logits: one of the two."""
+    """What a pass has found out for greedy sequences whose laws are the unchanged logits: `argmax` or `verdict`."""
 
     argmax: list[int] | None = None  # [M] where each row of logits is largest, the first on a tie
     verdict: Callable[[], Verdict] | None = None  # decided on the device; the call waits for it and reads it
     sampled: bool = False  # the verdict holds above temperature 0 too: `forerun.verdicts.DeviceSampling`
-    next_roots: NextRoots | None = None  # of a plain pass: the next plain round, before this one is read
+    next_roots: NextRoots | None = None  # of a plain pass: makes the next plain round before this one is read
 
 
 class GreedyWalk(Protocol):
@@ -149,7 +149,7 @@ class GreedyWalk(Protocol):
 class Scores:
     """What the target computed for every node: logits and hidden rows.
 
-    Where `Needs.largest_only` was asked for, entries of a row below its largest may be estimates, still below it.
+    With `Needs.largest_only`, entries of a row other than the largest may be estimates, which are below it too.
     Logits on a device, and all rows of trees that it has grown (`TreeBatch.form`), lie in the target's own buffers
     until the next call of `score`.
     """
@@ -159,11 +159,13 @@ class Scores:
     greedy: Greedy | None = None
     # Of the prompts in the same pass, as `Target.prefill` returns them.
     read: tuple[TreeBatch, Scores] | None = None
-    seconds: Callable[[], float | None] | None = None  # of the pass on a device, asked for behind its verdict
-    encoded: Sequence[Tensor] | None = None  # of a prefill: [S, D] of each sequence, where Needs asked for it
-    # Passes of coming rounds that were run in the same call; -1 = this one was, in an earlier call.
+    seconds: Callable[[], float | None] | None = (
+        None  # of the pass on a device; called after its verdict is read
+    )
+    encoded: Sequence[Tensor] | None = None  # of a prefill with `Needs.encoded`: [S, D] of each sequence
+    # Passes of later rounds that the same call has run; -1 = this pass was run by an earlier call.
     ahead: int = 0
-    own: float = 1.0  # where there are such: the share of the call's time that this pass took
+    own: float = 1.0  # the share of the call's time that this pass took
 
     @property
     def required_logits(self) -> Tensor:
@@ -204,7 +206,7 @@ class Round:
     prompt_rows: int = 0  # rows of prompts that were in the same pass
     followed: bool = False  # it was launched before the round before it was read
     tree_rows: int = 0  # rows of trees in the pass, padding included; 0 = one for every node
-    ahead: int = 0  # passes of coming plain rounds that were run with its own: see Needs.match_length
+    ahead: int = 0  # passes of later plain rounds that were run with its own: see Needs.match_length
 
     @property
     def tells_times(self) -> bool:

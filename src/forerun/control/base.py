@@ -32,12 +32,12 @@ class ControllerClass(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WaitingPrompts:
-    """Requests that write nothing while a round is planned, because their prompts are not read yet."""
+    """Requests whose prompts are not read yet while a round is planned."""
 
-    requests: int = 0  # for which there are places
-    rows: int = 0  # tokens of theirs that are not cached
-    taken: int = 0  # of these, as many as the coming pass takes at most
-    room: int = 1 << 30  # rows that a pass has, trees included
+    requests: int = 0  # that have a place in the batch
+    rows: int = 0  # their tokens that are not cached
+    taken: int = 0  # of these rows, those that the coming pass reads at most
+    room: int = 1 << 30  # rows of a pass, trees included
 
 
 class Controller(Protocol):
@@ -61,24 +61,24 @@ class Controller(Protocol):
 
 @runtime_checkable
 class Reconsiders(Protocol):
-    """A controller that may end a plan before the rounds that it was to stand for (`Budget.repeats`)."""
+    """A controller that may end a plan before its rounds are over (`Budget.repeats`)."""
 
     def goes_on(self, seqs: Sequence[Seq]) -> bool:
-        """May these start another round under the last plan, before the one under way is known? Asked meanwhile."""
+        """Does the last plan hold for another round, launched before the verdict on the one under way is read?"""
         ...
 
     def stays_plain(self, seqs: Sequence[Seq]) -> bool:
-        """Is the round of these, behind the plain one under way, plain too? Then it is launched, and not planned.
+        """Is the round after the plain one under way plain too? Then it is launched without a plan.
 
-        Asked before the one under way is known; where it is to be known first, the answer is no.
+        Called before the verdict on the round under way is read; False where that must be read first.
         """
         ...
 
 
 @runtime_checkable
 class SeesPrompts(Protocol):
-    """A controller that weighs drafts against prompts that wait."""
+    """A controller that weighs drafts against the prompts that wait."""
 
     def note_waiting(self, prompts: WaitingPrompts) -> None:
-        """What waits now: said before `plan`, and before `goes_on`."""
+        """What waits now; called before `plan` and before `goes_on`."""
         ...

@@ -18,10 +18,7 @@ from forerun.params import SpeculativeConfig
 from forerun.trees import ONE_NODE
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
-AT_HAND, NEGLIGIBLE = (
-    24,
-    0.05,
-)  # longest chain of an offer, and the least probability in it
+AT_HAND, NEGLIGIBLE = 24, 0.05  # longest chain of an offer, and the least probability in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +28,10 @@ class Parts:
     target: Target
     draft: Target | None  # the second checkpoint, if one was given
     speculative: SpeculativeConfig
-    max_batch: int = 1  # sequences that are decoded at once: what is captured before texts are written
+    max_batch: int = 1  # sequences decoded at once: GPU graphs are captured for so many
     max_length: int | None = None  # tokens of a sequence; None = the target's
-    more_drafts: tuple[Target, ...] = ()  # further ones, for which the first drafts
-    by_host: bool = False  # the host runs it step by step: it is a part of a cascade
+    more_drafts: tuple[Target, ...] = ()  # of a cascade: further checkpoints, for which `draft` drafts
+    by_host: bool = False  # it is part of a cascade, so the host runs it step by step
     opening: tuple[int, ...] = ()  # on a GPU: what the chat template writes before an answer; () = not known
 
     def head_folder(self, drafter: str) -> Path:
@@ -87,7 +84,7 @@ class Drafter(Protocol):
         ...
 
     def forget(self, seq: Seq) -> None:
-        """Free what is held for a sequence: it is finished, or will be read anew after a round that failed."""
+        """Free what is held for a sequence: it has ended, or its prompt will be read again after a failed round."""
         ...
 
 
@@ -127,7 +124,7 @@ class BaseDrafter(ABC):
         """Nothing is held."""
 
     def rewind(self, seq: Seq, length: int) -> None:
-        """Of the sequence as it was, only the first `length` tokens still hold: it was drafted for a draft model."""
+        """Only the first `length` tokens of the sequence still hold: in a cascade, rejected tokens are taken back."""
         self.forget(seq)
 
 
@@ -157,7 +154,7 @@ class LookupDrafter(BaseDrafter):
 
 
 def lone_roots(seqs: Sequence[Seq]) -> TreeBatch:
-    """Nothing is drafted for anybody: a plain round."""
+    """One root per sequence and nothing drafted: a plain round."""
     count = len(seqs)
     if count == 1:
         return TreeBatch([seqs[0].tokens[-1]], [-1], ONE_NODE)

@@ -89,7 +89,7 @@ class CascadeDrafter(ModelDrafter):
             branch.cached = len(branch.tokens) - 1
 
     def _follow(self, seq: Seq) -> Branch:
-        """The branch of the committed sequence; the lower drafter is told what of it is no longer there."""
+        """The branch of the committed sequence; the lower drafter is rewound to what is left of it."""
         held = self._branches.get(seq.id)
         shown, agreed = (held.tokens, held.committed) if held is not None else ([], 0)
         while agreed < min(len(shown), len(seq.tokens)) and shown[agreed] == seq.tokens[agreed]:

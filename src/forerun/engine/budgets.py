@@ -34,7 +34,7 @@ def cut_budgets(seqs: Sequence[SequenceState], planned: Sequence[Budget]) -> lis
 
 
 def standing(budgets: Sequence[Budget]) -> tuple[int, bool]:
-    """For how many further rounds these stand, and whether anybody may draft."""
+    """For how many further rounds these budgets hold, and whether any allows drafting."""
     first = budgets[0]
     if len(budgets) == 1 or all([budget is first for budget in budgets]):  # noqa: C419 - the usual cases
         return first.repeats, first.nodes > 0

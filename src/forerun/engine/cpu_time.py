@@ -1,4 +1,4 @@
-"""CPU time of one thread, asked for by another."""
+"""CPU time of one thread, read from another."""
 
 from __future__ import annotations
 

@@ -2,16 +2,16 @@
 
     engine.submit(Request(prompt)); while engine.busy: events = engine.step()
 
-A round happens whole or not at all. Its result is computed first (`Advance`) and then written, which can be
-repeated where it was interrupted. A round that fails before that is rolled back by recomputation: its sequences give
-their caches back and queue again with the tokens that they have. One thread at a time: see forerun.engine.driver.
+A round happens whole or not at all. Its result is computed first (`Advance`) and then written; a write that was
+interrupted is repeated. A round that fails before that is rolled back: its sequences free their KV cache and queue
+again with the tokens that they have, which are then read like a prompt. One thread at a time: forerun.engine.driver.
 
-Where the target works beside the host (a GPU), a round is launched as soon as the last one is written, or even before
-it was read (forerun.engine.following): events are returned, and new requests taken, while the device is at work. The
-next step then finishes it.
+On a GPU a round is launched as soon as the last one is written, or even before its verdict is read
+(forerun.engine.following). Events are returned, and new requests taken, while the device works; the next step finishes
+the round.
 
-A request waits, is read, and runs. Prompts are read in chunks: by themselves while nobody runs, else in the pass that
-scores the trees of those that do, few enough rows at a time that these hardly notice (`PromptRows`).
+A request waits, its prompt is read, then it runs. Prompts are read in chunks: alone while no sequence runs, else in the
+pass that scores the trees of the running ones, so few rows at a time that rounds hardly take longer (`PromptRows`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Engine(Recovery):
         self.max_length = min(target.max_length, max_length or target.max_length)
         self.prompt_rows = PromptRows(target.device.type, target.pass_rows, prompt_rows)
         self.stats = EngineStats()
-        # is a round launched before the events of the last are returned, and even before that is read?
+        # launch a round before the events of the last are returned; and even before its verdict is read
         self.launches_ahead = self.follows_unread = target.device.type == "cuda"
         self.late_launch = LateLaunch()
 
@@ -83,7 +83,7 @@ class Engine(Recovery):
             if self._ahead is None:
                 self._start_round()
                 if self.follows_unread and self.late_launch.left(self) > 0.0:
-                    return []  # requests may come before the round behind it is launched
+                    return []  # requests may come before the next round is launched
             if (launched := self._ahead) is not None:
                 if self.follows_unread:
                     self._following = follow(self, launched)  # before this one is read
@@ -100,7 +100,7 @@ class Engine(Recovery):
         return events
 
     def settle(self) -> None:
-        """Finish a round that was launched: then nothing is under way. Its events are returned by the next step."""
+        """Finish every round that was launched. Their events are returned by the next step."""
         try:
             self._recover()
             while self._ahead is not None:
@@ -109,7 +109,7 @@ class Engine(Recovery):
             self._after_failure(error)
 
     def _start_round(self, reads: bool = True) -> None:
-        """Launch a round of all that run, if anybody does. Where nobody runs, prompts are read first."""
+        """Launch a round of all running sequences, if there are any; where there are none, read prompts first."""
         scheduler = self.scheduler
         scheduler.start_those_read()
         if reads and not scheduler.running and scheduler.has_prompts:
@@ -145,7 +145,7 @@ class Engine(Recovery):
         budgets: Sequence[Budget],
         clock: RoundClock,
     ) -> None:
-        """Launch the pass of a round that is pending."""
+        """Launch the pass of the pending round."""
         assert self._pending is not None
         scores = self.score(seqs, trees, readers, rows)
         clock.lap("pass")
@@ -161,7 +161,7 @@ class Engine(Recovery):
     def score(
         self, seqs: Sequence[SequenceState], trees: TreeBatch, readers: Sequence[SequenceState], rows: int
     ) -> Scores:
-        """The pass of a round, which also reads so many rows of prompts; drafters observe these at once."""
+        """The pass of a round, which also reads `rows` rows of the readers' prompts; drafters observe these at once."""
         needs = self.drafters.needs([*seqs, *readers] if readers else seqs)
         scores = self.target.score(seqs, trees, needs, Prompts(readers, rows) if readers else None)
         if scores.read is not None:
@@ -193,7 +193,7 @@ class Engine(Recovery):
         clock.lap("host")
         self.controller.observe(outcome)
         self._complete(advances)
-        if launched.seqs[0] not in readers:  # else nobody who writes has waited for these prompts
+        if launched.seqs[0] not in readers:  # else no running sequence has waited for these prompts
             self.prompt_rows.observe(spent, rows)
         self.stats.count(outcome, tokens, clock)
         following, self._following = self._following, None
@@ -224,7 +224,7 @@ class Engine(Recovery):
             self._end(seq.ended("aborted"))
 
     def _read(self) -> None:
-        """Nobody runs: read as many rows of prompts as a pass takes at best, and start those that it completes."""
+        """No sequence runs: read as many rows of prompts as a pass takes at best, and start those that it completes."""
         rows, scheduler = self.target.pass_rows, self.scheduler
         seqs = scheduler.next_readers(rows)
         if not seqs:
@@ -243,6 +243,6 @@ class Engine(Recovery):
         self._pending = None
 
     def _observe_prompts(self, seqs: Sequence[SequenceState], chains: TreeBatch, scores: Scores) -> None:
-        """A chunk is a chain that was accepted whole, and the prompt's next token follows it."""
+        """Show chunks of prompts to the drafters: chains accepted whole, with the prompt's next token as bonus."""
         following = [seq.tokens[self.target.cached_tokens(seq)] for seq in seqs]
         self.drafters.observe(seqs, chains, scores, Verdict.whole_chain(chains, following))

@@ -59,7 +59,7 @@ class MakesDrafter(Protocol):
 
 
 class DrafterPool:
-    """Drafters by name, made when first asked for."""
+    """Drafters by name, made on first use."""
 
     def __init__(
         self, make: MakesDrafter, vocab_size: int, runs_head: Callable[[str], bool] = lambda name: False
@@ -163,7 +163,7 @@ class DrafterPool:
             seq.draft_with(seq.drafter)  # if it is read again, the new one sees all of it
 
     def never_draft(self, seqs: Sequence[SequenceState]) -> bool:
-        """Does nobody draft for any of these, whatever the controller says?"""
+        """Has none of these sequences a drafter, whatever the controller plans?"""
         name = _shared_drafter(seqs)
         return name is not None and isinstance(self._made[name], NoDrafter)
 
@@ -223,7 +223,7 @@ class DrafterPool:
 
 
 class VerifierPool:
-    """Verifiers by name, made when first asked for."""
+    """Verifiers by name, made on first use."""
 
     def __init__(self, make: Callable[[str], Verifier]) -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""May passes of coming rounds be run with the one that is asked for? Only of a text that is alone, and greedy.
+"""May a call of the target run passes of later rounds too? Only for one greedy sequence that is alone.
 
 Then nothing is decided between plain rounds, unless somebody drafts: a look-up where the last tokens came before
 (`Needs.match_length`), or a head whenever the controller lets it run (`Budget.repeats` says for how long it does not).

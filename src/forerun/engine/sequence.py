@@ -22,7 +22,7 @@ from forerun.verify.warp import is_plain_greedy
 
 
 class Traits(NamedTuple):
-    """What never changes of a sequence and rounds must know of all of theirs; equal ones are one object."""
+    """The constants of a sequence that rounds compare between sequences; equal ones are one object."""
 
     verifier: str
     is_plain_greedy: bool
@@ -88,7 +88,7 @@ class SequenceState:
 
     @property
     def stats(self) -> SequenceStats:
-        """What was counted so far; added up when it is asked for."""
+        """What was counted so far, added up on reading."""
         return SequenceStats.of(self.rounds, self.prompt_seconds)
 
     @property

@@ -84,7 +84,7 @@ class PagePool:
 
     @property
     def cached(self) -> int:
-        """Named pages that nobody holds: they are taken when no free one is left. Any thread may ask."""
+        """Cached pages without a holder: they are reused when no free one is left. Any thread may call this."""
         return len(self._cached)
 
     @property
@@ -217,7 +217,7 @@ class PagePool:
         return next((page for page in behind if self.contents[page].tokens == content.tokens), None)
 
     def _pick(self, wanted: int) -> int:
-        """A page that nobody holds: the wanted one if it is free, else the first free one, else the oldest cached."""
+        """A page without a holder: the wanted one if it is free, else the first free one, else the oldest cached."""
         if wanted in self._free:
             self._free.remove(wanted)
             return wanted

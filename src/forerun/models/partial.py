@@ -34,7 +34,7 @@ class RunsLayers(Protocol):
     def kv(self) -> PagedKV: ...
     @property
     def begun(self) -> dict[int, Begun] | None:
-        """Chains that its own pass goes on with, by sequence; None where it starts from the tokens."""
+        """Chains that its own pass continues, by sequence; None where it starts from the tokens."""
         ...
 
     @property

@@ -69,7 +69,7 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
 
 
 async def _watch(service: Service) -> None:
-    """Look after the engine: end its requests where it hangs, and start it again where that was asked for."""
+    """Watch the engine: end its requests where it hangs, and start it again with `--restart`."""
     backend, settings = service.backend, service.settings
     while True:
         await asyncio.sleep(POLL)

@@ -66,7 +66,7 @@ class EngineHangs(ForerunError):
 
 
 class EngineError(Exception):
-    """An error that nobody foresaw, in an engine of another process: its kind and its message."""
+    """An unexpected error in an engine of another process: its kind and its message."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -85,7 +85,7 @@ class ProgressWatch:
         self._seen, self._since, self._had_work = (-1, 0), monotonic(), False
 
     def stands_still(self, progress: tuple[int, int], has_work: bool, patience: float) -> bool:
-        """Was there work, and the same progress, for so many seconds? To be told often."""
+        """Was there work but no progress for so many seconds? To be called often."""
         if progress != self._seen or not (has_work and self._had_work):
             self._seen, self._since = progress, monotonic()
         self._had_work = has_work
@@ -164,7 +164,7 @@ class Backend(ABC):
 
     @abstractmethod
     def give_up(self) -> None:
-        """Whoever waits gets an error, and nobody else is served."""
+        """All waiting requests get an error, and no new ones are served."""
 
     @abstractmethod
     async def swap_head(self, folder: Path) -> None:
@@ -176,9 +176,9 @@ class Backend(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """End the engine; whoever waits gets an error."""
+        """End the engine; all waiting requests get an error."""
 
 
 def why_ended(failure: BaseException) -> str:
-    """What `/health` says of an engine that has ended: of errors that nobody foresaw only their kind."""
+    """What `/health` says of an engine that has ended: of unexpected errors only their kind."""
     return f"the engine ended: {failure if isinstance(failure, ForerunError) else kind_of(failure)}"

@@ -76,7 +76,7 @@ class ApiError(HTTPException):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Any failure as one of ours; what nobody foresaw is logged, and the client learns that it is our fault."""
+    """Any failure as an ApiError; an unexpected one is logged, and the client gets a 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLong):

@@ -38,7 +38,7 @@ REPLACE = -1  # instead of a signal: the process is to start anew
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """Take the port, so that one that is taken is said before a model is loaded; nobody is let in yet."""
+    """Bind the port before a model is loaded, so that one in use is reported at once; nothing is served yet."""
     if "FORERUN_LISTENER" in os.environ:  # of the process before this one
         return socket.socket(fileno=int(os.environ.pop("FORERUN_LISTENER")))
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET

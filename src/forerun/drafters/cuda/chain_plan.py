@@ -32,7 +32,7 @@ KNOWN = 6  # integers of a sequence that the host sends, beside its pages
 
 
 class Lane(NamedTuple):
-    """What a draft must know of one sequence."""
+    """One sequence of a draft: what the host sends of it to the device."""
 
     tokens: Sequence[int]  # not read yet, the root last; of no account where it follows an unread round
     pages: Sequence[int]  # of the draft model's slots, with room for the draft; none = nothing is drafted

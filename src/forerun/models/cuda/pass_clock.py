@@ -1,4 +1,4 @@
-"""PassClock: seconds of passes on a device, by events in its stream; asked for later, and never waited for."""
+"""PassClock: seconds of passes on a device, by events in its stream; read later, without waiting."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ class ProcessBackend(Backend):
             reply.set_result(value)
 
     def _end(self, why: BaseException) -> None:
-        """Nothing more will come: whoever waits gets an error."""
+        """The engine's process sends nothing more: all waiting calls get an error."""
         if self._failure is not None:
             return
         self._failure = why
@@ -289,7 +289,7 @@ def _told(failure: BaseException) -> BaseException:
 
 
 def _refuse(reply: asyncio.Future[Any], error: Exception) -> None:
-    """Answer with an error, which whoever asked may have stopped waiting for."""
+    """Answer a call with an error, unless the caller has stopped waiting."""
     if not reply.done():
         reply.set_exception(error)
         reply.exception()

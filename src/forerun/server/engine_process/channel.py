@@ -71,7 +71,7 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Give the socket back to the system; nobody may use this end any more."""
+        """Close the socket; this end must not be used after that."""
         self._socket.close()
 
     def _receive(self, how: int = 0) -> bytes:

@@ -101,7 +101,7 @@ def _name_of(number: int) -> str:
 
 
 def _said(error: Exception) -> Exception:
-    """What the front says of an error of loading; of one that nobody foresaw, the engine's process has said where."""
+    """The front's message for an error of loading; the traceback of an unexpected one is in the engine's log."""
     if isinstance(error, EngineError):
         return EngineLost(f"the engine could not be loaded: {error.kind}: {error}")
     return error

@@ -54,7 +54,7 @@ def pick_plainly(buffers: Iterable[Tensor], rows: Tensor) -> None:
 
 
 def pick_fused(x: Tensor, queries: Tensor, lifts: Tensor, rows: Tensor) -> None:
-    """The same in one kernel, for the buffers that a head goes on with."""
+    """The same in one kernel, for the buffers that the head reads next."""
     from forerun.drafters.eagle.cuda import kernels_features
 
     widths, pdl = (x.shape[1], queries.shape[1]), starts_early(x.device)

@@ -120,7 +120,7 @@ class HeadModel(Model):
         return pack(weight.to(self.device, self.dtype).contiguous(), self.kind)
 
     def _lift(self, weights: Sequence[LayerWeights]) -> None:
-        """The same head for rows of whole numbers: who writes them multiplies, who reads them divides."""
+        """The same head for rows of whole numbers: they are scaled up where written and down where read."""
         entering, last = torch.cat((self.token_norm, self.feature_norm)), lift_of(self.final_norm)
         self.lift = lift_of(entering)
         self.added = _size(self.feature_norm) ** 2 if self.normed_residual else 0.0

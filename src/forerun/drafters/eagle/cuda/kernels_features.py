@@ -34,7 +34,7 @@ def bring_up(buffer, row, b, here, c, width):
 @triton.jit(do_not_specialize=["B"])
 def pick(x, queries, lifts, rows, B, x_width, query_width, B_UP: tl.constexpr, COLUMNS: tl.constexpr,
          PDL: tl.constexpr):  # fmt: skip
-    """Some columns of all rows that a head goes on with: of the residual stream and of the queries; and the lifts."""
+    """Some columns of all rows that the head reads next: of the residual stream and of the queries; and the lifts."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

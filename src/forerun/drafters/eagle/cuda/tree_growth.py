@@ -46,7 +46,7 @@ class Frontier:
     @classmethod
     @cache  # captured drafts read them
     def of_roots(cls, trees: int, device: torch.device) -> Frontier:
-        """Made once: nobody writes to a frontier."""
+        """Made once: a frontier is never written to."""
         with torch.inference_mode(False):
             none = torch.full((trees, 1), -1, device=device)
             ancestors = torch.zeros(trees, 1, 0, dtype=torch.long, device=device)

@@ -1,4 +1,4 @@
-"""UnreadPrompts: rows of prompts that a head has not read, because nobody drafts yet.
+"""UnreadPrompts: rows of prompts that a head has not read, because nothing is drafted yet.
 
 A head needs keys and values of a prompt only when it drafts behind it. While many requests wait for their first token
 nothing is drafted, and they would wait for the head's reading too: so rows of prompts are kept as the target's pass has
