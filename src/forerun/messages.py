@@ -28,9 +28,8 @@ class Budget:
     nodes: int  # below the root; 0 = do not draft
     depth: int
     width: int = 1
-    price: tuple[float, ...] | None = (
-        None  # of a pass over the root and 0, 1, ... more nodes; None = all alike
-    )
+    # of a pass over the root and 0, 1, ... more nodes; None = all alike
+    price: tuple[float, ...] | None = None
     level: float = 0.0  # of drafting one more level
     source: Source = "any"  # free = only what costs nothing | costly = the drafter that must run | any
     repeats: int = 0  # further rounds that may start under this plan before the one before them is known

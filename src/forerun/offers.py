@@ -51,9 +51,8 @@ class Offer:
     free: tuple[float, ...] = ()  # acceptance probability of each depth of a chain that costs nothing
     chosen: bool = True  # tokens are chosen, never sampled: the drafter cuts its tree by the price list
     stops: bool = False  # it knows its confidence level by level, and stops where the next would not pay
-    expected: float | None = (
-        None  # tokens of its last draft that it expected to be accepted; None = not known
-    )
+    # tokens of its last draft that it expected to be accepted; None = not known
+    expected: float | None = None
     menu: Menu | None = None  # it drafts in these forms only, for all its sequences together
     otherwise: float = 0.0  # tokens that its next draft brings where the next token is none of `free`
 

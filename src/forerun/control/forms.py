@@ -32,9 +32,8 @@ HOPE = 1.2  # times the tokens that are expected of a form, if all goes well
 FAMILIAR, UNFAMILIAR = 0.92, 0.75  # times the seconds, where rounds have shown them and where not
 SOON = 8  # rounds in which another form must gain as much as is lost by reading one first
 LOOKS = 4  # rounds that follow, from one look at other forms to the next
-PATIENCE = (
-    8.0  # tokens of those that write, for one of a request that has not begun: somebody waits for its first
-)
+# tokens of those that write, for one of a request that has not begun: somebody waits for its first
+PATIENCE = 8.0
 BURST, BURST_SHARE = 3, 1 / 6  # requests that wait: so many, and that share of those that write
 BURST_ENDS = 1 / 16  # of those that write: once fewer wait, they are no burst any more
 REFRESH = 8  # rounds for which seconds are kept
@@ -86,9 +85,8 @@ class FormChooser:
         self._since = 0.0  # rounds since the last trial
         self._trial = False  # is this round one?
         self.insists = False  # the form was chosen to learn, not to gain
-        self._paid = (
-            False  # did the last round, a trial from plain decoding, gain? Then see whether that was chance
-        )
+        # did the last round, a trial from plain decoding, gain? Then see whether that was chance
+        self._paid = False
         self._tried: dict[Form, int] = {}  # the round in which a form last ran
         self._times: dict[tuple[int, int], list[float]] = {}  # (drafting, batch) -> seconds by form
         self._round = 0

@@ -9,9 +9,8 @@ from forerun.control.cost import CostModel
 from forerun.types import Budget
 
 REFRESH = 16  # rounds for which a list holds
-IDLE = (
-    0.25  # of a round: what one without a draft counts for, as it shows what a plain pass takes and no more
-)
+# of a round: what one without a draft counts for, as it shows what a plain pass takes and no more
+IDLE = 0.25
 
 
 @dataclass(frozen=True, slots=True)

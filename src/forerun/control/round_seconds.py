@@ -13,9 +13,8 @@ from forerun.offers import Offer
 from forerun.types import Round
 
 PRESUMED = 3e-4  # seconds that a round with a draft takes longer beside its pass, before any was seen
-IN_A_ROW = (
-    4  # plain rounds that are timed together: as many as run in one native call, of which the first is slow
-)
+# plain rounds that are timed together: as many as run in one native call, of which the first is slow
+IN_A_ROW = 4
 NEWEST = 0.1  # weight of the last rounds in a moving average
 MOST = 2.0  # times what was expected: a pause of the machine counts for no more
 
@@ -27,9 +26,8 @@ class RoundSeconds:
         self.plain = 0.0  # of a plain round in a row of them; 0 = none was seen
         self._beside = 0.0  # of that, what is not the pass
         self._drafted = 0.0  # the same of rounds that drafted; 0 = none was seen
-        self._asked = (
-            0.0  # the same of rounds in which a drafter that costs was asked, less what that took itself
-        )
+        # the same of rounds in which a drafter that costs was asked, less what that took itself
+        self._asked = 0.0
         self._row, self._row_beside, self._rounds = 0.0, 0.0, 0  # plain rounds since the last that drafted
 
     @property

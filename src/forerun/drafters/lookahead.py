@@ -25,9 +25,8 @@ from forerun.types import Budget, Scores, Seq, TreeBatch, Verdict
 COLUMNS, LEVELS = 5, 3  # of the window: guesses of the trunk, and nodes of a column, its trunk node included
 KEPT = 7  # n-grams of a first token
 MOST_KEYS = 1 << 15  # first tokens in a pool; beyond, the oldest are dropped
-WINDOW_GAIN = (
-    0.2  # tokens that all nodes of the window may cost together, where a price list says what they cost
-)
+# tokens that all nodes of the window may cost together, where a price list says what they cost
+WINDOW_GAIN = 0.2
 MEMORY = 0.99
 # prior acceptance by rank, and of later tokens
 _FIRST, _DEEPER = (0.3, 0.12, 0.08, 0.05, 0.04, 0.03, 0.02), 0.55

@@ -9,9 +9,8 @@ from __future__ import annotations
 from forerun.types import Needs
 
 WEAK = 4  # tokens: longer matches that were not worth drafting once may be so the next time
-GOES_ON = (
-    8  # tokens that a native call writes at most: a match that is refused grows with each that it says right
-)
+# tokens that a native call writes at most: a match that is refused grows with each that it says right
+GOES_ON = 8
 
 
 class MatchNeeds:

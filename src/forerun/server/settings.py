@@ -32,9 +32,8 @@ class ServerSettings:
     hang_seconds: float = 120.0  # without progress while there is work: requests end, /health reports it
     restart: bool = False  # a new engine where the old one has ended, a new process where it hangs
     log_prompts: bool = False
-    share_prefixes: bool = (
-        False  # do API keys share cached prompts? How long an answer takes may tell that one is
-    )
+    # do API keys share cached prompts? How long an answer takes may tell that one is
+    share_prefixes: bool = False
     record: Path | None = None  # where texts of requests that say "record": true are kept for training
     heads: Path | None = None  # versions of a head, whose link `current` is followed
 

@@ -51,9 +51,8 @@ class TrainOptions:
     data: str  # one folder of `forerun data make`, or several with commas between
     out: str
     hottest: float | None = None  # texts that were written at a higher temperature are not learnt from
-    cut_loops: int = (
-        0  # an answer that repeats itself is cut so many tokens behind the first repetition; 0 = never
-    )
+    # an answer that repeats itself is cut so many tokens behind the first repetition; 0 = never
+    cut_loops: int = 0
     measure_on: str = ""  # greedy texts of other prompts: rounds through them are counted at every evaluation
     init: str = ""  # a finished head of the same method and shape to start from
     steps: int = 2000  # optimiser steps in all
@@ -79,9 +78,8 @@ class TrainOptions:
     decay: float = 0.8  # weight of each level relative to the one before
     loss: Literal["kl", "lk_hybrid"] = "kl"
     train_head: bool = True  # an LM head of its own; False = the target's rows, stored nowhere
-    one_byte: bool | None = (
-        None  # EAGLE-3: matrices are written as one byte per weight; None = as those of `init` are
-    )
+    # EAGLE-3: matrices are written as one byte per weight; None = as those of `init` are
+    one_byte: bool | None = None
     fc_norm: bool = False  # EAGLE-3.1
     norm_output: bool = False  # EAGLE-3.1
     joint: bool = False  # Medusa-2: a LoRA on the target is trained with the heads

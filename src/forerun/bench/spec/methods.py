@@ -34,9 +34,8 @@ class Method:
 
     setup: DrafterSetup
     why_not: str = ""
-    chosen: bool = (
-        False  # its tokens are chosen above T=0 too, and not drawn: a row where that is another drafter
-    )
+    # its tokens are chosen above T=0 too, and not drawn: a row where that is another drafter
+    chosen: bool = False
 
     @property
     def name(self) -> str:

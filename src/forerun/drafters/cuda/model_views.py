@@ -10,9 +10,8 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.types import Needs, PlainSeq, Seq, TreeBatch
 
 NEEDS = Needs()
-IN_VAIN = (
-    2  # sequences in a row that were read and never drafted for, after which prompts are not read at once
-)
+# sequences in a row that were read and never drafted for, after which prompts are not read at once
+IN_VAIN = 2
 
 
 @dataclass(slots=True, eq=False)

@@ -15,9 +15,8 @@ MEMORY, WORTH = 0.998, 8.0  # of how far the table is trusted: per try, and toke
 OWN_MEMORY, OWN_WORTH = 0.97, 4.0  # the same in one text, beside what all texts have shown
 OWN_LEAST, OWN_MOST = 0.4, 1.5
 PRIOR = (1.0, 0.65)  # share of what the table promises that comes: where nothing matches, and behind a match
-LEAST = (
-    0.015  # the least survival in a tree, unless a budget is to be drafted whole: the host makes every node
-)
+# the least survival in a tree, unless a budget is to be drafted whole: the host makes every node
+LEAST = 0.015
 FEW = 2  # sequences that get trees; more get chains
 MANY = 8  # more than so many get matches alone: their doubtful tokens would fill the pass
 TREE = Budget(16, AT_HAND, 8)  # what offers assume before a price list was seen

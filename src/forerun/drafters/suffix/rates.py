@@ -19,9 +19,8 @@ _PRIOR = (  # measured on chats of the default model; the last entry holds for l
     (0.13, 0.24, 0.26, 0.28),
     (0.1, 0.2, 0.24, 0.28),
 )
-CAUTION = (
-    0.85  # of that where nodes are dear: those that are drafted promise most of all, and so are overrated
-)
+# of that where nodes are dear: those that are drafted promise most of all, and so are overrated
+CAUTION = 0.85
 PRIOR_TRIES, SHARED_TRIES = 24.0, 6.0  # what this is worth, and what all sequences are worth to one
 OWN_MEMORY, SHARED_MEMORY = 0.985, 0.998  # per try
 

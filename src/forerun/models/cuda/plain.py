@@ -23,9 +23,8 @@ class PlainSteps:
 
     def __init__(self, model: Model, buffers: Buffers, kv: Tensor) -> None:
         self.model, self.buffers, self.kv = model, buffers, kv  # kv [L, 2, Hkv, S, D]
-        self._seen: tuple[Run, int, Tensor, Tensor] | None = (
-            None  # of this pass: a run, a window, what they see
-        )
+        # of this pass: a run, a window, what they see
+        self._seen: tuple[Run, int, Tensor, Tensor] | None = None
 
     def embed(self, run: Run) -> None:
         self.buffers.x[: run.size.rows] = F.embedding(run.tokens.long(), self.model.embedding).float()

@@ -23,9 +23,8 @@ from forerun.topology import Topology
 MAX_ROWS = 1024  # rows in one pass; a tree has at most 257
 FIELDS = 8  # ints per group: low split, high split, first row, rows, base slot, length, ancestors, pages (0 = none)
 ROW_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, MAX_ROWS)
-NARROW = (
-    64  # rows of the largest pass whose products are those of few rows (kernels_linear, not kernels_wide)
-)
+# rows of the largest pass whose products are those of few rows (kernels_linear, not kernels_wide)
+NARROW = 64
 SPLIT_SIZES = (8, 32, 96, 256)  # few: passes are captured with each, before texts are written
 ATTENDING, FEWEST = 32, 4  # programs of attention to a multiprocessor, about; to a group and head, at least
 TOGETHER, DEEPEST = 2, 16  # lone nodes to a program of attention; levels of trees that allow it

@@ -17,9 +17,8 @@ Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
 
 T5 = ("t5", "mt5")
 FAMILIES = (*T5, "marian")
-NO_LIMIT = (
-    4096  # tokens of a source, or of an output, of families without a limit of their own: bounds the masks
-)
+# tokens of a source, or of an output, of families without a limit of their own: bounds the masks
+NO_LIMIT = 4096
 _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "silu": "silu",

@@ -30,15 +30,13 @@ class Output:
     rows: Tensor  # [B, T, D], ready for the LM head; [N, D] of the rows named in `at`
     shift: int
     weight: float = 1.0
-    features: Tensor | None = (
-        None  # [B, T, D] a prediction of the target's own rows, where the recipe has one
-    )
+    # [B, T, D] a prediction of the target's own rows, where the recipe has one
+    features: Tensor | None = None
     unit: Tensor | None = None  # [D] what a gap between features is measured in
     at: Tensor | None = None  # [N] which rows of [B T] it predicts from; None = all
     aside: Tensor | None = None  # a further loss, of what is learnt beside the law
-    survives: bool = (
-        False  # weigh each row by how far its draft gets, instead of by `weight` (recipes.survival)
-    )
+    # weigh each row by how far its draft gets, instead of by `weight` (recipes.survival)
+    survives: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +79,21 @@ class Recipe(Protocol):
     def export(self, folder: Path, measured: Measured) -> None:
         """Write a drafter that `forerun` loads."""
         ...
+
+
+class WithTargetHead:
+    """Part of a recipe whose drafter uses the target's own LM head: it is not trained."""
+
+    _truth_head: Tensor  # [Vd, D]
+
+    def rates(self) -> dict[str, float]:
+        return {}
+
+    def lm_head(self) -> Tensor:
+        return self._truth_head
+
+    def truth_head(self) -> Tensor:
+        return self._truth_head
 
 
 @dataclass(frozen=True, slots=True)

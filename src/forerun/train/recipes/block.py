@@ -27,7 +27,7 @@ from forerun.drafters.head_shape import shape_in
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.train.data.corpus import Batch
 from forerun.train.options import TrainOptions
-from forerun.train.recipes.base import Measured, Output, Reading, read_teacher, shifted
+from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, read_teacher, shifted
 from forerun.train.recipes.block_network import BlockModule
 from forerun.train.recipes.losses import LawLoss
 from forerun.train.recipes.scaling import Sizes, fold
@@ -37,7 +37,7 @@ JUDGED = 1024  # rows per level from which the confidence head learns
 _ROUND = 8  # numbers of blocks per sequence are multiples of this, so that few shapes occur
 
 
-class BlockRecipe:
+class BlockRecipe(WithTargetHead):
     """A block drafter learning from a frozen target."""
 
     feature_weight = 0.0
@@ -63,15 +63,6 @@ class BlockRecipe:
 
     def module(self) -> nn.Module:
         return self._module
-
-    def rates(self) -> dict[str, float]:
-        return {}
-
-    def lm_head(self) -> Tensor:
-        return self._truth_head
-
-    def truth_head(self) -> Tensor:
-        return self._truth_head
 
     def read(self, batch: Batch) -> Reading:
         kept = self.teacher.features(batch.tokens, self.config.layers)

@@ -27,7 +27,7 @@ from forerun.drafters.eagle.files import write_head
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.train.data.corpus import Batch
 from forerun.train.options import WIDTHS, TrainOptions
-from forerun.train.recipes.base import Measured, Output, Reading, read_teacher
+from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, read_teacher
 from forerun.train.recipes.eagle_network import EagleModule
 from forerun.train.recipes.losses import LawLoss
 from forerun.train.recipes.scaling import Sizes, fold, main_directions
@@ -37,7 +37,7 @@ HEAD_DIM = 64  # of a head that is narrower than its target, where its width all
 SIMULATED = 6  # levels of a simulation, however many steps were learnt
 
 
-class EagleRecipe:
+class EagleRecipe(WithTargetHead):
     """An EAGLE head learning from a frozen target."""
 
     def __init__(
@@ -63,14 +63,8 @@ class EagleRecipe:
     def module(self) -> nn.Module:
         return self._module
 
-    def rates(self) -> dict[str, float]:
-        return {}
-
     def lm_head(self) -> Tensor:
         return self._module.lm_head.weight if hasattr(self._module, "lm_head") else self._truth_head
-
-    def truth_head(self) -> Tensor:
-        return self._truth_head
 
     def read(self, batch: Batch) -> Reading:
         kept = self.teacher.features(batch.tokens, self.config.layers)

@@ -22,7 +22,7 @@ from forerun.models.layer_subset import LayerSubset
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.train.data.corpus import Batch
 from forerun.train.options import TrainOptions
-from forerun.train.recipes.base import Measured, Output, Reading, read_teacher
+from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, read_teacher
 from forerun.train.recipes.losses import LawLoss
 from forerun.train.teacher import Teacher
 
@@ -48,7 +48,7 @@ class AdapterModule(nn.Module):
         return self.adapter()(rows)
 
 
-class EarlyExitRecipe:
+class EarlyExitRecipe(WithTargetHead):
     """A norm and a gated low-rank correction behind one of the frozen target's layers."""
 
     feature_weight = 0.0
@@ -79,15 +79,6 @@ class EarlyExitRecipe:
 
     def module(self) -> nn.Module:
         return self.adapter
-
-    def rates(self) -> dict[str, float]:
-        return {}
-
-    def lm_head(self) -> Tensor:
-        return self._truth_head
-
-    def truth_head(self) -> Tensor:
-        return self._truth_head
 
     def read(self, batch: Batch) -> Reading:
         if batch.tokens.device.type != "cpu":

@@ -22,7 +22,7 @@ from forerun.errors import InvalidInput
 from forerun.train.data.corpus import Batch
 from forerun.train.lora import LoraNet
 from forerun.train.options import TrainOptions
-from forerun.train.recipes.base import Measured, Output, Reading, read_teacher, shifted
+from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, read_teacher, shifted
 from forerun.train.recipes.losses import LawLoss
 from forerun.train.recipes.scaling import ScaledLinear, Sizes, fold
 from forerun.train.teacher import NetTeacher, Teacher
@@ -65,7 +65,7 @@ class HeadsModule(nn.Module):
             yield row
 
 
-class HeadsRecipe:
+class HeadsRecipe(WithTargetHead):
     """Medusa or Hydra heads trained on a frozen target, or together with it."""
 
     feature_weight = 0.0
@@ -100,12 +100,6 @@ class HeadsRecipe:
     def rates(self) -> dict[str, float]:
         """Learning rates of parts that do not have the full one: the target's is a quarter of the heads'."""
         return {"target.": 0.25} if self.student is not None else {}
-
-    def lm_head(self) -> Tensor:
-        return self._truth_head
-
-    def truth_head(self) -> Tensor:
-        return self._truth_head
 
     def read(self, batch: Batch) -> Reading:
         kept = self.teacher.features(batch.tokens, ())

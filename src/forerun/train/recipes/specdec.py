@@ -22,7 +22,7 @@ from forerun.drafters.vocab import DraftVocabulary
 from forerun.models.encoder_decoder.linear import TorchLinear
 from forerun.train.data.corpus import Batch, Corpus
 from forerun.train.options import TrainOptions
-from forerun.train.recipes.base import Measured, Output, Reading, shifted
+from forerun.train.recipes.base import Measured, Output, Reading, WithTargetHead, shifted
 from forerun.train.recipes.block import choose_anchors
 from forerun.train.recipes.losses import LawLoss
 from forerun.train.source_teacher import SourceTeacher
@@ -31,7 +31,7 @@ _FROZEN = ("lm_head.weight", "lm_head.bias")
 _SPREAD = 0.02  # of weights that have nothing to start from
 
 
-class SpecDecRecipe:
+class SpecDecRecipe(WithTargetHead):
     """A SpecDec drafter learning from a frozen encoder-decoder."""
 
     feature_weight = 0.0
@@ -70,15 +70,6 @@ class SpecDecRecipe:
 
     def module(self) -> nn.Module:
         return self._module
-
-    def rates(self) -> dict[str, float]:
-        return {}
-
-    def lm_head(self) -> Tensor:
-        return self._truth_head
-
-    def truth_head(self) -> Tensor:
-        return self._truth_head
 
     def read(self, batch: Batch) -> Reading:
         """Encoder rows as layer 0, at the places of the source; decoder rows as layer -1, and ready for the head."""

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LEVELS = Form(5, 5, 1)  # the form whose time per level is offered to controllers that do not read menus
-SHARED = (
-    0.75  # of a batch that must draft for all of it to share a form: trees nobody asked for widen the pass
-)
+# of a batch that must draft for all of it to share a form: trees nobody asked for widen the pass
+SHARED = 0.75
 
 
 class DraftsOnDevice(Protocol):
