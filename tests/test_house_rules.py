@@ -59,9 +59,8 @@ def test_every_module_of_the_package_has_a_layer() -> None:
     named = {module for layer in layers for module in layer.split(" | ")}
     real = {f"forerun.{path.stem}" for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
     real |= {f"forerun.{path.parent.name}" for path in PACKAGE.glob("*/__init__.py")}
-    inside = {
-        ".".join(module.split(".")[:2]) for module in named
-    }  # a folder may have its files in several layers
+    # a folder may have its files in several layers
+    inside = {".".join(module.split(".")[:2]) for module in named}
     assert real - inside == set()
 
 

@@ -146,9 +146,8 @@ def test_drafting_saves_passes(model: Any, wrapped: Wrapped, monkeypatch: pytest
     one = ragged((9,))
     settings: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": None}
     wanted = model.generate(**one, **settings)
-    wrapped.generate(
-        **one, assistant_model=model, num_assistant_tokens=4, max_new_tokens=1
-    )  # costs are measured
+    # costs are measured
+    wrapped.generate(**one, assistant_model=model, num_assistant_tokens=4, max_new_tokens=1)
     monkeypatch.setattr(wrapped._target, "score", counted)
     ours = wrapped.generate(**one, assistant_model=model, num_assistant_tokens=4, **settings)
     assert torch.equal(ours, wanted)

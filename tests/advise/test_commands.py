@@ -109,9 +109,8 @@ def test_a_head_that_comes_with_the_package_is_named_by_its_folder() -> None:
 
 def test_a_hybrids_chain_for_vllm_is_that_of_its_costly_part_alone() -> None:
     known = evidence_for("ngram+eagle3")
-    short = Drafting(
-        (((2, 2, 2), (2, 2, 1)) * 8,) * 2, level=0.02
-    )  # the head alone never drafted more than two
+    # the head alone never drafted more than two
+    short = Drafting((((2, 2, 2), (2, 2, 1)) * 8,) * 2, level=0.02)
     both = replace(known, draftings={**known.draftings, "eagle3": short})
     setup = Setup("m", "ngram", checkpoints={"ngram+eagle3": "box/eagle3"})
     config, _ = vllm_config(both, setup, "ngram+eagle3")

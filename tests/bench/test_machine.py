@@ -85,9 +85,8 @@ def test_bytes_of_weights_are_told_or_counted_or_not_known() -> None:
     assert weight_bytes(TableLM(8)) is None
     matrices = [weight for weight in weights.values() if weight.dim() == 2]
     counted = Decoder(config, weights, dtype=torch.float32, device="cpu", kv_slots=None)
-    assert weight_bytes(counted) == 4 * sum(
-        weight.numel() for weight in matrices
-    )  # read once each; norms are small
+    # read once each; norms are small
+    assert weight_bytes(counted) == 4 * sum(weight.numel() for weight in matrices)
     if native_library.available():
         told = NativeDecoder(config, weights, mode="bfloat16", kv_slots=None)
         assert weight_bytes(told) == told.weight_bytes < weight_bytes(counted)

@@ -180,9 +180,8 @@ class Bytes:
 def test_colours_follow_text_that_lags_its_tokens() -> None:
     shades, e_acute = Shades(Bytes()), "é".encode()
     first = Event(0, (ord("a"), e_acute[0]), accepted=1, text="a")
-    second = Event(
-        0, (e_acute[1], ord("b"), ord("c")), accepted=2, text="éb"
-    )  # c is held back: a stop string?
+    # c is held back: a stop string?
+    second = Event(0, (e_acute[1], ord("b"), ord("c")), accepted=2, text="éb")
     third = Event(0, (ord("d"),), accepted=1, text="cd!")  # more than the tokens say: still all shown
     pieces = [list(shades.split(event)) for event in (first, second, third)]
     assert pieces == [[("a", True)], [("é", True), ("b", True)], [("c", False), ("d", True), ("!", False)]]

@@ -27,9 +27,8 @@ FLAT = CostModel({1: 1.0, 2: 1.05, 4: 1.15, 8: 1.3, 16: 1.8})
 def test_costs_between_and_beyond_the_measured_sizes() -> None:
     assert STEEP.pass_seconds(1) == 1.0
     assert STEEP.pass_seconds(6) == pytest.approx(3.2)
-    assert STEEP.pass_seconds(32) == pytest.approx(
-        6.0 + 16 * (6.0 - 3.4) / 8
-    )  # on as before, not from the origin
+    # on as before, not from the origin
+    assert STEEP.pass_seconds(32) == pytest.approx(6.0 + 16 * (6.0 - 3.4) / 8)
     assert STEEP.price(3)[0] == 1.0
     assert STEEP.price(3)[3] == pytest.approx(3.0)
 

@@ -203,9 +203,8 @@ def test_a_batch_spends_its_allowance_once() -> None:
         controller.observe(outcome)
     planner = controller.planner
     planner.allowance.level = 1e9
-    assert all(
-        budget.depth == 1 for budget in controller.plan(seqs)
-    )  # trials for everybody, if that were free
+    # trials for everybody, if that were free
+    assert all(budget.depth == 1 for budget in controller.plan(seqs))
     price, plain = planner._price(8, 1.0, 0).price, planner.cost.pass_seconds(8, 8)
     worst = shortest_trial(planner.offer(seqs[0]), price, plain, 8, 8)[1]
     planner.allowance.level = 1.5 * worst

@@ -80,9 +80,8 @@ def test_matches_that_claim_too_much_do_not_cost_much(cost: CostModel, batch: in
     lookups = Lookups(cost, batch, claimed=0.95, true=0.3, asking=0.0, matches=0.5)
     lookups.run(60)
     assert lookups.run(300) >= 0.975
-    assert lookups.controller.planner.free.trust < 0.75 or (
-        cost is CPU and batch == 64
-    )  # nothing is worth a node there
+    # nothing is worth a node there
+    assert lookups.controller.planner.free.trust < 0.75 or (cost is CPU and batch == 64)
 
 
 def test_distrust_does_not_last() -> None:
@@ -132,9 +131,8 @@ def recorded_rates() -> list[list[float]]:
     found = []
     for counts in json.loads(FILE.read_text(encoding="utf-8")).values():
         means = [sum(part) / len(part) for i in range(len(counts)) if (part := counts[max(0, i - 4) : i + 5])]
-        found.append(
-            [min(0.97, mean / (1.0 + mean)) for mean in means]
-        )  # of an endless chain: m = r / (1 - r)
+        # of an endless chain: m = r / (1 - r)
+        found.append([min(0.97, mean / (1.0 + mean)) for mean in means])
     return found
 
 

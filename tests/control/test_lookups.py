@@ -20,9 +20,8 @@ from tests.control.lookup_texts import COPYING, RECORDED, TEXTS
 
 LEAST = 0.985  # of plain decoding, over any 200 rounds
 HOST = HostSeconds()
-SLOW = HostSeconds(
-    drafted_round=1e-3, drafted_sequence=13e-5, look_up=6e-5, token=5e-7
-)  # 5 ms more at batch 32
+# 5 ms more at batch 32
+SLOW = HostSeconds(drafted_round=1e-3, drafted_sequence=13e-5, look_up=6e-5, token=5e-7)
 SUFFIX = HostSeconds(look_up=2e-4, token=6e-6)  # an automaton that grows token by token
 
 
@@ -52,9 +51,8 @@ def test_small_batches_are_asked_and_lose_nothing_by_it(batch: int, texts: str) 
     simulation = simulate(TEXTS[texts], batch)
     history = simulation.run(450)
     assert simulation.look_ups > 0.95 * 450 * batch
-    assert history.worst_window() >= (
-        0.97 if batch < 3 else LEAST
-    )  # of one or two, any draft is tried at first
+    # of one or two, any draft is tried at first
+    assert history.worst_window() >= (0.97 if batch < 3 else LEAST)
     assert history.speed() > (1.05 if texts == "recorded" else 0.98)
 
 

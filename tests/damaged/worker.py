@@ -42,9 +42,8 @@ def main(material: Path, first: int, count: int, names: list[str]) -> None:
         for seed in range(first, first + count):
             variant = form.variants[seed % len(form.variants)]
             case = {"format": name, "seed": seed, "variant": variant}
-            print(
-                json.dumps({**case, "wrong": "the process died"}), flush=True
-            )  # unless the next line follows
+            # unless the next line follows
+            print(json.dumps({**case, "wrong": "the process died"}), flush=True)
             signal.alarm(PATIENCE)
             found = attempt(form, material, variant, Random(f"{name}:{seed}"))
             signal.alarm(0)

@@ -14,9 +14,8 @@ from forerun.cli import app
 from tests.readme.pages import ROOT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-PAGES = [
-    page for page in PAGES if page.parent.name != "log"
-]  # what was typed on a day, with that day's flags
+# what was typed on a day, with that day's flags
+PAGES = [page for page in PAGES if page.parent.name != "log"]
 BLOCK = re.compile(r"^```(?:sh|bash|console)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -107,12 +107,10 @@ def test_noise_that_is_shared_is_the_verifiers(name: str, tmp_path: Path) -> Non
         assert len(tokens) > 2
         for depth, token in enumerate(tokens[1:]):
             noise = exponential(seq.seed, len(seq.tokens) + depth, VOCAB, target.device)
-            skipped |= set(
-                (noise < 0.95 * noise[token]).nonzero().flatten().tolist()
-            )  # ties may fall either way
-    assert len(skipped) <= (
-        2 if name in ("eagle3", DEEP, "dflash", "dspark") else 0
-    )  # which have two tokens fewer
+            # ties may fall either way
+            skipped |= set((noise < 0.95 * noise[token]).nonzero().flatten().tolist())
+    # which have two tokens fewer
+    assert len(skipped) <= (2 if name in ("eagle3", DEEP, "dflash", "dspark") else 0)
     cold = [FakeSeq(i, [1, 2, 3, 4], seed=i, shares_noise=True) for i in range(6)]
     assert len({str(tree) for tree in as_lists(drafter.propose(cold, [BUDGET] * 6))}) == 1
 

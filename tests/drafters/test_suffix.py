@@ -199,9 +199,8 @@ def test_a_reader_follows_what_is_added_while_it_reads() -> None:
     reader.read([1, 2])
     history.add("", [1, 2, 3, 4])
     reader.read([3])
-    assert [place.length for place in reader.places()] == [
-        1
-    ]  # what was read before it was written is not looked up
+    # what was read before it was written is not looked up
+    assert [place.length for place in reader.places()] == [1]
     for _ in range(4):
         history.add("", [1, 2, 3, 4])  # a new automaton: the old one's outputs are dropped
     reader.read([])

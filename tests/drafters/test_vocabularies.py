@@ -24,17 +24,8 @@ from tests.exactness.harness import chi_square_p, joint_law, run, sample_texts, 
 
 SPACE, MARK = "\u0120", "\u2581"
 WORDS = {"a": 0, "b": 1, "ab": 2, "c": 3, f"{SPACE}a": 4, "<end>": 5}  # the target's: byte level
-OTHERS = {
-    "<s>": 0,
-    "b": 1,
-    "a": 2,
-    f"{MARK}a": 3,
-    "d": 4,
-    "<0x63>": 5,
-    "ba": 6,
-    "</s>": 7,
-    "bad": 8,
-}  # the draft's
+# the draft's
+OTHERS = {"<s>": 0, "b": 1, "a": 2, f"{MARK}a": 3, "d": 4, "<0x63>": 5, "ba": 6, "</s>": 7, "bad": 8}
 
 
 def spelt() -> tuple[Spelling, Spelling]:

@@ -67,9 +67,8 @@ def test_trees_and_claims_are_those_of_levels(
         drafter.observe([seq], chains, scores, Verdict.whole_chain(chains, seq.tokens[-1:]))
     for _ in range(40):
         budget = some_budget(rng)
-        asked = (
-            rng.sample(drafters, 1) if rng.random() < 0.2 else drafters
-        )  # rounds that one of them sits out
+        # rounds that one of them sits out
+        asked = rng.sample(drafters, 1) if rng.random() < 0.2 else drafters
         trees = [drafter.propose([seq], [budget]) for drafter in asked]
         found = [as_lists(one) for one in trees]
         assert found[0] == found[-1]

@@ -19,9 +19,10 @@ from forerun.drafters.eagle.files import expected_shapes, write_head
 from forerun.drafters.medusa import Family, HeadsConfig, write_heads
 from forerun.drafters.vocab import DraftVocabulary
 
+# of decoders
 HEADS = tuple(
     spec.name for spec in registry.drafters.specs() if spec.needs == "head" and not spec.reads_source
-)  # of decoders
+)
 DEEP = "eagle3 of three layers"  # beside the drafters' own names
 
 

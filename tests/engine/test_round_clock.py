@@ -61,9 +61,8 @@ def test_a_draft_that_followed_an_unread_round_is_no_time_of_the_host() -> None:
     clock, followed = clock_of(0.0, 2.0, 6.0), FakeTrees(seconds=1.2, follows=(0,))
     assert settled(clock, scores, followed) == pytest.approx({"draft": 1.2, "pass": 4.5, "host": 0.3})
     first = settled(clock_of(0.0, 2.0, 6.0), scores, FakeTrees(seconds=1.2))
-    assert first == pytest.approx(
-        {"pass": 4.5, "host": 1.5}
-    )  # it may have been drafted in the last round's time
+    # it may have been drafted in the last round's time
+    assert first == pytest.approx({"pass": 4.5, "host": 1.5})
 
 
 def test_prompts_that_were_launched_before_are_prompts_and_not_a_verdict() -> None:

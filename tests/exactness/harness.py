@@ -26,11 +26,8 @@ from forerun.verify.warp import warp
 from tests.drafters.tiny_heads import save_head
 from tests.exactness.partial_table import with_layers
 
-COMPOSED = (
-    "ngram>draft_model",
-    "ngram>layer_skip",
-    "suffix+draft_model",
-)  # beside those that the registry calls best
+# beside those that the registry calls best
+COMPOSED = ("ngram>draft_model", "ngram>layer_skip", "suffix+draft_model")
 DRAFTERS = sorted(
     {
         *COMPOSED,

@@ -79,12 +79,8 @@ def test_another_seed_gives_another_text() -> None:
     assert len({tuple(tokens) for tokens in run(engine, requests)[0]}) > 4
 
 
-SAMPLES = (
-    "none",
-    "ngram",
-    "draft_model",
-    "ngram>draft_model",
-)  # the others only choose nodes, in other ways: one case each tells
+# the others only choose nodes, in other ways: one case each tells
+SAMPLES = ("none", "ngram", "draft_model", "ngram>draft_model")
 LAW_CASES = [
     (*case, "T=0.8")
     for case in PRODUCT

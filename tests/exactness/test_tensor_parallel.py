@@ -70,9 +70,8 @@ def test_logits_are_near(one: LLM, two: LLM) -> None:
     tokens = list(one.encode("The sea is a vast and mysterious realm, teeming with"))
     ours, theirs = logits_after(one, tokens), logits_after(two, tokens)
     assert float((ours - theirs).abs().max()) < NEAR / 2
-    assert not torch.equal(
-        ours, theirs
-    )  # sums have another order: equal bits would mean that nothing was split
+    # sums have another order: equal bits would mean that nothing was split
+    assert not torch.equal(ours, theirs)
 
 
 def test_runs_on_two_ranks_are_equal_in_every_bit(two: LLM) -> None:

@@ -162,9 +162,8 @@ class _Texts:
 
     def __init__(self, rng: random.Random, setting: Setting) -> None:
         self.rng, self.setting = rng, setting
-        self.longest = min(
-            LONGEST, PAGE * setting.pages - PAGE, setting.context + 20
-        )  # what fits if it is alone
+        # what fits if it is alone
+        self.longest = min(LONGEST, PAGE * setting.pages - PAGE, setting.context + 20)
         self.starts = [self._tokens(rng.choice((3, 40, 64, 65, 90, 130, 130, 300))) for _ in range(3)]
         self.plain = setting.is_even
         self.rare = 0.1 if setting.is_even else 1.0  # how often something is asked for that the host decides
@@ -248,9 +247,8 @@ class _Texts:
         if rng.random() < (0.95 if self.plain else 0.75):
             return None
         budgets = [(0, 0), (1, 1), (4, 4), (5, 2, 3), (30, 5, 6), (250, 3, 12)]
-        return Budget(
-            *rng.choice([one for one in budgets if one[0] < self.setting.most_rows])
-        )  # a tree fits a pass
+        # a tree fits a pass
+        return Budget(*rng.choice([one for one in budgets if one[0] < self.setting.most_rows]))
 
 
 _LAWS: tuple[dict[str, Any], ...] = (

@@ -61,18 +61,16 @@ def test_nothing_waits_while_requests_join_and_leave(
     calls: Counter[str] = Counter()
     for owner, name in ((DeviceDraft, "follow"), (DeviceDraft, "_rearrange"), (RowReader, "read")):
         counted(calls, owner, name, monkeypatch)
-    monkeypatch.setattr(
-        drafter, "SHARED", 0.0
-    )  # else some draft and some do not, where many of few end at once
+    # else some draft and some do not, where many of few end at once
+    monkeypatch.setattr(drafter, "SHARED", 0.0)
     engine = make("chain", 8)
     controller = FixedController(1)
     controller.budget = Budget(budget.nodes, budget.depth, budget.width, repeats=repeats)
     engine.controller = controller
     some = [*requests(24, "salt", longest=60, tokens=16)]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
-    some[1::3] = [
-        Request((7, 8, 9 + i), params, cache_salt="salt") for i in range(8)
-    ]  # few rows: read by the draft
+    # few rows: read by the draft
+    some[1::3] = [Request((7, 8, 9 + i), params, cache_salt="salt") for i in range(8)]
     waits = waits_of(engine, some, leaves=lambda: not calls["_rearrange"])
     assert waits.places == {}
     assert engine.stats.reused > 0

@@ -34,9 +34,8 @@ def _product(mode: int, outputs: int, tile: int, splits: int) -> dict[str, Tenso
         "x": whole(16, outputs),
         "out": torch.zeros(16, outputs, device=device).to(dtype),
     }
-    found["squares"] = (
-        whole(16, 32).abs().double() + DEPTH
-    )  # of the rows that go in, then of those that come out
+    # of the rows that go in, then of those that come out
+    found["squares"] = whole(16, 32).abs().double() + DEPTH
     found["kv"] = torch.zeros(2, KV_HEADS, SLOTS, DIM, device=device).to(dtype)
     norm, positions = whole(outputs).to(dtype), torch.arange(16, dtype=torch.int32, device=device)
     slots = torch.tensor([7, 3, -1, 40, 5] + [-1] * 11, dtype=torch.int32, device=device)

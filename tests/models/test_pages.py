@@ -115,9 +115,8 @@ def test_hidden_layers_are_part_of_what_is_found() -> None:
     pool = PagePool(4)
     hold(pool, 0, TEXT[:PAGE])
     assert pool.take(1, 1)
-    name_all(
-        pool, 1, TEXT[:PAGE], layers=frozenset({2, 5})
-    )  # more than the first has: it takes the name over
+    # more than the first has: it takes the name over
+    name_all(pool, 1, TEXT[:PAGE], layers=frozenset({2, 5}))
     assert pool.find(START, TEXT, layers=(5,)).pages == pool.held[1]
     assert pool.find(START, TEXT).pages == pool.held[1]
     assert pool.find(START, TEXT, layers=(5, 6)).pages == ()

@@ -82,9 +82,8 @@ def test_trees_and_hidden_rows_equal_torch(checkpoint: Checkpoint, layers: tuple
     assert got.greedy.argmax == got.logits.argmax(-1).tolist()
     for layer in needs.hidden_layers:
         torch.testing.assert_close(got.hidden[layer], wanted.hidden[layer], atol=1e-4, rtol=0)
-        for b, seq in enumerate(
-            seqs
-        ):  # and those that are kept for sequences that start alike are the same rows
+        # and those that are kept for sequences that start alike are the same rows
+        for b, seq in enumerate(seqs):
             extent, (first, end) = ours.kv.extent(seq.id), trees.starts[b : b + 2]
             kept = ours.kv.hidden[layer][extent.slots(extent.length, extent.length + end - first)]
             assert torch.equal(kept, got.hidden[layer][first:end])

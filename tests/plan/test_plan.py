@@ -98,10 +98,8 @@ def test_the_built_in_figures_are_those_of_the_documentation() -> None:
     assert "19b0ab8" in profile.source
     row = next(line for line in text.splitlines() if line.startswith("| 64 | 384 | 3929"))
     assert "4463" in row
-    share = {
-        PLAIN: 8.2 / 15.6,
-        "head, adaptive": 12.8 / 28.5,
-    }  # of a round for prompts, in the page's second table
+    # of a round for prompts, in the page's second table
+    share = {PLAIN: 8.2 / 15.6, "head, adaptive": 12.8 / 28.5}
     for setup, rate in ((PLAIN, 3929), ("head, adaptive", 4463)):
         last = profile.of(setup)[-1]
         assert last.batch == 64

@@ -58,9 +58,8 @@ def test_the_next_turn_of_a_chat_reads_what_is_new(http: httpx.Client) -> None:
     turns += [{"role": "assistant", "content": first["choices"][0]["message"]["content"]}]
     turns += [{"role": "user", "content": "And another."}]
     second = http.post("/v1/chat/completions", json=body).json()
-    assert (
-        cached(second) >= first["usage"]["prompt_tokens"] - 8
-    )  # the template may close the last turn otherwise
+    # the template may close the last turn otherwise
+    assert cached(second) >= first["usage"]["prompt_tokens"] - 8
     fresh = http.post("/v1/chat/completions", json={**body, "cache_salt": "chat, cold"}).json()
     assert cached(fresh) == 0
     assert fresh["choices"] == second["choices"]

@@ -32,9 +32,8 @@ CHECKS = [
 TEXTS = ("/v1/chat/completions", "/v1/completions")
 POSTS = (*TEXTS, "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/{name}", "/health", "/ready", "/version", "/metrics", "/stats")
-COUNT = int(
-    os.environ.get("FORERUN_FUZZ", "40")
-)  # requests to each route that takes a body; `make fuzz` asks for more
+# requests to each route that takes a body; `make fuzz` asks for more
+COUNT = int(os.environ.get("FORERUN_FUZZ", "40"))
 LONGEST = 3  # tokens of a text
 
 

@@ -116,9 +116,8 @@ def test_soak(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (llm.engine.running, list(llm.engine.waiting)) == ([], []), stats
     half, end = max(sizes[: len(sizes) // 2]), max(sizes[len(sizes) // 2 :])
     written = sum(client.finished for client in clients)
-    sys.stdout.write(
-        f"{written} texts, resident {half >> 20} MiB in the first half, {end >> 20} later"
-    )  # pytest -s
+    # pytest -s
+    sys.stdout.write(f"{written} texts, resident {half >> 20} MiB in the first half, {end >> 20} later")
     assert SECONDS < 60 or end < half + (8 << 20), f"memory grows: {sizes}"
     assert [each for client in clients for each in client.wrong] == []
     assert sum(client.finished for client in clients) >= STREAMS

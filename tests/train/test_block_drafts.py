@@ -94,9 +94,8 @@ def test_what_a_graph_replays_is_the_same_draft(
         assert torch.equal(tokens, wanted[1])
         torch.testing.assert_close(scored, wanted[0], rtol=1e-4, atol=1e-4)
     other = runner.static(runner.inputs(seqs[:1]) + torch.tensor([[0], [-1], [0]]), 256)[0]
-    assert not torch.allclose(
-        other, runner.static(runner.inputs(seqs[:1]), 256)[0], atol=1e-3
-    )  # lengths matter
+    # lengths matter
+    assert not torch.allclose(other, runner.static(runner.inputs(seqs[:1]), 256)[0], atol=1e-3)
 
 
 def test_the_offer_of_one_pass(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:

@@ -44,10 +44,8 @@ def test_the_first_repeated_run_is_found() -> None:
 def test_a_run_of_the_text_before_or_of_the_prompt_is_no_repetition() -> None:
     run = list(range(RUN))
     flat = np.array([*run, *run, *run], dtype=np.int64)
-    two = (
-        np.array([RUN, 2 * RUN]),
-        np.array([2 * RUN, 3 * RUN]),
-    )  # a prompt, and two answers that say the same
+    # a prompt, and two answers that say the same
+    two = (np.array([RUN, 2 * RUN]), np.array([2 * RUN, 3 * RUN]))
     assert first_repeats(flat, *two).tolist() == [2 * RUN, 3 * RUN]
     one = np.array([0]), np.array([3 * RUN])
     assert first_repeats(flat, *one).tolist() == [2 * RUN]

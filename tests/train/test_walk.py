@@ -77,9 +77,8 @@ def test_what_is_walked_is_what_decoding_counts(
     options = options_for(method, tiny, texts, tmp_path, steps=40, max_length=64, levels=CHAIN)
     train(options)
     teacher = load_teacher(tiny, torch.device("cpu"))
-    recipe = begun(
-        replace(options, init=str(tmp_path)), tiny, teacher
-    )  # with the weights as they were written
+    # with the weights as they were written
+    recipe = begun(replace(options, init=str(tmp_path)), tiny, teacher)
     fixed = SpeculativeConfig(drafter=method, draft_model=str(tmp_path), budget=CHAIN, controller="fixed")
     _, sizes = decoded(tiny, fixed)
     corpus, all_rounds = Corpus(others, max_length=64, holdout=1.0), 0

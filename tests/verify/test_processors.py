@@ -146,9 +146,8 @@ def test_a_grammar_follows_texts_and_trees(drafter: str) -> None:
     state = Brackets()
     for token in written:
         state = state.after(token)
-    if (
-        drafter == "none"
-    ):  # one for the start, one per token but the last, one per token above, one before them
+    # one for the start, one per token but the last, one per token above, one before them
+    if drafter == "none":
         assert Brackets.made == 1 + len(written) - 1 + len(written) + 1
 
 

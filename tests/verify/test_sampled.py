@@ -237,9 +237,8 @@ def committed_law(
     table = torch.rand(1 + vocab, vocab, generator=rng, dtype=torch.float64) + 0.05
     first, then = (table / table.sum(-1, keepdim=True)).split([1, vocab])
     paths = [path_to(parents, node) for node in range(nodes)]
-    taken = [
-        sum(parents[i] == parents[node] for i in range(node)) for node in range(nodes)
-    ]  # siblings differ
+    # siblings differ
+    taken = [sum(parents[i] == parents[node] for i in range(node)) for node in range(nodes)]
     tokens = [0, *((seed + taken[node]) % vocab for node in range(1, nodes))]
     laws = [[first[0], *then][1 + tokens[path[0]] if path else 0] for path in paths]
     laws = [
