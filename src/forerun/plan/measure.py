@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from statistics import fmean
@@ -12,7 +12,6 @@ from forerun.bench.batches.sweep import PLAIN, Call, Setup, Sweep, Text
 from forerun.bench.machine import is_busy, load_average, machine_facts
 from forerun.bench.suites import load_suite
 from forerun.llm import LLM
-from forerun.messages import budget_of
 from forerun.params import SamplingParams
 from forerun.plan.contention import Contention
 from forerun.plan.profile import Point, Profile, points_of
@@ -21,11 +20,10 @@ PROMPTS = 8
 PER_PLACE = 2  # texts for each place in a batch
 
 
-def setups_for(llm: LLM, budgets: Sequence[int] = ()) -> dict[str, Setup]:
-    """Plain, the default drafter as the controller has it, and with each fixed budget."""
+def setups_for(llm: LLM) -> dict[str, Setup]:
+    """Plain, and the default drafter as the controller has it."""
     name = llm.engine.default_drafter
-    made = {PLAIN: Setup("none"), f"{name}, adaptive": Setup(name)}
-    return made | {f"{name}, always {n}": Setup(name, budget_of(n, width=1)) for n in budgets}
+    return {PLAIN: Setup("none"), f"{name}, adaptive": Setup(name)}
 
 
 class QuietSweep(Sweep):
@@ -46,18 +44,14 @@ def measure(
     batches: Sequence[int] = (1, 2, 4, 8),
     max_tokens: int = 48,
     repeats: int = 1,
-    setups: Mapping[str, Setup] | None = None,
-    suite: str | None = None,
 ) -> Profile:
     """Times of this model, here and now; about a minute on a small model and a quiet machine."""
     busy = is_busy(load_average(), 1)
-    sweep = QuietSweep(llm.engine, prompts_of(llm, suite), max_tokens)
+    sweep = QuietSweep(llm.engine, prompts_of(llm), max_tokens)
     size, found = llm.engine.max_batch, list[tuple[Point, ...]]()
     try:
         for _ in range(repeats):
-            rows = sweep.measure(
-                setups or setups_for(llm), batches, lambda batch: max(PROMPTS, PER_PLACE * batch)
-            )
+            rows = sweep.measure(setups_for(llm), batches, lambda batch: max(PROMPTS, PER_PLACE * batch))
             found.append(points_of(rows))
     finally:
         llm.engine.max_batch = size
@@ -82,8 +76,8 @@ def _mean(*same: Point) -> Point:
     )
 
 
-def prompts_of(llm: LLM, suite: str | None = None, count: int = PROMPTS) -> list[tuple[int, ...]]:
-    """Prompts of all tasks of a suite, as tokens."""
-    items = load_suite(suite)
+def prompts_of(llm: LLM, count: int = PROMPTS) -> list[tuple[int, ...]]:
+    """Prompts of all tasks of the default suite, as tokens."""
+    items = load_suite(None)
     chosen = [items[i * len(items) // count] for i in range(min(count, len(items)))]
     return [tuple(llm.tokenizer.chat_ids(list(item.messages), True)) for item in chosen]
