@@ -206,7 +206,7 @@ class Round:
     prompt_rows: int = 0  # rows of prompts that were in the same pass
     followed: bool = False  # it was launched before the round before it was read
     tree_rows: int = 0  # rows of trees in the pass, padding included; 0 = one for every node
-    ahead: int = 0  # passes of later plain rounds that were run with its own: see Needs.match_length
+    ahead: int = 0  # passes of coming plain rounds that were run with its own: see Needs.match_length
 
     @property
     def tells_times(self) -> bool:
