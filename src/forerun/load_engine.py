@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import os
 import platform
 from collections.abc import Mapping
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
     from forerun.models.load.checkpoint import Checkpoint
     from forerun.models.load.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 _DRAFTING = ("drafter", "draft_model", "speculative_config")
 
@@ -88,6 +91,13 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
     drafts = [drafting(load_target(small, alone), tokens, target) for small, tokens in smaller]
     first, more = (drafts[0], tuple(drafts[1:])) if drafts else (None, ())
     engine = make_engine(target, tokenizer.eos_ids, speculative, settings, tokenizer, first, costs, more)
+    if engine.max_length < (wanted := min(target.max_length, settings.max_length or target.max_length)):
+        log.warning(
+            "the KV cache holds %d tokens: prompt and output together are limited to that, not to %d; raise kv_memory "
+            "or kv_slots",
+            engine.max_length,
+            wanted,
+        )
     if target.device.type == "cuda":
         drafter = engine.drafters.get(engine.default_drafter)  # captures its graphs
         target.warm_up(drafter.needs, engine.max_batch, engine.max_length)  # no text should wait for either

@@ -195,7 +195,7 @@ class EngineConfig:
     dtype: Dtype = "auto"  # auto = a GGUF file's own types or float32 on a CPU, bfloat16 on a GPU
     device: str = "auto"
     max_batch: int = 8  # sequences decoded together
-    max_length: int | None = None  # prompt and output together; None = the model's own context
+    max_length: int | None = None  # prompt and output together; None = the model's context; kv_slots at most
     kv_slots: int | None = None  # tokens the KV cache holds in all; None = by kv_memory
     kv_memory: int | float | str | None = None  # of the KV cache: bytes, 8GB, 0.5 or 50% of what is free
     threads: int | None = None  # CPU threads; None = one per core

@@ -180,3 +180,8 @@ def test_a_wrong_value_ends_with_one_full_stop(forerun: Run) -> None:
     said = only_line(forerun("generate", "hi", "--temperature", "hot"))
     assert ". Try `forerun generate --help`." in said
     assert ".." not in said
+
+
+def test_a_question_ends_without_a_full_stop(forerun: Run) -> None:
+    said = only_line(forerun("generat", "hi"))
+    assert "did you mean 'generate'? Try `forerun --help`." in said.replace("Did", "did")

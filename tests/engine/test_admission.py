@@ -12,7 +12,7 @@ from forerun.build import make_engine
 from forerun.engine.engine import Engine
 from forerun.engine.prompt_rows import PromptRows
 from forerun.engine.sequence import SequenceState
-from forerun.errors import InvalidInput
+from forerun.errors import PromptTooLong
 from forerun.models.base import Target
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
@@ -91,23 +91,22 @@ def test_a_prefill_that_fails_is_made_again(tmp_path: Path, monkeypatch: pytest.
     assert target.used_slots == 0
 
 
-def test_one_that_can_never_fit_is_told_when_its_turn_comes() -> None:
-    engine = make(TableLM(vocab_size=16, slots=40))
-    first, never, last = (
+def test_a_text_ends_where_the_kv_cache_does_and_nobody_waits_for_it() -> None:
+    """A text longer than all slots would wait for room that never comes, and those behind it with it."""
+    engine = make(TableLM(vocab_size=16, slots=40), max_batch=3)
+    assert engine.max_length == 40
+    seqs = [
         engine.find(engine.submit(Request((1, 2, 3), replace(ENDLESS, max_tokens=count))))
-        for count in (12, 100, 12)
-    )
-    assert first is not None
-    assert never is not None
-    assert last is not None
-    while not first.finished:
+        for count in (12, 100, 1)
+    ]
+    first, long, last = (seq for seq in seqs if seq is not None)
+    while not last.finished:
         engine.step()
-    (event,) = engine.step()
-    assert (event.seq_id, event.finished, event.tokens) == (never.id, "error", ())
-    assert isinstance(event.error, InvalidInput)
-    assert "103 tokens" in str(event.error)
-    assert "kv_slots" in str(event.error)
-    assert list(engine.waiting) == [last]
+    assert first.finished is None, "the last one has waited until the others had ended"
     while engine.busy:
         engine.step()
-    assert (first.finished, never.finished, last.finished) == ("length", "error", "length")
+    assert (first.finished, long.finished, last.finished) == ("length", "length", "length")
+    assert len(long.tokens) == 40
+    assert long.tokens[: len(first.tokens)] == first.tokens
+    with pytest.raises(PromptTooLong, match="context of 40"):
+        engine.submit(Request((1,) * 40))

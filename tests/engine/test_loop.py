@@ -101,8 +101,9 @@ def test_requests_wait_for_room_and_all_come_through() -> None:
     assert target.used_slots == 0
 
 
-def test_a_request_that_can_never_fit_is_an_error_not_a_hang() -> None:
-    engine = make(TableLM(vocab_size=12, slots=10))
+def test_a_request_that_can_never_be_read_is_an_error_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TableLM, "has_room", lambda *_: False)
+    engine = make(TableLM(vocab_size=12))
     engine.submit(Request((1, 2, 3), SamplingParams(max_tokens=100)))
     (event,) = engine.step()
     assert isinstance(event.error, InvalidInput)

@@ -61,3 +61,17 @@ def test_a_store_that_grows_keeps_what_it_holds() -> None:
 def test_strangers_are_named() -> None:
     with pytest.raises(InvalidInput, match="sequence 9"):
         store().extent(9)
+
+
+@pytest.mark.parametrize(("pages", "found"), [(3, 2 * PAGE), (4, 2 * PAGE + 38)])
+def test_a_text_that_fills_the_store_can_come_again(pages: int, found: int) -> None:
+    """Its last page is copied only where there is one more: before, nothing was left for the copy, and it failed."""
+    kv, tokens = store(pages * PAGE), list(range(2 * PAGE + 38))
+    extent = kv.admit(1, tokens, b"", ())
+    kv.grow(1, len(tokens))
+    extent.length = len(tokens)
+    kv.keep(1, tokens, ended=True)
+    kv.release(1)
+    assert kv.admit(2, tokens, b"", ()).length == found
+    kv.grow(2, 3 * PAGE)
+    assert kv.used == 3 * PAGE

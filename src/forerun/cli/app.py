@@ -48,9 +48,9 @@ class Commands(TyperGroup):
             said = error.format_message()
             if "\n" in said:  # a whole help page, because no command was named
                 raise
-            print(
-                f"forerun: {said.removesuffix('.')}. Try `{error.ctx.command_path} --help`.", file=sys.stderr
-            )
+            said = said.removesuffix(".")
+            end = "" if said.endswith("?") else "."
+            print(f"forerun: {said}{end} Try `{error.ctx.command_path} --help`.", file=sys.stderr)
             raise SystemExit(_USER_ERROR) from None
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered must go somewhere

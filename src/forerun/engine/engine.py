@@ -60,7 +60,9 @@ class Engine(Recovery):
         self.target, self.drafters, self.verifiers, self.controller = target, drafters, verifiers, controller
         self.default_drafter, self.default_verifier = default_drafter, default_verifier
         self.stop_ids, self.tokenizer, self._next_id = stop_ids, tokenizer, 0
-        self.max_length = min(target.max_length, max_length or target.max_length)
+        longest = min(target.max_length, max_length or target.max_length)
+        # a text that the KV cache could not hold would wait for room that never comes, and others behind it
+        self.max_length = longest if target.slots is None else min(longest, target.slots)
         self.prompt_rows = PromptRows(target.device.type, target.pass_rows, prompt_rows)
         self.stats = EngineStats()
         # launch a round before the events of the last are returned; and even before its verdict is read

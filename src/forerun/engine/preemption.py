@@ -20,11 +20,6 @@ log = logging.getLogger(__name__)
 NO_ROOM = "does not fit the KV cache; raise kv_slots or kv_memory, or lower max_tokens"
 
 
-def is_too_long(target: Target, seq: SequenceState) -> bool:
-    """Could it not come to its end, even if it had all slots?"""
-    return target.slots is not None and seq.max_length > target.slots
-
-
 def no_room_for(seq: SequenceState) -> Advance:
     """What ends a sequence that cannot be read, whoever else leaves."""
     return seq.ended("error", InvalidInput(f"a request of {seq.max_length} tokens {NO_ROOM}"))

@@ -12,7 +12,6 @@ from functools import cache
 from itertools import islice
 from typing import TypeGuard
 
-from forerun.engine.preemption import is_too_long
 from forerun.engine.sequence import SequenceState
 from forerun.models.base import StartsWithPrompts, Target
 
@@ -65,7 +64,7 @@ class Scheduler:
         rows -= sum(len(seq.tokens) - 1 - self.target.cached_tokens(seq) for seq in old)
         for seq in islice(self.waiting, max(0, most)):
             lengths = [len(each.tokens) for each in (*new, seq)]
-            if rows <= 0 or not self.target.has_room(*lengths) or is_too_long(self.target, seq):
+            if rows <= 0 or not self.target.has_room(*lengths):
                 break
             new.append(seq)
             rows -= len(seq.source) + len(seq.tokens) - 1

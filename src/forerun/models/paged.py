@@ -145,11 +145,11 @@ class PagedKV:
         self.release(seq_id)
         match = Match((), (), frozenset()) if start is None else self.pool.find(start, tokens, layers)
         extent = Extent(seq_id, self.pool, start, match.layers if match.tokens else layers)
-        copies = match.part > 0 and self.has_pages(1)
+        unheld = sum(self.pool.holders(page) == 0 for page in (*match.pages, match.source))
+        copies = match.part > 0 and self.has_pages(1 + unheld)  # the source is held until it is copied
         self.pool.share(seq_id, (*match.pages, match.source) if copies else match.pages)
         self._extents[seq_id] = extent
-        extent.digests = list(match.digests)
-        extent.length = PAGE * len(match.pages)
+        extent.digests, extent.length = list(match.digests), PAGE * len(match.pages)
         if copies:
             self._own(extent, len(match.pages))
             extent.length += match.part
