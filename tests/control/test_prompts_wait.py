@@ -137,3 +137,18 @@ def test_a_round_with_prompts_of_one_request_takes_two_rounds_more_at_most() -> 
         assert usual.longest_pause < 0.012
         mixed = server.serve([*asks(31, seed=4, prompt=3), *asks(1, seed=5, prompt=20_000)], 32)
         assert mixed.longest_pause <= 3.0 * usual.longest_pause
+
+
+@pytest.mark.parametrize(("clients", "delayed"), [(1, False), (8, True)])
+def test_prompts_count_beside_trees_only_where_somebody_writes(
+    clients: int, delayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that is alone starts with the pass that reads its prompt: the trees behind it cost what they cost."""
+    noted, note = list[int](), CostModel.note_prompts
+    monkeypatch.setattr(
+        CostModel, "note_prompts", lambda self, rows: (noted.append(rows), note(self, rows))[1]
+    )
+    server = SimulatedServer(True, places=8)
+    server.serve(asks(16), clients)
+    assert len(noted) > 50
+    assert any(noted) is delayed

@@ -18,7 +18,7 @@ from forerun.control.allowance import Allowance
 from forerun.control.around import FREE_CHAINS, PLAIN
 from forerun.control.base import ControlParts, WaitingPrompts
 from forerun.control.cost import CostModel
-from forerun.control.decision import Decision, by_menu, chain_budget, starts
+from forerun.control.decision import Decision, by_menu, chain_budget, starts, waited_for_prompts
 from forerun.control.forms import NO_FORMS, FormChooser
 from forerun.control.free_drafts import NOTHING
 from forerun.control.lookup_rounds import asked_beside, plan_lookup, plan_lookups
@@ -223,7 +223,8 @@ class AdaptiveController:
         batch, nodes, cost = len(outcome.seqs), sum(outcome.drafted), self.planner.cost
         self._unasked += not nodes
         self._ahead = outcome.seqs[0].id if outcome.ahead else None
-        cost.note_prompts(outcome.prompt_rows)
+        if not outcome.prompt_rows or waited_for_prompts(outcome):
+            cost.note_prompts(outcome.prompt_rows)
         if self._idle is not None:
             self._observe_idle(outcome, self._idle)
             return

@@ -45,6 +45,12 @@ def starts(outcome: Round) -> bool:
     return any([len(seq.tokens) - seq.prompt_length <= count + 1 for seq, count in columns])  # noqa: C419
 
 
+def waited_for_prompts(outcome: Round) -> bool:
+    """Had anybody begun to write before this round? Else its prompts lay beside no trees: nobody was delayed."""
+    columns = zip(outcome.seqs, outcome.accepted, strict=True)
+    return any([len(seq.tokens) - seq.prompt_length > count + 1 for seq, count in columns])  # noqa: C419
+
+
 def by_menu(offers: Sequence[Offer]) -> list[tuple[Menu, list[int]]]:
     """Menus, and the sequences that draft from each."""
     first = offers[0].menu
