@@ -20,6 +20,7 @@ from forerun.drafters.match_needs import MatchNeeds
 from forerun.drafters.suffix.corpus import Corpus
 from forerun.drafters.suffix.fill import Fill, OwnTrust, least_of
 from forerun.drafters.suffix.history import History
+from forerun.drafters.suffix.kept_table import load_or_read
 from forerun.drafters.suffix.native_lookup import NativeLookup
 from forerun.drafters.suffix.places import ALWAYS, Lookup, PlaceLookup
 from forerun.drafters.suffix.rates import ALIKE, CAUTION, ONCE, OWN_MEMORY, SECOND, SHARED_MEMORY, HitRates
@@ -75,7 +76,7 @@ class SuffixDrafter(LookupDrafter):
             history = History(parts.target.vocab_size, file=Path(given.history) if given.history else None)
         if given.corpus is not None:
             corpus = Corpus.open(Path(given.corpus), parts.target.vocab_size)
-        successors = Successors.of(parts.target, parts.opening) if parts.opening else None
+        successors = load_or_read(parts.target, parts.opening, parts.cost_file) if parts.opening else None
         return cls(given.prompt_lookup_max, given.prompt_lookup_min, history, corpus, successors)
 
     @property
