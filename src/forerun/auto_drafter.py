@@ -1,4 +1,4 @@
-"""What `auto` drafts with once t(n) is known: a head on a CPU where it pays, else suffix or n-gram by what a pass takes.
+"""What `auto` drafts with once t(n) is known: on a CPU a head where it pays, else suffix or n-gram by t(1).
 
 On a GPU a few more nodes cost a pass next to nothing, so a head that fits the target is always used there. On a CPU
 it depends on the machine: t(n) is measured, a level of the head is timed, the head's own file says how often its tokens
@@ -7,8 +7,9 @@ the head stops where it is not confident; so the head is chosen only where even 
 
 What levels take is kept in the file of t(n): where a head was far from paying, later starts do not even load it.
 
-Without a head, suffix is at least as fast as n-gram on every task on a GPU where a plain pass takes 2 ms or more: its
-trees take the host and a few more rows, which is little beside such a pass, and much beside a shorter one or on a CPU.
+Without a head, suffix is used on a GPU where a plain pass takes 3 ms or more. Its trees take some of the host's time and
+a few more rows: little beside such a pass. Replayed with shorter ones single tasks fall far behind n-gram, and on a CPU
+it is not ahead on every task.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from forerun.types import Budget, PlainSeq, TreeBatch, Verdict
 log = logging.getLogger(__name__)
 
 WORTH_IT = 1.15  # estimated of a chain; measured over whole calls it was 0.05 less, as prompts are read too
-SLOW_PASS = 2e-3  # seconds of a plain pass on a GPU: replayed with less, suffix falls behind on single tasks
+SLOW_PASS = 3e-3  # seconds of a plain pass on a GPU: with 2 ms, one of eight replays has a task at 0.68 of n-gram
 NO_HEAD = "no head comes with the package for this model"
 FAR = 0.9  # times that: below, what was timed at an earlier start is believed
 _CONTEXT = 16  # tokens that the head has read when its levels are timed
@@ -90,16 +91,20 @@ def settle(parts: Parts, measure: Callable[[], CostModel], build: Callable[[str]
 
 def choose_lookup(parts: Parts, measure: Callable[[], CostModel]) -> Choice:
     """suffix or n-gram, where there is no head: passes are timed only where that decides."""
-    if parts.target.source_rules is not None:
-        return Choice("ngram", "an encoder-decoder copies from its source, which ngram looks up")
-    if parts.target.device.type == "cpu":
-        return Choice("ngram", f"{NO_HEAD}, and on a CPU suffix is not faster on every task")
     if not parts.opening or parts.speculative.controller != "adaptive":
-        return Choice("ngram", f"{NO_HEAD}; suffix needs the adaptive controller and the model's tokenizer")
+        return Choice("ngram", _why_not_suffix(parts))
     seconds = measure().pass_seconds(1)
-    slow = seconds >= SLOW_PASS
-    said = f"{NO_HEAD}, and a plain pass takes {_ms(seconds)}: from {_ms(SLOW_PASS)} on suffix is faster"
-    return Choice("suffix" if slow else "ngram", said)
+    said = f"{NO_HEAD}, and a plain pass takes {_ms(seconds)}; suffix is used from {_ms(SLOW_PASS)} on"
+    return Choice("suffix" if seconds >= SLOW_PASS else "ngram", said)
+
+
+def _why_not_suffix(parts: Parts) -> str:
+    """Whatever a pass takes. Without an opening it would draft matches alone, which are no better than n-gram's."""
+    if parts.target.source_rules is not None:
+        return "an encoder-decoder copies from its source, which ngram looks up"
+    if parts.target.device.type == "cpu":
+        return f"{NO_HEAD}, and on a CPU suffix is not faster on every task"
+    return f"{NO_HEAD}, and suffix needs the adaptive controller and a tokenizer that says how answers begin"
 
 
 def weigh_head(
