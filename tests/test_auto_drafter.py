@@ -44,7 +44,13 @@ def never() -> CostModel:
 
 @pytest.mark.parametrize(
     ("seconds", "drafter"),
-    [(LARGE, "suffix"), (SLOW_PASS, "suffix"), (0.99 * SLOW_PASS, "ngram"), (SMALL, "ngram"), (0.02, "suffix")],
+    [
+        (LARGE, "suffix"),
+        (SLOW_PASS, "suffix"),
+        (0.99 * SLOW_PASS, "ngram"),
+        (SMALL, "ngram"),
+        (0.02, "suffix"),
+    ],
 )
 def test_on_a_gpu_what_a_plain_pass_takes_decides(seconds: float, drafter: str) -> None:
     found = choose_lookup(parts(), passes_of(seconds))
@@ -75,7 +81,9 @@ def test_an_encoder_decoder_has_no_opening_whatever_it_runs_on() -> None:
 
 def test_a_second_model_goes_before_look_ups() -> None:
     given = Parts(GPU, TableLM(8), SpeculativeConfig(), opening=OPENING)
-    assert settle(given, never, lambda name: pytest.fail(name)) == Choice("draft_model", "a draft model was given")
+    assert settle(given, never, lambda name: pytest.fail(name)) == Choice(
+        "draft_model", "a draft model was given"
+    )
 
 
 @pytest.fixture

@@ -36,7 +36,9 @@ from forerun.types import Budget, PlainSeq, TreeBatch, Verdict
 log = logging.getLogger(__name__)
 
 WORTH_IT = 1.15  # estimated of a chain; measured over whole calls it was 0.05 less, as prompts are read too
-SLOW_PASS = 3e-3  # seconds of a plain pass on a GPU: with 2 ms, one of eight replays has a task at 0.68 of n-gram
+SLOW_PASS = (
+    3e-3  # seconds of a plain pass on a GPU: with 2 ms, one of eight replays has a task at 0.68 of n-gram
+)
 NO_HEAD = "no head comes with the package for this model"
 FAR = 0.9  # times that: below, what was timed at an earlier start is believed
 _CONTEXT = 16  # tokens that the head has read when its levels are timed

@@ -58,7 +58,9 @@ def costs(recording: Recording) -> list[dict[str, Any]]:
     rows = list[dict[str, Any]]()
     for name in DRAFTERS:
         for kind, budget in (("chain", CHAIN), ("tree", TREE)):
-            found = measure(make_drafter(name, recording, READ if kind == "tree" else 0), recording.texts, budget)
+            found = measure(
+                make_drafter(name, recording, READ if kind == "tree" else 0), recording.texts, budget
+            )
             print(
                 f"{name:>7} {kind}: no match {found.no_match:.1f}, draft {found.draft:.1f} microseconds",
                 flush=True,
@@ -82,9 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     replaying.add_argument("file", type=Path)
     replaying.add_argument("--worlds", default="", help=f"by comma; all of {', '.join(worlds())}")
     replaying.add_argument("--head", action="store_true", help="beside a head, on a GPU")
-    replaying.add_argument("--passes-ms", default="", help="plain passes of other GPUs, by comma; these alone")
-    replaying.add_argument("--draft-us", type=float, default=1e6 * DRAFT, help="microseconds of a draft, on a GPU")
-    replaying.add_argument("--table", type=int, default=READ, help="tokens that suffix knows the successors of")
+    replaying.add_argument(
+        "--passes-ms", default="", help="plain passes of other GPUs, by comma; these alone"
+    )
+    replaying.add_argument(
+        "--draft-us", type=float, default=1e6 * DRAFT, help="microseconds of a draft, on a GPU"
+    )
+    replaying.add_argument(
+        "--table", type=int, default=READ, help="tokens that suffix knows the successors of"
+    )
     costing = commands.add_parser("cost")
     costing.add_argument("file", type=Path)
     given = parser.parse_args(arguments)

@@ -58,7 +58,7 @@ class SuffixDrafter(LookupDrafter):
         successors: Successors | None = None,
     ) -> None:
         self.longest, self.shortest = longest, shortest
-        self.history, self.corpus = history, corpus
+        self.history, self.corpus, self.successors = history, corpus, successors
         is_alone = history is None and corpus is None  # nothing but the request is searched
         self._runs_native = is_alone and suffix_library.available()
         self._matches = MatchNeeds(longest, shortest) if is_alone and successors is None else None
