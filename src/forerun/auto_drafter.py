@@ -7,9 +7,9 @@ the head stops where it is not confident; so the head is chosen only where even 
 
 What levels take is kept in the file of t(n): where a head was far from paying, later starts do not even load it.
 
-Without a head, suffix is used on a GPU where a plain pass takes 3 ms or more. Its trees take some of the host's time and
-a few more rows: little beside such a pass. Replayed with shorter ones single tasks fall far behind n-gram, and on a CPU
-it is not ahead on every task.
+Without a head, suffix is used on a GPU where a plain pass takes 3 ms or more. Its trees take some of the host's time
+and a few more rows: little beside such a pass. Replayed with shorter ones single tasks fall far behind n-gram, and on a
+CPU it is not ahead on every task.
 """
 
 from __future__ import annotations

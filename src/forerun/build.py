@@ -57,10 +57,8 @@ def make_engine(
     speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
     head: Drafter | None = None
     measure = cache(partial(CostModel.measure_or_load, target, cost_file))  # who asks first waits for it
-    limits, opening = (config.max_batch, config.max_length), opening_of(target, tokenizer)
-    parts = Parts(
-        target, draft_target, speculative, *limits, more_drafts, opening=opening, cost_file=cost_file
-    )
+    parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length, more_drafts)
+    parts = replace(parts, opening=opening_of(target, tokenizer), cost_file=cost_file)
     if speculative.drafter == "auto":
         choice = settle(parts, measure, partial(build_named, parts))
         log.info("auto: %s: %s", choice.drafter, choice.why)

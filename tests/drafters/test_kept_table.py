@@ -1,4 +1,4 @@
-"""The table of successors is read once: later starts have it from a file, unless that is damaged or of another table."""
+"""The table of successors is read once: later starts have it from a file, unless that is damaged or another's."""
 
 from __future__ import annotations
 

@@ -126,8 +126,8 @@ def worlds(
     `passes`: and GPUs with plain passes of so many seconds.
     """
     known = GPUS | {f"{1e3 * one:g} ms": gpu_with(one) for one in passes}
-    given = {"head": head, "draft": draft, "table": table}
+    on_gpu = partial(replay_gpu, head=head, draft=draft, table=table)
     gpus: dict[str, Callable[..., dict[str, Speed]]]
-    gpus = {f"{size} on a GPU": partial(replay_gpu, cost=cost, **given) for size, cost in known.items()}
+    gpus = {f"{size} on a GPU": partial(on_gpu, cost=cost) for size, cost in known.items()}
     cpus = {f"{kind} CPU": partial(replay_cpu, cost=cost) for kind, cost in CPUS.items()}
     return gpus if head else {**gpus, **cpus}
