@@ -8,7 +8,7 @@ the head stops where it is not confident; so the head is chosen only where even 
 What levels take is kept in the file of t(n): where a head was far from paying, later starts do not even load it.
 
 Without a head, suffix is used on a GPU where a plain pass takes 3 ms or more. Its trees take some of the host's time
-and a few more rows: little beside such a pass. Replayed with shorter ones single tasks fall far behind n-gram, and on a
+and a few more rows: little beside such a pass. Replayed with shorter ones single tasks fall behind n-gram, and on a
 CPU it is not ahead on every task.
 """
 
@@ -36,9 +36,7 @@ from forerun.types import Budget, PlainSeq, TreeBatch, Verdict
 log = logging.getLogger(__name__)
 
 WORTH_IT = 1.15  # estimated of a chain; measured over whole calls it was 0.05 less, as prompts are read too
-SLOW_PASS = (
-    3e-3  # seconds of a plain pass on a GPU: with 2 ms, one of eight replays has a task at 0.68 of n-gram
-)
+SLOW_PASS = 3e-3  # seconds of a plain pass on a GPU: replayed with 2 ms, single tasks are at 0.95 of n-gram
 NO_HEAD = "no head comes with the package for this model"
 FAR = 0.9  # times that: below, what was timed at an earlier start is believed
 _CONTEXT = 16  # tokens that the head has read when its levels are timed
