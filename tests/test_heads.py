@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 
 from forerun import build, heads
 from forerun.auto_drafter import prospect_of, time_levels, weigh_head
-from forerun.build import build_for, choose_drafter, make_engine
+from forerun.build import build_named, choose_drafter, make_engine
 from forerun.control.cost import METHOD, QUICK, CostModel
+from forerun.drafters.base import Parts
 from forerun.drafters.eagle.config import EagleConfig
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.files import write_head
@@ -22,7 +24,7 @@ from forerun.errors import InvalidInput
 from forerun.heads import HeadFolder, find_head, heads_in_the_box, open_head, with_head
 from forerun.llm import LLM
 from forerun.offers import Offer
-from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
 from forerun.types import Request, Scores
 from tests.drafters.tiny_heads import HEADS, eagle_config, eagle_weights, save_head
@@ -145,14 +147,16 @@ def chosen(device: str = "cuda", **wish: Any) -> tuple[str, str | None]:
     return found.drafter, found.draft_model
 
 
-def test_the_default_is_the_head_of_the_box_or_ngram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_is_the_head_of_the_box_or_what_passes_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def find(config: Any, names: Any, drafter: str) -> HeadFolder | None:
         return heads.find_head(config, names, drafter, tmp_path / "box")
 
     (tmp_path / "box").mkdir()
     monkeypatch.setattr(build, "find_head", find)
     monkeypatch.setattr(build, "_device", lambda name: name)
-    assert chosen() == ("ngram", None)
+    assert chosen() == chosen("cpu") == ("auto", None)  # what passes take decides, once they are measured
     assert chosen(drafter="eagle3") == ("eagle3", None)
     folder = str(boxed(tmp_path / "box"))
     assert chosen() == ("ngram+eagle3", folder)
@@ -216,9 +220,10 @@ def test_a_head_that_is_far_from_paying_is_not_loaded_at_the_second_start(tmp_pa
 
         def build(name: str) -> Any:
             built.append(name)
-            return build_for(target, wish, EngineConfig(), name)
+            return build_named(Parts(target, None, wish), name)
 
-        prospect, drafter = weigh_head(wish, target, costs, build)
+        measure = partial(CostModel.measure_or_load, target, costs)
+        prospect, drafter = weigh_head(wish, target, measure, costs, build)
         assert prospect is not None
         return drafter is not None, len(built)
 

@@ -1,4 +1,4 @@
-"""What `auto` drafts with on a CPU: a head, where what passes and levels cost here and its known acceptance say so.
+"""What `auto` drafts with once t(n) is known: on a CPU a head where it pays, else suffix or n-gram by t(1).
 
 On a GPU a few more nodes cost a pass next to nothing, so a head that fits the target is always used there. On a CPU
 it depends on the machine: t(n) is measured, a level of the head is timed, the head's own file says how often its tokens
@@ -6,6 +6,10 @@ were accepted on held-back text, and these three give the speed-up of a chain. R
 the head stops where it is not confident; so the head is chosen only where even the chain pays.
 
 What levels take is kept in the file of t(n): where a head was far from paying, later starts do not even load it.
+
+Without a head, suffix is used on a GPU where a plain pass takes 3 ms or more. Its trees take some of the host's time
+and a few more rows: little beside such a pass. Replayed with shorter ones single tasks fall behind n-gram, and on a
+CPU it is not ahead on every task.
 """
 
 from __future__ import annotations
@@ -14,14 +18,14 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 from operator import mul
 from pathlib import Path
 
 from forerun.control.cost import CostModel
-from forerun.drafters.base import Drafter
+from forerun.drafters.base import Drafter, Parts
 from forerun.errors import ForerunError
 from forerun.heads import HeadFolder, open_head
 from forerun.models.base import Target
@@ -32,6 +36,8 @@ from forerun.types import Budget, PlainSeq, TreeBatch, Verdict
 log = logging.getLogger(__name__)
 
 WORTH_IT = 1.15  # estimated of a chain; measured over whole calls it was 0.05 less, as prompts are read too
+SLOW_PASS = 3e-3  # seconds of a plain pass on a GPU: replayed with 2 ms, single tasks are at 0.95 of n-gram
+NO_HEAD = "no head comes with the package for this model"
 FAR = 0.9  # times that: below, what was timed at an earlier start is believed
 _CONTEXT = 16  # tokens that the head has read when its levels are timed
 _DRAFTS, _DEPTH = 5, 3  # rounds that are timed, and levels of each; the first warms up
@@ -62,33 +68,60 @@ class Prospect:
         )
 
 
-def settle(
-    speculative: SpeculativeConfig,
-    target: Target,
-    has_draft_model: bool,
-    cost_file: Path | None,
-    build: Callable[[str], Drafter],
-) -> tuple[SpeculativeConfig, Drafter | None]:
-    """The same with its drafter named, and the drafter itself where it was built to be weighed."""
-    if has_draft_model or speculative.draft_model is None:
-        return replace(speculative, drafter="draft_model" if has_draft_model else "ngram"), None
-    prospect, head = weigh_head(speculative, target, cost_file, build)
-    name = "ngram" if prospect is None or head is None else prospect.drafter
-    return replace(speculative, drafter=name), head
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The drafter that `auto` is, and why."""
+
+    drafter: str
+    why: str
+    head: Drafter | None = None  # the drafter itself, where it was built to be weighed
+
+
+def settle(parts: Parts, measure: Callable[[], CostModel], build: Callable[[str], Drafter]) -> Choice:
+    """What `auto` is for this target: by what was given, what passes take, and where it runs."""
+    if parts.draft is not None:
+        return Choice("draft_model", "a draft model was given")
+    if parts.speculative.draft_model is None:
+        return choose_lookup(parts, measure)
+    prospect, head = weigh_head(parts.speculative, parts.target, measure, parts.cost_file, build)
+    if prospect is None:
+        return Choice("ngram", "nothing is known of the head that comes with the package")
+    return Choice("ngram" if head is None else prospect.drafter, str(prospect), head)
+
+
+def choose_lookup(parts: Parts, measure: Callable[[], CostModel]) -> Choice:
+    """suffix or n-gram, where there is no head: passes are timed only where that decides."""
+    if not parts.opening or parts.speculative.controller != "adaptive":
+        return Choice("ngram", _why_not_suffix(parts))
+    seconds = measure().pass_seconds(1)
+    said = f"{NO_HEAD}, and a plain pass takes {_ms(seconds)}; suffix is used from {_ms(SLOW_PASS)} on"
+    return Choice("suffix" if seconds >= SLOW_PASS else "ngram", said)
+
+
+def _why_not_suffix(parts: Parts) -> str:
+    """Whatever a pass takes. Without an opening it would draft matches alone, which are no better than n-gram's."""
+    if parts.target.source_rules is not None:
+        return "an encoder-decoder copies from its source, which ngram looks up"
+    if parts.target.device.type == "cpu":
+        return f"{NO_HEAD}, and on a CPU suffix is not faster on every task"
+    return f"{NO_HEAD}, and suffix needs the adaptive controller and a tokenizer that says how answers begin"
 
 
 def weigh_head(
-    speculative: SpeculativeConfig, target: Target, cost_file: Path | None, build: Callable[[str], Drafter]
+    speculative: SpeculativeConfig,
+    target: Target,
+    measure: Callable[[], CostModel],
+    cost_file: Path | None,
+    build: Callable[[str], Drafter],
 ) -> tuple[Prospect | None, Drafter | None]:
     """What the head of `draft_model` should gain on this CPU, and its drafter where that pays."""
     folder = open_head(Path(speculative.draft_model or ""))
     if folder is None or not folder.rates or speculative.controller != "adaptive":
         return None, None  # nothing is known of it, or nothing would stop it where it does not pay
-    cost, kept = CostModel.measure_or_load(target, cost_file), kept_levels(cost_file, folder)
+    cost, kept = measure(), kept_levels(cost_file, folder)
     if kept is not None:
         found = prospect_of(folder.drafter, Offer(kept), cost, folder.rates)
         if found.speedup < FAR * WORTH_IT:
-            log.info("auto: %s", found)
             return found, None
     try:
         drafter = build(folder.drafter)
@@ -98,7 +131,6 @@ def weigh_head(
         return None, None
     found = prospect_of(folder.drafter, offer, cost, folder.rates)
     keep_levels(cost_file, folder, offer.seconds)
-    log.info("auto: %s", found)
     return found, drafter if found.pays else None
 
 

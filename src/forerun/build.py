@@ -6,10 +6,10 @@ Nothing below this file knows which classes exist, and nothing above it puts the
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,11 +56,13 @@ def make_engine(
     """An engine around a target that is already in memory."""
     speculative, config = speculative or SpeculativeConfig(), config or EngineConfig()
     head: Drafter | None = None
-    if speculative.drafter == "auto":
-        build = partial(build_for, target, speculative, config)
-        speculative, head = settle(speculative, target, draft_target is not None, cost_file, build)
+    measure = cache(partial(CostModel.measure_or_load, target, cost_file))  # who asks first waits for it
     parts = Parts(target, draft_target, speculative, config.max_batch, config.max_length, more_drafts)
-    parts = replace(parts, opening=opening_of(target, tokenizer))
+    parts = replace(parts, opening=opening_of(target, tokenizer), cost_file=cost_file)
+    if speculative.drafter == "auto":
+        choice = settle(parts, measure, partial(build_named, parts))
+        log.info("auto: %s: %s", choice.drafter, choice.why)
+        speculative, head = replace(speculative, drafter=choice.drafter), choice.head
 
     def make_drafter(name: str, head: str | None = None) -> Drafter:
         spec = registry.drafters.spec(name)  # an old name is the same drafter, not a second one
@@ -74,7 +76,7 @@ def make_engine(
         target,
         drafters,
         VerifierPool(lambda name: registry.verifiers.get(name)()),
-        make_controller(target, drafters, speculative, cost_file),
+        make_controller(target, drafters, speculative, measure),
         default_drafter=registry.drafters.spec(speculative.drafter).name,
         default_verifier=speculative.verifier,
         stop_ids=stop_ids,
@@ -84,9 +86,8 @@ def make_engine(
     )
 
 
-def build_for(target: Target, speculative: SpeculativeConfig, config: EngineConfig, name: str) -> Drafter:
+def build_named(parts: Parts, name: str) -> Drafter:
     """A drafter that is built to be weighed, before an engine is made."""
-    parts = Parts(target, None, speculative, config.max_batch, config.max_length)
     return build_drafter(registry.drafters.spec(name), parts)
 
 
@@ -123,7 +124,7 @@ def check_names(speculative: SpeculativeConfig) -> None:
 
 
 def make_controller(
-    target: Target, drafters: DrafterPool, speculative: SpeculativeConfig, cost_file: Path | None
+    target: Target, drafters: DrafterPool, speculative: SpeculativeConfig, measure: Callable[[], CostModel]
 ) -> Controller:
     """The controller of that name; without a drafter, the fixed one in place of the adaptive one."""
 
@@ -136,7 +137,6 @@ def make_controller(
     cls = registry.controllers.get("fixed" if speculative.drafter == "none" and name == "adaptive" else name)
     if not isinstance(cls, ControllerClass):
         raise InvalidInput(f"controller {name!r} has no classmethod build(parts); see forerun.control.base")
-    measure = partial(CostModel.measure_or_load, target, cost_file)
     limits, follows = (speculative.budget, speculative.width), target.device.type == "cuda"
     return cls.build(ControlParts(offer, measure, *limits, drafters.looks_up, follows))
 
@@ -146,8 +146,8 @@ def choose_drafter(
 ) -> SpeculativeConfig:
     """The same with its drafter chosen: by what draft_model is, else by the heads that come with the package.
 
-    A head that comes with the package is the default on a GPU, with look-ups beside it. On a CPU it stays `auto`, and
-    `make_engine` decides by what passes and levels cost there (forerun.auto_drafter). Requests may ask for it anyhow.
+    A head that comes with the package is the default on a GPU, with n-gram beside it. Else it stays `auto`, and
+    `make_engine` decides by what passes cost there (forerun.auto_drafter). Requests may ask for a head anyhow.
     """
     drafter, given = speculative.drafter, speculative.draft_model
     if given is not None:
@@ -164,7 +164,7 @@ def choose_drafter(
             return replace(speculative, drafter=chosen, draft_model=str(bundled.path))
         if drafter == "mtp" and carries_mtp(checkpoint.weights):
             return replace(speculative, draft_model=str(checkpoint.path))
-    return replace(speculative, drafter="ngram") if drafter == "auto" else speculative
+    return speculative
 
 
 def needs_head(drafter: str) -> bool:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from forerun.auto_drafter import weigh_head
+from forerun.auto_drafter import settle
 from forerun.build import (
-    build_for,
+    build_named,
     check_names,
     choose_drafter,
     draft_models,
@@ -30,11 +30,14 @@ from forerun.build import (
     token_map,
 )
 from forerun.checks import as_path, shown, unknown
+from forerun.control.cost import CostModel
+from forerun.drafters.base import Parts
 from forerun.drafters.token_map import TokenMap
 from forerun.drafters.translated import TranslatedTarget
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
+from forerun.models.load.opening import opening_of
 from forerun.params import ENGINE_SPELLINGS, Dtype, EngineConfig, SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -143,16 +146,12 @@ def explain_auto(model: str) -> str:
     checkpoint, settings = open_checkpoint(model), EngineConfig()
     speculative = choose_drafter(SpeculativeConfig(), checkpoint, settings.device)
     if speculative.drafter != "auto":
-        why = "no head comes with the package for this model"
-        if speculative.draft_model is not None:
-            why = "a head comes with the package, and on a GPU more nodes cost a pass little"
-        return f"{speculative.drafter} ({why})"
+        return f"{speculative.drafter}: a head comes with the package, and on a GPU more nodes cost a pass little"
     costs, target = cost_file(checkpoint, settings, cache_folder()), load_target(checkpoint, settings)
-    build = partial(build_for, target, speculative, settings)
-    prospect, head = weigh_head(speculative, target, costs, build)
-    if prospect is None:
-        return "ngram (nothing is known of the head that comes with the package)"
-    return f"{prospect.drafter if head is not None else 'ngram'}: {prospect}"
+    opening = opening_of(target, checkpoint.tokenizer())
+    parts = Parts(target, None, speculative, settings.max_batch, opening=opening, cost_file=costs)
+    choice = settle(parts, partial(CostModel.measure_or_load, target, costs), partial(build_named, parts))
+    return f"{choice.drafter}: {choice.why}"
 
 
 def _engine_config(options: Mapping[str, Any]) -> EngineConfig:

@@ -144,7 +144,7 @@ class SamplingParams:
 class SpeculativeConfig:
     """How to draft. `from_dict` also takes vLLM's names."""
 
-    drafter: str = "auto"  # auto = by draft_model; without one, a head that comes for this model, else ngram
+    drafter: str = "auto"  # auto = by draft_model, else a head that comes for this model, else look-ups
     draft_model: str | None = None  # a checkpoint, or the folder of a trained head
     budget: int | None = None  # drafted nodes per round at most; 0 = do not draft; None = what may pay
     width: int | None = None  # children per node at most: 1 = a chain; None = what may pay

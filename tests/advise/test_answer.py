@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forerun.advise import run as advise
 from forerun.advise.answer import document, in_words, pays_off
@@ -21,6 +22,7 @@ from forerun.bench.settings import Settings, parse_setups
 from forerun.bench.stats import Spread
 from forerun.cli import app
 from forerun.control.cost import CostModel
+from forerun.drafters.suffix.successors import Successors
 from forerun.errors import InvalidInput
 from forerun.params import SpeculativeConfig
 from forerun.testing import TableLM
@@ -126,6 +128,22 @@ def test_whether_a_head_would_pay_depends_on_what_passes_cost() -> None:
     assert cheap["break_even"] < 0.2
     assert dear["break_even"] is None or dear["break_even"] > 0.7
     assert cheap["capture_hours"] == pytest.approx(2_000_000 / 1000 / 3600, abs=0.01)
+
+
+def test_where_suffix_has_its_table_it_is_replayed_with_it() -> None:
+    """As on a GPU: in a text that copies nothing, look-ups alone gain nothing. `auto` is suffix there too."""
+    rows = torch.arange(200)[:, None] + 1
+    table = Successors(rows, torch.full(rows.shape, 0.6))
+    without = replace(evidence(FLAT, FRESH, FRESH), free=("ngram", "suffix"))
+    found = {one.drafter: one.speedup.value for one in prospects(replace(without, successors=table), 1)}
+    assert found["suffix"] > 1.3 > 1.01 > found["ngram"]
+    assert max(one.speedup.value for one in prospects(without, 1)) < 1.01, "the control"
+    gpu = Setup("m", "suffix", device="cuda")
+    said = document(replace(without, successors=table), gpu, TableLM(8))
+    assert said["recommended"]["drafter"] == "suffix"
+    assert said["auto"]["agrees"]
+    other = document(replace(without, successors=table), Setup("m", "ngram", device="cuda"), TableLM(8))
+    assert "without a head by what a plain pass takes" in other["auto"]["why"]
 
 
 def test_gathering_writes_every_prompt_with_every_drafter_that_is_there() -> None:

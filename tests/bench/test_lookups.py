@@ -66,10 +66,22 @@ def test_a_gpu_gains_where_something_is_copied_or_known(in_a_row: bool) -> None:
     assert set(suffix) == {"copies", "new", "known", "all"}
 
 
-def test_what_a_draft_takes_the_host_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = replay.replay_gpu(recording(), "suffix", FLAT, in_a_row=False)["copies"].times_plain
-    monkeypatch.setitem(replay.DRAFTS, "suffix", 2e-3)
-    assert replay.replay_gpu(recording(), "suffix", FLAT, in_a_row=False)["copies"].times_plain < 0.9 * quick
+def test_what_a_draft_takes_the_host_counts() -> None:
+    quick, slow = (
+        replay.replay_gpu(recording(), "suffix", FLAT, in_a_row=False, draft=draft)["copies"].times_plain
+        for draft in (replay.DRAFT, 2e-3)
+    )
+    assert slow < 0.9 * quick
+
+
+def test_successors_are_of_the_first_tokens_alone() -> None:
+    """The text that the table knows has the tokens 1,000 to 1,089."""
+    whole, half, none = (
+        replay.replay_gpu(recording(), "suffix", FLAT, in_a_row=True, table=table)["known"].tokens_per_round
+        for table in (1100, 1045, 0)
+    )
+    assert whole > half > none
+    assert none == pytest.approx(1.0)
 
 
 def test_a_cpu_has_no_table() -> None:
@@ -102,6 +114,11 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     beside = json.loads(capsys.readouterr().out.splitlines()[-1])
     alone, both = (one["rows"][0]["times_plain, tokens_per_round"]["new"][0] for one in (said, beside))
     assert both > 1.5 > alone, "a head drafts where nothing came before"
+    main(["replay", str(tmp_path / "texts.json"), "--passes-ms", "4.1,1", "--table", "0"])
+    other = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["world"] for row in other] == ["4.1 ms on a GPU"] * 4 + ["1 ms on a GPU"] * 4
+    assert other[0] == said["rows"][0] | {"world": "4.1 ms on a GPU"}, "as at 8B"
+    assert other[1] != said["rows"][1] | {"world": "4.1 ms on a GPU"}, "without the table"
     main(["cost", str(tmp_path / "texts.json")])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [(row["drafter"], row["kind"]) for row in rows] == [

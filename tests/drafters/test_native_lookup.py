@@ -52,11 +52,15 @@ def pair(rng: random.Random, shortest: int, fill: Fill | None) -> tuple[NativeLo
 
 @needs_library
 @pytest.mark.parametrize("shortest", [1, 3])
-@pytest.mark.parametrize("with_table", [False, True])
+@pytest.mark.parametrize("table", [None, "whole", "half"])
 @pytest.mark.parametrize("letters", [1, 2, 5, 60, 2000])
-def test_both_find_the_same(letters: int, with_table: bool, shortest: int) -> None:
+def test_both_find_the_same(letters: int, table: str | None, shortest: int) -> None:
+    """With a table of every token, or of the first ones alone."""
     rng = random.Random(letters)
-    fill = Fill(random_table(rng, letters)) if with_table else None
+    known = random_table(rng, letters)
+    if table == "half":
+        known = Successors(known.tokens[: (letters + 1) // 2], known.shares[: (letters + 1) // 2])
+    fill = None if table is None else Fill(known)
     lookups, seq, grown = pair(rng, shortest, fill), FakeSeq(0, [], stop_ids=STOPS), 0
     for _ in range(150):
         fresh = [rng.randrange(letters) for _ in range(rng.randint(1, 3))]

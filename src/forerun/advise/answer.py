@@ -102,10 +102,8 @@ def _why(setup: Setup, name: str, known: Prospect | None) -> str:
             f"{default}: on a CPU it goes by what passes and the head's levels cost and by the acceptance that the "
             f"head's file names. On these prompts {name} is predicted to be faster."
         )
-    return (
-        f"{default}: it chooses by which checkpoints are there, not by prompts. "
-        f"On these prompts {name} is predicted to be faster."
-    )
+    by = "which checkpoints are there, and without a head by what a plain pass takes,"
+    return f"{default}: it chooses by {by} not by prompts. On these prompts {name} is predicted to be faster."
 
 
 def _off_from(by_batch: Mapping[int, list[Prospect]], name: str) -> int | None:

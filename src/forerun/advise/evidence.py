@@ -23,9 +23,12 @@ from forerun.bench.measure import Group, Prompt, Run
 from forerun.bench.settings import PLAIN, Cell, DrafterSetup, Settings
 from forerun.bench.stats import Spread
 from forerun.build import build_drafter
+from forerun.control.adaptive import MOST_WIDTH
 from forerun.control.allocate import deepest
 from forerun.control.cost import CostModel
 from forerun.drafters.base import Drafter, Parts
+from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.suffix.successors import Successors
 from forerun.errors import ForerunError, InvalidInput
 from forerun.llm import LLM
 from forerun.params import SpeculativeConfig
@@ -75,6 +78,7 @@ class Evidence:
     free: tuple[str, ...]  # the drafters that can be replayed
     nodes: int
     speculative: SpeculativeConfig
+    successors: Successors | None = None  # what suffix fills trees with, on a GPU: there look-ups draft trees
 
 
 def gather(llm: LLM, cost: CostModel, prompts: Sequence[Prompt], settings: Settings) -> Evidence:
@@ -115,7 +119,9 @@ def gather(llm: LLM, cost: CostModel, prompts: Sequence[Prompt], settings: Setti
     spent = sum(text.prompt_seconds for text in texts)
     rate = sum(len(text.prompt) for text in texts) / spent if spent else 0.0
     speculative = SpeculativeConfig(budget=settings.nodes)
-    return Evidence(texts, costs, rate, draftings, tuple(free), settings.nodes, speculative)
+    suffix = drafters.get("suffix")
+    table = suffix.successors if isinstance(suffix, SuffixDrafter) else None
+    return Evidence(texts, costs, rate, draftings, tuple(free), settings.nodes, speculative, table)
 
 
 def has_hope(
@@ -221,7 +227,8 @@ def _adaptive(evidence: Evidence, name: str, batch: int) -> Prospect:
     for _ in range(2):
         price = evidence.costs.target.price(LONGEST, batch - 1, rate)
         depth = max(1, deepest(price))
-        drafting = _replayed(evidence, name, Budget(depth, depth, 1, price[: depth + 1]))
+        width = 1 if evidence.successors is None else MOST_WIDTH
+        drafting = _replayed(evidence, name, Budget(depth, depth, width, price[: depth + 1]))
         rate = max(1.0, estimate(drafting, evidence.texts, evidence.costs, batch))
     speedup = predict(drafting, evidence.texts, evidence.costs, batch)
     worst = worst_prompt(drafting, evidence.texts, evidence.costs, batch)
@@ -236,6 +243,8 @@ def _replayed(evidence: Evidence, name: str, budget: Budget, shortest: int = 1) 
     )
     parts = Parts(None, None, speculative)  # type: ignore[arg-type]  # it reads nothing of the target
     drafter = build_drafter(registry.drafters.spec(name), parts)
+    if isinstance(drafter, SuffixDrafter):
+        drafter = SuffixDrafter(drafter.longest, drafter.shortest, successors=evidence.successors)
     done = replay(drafter, evidence.texts, budget)
     return Drafting(done.rounds, 0.0, done.seconds_per_round)
 

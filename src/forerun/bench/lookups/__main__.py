@@ -1,7 +1,7 @@
 """Which look-up pays where: `ngram` against `suffix` on texts of a model, with the times of other machines counted.
 
     python -m forerun.bench.lookups record --model M --suite spec_bench_open.jsonl --limit 3 --max-tokens 256 --out FILE
-    python -m forerun.bench.lookups replay FILE [--worlds "8B on a GPU,arm CPU"] [--head]
+    python -m forerun.bench.lookups replay FILE [--worlds "8B on a GPU,arm CPU"] [--head] [--passes-ms 2,3] [--table 0]
     python -m forerun.bench.lookups cost FILE
 
 `record` writes greedy texts and reads what the model tends to write after their tokens. `replay` then counts rounds
@@ -20,17 +20,18 @@ from typing import Any
 
 from forerun.bench.lookups.cost import CHAIN, TREE, measure
 from forerun.bench.lookups.record import Recording, load, record, save
-from forerun.bench.lookups.replay import Speed, make_drafter, worlds
+from forerun.bench.lookups.replay import DRAFT, Speed, make_drafter, worlds
 from forerun.bench.machine import machine_facts
 from forerun.bench.suites import load_suite
+from forerun.drafters.suffix.successors import READ
 
 DRAFTERS = ("ngram", "suffix")
 
 
-def replay(recording: Recording, names: Sequence[str], head: bool) -> list[dict[str, Any]]:
-    """Both drafters in every world; prints one line for each."""
+def replay(recording: Recording, names: Sequence[str], **given: Any) -> list[dict[str, Any]]:
+    """Both drafters in every world; prints one line for each. `given`: as `worlds` takes it."""
     rows = list[dict[str, Any]]()
-    known = worlds(head=head)
+    known = worlds(**given)
     for world in names or known:
         for in_a_row in (False, True):
             found = {name: known[world](recording, name, in_a_row=in_a_row) for name in DRAFTERS}
@@ -57,7 +58,9 @@ def costs(recording: Recording) -> list[dict[str, Any]]:
     rows = list[dict[str, Any]]()
     for name in DRAFTERS:
         for kind, budget in (("chain", CHAIN), ("tree", TREE)):
-            found = measure(make_drafter(name, recording, kind == "tree"), recording.texts, budget)
+            found = measure(
+                make_drafter(name, recording, READ if kind == "tree" else 0), recording.texts, budget
+            )
             print(
                 f"{name:>7} {kind}: no match {found.no_match:.1f}, draft {found.draft:.1f} microseconds",
                 flush=True,
@@ -81,6 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     replaying.add_argument("file", type=Path)
     replaying.add_argument("--worlds", default="", help=f"by comma; all of {', '.join(worlds())}")
     replaying.add_argument("--head", action="store_true", help="beside a head, on a GPU")
+    replaying.add_argument(
+        "--passes-ms", default="", help="plain passes of other GPUs, by comma; these alone"
+    )
+    replaying.add_argument(
+        "--draft-us", type=float, default=1e6 * DRAFT, help="microseconds of a draft, on a GPU"
+    )
+    replaying.add_argument(
+        "--table", type=int, default=READ, help="tokens that suffix knows the successors of"
+    )
     costing = commands.add_parser("cost")
     costing.add_argument("file", type=Path)
     given = parser.parse_args(arguments)
@@ -91,7 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     texts = load(given.file)
     if given.command == "replay":
-        rows = replay(texts, [one for one in given.worlds.split(",") if one], given.head)
+        passes = [1e-3 * float(one) for one in given.passes_ms.split(",") if one]
+        names = [f"{1e3 * one:g} ms on a GPU" for one in passes] or given.worlds.split(",")
+        times = {"passes": passes, "draft": 1e-6 * given.draft_us, "table": given.table}
+        rows = replay(texts, [one for one in names if one], head=given.head, **times)
     else:
         rows = costs(texts)
     print(

@@ -15,7 +15,7 @@ import torch
 
 from forerun.bench.run import prompt_ids
 from forerun.bench.suites import Item
-from forerun.drafters.suffix.successors import Row, Successors
+from forerun.drafters.suffix.successors import READ, Row, Successors
 from forerun.llm import LLM
 from forerun.models.load.opening import tokens_before_an_answer
 from forerun.params import SamplingParams
@@ -42,14 +42,14 @@ class Recording:
     texts: list[RecordedText]
     rows: Mapping[int, Row]  # of the tokens that were read
 
-    def successors(self) -> Successors | None:
-        """The table; tokens that were not read seem to have no successors."""
-        if not self.rows:
+    def successors(self, first: int = READ) -> Successors | None:
+        """The table of the first so many tokens; those that were not read seem to have no successors."""
+        rows = {token: row for token, row in self.rows.items() if token < first}
+        if not rows:
             return None
-        kept = max(map(len, self.rows.values()))
-        vocab = 1 + max(max(token, *[one for _, one in row]) for token, row in self.rows.items())
-        tokens, shares = torch.zeros(vocab, kept, dtype=torch.long), torch.zeros(vocab, kept)
-        for token, row in self.rows.items():
+        kept = max(map(len, rows.values()))
+        tokens, shares = torch.zeros(max(rows) + 1, kept, dtype=torch.long), torch.zeros(max(rows) + 1, kept)
+        for token, row in rows.items():
             shares[token, : len(row)] = torch.tensor([share for share, _ in row])
             tokens[token, : len(row)] = torch.tensor([one for _, one in row])
         return Successors(tokens, shares)

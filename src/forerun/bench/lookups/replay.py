@@ -17,6 +17,7 @@ from forerun.control.cost import CostModel
 from forerun.drafters.base import LookupDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.suffix.drafter import SuffixDrafter
+from forerun.drafters.suffix.successors import READ
 from forerun.offers import Form, Menu
 from forerun.testing import run_simulator
 from forerun.testing.follow_simulator import FollowSimulation, Host
@@ -25,7 +26,7 @@ from forerun.testing.menu_simulator import SimulatedMenu
 from forerun.testing.run_simulator import RunSimulation
 
 GAP = 4e-4  # seconds of the host in a round that is read first, on a GPU
-DRAFTS = {"ngram": 65e-6, "suffix": 65e-6}  # of it for a draft: `forerun.bench.lookups cost`
+DRAFT = 65e-6  # of it for a draft of either drafter: `forerun.bench.lookups cost`
 HEAD_LEVEL, HEAD_RATE = (
     1.15e-4,
     0.62,
@@ -58,30 +59,37 @@ class _Sums:
         self.tokens, self.rounds = self.tokens + tokens, self.rounds + rounds
 
 
-def make_drafter(name: str, recording: Recording, with_table: bool) -> LookupDrafter:
-    """As it is built on a GPU, with the table of successors, or on a CPU."""
+def gpu_with(pass_seconds: float) -> CostModel:
+    """A GPU on which a plain pass takes so long, and more rows as much more as at 8B."""
+    known = GPUS["8B"].seconds
+    return CostModel({rows: pass_seconds * seconds / known[1] for rows, seconds in known.items()})
+
+
+def make_drafter(name: str, recording: Recording, table: int) -> LookupDrafter:
+    """As it is built on a GPU, with successors of the first so many tokens, or on a CPU, with none."""
     if name == "ngram":
         return NgramDrafter()
-    return SuffixDrafter(successors=recording.successors() if with_table else None)
+    return SuffixDrafter(successors=recording.successors(table))
 
 
 def replay_gpu(
-    recording: Recording, name: str, cost: CostModel, *, in_a_row: bool, head: bool = False, gap: float = GAP
-) -> dict[str, Speed]:
+    recording: Recording, name: str, cost: CostModel, *, in_a_row: bool, head: bool = False,
+    draft: float = DRAFT, table: int = READ,
+) -> dict[str, Speed]:  # fmt: skip
     """By task: with a drafter and a controller for every text, or one for all; `head`: beside a head."""
-    host, sums = Host(gap, DRAFTS[name]), dict[str, _Sums]()
+    host, sums = Host(GAP, draft), dict[str, _Sums]()
     texts: list[Text] = [(one.prompt, one.answer) for one in recording.texts]
     menu = SimulatedMenu(HEAD_FORMS, HEAD_LEVEL, claimed_rate=HEAD_RATE) if head else None
-    table = make_drafter(name, recording, with_table=True) if in_a_row else None
+    one_for_all = make_drafter(name, recording, table) if in_a_row else None
 
     def simulate(some: Sequence[Text], lookup: LookupDrafter | None, heads: Menu | None) -> FollowSimulation:
         return FollowSimulation(
             cost, heads, some, host, lambda text, at: HEAD_RATE, looks_up=lookup is not None, lookup=lookup
         )
 
-    shared = simulate(texts, table, menu) if in_a_row else None
+    shared = simulate(texts, one_for_all, menu) if in_a_row else None
     for one, text in zip(recording.texts, texts, strict=True):
-        alone = shared or simulate([text], make_drafter(name, recording, with_table=True), menu)
+        alone = shared or simulate([text], make_drafter(name, recording, table), menu)
         seconds, rounds = alone.write()
         plain, _ = simulate([text], None, None).write()
         sums.setdefault(one.task, _Sums()).add(seconds, plain, len(one.answer), rounds)
@@ -92,7 +100,7 @@ def replay_cpu(recording: Recording, name: str, cost: CostModel, *, in_a_row: bo
     host, sums = run_simulator.Host(), dict[str, _Sums]()
 
     def make() -> RunSimulation:
-        return RunSimulation(cost, host, {}, drafter=make_drafter(name, recording, with_table=False))
+        return RunSimulation(cost, host, {}, drafter=make_drafter(name, recording, table=0))
 
     simulation = make()
     for one in recording.texts:
@@ -110,9 +118,16 @@ def _speeds(sums: Mapping[str, _Sums]) -> dict[str, Speed]:
     return {task: Speed(one.plain / one.seconds, one.tokens / one.rounds) for task, one in every.items()}
 
 
-def worlds(*, head: bool = False) -> dict[str, Callable[..., dict[str, Speed]]]:
-    """Every machine whose times are known: what replays a recording with a drafter there, by `in_a_row`."""
+def worlds(
+    *, head: bool = False, passes: Sequence[float] = (), draft: float = DRAFT, table: int = READ
+) -> dict[str, Callable[..., dict[str, Speed]]]:
+    """Every machine whose times are known: what replays a recording with a drafter there, by `in_a_row`.
+
+    `passes`: and GPUs with plain passes of so many seconds.
+    """
+    known = GPUS | {f"{1e3 * one:g} ms": gpu_with(one) for one in passes}
+    on_gpu = partial(replay_gpu, head=head, draft=draft, table=table)
     gpus: dict[str, Callable[..., dict[str, Speed]]]
-    gpus = {f"{size} on a GPU": partial(replay_gpu, cost=cost, head=head) for size, cost in GPUS.items()}
+    gpus = {f"{size} on a GPU": partial(on_gpu, cost=cost) for size, cost in known.items()}
     cpus = {f"{kind} CPU": partial(replay_cpu, cost=cost) for kind, cost in CPUS.items()}
     return gpus if head else {**gpus, **cpus}

@@ -16,6 +16,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from forerun.auto_drafter import choose_lookup
 from forerun.bench.gpu.inflated import INFLATED, OWN
 from forerun.bench.machine import is_busy, load_average, machine_facts
 from forerun.bench.measure import Prompt
@@ -36,11 +38,14 @@ from forerun.bench.spec.methods import Given, Method, every_method, find_method,
 from forerun.bench.spec.table import lines_of
 from forerun.bench.suites import TASKS, Item, load_suite
 from forerun.build import choose_drafter
+from forerun.control.cost import CostModel
+from forerun.drafters.base import Parts
 from forerun.errors import ForerunError, InvalidInput
 from forerun.llm import LLM
 from forerun.models.inflate import PRESETS
 from forerun.models.load import checkpoint as loading
 from forerun.models.load.checkpoint import Checkpoint
+from forerun.models.load.opening import opening_of
 from forerun.params import SpeculativeConfig
 
 SPEC_BENCH = TASKS[:6]  # the tasks that others report
@@ -158,7 +163,11 @@ def auto_of(checkpoint: Checkpoint, llm: LLM, flags: argparse.Namespace) -> str:
     """The method that is the default on this device."""
     if flags.shape == OWN:
         return llm.engine.default_drafter
-    return choose_drafter(SpeculativeConfig(), checkpoint, flags.device).drafter
+    chosen, target = choose_drafter(SpeculativeConfig(), checkpoint, flags.device), llm.engine.target
+    if chosen.drafter != "auto" or chosen.draft_model is not None:
+        return chosen.drafter
+    parts = Parts(target, None, chosen, opening=opening_of(target, llm.tokenizer))
+    return choose_lookup(parts, partial(CostModel.measure, target)).drafter
 
 
 def conditions_of(flags: argparse.Namespace) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from forerun.drafters.match_needs import MatchNeeds
 from forerun.drafters.suffix.corpus import Corpus
 from forerun.drafters.suffix.fill import Fill, OwnTrust, least_of
 from forerun.drafters.suffix.history import History
+from forerun.drafters.suffix.kept_table import load_or_read
 from forerun.drafters.suffix.native_lookup import NativeLookup
 from forerun.drafters.suffix.places import ALWAYS, Lookup, PlaceLookup
 from forerun.drafters.suffix.rates import ALIKE, CAUTION, ONCE, OWN_MEMORY, SECOND, SHARED_MEMORY, HitRates
@@ -57,7 +58,7 @@ class SuffixDrafter(LookupDrafter):
         successors: Successors | None = None,
     ) -> None:
         self.longest, self.shortest = longest, shortest
-        self.history, self.corpus = history, corpus
+        self.history, self.corpus, self.successors = history, corpus, successors
         is_alone = history is None and corpus is None  # nothing but the request is searched
         self._runs_native = is_alone and suffix_library.available()
         self._matches = MatchNeeds(longest, shortest) if is_alone and successors is None else None
@@ -75,7 +76,7 @@ class SuffixDrafter(LookupDrafter):
             history = History(parts.target.vocab_size, file=Path(given.history) if given.history else None)
         if given.corpus is not None:
             corpus = Corpus.open(Path(given.corpus), parts.target.vocab_size)
-        successors = Successors.of(parts.target, parts.opening) if parts.opening else None
+        successors = load_or_read(parts.target, parts.opening, parts.cost_file) if parts.opening else None
         return cls(given.prompt_lookup_max, given.prompt_lookup_min, history, corpus, successors)
 
     @property

@@ -3,7 +3,8 @@
 Where nothing in a text matches its end, there is still what the target itself tends to write after the last token.
 Where nodes are nearly free, on a GPU, these fill the places of a tree that matches leave empty. The law of a token is
 read behind a short opening, the same for all: that of an answer by the chat template, where it is known. Nothing of
-any request is in the table.
+any request is in the table. Vocabularies begin with their most frequent tokens, and of these alone it is read: with
+16,384 of 49,152 tokens suffix was 3% slower in replays than with all of them, and loading an 8B is 1 s shorter.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from forerun.types import Needs, PlainSeq, TreeBatch
 
 log = logging.getLogger(__name__)
 
-KEPT = 8  # successors of a token
+READ, KEPT = 16_384, 8  # tokens that successors are read of, the first of a vocabulary; successors of a token
 EACH, TOGETHER = 31, 16  # tokens below one root, and sequences of a pass
 AT_ONCE = 64  # rows of logits that are read in full precision at once: memory is scarce behind a KV cache
 _FIRST_ID = -2_000_000  # of sequences that no engine and no measurement gives
@@ -32,8 +33,8 @@ class Successors:
     """The likeliest successors of every token."""
 
     def __init__(self, tokens: Tensor, shares: Tensor) -> None:
-        # [V, K] both, on the host
-        self._tokens, self._shares = tokens.long().contiguous(), shares.float().contiguous()
+        # [N, K] both, of the first N tokens, on the host
+        self.tokens, self.shares = tokens.long().contiguous(), shares.float().contiguous()
         self._rows: dict[int, Row] = {}  # those that were asked for
 
     @classmethod
@@ -42,9 +43,9 @@ class Successors:
     ) -> Successors | None:
         """Those of a target, behind this opening; None where it has no room for the passes.
 
-        `tokens`: of these alone; all others seem to have none.
+        `tokens`: of these alone instead of the first ones. All others seem to have none.
         """
-        wanted = range(target.vocab_size) if tokens is None else tokens
+        wanted = range(min(READ, target.vocab_size)) if tokens is None else tokens
         before, count = [*opening], TOGETHER
         while count and not target.has_room(*[len(before) + EACH + 1] * count):
             count //= 2
@@ -72,12 +73,15 @@ class Successors:
     @property
     def at(self) -> tuple[int, int, int, int]:
         """Rows, successors of each, and where tokens (int64) and shares (float32) lie."""
-        return *self._tokens.shape, self._tokens.data_ptr(), self._shares.data_ptr()
+        rows, kept = self.tokens.shape
+        return rows, kept, self.tokens.data_ptr(), self.shares.data_ptr()
 
     def after(self, token: int) -> Row:
         row = self._rows.get(token)
         if row is None:
-            pairs = zip(self._shares[token].tolist(), self._tokens[token].tolist(), strict=True)
+            if token >= len(self.tokens):
+                return []
+            pairs = zip(self.shares[token].tolist(), self.tokens[token].tolist(), strict=True)
             row = self._rows[token] = list(pairs)
         return row
 
