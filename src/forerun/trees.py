@@ -67,6 +67,7 @@ class TreeBatch:
         "grower",
         "members",
         "starts",
+        "undrafted",
     )
 
     def __init__(
@@ -82,10 +83,12 @@ class TreeBatch:
         follows: tuple[int, ...]
         | None = None,  # [B] of trees grown so: each one's place in the last batch; -1 = new
         members: Sequence[int] | None = None,  # [B] which trees of the form these are; None = the first
+        undrafted: int = 0,  # of the last trees of a form: nobody drafted what is below these roots
     ) -> None:
         self.starts, self.drawn_from, self.form = starts, drawn_from, form
         self.device_seconds, self.grower, self.follows = device_seconds, grower, follows
         self.members = range(len(starts) - 1) if members is None else members
+        self.undrafted = undrafted
         self._topologies: list[Topology] | None = None
         self._lists: tuple[list[int], list[int]] | None = None
         self._tensors: tuple[Tensor, Tensor] | None = None
@@ -137,16 +140,9 @@ class TreeBatch:
     def grown_by(self, grower: GrowsNext) -> TreeBatch:
         """The same trees with another grower."""
         return TreeBatch(
-            self.tokens,
-            self.parents,
-            self.starts,
-            self.drawn_from,
-            form=self.form,
-            device_seconds=self.device_seconds,
-            grower=grower,
-            follows=self.follows,
-            members=self.members,
-        )
+            self.tokens, self.parents, self.starts, self.drawn_from, form=self.form, grower=grower,
+            device_seconds=self.device_seconds, follows=self.follows, members=self.members,
+        )  # fmt: skip
 
     def note_host(self, tokens: list[int], parents: list[int]) -> None:
         """Keep tokens and parents that were read from the device with the verdict: `to_host` then reads nothing."""
@@ -197,7 +193,8 @@ class TreeBatch:
         some = [tokens[row] for row in rows], [parents[row] for row in rows]
         members = None if form is None else [self.members[b] for b in which]
         sizes = offsets([starts[b + 1] - starts[b] for b in which])
-        return TreeBatch(*some, sizes, None, self.device, form, members=members)
+        undrafted = sum([b >= len(self) - self.undrafted for b in which])
+        return TreeBatch(*some, sizes, None, self.device, form, members=members, undrafted=undrafted)
 
     def nodes_of(self, which: Sequence[int]) -> Tensor:
         """[M'] indices into the M nodes of the trees named."""
@@ -239,6 +236,11 @@ class TreeBatch:
 
 class GrowsNext(Protocol):
     """Grows trees on a device behind trees whose verdict the host has not read."""
+
+    @property
+    def follows_undrafted(self) -> bool:
+        """Also behind trees of its forms that it did not draft, of sequences whose prompts it has observed since?"""
+        ...
 
     def follow(
         self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]

@@ -277,9 +277,8 @@ class AdaptiveController:
     def _observe_menu(self, decision: Decision, outcome: Round) -> None:
         """Book what the round gained or lost against plain decoding, and learn what its form brings and takes."""
         batch = len(outcome.seqs)
-        which = [
-            b for b, seq in enumerate(outcome.seqs) if seq.id in decision.ids
-        ]  # some may have been sent back
+        drafted = outcome.seqs[: batch - outcome.undrafted]
+        which = [b for b, seq in enumerate(drafted) if seq.id in decision.ids]  # some may have been sent back
         if not which:
             return
         nodes = sum([outcome.drafted[b] for b in which])

@@ -54,7 +54,7 @@ class _GrowsBeside:
     """Implements forerun.trees.GrowsNext where no controller decides whether a look-up is worth reading first."""
 
     def __init__(self, drafter: HybridDrafter, grower: GrowsNext) -> None:
-        self.drafter, self.grower = drafter, grower
+        self.drafter, self.grower, self.follows_undrafted = drafter, grower, grower.follows_undrafted
 
     def follow(
         self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]

@@ -27,13 +27,14 @@ from forerun.engine.metrics import EngineStats
 from forerun.engine.outcome import outcome_of
 from forerun.engine.pending import Launched, Pending
 from forerun.engine.preemption import find_room, no_room_for
-from forerun.engine.prompt_rows import PromptRows, note_prompts, prompt_share, with_starters
+from forerun.engine.prompt_rows import PromptRows, note_prompts, prompt_share
 from forerun.engine.recovery import Recovery
 from forerun.engine.requests import new_sequence
 from forerun.engine.round_clock import RoundClock
 from forerun.engine.routing import DrafterPool, VerifierPool
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import SequenceState
+from forerun.engine.starting import with_starters
 from forerun.models.base import Target
 from forerun.types import Budget, Event, Prompts, Request, Scores, TreeBatch, Verdict
 
@@ -134,8 +135,7 @@ class Engine(Recovery):
             scheduler.begin(readers)
         trees = self.drafters.propose(seqs, budgets)
         clock.lap("draft")
-        if trees.form is None and trees.is_plain():
-            seqs, trees = with_starters(scheduler, seqs, trees, readers, rows)
+        seqs, trees = with_starters(self, seqs, trees, readers, rows)
         self._score_round(seqs, trees, readers, rows, budgets, clock)
 
     def _score_round(
@@ -234,7 +234,7 @@ class Engine(Recovery):
             return
         clock, self._pending = self.stats.clock(), Pending(seqs)
         scheduler.begin(seqs)
-        starters, roots = with_starters(scheduler, [], TreeBatch.chains([]), seqs, rows)
+        starters, roots = with_starters(self, [], TreeBatch.chains([]), seqs, rows)
         if starters:
             prompt_share(scheduler, self.prompt_rows, self.controller, len(starters))
             self._score_round(starters, roots, seqs, rows, self.controller.plan(starters), clock)

@@ -20,6 +20,7 @@ from forerun.control.base import Controller, Reconsiders
 from forerun.engine.pending import Launched, Pending
 from forerun.engine.prompt_rows import prompt_share
 from forerun.engine.sequence import SequenceState, traits_of
+from forerun.engine.starting import device_decides, in_padding
 from forerun.types import TreeBatch
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
     engine.scheduler.start_those_read()  # whose prompts the last pass has completed
     going = _going(last, engine.running)
     seqs, joined = [seq for seq, _ in going], [seq for seq, tree in going if tree < 0]
-    if len(joined) == len(going) or not _may_follow(engine, [*last.seqs, *joined], known.sampled):
+    others = [*last.seqs, *joined]
+    if len(joined) == len(going) or not device_decides(engine, others, known.sampled):
         return None
     both = [*last.pending.seqs, *joined]  # some of these were read in the last pass: they are named twice
     engine.hold(both)
@@ -65,13 +67,15 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
     starters, readers = list[SequenceState](), list[SequenceState]()
     if known.next_roots is None:
         trees = _grown(engine, last, going)
-        readers = scheduler.next_readers(share) if share and trees is not None else []
+        if share and trees is not None:
+            readers = scheduler.next_readers(share)
+            starters, trees = in_padding(engine, others, trees, readers, share, known.sampled)
     elif not _may_stay_plain(engine, last, going):
         return None
     else:
         readers = scheduler.next_readers(share) if share else []
-        starters = scheduler.starters(readers, len(seqs), share)
-        if starters and not _may_follow(engine, [*last.seqs, *joined, *starters], known.sampled):
+        starters = scheduler.starters(readers, len(seqs) + len(readers), share)
+        if starters and not device_decides(engine, [*others, *starters], known.sampled):
             starters = []
         trees = known.next_roots([*going, *[(seq, -1) for seq in starters]])
     if trees is None:
@@ -126,17 +130,6 @@ def _going(last: Launched, running: Sequence[SequenceState]) -> Going:
     places = {seq.id: tree for tree, seq in enumerate(last.seqs)}
     going = [(seq, places.get(seq.id, -1)) for seq in running]
     return [(seq, tree) for seq, tree in going if tree < 0 or len(seq.tokens) + 1 < seq.max_length]
-
-
-def _may_follow(engine: Engine, seqs: Sequence[SequenceState], sampled: bool) -> bool:
-    """Does the device decide about all of both rounds (`sampled`: it samples), and does one drafter serve them?"""
-    if len({seq.drafting for seq in seqs}) > 1:
-        return False
-    traits = traits_of(seqs)
-    if any(one.wants_logprobs or not engine.verifiers.is_exact(one.verifier) for one in traits):
-        return False
-    greedy = all(one.is_plain_greedy for one in traits)
-    return greedy or (sampled and engine.verifiers.device_decides(seqs))
 
 
 def _goes_on(engine: Engine, planned: Sequence[SequenceState]) -> bool:

@@ -35,8 +35,11 @@ def outcome_of(
     deepest = [shape.deepest for shape in trees.topology()]
     advances, accepted = list[Advance](), list[int]()
     counted: dict[tuple[int, int, int, int], RoundCounts] = {}  # in a large batch many are alike
+    drafted_for = len(seqs) - trees.undrafted
+    for b in range(drafted_for, len(seqs)):  # nobody has drafted what was not accepted there
+        sizes[b], deepest[b] = 1 + len(paths[b]), len(paths[b])
     columns = zip(seqs, committed_tokens(trees, verdict), paths, starts, sizes, deepest, strict=False)
-    for seq, fresh, path, first, size, depth in columns:
+    for b, (seq, fresh, path, first, size, depth) in enumerate(columns):
         error = None
         if laws.impossible:
             fresh, error = _up_to_impossible(fresh, _nodes(first, path), laws.impossible)
@@ -55,7 +58,7 @@ def outcome_of(
         if seq.params.logprobs is not None:
             logprobs = _logprobs(seq, fresh, _nodes(first, path), laws)
         event = Event(seq.id, tuple(fresh), kept, text, logprobs, finished, error)
-        if seq.request.shows_rejected and size > 1:
+        if seq.request.shows_rejected and size > 1 and b < drafted_for:
             own = slice(first, first + size)
             branches = rejected_branches(tokens[own], parents[own], path, kept)
             event = replace(event, rejected=branches)
@@ -63,7 +66,7 @@ def outcome_of(
         advances.append(Advance(seq, len(seq.tokens), fresh, detokenizer, *places, event, finished, error))
     trees_of = tuple([size - 1 for size in sizes]), tuple(deepest), tuple(accepted)
     rows = 0 if trees.form is None else trees.form.rows
-    return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows, ahead)
+    return advances, Round(tuple(seqs), *trees_of, clock, prompt_rows, followed, rows, ahead, trees.undrafted)
 
 
 def _nodes(first: int, path: Sequence[int]) -> list[int]:

@@ -91,22 +91,6 @@ def _kind_sees_prompts(kind: type) -> bool:
     return issubclass(kind, SeesPrompts)
 
 
-def with_starters(
-    scheduler: Scheduler,
-    seqs: list[SequenceState],
-    roots: TreeBatch,
-    readers: Sequence[SequenceState],
-    rows: int,
-) -> tuple[list[SequenceState], TreeBatch]:
-    """A plain round, with those of the readers who start with it: its pass reads the rest of their prompts."""
-    starters = scheduler.starters(readers, len(seqs), rows)
-    if not starters:
-        return seqs, roots
-    scheduler.start(starters)
-    seqs = [*seqs, *starters]
-    return seqs, TreeBatch.chains([seq.tokens[-1:] for seq in seqs])
-
-
 def note_prompts(engine: Engine, seqs: Sequence[SequenceState], chains: TreeBatch, started: float) -> int:
     """Chunks of these prompts were read since then; returns the rows that were computed, those of sources included."""
     found, target, stats = 0, engine.target, engine.stats

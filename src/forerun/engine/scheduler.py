@@ -95,13 +95,13 @@ class Scheduler:
             self.running = [*self.running, *(seq for seq in seqs if seq not in self.running)]
             self.reading = [seq for seq in self.reading if seq not in seqs]
 
-    def starters(self, readers: Sequence[SequenceState], running: int, rows: int) -> list[SequenceState]:
-        """Readers who can start with the pass that reads the rest of their prompts, beside the roots of so many."""
+    def starters(self, readers: Sequence[SequenceState], nodes: int, rows: int) -> list[SequenceState]:
+        """Readers who can start with the pass that reads the rest of their prompts, where so many nodes are scored."""
         target = self.target
         if not readers or not _starts_with_prompts(target):
             return []
         unread = [len(seq.tokens) - 1 - self.target.cached_tokens(seq) for seq in readers]
-        rows, found = target.prompt_rows(running + len(readers), rows, sum(unread)), list[SequenceState]()
+        rows, found = target.prompt_rows(nodes, rows, sum(unread)), list[SequenceState]()
         for seq, count in zip(readers[: self._places], unread, strict=False):
             rows -= count
             if rows < 0:

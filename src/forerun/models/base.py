@@ -126,13 +126,15 @@ class Target(Protocol):
 
 @runtime_checkable
 class StartsWithPrompts(Protocol):
-    """A target whose pass may score a lone root behind the last tokens of its prompt, which the same pass caches.
+    """A target whose pass may score a root behind the last tokens of its prompt, which the same pass caches.
+
+    Beside lone roots it is one itself, beside trees of a form it has a tree of that form.
 
     `score` then takes sequences that are among its trees and among its prompts: these are read to their end.
     """
 
-    def prompt_rows(self, roots: int, rows: int, waiting: int) -> int:
-        """Rows of prompts that a pass over so many lone roots takes; about `rows` are asked for, so many wait."""
+    def prompt_rows(self, nodes: int, rows: int, waiting: int) -> int:
+        """Rows of prompts that a pass over so many nodes takes; about `rows` are asked for, so many wait."""
         ...
 
 

@@ -132,8 +132,8 @@ class SimulatedGPU(CountedTokens):
     def host_works(self, sequences: int) -> None:
         self.clock.seconds += self.speeds.host + self.speeds.host_row * sequences
 
-    def prompt_rows(self, roots: int, rows: int, waiting: int) -> int:
-        return rows_beside(roots, rows, waiting)
+    def prompt_rows(self, nodes: int, rows: int, waiting: int) -> int:
+        return rows_beside(nodes, rows, waiting)
 
     def _run(self, nodes: int, prompts: int) -> float:
         """Launch a pass; when it ends."""
@@ -184,8 +184,8 @@ class SimulatedGPU(CountedTokens):
             return Verdict.of([()] * len(seqs), [self._word(seq, 0) for seq in seqs], self.device)
         parents = [-1, *range(form.depth), *[0] * (form.nodes - form.depth - 1)]
         tokens, paths, bonus = list[int](), list[range](), list[int]()
-        for seq in seqs:
-            count = self._accepted(seq, form)
+        for b, seq in enumerate(seqs):
+            count = self._accepted(seq, form) if b < len(seqs) - trees.undrafted else 0
             right = [self._word(seq, depth) for depth in range(count)]
             tokens += [seq.tokens[-1], *right, *[0] * (form.nodes - 1 - count)]
             paths.append(range(1, count + 1))
@@ -228,6 +228,8 @@ class SimulatedForms:
 
 class SimulatedHead(BaseDrafter):
     """Trees that the simulated device grows, behind unread ones too."""
+
+    follows_undrafted = True
 
     def __init__(self, gpu: SimulatedGPU) -> None:
         self.gpu, self.menu = gpu, SimulatedForms(gpu.speeds, gpu.rate)

@@ -43,6 +43,7 @@ class ModelDraft:
     """Implements forerun.drafters.eagle.cuda.drafter.DraftsOnDevice."""
 
     needs = NEEDS
+    follows_undrafted = False  # it goes on behind its own chains, whose roots it has read
 
     def __init__(self, model: CudaDecoder, vocab_size: int, last: LastRound | None = None) -> None:
         """`last` is the target's record of its last round; without it, every round is read before the next draft."""

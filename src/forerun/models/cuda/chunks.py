@@ -57,9 +57,8 @@ def beside_trees(fresh: Sequence[list[int]], trees: TreeBatch, rows: int, least:
     """
     nodes = trees.nodes if trees.form is None else trees.form.rows
     waiting, room = sum(map(len, fresh)), max(0, MAX_ROWS - nodes)
-    assert least <= (room if trees.is_plain() else 0), (
-        "those that start with this pass fit it, beside lone roots"
-    )
+    starts = trees.form is not None or trees.is_plain()
+    assert least <= (room if starts else 0), "those that start with this pass fit it"
     if trees.form is None and not trees.is_plain() and 2 * room < min(rows, waiting):
         return first_rows(fresh, rows)
     return first_rows(fresh, max(rows_beside(nodes, rows, waiting), least))

@@ -230,10 +230,10 @@ class CudaDecoder(SlotTarget):
             nodes += before.depth + 1
         extents, held = self.kv.extents([seq.id for seq in seqs]), self.kv.pool.held
         for seq, extent in zip(seqs, extents, strict=True):
-            if nodes > TREE_MARGIN or extent.length + nodes > extent.writable:
+            if nodes > TREE_MARGIN or extent.length + extent.coming + nodes > extent.writable:
                 self._extent_for(seq, nodes)
         places = zip(extents, follows or repeat(-1), strict=False)
-        return [Place(held[one.id], one.length, tree) for one, tree in places]
+        return [Place(held[one.id], one.length + one.coming, tree) for one, tree in places]
 
     @torch.no_grad()
     def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:

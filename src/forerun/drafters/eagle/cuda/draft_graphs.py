@@ -62,6 +62,8 @@ class Ahead:
 class DeviceDraft:
     """Drafts of chosen tokens for sequences of one CUDA target; captured as graphs, or run step by step."""
 
+    follows_undrafted = True
+
     def __init__(
         self,
         net: HeadNet,

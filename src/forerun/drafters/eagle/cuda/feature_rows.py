@@ -104,13 +104,18 @@ class FeatureRows:
         new = [one for one, (_, tree) in zip(states, going, strict=True) if tree < 0 and one is not None]
         self.prompts.read([one for one in states if one is not None])
         self.read_ahead(new, behind(shape))
+        others = zip(states, going, strict=True)
+        short = [one for one, (_, tree) in others if one is not None and tree >= 0 and one.read < one.seen]
+        self.read_ahead(
+            short, 0
+        )  # prompts too short to be put off, of those that started with the last round
         passed, drafted, longest = behind(shape), below(shape), self._model.max_length - DEEPEST
         lanes, owners = list[Lane](), dict[int, RowState]()
         for state, (seq, tree) in zip(states, going, strict=True):
             if tree >= 0 and state is not None:
                 seen, pages = len(state.after), state.pages
                 end = seen + passed
-                if state.read < seen or end > longest:
+                if end > longest:
                     return None
                 if end + drafted > PAGE * len(pages):
                     if not self.has_room(state, end + drafted):
