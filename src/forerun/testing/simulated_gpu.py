@@ -23,7 +23,7 @@ from forerun.drafters.eagle.cuda.row_reader import PASSES
 from forerun.models.cuda.chunks import beside_trees, least_rows, rows_beside
 from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, round_up
 from forerun.models.shared import SharedWeights
-from forerun.offers import Form, Menu, Offer
+from forerun.offers import Form, Offer
 from forerun.testing.emulated_device import CountedTokens, next_roots
 from forerun.testing.menu_simulator import accepted_of, level_rate
 from forerun.types import (
@@ -233,8 +233,7 @@ class SimulatedHead(BaseDrafter):
 
     def __init__(self, gpu: SimulatedGPU) -> None:
         self.gpu, self.menu = gpu, SimulatedForms(gpu.speeds, gpu.rate)
-        menu: Menu = self.menu
-        self._offer = Offer(menu=menu)
+        self._offer = Offer(menu=self.menu)
         self._unread: dict[int, int] = {}  # rows of prompts by sequence
         self._waits: dict[int, int] = {}  # and for how many rounds
 
