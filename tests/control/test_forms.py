@@ -224,6 +224,28 @@ def test_free_chains_or_the_menu_never_both_in_one_round(survival: float) -> Non
     assert sources[-20:].count("free" if survival > 0.5 else "costly") >= 18
 
 
+@pytest.mark.parametrize("undrafted", [0, 1])
+def test_whoever_starts_beside_trees_that_nobody_drafted_for_it_says_nothing_of_a_head(
+    undrafted: int,
+) -> None:
+    """The round behind it was asked for with it, before its own first round was observed."""
+    controller = AdaptiveController(CostModel(FLAT.seconds), 60, 10, lambda seq: Offer(menu=MENU))
+    seqs = [FakeSeq(i, [1]) for i in range(7)]
+    for _ in range(30):
+        budget = controller.plan(seqs[:6])[0]
+        trees = (budget.nodes,) * 6, (budget.depth,) * 6, (budget.depth,) * 6
+        seconds = {"draft": 0.3, "pass": FLAT.pass_seconds(6 + 6 * budget.nodes), "host": 0.1}
+        controller.observe(Round(tuple(seqs[:6]), *trees, seconds))
+    assert budget.nodes > 0
+    assert controller.goes_on(seqs)
+    (chooser,) = controller._choosers.values()
+    last, before = seqs[6].id, chooser.acceptance.weight([seqs[6].id])
+    nodes, depths, accepted = ((*part, 0) for part in trees)
+    controller.observe(Round(tuple(seqs), nodes, depths, accepted, seconds, undrafted=undrafted))
+    after = chooser.acceptance.weight([last])
+    assert after == before if undrafted else after < before
+
+
 def test_a_batch_of_several_kinds_has_a_form_for_some_and_budgets_for_the_rest() -> None:
     offers = {0: Offer(menu=MENU), 1: Offer(free=(0.9, 0.8)), 2: Offer(menu=MENU), 3: Offer()}
     controller = AdaptiveController(CostModel(FLAT.seconds), 60, 10, lambda seq: offers[seq.id])

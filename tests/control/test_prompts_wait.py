@@ -43,6 +43,10 @@ def test_one_long_prompt_does_not_stop_the_drafts_of_a_batch(batch: int) -> None
     assert chosen(batch, WaitingPrompts(1, 30_000, 256, ROOM)) > 0
 
 
+def test_a_prompt_of_one_token_has_no_rows_to_wait_for() -> None:
+    assert chosen(8, WaitingPrompts(1, 0, 256, ROOM)) == chosen(8, WaitingPrompts(1, 1, 256, ROOM)) > 0
+
+
 def have_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, "PATIENCE", 0.0)
     monkeypatch.setattr(forms, "BURST", 1000)
