@@ -78,12 +78,12 @@ def rounds_that_are_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
 
 def only_those_who_go_on_are_asked(patch: pytest.MonkeyPatch) -> None:
     """Whether the device decides was once asked of the next round's sequences, not of the last one's."""
-    real = following._may_follow
+    real = following.device_decides
 
     def may(engine: Any, seqs: Sequence[Any], sampled: bool) -> bool:
         return real(engine, [seq for seq in seqs if len(seq.tokens) + 1 < seq.max_length], sampled)
 
-    patch.setattr(following, "_may_follow", may)
+    patch.setattr(following, "device_decides", may)
 
 
 def shared_pages_that_are_written(patch: pytest.MonkeyPatch) -> None:

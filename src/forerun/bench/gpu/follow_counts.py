@@ -31,7 +31,7 @@ class FollowCounts:
     @contextmanager
     def watch(self, engine: Engine) -> Iterator[None]:
         asked: list[tuple[Any, str, Callable[[Any], bool]]] = [
-            (following, "_may_follow", lambda found: not found),
+            (following, "device_decides", lambda found: not found),
             (type(engine.target), "make_room", lambda found: not found),
             (FormChooser, "keeps", lambda found: found is None),
             (FormChooser, "keeps_plain", lambda found: found is None),
