@@ -170,7 +170,7 @@ class FormChooser:
         if self._burst:
             return [plain, *[one._replace(missed=inf) for one in promises[1:]]]
         each = max([one.rate for one in promises]) / batch
-        read = max(1, min(prompts.rows, prompts.taken, prompts.room - batch))  # of one token, none
+        read = max(1, min(prompts.rows, prompts.taken, prompts.room - batch))  # a prompt of one token: 0 rows
         beside = self.cost.whole_seconds(batch + read, batch) + self._around(plain.form, drafting, batch)
         found = list[Promise]()
         for one in promises:
