@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forerun.build import make_engine
-from forerun.errors import InvalidInput, UnknownName
+from forerun.errors import InvalidInput, ModelNotFound, UnknownName
 from forerun.llm import LLM, Completion
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
@@ -141,3 +141,8 @@ def test_single_options_win_over_a_configuration(tmp_path: Path, monkeypatch: py
     assert plain.engine.default_drafter == "none"
     assert LLM.load(path, speculative_config=lookup).engine.default_drafter == "ngram"
     assert plain.generate([3, 4, 5], max_tokens=10, ignore_eos=True).token_ids == done.token_ids
+    asked = plain.generate([3, 4, 5], max_tokens=10, ignore_eos=True, drafter="draft_model", budget=4)
+    assert asked.rounds == 2  # the model was loaded, so a request may ask for it
+    assert asked.token_ids == done.token_ids
+    with pytest.raises(ModelNotFound):
+        LLM.load(path, draft_model=str(tmp_path / "none.gguf"), drafter="ngram")

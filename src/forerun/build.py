@@ -188,13 +188,22 @@ def _names_of(checkpoint: Checkpoint) -> list[str]:
 
 
 def drafts_with_checkpoint(drafter: str) -> bool:
-    """Does this drafter run a second model? Others take `draft_model` for a head, or not at all."""
+    """Does this drafter run a second model? Others take `draft_model` for a head, or leave it to single requests."""
     return drafter != "auto" and registry.drafters.spec(drafter).needs == "checkpoint"
 
 
 def draft_models(speculative: SpeculativeConfig) -> list[str]:
-    """The second models that `draft_model` names: several, with commas between, where a cascade runs several."""
-    wanted, given = registry.drafters.spec(speculative.drafter).checkpoints, speculative.draft_model or ""
+    """The second models that `draft_model` names: several, with commas between, where a cascade runs several.
+
+    Also where the drafter itself runs none: single requests may ask for one that does.
+    """
+    drafter, given = speculative.drafter, speculative.draft_model
+    if given is None:
+        return []
+    is_head = drafter == "auto" or needs_head(drafter) or open_head(Path(given).expanduser()) is not None
+    if is_head and not drafts_with_checkpoint(drafter):
+        return []
+    wanted = max(1, registry.drafters.spec(drafter).checkpoints)
     names = given.split(",") if wanted > 1 else [given]
     if len(names) != wanted:
         raise InvalidInput(

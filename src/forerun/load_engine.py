@@ -24,7 +24,6 @@ from forerun.build import (
     check_names,
     choose_drafter,
     draft_models,
-    drafts_with_checkpoint,
     load_target,
     make_engine,
     token_map,
@@ -83,10 +82,8 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
     elif settings.tensor_parallel_size > 1:  # ranks on one CPU share its cores
         torch.set_num_threads(max(1, torch.get_num_threads() // settings.tensor_parallel_size))
     speculative = choose_drafter(speculative, checkpoint, settings.device)
-    smaller = []
-    if speculative.draft_model is not None and drafts_with_checkpoint(speculative.drafter):
-        opened = [open_checkpoint(given) for given in draft_models(speculative)]
-        smaller = [(small, token_map(checkpoint, small)) for small in opened]
+    opened = [open_checkpoint(given) for given in draft_models(speculative)]
+    smaller = [(small, token_map(checkpoint, small)) for small in opened]
     tokenizer = checkpoint.tokenizer()
     costs = cost_file(checkpoint, settings, cache_folder())
     target = load_target(checkpoint, settings)
