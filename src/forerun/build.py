@@ -192,26 +192,6 @@ def drafts_with_checkpoint(drafter: str) -> bool:
     return drafter != "auto" and registry.drafters.spec(drafter).needs == "checkpoint"
 
 
-def draft_models(speculative: SpeculativeConfig) -> list[str]:
-    """The second models that `draft_model` names: several, with commas between, where a cascade runs several.
-
-    Also where the drafter itself runs none: single requests may ask for one that does.
-    """
-    drafter, given = speculative.drafter, speculative.draft_model
-    if given is None:
-        return []
-    is_head = drafter == "auto" or needs_head(drafter) or open_head(Path(given).expanduser()) is not None
-    if is_head and not drafts_with_checkpoint(drafter):
-        return []
-    wanted = max(1, registry.drafters.spec(drafter).checkpoints)
-    names = given.split(",") if wanted > 1 else [given]
-    if len(names) != wanted:
-        raise InvalidInput(
-            f"the drafter {speculative.drafter!r} runs {wanted} models; name them by comma: draft_model=SMALL,MEDIUM"
-        )
-    return [name.strip() for name in names]
-
-
 def load_target(checkpoint: Checkpoint, config: EngineConfig) -> Target:
     """Our own decoder where it knows the family, else transformers behind the same protocol."""
     from forerun.models.config import DecoderConfig, supports

@@ -14,18 +14,21 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
+from forerun import registry
 from forerun.auto_drafter import settle
 from forerun.build import (
     build_named,
     check_names,
     choose_drafter,
-    draft_models,
+    drafts_with_checkpoint,
     load_target,
     make_engine,
+    needs_head,
     token_map,
 )
 from forerun.checks import as_path, shown, unknown
@@ -35,13 +38,12 @@ from forerun.drafters.token_map import TokenMap
 from forerun.drafters.translated import TranslatedTarget
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
+from forerun.heads import open_head
 from forerun.models.base import Target
 from forerun.models.load.opening import opening_of
 from forerun.params import ENGINE_SPELLINGS, Dtype, EngineConfig, SpeculativeConfig
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from forerun.models.load.checkpoint import Checkpoint
     from forerun.models.load.tokenizer import Tokenizer
 
@@ -103,6 +105,26 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
         target.warm_up(drafter.needs, engine.max_batch, engine.max_length)  # no text should wait for either
         collect_garbage()
     return engine, tokenizer
+
+
+def draft_models(speculative: SpeculativeConfig) -> list[str]:
+    """The second models that `draft_model` names: several, with commas between, where a cascade runs several.
+
+    Also where the drafter itself runs none: single requests may ask for one that does.
+    """
+    drafter, given = speculative.drafter, speculative.draft_model
+    if given is None:
+        return []
+    is_head = drafter == "auto" or needs_head(drafter) or open_head(Path(given).expanduser()) is not None
+    if is_head and not drafts_with_checkpoint(drafter):
+        return []
+    wanted = max(1, registry.drafters.spec(drafter).checkpoints)
+    names = given.split(",") if wanted > 1 else [given]
+    if len(names) != wanted:
+        raise InvalidInput(
+            f"the drafter {speculative.drafter!r} runs {wanted} models; name them by comma: draft_model=SMALL,MEDIUM"
+        )
+    return [name.strip() for name in names]
 
 
 def collect_garbage() -> None:

@@ -128,7 +128,7 @@ class DrafterRegistry:
             return self._specs[name]
         found = next((spec for spec in self._installed() if spec.name == name), None)
         if found is None:
-            raise UnknownName(_unknown(self.kind, name, self.names()))
+            raise UnknownName(f"{_unknown(self.kind, name, self.names())}; or auto, or two of them: a+b, a>b")
         return found
 
     def get(self, name: str) -> Any:

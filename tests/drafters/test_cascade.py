@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from forerun import registry
-from forerun.build import build_drafter, draft_models, make_engine
+from forerun.build import build_drafter, make_engine
 from forerun.drafters.base import Drafter, Parts
 from forerun.drafters.cascade import CascadeDrafter
 from forerun.drafters.draft_model import ModelDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.errors import InvalidInput
+from forerun.load_engine import draft_models
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM, check_drafter
 from forerun.types import Budget, Request

@@ -17,13 +17,13 @@ from forerun.bench.measure import Contender, Written
 from forerun.bench.peers.process import Peers
 from forerun.bench.recorder import Recorder
 from forerun.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS, Cell, DrafterSetup, Settings
-from forerun.build import build_drafter, draft_models, load_target, token_map
+from forerun.build import build_drafter, load_target, token_map
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.drafters.base import Drafter, Parts
 from forerun.errors import InvalidInput
 from forerun.llm import LLM
-from forerun.load_engine import drafting
+from forerun.load_engine import draft_models, drafting
 from forerun.models.base import Target
 from forerun.models.load import checkpoint as loading
 from forerun.models.native.target import NativeDecoder

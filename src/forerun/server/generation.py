@@ -70,7 +70,7 @@ def make_jobs(
     if body.best_of is not None and body.best_of != copies:
         raise ApiError(
             400,
-            f"best_of={body.best_of} is not supported: ask for n={body.best_of} and choose",
+            f"best_of={body.best_of} is not supported: ask for as many with n and choose",
             param="best_of",
         )
     jobs = []
