@@ -20,6 +20,7 @@ from typing import Any
 from forerun.bench.forms.record import RecordedText, load, record, save
 from forerun.bench.forms.simulation import Outcome, Simulation, fixed_forms, in_turn, make_controller
 from forerun.bench.gpu.texts import parse_form
+from forerun.bench.recording_flags import add_recording_flags
 from forerun.bench.suites import load_suite
 from forerun.drafters.eagle.cuda.draft_plan import bucket_of
 from forerun.drafters.eagle.files import read_head
@@ -94,12 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m forerun.bench.forms", description=(__doc__ or "").split("\n")[0]
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record")
-    recording.add_argument("--model", default="smollm2")
-    recording.add_argument("--suite", default="builtin")
-    recording.add_argument("--limit", type=int, help="prompts per task")
-    recording.add_argument("--max-tokens", type=int, default=128)
-    recording.add_argument("--out", type=Path, required=True)
+    add_recording_flags(commands.add_parser("record"))
     simulating = commands.add_parser("simulate")
     simulating.add_argument("file", type=Path)
     simulating.add_argument("--batches", default="1")

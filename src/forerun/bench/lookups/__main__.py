@@ -22,6 +22,7 @@ from forerun.bench.lookups.cost import CHAIN, TREE, measure
 from forerun.bench.lookups.record import Recording, load, record, save
 from forerun.bench.lookups.replay import DRAFT, Speed, make_drafter, worlds
 from forerun.bench.machine import machine_facts
+from forerun.bench.recording_flags import add_recording_flags
 from forerun.bench.suites import load_suite
 from forerun.drafters.suffix.successors import READ
 
@@ -74,12 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m forerun.bench.lookups", description=(__doc__ or "").split("\n")[0]
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record")
-    recording.add_argument("--model", default="smollm2")
-    recording.add_argument("--suite", default="builtin")
-    recording.add_argument("--limit", type=int, help="prompts per task")
-    recording.add_argument("--max-tokens", type=int, default=128)
-    recording.add_argument("--out", type=Path, required=True)
+    add_recording_flags(commands.add_parser("record"))
     replaying = commands.add_parser("replay")
     replaying.add_argument("file", type=Path)
     replaying.add_argument("--worlds", default="", help=f"by comma; all of {', '.join(worlds())}")
