@@ -56,7 +56,7 @@ print(max(2, int(0.95 * float(sys.argv[1]) * rate / int(sys.argv[2]))))' "$BUDGE
 }
 measure() { # NAME flags...: forerun bench, resumed from NAME.raw
     local name=$1 code=0
-    bounded "$PY" -m forerun.cli bench --model "$M" --device "$DEVICE" --suite "$SUITE" --max-tokens "$ANSWER" --repeats "$REPEATS" \
+    bounded "$PY" -m forerun bench --model "$M" --device "$DEVICE" --suite "$SUITE" --max-tokens "$ANSWER" --repeats "$REPEATS" \
         --out "$name.raw" --json "$name.json" "${@:2}" > "$name.txt" || code=$?
     grep -v '^{' "$name.txt" || true
     [ $code -le 1 ] || say "$name: code $code; the same stage goes on from $R/$name.raw"

@@ -19,7 +19,7 @@ import math
 import time
 from pathlib import Path
 
-FEWEST, PER_PLACE, TOKENS, WARM = 24, 4, 128, 12
+FEWEST, TOKENS = 24, 128
 
 
 def spread(prompts: list[list[int]]) -> list[list[int]]:
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--head", type=Path)
     parser.add_argument("--drafted", type=int, default=3)
     parser.add_argument("--batches", default="1,8,32,64,128")
+    parser.add_argument("--texts-per-place", type=int, default=4, help="texts per place in the batch")
     parser.add_argument("--kv-bytes", type=int, default=22 << 30)
     parser.add_argument("--turn", action="store_true")
     given = parser.parse_args()
@@ -78,8 +79,8 @@ def main() -> None:
     rows = []
     for batch in sizes:
         llm.llm_engine.engine_core.call_utility("set_running", batch)
-        texts = [prompts[i % len(prompts)] for i in range(max(FEWEST, PER_PLACE * batch))]
-        ask(texts[: 2 * batch], WARM)
+        texts = [prompts[i % len(prompts)] for i in range(max(FEWEST, given.texts_per_place * batch))]
+        ask(texts[: max(4, batch)], TOKENS)  # texts of twelve tokens left compiling to the timed part
         began = time.perf_counter()
         ids = ask(texts, TOKENS)
         seconds = time.perf_counter() - began

@@ -124,7 +124,7 @@ def test_a_draft_model_of_another_vocabulary(forerun: Run, tmp_path: Path) -> No
 def test_a_reader_that_went_away_is_no_error(words: str) -> None:
     reads, writes = os.pipe()
     os.close(reads)
-    command = [sys.executable, "-m", "forerun.cli", *words.split()]
+    command = [sys.executable, "-m", "forerun", *words.split()]
     ended = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, check=False)
     os.close(writes)
     assert ended.returncode != 0

@@ -203,7 +203,7 @@ def test_a_front_that_ends_while_the_model_is_loaded_leaves_nothing_behind(
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_the_front_has_no_torch_and_ends_its_engine_when_it_is_killed() -> None:
-    command = [sys.executable, "-m", "forerun.cli", "serve", "--port", "0"]
+    command = [sys.executable, "-m", "forerun", "serve", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         line = next(line for line in process.stderr if "serving" in line)

@@ -192,7 +192,7 @@ def test_prompts_are_logged_only_where_asked(llm: LLM, caplog: pytest.LogCapture
 @contextmanager
 def started(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The real command, until it has ended."""
-    command = [sys.executable, "-m", "forerun.cli", "serve", "--port", "0", *flags]
+    command = [sys.executable, "-m", "forerun", "serve", "--port", "0", *flags]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None

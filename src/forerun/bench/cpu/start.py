@@ -16,9 +16,9 @@ from forerun.bench.machine import load_average, machine_facts
 
 _RUNS = 5
 _COMMANDS = {
-    "generate": ["-m", "forerun.cli", "generate", "Hi", "--max-tokens", "3"],
+    "generate": ["-m", "forerun", "generate", "Hi", "--max-tokens", "3"],
     "import_torch": ["-c", "import torch"],
-    "unknown_model": ["-m", "forerun.cli", "generate", "Hi", "--model", "nosuch"],
+    "unknown_model": ["-m", "forerun", "generate", "Hi", "--model", "nosuch"],
 }
 
 

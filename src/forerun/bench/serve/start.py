@@ -46,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def start(model: str) -> tuple[float, float]:
     """Seconds from the start of the process to its first yes, and the CPU seconds that it had used by then."""
     port = _free_port()
-    command = [sys.executable, "-m", "forerun.cli", "serve", model, "--port", str(port)]
+    command = [sys.executable, "-m", "forerun", "serve", model, "--port", str(port)]
     began = time.perf_counter()
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         try:
