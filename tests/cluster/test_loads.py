@@ -12,7 +12,7 @@ from forerun.server.backend import Load
 
 def report(name: str, tokens: int, running: int = 1, problem: str | None = None) -> Report:
     load = Load(running, 2, 30, 40, 100, 5, 3, 1, 7, tokens, 11, 6, {"plain": 4}, [5, 1], [3], {"pass": 0.5})
-    return Report(name, "node", 1, "m", "ngram", 10, 64, 4, False, problem, load)
+    return Report(name, "node", 1, "m", "ngram", "auto", 10, 64, 4, False, problem, load)
 
 
 def test_sums() -> None:

@@ -61,18 +61,21 @@ def test_a_text_that_depends_on_its_draft_is_not_resumed_but_sent_again_if_nothi
 
 
 def test_which_texts_are_functions_of_their_requests() -> None:
-    assert can_resume({"temperature": 0.0})
-    assert can_resume({"temperature": 1.0, "seed": 3})
-    assert can_resume({"temperature": 1.0, "seed": 3, "verifier": "coupled"})
-    assert not can_resume({"temperature": 1.0})
-    assert not can_resume({"temperature": 1.0, "seed": 3, "verifier": "exact"})
-    assert not can_resume({"temperature": 0.0, "verifier": "typical"})
+    assert can_resume({"temperature": 0.0}, "auto")
+    assert can_resume({"temperature": 1.0, "seed": 3}, "auto")
+    assert can_resume({"temperature": 1.0, "seed": 3, "verifier": "coupled"}, "exact")
+    assert not can_resume({"temperature": 1.0}, "auto")
+    assert not can_resume({"temperature": 1.0, "seed": 3, "verifier": "exact"}, "auto")
+    assert not can_resume({"temperature": 1.0, "seed": 3}, "exact")
+    assert not can_resume({"temperature": 0.0, "verifier": "typical"}, "auto")
+    assert not can_resume({"temperature": 0.0}, "typical")
 
 
 def test_a_sampled_text_gets_a_seed_where_that_makes_it_one() -> None:
-    made = with_seed({"temperature": 1.0})
-    assert made["seed"] != with_seed({"temperature": 1.0})["seed"]
-    assert can_resume(made)
-    assert "seed" not in with_seed({"temperature": 0.0})
-    assert "seed" not in with_seed({"temperature": 1.0, "verifier": "exact"})
-    assert with_seed({"temperature": 1.0, "seed": 5})["seed"] == 5
+    made = with_seed({"temperature": 1.0}, "auto")
+    assert made["seed"] != with_seed({"temperature": 1.0}, "auto")["seed"]
+    assert can_resume(made, "auto")
+    assert "seed" not in with_seed({"temperature": 0.0}, "auto")
+    assert "seed" not in with_seed({"temperature": 1.0, "verifier": "exact"}, "auto")
+    assert "seed" not in with_seed({"temperature": 1.0}, "typical")
+    assert with_seed({"temperature": 1.0, "seed": 5}, "auto")["seed"] == 5

@@ -110,8 +110,8 @@ class ClusterBackend(Backend):
     async def stream(self, prompt: tuple[int, ...], **options: Any) -> AsyncGenerator[Event | Completion]:
         """One text as it grows, from as many replicas as it takes."""
         every_round = options.pop("every_round", True)
-        options = with_seed(options)
-        replay, gone = Replay(can_resume(options)), list[str]()
+        options = with_seed(options, self._facts.verifier)
+        replay, gone = Replay(can_resume(options, self._facts.verifier)), list[str]()
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 replay.restart()

@@ -20,7 +20,8 @@ class Report:
     node: str
     pid: int
     model: str
-    drafter: str
+    drafter: str  # of requests that name none, as is the verifier
+    verifier: str
     vocab_size: int
     max_length: int
     max_batch: int

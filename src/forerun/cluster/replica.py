@@ -90,8 +90,8 @@ class Replica:
         backend = self._backend
         return Report(
             self._name, self._node, os.getpid(), self._settings.model, self._drafter or backend.drafter,
-            backend.vocab_size, backend.max_length, backend.max_batch, backend.has_encoder, backend.problem,
-            backend.load(),
+            self._llm.engine.default_verifier, backend.vocab_size, backend.max_length, backend.max_batch,
+            backend.has_encoder, backend.problem, backend.load(),
         )  # fmt: skip
 
     def record_autoscaling_stats(self) -> dict[str, float]:

@@ -16,28 +16,32 @@ from forerun.errors import ForerunError
 from forerun.noise import fresh_seed
 from forerun.types import Event
 
-_BY_REQUEST = (None, "auto", "coupled")  # verifiers under which a seed fixes the text
+_BY_REQUEST = ("auto", "coupled")  # verifiers under which a seed fixes the text
 
 
 class StreamLost(ForerunError):
     """The replica that wrote a text is gone, and the text cannot be gone on with."""
 
 
-def with_seed(options: Mapping[str, Any]) -> dict[str, Any]:
+def with_seed(options: Mapping[str, Any], default_verifier: str) -> dict[str, Any]:
     """The same options with a seed, where a seed makes the text a function of the request and none was given."""
     sampled = options.get("temperature", 0.0) != 0.0
-    if sampled and options.get("seed") is None and options.get("verifier") in _BY_REQUEST:
+    if sampled and options.get("seed") is None and _verifier(options, default_verifier) in _BY_REQUEST:
         return {**options, "seed": fresh_seed()}
     return dict(options)
 
 
-def can_resume(options: Mapping[str, Any], default_verifier: str = "auto") -> bool:
-    """Does another replica write the same text for these options?"""
-    verifier = options.get("verifier") or default_verifier
+def can_resume(options: Mapping[str, Any], default_verifier: str) -> bool:
+    """Does another replica write the same text for these options? The default is that of the replicas."""
+    verifier = _verifier(options, default_verifier)
     if verifier == "typical":  # accepts what the target might have said: depends on the draft
         return False
     greedy = options.get("temperature", 0.0) == 0.0
     return greedy or (options.get("seed") is not None and verifier in _BY_REQUEST)
+
+
+def _verifier(options: Mapping[str, Any], default: str) -> str:
+    return options.get("verifier") or default
 
 
 @dataclass(slots=True)
