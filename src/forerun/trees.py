@@ -83,7 +83,7 @@ class TreeBatch:
         follows: tuple[int, ...]
         | None = None,  # [B] of trees grown so: each one's place in the last batch; -1 = new
         members: Sequence[int] | None = None,  # [B] which trees of the form these are; None = the first
-        undrafted: int = 0,  # of the last trees of a form: nobody drafted what is below these roots
+        undrafted: int = 0,  # of the last trees: their sequences start, and nobody drafted what is below these roots
     ) -> None:
         self.starts, self.drawn_from, self.form = starts, drawn_from, form
         self.device_seconds, self.grower, self.follows = device_seconds, grower, follows

@@ -207,7 +207,7 @@ class Round:
     followed: bool = False  # it was launched before the round before it was read
     tree_rows: int = 0  # rows of trees in the pass, padding included; 0 = one for every node
     ahead: int = 0  # passes of coming plain rounds that were run with its own: see Needs.match_length
-    undrafted: int = 0  # of the last sequences: nobody drafted for these, who started beside trees of a form
+    undrafted: int = 0  # of the last sequences: nobody drafted for these, who start with this pass
 
     @property
     def tells_times(self) -> bool:

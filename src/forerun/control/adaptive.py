@@ -216,7 +216,8 @@ class AdaptiveController:
         return True
 
     def observe(self, outcome: Round) -> None:
-        self._observe(outcome)
+        if outcome.undrafted < len(outcome.seqs):  # else it was not planned here: all of them start with it
+            self._observe(outcome)
         self._take_stay()
 
     def _observe(self, outcome: Round) -> None:

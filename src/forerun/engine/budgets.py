@@ -10,6 +10,8 @@ from forerun.engine.sequence import SequenceState
 from forerun.messages import ALWAYS
 from forerun.types import Budget
 
+NOT_DRAFTED = Budget(0, 0)
+
 
 @lru_cache(maxsize=64)
 def _standing(budget: Budget) -> Budget:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.control.base import Controller
-from forerun.engine.budgets import cut_budgets, standing
+from forerun.engine.budgets import NOT_DRAFTED, cut_budgets, standing
 from forerun.engine.detokenize import Decodes
 from forerun.engine.following import follow
 from forerun.engine.late_launch import LateLaunch
@@ -235,9 +235,8 @@ class Engine(Recovery):
         clock, self._pending = self.stats.clock(), Pending(seqs)
         scheduler.begin(seqs)
         starters, roots = with_starters(self, [], TreeBatch.chains([]), seqs, rows)
-        if starters:
-            prompt_share(scheduler, self.prompt_rows, self.controller, len(starters))
-            self._score_round(starters, roots, seqs, rows, self.controller.plan(starters), clock)
+        if starters:  # nobody can draft for them yet: the controller is not asked, and plans no trial in vain
+            self._score_round(starters, roots, seqs, rows, [NOT_DRAFTED] * len(starters), clock)
             return
         chains, scores = self.target.prefill(seqs, self.drafters.needs(seqs), rows)
         self._observe_prompts(seqs, chains, scores)

@@ -29,7 +29,9 @@ def outcome_of(
     paths, bonus = verdict.to_host()
     if trees.is_plain() and not laws.impossible:
         nothing = (0,) * len(seqs)
-        done = Round(tuple(seqs), nothing, nothing, nothing, clock, prompt_rows, followed, 0, ahead)
+        done = Round(
+            tuple(seqs), nothing, nothing, nothing, clock, prompt_rows, followed, 0, ahead, trees.undrafted
+        )
         return _plain_advances(seqs, laws, bonus, seconds), done
     (tokens, parents), starts, sizes = trees.to_host(), trees.starts, trees.sizes()
     deepest = [shape.deepest for shape in trees.topology()]

@@ -31,6 +31,7 @@ def with_starters(
         starters = engine.scheduler.starters(readers, len(seqs) + len(readers), rows)
         if starters:
             trees = TreeBatch.chains([seq.tokens[-1:] for seq in (*seqs, *starters)])
+            trees.undrafted = len(starters)
     engine.scheduler.start(starters)
     return [*seqs, *starters] if starters else seqs, trees
 
