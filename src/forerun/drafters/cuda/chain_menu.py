@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from forerun.drafters.cuda.chain_plan import BUCKETS, MOST
-from forerun.models.cuda.plan import round_up
+from forerun.models.cuda.plan import MAX_ROWS, round_up
 from forerun.offers import Form
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8)
@@ -17,7 +17,7 @@ ACCEPTED = 0.75  # of a draft model's tokens, each, until rounds have shown it
 
 def forms_for(bucket: int) -> tuple[Form, ...]:
     """The chains whose target pass can pay for itself, for so many sequences."""
-    return tuple(form for form in FORMS if bucket * (form.nodes + 1) <= ROWS)
+    return tuple(form for form in FORMS if bucket * (form.nodes + 1) <= min(ROWS, MAX_ROWS))
 
 
 class ChainMenu:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from forerun.drafters.eagle.cuda.draft_plan import BUCKETS, MOST, bucket_of
-from forerun.models.cuda.plan import ROW_SIZES, round_up
+from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, round_up
 from forerun.offers import Form
 
 FORMS = tuple(
@@ -29,7 +29,8 @@ def forms_for(bucket: int) -> tuple[Form, ...]:
     A pass is computed for the next of a few numbers of rows (ROW_SIZES). Trees of 15 nodes and a root fill one of
     128 rows at batch 8, while trees of 16 would pay for 160.
     """
-    return tuple(form for form in FORMS if bucket * (form.nodes + 1) <= ROWS and _fills(form, bucket))
+    most = min(ROWS, MAX_ROWS)
+    return tuple(form for form in FORMS if bucket * (form.nodes + 1) <= most and _fills(form, bucket))
 
 
 def _fills(form: Form, bucket: int) -> bool:
