@@ -126,6 +126,13 @@ def test_version_and_help(forerun: Run) -> None:
     assert all("--" + name.replace("_", "-") in shown for name in HELP)
 
 
+@pytest.mark.parametrize("words", [(), ("generate",), ("data", "make"), ("train", "eagle3"), ("bench",)])
+def test_help_shows_no_type_behind_flags_that_take_no_value(forerun: Run, words: tuple[str, ...]) -> None:
+    shown = plain(forerun(*words, "--help").out)
+    assert "bool" not in shown
+    assert not words or "<str>" in shown, "values have a type"
+
+
 def test_flags_are_fields_and_leave_defaults_alone() -> None:
     known = {field.name for owner in PANELS.values() for field in fields(owner)}
     assert set(HELP) - known == {"model"}

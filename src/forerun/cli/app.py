@@ -33,6 +33,10 @@ _USER_ERROR, _INTERRUPTED, _NO_READER = 2, 130, 141  # the last two as shells co
 class Commands(TyperGroup):
     """Commands whose errors are one line; also when they are run inside a test."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _hide_types_of_flags(self, ctx)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             result = super().invoke(ctx)
@@ -55,6 +59,15 @@ class Commands(TyperGroup):
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered must go somewhere
             raise SystemExit(_NO_READER) from None
+
+
+def _hide_types_of_flags(command: Any, ctx: Any) -> None:
+    """Flags take no value: help must not show `<bool>` behind them, as typer 0.29 does."""
+    for parameter in command.get_params(ctx):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for part in getattr(command, "commands", {}).values():
+        _hide_types_of_flags(part, ctx)
 
 
 def make_app(only: str | None = None) -> typer.Typer:
