@@ -9,6 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from forerun.bench.cpu import host
+from forerun.engine.engine import Engine
+from forerun.errors import InvalidInput
+from forerun.load_engine import LoadOptions, load_engine
+from forerun.models.load.tokenizer import Tokenizer
 from forerun.models.native import library
 
 
@@ -62,3 +66,26 @@ def test_every_round_but_those_of_prompts_is_counted(capsys: pytest.CaptureFixtu
     assert found["none"].keys() == {"plain"}
     assert found["none"]["plain"]["rounds"] == 3 * 4  # of five rounds the first read the prompt
     assert found["none"]["plain"]["host_p50_ms"] > 0.0
+
+
+@pytest.mark.skipif(not library.available(), reason="no native kernels here")
+@pytest.mark.usefixtures("tiny_checkpoint")
+def test_the_engine_runs_on_the_cpu_where_there_is_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host of a GPU it ran there: rounds without a native call, whose Python launched kernels."""
+    given = list[LoadOptions]()
+
+    def load(model: str, options: LoadOptions) -> tuple[Engine, Tokenizer]:
+        given.append(options)
+        return load_engine(model, options)
+
+    monkeypatch.setattr("forerun.load_engine.load_engine", load)
+    host.measure("tiny", "none", 5, 1)
+    assert [options["device"] for options in given] == ["cpu"]
+
+
+@pytest.mark.skipif(not library.available(), reason="no native kernels here")
+@pytest.mark.usefixtures("tiny_checkpoint")
+def test_rounds_without_a_native_call_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "NATIVE", ())
+    with pytest.raises(InvalidInput, match="no native call"):
+        host.measure("tiny", "none", 5, 1)

@@ -92,7 +92,7 @@ def measure(model: str, drafter: str, tokens: int, repeats: int) -> dict[str, li
         raise InvalidInput(f"there are no native kernels here: {library.why_not()}")
     found: dict[str, list[Group]] = {}
     with native_time(library.library()) as spent:
-        engine, tokenizer = load_engine(model, {"drafter": drafter, "threads": 1})
+        engine, tokenizer = load_engine(model, {"drafter": drafter, "threads": 1, "device": "cpu"})
         params, stats = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), engine.stats
         for question in QUESTIONS * repeats:
             engine.submit(Request(tuple(tokenizer.encode(question)), params))
@@ -114,6 +114,8 @@ def measure(model: str, drafter: str, tokens: int, repeats: int) -> dict[str, li
                 last = Group(1, written, host, spent.seconds if spent.calls else None)
                 last_kind = kind
                 found.setdefault(kind, []).append(last)
+    if all(group.native is None for groups in found.values() for group in groups):
+        raise InvalidInput(f"{model} made no native call here, so that nothing can be told apart")
     return found
 
 
