@@ -8,7 +8,7 @@ import pytest
 
 from forerun.control import around as around_module
 from forerun.control.allowance import Allowance
-from forerun.control.around import GAPS, PLAIN, STALE, Around
+from forerun.control.around import GAPS_KEPT, PLAIN, STALE_ROUNDS, Around
 from forerun.control.waiting import beside_plain
 from forerun.testing.follow_simulator import FollowHistory, FollowSimulation
 from forerun.testing.lookup_simulator import Text
@@ -76,7 +76,7 @@ def test_the_gap_is_the_median_and_at_first_no_more_than_presumed() -> None:
     for slow in (9.0, 8.0):
         seen.observe(PLAIN, 1, 0.1 + slow, 0.0)
         assert seen.gap(1, presumed=0.4) == pytest.approx(0.4 if slow == 9.0 else 8.0)
-    for _ in range(GAPS):
+    for _ in range(GAPS_KEPT):
         seen.observe(PLAIN, 1, 0.6, 0.0)
     assert seen.gap(1, presumed=0.1) == pytest.approx(0.5), "then by rounds alone"
 
@@ -86,7 +86,7 @@ def test_gaps_that_nobody_risks_any_more_are_forgotten() -> None:
     seen.observe(PLAIN, 1, 0.0, 0.0, followed=True)
     for _ in range(3):
         seen.observe(PLAIN, 1, 9.0, 0.0)
-    for _ in range(3 * STALE - 1):
+    for _ in range(3 * STALE_ROUNDS - 1):
         seen.avoid_gap(1)
     assert seen.gap(1) == pytest.approx(9.0)
     seen.avoid_gap(1)

@@ -48,7 +48,7 @@ def test_a_prompt_of_one_token_has_no_rows_to_wait_for() -> None:
 
 
 def have_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forms, "PATIENCE", 0.0)
+    monkeypatch.setattr(forms, "WAITING_TOKEN_WORTH", 0.0)
     monkeypatch.setattr(forms, "BURST", 1000)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.control.round_seconds import IN_A_ROW, PRESUMED, RoundSeconds
+from forerun.control.round_seconds import IN_A_ROW, PRESUMED_SECONDS, RoundSeconds
 from forerun.offers import FREE, Offer
 from forerun.testing import FakeSeq
 from forerun.types import Budget, Round, Seq
@@ -25,7 +25,7 @@ def plain_rounds(rounds: RoundSeconds, count: int, host: float = 1e-4) -> None:
 
 def test_a_draft_costs_what_its_rounds_take_longer() -> None:
     rounds = RoundSeconds()
-    assert rounds.more == PRESUMED
+    assert rounds.more == PRESUMED_SECONDS
     plain_rounds(rounds, IN_A_ROW)
     assert rounds.plain == pytest.approx(4.1e-3)
     for _ in range(80):
@@ -38,7 +38,7 @@ def test_until_plain_rounds_were_seen_the_pass_tells_the_cost() -> None:
     rounds = RoundSeconds()
     plain_rounds(rounds, IN_A_ROW - 1)
     assert rounds.note(parts(4.4e-3, 9e-4), 4.4e-3, nodes=3, cost=0.1) == 0.1
-    assert rounds.more == PRESUMED
+    assert rounds.more == PRESUMED_SECONDS
 
 
 def test_plain_rounds_count_in_rows_that_no_draft_has_cut() -> None:
@@ -61,14 +61,14 @@ def test_a_round_of_a_drafter_that_must_run_pays_for_the_host_too() -> None:
     plain_rounds(rounds, IN_A_ROW)
     assert rounds.note_asked(asked) == pytest.approx(4e-4 / 4.1e-3), "neither the pass nor the draft"
     assert rounds.note_asked(asked | {"host": 5.0}) < 0.3, "a pause of the machine"
-    assert rounds.more == PRESUMED, "look-ups are priced by themselves"
+    assert rounds.more == PRESUMED_SECONDS, "look-ups are priced by themselves"
 
 
 def test_a_pause_of_the_machine_counts_little() -> None:
     rounds = RoundSeconds()
     plain_rounds(rounds, IN_A_ROW)
     assert rounds.note(parts(4.4e-3, 5.0), 4.4e-3, nodes=3, cost=0.1) < 2.0
-    assert rounds.more < 2 * (PRESUMED + 1e-4)
+    assert rounds.more < 2 * (PRESUMED_SECONDS + 1e-4)
     plain_rounds(rounds, IN_A_ROW, host=5.0)
     assert rounds.plain < 1.2 * 4.1e-3
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from forerun.offers import Form
 
 # memory of the common factor, per round: of one sequence, and of 16, which show more
-ALONE, BATCHED = 0.93, 0.7
-OWN = 0.95  # memory of a sequence's factor, per round
-PER_FORM = 0.93  # memory of a form's factor, per round of that form
-LEAST, MOST = 0.02, 4.0  # of the common factor
-FEW = 2.0  # expected tokens that a prior counts for
+MEMORY_ALONE, MEMORY_IN_BATCH = 0.93, 0.7
+SEQUENCE_MEMORY = 0.95  # memory of a sequence's factor, per round
+FORM_MEMORY = 0.93  # memory of a form's factor, per round of that form
+LEAST_FACTOR, MOST_FACTOR = 0.02, 4.0  # of the common factor
+PRIOR_TOKENS = 2.0  # expected tokens that a prior counts for
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Acceptance:
 
     overall: float = 1.0
     _forms: dict[Form, Factor] = field(default_factory=dict)
-    _counts: Factor = field(default_factory=lambda: Factor(FEW))
+    _counts: Factor = field(default_factory=lambda: Factor(PRIOR_TOKENS))
     _sequences: dict[int, tuple[float, float]] = field(default_factory=dict)  # observed, expected
     _own: dict[int, float] = field(default_factory=dict)  # a sequence's factor
 
@@ -62,20 +62,20 @@ class Acceptance:
     def observe(self, form: Form, prior: float, ids: Sequence[int], accepted: Sequence[int]) -> None:
         """A round of this form: tokens accepted of each sequence."""
         batch, total, each = len(ids), sum(accepted), self.expected(form, prior)
-        memory = max(BATCHED, ALONE - (batch - 1) * (ALONE - BATCHED) / 15)
+        memory = max(MEMORY_IN_BATCH, MEMORY_ALONE - (batch - 1) * (MEMORY_ALONE - MEMORY_IN_BATCH) / 15)
         self._counts.add(total, prior * self._of_form(form) * batch, memory)
-        self.overall = min(max(self._counts.value(), LEAST), MOST)
+        self.overall = min(max(self._counts.value(), LEAST_FACTOR), MOST_FACTOR)
         # what all forms share is settled first; a form that runs on and on tends to 1, and leaves the rest to that
-        of_form = self._forms.setdefault(form, Factor(6.0 * FEW / batch**0.5))
-        of_form.add(total / batch, prior * self.overall, PER_FORM)
+        of_form = self._forms.setdefault(form, Factor(6.0 * PRIOR_TOKENS / batch**0.5))
+        of_form.add(total / batch, prior * self.overall, FORM_MEMORY)
         if batch == 1:
             return  # the common factor is its own
         counts, own = self._sequences, self._own
         for seq_id, tokens in zip(ids, accepted, strict=True):  # plain numbers: once per sequence and round
-            seen, hoped = counts.get(seq_id, (FEW, FEW))
-            seen, hoped = seen * OWN + tokens, hoped * OWN + each
+            seen, hoped = counts.get(seq_id, (PRIOR_TOKENS, PRIOR_TOKENS))
+            seen, hoped = seen * SEQUENCE_MEMORY + tokens, hoped * SEQUENCE_MEMORY + each
             counts[seq_id] = seen, hoped
-            own[seq_id] = min(max((seen + FEW) / (hoped + FEW), 0.25), 2.0)
+            own[seq_id] = min(max((seen + PRIOR_TOKENS) / (hoped + PRIOR_TOKENS), 0.25), 2.0)
 
     def forget(self, seq_id: int) -> None:
         self._sequences.pop(seq_id, None)

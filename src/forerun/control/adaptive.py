@@ -19,19 +19,20 @@ from forerun.control.around import FREE_CHAINS, PLAIN
 from forerun.control.base import ControlParts, WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.decision import Decision, by_menu, chain_budget, starts, waited_for_prompts
-from forerun.control.forms import NO_FORMS, FormChooser
+from forerun.control.forms import FormChooser
 from forerun.control.free_drafts import NOTHING
 from forerun.control.lookup_rounds import asked_beside, plan_lookup, plan_lookups
-from forerun.control.lookups import WIDE, LookupGate
+from forerun.control.lookups import MOST_WITH_TREES, LookupGate
+from forerun.control.no_forms import NO_FORMS
 from forerun.control.per_sequence import SequencePlanner
-from forerun.control.waiting import FEW, Waiting, beside_plain, ends, free_promise, within
+from forerun.control.waiting import MOST_WAITED_FOR, Waiting, beside_plain, ends, free_promise, within
 from forerun.offers import FREE, NEVER, Menu, Offer
 from forerun.types import Budget, Round, Seq
 
 MOST_NODES, MOST_WIDTH = 60, 10  # the largest budget, where no limit was set
-# of rounds that drafted nothing, which are timed, out of step with calls of up to eight; and the first, which all are
-EVERY, AT_FIRST = 11, 16
-ASKED_NO_MORE = 4  # plain rounds that were read first, after which none is expected to follow
+# rounds that drafted nothing: one of so many is timed, out of step with calls of up to eight, and all of the first
+TIMED_EVERY, TIMED_AT_FIRST = 11, 16
+UNFOLLOWED_ROUNDS = 4  # plain rounds that were read first, after which none is expected to follow
 
 
 class AdaptiveController:
@@ -60,7 +61,7 @@ class AdaptiveController:
         self._choosers: dict[int, FormChooser] = {}  # by the menu's identity
         self._decisions: list[Decision] = []  # of this round
         self._never = False  # nobody of this round can draft
-        self._unasked = 0 if follows else ASKED_NO_MORE  # plain rounds in a row that had to be read first
+        self._unasked = 0 if follows else UNFOLLOWED_ROUNDS  # plain rounds in a row that had to be read first
         self._stay: tuple[Decision | None, Sequence[Seq]] | None = None  # the next round, if said to be plain
 
     @classmethod
@@ -86,7 +87,7 @@ class AdaptiveController:
             self._idle = not looks_up
             return [NOTHING]
         if looks_up:
-            if self._unasked < ASKED_NO_MORE and self.gate.asks_all(len(seqs)):
+            if self._unasked < UNFOLLOWED_ROUNDS and self.gate.asks_all(len(seqs)):
                 return self._plan_beside_plain(seqs)
             return self._plan_lookups(seqs)
         offers = self.planner.offers_of(seqs)
@@ -126,7 +127,7 @@ class AdaptiveController:
         self.planner.take_chains(seqs, offers)
         if decision.promise.form is not FREE_CHAINS:
             return [NOTHING] * batch
-        if batch <= WIDE:
+        if batch <= MOST_WITH_TREES:
             return self.planner.plan(seqs, offers, batch)
         return [chain_budget(depth) for depth in self.planner.free_chains(offers, batch)[0]]
 
@@ -159,7 +160,7 @@ class AdaptiveController:
         plain = decision.chooser.keeps_plain(ids, len(seqs))
         if plain is None:
             return False
-        if len(seqs) <= FEW:
+        if len(seqs) <= MOST_WAITED_FOR:
             offers = [within(self.planner.offer(seq), seq) for seq in seqs]
             if self.waiting.waits(decision.chooser, plain, offers):
                 return False
@@ -208,7 +209,7 @@ class AdaptiveController:
         chooser, head = decision.chooser, decision.chooser.keeps(ids, len(seqs))
         if head is None or ends(chooser, head, seqs):
             return False
-        if len(seqs) <= FEW:
+        if len(seqs) <= MOST_WAITED_FOR:
             offers = [within(self.planner.offer(seq), seq) for seq in seqs]
             if self.waiting.waits(chooser, head, offers):
                 return False
@@ -242,7 +243,7 @@ class AdaptiveController:
     def _observe_idle(self, outcome: Round, costly: bool) -> None:
         """A round of one sequence for which there was nothing to draft: most rounds of many texts, so in few steps."""
         self._idles += 1
-        if outcome.tells_times and (self._idles <= AT_FIRST or self._idles % EVERY == 0):
+        if outcome.tells_times and (self._idles <= TIMED_AT_FIRST or self._idles % TIMED_EVERY == 0):
             self.cost.observe(1, outcome.seconds["pass"])
         self.planner.note_idle(outcome, costly)
 
@@ -270,9 +271,8 @@ class AdaptiveController:
         chooser = self._choosers.get(id(menu))
         if chooser is None:
             allowance = beside_plain() if menu is NO_FORMS else self.allowance
-            chooser = self._choosers[id(menu)] = FormChooser(
-                menu, self.cost, allowance, self.planner.nodes, self.planner.width
-            )
+            most = self.planner.nodes, self.planner.width
+            chooser = self._choosers[id(menu)] = FormChooser(menu, self.cost, allowance, *most)
         return chooser
 
     def _observe_menu(self, decision: Decision, outcome: Round) -> None:

@@ -23,11 +23,12 @@ from forerun.offers import Form
 PLAIN = Form(0, 0, 1)
 FREE_CHAINS = Form(0, 1, 0)  # stands for n-gram chains of any length, whose nodes vary
 LOOKED_UP = Form(0, 0, 0)  # stands for rounds in which all were asked for look-ups and nobody drafted
-FORGIVEN = 0.0005  # of what a form takes beyond another, per round in which it is not run for that
-SMOOTH = 0.1  # weight of the newest round in a moving average of seconds
-GAPS = 7  # the last ones that count
-STALE = 128  # rounds that were not read first for the gap, after which the oldest is forgotten
-GAP, MOST_GAP = 5e-4, 0.25  # the gap before any was seen: seconds, and at most, of a round
+FORGIVEN_SHARE = 0.0005  # of what a form takes beyond another, per round in which it is not run for that
+NEWEST = 0.1  # weight of the newest round in a moving average of seconds
+GAPS_KEPT = 7  # the last ones, whose median counts
+STALE_ROUNDS = 128  # rounds that were not read first for the gap, after which the oldest is forgotten
+PRESUMED_GAP = 5e-4  # seconds, before any was seen
+MOST_PRESUMED = 0.25  # of a round: the same at most
 
 
 class Around:
@@ -58,7 +59,7 @@ class Around:
         seen = self._gaps.get(batch.bit_length())
         if not seen:
             return 0.0
-        return median_low(seen if presumed is None or len(seen) == GAPS else [presumed, *seen])
+        return median_low(seen if presumed is None or len(seen) == GAPS_KEPT else [presumed, *seen])
 
     def follows(self, form: Form, batch: int) -> bool:
         """Were there rounds of this form that followed?"""
@@ -92,13 +93,13 @@ class Around:
         rounds = self._rounds[key] = self._rounds.get(key, 0) + 1
         known = self._seconds.get(key, expected)
         if known and isfinite(known):  # a menu may say that a form is not ready
-            seconds = known + (min(seconds, 3.0 * known) - known) * max(SMOOTH, 1.0 / rounds)
+            seconds = known + (min(seconds, 3.0 * known) - known) * max(NEWEST, 1.0 / rounds)
         self._seconds[key] = seconds
         if followed and form.nodes and isfinite(drafting):
             self._beside[batch.bit_length()] = max(0.0, seconds - drafting)
 
     def _note_gap(self, group: int, seconds: float, known: float) -> None:
-        self._gaps.setdefault(group, deque(maxlen=GAPS)).append(max(0.0, seconds - known))
+        self._gaps.setdefault(group, deque(maxlen=GAPS_KEPT)).append(max(0.0, seconds - known))
         self._avoided[group] = 0
 
     def avoid_gap(self, batch: int) -> None:
@@ -107,7 +108,7 @@ class Around:
         if not (seen := self._gaps.get(group)):
             return
         self._avoided[group] += 1
-        if self._avoided[group] >= STALE:
+        if self._avoided[group] >= STALE_ROUNDS:
             seen.popleft()
             self._avoided[group] = 0
 
@@ -115,9 +116,9 @@ class Around:
         """A form that is not run any more for what it once took: in time it may have become cheaper."""
         key = form, batch.bit_length()
         if key in self._seconds:
-            self._seconds[key] += FORGIVEN * (min(least, self._seconds[key]) - self._seconds[key])
+            self._seconds[key] += FORGIVEN_SHARE * (min(least, self._seconds[key]) - self._seconds[key])
 
 
 def presumed_gap(seconds: float) -> float:
     """The gap before any was seen, of rounds that take so long: the host's work, which the device does not change."""
-    return min(GAP, MOST_GAP * seconds)
+    return min(PRESUMED_GAP, MOST_PRESUMED * seconds)

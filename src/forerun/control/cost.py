@@ -28,13 +28,15 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # for a benchmark
 QUICK = (1, 2, 4, 8, 16, 24, 32, 64)  # at load: what a controller needs, in about a second
 # a GPU: as its passes are
 WIDE = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
-TOGETHER = 32  # nodes of one sequence while measuring: wider passes are over several sequences
-RUN, FEW_ROWS = 3, 8  # passes of a run on a CPU, and of how many rows at most; others come alone
+NODES_OF_ONE = 32  # nodes of one sequence while measuring: wider passes are over several sequences
+RUN_PASSES, RUN_ROWS = 3, 8  # passes of a run on a CPU, and of how many rows at most; others come alone
 METHOD = 2  # of measuring: curves kept by others are measured again
 CONTEXT = 128  # tokens cached while measuring
-RECENT = 0.2  # weight of the last round in what prompts took beside it
-AT_ONCE, LATER = 32, 4  # rounds whose corrections count at once; of later ones, those of so many together
-FEW, MANY = 3.0, 30.0  # rounds that a less specific ratio counts for, and that a ratio remembers
+NEWEST = 0.2  # weight of the last round in the mean of prompts' rows
+# rounds whose corrections count at once, while much is new; later, those of so many count together
+FIRST_ROUNDS, ROUNDS_TOGETHER = 32, 4
+PRIOR_ROUNDS = 3.0  # that a less specific ratio counts for
+MEMORY_ROUNDS = 30.0  # that a ratio remembers
 
 
 @dataclass(slots=True)
@@ -45,12 +47,12 @@ class Ratio:
     seen: float = 0.0
 
     def add(self, value: float, weight: float = 1.0) -> None:
-        self.seen = min(self.seen + weight, MANY)
+        self.seen = min(self.seen + weight, MEMORY_ROUNDS)
         self.mean += weight * (value - self.mean) / self.seen
 
     def after(self, prior: float) -> float:
         """The average, with a prior that counts for a few rounds."""
-        return (prior * FEW + self.mean * self.seen) / (FEW + self.seen)
+        return (prior * PRIOR_ROUNDS + self.mean * self.seen) / (PRIOR_ROUNDS + self.seen)
 
 
 @dataclass(slots=True)
@@ -155,7 +157,7 @@ class CostModel:
 
     def note_prompts(self, rows: int) -> None:
         """The last pass had so many rows of prompts beside its trees."""
-        self.beside += RECENT * (rows - self.beside)
+        self.beside += NEWEST * (rows - self.beside)
 
     def observe(self, rows: int, seconds: float, batch: int = 1) -> None:
         """Learn from what a round without prompts took; outliers (a pause of the machine) count little."""
@@ -169,7 +171,7 @@ class CostModel:
             weights = {sizes[low]: 1 - share, sizes[high]: share}
         self._corrections.add((batch - 1).bit_length(), weights, seconds / measured)
         self._observed += 1
-        if self._observed <= AT_ONCE or self._observed % LATER == 0:
+        if self._observed <= FIRST_ROUNDS or self._observed % ROUNDS_TOGETHER == 0:
             self._curves.clear()
             self._found.clear()
 
@@ -208,15 +210,18 @@ class CostModel:
         text, experts = probe_text(target, max(sizes)), has_experts(target)
         in_runs = target.device.type == "cpu"
         probes = scratch_sequences(target, max(sizes), text)
-        sizes = [size for size in sizes if size <= TOGETHER * len(probes) or size <= 64]
+        sizes = [size for size in sizes if size <= NODES_OF_ONE * len(probes) or size <= 64]
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
         try:
             target.prefill(probes, Needs())
             for repeat in range((2 * repeats if experts else repeats) + 1):
                 for size in sizes:
                     at = repeat * size % len(text)
-                    some, rows = probes[: max(1, size // TOGETHER if size > 64 else 1)], text[at:] + text[:at]
-                    run = RUN if in_runs and size <= FEW_ROWS else 1
+                    some, rows = (
+                        probes[: max(1, size // NODES_OF_ONE if size > 64 else 1)],
+                        text[at:] + text[:at],
+                    )
+                    run = RUN_PASSES if in_runs and size <= RUN_ROWS else 1
                     times = [time_pass(target, some, size, rows) for _ in range(run)]
                     if repeat:  # the first round warms up
                         seconds[size] += times[run > 1 :]
@@ -255,7 +260,7 @@ def scratch_sequences(target: Target, rows: int, text: Sequence[int]) -> list[Pl
     context = max(2, min(CONTEXT, target.max_length - min(rows, 64) - 1))
     while context > 2 and not target.has_room(context + 1):
         context //= 2  # a small KV cache: measure on a shorter sequence
-    wanted = rows // TOGETHER if rows > 64 else 1
+    wanted = rows // NODES_OF_ONE if rows > 64 else 1
     while wanted > 1 and not target.has_room(*[context + 1] * wanted):
         wanted //= 2
     before = [text[i % len(text)] for i in range(context)]

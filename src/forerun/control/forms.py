@@ -23,38 +23,24 @@ from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.offers import Form, Menu
 
-COLD = 0.5  # of a plain pass, from which on what a plain round takes beside it is the fault of a slow start
-BETTER = 1.03  # what another form must promise beyond the last one
-# rounds from one trial to the next; a round that followed counts less, as a trial ends that
-RARELY, SELDOM = 64, 0.125
+# of a plain pass: where plain rounds took more than that beside it, the process had just started
+COLD_SHARE = 0.5
+BETTER = 1.03  # times the tokens per second of the last form, for another one
+ROUNDS_BETWEEN_TRIALS = 64
+FOLLOWED_ROUND = (
+    0.125  # of a round: what a drafted one that followed counts for, as a trial must be read first
+)
 BEST_ACCEPTANCE = 0.95  # per level, of a trial of which all goes well
-HOPE = 1.2  # times the tokens that are expected of a form, if all goes well
-FAMILIAR, UNFAMILIAR = 0.92, 0.75  # times the seconds, where rounds have shown them and where not
-SOON = 8  # rounds in which another form must gain as much as is lost by reading one first
-LOOKS = 4  # rounds that follow, from one look at other forms to the next
+HOPED_TOKENS = 1.2  # times the tokens that are expected of a form, if all goes well
+# times the seconds of a form, if all goes well: where rounds have shown them, and where they are a guess
+HOPED_SECONDS_KNOWN, HOPED_SECONDS_GUESSED = 0.92, 0.75
+ROUNDS_TO_REGAIN = 8  # in which another form must gain as much as is lost by reading one first
+ROUNDS_BETWEEN_LOOKS = 4  # rounds that follow, from one look at other forms to the next
 # tokens of those that write, for one of a request that has not begun: somebody waits for its first
-PATIENCE = 8.0
+WAITING_TOKEN_WORTH = 8.0
 BURST, BURST_SHARE = 3, 1 / 6  # requests that wait: so many, and that share of those that write
 BURST_ENDS = 1 / 16  # of those that write: once fewer wait, they are no burst any more
-REFRESH = 8  # rounds for which seconds are kept
-
-
-class _NoForms:
-    """The menu of look-ups alone: plain decoding is all that they are compared with."""
-
-    forms: tuple[Form, ...] = ()
-
-    def seconds(self, form: Form, batch: int) -> float:
-        return 0.0
-
-    def rows(self, form: Form, batch: int) -> int:
-        return batch * (1 + form.nodes)
-
-    def expected(self, form: Form) -> float:
-        return 0.0
-
-
-NO_FORMS = _NoForms()
+REFRESH_ROUNDS = 8  # for which the seconds of all forms are kept: they change little
 
 
 class Promise(NamedTuple):
@@ -108,7 +94,7 @@ class FormChooser:
             self._times.clear()
         self.last = best.form
         paid, self._paid = self._paid, False
-        if (self._since >= RARELY or (paid and best.form == PLAIN)) and (
+        if (self._since >= ROUNDS_BETWEEN_TRIALS or (paid and best.form == PLAIN)) and (
             trial := self._find_trial(promises, batch)
         ) is not None:
             self._trial, self._since = True, 0.0
@@ -128,9 +114,9 @@ class FormChooser:
         last = Promise(form, batch + tokens, times[self._places[form]])
         if not self.allowance.covers(last.seconds / times[0] - 1.0):
             return None
-        if self._round % LOOKS and not self.prompts.requests:
+        if self._round % ROUNDS_BETWEEN_LOOKS and not self.prompts.requests:
             return last
-        better = max(BETTER, 1.0 + self.gap(batch) / last.seconds / SOON)
+        better = max(BETTER, 1.0 + self.gap(batch) / last.seconds / ROUNDS_TO_REGAIN)
         return last if self._best(self._promises(ids, batch), batch, better).form == form else None
 
     def keeps_plain(self, ids: Sequence[int], batch: int) -> Promise | None:
@@ -140,11 +126,13 @@ class FormChooser:
         """
         if self.last.nodes or self.insists or not self.around.is_known(PLAIN, batch):
             return None
-        if self._round % LOOKS and not self.prompts.requests:
+        if self._round % ROUNDS_BETWEEN_LOOKS and not self.prompts.requests:
             return self.promise_of(PLAIN, batch, batch, batch)
         promises = self._promises(ids, batch)
         best = self._best(promises, batch)
-        if best.form.nodes or (self._since >= RARELY and self._find_trial(promises, batch) is not None):
+        if best.form.nodes or (
+            self._since >= ROUNDS_BETWEEN_TRIALS and self._find_trial(promises, batch) is not None
+        ):
             return None
         return best
 
@@ -178,12 +166,12 @@ class FormChooser:
             some = min(read, max(0, prompts.room - rows))
             seconds = self.cost.whole_seconds(rows + some, batch) + self._around(one.form, drafting, batch)
             later = max(0.0, seconds - beside * some / read) if one.form.nodes else 0.0
-            found.append(one._replace(missed=PATIENCE * prompts.requests * each * later))
+            found.append(one._replace(missed=WAITING_TOKEN_WORTH * prompts.requests * each * later))
         return found
 
     def _best(self, promises: Sequence[Promise], batch: int, better: float = BETTER) -> Promise:
         """The best form whose worst case is covered; the last one, where that is nearly as good."""
-        plain, better = promises[0], max(better, 1.0 + self._delay(batch) / SOON)
+        plain, better = promises[0], max(better, 1.0 + self._delay(batch) / ROUNDS_TO_REGAIN)
         covered = [
             one
             for one in promises
@@ -206,9 +194,9 @@ class FormChooser:
         """A round of this form: tokens accepted of each sequence, seconds by part."""
         form = promise.form
         self._round += 1
-        self._since += SELDOM if followed and form.nodes else 1.0
+        self._since += FOLLOWED_ROUND if followed and form.nodes else 1.0
         self._tried[form] = self._round
-        if self._round < RARELY or self._round % REFRESH == 0:
+        if self._round < ROUNDS_BETWEEN_TRIALS or self._round % REFRESH_ROUNDS == 0:
             self._times.clear()
         if not delayed:  # else it waited for a pass of another round
             said = self._said(form, len(ids))
@@ -243,7 +231,7 @@ class FormChooser:
 
     def _was_cold(self, batch: int) -> bool:
         """Was the host slow in the plain rounds that were seen, while drafts now follow each other?"""
-        slow = self.around.seconds(PLAIN, batch, 0.0) > COLD * self.cost.pass_seconds(batch, batch)
+        slow = self.around.seconds(PLAIN, batch, 0.0) > COLD_SHARE * self.cost.pass_seconds(batch, batch)
         return slow and self.last.nodes > 0
 
     def rows_of(self, form: Form, drafting: int, batch: int) -> int:
@@ -285,12 +273,14 @@ class FormChooser:
     def _hoped_rate(self, promise: Promise, batch: int, *, idle: bool) -> float:
         """Tokens per second if all goes well."""
         form = promise.form
-        hoped = batch + HOPE * (promise.tokens - batch)
+        hoped = batch + HOPED_TOKENS * (promise.tokens - batch)
         if idle:  # acceptance may have risen to anything since
             best = sum(BEST_ACCEPTANCE**depth for depth in range(1, form.depth + 1))
             hoped = max(hoped, batch * (1.0 + best))
         known = self.around.is_known(form, batch)
-        return (hoped - promise.missed) / (promise.seconds * (FAMILIAR if known else UNFAMILIAR))
+        return (hoped - promise.missed) / (
+            promise.seconds * (HOPED_SECONDS_KNOWN if known else HOPED_SECONDS_GUESSED)
+        )
 
     def forget(self, seq_id: int) -> None:
         self.acceptance.forget(seq_id)

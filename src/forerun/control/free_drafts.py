@@ -11,10 +11,11 @@ from forerun.control.prices import PriceList
 from forerun.offers import Offer
 from forerun.types import Budget
 
-CLOSE = 0.05  # smaller errors of a drafter's expectations are not corrected
-FREE_MEMORY, FORGIVING = 0.99, 0.997  # per draft that cost nothing, and per round: distrust does not last
-# what is expected counts for so much less per plain round lost, and for so much at least
-CAUTION, LEAST = 0.4, 0.4
+UNCORRECTED_ERROR = 0.05  # smaller errors of a drafter's expectations are not corrected
+FREE_MEMORY = 0.99  # of tokens accepted by those expected, per draft that cost nothing
+FORGIVING = 0.997  # of the same, per round: distrust does not last
+DISTRUST_PER_LOSS = 0.4  # what is expected counts for so much less per plain round lost
+LEAST_TRUST = 0.4  # and for so much of itself at least
 NOTHING = Budget(0, 0, source="free")
 
 
@@ -30,7 +31,7 @@ class FreeDrafts:
     def trust(self) -> float:
         """Tokens accepted, by those expected: the best drafts are chosen, and so overrated."""
         trust = self._kept.value()
-        return trust if trust < 1.0 - CLOSE else 1.0
+        return trust if trust < 1.0 - UNCORRECTED_ERROR else 1.0
 
     def levels(self, offer: Offer, more: float = 0.0) -> Levels:
         """What a sequence could draft for nothing; none where too much was lost of late.
@@ -55,7 +56,7 @@ class FreeDrafts:
     def _cautious_trust(self) -> float:
         """Where more was lost than gained, only drafts that promise more than they cost are made."""
         level = self.allowance.level
-        return self.trust if level >= 0.0 else self.trust * max(LEAST, 1.0 + CAUTION * level)
+        return self.trust if level >= 0.0 else self.trust * max(LEAST_TRUST, 1.0 + DISTRUST_PER_LOSS * level)
 
     def note_round(self) -> None:
         self._kept.add(0.0, 0.0, FORGIVING)

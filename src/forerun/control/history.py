@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-PRIOR = 0.7  # acceptance before anything was seen
-WEIGHT = 3.0  # tries that a prior counts for
+PRIOR_ACCEPTANCE = 0.7  # acceptance before anything was seen
+PRIOR_TRIES = 3.0  # tries that a prior counts for
 MEMORY = 0.95  # per position tested, or per round
 GAIN_MEMORY = 0.9  # per round, where the gain is known from the drafter's confidence: that varies less
 # rounds from a draft that did not pay to the next trial, twice as many each time
 FIRST_WAIT, LONGEST_WAIT = 2, 32
 TRUST_MEMORY = 0.98  # per round: a drafter's bias changes more slowly than acceptance
-RECENT, MARGIN = 0.25, 0.2  # weight of the newest position in the short memory, and what it must be ahead by
+NEWEST = 0.25  # weight of the newest position in the short memory
+NEWEST_MARGIN = 0.2  # what the rate of the short memory must be ahead by, as it is noisy
 PRIOR_GAIN = 0.3  # tokens a round: the assumed gain of a drafter that has not drafted yet
 LEAST_TRUST, MOST_TRUST = 0.3, 1.3  # how far a drafter's expectations are scaled down and up
 
@@ -25,14 +26,14 @@ LEAST_TRUST, MOST_TRUST = 0.3, 1.3  # how far a drafter's expectations are scale
 class History:
     """The history of one sequence, or of all sequences, with a drafter that costs."""
 
-    hits: float = PRIOR * WEIGHT
-    tries: float = WEIGHT
-    recent: float = PRIOR
+    hits: float = PRIOR_ACCEPTANCE * PRIOR_TRIES
+    tries: float = PRIOR_TRIES
+    recent: float = PRIOR_ACCEPTANCE
     by_depth: list[list[float]] = field(default_factory=list)  # [hits, tries] of depth 1, 2, ...
-    gain: float = PRIOR_GAIN * WEIGHT  # tokens beyond what the round's time was worth
-    rounds: float = WEIGHT
-    expected: float = WEIGHT  # tokens that the drafter expected to be accepted, and those that were
-    accepted: float = WEIGHT
+    gain: float = PRIOR_GAIN * PRIOR_TRIES  # tokens beyond what the round's time was worth
+    rounds: float = PRIOR_TRIES
+    expected: float = PRIOR_TRIES  # tokens that the drafter expected to be accepted, and those that were
+    accepted: float = PRIOR_TRIES
     nodes: float = 0.0  # drafted per level
     wait: int = FIRST_WAIT  # rounds without a draft before a trial
     idle: int = 0  # such rounds so far
@@ -40,18 +41,18 @@ class History:
     @classmethod
     def after(cls, earlier: History) -> History:
         """The history of a new sequence: starts from that of the others, and soon outweighs it."""
-        share, asked = WEIGHT / earlier.tries, WEIGHT / earlier.rounds
+        share, asked = PRIOR_TRIES / earlier.tries, PRIOR_TRIES / earlier.rounds
         rate = earlier.hits / earlier.tries
         by_depth = [[hits * share, tries * share] for hits, tries in earlier.by_depth]
-        trusted = WEIGHT * earlier.trust
+        trusted = PRIOR_TRIES * earlier.trust
         return cls(
-            rate * WEIGHT,
-            WEIGHT,
+            rate * PRIOR_TRIES,
+            PRIOR_TRIES,
             rate,
             by_depth,
             earlier.gain * asked,
-            WEIGHT,
-            WEIGHT,
+            PRIOR_TRIES,
+            PRIOR_TRIES,
             trusted,
             earlier.nodes,
             max(FIRST_WAIT, earlier.wait // 2),
@@ -70,7 +71,7 @@ class History:
             counts[0] = counts[0] * MEMORY + (level <= accepted)
             counts[1] = counts[1] * MEMORY + reached
             if reached:
-                self.recent += RECENT * ((level <= accepted) - self.recent)
+                self.recent += NEWEST * ((level <= accepted) - self.recent)
         if depth:
             self.nodes += 0.2 * (max(nodes, depth) / depth - self.nodes)
 
@@ -91,7 +92,9 @@ class History:
     @property
     def trust(self) -> float:
         """The factor that corrects the drafter's probabilities."""
-        return min(max((self.accepted + WEIGHT) / (self.expected + WEIGHT), LEAST_TRUST), MOST_TRUST)
+        return min(
+            max((self.accepted + PRIOR_TRIES) / (self.expected + PRIOR_TRIES), LEAST_TRUST), MOST_TRUST
+        )
 
     @property
     def mean_gain(self) -> float:
@@ -100,7 +103,7 @@ class History:
     @property
     def acceptance(self) -> float:
         """Of positions that were tested, whatever their depth."""
-        return min(max(self.hits / self.tries, self.recent - MARGIN), 0.999)
+        return min(max(self.hits / self.tries, self.recent - NEWEST_MARGIN), 0.999)
 
     def survivals(self, most: int, least: float = 0.0) -> list[float]:
         """The acceptance probability at depth 1, 2, ...: the rates of each depth, with the overall one as prior.
@@ -111,7 +114,7 @@ class History:
         found: list[float] = []  # `list[float]()` would make a type, twenty times slower, in every round
         for level in range(most):
             hits, tries = self.by_depth[level] if level < len(self.by_depth) else (0.0, 0.0)
-            survival *= (hits + WEIGHT * overall) / (tries + WEIGHT)
+            survival *= (hits + PRIOR_TRIES * overall) / (tries + PRIOR_TRIES)
             if survival < least:
                 break
             found.append(survival)

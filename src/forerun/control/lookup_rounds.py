@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from forerun.control.decision import chain_budget
 from forerun.control.free_drafts import NOTHING
-from forerun.control.lookups import WIDE, LookupGate
+from forerun.control.lookups import MOST_WITH_TREES, LookupGate
 from forerun.control.per_sequence import SequencePlanner
 from forerun.types import Budget, Seq
 
@@ -33,7 +33,7 @@ def plan_lookups(gate: LookupGate, planner: SequencePlanner, seqs: Sequence[Seq]
     depths, accepted = planner.free_chains(offers, batch, gate.most_nodes(batch))
     if not gate.pays(sum(depths), accepted, batch):
         return [NOTHING] * batch, batch
-    if batch <= WIDE:
+    if batch <= MOST_WITH_TREES:
         return planner.plan(seqs, offers, batch), batch
     return [chain_budget(depth) for depth in depths], batch
 

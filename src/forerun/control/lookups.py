@@ -20,46 +20,37 @@ from forerun.control.acceptance import Factor
 from forerun.control.allowance import Allowance
 from forerun.control.around import FREE_CHAINS, LOOKED_UP, PLAIN, Around
 from forerun.control.cost import CostModel
+from forerun.control.gate_state import GateState
 from forerun.offers import Form, Offer
 from forerun.types import Round
 
-PRESUMED = 25e-6  # seconds of a look-up before one was timed
-DRAFTED = 5e-5  # seconds that a sequence takes the host more in a round that drafts, before one was timed
-FEW = 8  # sequences that are always asked
-WIDE = 2  # sequences for which look-ups make trees; of more, chains
-NOTICED = 0.02  # share of a plain round that asking all may take without being weighed
-# of a plain round: what asking single sequences may take while the gate is closed, and where drafts seem to pay and it
-# is too dear to ask all of the others for the first time at once
-SHARE, MORE = 0.002, 0.04
-AT_FIRST = 0.2  # plain rounds that asking single sequences may take at once
+LOOKUP_SECONDS = 25e-6  # of one look-up before any was timed
+DRAFTED_SECONDS = 5e-5  # that a sequence takes the host longer in a round that drafts, before any was timed
+ALWAYS_ASKED = 8  # sequences: of so few, all are asked in every round
+MOST_WITH_TREES = 2  # sequences for which look-ups make trees; of more, chains
+NEGLIGIBLE_SHARE = 0.02  # of a plain round: what asking all may take without being weighed
+SAMPLING_SHARE = 0.002  # of a plain round: what asking single sequences may take while the gate is closed
+# the same where drafts seem to pay, but the sequences never asked, who have their whole text to read, are too many to
+# be asked at once
+OPENING_SHARE = 0.04
+FIRST_CREDIT = 0.2  # of a plain round: what asking single sequences may take at once
 BETTER = 1.03  # times what plain decoding gives, for the gate to open
-PANEL = 4  # sequences that are asked again and again while the gate is closed: who was never asked has more to read
-ENOUGH, KEPT = 8, 32  # offers of single sequences before they tell anything, and of which the last are kept
-WEIGHED = 16  # rounds from one decision to the next while the gate is closed
-FIRST_WAIT, LONGEST_WAIT = 64, 512  # rounds that it stays closed behind an opening in vain
-TRIES, SMOOTH = 48, 0.02  # rounds before it may close again; weight of the last one in the average gain
-KEPT_MEMORY, MOST_KEPT = 0.97, 2.0  # of tokens accepted by those promised: trees have more than chains
-NEWEST = 0.05  # weight of the last round in other averages
-PLAIN_AFTER, PLAIN_ROUNDS = 8, 8  # open rounds, and then plain ones that show what these take
-SETTLED = 4  # plain rounds in a row before they tell that: then they follow each other
+SAMPLED_SEQUENCES = (
+    4  # that are asked again and again while it is closed: who was never asked has more to read
+)
+LEAST_SAMPLES = 8  # offers of single sequences before they tell anything
+KEPT_SAMPLES = 32  # the last offers, which show what is found of late
+ROUNDS_BETWEEN_DECISIONS = 16  # while the gate is closed
+TRUST_MEMORY = 0.97  # per drafted round, of tokens accepted by those promised
+MOST_TRUST = 2.0  # trees have more accepted than the chains that are promised
+NEWEST = 0.05  # weight of the last round in averages of seconds
+PLAIN_ROUNDS = 8  # in a row while it is open, once, which show what plain rounds take
+SETTLED_ROUNDS = 4  # plain rounds in a row before they tell that: then they follow each other
 
 NODES = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 16, 8)  # that a round may draft at most
 
 # offers, batch, nodes at most -> depth of each, tokens accepted of all
 Chains = Callable[[Sequence[Offer], int, int], tuple[list[int], float]]
-
-
-@dataclass(slots=True)
-class _Size:
-    """What is decided for one size of batch."""
-
-    is_open: bool
-    rounds: int = 0  # since it opened or closed
-    gain: float = 0.0  # of open rounds, in plain rounds: a moving average
-    wait: int = 0  # rounds that it stays closed
-    next_wait: int = FIRST_WAIT
-    plain_left: int = 0  # plain rounds that are still to be made to time them
-    plain_due: int = PLAIN_AFTER  # open rounds before that
 
 
 @dataclass(slots=True)
@@ -70,11 +61,11 @@ class LookupGate:
     chains: Chains
     around: Around = field(default_factory=Around)
     allowance: Allowance = field(default_factory=lambda: Allowance(most=1.0, earned=0.003, floor=1.0))
-    _sizes: dict[int, _Size] = field(default_factory=dict)
+    _sizes: dict[int, GateState] = field(default_factory=dict)
     _drafting: dict[int, float] = field(default_factory=dict)  # "draft" of rounds in which nobody was asked
     # beside the pass, of plain rounds that were read first
     _shown: dict[int, float] = field(default_factory=dict)
-    _sample: deque[Offer] = field(default_factory=lambda: deque(maxlen=KEPT))
+    _sample: deque[Offer] = field(default_factory=lambda: deque(maxlen=KEPT_SAMPLES))
     _asking: float = 0.0  # seconds of one look-up where all are asked; 0 = none was timed
     _sampling: float = 0.0  # the same of those that are asked now and then
     _reading: float = 0.0  # the same of those that were never asked before
@@ -94,14 +85,14 @@ class LookupGate:
         """
         batch = len(ids)
         size = self._size(batch)
-        if batch <= FEW or size.is_open or self._is_cheap(batch, plain := self.plain_seconds(batch)):
+        if batch <= ALWAYS_ASKED or size.is_open or self._is_cheap(batch, plain := self.plain_seconds(batch)):
             return self._open_round(size, batch)
         size.rounds += 1
         if self._should_open(size, ids, plain):
             if unread:
                 size.rounds -= 1  # the same question comes once more
                 return None
-            size.is_open, size.rounds, size.gain, size.plain_due = True, 0, 0.0, 1 << 30
+            size.open()
             self._met.update(ids)
             self._promising = False
             return None
@@ -109,13 +100,13 @@ class LookupGate:
 
     def _few(self, ids: Sequence[int], plain: float) -> list[int]:
         """Those that are asked while it is closed: a few, the same ones for long, as far as the credit goes."""
-        share = MORE if self._promising else SHARE
-        most = AT_FIRST * plain
+        share = OPENING_SHARE if self._promising else SAMPLING_SHARE
+        most = FIRST_CREDIT * plain
         self._credit = most if self._credit is None else min(self._credit + share * plain, most)
-        again, first = self._sampling or PRESUMED, self._reading or PRESUMED
+        again, first = self._sampling or LOOKUP_SECONDS, self._reading or LOOKUP_SECONDS
         if self._credit < min(again, first):
             return []
-        there, wanted = set(ids), len(ids) if self._promising else PANEL
+        there, wanted = set(ids), len(ids) if self._promising else SAMPLED_SEQUENCES
         panel = [one for one in self._panel if one in there]
         if len(panel) < wanted:
             known = set(panel)
@@ -135,7 +126,7 @@ class LookupGate:
         self._panel = panel[len(asked) :] + asked
         return asked
 
-    def _open_round(self, size: _Size, batch: int) -> Sequence[int] | None:
+    def _open_round(self, size: GateState, batch: int) -> Sequence[int] | None:
         """A round while it is open: all are asked, but for a few plain rounds that show what plain rounds take."""
         if size.plain_left:
             size.plain_left -= 1
@@ -150,7 +141,7 @@ class LookupGate:
 
     def asks_all(self, batch: int) -> bool:
         """Is asking all of so many so cheap that it is not weighed?"""
-        return batch <= FEW or self._is_cheap(batch, self.plain_seconds(batch))
+        return batch <= ALWAYS_ASKED or self._is_cheap(batch, self.plain_seconds(batch))
 
     def note_offer(self, offer: Offer) -> None:
         """What one of the few that were asked has to offer."""
@@ -158,7 +149,7 @@ class LookupGate:
 
     def most_nodes(self, batch: int) -> int:
         """Nodes that a round may draft, so that the allowance covers that all of them are rejected."""
-        if batch <= FEW or self._is_cheap(batch, plain := self.plain_seconds(batch)):
+        if batch <= ALWAYS_ASKED or self._is_cheap(batch, plain := self.plain_seconds(batch)):
             return NODES[0]
         most = plain * (1.0 + 0.9 * max(0.0, self.allowance.level + self.allowance.floor))
         around = self._around(FREE_CHAINS, batch)
@@ -168,11 +159,11 @@ class LookupGate:
     def pays(self, nodes: int, accepted: float, batch: int) -> bool:
         """Is a round that drafts so many nodes worth more than one that drafts nothing, and covered?"""
         size, self._promised = self._size(batch), accepted
-        if batch <= WIDE and (size.rounds < TRIES or size.gain > -NOTICED):
+        if batch <= MOST_WITH_TREES and (not size.has_tried or size.gain > -NEGLIGIBLE_SHARE):
             return True  # trees accept more than is promised here, and rounds have not lost
         plain, looked = self.plain_seconds(batch), self._seconds(LOOKED_UP, batch, batch)
         drafted = self._seconds(FREE_CHAINS, batch + nodes, batch)
-        likely = accepted * min(self._kept.value(), MOST_KEPT)
+        likely = accepted * min(self._kept.value(), MOST_TRUST)
         if (batch + likely) * looked <= batch * drafted:
             self.around.lower(FREE_CHAINS, batch, self._around(LOOKED_UP, batch))
             return False
@@ -185,12 +176,12 @@ class LookupGate:
         own = sum(seconds.values()) - seconds["pass"] - seconds.get("prompt", 0.0)
         if form is PLAIN and not outcome.followed:
             self._shown[batch.bit_length()] = _moved(self._shown.get(batch.bit_length(), 0.0), own)
-        if form is not PLAIN or self._streak >= SETTLED:
+        if form is not PLAIN or self._streak >= SETTLED_ROUNDS:
             self.around.observe(form, batch, own, 0.0, outcome.followed)
         self._time_asking(seconds.get("draft", 0.0), asked, batch)
         self._streak = 0 if nodes else self._streak + 1
         if nodes:
-            self._kept.add(sum(outcome.accepted), self._promised, KEPT_MEMORY)
+            self._kept.add(sum(outcome.accepted), self._promised, TRUST_MEMORY)
         if form is PLAIN:
             self.allowance.book(0.0)
             return
@@ -200,16 +191,14 @@ class LookupGate:
         self.allowance.book(-gain)
         self._book_open(self._size(batch), gain, batch, plain)
 
-    def _book_open(self, size: _Size, gain: float, batch: int, plain: float) -> None:
-        size.rounds += 1
-        size.gain += max(SMOOTH, 1.0 / size.rounds) * (gain - size.gain)
+    def _book_open(self, size: GateState, gain: float, batch: int, plain: float) -> None:
+        size.note(gain)
         if self._is_cheap(batch, plain):
             return
-        if size.rounds >= TRIES and size.gain > 0.0:
-            size.next_wait = FIRST_WAIT
-        elif size.rounds >= TRIES or not self.allowance.covers(0.2 * self.allowance.floor):
-            size.is_open, size.rounds, size.wait = False, 0, size.next_wait
-            size.next_wait = min(2 * size.next_wait, LONGEST_WAIT)
+        if size.has_gained:
+            size.note_success()
+        elif size.has_tried or not self.allowance.covers(0.2 * self.allowance.floor):
+            size.close()
             self._sample.clear()  # what was found before is known to have misled
 
     def forget(self, seq_id: int) -> None:
@@ -228,7 +217,7 @@ class LookupGate:
         if known(form, batch):
             return self.around.seconds(form, batch, 0.0)
         if form is not PLAIN:
-            more = DRAFTED * batch if form is FREE_CHAINS else 0.0
+            more = DRAFTED_SECONDS * batch if form is FREE_CHAINS else 0.0
             plain = max(self.around.seconds(PLAIN, batch, 0.0), self._shown.get(batch.bit_length(), 0.0))
             return plain + asking + more
         seen = next((one for one in (LOOKED_UP, FREE_CHAINS) if known(one, batch)), PLAIN)
@@ -236,17 +225,17 @@ class LookupGate:
 
     @property
     def _seconds_of_one(self) -> float:
-        return self._asking or PRESUMED
+        return self._asking or LOOKUP_SECONDS
 
-    def _size(self, batch: int) -> _Size:
+    def _size(self, batch: int) -> GateState:
         size = self._sizes.get(batch.bit_length())
         if size is None:
-            cheap = batch * self._seconds_of_one <= NOTICED * self.cost.pass_seconds(batch, batch)
-            size = self._sizes[batch.bit_length()] = _Size(cheap)
+            cheap = batch * self._seconds_of_one <= NEGLIGIBLE_SHARE * self.cost.pass_seconds(batch, batch)
+            size = self._sizes[batch.bit_length()] = GateState(cheap)
         return size
 
     def _is_cheap(self, batch: int, plain: float) -> bool:
-        return batch <= FEW or batch * self._seconds_of_one <= NOTICED * plain
+        return batch <= ALWAYS_ASKED or batch * self._seconds_of_one <= NEGLIGIBLE_SHARE * plain
 
     def _time_asking(self, seconds: float, asked: int, batch: int) -> None:
         group = batch.bit_length()
@@ -263,9 +252,13 @@ class LookupGate:
         else:
             self._sampling = _moved(self._sampling, each)
 
-    def _should_open(self, size: _Size, ids: Sequence[int], plain: float) -> bool:
+    def _should_open(self, size: GateState, ids: Sequence[int], plain: float) -> bool:
         """Would drafts for the whole batch give more, by what single sequences have offered of late?"""
-        if size.rounds < size.wait or size.rounds % WEIGHED or len(self._sample) < ENOUGH:
+        if (
+            size.rounds < size.wait
+            or size.rounds % ROUNDS_BETWEEN_DECISIONS
+            or len(self._sample) < LEAST_SAMPLES
+        ):
             return False
         if not self.around.is_known(PLAIN, len(ids)):
             return False

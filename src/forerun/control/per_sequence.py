@@ -25,7 +25,7 @@ from forerun.control.allocate import (
 )
 from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
-from forerun.control.free_drafts import CLOSE, NOTHING, FreeDrafts
+from forerun.control.free_drafts import NOTHING, UNCORRECTED_ERROR, FreeDrafts
 from forerun.control.history import FIRST_WAIT, GAIN_MEMORY, MEMORY, History
 from forerun.control.pace import Pace
 from forerun.control.prices import PriceList, PriceLists
@@ -36,7 +36,7 @@ from forerun.offers import FREE, Offer
 from forerun.types import Budget, Round, Seq
 
 WORTH_IT = 0.05  # tokens a round: a smaller gain is within the noise
-MOST_CHAINS = 1024  # nodes of a round's chains
+MOST_CHAIN_NODES = 1024  # nodes of a round's chains
 
 
 class SequencePlanner:
@@ -144,7 +144,7 @@ class SequencePlanner:
         self._offers, self._asked = {}, {}
 
     def free_chains(
-        self, offers: Sequence[Offer], batch: int, most: int = MOST_CHAINS
+        self, offers: Sequence[Offer], batch: int, most: int = MOST_CHAIN_NODES
     ) -> tuple[list[int], float]:
         """How deep each chain that costs nothing is worth drafting, and how many tokens of all would be accepted."""
         self._settle_idle()
@@ -269,7 +269,7 @@ class SequencePlanner:
             return Budget(option.depth, option.depth, level=level, source="costly")
         nodes = option.depth if listed.widest == 1 else self.nodes
         price, trust = listed.price[: nodes + 1], self._record(seq.id).trust
-        if abs(trust - 1.0) > CLOSE:
+        if abs(trust - 1.0) > UNCORRECTED_ERROR:
             price, level = tuple([cost / trust for cost in price]), level / trust
         return Budget(nodes, option.depth, listed.widest, price, level, "costly")
 

@@ -8,9 +8,9 @@ from forerun.control.allocate import deepest, widest
 from forerun.control.cost import CostModel
 from forerun.types import Budget
 
-REFRESH = 16  # rounds for which a list holds
+REFRESH_ROUNDS = 16  # rounds for which a list holds
 # of a round: what one without a draft counts for, as it shows what a plain pass takes and no more
-IDLE = 0.25
+IDLE_ROUND = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class PriceLists:
     def note_idle(self, rounds: int) -> None:
         """So many rounds without a draft."""
         self.rounds += rounds
-        self._grow_older(IDLE * rounds)
+        self._grow_older(IDLE_ROUND * rounds)
 
     def _grow_older(self, rounds: float) -> None:
         self._age += rounds
-        if self._age >= REFRESH:
+        if self._age >= REFRESH_ROUNDS:
             self._age = 0.0
             self._lists.clear()
 

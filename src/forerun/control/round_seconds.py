@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from forerun.offers import Offer
 from forerun.types import Round
 
-PRESUMED = 3e-4  # seconds that a round with a draft takes longer beside its pass, before any was seen
+PRESUMED_SECONDS = 3e-4  # seconds that a round with a draft takes longer beside its pass, before any was seen
 # plain rounds that are timed together: as many as run in one native call, of which the first is slow
 IN_A_ROW = 4
 NEWEST = 0.1  # weight of the last rounds in a moving average
-MOST = 2.0  # times what was expected: a pause of the machine counts for no more
+MOST_TIMES = 2.0  # times what was expected: a pause of the machine counts for no more
 
 
 class RoundSeconds:
@@ -34,8 +34,8 @@ class RoundSeconds:
     def more(self) -> float:
         """Seconds that a round takes longer, beside its pass, if it drafts."""
         if not self.plain:
-            return PRESUMED
-        return max(0.0, self._drafted - self._beside) if self._drafted else PRESUMED
+            return PRESUMED_SECONDS
+        return max(0.0, self._drafted - self._beside) if self._drafted else PRESUMED_SECONDS
 
     def note_plain(self, seconds: Mapping[str, float]) -> None:
         total = sum(seconds.values())
@@ -62,7 +62,9 @@ class RoundSeconds:
         self._end_row()
         host = sum(seconds.values()) - seconds["pass"] - seconds.get("draft", 0.0)
         self._asked = _moved(self._asked, host)
-        return max(0.0, min(host, MOST * self._asked) - self._beside) / self.plain if self.plain else 0.0
+        return (
+            max(0.0, min(host, MOST_TIMES * self._asked) - self._beside) / self.plain if self.plain else 0.0
+        )
 
     def _end_row(self) -> None:
         self._row = self._row_beside = 0.0
@@ -71,10 +73,10 @@ class RoundSeconds:
     def _note_drafted(self, seconds: Mapping[str, float], expected: float, cost: float) -> float:
         self._end_row()
         total = sum(seconds.values())
-        self._drafted = _moved(self._drafted or self._beside + PRESUMED, total - seconds["pass"])
+        self._drafted = _moved(self._drafted or self._beside + PRESUMED_SECONDS, total - seconds["pass"])
         if not self.plain:
             return cost
-        return min(total, MOST * (expected + self._drafted)) / self.plain - 1.0
+        return min(total, MOST_TIMES * (expected + self._drafted)) / self.plain - 1.0
 
 
 def drafting_seconds(outcome: Round, offers: Mapping[int, Offer], asked: Mapping[int, int]) -> float:
@@ -90,4 +92,4 @@ def drafting_seconds(outcome: Round, offers: Mapping[int, Offer], asked: Mapping
 
 def _moved(mean: float, value: float) -> float:
     """A moving average, which a pause of the machine moves little; 0 = nothing was seen."""
-    return mean + NEWEST * (min(value, MOST * mean) - mean) if mean else value
+    return mean + NEWEST * (min(value, MOST_TIMES * mean) - mean) if mean else value

@@ -11,7 +11,7 @@ from __future__ import annotations
 from forerun.control.allocate import shortest_that_pays
 from forerun.control.allowance import Allowance
 from forerun.control.history import LONGEST_WAIT, History
-from forerun.control.prices import REFRESH
+from forerun.control.prices import REFRESH_ROUNDS
 from forerun.offers import Offer, total
 from forerun.types import Budget
 
@@ -44,10 +44,10 @@ class Trials:
 
     def rest(self, seq_id: int, now: int, record: History, worst: float | None) -> None:
         """No trial now, of a drafter that stops: nothing is learnt until one is due. `worst` None = none can pay."""
-        rounds = REFRESH
+        rounds = REFRESH_ROUNDS
         if worst is not None:
-            covered = self.stopping.rounds_until(self._least(worst, stops=True), REFRESH)
-            rounds = min(REFRESH, max(record.wait - record.idle, covered))
+            covered = self.stopping.rounds_until(self._least(worst, stops=True), REFRESH_ROUNDS)
+            rounds = min(REFRESH_ROUNDS, max(record.wait - record.idle, covered))
         self._off = seq_id, now + rounds
 
     def are_off(self, seq_id: int, now: int) -> bool:

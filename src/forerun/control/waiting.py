@@ -27,12 +27,14 @@ from forerun.control.forms import FormChooser, Promise
 from forerun.offers import Form, Offer
 from forerun.types import Seq
 
-FEW = 2  # sequences for which a round may wait for look-ups
-MEMORY = 0.95  # of what the head's trees accept where look-ups promise more, and of what waiting brought, each time
+MOST_WAITED_FOR = 2  # sequences for which a round may wait for look-ups
+MEMORY = (
+    0.95  # per time: of what the head's trees accept where look-ups promise more, and of what waiting brought
+)
 FORGIVING = 0.997  # of the same, per round, so that distrust does not last
-WORTH_IT = 1.0  # tokens that waiting must gain on a head
-WORTH_A_GAP = 0.15  # the same on plain rounds
-BETTER = 1.3  # times the head's tokens per second, for look-ups in its place
+LEAST_GAIN_ON_HEAD = 1.0  # tokens that waiting must gain on a head
+LEAST_GAIN_ON_PLAIN = 0.15  # the same on plain rounds
+BETTER_THAN_HEAD = 1.3  # times the head's tokens per second, for look-ups in its place
 
 Chains = Callable[[Sequence[Offer], int], tuple[list[int], float]]  # offers, batch -> depths, tokens accepted
 
@@ -71,7 +73,7 @@ class Waiting:
         return taken
 
     def _is_better(self, chooser: FormChooser, head: Promise, free: Promise, batch: int) -> bool:
-        better = BETTER if head.form.nodes else 1.0
+        better = BETTER_THAN_HEAD if head.form.nodes else 1.0
         if free.rate <= better * self._head_tokens(head, batch) / head.seconds:
             _forgive(chooser, batch)
             return False
@@ -84,7 +86,7 @@ class Waiting:
         self.note(offers)
         if not (head.form.nodes or chooser.around.follows(PLAIN, batch)):
             return False  # what all else is compared with; one that follows shows it
-        least = WORTH_IT if head.form.nodes else WORTH_A_GAP
+        least = LEAST_GAIN_ON_HEAD if head.form.nodes else LEAST_GAIN_ON_PLAIN
         matches = self._behind(offers, head.tokens / batch, least)
         other = 0.0 if head.form.nodes else sum([offer.otherwise for offer in offers])
         if not matches.nodes and other <= least * batch:
@@ -148,7 +150,7 @@ class Waiting:
         self.allowance.book(0.0)
         self._kept.add(0.0, 0.0, FORGIVING)
         expected = head.tokens - batch
-        if batch <= FEW and self._promised > expected > 0.0:
+        if batch <= MOST_WAITED_FOR and self._promised > expected > 0.0:
             self._copied.add(accepted, expected, MEMORY)
         self._promised = 0.0
 
