@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperGroup, TyperOption
 
 from forerun import __version__
 from forerun.cli.loading import ModelCommand
@@ -64,9 +64,9 @@ class Commands(TyperGroup):
 def _hide_types_of_flags(command: Any, ctx: Any) -> None:
     """Flags take no value: help must not show `<bool>` behind them, as typer 0.29 does."""
     for parameter in command.get_params(ctx):
-        if getattr(parameter, "is_flag", False):
+        if isinstance(parameter, TyperOption) and parameter.is_flag:
             parameter.metavar = ""
-    for part in getattr(command, "commands", {}).values():
+    for part in command.commands.values() if isinstance(command, TyperGroup) else ():
         _hide_types_of_flags(part, ctx)
 
 
