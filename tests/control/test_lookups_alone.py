@@ -7,8 +7,9 @@ import random
 import pytest
 
 from forerun.control.adaptive import AdaptiveController
+from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
-from forerun.control.waiting import Waiting
+from forerun.control.waiting import Waiting, beside_plain
 from forerun.drafters.base import LookupDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.none import NoDrafter
@@ -82,6 +83,27 @@ def test_what_an_adversary_can_take_is_bounded(patience: int) -> None:
         both._step()
     plain = FollowSimulation(SMALL, None, [(book, whole[2000:])], HOST, looks_up=False)
     assert both.history.least_speed(plain.run(both.history.tokens[-1]), 200) >= 0.97
+
+
+def lost_in_vain(allowance: Allowance) -> float:
+    """Plain rounds that drafts lose of which nothing is accepted, over 200 rounds."""
+    lost, worst = 0.0, 0.4
+    for _ in range(200):
+        spent = worst if allowance.covers_stake(worst, 3.0) else 0.0
+        allowance.book(spent)
+        lost += spent
+    return lost
+
+
+def test_plain_rounds_save_nothing_up_that_could_be_lost_at_once() -> None:
+    """1.5% of 200 rounds, whatever came before; what was gained may be lost again."""
+    fresh, rested, resting, gained = beside_plain(), beside_plain(), beside_plain(), beside_plain()
+    for _ in range(400):
+        rested.book(0.0)
+    resting.rest(400)
+    gained.book(-5.0)
+    assert lost_in_vain(fresh) == lost_in_vain(rested) == lost_in_vain(resting) <= 3.0
+    assert 3.0 < lost_in_vain(gained) <= 3.0 + 2.2
 
 
 def play(controller: AdaptiveController, rounds: int, asks: bool) -> None:

@@ -6,13 +6,16 @@ trial only if the allowance covers it whole. So over any stretch of n rounds the
 
     most + n * earned + floor                        for a batch's forms and n = 200: 3 rounds, 1.5%
 
-whatever is accepted; and since the allowance is never below -`floor`, drafting returns after a
-bounded number of rounds.
+whatever is accepted; and since the allowance is never below -`floor`, drafting returns after a bounded number of
+rounds. Where gains may fill it beyond what rounds alone add (`earned_up_to`), the loss is at most
+
+    earned_up_to + n * earned + floor                and what was gained just before, up to `most`
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 STAKE = 0.5  # what may be put at risk, of what is left: times the gain by the worst loss
 
@@ -25,15 +28,18 @@ class Allowance:
     earned: float = 0.006  # by a round
     floor: float = 1.3
     level: float = 0.5
+    earned_up_to: float = inf  # beyond that, gains alone fill it up
     usual: float = 0.0  # what drafts cost of late, whatever was accepted: the worst case where forms vary
 
     def book(self, loss: float) -> None:
         """A round has lost so much against plain decoding; a negative loss is a gain."""
-        self.level = max(min(self.level + self.earned - loss, self.most), -self.floor)
+        earned = min(self.earned, max(0.0, self.earned_up_to - self.level))
+        self.level = max(min(self.level + earned - loss, self.most), -self.floor)
 
     def rest(self, rounds: int) -> None:
         """So many rounds have lost nothing."""
-        self.level = min(self.level + rounds * self.earned, self.most)
+        most = min(max(self.level, self.earned_up_to), self.most)
+        self.level = min(self.level + rounds * self.earned, most)
 
     def book_draft(self, cost: float, accepted: float) -> None:
         """A round of drafts that vary in size: what it cost, and what it gained."""

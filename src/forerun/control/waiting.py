@@ -9,7 +9,7 @@ the head would write in the same time, and in the gap, does the next round wait.
 Where there is no head, the same holds of plain rounds, which the target launches one behind the other.
 
 What waiting and look-ups can lose is bounded (allowance.py): against plain decoding 1.5% over any 200 rounds, and what
-look-ups have gained just before, up to 2.5 rounds; against the head alone 3%, as long as first matches are trusted as
+look-ups have gained just before, up to 2.2 rounds; against the head alone 3%, as long as first matches are trusted as
 little as they are. With higher first rates a text made to mislead them lost up to 13%, so these rates are part of it.
 """
 
@@ -157,7 +157,7 @@ class Waiting:
 
 def beside_plain() -> Allowance:
     """Of look-ups where nothing else drafts: what they have gained they may lose again, up to three rounds of it."""
-    return Allowance(most=3.0, earned=0.006, floor=1.0, level=0.8)
+    return Allowance(most=3.0, earned=0.006, floor=1.0, level=0.8, earned_up_to=0.8)
 
 
 def free_promise(chooser: FormChooser, head: Promise, nodes: int, batch: int, accepted: float) -> Promise:
