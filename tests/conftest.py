@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers on two cores: one thread each
-# On ARM torch hands products of more than 8 rows to oneDNN, which takes up to five times as long as BLAS for the small ones
-# of these tests; on x86 it does so for 16-bit ones alone
+# On ARM torch hands products of more than 8 rows to oneDNN, which takes up to five times as long as BLAS for such small
+# ones as here; on x86 it does so with 16-bit ones alone
 os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", str(1 << 30))
 
 # A shell that runs this in the background has SIGINT ignored, and so would servers that a test sends it to.

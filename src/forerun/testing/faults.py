@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -31,8 +32,7 @@ class Fault:
         self.at, self.error = at, error  # at None = only count
         self.seen = 0
         self.fired = ""  # where
-        self._places = tuple(_place_of(name) for name in packages)
-        self._ours: dict[CodeType, bool] = {}
+        self._places, self._ours = _known(tuple(packages))
         self._operations = _Operations(self)
 
     def __enter__(self) -> Fault:
@@ -82,6 +82,12 @@ def count_points(work: Callable[[], object], packages: Sequence[str] = ("forerun
     with Fault(None, RuntimeError, packages) as fault:
         work()
     return fault.seen
+
+
+@cache
+def _known(packages: tuple[str, ...]) -> tuple[tuple[str, ...], dict[CodeType, bool]]:
+    """Where they lie, and of every code that was seen whether it is theirs: the same for all faults."""
+    return tuple(_place_of(name) for name in packages), {}
 
 
 def _place_of(name: str) -> str:
