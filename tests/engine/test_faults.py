@@ -8,6 +8,7 @@ of its points, with errors in turn; FORERUN_EVERY_FAULT=1 visits every point wit
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from forerun.models.paged import PagedKV
 from forerun.models.pages import PagePool
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
-from forerun.testing.faults import Fault
+from forerun.testing.faults import Fault, Kind
 from forerun.types import Event, Request
 from tests.exactness.harness import Letters, engine_for
 from tests.models.tiny_checkpoints import make_decoder, save
@@ -62,13 +63,15 @@ class Scene:
     shrink: Callable[[], None] = lambda: None
     texts: list[list[int]] = field(default_factory=list)
 
-    def play(self, at: int | None, error: type[BaseException] = RuntimeError) -> tuple[Fault, list[Event]]:
+    def play(
+        self, at: int | None, error: type[BaseException] = RuntimeError, kind: Kind | None = None
+    ) -> tuple[Fault, list[Event]]:
         """The step that admits the second sequence, with a fault; then all the rest."""
         self.shrink()
         seqs = [self.engine.find(self.engine.submit(FIRST))]
         self.engine.step()
         seqs.append(self.engine.find(self.engine.submit(SECOND)))
-        fault = Fault(at, lambda: error("injected"), self.packages)
+        fault = Fault(at, lambda: error("injected"), self.packages, kind)
         with suppress(*ERRORS), fault:
             self.engine.step()
         steps = 0
@@ -225,18 +228,25 @@ SCENES: dict[str, Callable[[Path], Scene]] = {
 
 
 class Places(Fault):
-    """Notes the points of every place: an event at a line, or an operation."""
+    """Notes the points of every place: an event at a line, or an operation, each counted among its kind."""
 
     def __init__(self, packages: tuple[str, ...]) -> None:
         super().__init__(None, RuntimeError, packages)
         self.found: dict[tuple[object, ...], list[int]] = {}
+        self.counts = Counter[Kind]()
 
     def point(self, *where: object) -> None:
         super().point(*where)
-        self.found.setdefault(where, []).append(self.seen - 1)
+        kind = kind_of(where)
+        self.found.setdefault(where, []).append(self.counts[kind])
+        self.counts[kind] += 1
 
 
-def faults(scene: Scene) -> Iterator[tuple[int, type[BaseException]]]:
+def kind_of(where: tuple[object, ...]) -> Kind:
+    return "operations" if where[0] == "operation" else "calls"
+
+
+def faults(scene: Scene) -> Iterator[tuple[int, type[BaseException], Kind]]:
     """Where to fail, and how."""
     scene.shrink()
     scene.engine.submit(FIRST)
@@ -248,10 +258,11 @@ def faults(scene: Scene) -> Iterator[tuple[int, type[BaseException]]]:
         scene.engine.step()
     assert places.seen > 150  # or nothing was looked at
     if os.environ.get("FORERUN_EVERY_FAULT"):
-        yield from ((at, error) for at in range(places.seen) for error in ERRORS)
+        every = [(at, kind) for kind, count in places.counts.items() for at in range(count)]
+        yield from ((at, error, kind) for at, kind in every for error in ERRORS)
         return
-    for i, points in enumerate(places.found.values()):
-        yield points[i % len(points)], ERRORS[i % 3]
+    for i, (where, points) in enumerate(places.found.items()):
+        yield points[i % len(points)], ERRORS[i % 3], kind_of(where)
 
 
 @pytest.mark.slow
@@ -264,10 +275,10 @@ def test_a_fault_anywhere_changes_no_text_and_loses_no_slot(name: str, tmp_path:
     expected = [list(text) for text in scene.texts]
     assert [len(text) for text in expected] == [4, 3]
     fired = 0
-    for at, error in faults(scene):
-        fault, events = scene.play(at, error)
+    for at, error, kind in faults(scene):
+        fault, events = scene.play(at, error, kind)
         fired += bool(fault.fired)
-        said = f"{error.__name__} at point {at}: {fault.fired}"
+        said = f"{error.__name__} at {at} of {kind}: {fault.fired}"
         assert [event.error for event in events if event.error is not None] == [], said
         assert scene.texts == expected, said
         assert scene.held() == 0, said
@@ -283,5 +294,5 @@ def test_the_walk_notices_a_store_that_is_not_made_sound_again(
     scene = torch_scene(tmp_path)
     scene.packages = ("forerun.models.pages", "forerun.models.paged")
     first = 0 if os.environ.get("FORERUN_EVERY_FAULT") else 80  # places of the code, or points in order
-    lost = ((scene.play(at, error), scene.held())[1] for at, error in islice(faults(scene), first, None))
+    lost = ((scene.play(*given), scene.held())[1] for given in islice(faults(scene), first, None))
     assert any(lost)

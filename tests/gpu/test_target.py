@@ -105,6 +105,7 @@ def test_memory_that_was_never_written_does_not_matter() -> None:
     target = make_target("llama", "cpu")
     target.kv.data.fill_(float("nan"))
     seqs = [FakeSeq(0, [3, 4, 5]), FakeSeq(1, [5, 6, 7, 8, 9])]
-    target.prefill(seqs, Needs())
+    target.prefill([FakeSeq(2, [2]), *seqs], Needs())
+    assert target.kv.pool.held[2] == (0,), "the first page, of one who is not in the pass"
     trees = TreeBatch.trees([([5, 1, 2], [-1, 0, 0]), ([9, 1], [-1, 0])])
     assert target.score(seqs, trees, Needs()).required_logits.isfinite().all()

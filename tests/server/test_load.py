@@ -32,8 +32,14 @@ def test_a_small_load(served: Running, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_clients_that_ask_again(served: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    suite = tmp_path / "short.jsonl"  # 80 prompts are read
+    asked = ("Say yes.", "Count to three.", "Name a tree.")
+    suite.write_text(
+        "".join(json.dumps({"id": one, "task": "short", "turns": [one]}) + "\n" for one in asked)
+    )
     words = f"--url {served.url} --requests 3 --loads= --clients 1,4 --modes off,adaptive --repeats 2 --max-tokens 2"
-    assert main([*words.split(), "--per-client", "3", "--plot", f"{tmp_path}/serve.png"]) == 0
+    more = f"--per-client 3 --suite {suite} --plot {tmp_path}/serve.png"
+    assert main([*words.split(), *more.split()]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = [(row["repeat"], row["clients"], row["mode"], row["requests"]) for row in document["rows"]]
     assert rows == [

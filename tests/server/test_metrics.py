@@ -99,7 +99,7 @@ def test_every_text_is_in_every_histogram(http: httpx.Client) -> None:
 
 def test_who_waits_is_seen_and_counted(http: httpx.Client, served: Running) -> None:
     """Four fit the batch; the others wait, and their wait is in the histogram."""
-    body = {**ASKED, "max_tokens": 200, "n": 8, "stream": True}
+    body = {**ASKED, "max_tokens": 80, "n": 8, "stream": True}
     seen = dict[str, float]()
 
     def ask() -> None:

@@ -15,36 +15,48 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+Kind = Literal["calls", "operations"]
+
 
 class Fault:
-    """Raises `error()` once, at point `at` of what runs in its `with` block; counts points either way."""
+    """Raises `error()` once, at point `at` of what runs in its `with` block; counts points either way.
+
+    `kind` = only calls, or only operations, are points: watching one of them takes less time than both.
+    """
 
     def __init__(
-        self, at: int | None, error: Callable[[], BaseException], packages: Sequence[str] = ("forerun",)
+        self,
+        at: int | None,
+        error: Callable[[], BaseException],
+        packages: Sequence[str] = ("forerun",),
+        kind: Kind | None = None,
     ) -> None:
-        self.at, self.error = at, error  # at None = only count
+        self.at, self.error, self.kind = at, error, kind  # at None = only count
         self.seen = 0
         self.fired = ""  # where
-        self._places = tuple(_place_of(name) for name in packages)
-        self._ours: dict[CodeType, bool] = {}
+        self._places, self._ours = _known(tuple(packages))
         self._operations = _Operations(self)
 
     def __enter__(self) -> Fault:
-        self._operations.__enter__()  # type: ignore[no-untyped-call]
-        sys.setprofile(self._profile)
+        if self.kind != "calls":
+            self._operations.__enter__()  # type: ignore[no-untyped-call]
+        if self.kind != "operations":
+            sys.setprofile(self._profile)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         sys.setprofile(None)
-        self._operations.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if self.kind != "calls":
+            self._operations.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def point(self, *where: object) -> None:
         """One more point; raises if it is the one."""
@@ -82,6 +94,12 @@ def count_points(work: Callable[[], object], packages: Sequence[str] = ("forerun
     with Fault(None, RuntimeError, packages) as fault:
         work()
     return fault.seen
+
+
+@cache
+def _known(packages: tuple[str, ...]) -> tuple[tuple[str, ...], dict[CodeType, bool]]:
+    """Where they lie, and of every code that was seen whether it is theirs: the same for all faults."""
+    return tuple(_place_of(name) for name in packages), {}
 
 
 def _place_of(name: str) -> str:

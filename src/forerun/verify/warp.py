@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -229,12 +230,13 @@ def _counts(block: Tensor, tokens: Sequence[int], paths: Sequence[Sequence[int]]
     size, known = block.shape[-1], Counter(tokens)
     tokens = sorted(t for t in {*known, *(t for path in paths for t in path)} if t < size)
     column = {token: i for i, token in enumerate(tokens)}
-    counts = torch.tensor([known[t] for t in tokens], dtype=block.dtype).repeat(len(paths), 1)
+    counts = np.tile(np.array([known[t] for t in tokens], dtype=np.float32), (len(paths), 1))
     for row, path in enumerate(paths):
         for token in path:
             if token < size:
                 counts[row, column[token]] += 1
-    return torch.tensor(tokens, dtype=torch.long, device=block.device), counts.to(block.device)
+    found = torch.tensor(tokens, dtype=torch.long, device=block.device)
+    return found, torch.from_numpy(counts).to(block.device, block.dtype)
 
 
 def _ban(block: Tensor, seq: Seq, paths: Sequence[Sequence[int]]) -> None:

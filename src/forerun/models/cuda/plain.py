@@ -25,13 +25,16 @@ class PlainSteps:
         self.model, self.buffers, self.kv = model, buffers, kv  # kv [L, 2, Hkv, S, D]
         # of this pass: a run, a window, what they see
         self._seen: tuple[Run, int, Tensor, Tensor] | None = None
+        self._written: tuple[Run, Tensor, Tensor] | None = (
+            None  # a run, its rows that are written, their slots
+        )
 
     def embed(self, run: Run) -> None:
         self.buffers.x[: run.size.rows] = F.embedding(run.tokens.long(), self.model.embedding).float()
 
     def qkv(self, run: Run, layer: int) -> None:
         if layer == 0:  # another pass: its integers lie where those of the last one lay
-            self._seen = None
+            self._seen = self._written = None
         config, weights = self.model.config, self.model.layers[layer]
         rows, heads, dim = run.size.rows, config.heads, config.head_dim
         found = times(self._into_attention(run, weights), weights.qkv)
@@ -44,31 +47,33 @@ class PlainSteps:
         if weights.rope is not None:
             rotated = _rotate(rotated, weights.rope[run.positions.long()])
         self.buffers.queries[:rows] = rotated[:, :heads].flatten(1).to(self.model.dtype)
-        there = run.slots >= 0
-        slots = run.slots[there].long()
-        self.kv[layer, 0][:, slots] = rotated[there, heads:].transpose(0, 1).to(self.model.dtype)
-        values = found[there, heads + config.kv_heads :]
-        self.kv[layer, 1][:, slots] = values.transpose(0, 1).to(self.model.dtype)
+        there, slots = self._written_by(run)
+        keys, values = rotated[:, heads:], found[:, heads + config.kv_heads :]
+        for store, new in zip(self.kv[layer], (keys, values), strict=True):
+            store.index_copy_(1, slots, new.index_select(0, there).transpose(0, 1).to(self.model.dtype))
 
     def attend(self, run: Run, layer: int) -> None:
         """Gather what every row sees, by position, and attend to it a few rows at a time."""
         config = self.model.config
-        table, seen = self._seen_by(run, self.model.layers[layer].window)  # [rows, P]
-        keys, values = self.kv[layer, 0], self.kv[layer, 1]
+        table, hidden = self._seen_by(run, self.model.layers[layer].window)  # [rows, P], [1, rows, 1, P]
         shape = run.size.rows, config.kv_heads, -1, config.head_dim
-        queries = self.buffers.queries[: run.size.rows].view(shape)
+        queries = self.buffers.queries[: run.size.rows].view(shape).transpose(0, 1)  # [Hkv, m, group, D]
         rows, longest = table.shape
         self.buffers.found[rows : run.size.rows] = 0.0  # padding
         step = max(_ROWS, _GATHERED // (config.kv_heads * config.head_dim * longest))
         for low in range(0, rows, step):
             some = slice(low, min(low + step, rows))
-            k = keys[:, table[some]].float()  # [Hkv, m, P, D]
-            # slots that nothing was written to may hold NaN, which a weight of 0 does not take away
-            v = values[:, table[some]].float().masked_fill(~seen[some, :, None], 0.0)
-            scores = torch.einsum("mhgd,hmpd->mhgp", queries[some].float(), k) * config.attention_scale
-            scores = scores.masked_fill(~seen[some, None, None], float("-inf"))
-            found = torch.einsum("mhgp,hmpd->mhgd", scores.softmax(-1), v)
-            self.buffers.found[some] = found.flatten(1).to(self.model.dtype)
+            slots, wide = table[some].flatten(), (config.kv_heads, -1, longest, config.head_dim)
+            k, v = (store.index_select(1, slots).float().view(wide) for store in self.kv[layer])
+            asked, mask = queries[:, some].float(), hidden[:, some]
+            found = F.scaled_dot_product_attention(asked, k, v, mask, scale=config.attention_scale)
+            self.buffers.found[some] = found.transpose(0, 1).flatten(1).to(self.model.dtype)
+
+    def _written_by(self, run: Run) -> tuple[Tensor, Tensor]:
+        if self._written is None or self._written[0] is not run:
+            there = (run.slots >= 0).nonzero()[:, 0]
+            self._written = run, there, run.slots[there].long()
+        return self._written[1:]
 
     def _seen_by(self, run: Run, window: int) -> tuple[Tensor, Tensor]:
         """What `_slots_seen` says, which is the same for all layers of a window."""
@@ -119,16 +124,16 @@ class PlainSteps:
 def _rotate(pairs: Tensor, rotations: Tensor) -> Tensor:
     """Rotate neighbours [m, H, D] by cosines and sines [m, R, 2]; dimensions beyond 2R stay."""
     dims = 2 * rotations.shape[1]
-    even, odd = pairs[..., 0:dims:2], pairs[..., 1:dims:2]
-    cos, sin = rotations[:, None, :, 0], rotations[:, None, :, 1]
-    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
-    return torch.cat((rotated, pairs[..., dims:]), -1)
+    turned = torch.view_as_complex(pairs[..., :dims].reshape(*pairs.shape[:-1], -1, 2))
+    rotated = torch.view_as_real(turned * torch.view_as_complex(rotations)[:, None]).flatten(-2)
+    return rotated if dims == pairs.shape[-1] else torch.cat((rotated, pairs[..., dims:]), -1)
 
 
 def _slots_seen(run: Run, window: int) -> tuple[Tensor, Tensor]:
-    """[rows, P] the slot of every position of a row, and whether it is seen; from the groups, as the kernel.
+    """[rows, P] the slot of each position of a row, [1, rows, 1, P] -inf where it is not seen. From the groups.
 
-    Without the padding behind the last row that sees something.
+    Without the padding behind the last row that sees something. A position that is not seen has the slot of the row's
+    last one, which was written: others may hold NaN, which a weight of 0 does not take away.
     """
     ints, positions = run.ints.cpu().numpy(), run.positions.cpu().numpy()
     longest = int(positions.max()) + 1
@@ -148,5 +153,7 @@ def _slots_seen(run: Run, window: int) -> tuple[Tensor, Tensor]:
     sees = seen.any(-1)
     rows = int(np.flatnonzero(sees)[-1]) + 1 if sees.any() else 0
     seen[~sees, 0] = True  # padding between rows: something finite that is never read
-    device = run.ints.device
-    return torch.from_numpy(table[:rows]).to(device), torch.from_numpy(seen[:rows]).to(device)
+    table, seen, last = table[:rows], seen[:rows], positions[:rows, None].astype(np.int64)
+    table = np.where(seen, table, np.take_along_axis(table, last, 1))
+    hidden = np.where(seen[None, :, None], np.float32(0.0), np.float32(-np.inf))
+    return torch.from_numpy(table).to(run.ints.device), torch.from_numpy(hidden).to(run.ints.device)

@@ -13,7 +13,9 @@
 #include <string.h>
 
 #define FR_API __attribute__((visibility("default")))
+#ifndef FR_INLINE /* under sanitizers the compiler takes a minute over what this makes one function */
 #define FR_INLINE static inline __attribute__((always_inline))
+#endif
 /* Does the compiler know AVX-VNNI and AMX? Without them the library has the lesser paths. */
 #if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define FR_NEW_X86 1
