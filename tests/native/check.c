@@ -231,6 +231,11 @@ int main(void) {
         for (int n = 0; n < 16; n++) /* up to twelve rows, and four that fill more than one tile, by a part or a whole */
             bad |= check_packed(&layouts[i], 1 + (int)(next() >> 16) % 41, layouts[i].weights * (1 + (int)(next() >> 16) % 3),
                                 n < 12 ? 1 + n : 17 * n - 181);
+    for (int i = 0; i < LAYOUTS; i++)
+        for (int n = 0; n < 8; n++) { /* several tiles of rows, chunks of blocks with and without a rest, odd and even panels */
+            int blocks = layouts[i].weights == 32 ? 5 + (int)(next() >> 16) % 16 : 1 + n % 4;
+            bad |= check_packed(&layouts[i], 1 + (int)(next() >> 16) % 100, layouts[i].weights * blocks, 9 + (int)(next() >> 16) % 62);
+        }
     for (int n = 0; n < 12; n++)
         bad |= check_floats(float_weight(n % 2, 1 + (int)(next() >> 16) % 21, 1 + (int)(next() >> 16) % 70), 1 + n);
     for (int heads = 2; heads <= HEADS; heads += HEADS - 2) /* several queries to a key head, and one */

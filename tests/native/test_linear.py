@@ -102,6 +102,24 @@ def test_fuzzed_shapes_rows_and_splits(name: str, path: str, chosen: None) -> No
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", sorted(HALVES))
+def test_many_rows_and_long_inputs(name: str, path: str, chosen: None) -> None:
+    """Tiles of rows, whole and in part, by panels whose blocks are no multiple of what a kernel takes at once."""
+    rng = random.Random(name)
+    whole = LAYOUTS[KINDS[name]].weights
+    for rows in (9, 13, 16, 17, 24, 31, 40, 64, 70):
+        inputs = whole * (rng.randint(5, 20) if whole == 32 else rng.randint(1, 3))
+        outputs = rng.randint(1, 90)
+        x = _rows(rows, inputs, rows)
+        _choose("generic")
+        wanted = apply(_weight(name, outputs, inputs, None), x)
+        _choose(path)
+        packed = _weight(name, outputs, inputs, None)
+        assert torch.equal(apply(packed, x), wanted)
+        assert torch.equal(apply(packed, x[rows - 1 :]), wanted[rows - 1 :])
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q8_0", "Q6_K"])
 def test_rows_of_every_magnitude(name: str, path: str, chosen: None) -> None:
     """Kernels that scale sums in one fused step must not round where plain C does not, whatever the scales are."""

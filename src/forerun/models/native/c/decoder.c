@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUFFERS = 9, FR_ABI = 14 };
+enum { BUFFERS = 9, FR_ABI = 15 };
 
 typedef struct {
     float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores;

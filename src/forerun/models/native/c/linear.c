@@ -51,15 +51,17 @@ static void run_panels_and_look(void *arg, int64_t begin, int64_t end, int worke
 
 static void run_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void *scratch, fr_best *bests) {
     linear_job job = {.weights = w, .x = x, .y = y, .rows = rows, .bests = bests};
-    int64_t panels = 0, inputs = w->part[0].inputs, packed = 0, least = 1; /* panels worth a turn: 16 outputs */
+    int64_t panels = 0, inputs = w->part[0].inputs, least = 1; /* panels worth a turn: 16 outputs */
+    int packed = 0, groups = 0;
     for (int64_t i = 0; i < w->count; i++) {
         panels += panels_of(&w->part[i]);
         job.stride += w->part[i].outputs;
         packed |= w->part[i].kind > FR_BF16;
+        groups |= w->part[i].kind > FR_BF16 && !fr_reads_tiles(w->part[i].kind, rows);
         if (16 / fr_width(w->part[i].kind) > least) least = 16 / fr_width(w->part[i].kind);
     }
     if (packed) {
-        fr_quants quants = fr_quantize_rows(x, rows, inputs, scratch);
+        fr_quants quants = fr_quantize_rows(x, rows, inputs, scratch, groups);
         job.q = quants.groups, job.tiles = quants.tiles;
     }
     int64_t grain = panels / (fr_threads() * 4);
@@ -98,7 +100,7 @@ static void quantize_segments(void *arg, int64_t begin, int64_t end, int worker)
     (void)worker;
     const segments_job *job = arg;
     for (const fr_segment *s = job->segments + begin; s < job->segments + end; s++)
-        job->quantize(&job->quants, job->x, s->first, s->first + s->rows);
+        job->quantize(&job->quants, job->x, s->first, s->first + s->rows, 0, job->quants.blocks);
 }
 
 /* Panels are numbered through all segments; a range may span several. */

@@ -111,8 +111,9 @@ typedef struct {
 #endif
 } fr_group;
 
-/* Sixteen rows of one block of inputs, for AMX. Tiles lie block by block, [rows / 16, inputs / 32]. */
-enum { FR_TILE_ROWS = 16 };
+/* Sixteen rows of one block of inputs, for AMX. Tiles lie block by block, [rows / 16, inputs / 32], each from the start of
+ * a cache line on: no row of one lies across two lines. */
+enum { FR_TILE_ROWS = 16, FR_LINE = 64 };
 typedef struct {
     int8_t values[FR_TILE_ROWS][FR_BLOCK];
     float scales[FR_TILE_ROWS], sums[FR_TILE_ROWS];
@@ -120,16 +121,18 @@ typedef struct {
 
 /* ---- quantize.c ---- */
 typedef struct {
-    fr_group *groups;
-    fr_tile *tiles; /* NULL where the path has no use for them */
+    fr_group *groups; /* NULL where all that read the rows read tiles */
+    fr_tile *tiles;   /* NULL where the path has no use for them */
     int64_t rows, blocks;
 } fr_quants;
-typedef void (*fr_quantize_range)(const fr_quants *to, const float *x, int64_t begin, int64_t end);
-void fr_quantize(const fr_quants *to, const float *x, int64_t begin, int64_t end); /* fills no tiles */
-void fr_quantize_avx512(const fr_quants *to, const float *x, int64_t begin, int64_t end);
+/* Rows begin .. end, of each the blocks first .. last. */
+typedef void (*fr_quantize_range)(const fr_quants *to, const float *x, int64_t begin, int64_t end, int64_t first, int64_t last);
+void fr_quantize(const fr_quants *to, const float *x, int64_t begin, int64_t end, int64_t first, int64_t last); /* no tiles */
+void fr_quantize_avx512(const fr_quants *to, const float *x, int64_t begin, int64_t end, int64_t first, int64_t last);
 size_t fr_quants_bytes(int64_t rows, int64_t inputs);
 fr_quants fr_quants_in(void *scratch, int64_t rows, int64_t inputs); /* laid out, not filled */
-fr_quants fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, void *scratch);
+/* Groups are filled where they are asked for, and where there are no tiles. */
+fr_quants fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, void *scratch, int groups);
 
 /* y[rows, sum of outputs] = x[rows, inputs] W^T + bias; scratch holds fr_quants_bytes(rows, inputs). */
 void fr_linear(const fr_weights *w, const float *x, float *y, int64_t rows, void *scratch);
@@ -148,11 +151,16 @@ enum { FR_APART = FR_TILE_ROWS };
  * scratch holds fr_quants_bytes(room, inputs). */
 void fr_linear_segments(fr_segment *segments, int64_t count, const float *x, float *y, int64_t room, void *scratch);
 
+/* Does the AMX kernel read so many rows from tiles? P6K has a step for every sixteen inputs: there tiles pay later. */
+FR_INLINE int fr_reads_tiles(int kind, int64_t rows) {
+    return fr_width(kind) == FR_WIDEST && (fr_format(kind) != FR_P6K || rows >= 16);
+}
+
 /* A range of one weight's panels, begin .. end; y's rows are `stride` apart. */
 typedef struct {
     const fr_weight *w;
     const float *x;
-    const fr_group *q;
+    const fr_group *q;    /* NULL where the kernel reads tiles */
     const fr_tile *tiles; /* the same rows, or NULL where tiles are of no use */
     float *y;
     int64_t rows, stride, begin, end;

@@ -154,11 +154,8 @@ FR_INLINE void packed(const fr_range *g, int format) {
     _tile_release();
 }
 
-/* P6K has a step for every sixteen inputs: there tiles pay later. */
-static int pays(const fr_range *g) { return g->tiles && (fr_format(g->w->kind) != FR_P6K || g->rows >= 16); }
-
 void fr_packed_amx(const fr_range *g) {
-    if (!pays(g)) {
+    if (!g->tiles || !fr_reads_tiles(g->w->kind, g->rows)) {
         fr_packed_avx512(g);
         return;
     }

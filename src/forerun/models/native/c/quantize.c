@@ -10,7 +10,7 @@ FR_INLINE size_t groups_bytes(int64_t rows, int64_t inputs) {
 
 /* Groups, then tiles where the path wants them. */
 size_t fr_quants_bytes(int64_t rows, int64_t inputs) {
-    size_t tiles = fr_uses_tiles(rows) ? (size_t)(fr_tiles_of(rows) * (inputs / FR_BLOCK)) * sizeof(fr_tile) : 0;
+    size_t tiles = fr_uses_tiles(rows) ? (size_t)(fr_tiles_of(rows) * (inputs / FR_BLOCK)) * sizeof(fr_tile) + FR_LINE : 0;
     return groups_bytes(rows, inputs) + tiles;
 }
 
@@ -55,9 +55,9 @@ static void quantize_block(const float *x, fr_group *out, int row) {
     set_scales(out, row, scale_of(amax), sums[0], sums[1]);
 }
 
-void fr_quantize(const fr_quants *to, const float *x, int64_t begin, int64_t end) {
+void fr_quantize(const fr_quants *to, const float *x, int64_t begin, int64_t end, int64_t first, int64_t last) {
     for (int64_t r = begin; r < end; r++)
-        for (int64_t b = 0; b < to->blocks; b++)
+        for (int64_t b = first; b < last; b++)
             quantize_block(x + (r * to->blocks + b) * FR_BLOCK, to->groups + r / FR_GROUP * to->blocks + b, r % FR_GROUP);
 }
 
@@ -65,23 +65,35 @@ typedef struct {
     fr_quants to;
     const float *x;
     fr_quantize_range quantize;
+    int64_t step; /* rows of a tile or of a group */
 } quantize_job;
 
-static void quantize_range(void *arg, int64_t begin, int64_t end, int worker) {
+/* Tiles or groups begin .. end, numbered as they lie. Rows of one share cache lines, so one thread has all of them. */
+static void quantize_some(void *arg, int64_t begin, int64_t end, int worker) {
     (void)worker;
     const quantize_job *job = arg;
-    job->quantize(&job->to, job->x, begin, end);
+    int64_t blocks = job->to.blocks;
+    for (int64_t at = begin, next; at < end; at = next) {
+        int64_t row = at / blocks * job->step, last = row + job->step, first = at % blocks;
+        next = at - first + blocks < end ? at - first + blocks : end;
+        job->quantize(&job->to, job->x, row, last < job->to.rows ? last : job->to.rows, first, first + next - at);
+    }
 }
 
 fr_quants fr_quants_in(void *scratch, int64_t rows, int64_t inputs) {
     fr_quants to = {scratch, NULL, rows, inputs / FR_BLOCK};
-    if (fr_uses_tiles(rows)) to.tiles = (fr_tile *)((char *)scratch + groups_bytes(rows, inputs));
+    uintptr_t behind = (uintptr_t)scratch + groups_bytes(rows, inputs);
+    if (fr_uses_tiles(rows)) to.tiles = (fr_tile *)((behind + FR_LINE - 1) / FR_LINE * FR_LINE);
     return to;
 }
 
-fr_quants fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, void *scratch) {
-    quantize_job job = {fr_quants_in(scratch, rows, inputs), x, fr_chosen_quantize()};
-    fr_parallel(quantize_range, &job, rows, FR_GROUP); /* few rows are done before a worker would wake */
+fr_quants fr_quantize_rows(const float *x, int64_t rows, int64_t inputs, void *scratch, int groups) {
+    quantize_job job = {fr_quants_in(scratch, rows, inputs), x, fr_chosen_quantize(), FR_GROUP};
+    if (job.to.tiles) job.step = FR_TILE_ROWS;
+    if (job.to.tiles && !groups) job.to.groups = NULL;
+    int64_t count = (rows + job.step - 1) / job.step * job.to.blocks;
+    /* four rows without tiles are done before a worker would wake */
+    fr_parallel(quantize_some, &job, count, job.to.tiles ? count / (fr_threads() * 2) + 1 : job.to.blocks);
     return job.to;
 }
 FR_POP_TARGET

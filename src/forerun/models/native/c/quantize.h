@@ -14,10 +14,15 @@ FR_INLINE float scale_of(float amax) {
     return scale;
 }
 
+/* The sum of a block's integers, given by halves, times its scale. */
+FR_INLINE float sum_scaled(float scale, int32_t low, int32_t high) {
+    return scale * (float)(int32_t)((uint32_t)low + (uint32_t)high);
+}
+
 /* What kernels want to know of a row's block beside its integers: its scale, and the sums of both halves. */
 FR_INLINE void set_scales(fr_group *out, int row, float scale, int32_t low, int32_t high) {
     out->scales[row] = scale;
-    out->sums[row] = scale * (float)(int32_t)((uint32_t)low + (uint32_t)high);
+    out->sums[row] = sum_scaled(scale, low, high);
 #if defined(__aarch64__)
     for (int i = 0; i < 4; i++) out->backs[row][i] = -FR_SHIFT * scale;
 #else

@@ -22,44 +22,48 @@ FR_INLINE void halves_of(__m128i low, __m128i high, int32_t *first, int32_t *las
     *last = _mm_extract_epi32(both, 1);
 }
 
+/* A row's place in its group and in its tile; either may be NULL. */
 FR_INLINE void quantize_block(const float *x, fr_group *out, int row, fr_tile *tile, int tile_row) {
     __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
-    float amax = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+    float amax = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b))), scale = scale_of(amax);
     __m512 inverse = _mm512_set1_ps(amax > 0.0f ? 127.0f / amax : 0.0f);
     __m128i low = _mm512_cvtepi32_epi8(rounded(a, inverse)), high = _mm512_cvtepi32_epi8(rounded(b, inverse));
     int32_t first, last;
     halves_of(low, high, &first, &last);
-    _mm_storeu_si128((__m128i *)out->values[0][row], low);
-    _mm_storeu_si128((__m128i *)out->values[1][row], high);
-    set_scales(out, row, scale_of(amax), first, last);
-    if (!tile) return;
-    _mm_storeu_si128((__m128i *)tile->values[tile_row], low);
-    _mm_storeu_si128((__m128i *)(tile->values[tile_row] + 16), high);
-    tile->scales[tile_row] = out->scales[row];
-    tile->sums[tile_row] = out->sums[row];
+    if (out) {
+        _mm_storeu_si128((__m128i *)out->values[0][row], low);
+        _mm_storeu_si128((__m128i *)out->values[1][row], high);
+        set_scales(out, row, scale, first, last);
+    }
+    if (tile) {
+        _mm_storeu_si128((__m128i *)tile->values[tile_row], low);
+        _mm_storeu_si128((__m128i *)(tile->values[tile_row] + 16), high);
+        tile->scales[tile_row] = scale;
+        tile->sums[tile_row] = sum_scaled(scale, first, last);
+    }
 }
 
 /* What lies past the last row of the last tile is zero: AMX multiplies it, and nobody reads the product. */
-static void clear_rest(const fr_quants *to, int64_t last) {
-    if (last != to->rows || last % FR_TILE_ROWS == 0) return;
-    for (int64_t b = 0; b < to->blocks; b++) {
-        fr_tile *tile = to->tiles + last / FR_TILE_ROWS * to->blocks + b;
-        for (int64_t r = last % FR_TILE_ROWS; r < FR_TILE_ROWS; r++) {
+static void clear_rest(const fr_quants *to, int64_t first, int64_t last) {
+    if (to->rows % FR_TILE_ROWS == 0) return;
+    for (int64_t b = first; b < last; b++) {
+        fr_tile *tile = to->tiles + to->rows / FR_TILE_ROWS * to->blocks + b;
+        for (int64_t r = to->rows % FR_TILE_ROWS; r < FR_TILE_ROWS; r++) {
             memset(tile->values[r], 0, FR_BLOCK);
             tile->scales[r] = tile->sums[r] = 0;
         }
     }
 }
 
-void fr_quantize_avx512(const fr_quants *to, const float *x, int64_t begin, int64_t end) {
+void fr_quantize_avx512(const fr_quants *to, const float *x, int64_t begin, int64_t end, int64_t first, int64_t last) {
     for (int64_t r = begin; r < end; r++) {
-        fr_group *groups = to->groups + r / FR_GROUP * to->blocks;
+        fr_group *groups = to->groups ? to->groups + r / FR_GROUP * to->blocks : NULL;
         fr_tile *tiles = to->tiles ? to->tiles + r / FR_TILE_ROWS * to->blocks : NULL;
-        for (int64_t b = 0; b < to->blocks; b++)
-            quantize_block(x + (r * to->blocks + b) * FR_BLOCK, groups + b, (int)(r % FR_GROUP), tiles ? tiles + b : NULL,
-                           (int)(r % FR_TILE_ROWS));
+        for (int64_t b = first; b < last; b++)
+            quantize_block(x + (r * to->blocks + b) * FR_BLOCK, groups ? groups + b : NULL, (int)(r % FR_GROUP),
+                           tiles ? tiles + b : NULL, (int)(r % FR_TILE_ROWS));
     }
-    if (to->tiles) clear_rest(to, end);
+    if (to->tiles && end == to->rows) clear_rest(to, first, last);
 }
 #if defined(__clang__)
 #pragma clang attribute pop
