@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
 
+from forerun.cli.outputs import check_file, check_folder
 from forerun.errors import UnknownName
 from forerun.models.load.collector import without_collector
 
@@ -22,13 +23,20 @@ if TYPE_CHECKING:
 
 
 class ModelCommand(TyperCommand):
-    """A command that looks up the models that were named to it, before it does anything else."""
+    """A command that looks at the models and outputs that were named to it, before it does anything else."""
 
     def invoke(self, ctx: Any) -> Any:
-        for flag, check in _CHECKS.items():
-            source = ctx.get_parameter_source(flag)
-            if source is not None and source.name != "DEFAULT":
-                check(ctx.params[flag])
+        for parameter in self.params:
+            source = ctx.get_parameter_source(parameter.name)
+            if source is None or source.name == "DEFAULT":
+                continue
+            value, flag = ctx.params[parameter.name], parameter.opts[0]
+            if parameter.name in _CHECKS:
+                _CHECKS[parameter.name](value)
+            elif parameter.name in _FILES:
+                check_file(flag, Path(value))
+            elif parameter.name in _FOLDERS:
+                check_folder(flag, Path(value))
         return super().invoke(ctx)
 
 
@@ -49,7 +57,9 @@ def check_draft_model(name: str) -> None:
         raise UnknownName(f"{error}; there is no folder {name!r} with a trained head either") from None
 
 
+# parameters of commands, by their names in the code
 _CHECKS = {"model": check_model, "draft_model": check_draft_model}
+_FILES, _FOLDERS = ("json_file", "html", "save"), ("out", "folder")
 
 
 def load_llm(settings: Settings) -> LLM:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.bench.report import summary
+from forerun.bench.report.fit import print_table
 from forerun.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS
 from forerun.bench.stats import Spread
 
@@ -31,7 +32,7 @@ def show(result: Mapping[str, Any]) -> None:
     if len(result["cells"]) > 1:
         tables.append(_cell_table(result))
     for table in tables:
-        console.print(table)
+        print_table(console, table)
     for line in _closing_lines(result):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
@@ -54,9 +55,9 @@ def show_modes(result: Mapping[str, Any]) -> None:
     """What a CPU run adds: t(n) by number format, memory bandwidth, resident memory, and the named ratios."""
     console = _console()
     if LLAMA_CPP in result["by_task_vs_peers"]:
-        console.print(_peer_table(result["by_task_vs_peers"][LLAMA_CPP], LLAMA_CPP))
+        print_table(console, _peer_table(result["by_task_vs_peers"][LLAMA_CPP], LLAMA_CPP))
     if "modes" in result:
-        console.print(_mode_table(result["modes"]))
+        print_table(console, _mode_table(result["modes"]))
         for name, found in result["modes"].items():
             if found["t"] is None:
                 console.print(f"{name} left out: {found['why_not']}")
