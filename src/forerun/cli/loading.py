@@ -6,6 +6,7 @@ An unknown name is reported before torch is imported, which takes a second or tw
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from forerun.models.load.collector import without_collector
 if TYPE_CHECKING:
     from forerun.cli.flags import Settings
     from forerun.llm import LLM
+    from forerun.params import SpeculativeConfig
 
 
 class ModelCommand(TyperCommand):
@@ -75,7 +77,24 @@ def load_llm(settings: Settings) -> LLM:
         check_model(settings.model)
         from forerun.llm import LLM
 
-        return LLM.load(settings.model, speculative_config=settings.speculative, config=settings.engine)
+        llm = LLM.load(settings.model, speculative_config=settings.speculative, config=settings.engine)
+    if (said := unused_flag(settings.speculative, llm.engine.default_drafter)) is not None:
+        print(said, file=sys.stderr)
+    return llm
+
+
+def unused_flag(asked: SpeculativeConfig, drafter: str) -> str | None:
+    """What to say of a flag that this drafter does not read; None where there is no such flag."""
+    users = {
+        "corpus": (asked.corpus, ("suffix",)),
+        "shared": (asked.shared, ("suffix", "recycling", "lookahead")),
+        "draft_layers": (asked.draft_layers, ("layer_skip",)),
+    }
+    for name, (given, readers) in users.items():
+        if given and not any(reader in drafter for reader in readers):
+            flag = "--" + name.replace("_", "-")
+            return f"{flag} does nothing with the drafter {drafter}; it is for --drafter {' or '.join(readers)}"
+    return None
 
 
 def traced(llm: LLM, file: Path | None) -> AbstractContextManager[None]:
