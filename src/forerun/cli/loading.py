@@ -93,7 +93,9 @@ def unused_flag(asked: SpeculativeConfig, drafter: str) -> str | None:
     for name, (given, readers) in users.items():
         if given and not any(reader in drafter for reader in readers):
             flag = "--" + name.replace("_", "-")
-            return f"{flag} does nothing with the drafter {drafter}; it is for --drafter {' or '.join(readers)}"
+            return (
+                f"{flag} does nothing with the drafter {drafter}; it is for --drafter {' or '.join(readers)}"
+            )
     return None
 
 
