@@ -116,7 +116,7 @@ def test_documents_of_files(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("{")
     with pytest.raises(InvalidInput, match=r"b.jsonl, line 1 is not JSON"):
         list(read_documents([tmp_path / "b.jsonl"]))
-    with pytest.raises(InvalidInput, match="none.txt': No such file or directory; give files of text"):
+    with pytest.raises(InvalidInput, match=r"none\.txt': No such file or directory; give files of text"):
         list(read_documents([tmp_path / "none.txt"]))
 
 

@@ -88,7 +88,7 @@ def test_a_run_from_the_command_line(tiny: Checkpoint, texts: Path, tmp_path: Pa
                 ("--clip", "0.0"),
                 ("--decay", "nan"),
                 ("--weight-decay", "-1.0"),
-            )  # fmt: skip
+            )
         ),
         (["data", "make", "--target", "TINY", "--out", "o", "--device", "cuda:x"], "--device cuda:x"),
         (["data", "make", "--target", "TINY", "--out", "o", "--shard-tokens", "0"], "--shard-tokens 0"),

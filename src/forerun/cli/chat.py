@@ -22,7 +22,6 @@ from forerun.cli.show import Screen
 from forerun.cli.write import over_the_context
 from forerun.errors import ForerunError, InvalidInput
 
-
 _FLAGS = {"--" + name.replace("_", "-") for name in HELP}
 
 
