@@ -2,7 +2,8 @@
 
 Answers must be the target's own: a drafter learns to predict this model, not the language. Long prompts are made of
 the answers of an earlier run, which are already written. Two stages: prompts.jsonl, which is written whole, then one
-shard after the other; an interrupted run resumes behind its last text. What is dropped is counted and reported; a run that would leave nothing is an error.
+shard after the other; an interrupted run resumes behind its last text. What is dropped is counted and reported;
+a run that would leave nothing is an error.
 """
 
 from __future__ import annotations
