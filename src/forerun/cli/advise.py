@@ -78,7 +78,7 @@ def advise(
     )  # fmt: skip
     from forerun.advise.answer import in_words
     from forerun.advise.run import run_advisor
-    from forerun.bench.report.fit import print_table
+    from forerun.bench.report.fit import print_line, print_table
 
     status = Console(stderr=True).status(f"measuring {model}")
     with status, progress_shown(lambda said: status.update(f"measuring {model}: {said}")):
@@ -91,7 +91,7 @@ def advise(
     console = table_console()
     print_table(console, _table(found))
     for line in in_words(found):
-        console.print(line, soft_wrap=True, markup=False)
+        print_line(console, line)
 
 
 def _table(found: Mapping[str, Any]) -> Table:

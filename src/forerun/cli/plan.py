@@ -113,9 +113,11 @@ def _show(profile: Profile, choices: list[Choice], price: float | None) -> None:
             _range(choice.full_hours, "{:.3g}", price or 1.0),
             f"{choice.ttft_p99:.2f} s", f"{1e3 * choice.token_seconds:.1f} ms", f"{choice.used:.0%}",
         )  # fmt: skip
-    print_table(Console(width=None if sys.stdout.isatty() else 150), table)
-    print(_verdict(choices, price))
-    print(f"Brackets: as far as the intervals of what was measured reach. Source: {profile.source}.")
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    print_table(console, table)
+    said = f"Brackets: as far as the intervals of what was measured reach. Source: {profile.source}."
+    for line in (_verdict(choices, price), said):
+        console.print(line, soft_wrap=not console.is_terminal, markup=False)
 
 
 def _verdict(choices: list[Choice], price: float | None) -> str:

@@ -1,7 +1,8 @@
-"""Tables that stay readable on a narrow terminal: one that is too wide is turned, rows for columns.
+"""Tables and sentences that stay readable on a narrow terminal.
 
-A figure that is cut off (`1.04 (0.98-...`) is worse than none. Where neither form fits, the narrower one is printed in
-its own width, and the terminal wraps its lines.
+A figure that is cut off (`1.04 (0.98-...`) is worse than none: a table that is too wide is turned, rows for columns, and
+where that does not fit either each row is a list. Sentences wrap between words; commands do not, so that they can
+be copied, and nothing is wrapped into a pipe.
 """
 
 from __future__ import annotations
@@ -9,17 +10,28 @@ from __future__ import annotations
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 _ANY = 10_000  # columns: more than any table wants
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print it in the form that fits."""
-    if _width(console, table) > console.width:
-        table = min(table, turned(table), key=lambda form: _width(console, form))
-    if (needed := _width(console, table)) > console.width:
-        console = Console(file=console.file, width=needed, force_terminal=console.is_terminal)
-    console.print(table)
+    """Print it in the first form that fits."""
+    forms = (table, turned(table))
+    found = next((form for form in forms if _width(console, form) <= console.width), None)
+    if found is not None:
+        console.print(found)
+        return
+    console.print(table.title)
+    for name, *cells in zip(*([*column.cells] for column in table.columns), strict=True):
+        console.print(Text.assemble("\n", name))
+        for column, cell in zip(table.columns[1:], cells, strict=True):
+            console.print(Text.assemble("  ", str(column.header), ": ", cell))
+
+
+def print_line(console: Console, line: str) -> None:
+    """A sentence, or a command to copy, which has flags."""
+    console.print(line, soft_wrap=not console.is_terminal or " --" in line, markup=False, highlight=False)
 
 
 def turned(table: Table) -> Table:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.bench.report import summary
-from forerun.bench.report.fit import print_table
+from forerun.bench.report.fit import print_line, print_table
 from forerun.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS
 from forerun.bench.stats import Spread
 
@@ -23,9 +23,9 @@ def show(result: Mapping[str, Any]) -> None:
     """Print a run's result: the sentences that the page prints, then the tables."""
     console = _console()
     if (said := summary.headline(result)) is not None:
-        console.print(said, style="bold" if _is_clear(result) else None, soft_wrap=True)
+        console.print(said, style="bold" if _is_clear(result) else None, soft_wrap=not console.is_terminal)
     if (warning := summary.busy_warning(result["conditions"])) is not None:
-        console.print(f"Warning: {warning}", style="red", soft_wrap=True)
+        console.print(f"Warning: {warning}", style="red", soft_wrap=not console.is_terminal)
     tables = [_speed_table(result), _task_table(result), _split_table(result), _cost_table(result["t"])]
     if any(result["contenders"][name]["accepted_counts"] for name in summary.drafters_of(result)):
         tables.insert(3, _acceptance_table(result))
@@ -34,7 +34,7 @@ def show(result: Mapping[str, Any]) -> None:
     for table in tables:
         print_table(console, table)
     for line in _closing_lines(result):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        print_line(console, line)
 
 
 def _closing_lines(result: Mapping[str, Any]) -> Iterator[str]:
