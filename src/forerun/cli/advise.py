@@ -13,7 +13,7 @@ from rich.table import Table
 
 from forerun.cli.bench import DraftModel, Model, words
 from forerun.cli.flags import DEFAULT_MODEL, HELP, AsJson
-from forerun.cli.loading import progress_shown
+from forerun.cli.loading import progress_shown, short_name
 from forerun.cli.outputs import write_file
 from forerun.cli.show import table_console
 from forerun.errors import InvalidInput
@@ -80,8 +80,9 @@ def advise(
     from forerun.advise.run import run_advisor
     from forerun.bench.report.fit import print_line, print_table
 
-    status = Console(stderr=True).status(f"measuring {model}")
-    with status, progress_shown(lambda said: status.update(f"measuring {model}: {said}")):
+    name = short_name(model)
+    status = Console(stderr=True).status(f"measuring {name}")
+    with status, progress_shown(lambda said: status.update(f"measuring {name}: {said}")):
         found = run_advisor(settings, check)
     if json_file is not None:
         write_file("--out", json_file, json.dumps(found) + "\n")

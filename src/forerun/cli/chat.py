@@ -36,7 +36,9 @@ def chat(
         raise InvalidInput(f"{llm.name!r} has no chat template; use: forerun generate --raw")
     screen = Screen()
     if sys.stdin is not None and sys.stdin.isatty():
-        screen.say(f"{settings.model}. /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+        screen.say(
+            f"{loading.short_name(settings.model)}. /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves."
+        )
     if settings.sampling.max_tokens >= llm.engine.max_length:
         screen.say(over_the_context(llm, 0, settings.sampling))
     converse(Conversation(llm, settings, screen, system), read_messages(screen.say))

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from forerun.cli.loading import check_model
+from forerun.cli.loading import check_model, short_name
 from forerun.cli.outputs import check_folder, interruption
 from forerun.cli.train import with_options
 from forerun.train.options import DataOptions
@@ -57,12 +57,17 @@ def make(given: Mapping[str, Any], ray: OnRay = False, workers: Workers = 2, gpu
     check_model(options.target)
     check_folder("--out", Path(options.out))
     console = Console(stderr=True)
-    with console.status(f"loading {options.target}"):
+    with console.status(f"loading {short_name(options.target)}"):
         from forerun.train.data.make import make_data
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+    )
     with Progress(*columns, console=console) as bar:
         tasks: dict[str, Any] = {}
-        loading = bar.add_task(f"loading {options.target}", total=None)
+        loading = bar.add_task(f"loading {short_name(options.target)}", total=None)
 
         def show(at: DataProgress) -> None:
             bar.update(loading, visible=False)

@@ -61,17 +61,23 @@ def check_draft_model(name: str) -> None:
 
 # parameters of commands, by their names in the code
 _CHECKS = {"model": check_model, "draft_model": check_draft_model}
-_FILES, _FOLDERS = ("json_file", "html", "save"), ("out", "folder")
+_FILES, _FOLDERS = ("json_file", "html", "save", "trace"), ("out", "folder", "record")
+
+
+def short_name(model: str) -> str:
+    """A model in a progress line: a file or folder without its path, which would fill the line."""
+    return Path(model).name if Path(model).expanduser().exists() else model
 
 
 def load_llm(settings: Settings) -> LLM:
     """The model that the flags ask for; a terminal shows a progress line."""
     from rich.console import Console
 
-    status = Console(stderr=True).status(f"loading {settings.model}")
+    name = short_name(settings.model)
+    status = Console(stderr=True).status(f"loading {name}")
     with (
         status,
-        progress_shown(lambda what: status.update(f"loading {settings.model}: {what}")),
+        progress_shown(lambda what: status.update(f"loading {name}: {what}")),
         without_collector(),
     ):
         check_model(settings.model)

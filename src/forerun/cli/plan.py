@@ -74,16 +74,16 @@ def _profile(
         return built_in(gpu.lower(), (model or "8b").lower())
     if file is not None:
         return read_profile(file)
-    from forerun.cli.loading import check_model
+    from forerun.cli.loading import check_model, short_name
 
     check_model(model or DEFAULT_MODEL)
     name = model or DEFAULT_MODEL
-    with Console(stderr=True).status(f"loading {name}") as status:
+    with Console(stderr=True).status(f"loading {short_name(name)}") as status:
         from forerun.llm import LLM
         from forerun.plan.measure import measure
 
         llm = LLM.load(name, max_length=max(2048, length))
-        status.update(f"measuring {name}: batches of 1 to 8, plain and drafted; about a minute")
+        status.update(f"measuring {short_name(name)}: batches of 1 to 8, plain and drafted; about a minute")
         profile = measure(llm)
     if save is not None:
         write_file("--save", save, profile.to_json())

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from forerun.cli.loading import check_model
+from forerun.cli.loading import check_model, short_name
 from forerun.cli.outputs import interruption
 from forerun.train.data.folder import require_recordings, require_texts
 from forerun.train.options import METHODS, TrainOptions, as_method
@@ -135,14 +135,14 @@ def train(
     console = Console(stderr=True)
     if method == "refresh":
         require_recordings(given["data"])
-        with console.status(f"loading {given['target']}"):
+        with console.status(f"loading {short_name(given['target'])}"):
             from forerun.train.refresh import DEFAULTS, refresh
         steps = given.get("steps", DEFAULTS["steps"])
         print(_shown("refresh", steps, console, lambda report, say: refresh(given, report, say)))
         return
     options = TrainOptions(method=as_method(method), **given)
     require_texts(options)
-    with console.status(f"loading {options.target}"):
+    with console.status(f"loading {short_name(options.target)}"):
         from forerun.train.run import train as run
     with interruption(options.out):
         measured = _shown(method, options.steps, console, lambda report, say: run(options, report, say))
@@ -151,7 +151,12 @@ def train(
 
 def _shown(name: str, steps: int, console: Console, work: Callable[[Report, Callable[[str], None]], T]) -> T:
     """Do it with a progress bar."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+    )
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(name, total=steps)
 
