@@ -56,7 +56,8 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Say what this machine has and lacks; exit code 0 if generating would work."""
-    findings = list(examine())
+    with Console(stderr=True).status("looking at this machine"):  # the default model is loaded: seconds
+        findings = list(examine())
     ready = all(finding.ok for finding in findings if finding.needed)
     if as_json:
         print(json.dumps({"ready": ready, "findings": [asdict(finding) for finding in findings]}))

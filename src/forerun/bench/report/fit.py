@@ -1,7 +1,7 @@
 """Tables and sentences that stay readable on a narrow terminal.
 
-A figure that is cut off (`1.04 (0.98-...`) is worse than none: a table that is too wide is turned, rows for columns, and
-where that does not fit either each row is a list. Sentences wrap between words; commands do not, so that they can
+A figure that is cut off (`1.04 (0.98-...`) is worse than none: a table that is too wide is turned, rows for columns,
+and where that does not fit either each row is a list. Sentences wrap between words; commands do not, so that they can
 be copied, and nothing is wrapped into a pipe.
 """
 
