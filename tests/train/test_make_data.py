@@ -22,7 +22,7 @@ from forerun.testing import TableLM
 from forerun.train.data.corpus import Corpus
 from forerun.train.data.make import write_answers, write_prompts, write_with_engine, writer_for
 from forerun.train.data.prompts import around_user_turn, read_prompts
-from forerun.train.data.settings import keep_settings
+from forerun.train.data.settings import keep_settings, other_targets
 from forerun.train.data.writer import Order, Written
 from forerun.train.options import DataOptions
 from forerun.train.provenance import write_provenance
@@ -153,6 +153,18 @@ def test_texts_of_another_target_are_not_taken_for_this_ones(tmp_path: Path) -> 
     (tmp_path / "settings.json").write_text("{")
     with pytest.raises(InvalidInput, match="damaged; remove it"):
         keep_settings(tmp_path, options)
+
+
+def test_training_on_texts_of_another_target_is_warned_of(tmp_path: Path) -> None:
+    for name in ("ours", "theirs", "unknown"):
+        (tmp_path / name).mkdir()
+    keep_settings(tmp_path / "ours", replace(options_for(tmp_path), target="/some/where/model.gguf"))
+    keep_settings(tmp_path / "theirs", replace(options_for(tmp_path), target="other"))
+    three = ",".join(str(tmp_path / name) for name in ("ours", "theirs", "unknown"))
+    said = other_targets(three, "elsewhere/model.gguf")
+    assert said is not None
+    assert said.endswith(f": {tmp_path / 'theirs'} (other)")
+    assert other_targets(f"{tmp_path / 'ours'},{tmp_path / 'unknown'}", "model.gguf") is None
 
 
 def test_an_answer_has_a_limit_of_its_own(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import EngineConfig
 from forerun.train.data.corpus import Batches, Corpus, hash_of
 from forerun.train.data.folder import require_texts
+from forerun.train.data.settings import other_targets
 from forerun.train.loop import Report, Trainer
 from forerun.train.lora import require_separate_matrices
 from forerun.train.options import TrainOptions
@@ -58,6 +59,8 @@ def train(
         cut_loops=options.cut_loops,
     )
     say(corpus.in_words(options.steps * options.batch_tokens))
+    if (warning := other_targets(options.data, options.target)) is not None:
+        say(warning)
     checkpoint, start = open_checkpoint(options.target), None
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)

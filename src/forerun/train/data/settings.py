@@ -31,6 +31,15 @@ def keep_settings(folder: Path, options: DataOptions) -> None:
     (folder / "settings.json").write_text(json.dumps(ours, indent=1) + "\n", encoding="utf-8")
 
 
+def other_targets(data: str, target: str) -> str | None:
+    """What to say of data folders that another target wrote, as far as they tell; None = nothing."""
+    wrote = {folder: str(_kept(Path(folder)).get("target", target)) for folder in data.split(",")}
+    found = [f"{folder} ({name})" for folder, name in wrote.items() if Path(name).name != Path(target).name]
+    if not found:
+        return None
+    return f"Warning: written by another model than {Path(target).name}, whose tokens are to be drafted: {', '.join(found)}"
+
+
 def _kept(folder: Path) -> Mapping[str, Any]:
     """Of the run that began the folder; none where it is new, or too old to say."""
     for file, key in ((folder / "settings.json", None), (folder / "provenance.json", "arguments")):
