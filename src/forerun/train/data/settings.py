@@ -37,7 +37,8 @@ def other_targets(data: str, target: str) -> str | None:
     found = [f"{folder} ({name})" for folder, name in wrote.items() if Path(name).name != Path(target).name]
     if not found:
         return None
-    return f"Warning: written by another model than {Path(target).name}, whose tokens are to be drafted: {', '.join(found)}"
+    own, others = Path(target).name, ", ".join(found)
+    return f"Warning: written by another model than {own}, whose tokens are to be drafted: {others}"
 
 
 def _kept(folder: Path) -> Mapping[str, Any]:
