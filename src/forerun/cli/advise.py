@@ -63,18 +63,15 @@ def advise(
     json_file: Annotated[Path | None, typer.Option("--out", help="Write the document there too.")] = None,
 ) -> None:
     """Say whether drafting pays on your prompts, with what, and up to which load."""
-    from forerun.bench.batches.sweep import parse_batches
     from forerun.bench.settings import Settings, parse_setups
 
-    if check_batches != "1" and not check:
-        raise InvalidInput(f"--check-batches {check_batches} measures nothing without --check; add it")
     if limit is None:
         limit = OURS if prompts == "builtin" else YOURS
     settings = Settings(
         model=model, draft_model=draft_model, suite=prompts, tasks=words(tasks), limit=limit or None,
         max_tokens=max_tokens, temperatures=(temperature,), budget=budget, dtype=dtype, device=device, threads=threads,
         setups=parse_setups(words(drafters) or ["auto"]),
-        batches=tuple(parse_batches(check_batches, "--check-batches")) if check else (1,),
+        batches=_batches(check, check_batches),
     )  # fmt: skip
     from forerun.advise.answer import in_words
     from forerun.advise.run import run_advisor
@@ -93,6 +90,14 @@ def advise(
     print_table(console, _table(found))
     for line in in_words(found):
         print_line(console, line)
+
+
+def _batches(check: bool, sizes: str) -> tuple[int, ...]:
+    from forerun.bench.batches.sweep import parse_batches
+
+    if sizes != "1" and not check:
+        raise InvalidInput(f"--check-batches {sizes} measures nothing without --check; add it")
+    return tuple(parse_batches(sizes, "--check-batches"))
 
 
 def _table(found: Mapping[str, Any]) -> Table:
