@@ -193,6 +193,7 @@ if __name__ == "__main__":
     checkpoint = open_checkpoint("smollm2")
     model, tokenizer = Llama(checkpoint.config, checkpoint.weights), checkpoint.tokenizer()
     ids = tokenizer.chat_ids([{"role": "user", "content": " ".join(sys.argv[1:]) or "Count to ten, twice."}])
-    for guess in (partial(lookup, depth=0), lookup, partial(sample, size=checkpoint.config["vocab_size"])):
+    drawn = partial(sample, size=checkpoint.config["vocab_size"])
+    for name, guess in (("plain", partial(lookup, depth=0)), ("look-up", lookup), ("sampled drafts", drawn)):
         tokens, rounds = generate(model, ids, guess, max_tokens=48, stop=tokenizer.eos_ids)
-        print(f"{len(tokens)} tokens in {rounds} rounds: {tokenizer.decode(tokens)}\n")
+        print(f"{name}: {len(tokens)} tokens in {rounds} rounds: {tokenizer.decode(tokens)}\n")

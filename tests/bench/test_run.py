@@ -213,7 +213,13 @@ def test_mistakes_on_the_command_line_are_one_line(
 ) -> None:
     for words, complaint in (
         (["--temperature", "hot"], "--temperature 'hot' is not a list of numbers"),
-        (["--batch", ","], "--batch is empty"),
+        (["--batch", ","], "--batch ',' are not numbers by comma"),
+        (["--batch", "nan"], "--batch 'nan' are not numbers by comma"),
+        (["--batch", "1.5"], "--batch '1.5' are not numbers by comma"),
+        (["--temperature", ","], "--temperature is empty"),
+        (["--threads", "0"], "--threads 0 is out of range"),
+        (["--temperature", "nan"], "--temperature nan is out of range"),
+        (["--verifier", ","], "no verifier is named; use auto, "),
         (["--drafters", "ngran"], "did you mean 'ngram'"),
         (["--batch", "40", "--max-tokens", "2"], "--batch 40 needs as many prompts"),
     ):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from forerun.cli.chat_commands import as_command
-from forerun.cli.chat_input import is_open, join_lines
+from forerun.cli.chat_input import is_open, join_lines, read_messages
 from forerun.cli.write import Written
 from forerun.types import Event
 from tests.cli.conftest import Prompts, Run
@@ -135,6 +137,19 @@ def test_a_file_of_something_else_is_not_written_over(forerun: Run, tmp_path: Pa
     assert ran.err.count("forerun: ") == 3
 
 
+@pytest.mark.parametrize("command", ["/save", "/load"])
+def test_a_device_is_not_read_to_its_end(forerun: Run, tmp_path: Path, command: str) -> None:
+    """/dev/zero and /dev/full have none."""
+    os.mkfifo(tmp_path / "endless")
+    ran = forerun(*FLAGS, typed=f"{command} {tmp_path / 'endless'}\n")
+    assert f"'{tmp_path / 'endless'}'" in ran.err
+    assert "no saved conversation" in ran.err or "is no file" in ran.err
+
+
+def test_errors_name_the_flags_to_start_with(forerun: Run) -> None:
+    assert "pass --draft-model NAME" in forerun(*FLAGS, typed="/drafter draft_model\n").err
+
+
 def test_the_drafter_can_be_changed(forerun: Run) -> None:
     typed = "/drafter\na\n/drafter ngram\nb\n/drafter ngran\n/drafter auto\nc\n"
     said = forerun(*FLAGS, typed=typed).err
@@ -173,6 +188,12 @@ def test_lines_become_messages(lines: list[str], message: str, left: list[str]) 
 
     assert join_lines(line) == message
     assert list(source) == left
+
+
+def test_a_closed_input_holds_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`forerun chat <&-`: Python then has no stdin at all."""
+    monkeypatch.setattr(sys, "stdin", None)
+    assert list(read_messages(print)) == []
 
 
 def test_three_quotes_alone_are_open() -> None:

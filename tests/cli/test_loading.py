@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 
+from forerun.cli.loading import short_name
 from forerun.models.load.collector import without_collector
 
 
@@ -34,3 +36,9 @@ def test_nothing_is_left_out_where_loading_failed_or_the_collector_was_off() -> 
     finally:
         gc.enable()
     assert gc.get_freeze_count() == before
+
+
+def test_progress_names_a_file_without_its_path(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    assert short_name(str(tmp_path / "model.gguf")) == "model.gguf"
+    assert short_name("org/name") == "org/name"

@@ -107,6 +107,18 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(forerun: Run, cache: Pat
     assert "model" in [one["about"] for one in lacking if one["needed"]]
 
 
+@pytest.mark.parametrize(
+    ("why", "fix"),
+    [("FORERUN_NATIVE=0 turns it off", "unset FORERUN_NATIVE"), ("it was not built", "gcc or clang")],
+)
+@pytest.mark.usefixtures("cache")
+def test_doctor_says_how_to_get_the_kernels_back(monkeypatch: pytest.MonkeyPatch, why: str, fix: str) -> None:
+    monkeypatch.setattr("forerun.models.native.library.why_not", lambda: why)
+    found = next(finding for finding in doctor.examine() if finding.about == "native kernels")
+    assert why in found.found
+    assert (found.fix or "").startswith(fix)
+
+
 def test_doctor_knows_the_dependencies_of_the_project() -> None:
     declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 

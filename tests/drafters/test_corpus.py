@@ -116,5 +116,40 @@ def test_documents_of_files(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("{")
     with pytest.raises(InvalidInput, match=r"b.jsonl, line 1 is not JSON"):
         list(read_documents([tmp_path / "b.jsonl"]))
-    with pytest.raises(InvalidInput, match="cannot read"):
+    with pytest.raises(InvalidInput, match=r"none\.txt': No such file or directory; give files of text"):
         list(read_documents([tmp_path / "none.txt"]))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"txt": "misspelt"}',
+        "[1]",
+        "7",
+        "null",
+        '{"messages": 5}',
+        '{"messages": [{"content": 3}]}',
+        '{"text": 1}',
+    ],
+)
+def test_a_line_without_a_text_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "b.jsonl").write_text(f'"fine"\n{line}\n')
+    with pytest.raises(InvalidInput, match=r"b.jsonl, line 2 is no text and has none in 'text'"):
+        list(read_documents([tmp_path / "b.jsonl"]))
+
+
+def test_a_separator_inside_a_text_is_no_end_of_line(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text('{"text": "one\u2028two"}\n', encoding="utf-8")
+    assert list(read_documents([tmp_path / "b.jsonl"])) == ["one\u2028two"]
+
+
+def test_an_index_that_is_open_is_not_written_over(tmp_path: Path) -> None:
+    """A server reads it where it lies: cutting the file short under it would end the process."""
+    path = tmp_path / "a.corpus"
+    write_corpus(path, [[1, 2, 3] * 2000], VOCAB, "")
+    with path.open("rb") as reading:
+        before = path.read_bytes()
+        write_corpus(path, [[4, 5]], VOCAB, "")
+        assert reading.read() == before
+    assert path.stat().st_size < len(before)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.corpus"]

@@ -36,7 +36,7 @@ def _ask(setting: str, path: str = "") -> str:
 
 def test_it_can_be_turned_off_and_says_why_it_is_missing(tmp_path: Path) -> None:
     assert _ask("0").startswith("False  FORERUN_NATIVE=0")
-    assert "was not built" in _ask(str(tmp_path / "absent.so"))
+    assert "absent.so names no file; unset it" in _ask(str(tmp_path / "absent.so"))
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"\x7fELF, but no more")
     assert "does not load" in _ask(str(broken))

@@ -14,6 +14,16 @@ from typing import Any
 BINARY = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 _KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}
 _SHIFT = 8
+_CONTRAST = """(selector) => {
+  const parts = (colour) => colour.match(/[0-9.]+/g).map(Number);
+  const linear = (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = (rgb) => [0.2126, 0.7152, 0.0722].reduce((sum, part, i) => sum + part * linear(rgb[i] / 255), 0);
+  const node = document.querySelector(selector);
+  let back = node;
+  while (back.parentElement && (parts(getComputedStyle(back).backgroundColor)[3] ?? 1) === 0) back = back.parentElement;
+  const [a, b] = [getComputedStyle(node).color, getComputedStyle(back).backgroundColor].map((c) => light(parts(c)));
+  return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+}"""
 
 
 class Chromium:
@@ -91,6 +101,11 @@ class Chromium:
         script = f"(() => {{ const r = document.querySelector({selector!r}).getBoundingClientRect();"
         x, y = self.ask(script + " return [r.x + r.width / 2, r.y + r.height / 2]; })()")
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def contrast(self, selector: str) -> float:
+        """Between an element's text and what lies behind it, as WCAG counts it: 4.5 can be read."""
+        found: float = self.ask(f"({_CONTRAST})({selector!r})")
+        return found
 
     def picture(self, file: Path) -> None:
         self._call("Emulation.setScrollbarsHidden", hidden=True)

@@ -70,6 +70,28 @@ def test_a_run_from_the_command_line(tiny: Checkpoint, texts: Path, tmp_path: Pa
         (["train", "eagle9", "--target", "TINY", "--data", "d", "--out", "o"], "eagle9"),
         (["data", "make", "--target", "TINY", "--out", "o", "--own-prompts", "0"], "--own-prompts 0"),
         (["drafters", "check", "nowhere"], "nowhere"),
+        *(
+            (
+                ["train", "eagle3", "--target", "TINY", "--data", "d", "--out", "o", flag, value],
+                f"{flag} {value}",
+            )
+            for flag, value in (
+                ("--eval-every", "0"),
+                ("--eval-batches", "0"),
+                ("--save-every", "0"),
+                ("--lr", "-1.0"),
+                ("--lr", "nan"),
+                ("--device", "tpu"),
+                ("--vocab", "-5"),
+                ("--inner", "-3"),
+                ("--blocks", "0"),
+                ("--clip", "0.0"),
+                ("--decay", "nan"),
+                ("--weight-decay", "-1.0"),
+            )
+        ),
+        (["data", "make", "--target", "TINY", "--out", "o", "--device", "cuda:x"], "--device cuda:x"),
+        (["data", "make", "--target", "TINY", "--out", "o", "--shard-tokens", "0"], "--shard-tokens 0"),
     ],
 )
 def test_errors_are_one_line(words: list[str], said: str, tiny: Checkpoint) -> None:
@@ -77,6 +99,33 @@ def test_errors_are_one_line(words: list[str], said: str, tiny: Checkpoint) -> N
     assert ended.exit_code == 2
     assert said in ended.output
     assert "Traceback" not in ended.output
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--features", "99"), ("--features", "-7"), ("--width", "4096"), ("--init", "nowhere")],
+)
+def test_a_head_that_does_not_fit_its_target_is_refused(
+    tiny: Checkpoint, texts: Path, tmp_path: Path, flag: str, value: str
+) -> None:
+    words = [
+        "train",
+        "eagle3",
+        "--target",
+        str(tiny.path),
+        "--data",
+        str(texts),
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    ended = CliRunner().invoke(app, [*words, "--holdout", "0.2", "--steps", "1", flag, value])
+    assert ended.exit_code == 2, ended.output
+    said = " ".join(ended.output.split())
+    assert (
+        "give the folder of a trained head" in said
+        if flag == "--init"
+        else f"{flag} {value} is out of" in said
+    )
 
 
 @pytest.mark.parametrize("shell", ["forerun", "python -m forerun.train"])

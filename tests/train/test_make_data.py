@@ -22,8 +22,10 @@ from forerun.testing import TableLM
 from forerun.train.data.corpus import Corpus
 from forerun.train.data.make import write_answers, write_prompts, write_with_engine, writer_for
 from forerun.train.data.prompts import around_user_turn, read_prompts
+from forerun.train.data.settings import keep_settings, other_targets
 from forerun.train.data.writer import Order, Written
 from forerun.train.options import DataOptions
+from forerun.train.provenance import write_provenance
 
 
 class Words:
@@ -113,7 +115,7 @@ def test_answers_go_on_where_a_run_was_killed(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_answers(options, Words(), killed, tmp_path, prompts, lambda progress: None)
     kept = [n for file in sorted(tmp_path.glob("shard-*")) for n in load_file(file)["numbers"].tolist()]
-    assert 0 < len(kept) < 12
+    assert len(kept) == 11, "all that was written is there, the shard that was not full included"
     write_answers(options, Words(), scripted, tmp_path, prompts, lambda progress: None)
     numbers = [n for file in sorted(tmp_path.glob("shard-*")) for n in load_file(file)["numbers"].tolist()]
     assert sorted(numbers) == list(range(20))
@@ -122,6 +124,47 @@ def test_answers_go_on_where_a_run_was_killed(tmp_path: Path) -> None:
     text = Words().decode(corpus.tokens[first:end].tolist())
     assert text.startswith("<u>prompt ")
     assert text[answer - first :].startswith("Tell me")
+
+
+@pytest.mark.parametrize(
+    "other", [{"temperatures": (0.0,)}, {"own_prompts": 30}, {"seed": 1}, {"max_length": 130}]
+)
+def test_a_folder_is_resumed_with_the_settings_it_was_begun_with(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    """Under other settings the same numbers mean other texts: nothing would be written, and nobody would notice."""
+    options = options_for(tmp_path)
+    keep_settings(tmp_path, options)
+    keep_settings(tmp_path, replace(options, batch=3, shard_tokens=7, device="cpu", out="elsewhere"))
+    (name,) = other
+    with pytest.raises(InvalidInput, match=f"was begun with {name}=.*another --out"):
+        keep_settings(tmp_path, replace(options, **other))
+    keep_settings(tmp_path, options)
+
+
+def test_texts_of_another_target_are_not_taken_for_this_ones(tmp_path: Path) -> None:
+    """Also in a folder that was finished before settings were kept."""
+    options = options_for(tmp_path)
+    write_provenance(tmp_path, options)
+    keep_settings(tmp_path, options)
+    (tmp_path / "settings.json").unlink()
+    with pytest.raises(InvalidInput, match="was begun with target='t', not 'u'"):
+        keep_settings(tmp_path, replace(options, target="u"))
+    (tmp_path / "settings.json").write_text("{")
+    with pytest.raises(InvalidInput, match="damaged; remove it"):
+        keep_settings(tmp_path, options)
+
+
+def test_training_on_texts_of_another_target_is_warned_of(tmp_path: Path) -> None:
+    for name in ("ours", "theirs", "unknown"):
+        (tmp_path / name).mkdir()
+    keep_settings(tmp_path / "ours", replace(options_for(tmp_path), target="/some/where/model.gguf"))
+    keep_settings(tmp_path / "theirs", replace(options_for(tmp_path), target="other"))
+    three = ",".join(str(tmp_path / name) for name in ("ours", "theirs", "unknown"))
+    said = other_targets(three, "elsewhere/model.gguf")
+    assert said is not None
+    assert said.endswith(f": {tmp_path / 'theirs'} (other)")
+    assert other_targets(f"{tmp_path / 'ours'},{tmp_path / 'unknown'}", "model.gguf") is None
 
 
 def test_an_answer_has_a_limit_of_its_own(tmp_path: Path) -> None:

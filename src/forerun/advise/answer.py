@@ -177,9 +177,13 @@ def _checked(found: Mapping[str, Any]) -> Iterator[str]:
     for batch, check in found.get("check", {}).get("by_batch", {}).items():
         size = "" if batch == "1" else f", {batch} at once, {check['drafter']}"
         yield (
-            f"Checked on {check['prompts']} prompts held back{size}: predicted {check['predicted']['value']:.2f}, "
+            f"Checked on {_prompts(check['prompts'])} held back{size}: predicted {check['predicted']['value']:.2f}, "
             f"measured {_times(check['measured'])}; {100 * check['error']:+.0f}%."
         )
+
+
+def _prompts(count: int) -> str:
+    return "1 prompt" if count == 1 else f"{count} prompts"
 
 
 def _times(found: Mapping[str, Any]) -> str:

@@ -60,7 +60,7 @@ def run(
     items = load_suite(settings.suite, settings.tasks, settings.limit)
     run_log = RunLog(out, settings)
     before = load_average()  # before our own loading adds to it
-    with Console(stderr=True).status(f"loading {settings.model}"):
+    with Console(stderr=True).status(f"loading {Path(settings.model).name}"):
         llm, cost = load(settings)
         peers = load_peers(llm, settings)
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,12 @@ class Settings:
             if batch < 1:
                 raise InvalidInput(f"batch={batch} is out of range; use 1 or more sequences at once")
         for temperature in self.temperatures:
-            if temperature < 0:
+            if not 0 <= temperature < inf:
                 raise InvalidInput(f"temperature={temperature} is out of range; use 0 (greedy) or more")
+        if self.threads is not None and self.threads < 1:
+            raise InvalidInput(f"threads={self.threads} is out of range; use 1 or more")
+        if not self.verifiers:
+            raise InvalidInput(f"no verifier is named; use auto, {', '.join(registry.verifiers.names())}")
         for name in self.verifiers:
             if name != "auto" and name not in registry.verifiers.names():
                 registry.verifiers.get(name)  # raises, naming what there is

@@ -13,8 +13,10 @@ from rich.table import Table
 
 from forerun.cli.bench import DraftModel, Model, words
 from forerun.cli.flags import DEFAULT_MODEL, HELP, AsJson
-from forerun.cli.loading import progress_shown
+from forerun.cli.loading import progress_shown, short_name
+from forerun.cli.outputs import write_file
 from forerun.cli.show import table_console
+from forerun.errors import InvalidInput
 
 Drafters = Annotated[
     str,
@@ -61,7 +63,6 @@ def advise(
     json_file: Annotated[Path | None, typer.Option("--out", help="Write the document there too.")] = None,
 ) -> None:
     """Say whether drafting pays on your prompts, with what, and up to which load."""
-    from forerun.bench.batches.sweep import parse_batches
     from forerun.bench.settings import Settings, parse_setups
 
     if limit is None:
@@ -70,23 +71,33 @@ def advise(
         model=model, draft_model=draft_model, suite=prompts, tasks=words(tasks), limit=limit or None,
         max_tokens=max_tokens, temperatures=(temperature,), budget=budget, dtype=dtype, device=device, threads=threads,
         setups=parse_setups(words(drafters) or ["auto"]),
-        batches=tuple(parse_batches(check_batches)) if check else (1,),
+        batches=_batches(check, check_batches),
     )  # fmt: skip
     from forerun.advise.answer import in_words
     from forerun.advise.run import run_advisor
+    from forerun.bench.report.fit import print_line, print_table
 
-    status = Console(stderr=True).status(f"measuring {model}")
-    with status, progress_shown(lambda said: status.update(f"measuring {model}: {said}")):
+    name = short_name(model)
+    status = Console(stderr=True).status(f"measuring {name}")
+    with status, progress_shown(lambda said: status.update(f"measuring {name}: {said}")):
         found = run_advisor(settings, check)
     if json_file is not None:
-        json_file.write_text(json.dumps(found) + "\n", encoding="utf-8")
+        write_file("--out", json_file, json.dumps(found) + "\n")
     if as_json:
         print(json.dumps(found))
         return
     console = table_console()
-    console.print(_table(found))
+    print_table(console, _table(found))
     for line in in_words(found):
-        console.print(line, soft_wrap=True, markup=False)
+        print_line(console, line)
+
+
+def _batches(check: bool, sizes: str) -> tuple[int, ...]:
+    from forerun.bench.batches.sweep import parse_batches
+
+    if sizes != "1" and not check:
+        raise InvalidInput(f"--check-batches {sizes} measures nothing without --check; add it")
+    return tuple(parse_batches(sizes, "--check-batches"))
 
 
 def _table(found: Mapping[str, Any]) -> Table:

@@ -1,11 +1,13 @@
 """The `forerun` command: its subcommands, error messages and exit codes.
 
-A user's error is one line on stderr and exit code 2, as for a misspelt flag. An interrupt exits with
+A user's error is one line on stderr and exit code 2, as for a misspelt flag; so is a file that cannot be read or
+written, or a disk that is full. An interrupt exits with
 130, and a closed pipe (`forerun generate ... | head`) ends the command without a message.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from functools import cache
@@ -27,6 +29,11 @@ COMMANDS = (
 )  # fmt: skip
 _LEAVE_AT_ONCE = ("generate", "chat")  # they leave nothing behind, and unloading torch is slow
 _UsageError: Any = typer.BadParameter.__bases__[0]  # typer does not export its base class
+# what a user can change about a file or a disk; other errors of the system are ours, and keep their traceback
+_FILES = {
+    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT,
+    errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS,
+}  # fmt: skip
 _USER_ERROR, _INTERRUPTED, _NO_READER = 2, 130, 141  # the last two as shells count them: 128 + the signal
 
 
@@ -50,15 +57,30 @@ class Commands(TyperGroup):
             raise SystemExit(_INTERRUPTED) from None
         except _UsageError as error:
             said = error.format_message()
-            if "\n" in said:  # a whole help page, because no command was named
+            if "\n" in said or not said:  # a whole help page, because no command was named
                 raise
             said = said.removesuffix(".")
             end = "" if said.endswith("?") else "."
             print(f"forerun: {said}{end} Try `{error.ctx.command_path} --help`.", file=sys.stderr)
             raise SystemExit(_USER_ERROR) from None
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered must go somewhere
+            _drop_what_is_buffered()
             raise SystemExit(_NO_READER) from None
+        except OSError as error:
+            if error.errno not in _FILES:
+                raise
+            if error.filename is None:  # of a file that is open already, mostly of stdout on a full disk
+                _drop_what_is_buffered()
+                said = f"cannot write: {error.strerror}"
+            else:
+                said = f"{os.fsdecode(error.filename)!r}: {error.strerror}; check the path"
+            print("forerun:", said, file=sys.stderr)
+            raise SystemExit(_USER_ERROR) from None
+
+
+def _drop_what_is_buffered() -> None:
+    """What stdout still holds must go somewhere, or the interpreter complains when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _hide_types_of_flags(command: Any, ctx: Any) -> None:

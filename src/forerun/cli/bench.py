@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forerun.cli.flags import DEFAULT_MODEL, HELP, TraceFile
+from forerun.cli.outputs import interruption, write_file
 from forerun.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -67,12 +69,13 @@ def bench(
     trace: TraceFile = None,
 ) -> None:
     """Measure drafters against plain decoding, and say whether the text was equal."""
+    from forerun.bench.batches.sweep import parse_batches
     from forerun.bench.settings import Settings, parse_setups
 
     settings = Settings(
         model=model, draft_model=draft_model, suite=suite, tasks=words(tasks), setups=parse_setups(words(drafters)),
         verifiers=words(verifier), temperatures=numbers(temperature, "temperature"),
-        batches=tuple(map(int, numbers(batch, "batch"))), limit=limit or None, max_tokens=max_tokens,
+        batches=tuple(parse_batches(batch, "--batch")), limit=limit or None, max_tokens=max_tokens,
         repeats=repeats, budget=budget, seed=seed, peers=words(peers), url=url, all_turns=all_turns,
         ignore_eos=ignore_eos, dtype=dtype, device=device, threads=threads,
     )  # fmt: skip
@@ -86,12 +89,8 @@ def measure(
     from forerun.bench.report.terminal import show
     from forerun.bench.run import run
 
-    try:
+    with nullcontext() if out is None else interruption(out):
         result = run(settings, out, trace=trace)
-    except KeyboardInterrupt:
-        if out is not None:
-            print(f"interrupted; the same command resumes from {out}", file=sys.stderr)
-        raise
     show(result)
     if html is not None:
         from forerun.bench.report.html import write_report
@@ -105,12 +104,7 @@ def print_document(document: dict[str, Any], file: Path | None) -> None:
     """The last line of stdout, and the same in a file if one is named; a terminal has shown the tables instead."""
     line = json.dumps(document)
     if file is not None:
-        try:
-            file.write_text(line + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InvalidInput(
-                f"cannot write {str(file)!r}: {error.strerror}; choose another --json"
-            ) from None
+        write_file("--json", file, line + "\n")
     if not sys.stdout.isatty():
         print(line)
     elif file is None:

@@ -16,10 +16,13 @@ from forerun.cli import loading
 from forerun.cli.chat_commands import as_command, obey
 from forerun.cli.chat_input import read_messages
 from forerun.cli.conversation import Conversation
-from forerun.cli.flags import Settings, with_settings
+from forerun.cli.flags import HELP, Settings, with_settings
+from forerun.cli.messages import with_flags
 from forerun.cli.show import Screen
 from forerun.cli.write import over_the_context
 from forerun.errors import ForerunError, InvalidInput
+
+_FLAGS = {"--" + name.replace("_", "-") for name in HELP}
 
 
 @with_settings
@@ -32,8 +35,10 @@ def chat(
     if not llm.tokenizer.has_chat_template:
         raise InvalidInput(f"{llm.name!r} has no chat template; use: forerun generate --raw")
     screen = Screen()
-    if sys.stdin.isatty():
-        screen.say(f"{settings.model}. /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+    if sys.stdin is not None and sys.stdin.isatty():
+        screen.say(
+            f"{loading.short_name(settings.model)}. /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves."
+        )
     if settings.sampling.max_tokens >= llm.engine.max_length:
         screen.say(over_the_context(llm, 0, settings.sampling))
     converse(Conversation(llm, settings, screen, system), read_messages(screen.say))
@@ -50,6 +55,7 @@ def converse(conversation: Conversation, messages: Iterable[str]) -> None:
             elif message.strip():
                 conversation.answer(message.strip())
         except ForerunError as error:
-            print("forerun:", " ".join(str(error).split()), file=sys.stderr)
+            said = with_flags(" ".join(str(error).split()), _FLAGS)
+            print("forerun:", said, file=sys.stderr)
         except KeyboardInterrupt:  # pressed while nothing was being written: there is nothing to keep
             conversation.screen.say("stopped")

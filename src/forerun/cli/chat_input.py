@@ -59,7 +59,7 @@ def unquoted(text: str) -> str:
 
 
 def _reader() -> Read:
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         return lambda: join_lines(lambda prompt: _line())
     if not sys.stdout.isatty():
         return lambda: join_lines(_line_asked_on_stderr)
@@ -86,7 +86,7 @@ def join_lines(line: Callable[[str], str]) -> str:
 
 
 def _line() -> str:
-    line = sys.stdin.readline()
+    line = "" if sys.stdin is None else sys.stdin.readline()  # None: it was closed
     if not line:
         raise EOFError
     return line.rstrip("\r\n")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from forerun.bench.report.fit import print_table
 from forerun.cli.flags import AsJson
 from forerun.cli.show import table_console
 
@@ -27,7 +28,7 @@ def compare(
         return
     console = table_console()
     for table in comparing.tables(found):
-        console.print(table)
+        print_table(console, table)
     for side, names in (("before", found["only_before"]), ("after", found["only_after"])):
         if names:
             console.print(f"only {side}: {', '.join(names)}")

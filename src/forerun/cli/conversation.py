@@ -95,7 +95,7 @@ class Conversation:
 
     def save(self, file: Path) -> None:
         """Write the conversation as JSON; any other existing file is kept."""
-        if file.exists() and not _is_chat(file):
+        if file.exists() and not (file.is_file() and _is_chat(file)):  # a device may never end
             raise InvalidInput(f"{str(file)!r} exists and is no saved conversation; choose another name")
         document = {
             "format": _FORMAT,
@@ -135,6 +135,8 @@ class Conversation:
 
 
 def _read(file: Path) -> Any:
+    if file.exists() and not file.is_file() and not file.is_dir():  # a device or a pipe may never end
+        raise InvalidInput(f"{str(file)!r} is no file; /load takes what /save wrote")
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

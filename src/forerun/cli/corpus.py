@@ -11,6 +11,7 @@ from rich.console import Console
 
 from forerun.cli.flags import DEFAULT_MODEL, HELP
 from forerun.cli.loading import check_model
+from forerun.cli.outputs import check_file
 
 corpus = typer.Typer(no_args_is_help=True, help="Texts that the drafter suffix looks up.")
 
@@ -31,6 +32,7 @@ def build(
 ) -> None:
     """Index texts in the tokens of a model; --corpus FILE then looks them up."""
     check_model(model)
+    check_file("--out", out)
     with Console(stderr=True).status("indexing"):
         from forerun.drafters.suffix.corpus import read_documents, write_corpus
         from forerun.models.load.checkpoint import open_checkpoint
@@ -40,4 +42,8 @@ def build(
         started = perf_counter()
         documents = (tokenizer.encode(text, add_special=False) for text in read_documents(files))
         count = write_corpus(out, documents, tokenizer.vocab_size, checkpoint.name)
-    print(f"{count} tokens of {len(files)} files are in {out} ({perf_counter() - started:.1f} s)")
+    print(f"{count} tokens of {_files(len(files))} are in {out} ({perf_counter() - started:.1f} s)")
+
+
+def _files(count: int) -> str:
+    return "1 file" if count == 1 else f"{count} files"

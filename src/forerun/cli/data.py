@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from forerun.cli.loading import check_model
+from forerun.cli.loading import check_model, short_name
+from forerun.cli.outputs import check_folder, interruption
 from forerun.cli.train import with_options
 from forerun.train.options import DataOptions
 
@@ -53,19 +55,27 @@ def make(given: Mapping[str, Any], ray: OnRay = False, workers: Workers = 2, gpu
     """Have the target write prompts and answer them at several temperatures."""
     options = DataOptions(**given)
     check_model(options.target)
+    check_folder("--out", Path(options.out))
     console = Console(stderr=True)
-    with console.status(f"loading {options.target}"):
+    with console.status(f"loading {short_name(options.target)}"):
         from forerun.train.data.make import make_data
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+    )
     with Progress(*columns, console=console) as bar:
         tasks: dict[str, Any] = {}
+        loading = bar.add_task(f"loading {short_name(options.target)}", total=None)
 
         def show(at: DataProgress) -> None:
+            bar.update(loading, visible=False)
             if at.stage not in tasks:
                 tasks[at.stage] = bar.add_task(at.stage, total=at.total)
             bar.update(tasks[at.stage], completed=at.done, description=f"{at.stage} · {at.tokens} tokens")
 
-        with _many(options, workers, gpus) if ray else nullcontext() as write:
+        with _many(options, workers, gpus) if ray else nullcontext() as write, interruption(options.out):
             folder = make_data(options, show, bar.console.print, write)
     print(f"texts are in {folder}")
 

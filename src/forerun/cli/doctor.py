@@ -56,7 +56,8 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Say what this machine has and lacks; exit code 0 if generating would work."""
-    findings = list(examine())
+    with Console(stderr=True).status("looking at this machine"):  # the default model is loaded: seconds
+        findings = list(examine())
     ready = all(finding.ok for finding in findings if finding.needed)
     if as_json:
         print(json.dumps({"ready": ready, "findings": [asdict(finding) for finding in findings]}))
@@ -205,7 +206,8 @@ def _kernels() -> Finding:
         return Finding("native kernels", str(error), ok=False, fix="unset FORERUN_ISA")
     if why is not None:
         lost = f"absent ({why}): passes on the CPU run on torch, several times slower"
-        fix = "gcc or clang, then pip install --force-reinstall --no-deps forerun"
+        built = "gcc or clang, then pip install --force-reinstall --no-deps forerun"
+        fix = "unset FORERUN_NATIVE" if why.startswith("FORERUN_NATIVE") else built
         return Finding("native kernels", lost, ok=False, needed=False, fix=fix)
     return Finding("native kernels", _why_these(library.isa(), library.paths()), needed=False)
 

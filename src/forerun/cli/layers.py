@@ -12,7 +12,8 @@ from rich.console import Console
 
 from forerun.cli.bench import Model
 from forerun.cli.flags import DEFAULT_MODEL, HELP, AsJson
-from forerun.cli.loading import check_model
+from forerun.cli.loading import check_model, short_name
+from forerun.cli.outputs import check_file
 
 if TYPE_CHECKING:
     from forerun.bench.settings import Settings
@@ -46,8 +47,9 @@ def search(
 ) -> None:
     """Search on your prompts; --drafter layer_skip --draft-layers PLAN then drafts with what was found."""
     check_model(model)
+    check_file("--out", out)
     settings = _settings(model, prompts, limit, max_tokens, dtype, threads, seed)
-    with Console(stderr=True).status(f"searching layers of {model}"):
+    with Console(stderr=True).status(f"searching layers of {short_name(model)}"):
         from forerun.advise.layer_search import count_layers, run_search
         from forerun.drafters.layer_plan import write_plan
 

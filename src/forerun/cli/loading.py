@@ -6,6 +6,7 @@ An unknown name is reported before torch is imported, which takes a second or tw
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,22 +14,31 @@ from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
 
+from forerun.cli.outputs import check_file, check_folder
 from forerun.errors import UnknownName
 from forerun.models.load.collector import without_collector
 
 if TYPE_CHECKING:
     from forerun.cli.flags import Settings
     from forerun.llm import LLM
+    from forerun.params import SpeculativeConfig
 
 
 class ModelCommand(TyperCommand):
-    """A command that looks up the models that were named to it, before it does anything else."""
+    """A command that looks at the models and outputs that were named to it, before it does anything else."""
 
     def invoke(self, ctx: Any) -> Any:
-        for flag, check in _CHECKS.items():
-            source = ctx.get_parameter_source(flag)
-            if source is not None and source.name != "DEFAULT":
-                check(ctx.params[flag])
+        for parameter in self.params:
+            source = ctx.get_parameter_source(parameter.name)
+            if source is None or source.name == "DEFAULT":
+                continue
+            value, flag = ctx.params[parameter.name], parameter.opts[0]
+            if parameter.name in _CHECKS:
+                _CHECKS[parameter.name](value)
+            elif parameter.name in _FILES:
+                check_file(flag, Path(value))
+            elif parameter.name in _FOLDERS:
+                check_folder(flag, Path(value))
         return super().invoke(ctx)
 
 
@@ -49,23 +59,50 @@ def check_draft_model(name: str) -> None:
         raise UnknownName(f"{error}; there is no folder {name!r} with a trained head either") from None
 
 
+# parameters of commands, by their names in the code
 _CHECKS = {"model": check_model, "draft_model": check_draft_model}
+_FILES, _FOLDERS = ("json_file", "html", "save", "trace"), ("out", "folder", "record")
+
+
+def short_name(model: str) -> str:
+    """A model in a progress line: a file or folder without its path, which would fill the line."""
+    return Path(model).name if Path(model).expanduser().exists() else model
 
 
 def load_llm(settings: Settings) -> LLM:
     """The model that the flags ask for; a terminal shows a progress line."""
     from rich.console import Console
 
-    status = Console(stderr=True).status(f"loading {settings.model}")
+    name = short_name(settings.model)
+    status = Console(stderr=True).status(f"loading {name}")
     with (
         status,
-        progress_shown(lambda what: status.update(f"loading {settings.model}: {what}")),
+        progress_shown(lambda what: status.update(f"loading {name}: {what}")),
         without_collector(),
     ):
         check_model(settings.model)
         from forerun.llm import LLM
 
-        return LLM.load(settings.model, speculative_config=settings.speculative, config=settings.engine)
+        llm = LLM.load(settings.model, speculative_config=settings.speculative, config=settings.engine)
+    if (said := unused_flag(settings.speculative, llm.engine.default_drafter)) is not None:
+        print(said, file=sys.stderr)
+    return llm
+
+
+def unused_flag(asked: SpeculativeConfig, drafter: str) -> str | None:
+    """What to say of a flag that this drafter does not read; None where there is no such flag."""
+    users = {
+        "corpus": (asked.corpus, ("suffix",)),
+        "shared": (asked.shared, ("suffix", "recycling", "lookahead")),
+        "draft_layers": (asked.draft_layers, ("layer_skip",)),
+    }
+    for name, (given, readers) in users.items():
+        if given and not any(reader in drafter for reader in readers):
+            flag = "--" + name.replace("_", "-")
+            return (
+                f"{flag} does nothing with the drafter {drafter}; it is for --drafter {' or '.join(readers)}"
+            )
+    return None
 
 
 def traced(llm: LLM, file: Path | None) -> AbstractContextManager[None]:

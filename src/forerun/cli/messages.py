@@ -7,7 +7,7 @@ messages name those, for every setting that the command has a flag for.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from typer.core import TyperGroup
@@ -19,7 +19,11 @@ _SETTING = re.compile(r"(?<![\w.-])([a-z][a-z_]*)=('[^']*'|[^\s;:,)'\"]*[^\s;:,)
 
 def in_flags(message: str, command: Any) -> str:
     """The message, with the flags of `command` in place of the settings that they set."""
-    known = set(_flags(command))
+    return with_flags(message, set(_flags(command)))
+
+
+def with_flags(message: str, known: Collection[str]) -> str:
+    """The message, with these flags in place of the settings that they set."""
 
     def spelt(found: re.Match[str]) -> str:
         name, value = found[1], found[2].strip("'")

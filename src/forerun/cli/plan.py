@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from forerun.bench.report.fit import print_table
+from forerun.checks import as_real
 from forerun.cli.flags import DEFAULT_MODEL, AsJson
+from forerun.cli.outputs import write_file
 from forerun.errors import InvalidInput
 from forerun.plan.advice import Choice, Load, Range
 from forerun.plan.advice import plan as make_plan
@@ -45,8 +49,10 @@ def plan(
 ) -> None:
     """Plan a deployment from measured times: a simulation of requests that come at random."""
     load = Load(rate, prompt, answer, first_seconds, token_seconds)
-    if price is not None and not price > 0:
-        raise InvalidInput(f"--price {price} must be above 0")
+    if price is not None:
+        as_real("price", price, low=5e-324, limit="a number above 0")
+    if save is not None and not measure:
+        raise InvalidInput("--save keeps what --measure finds; add --measure")
     profile = _profile(gpu, which, file, measure, save, prompt + answer)
     choices = make_plan(profile, load)
     if as_json:
@@ -68,16 +74,19 @@ def _profile(
         return built_in(gpu.lower(), (model or "8b").lower())
     if file is not None:
         return read_profile(file)
-    from forerun.cli.loading import check_model
+    from forerun.cli.loading import check_model, short_name
 
     check_model(model or DEFAULT_MODEL)
-    from forerun.llm import LLM
-    from forerun.plan.measure import measure
+    name = model or DEFAULT_MODEL
+    with Console(stderr=True).status(f"loading {short_name(name)}") as status:
+        from forerun.llm import LLM
+        from forerun.plan.measure import measure
 
-    llm = LLM.load(model or DEFAULT_MODEL, max_length=max(2048, length))
-    profile = measure(llm)
+        llm = LLM.load(name, max_length=max(2048, length))
+        status.update(f"measuring {short_name(name)}: batches of 1 to 8, plain and drafted; about a minute")
+        profile = measure(llm)
     if save is not None:
-        save.write_text(profile.to_json(), encoding="utf-8")
+        write_file("--save", save, profile.to_json())
     return profile
 
 
@@ -104,9 +113,11 @@ def _show(profile: Profile, choices: list[Choice], price: float | None) -> None:
             _range(choice.full_hours, "{:.3g}", price or 1.0),
             f"{choice.ttft_p99:.2f} s", f"{1e3 * choice.token_seconds:.1f} ms", f"{choice.used:.0%}",
         )  # fmt: skip
-    Console(width=150).print(table)
-    print(_verdict(choices, price))
-    print(f"Brackets: as far as the intervals of what was measured reach. Source: {profile.source}.")
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    print_table(console, table)
+    said = f"Brackets: as far as the intervals of what was measured reach. Source: {profile.source}."
+    for line in (_verdict(choices, price), said):
+        console.print(line, soft_wrap=not console.is_terminal, markup=False)
 
 
 def _verdict(choices: list[Choice], price: float | None) -> str:
@@ -116,11 +127,21 @@ def _verdict(choices: list[Choice], price: float | None) -> str:
     unit = "" if price is not None else " machine hours"
     cost, without = ((price or 1.0) * c.gpu_hours.value for c in (best, plain))
     drafts = "no speculation" if best.setup == PLAIN else f"the drafter {best.setup}"
+    said = (
+        f"Take {_replicas(best)} with {drafts}, {best.batch} sequences at once: {cost:.3g}{unit} "
+        "for a million tokens"
+    )
+    if best.setup == PLAIN:
+        return f"{said}; no drafter serves this load with less."
     return (
-        f"Take {best.replicas.value:.0f} replicas with {drafts}, {best.batch} sequences at once: {cost:.3g}{unit} "
-        f"for a million tokens; without speculation {plain.replicas.value:.0f} replicas and {without:.3g}{unit}. "
+        f"{said}; without speculation {_replicas(plain)} and {without:.3g}{unit}. "
         f"One replica of it writes {best.capacity.value / plain.capacity.value:.2f}x what plain decoding writes."
     )
+
+
+def _replicas(choice: Choice) -> str:
+    count = round(choice.replicas.value)
+    return "1 replica" if count == 1 else f"{count} replicas"
 
 
 def _range(figure: Range, form: str, times: float = 1.0) -> str:

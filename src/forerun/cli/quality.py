@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from forerun.bench.report.fit import print_table
 from forerun.cli.bench import Model, print_document, words
 from forerun.cli.flags import DEFAULT_MODEL, HELP
 from forerun.cli.show import table_console
@@ -102,4 +103,4 @@ def _show(document: dict[str, Any]) -> None:
         held = [f"{memory[key]:.0f}" for key in ("above_torch_mb", "model_mb")] if memory else ["-", "-"]
         row = (f"{figures['perplexity']:.3f}", f"{figures['agreement']:.2%}", f"{figures['kl']:.2g}")
         table.add_row(name, *row, *held)
-    console.print(table)
+    print_table(console, table)

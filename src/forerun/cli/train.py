@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from forerun.cli.loading import check_model
+from forerun.cli.loading import check_model, short_name
+from forerun.cli.outputs import interruption
 from forerun.train.data.folder import require_recordings, require_texts
 from forerun.train.options import METHODS, TrainOptions, as_method
 
@@ -134,32 +135,40 @@ def train(
     console = Console(stderr=True)
     if method == "refresh":
         require_recordings(given["data"])
-        with console.status(f"loading {given['target']}"):
+        with console.status(f"loading {short_name(given['target'])}"):
             from forerun.train.refresh import DEFAULTS, refresh
         steps = given.get("steps", DEFAULTS["steps"])
         print(_shown("refresh", steps, console, lambda report, say: refresh(given, report, say)))
         return
     options = TrainOptions(method=as_method(method), **given)
     require_texts(options)
-    with console.status(f"loading {options.target}"):
+    with console.status(f"loading {short_name(options.target)}"):
         from forerun.train.run import train as run
-    measured = _shown(method, options.steps, console, lambda report, say: run(options, report, say))
+    with interruption(options.out):
+        measured = _shown(method, options.steps, console, lambda report, say: run(options, report, say))
     print(f"{options.out}: {measured.tokens_per_round:.3f} tokens per round on held-back text (simulated)")
 
 
 def _shown(name: str, steps: int, console: Console, work: Callable[[Report, Callable[[str], None]], T]) -> T:
     """Do it with a progress bar."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+    )
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(name, total=steps)
-        simulated = ""
 
         def show(at: TrainProgress) -> None:
-            nonlocal simulated
-            if at.tokens_per_round is not None:
-                simulated = f" · {at.tokens_per_round:.2f} tokens per round (any of 10: {at.tree_tokens_per_round:.2f})"
-            speed = f"{at.tokens_per_second / 1000:.1f}k tokens/s"
-            words = f"loss {at.loss:.3f} · acceptance {at.acceptance:.2f} · {speed}{simulated}"
+            if at.tokens_per_round is not None:  # a line of its own: beside the bar it would be cut off
+                simulated = f"{at.tokens_per_round:.2f} tokens per round, as simulated"
+                bar.console.print(
+                    f"step {at.step}: {simulated}; at most {at.tree_tokens_per_round:.2f} with trees",
+                    highlight=False,
+                )
+            speed = f"{at.tokens_per_second:,.0f} tokens/s"
+            words = f"loss {at.loss:.3f} · acceptance {at.acceptance:.2f} · {speed}"
             bar.update(task, completed=at.step, description=words)
 
         return work(show, bar.console.print)

@@ -29,9 +29,7 @@ def write_config(folder: Path, values: Mapping[str, Any]) -> None:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a head's folder."""
     if not folder.is_dir():
-        raise ModelNotFound(
-            f"there is no folder {str(folder)!r}; draft_model names the folder of a trained head"
-        )
+        raise ModelNotFound(f"there is no folder {str(folder)!r}; give the folder of a trained head")
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

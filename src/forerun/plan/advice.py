@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from forerun.errors import InvalidInput
+from forerun.checks import as_real
 from forerun.plan.profile import PLAIN, Profile
 from forerun.plan.simulate import Outcome, poisson, simulate
 
@@ -25,12 +25,8 @@ class Load:
     token_seconds: float = 0.1  # per token, on average
 
     def __post_init__(self) -> None:
-        if not (self.rate > 0 and self.prompt >= 1 and self.answer >= 1):
-            raise InvalidInput(
-                f"rate={self.rate}, prompt={self.prompt} and answer={self.answer} are out of range: above 0"
-            )
-        if not (self.first_seconds > 0 and self.token_seconds > 0):
-            raise InvalidInput("--first-seconds and --token-seconds must be above 0")
+        for name in ("rate", "prompt", "answer", "first_seconds", "token_seconds"):
+            as_real(name, getattr(self, name), low=5e-324, limit="a number above 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 from forerun.errors import DamagedFile, InvalidInput, brief
 
 PLAIN = "plain"
+_GET_ONE = "make one with `forerun plan --measure --save FILE`"
 BUILT_IN = (("h200", "8b"),)
 
 
@@ -104,16 +105,16 @@ def read_profile(file: Path) -> Profile:
     """A profile of ours, or the batch sweep in a benchmark's JSON."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidInput(f"{file} cannot be read: {brief(error)}") from None
+    except OSError as error:
+        raise InvalidInput(f"cannot read {str(file)!r}: {error.strerror}; {_GET_ONE}") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{str(file)!r} is not JSON ({brief(error)}); {_GET_ONE}") from None
     try:
         if isinstance(found, dict) and found.get("what") == "forerun-profile":
             return _of_profile(found)
         rows = next(_sweeps(found), None)
         if rows is None:
-            raise InvalidInput(
-                f"{file} holds no batch sweep; make one with `forerun plan --measure --save FILE`"
-            )
+            raise InvalidInput(f"{file} holds no batch sweep; {_GET_ONE}")
         head = found if isinstance(found, dict) else {}
         machine = head.get("machine") or {}
         name = str(machine.get("gpu") or machine.get("cpu") or "this machine")

@@ -43,6 +43,7 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
+SAVE_SECONDS = 300.0  # a run saves at least so often: on a CPU --save-every steps may take hours
 
 
 class Trainer:
@@ -68,6 +69,7 @@ class Trainer:
         """Train from the current step to the last; returns the last measurement."""
         self.resume()
         measured: Measured | None = None
+        saved = perf_counter()
         if self.step == 0 and self.walked_texts is not None and self.is_main:
             begun = self.look()
             self._log(begun)
@@ -81,8 +83,10 @@ class Trainer:
             if self.is_main:
                 self._log(progress)
                 report(progress)
-                if self.step % self.options.save_every == 0 or ends:
+                late = perf_counter() - saved > SAVE_SECONDS
+                if self.step % self.options.save_every == 0 or late or ends:
                     self.save()
+                    saved = perf_counter()
         return measured or self.measure()
 
     def one_step(self) -> Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from forerun.errors import InvalidInput
@@ -35,6 +36,12 @@ def as_method(name: str) -> Method:
         if method == name:
             return method
     raise InvalidInput(f"there is no method {name!r} to train; use one of {', '.join(METHODS)}")
+
+
+def _check_device(device: str) -> None:
+    kind, colon, number = device.partition(":")
+    known = device == "auto" or (kind in ("cpu", "cuda") and (number.isdigit() or not colon))
+    _check(known, "device", device, "auto, cpu, cuda, or one of several: cuda:1")
 
 
 def _check(ok: bool, name: str, value: object, limit: str) -> None:
@@ -97,7 +104,15 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         _check(self.method in METHODS, "method", self.method, ", ".join(METHODS))
-        _check(self.steps >= 1, "steps", self.steps, "at least 1")
+        for name in ("steps", "eval_every", "eval_batches", "save_every", "blocks"):
+            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("clip", *(("lr",) if self.lr is not None else ())):
+            _check(0 < getattr(self, name) < inf, name, getattr(self, name), "a number above 0")
+        _check(0 <= self.weight_decay < inf, "weight_decay", self.weight_decay, "0 or more")
+        _check(0 < self.decay < inf, "decay", self.decay, "a number above 0")
+        _check(self.vocab >= 0, "vocab", self.vocab, "0 (all of the target's) or more")
+        _check(self.inner >= 0, "inner", self.inner, "0 (the target's) or more")
+        _check_device(self.device)
         _check(self.max_length >= 16, "max_length", self.max_length, "at least 16 tokens")
         _check(self.batch_tokens >= 16, "batch_tokens", self.batch_tokens, "at least 16")
         _check(0 < self.holdout < 1, "holdout", self.holdout, "above 0, below 1")
@@ -164,10 +179,12 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         _check(bool(self.temperatures), "temperatures", self.temperatures, "at least one")
-        _check(all(t >= 0 for t in self.temperatures), "temperatures", self.temperatures, "0 or more")
+        _check(all(0 <= t < inf for t in self.temperatures), "temperatures", self.temperatures, "0 or more")
         most = f"8 to {self.max_length - 1}, one less than max_length={self.max_length}"
         _check(8 <= self.max_prompt < self.max_length, "max_prompt", self.max_prompt, most)
         _check(self.batch >= 1, "batch", self.batch, "at least 1")
+        _check(self.shard_tokens >= 1, "shard_tokens", self.shard_tokens, "at least 1")
+        _check_device(self.device)
         _check(self.own_prompts >= 0, "own_prompts", self.own_prompts, "0 or more")
         _check(self.max_answer >= 0, "max_answer", self.max_answer, "0 (no other limit) or more")
         _check(self.wrapped >= 0, "wrapped", self.wrapped, "0 or more")

@@ -18,11 +18,12 @@ from forerun.drafters.block.config import BlockConfig
 from forerun.drafters.eagle.config import EagleConfig, default_layers
 from forerun.drafters.medusa import HeadsConfig
 from forerun.drafters.vocab import DraftVocabulary
-from forerun.errors import MissingDependency
+from forerun.errors import InvalidInput, MissingDependency
 from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
 from forerun.params import EngineConfig
 from forerun.train.data.corpus import Batches, Corpus, hash_of
 from forerun.train.data.folder import require_texts
+from forerun.train.data.settings import other_targets
 from forerun.train.loop import Report, Trainer
 from forerun.train.lora import require_separate_matrices
 from forerun.train.options import TrainOptions
@@ -58,6 +59,8 @@ def train(
         cut_loops=options.cut_loops,
     )
     say(corpus.in_words(options.steps * options.batch_tokens))
+    if (warning := other_targets(options.data, options.target)) is not None:
+        say(warning)
     checkpoint, start = open_checkpoint(options.target), None
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
@@ -108,6 +111,7 @@ def make_recipe(
     start: Start | None = None,
 ) -> Recipe:
     """The recipe of a method, at its beginning or with the weights of a finished head."""
+    _check_shape(options, teacher)
     if options.method == "draft-model":
         return DraftModelRecipe(options, teacher, checkpoint)
     vocab, width = teacher.head.shape
@@ -152,6 +156,15 @@ def make_recipe(
     if start is not None:
         start.fill(eagle.module(), teacher.embedding)
     return eagle
+
+
+def _check_shape(options: TrainOptions, teacher: Teacher) -> None:
+    """Raise where the options ask for more than the target has."""
+    most, width = teacher.layer_count, teacher.head.shape[1]
+    if wrong := [layer for layer in options.features if not -1 <= layer <= most]:
+        raise InvalidInput(f"features={wrong[0]} is out of range: the target has {most} layers; 0 to {most}")
+    if options.width > width:
+        raise InvalidInput(f"width={options.width} is out of range: at most the target's own, {width}")
 
 
 def _block_recipe(

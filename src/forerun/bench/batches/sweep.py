@@ -175,12 +175,12 @@ class Sweep:
         }
 
 
-def parse_batches(text: str) -> list[int]:
+def parse_batches(text: str, flag: str = "--batches") -> list[int]:
     """Batch sizes by comma."""
     try:
         sizes = [int(size) for size in text.split(",")]
     except ValueError:
-        raise InvalidInput(f"--batches {text!r} are not numbers by comma, as 1,8,64") from None
+        raise InvalidInput(f"{flag} {text!r} are not numbers by comma, as 1,8,64") from None
     if min(sizes) < 1:
-        raise InvalidInput(f"--batches {text!r} must be 1 or more, by comma")
+        raise InvalidInput(f"{flag} {text!r} must be 1 or more, by comma")
     return sizes

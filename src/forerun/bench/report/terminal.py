@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.bench.report import summary
+from forerun.bench.report.fit import print_line, print_table
 from forerun.bench.settings import LLAMA_CPP, PLAIN, TRANSFORMERS
 from forerun.bench.stats import Spread
 
@@ -22,18 +23,18 @@ def show(result: Mapping[str, Any]) -> None:
     """Print a run's result: the sentences that the page prints, then the tables."""
     console = _console()
     if (said := summary.headline(result)) is not None:
-        console.print(said, style="bold" if _is_clear(result) else None, soft_wrap=True)
+        console.print(said, style="bold" if _is_clear(result) else None, soft_wrap=not console.is_terminal)
     if (warning := summary.busy_warning(result["conditions"])) is not None:
-        console.print(f"Warning: {warning}", style="red", soft_wrap=True)
+        console.print(f"Warning: {warning}", style="red", soft_wrap=not console.is_terminal)
     tables = [_speed_table(result), _task_table(result), _split_table(result), _cost_table(result["t"])]
     if any(result["contenders"][name]["accepted_counts"] for name in summary.drafters_of(result)):
         tables.insert(3, _acceptance_table(result))
     if len(result["cells"]) > 1:
         tables.append(_cell_table(result))
     for table in tables:
-        console.print(table)
+        print_table(console, table)
     for line in _closing_lines(result):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        print_line(console, line)
 
 
 def _closing_lines(result: Mapping[str, Any]) -> Iterator[str]:
@@ -54,9 +55,9 @@ def show_modes(result: Mapping[str, Any]) -> None:
     """What a CPU run adds: t(n) by number format, memory bandwidth, resident memory, and the named ratios."""
     console = _console()
     if LLAMA_CPP in result["by_task_vs_peers"]:
-        console.print(_peer_table(result["by_task_vs_peers"][LLAMA_CPP], LLAMA_CPP))
+        print_table(console, _peer_table(result["by_task_vs_peers"][LLAMA_CPP], LLAMA_CPP))
     if "modes" in result:
-        console.print(_mode_table(result["modes"]))
+        print_table(console, _mode_table(result["modes"]))
         for name, found in result["modes"].items():
             if found["t"] is None:
                 console.print(f"{name} left out: {found['why_not']}")

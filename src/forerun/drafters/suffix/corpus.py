@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from forerun.drafters.suffix.sources import Place
-from forerun.errors import DamagedFile, InvalidInput
+from forerun.errors import DamagedFile, InvalidInput, brief
 
 MAGIC = b"FRCORPUS"
 BREAK = 0xFFFFFFFF  # stands between two documents
@@ -166,11 +166,15 @@ def write_corpus(path: Path, documents: Iterable[Sequence[int]], vocab_size: int
     head = {"version": _VERSION, "tokens": len(text), "vocab_size": vocab_size, "about": about}
     line = json.dumps(head).encode()
     opening = MAGIC + struct.pack("<I", len(line)) + line
+    # beside it first: whoever has the former index open, such as a server, reads on in that
+    written = path.with_name(f"{path.name}.part") if path.is_file() or not path.exists() else path
     try:
-        with path.open("wb") as file:
+        with written.open("wb") as file:
             file.write(opening.ljust(-(-len(opening) // _ALIGN) * _ALIGN, b"\0"))
             for part in (text, places, begins):
                 part.astype("<u4").tofile(file)
+        if written != path:
+            written.replace(path)
     except OSError as error:
         raise InvalidInput(f"cannot write {str(path)!r}: {error.strerror}; choose another -o") from None
     return len(text)
@@ -206,26 +210,34 @@ def read_documents(files: Iterable[Path]) -> Iterator[str]:
     for path in files:
         try:
             content = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInput(f"cannot read {str(path)!r}: {error}") from None
+        except OSError as error:
+            raise InvalidInput(f"cannot read {str(path)!r}: {error.strerror}; give files of text") from None
+        except UnicodeDecodeError as error:
+            raise InvalidInput(f"cannot read {str(path)!r}: {error}; give files of UTF-8 text") from None
         if path.suffix != ".jsonl":
             yield content
             continue
-        for number, line in enumerate(content.splitlines(), start=1):
+        for number, line in enumerate(content.split("\n"), start=1):
             if line.strip():
                 yield from _texts_of(line, f"{path}, line {number}")
 
 
-def _texts_of(line: str, where: str) -> Iterator[str]:
+def _texts_of(line: str, where: str) -> list[str]:
+    """The texts of one line; a line with none is an error, or a misspelt key would leave everything out unseen."""
     try:
         row = json.loads(line)
-    except ValueError as error:
-        raise InvalidInput(f"{where} is not JSON: {error}") from None
-    found = row if isinstance(row, str) else None
-    if isinstance(row, dict):
-        found = row.get("text", row.get("prompt"))
-        for message in row.get("messages") or ():
-            if isinstance(message, dict) and isinstance(message.get("content"), str):
-                yield message["content"]
-    if isinstance(found, str):
-        yield found
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{where} is not JSON: {brief(error)}; fix or drop it") from None
+    fields = row if isinstance(row, dict) else {"text": row}
+    messages = fields.get("messages")
+    turns = (
+        [each.get("content") for each in messages if isinstance(each, dict)]
+        if isinstance(messages, list)
+        else []
+    )
+    texts = [each for each in (*turns, fields.get("text", fields.get("prompt"))) if isinstance(each, str)]
+    if not texts:
+        raise InvalidInput(
+            f"{where} is no text and has none in 'text', 'prompt' or 'messages'; fix or drop it"
+        )
+    return texts

@@ -7,8 +7,14 @@ const headers = { "Content-Type": "application/json" };
 const key = new URLSearchParams(location.hash.slice(1)).get("key");
 if (key) headers.Authorization = `Bearer ${key}`; // http://host:8000/#key=... for servers that want one
 
+// Browsers say "Failed to fetch", "Load failed" or the like where nobody answers.
+async function ask(path, more = {}) {
+  try { return await fetch(path, { headers, ...more }); }
+  catch (error) { throw error.name === "AbortError" ? error : new Error("the server does not answer"); }
+}
+
 async function getJson(path) {
-  const response = await fetch(path, { headers });
+  const response = await ask(path);
   if (!response.ok) throw new Error(await errorText(response));
   return response.json();
 }
@@ -49,9 +55,8 @@ const emptyAnswer = () => ({ text: "", rounds: [], tokens: [], metrics: null, se
 // Fills the answer as it comes, so that the caller has what there is of it when it is stopped.
 async function write(messages, speculative, text, facts, signal, extra = {}, answer = emptyAnswer()) {
   const started = performance.now();
-  const response = await fetch("v1/chat/completions", {
-    method: "POST", headers, signal, body: JSON.stringify(body(messages, speculative, extra)),
-  });
+  const request = { method: "POST", signal, body: JSON.stringify(body(messages, speculative, extra)) };
+  const response = await ask("v1/chat/completions", request);
   if (!response.ok) throw new Error(await errorText(response));
   const decoder = new TextDecoder(); // a character may be in several tokens: it is shown with its last one
   try {
@@ -73,6 +78,7 @@ async function write(messages, speculative, text, facts, signal, extra = {}, ans
 }
 
 function showPiece(text, answer, piece, spec, decoder) {
+  const log = $("log"), atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
   answer.rounds.push({ ...spec, tokens: (piece.logprobs?.content ?? []).map((entry) => entry.token) });
   (piece.logprobs?.content ?? []).forEach((entry, i) => {
     const token = { ...entry, round: answer.rounds.length, place: i, drafted: i < spec.accepted };
@@ -81,7 +87,7 @@ function showPiece(text, answer, piece, spec, decoder) {
     text.append(tokenNode(token, answer, shown));
   });
   answer.text += piece.delta.content ?? "";
-  showEnd();
+  if (atEnd) showEnd(); // whoever has scrolled up is reading there
 }
 
 function showEnd() {
@@ -190,8 +196,10 @@ function speculative() {
 function takePrompt() {
   const prompt = $("prompt").value.trim();
   if (!prompt || state.control) return null; // while an answer is written, the next message stays in its box
+  if (!$("ask").reportValidity()) return null; // the browser says which field is wrong
   $("prompt").value = "";
   addTurn("You").text.textContent = prompt;
+  showEnd();
   return [...state.messages, { role: "user", content: prompt }];
 }
 
@@ -232,6 +240,7 @@ $("compare").addEventListener("click", () => {
     const drawn = Number($("temperature").value) > 0 ? ` (drawn with seed ${seed})` : "";
     facts.textContent = `${equal ? "The texts are equal" : "THE TEXTS DIFFER"}${drawn}. ${a.seconds.toFixed(2)} s with drafts, ${b.seconds.toFixed(2)} s without: ${ratio}x as fast.`;
     turn.classList.add(equal ? "equal" : "error");
+    showEnd();
     state.messages = [...messages, { role: "assistant", content: a.text }];
     state.turns.push({ messages, answer: a, plain: b, equal });
   });

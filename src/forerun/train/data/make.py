@@ -1,9 +1,9 @@
 """Make training data: prompts, then the target's own answers at several temperatures, in shards.
 
 Answers must be the target's own: a drafter learns to predict this model, not the language. Long prompts are made of
-the answers of an earlier run, which are already written. Two stages, each of which resumes where an
-interrupted run stopped: prompts.jsonl first, then one shard after the other. What is dropped is counted
-and reported; a run that would leave nothing is an error.
+the answers of an earlier run, which are already written. Two stages: prompts.jsonl, which is written whole, then one
+shard after the other; an interrupted run resumes behind its last text. What is dropped is counted and reported;
+a run that would leave nothing is an error.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from forerun.train.data.prompts import (
     around_user_turn,
     read_prompts,
 )
+from forerun.train.data.settings import keep_settings
 from forerun.train.data.tally import Tally
 from forerun.train.data.wrap import FRAME, Wrapper
 from forerun.train.data.writer import BatchWriter, Order, Written
@@ -77,9 +78,10 @@ def make_data(
     """
     checkpoint = open_checkpoint(options.target)
     tokenizer = _tokenizer(checkpoint, options)
-    write = write or writer_for(checkpoint, options)
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
+    keep_settings(folder, options)
+    write = write or writer_for(checkpoint, options)
     prompts = write_prompts(options, tokenizer, write, folder, report, say)
     started = perf_counter()
     texts, tokens = write_answers(options, tokenizer, write, folder, prompts, report, say)
@@ -260,17 +262,19 @@ def write_answers(
     orders = [order for order in ordered if order.number not in known]
     texts: list[Text] = []
     tokens = held = 0
-    for done, written in enumerate(in_order(write(orders), orders), start=1):
-        order, answer = written.order, len(written.tokens) - len(written.order.prompt)
-        texts.append(Text(written.tokens, len(order.prompt), order.temperature, order.number))
-        tokens, held = tokens + answer, held + len(written.tokens)
-        report(DataProgress("answers", len(ordered) - len(orders) + done, len(ordered), tokens))
-        if held >= options.shard_tokens:
+    try:
+        for done, written in enumerate(in_order(write(orders), orders), start=1):
+            order, answer = written.order, len(written.tokens) - len(written.order.prompt)
+            texts.append(Text(written.tokens, len(order.prompt), order.temperature, order.number))
+            tokens, held = tokens + answer, held + len(written.tokens)
+            report(DataProgress("answers", len(ordered) - len(orders) + done, len(ordered), tokens))
+            if held >= options.shard_tokens:
+                write_shard(folder / f"shard-{len(shards):05}.safetensors", texts)
+                shards.append(folder)
+                texts, held = [], 0
+    finally:  # what an interrupted run has written is kept: a shard may be hours of work on a CPU
+        if texts:
             write_shard(folder / f"shard-{len(shards):05}.safetensors", texts)
-            shards.append(folder)
-            texts, held = [], 0
-    if texts:
-        write_shard(folder / f"shard-{len(shards):05}.safetensors", texts)
     return len(orders), tokens
 
 
