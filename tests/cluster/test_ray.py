@@ -19,6 +19,7 @@ pytest.importorskip("httpx")
 import httpx
 
 from forerun import LLM
+from forerun.train.data.corpus import read_shard
 from forerun.train.data.make import DataProgress, make_data
 from forerun.train.options import DataOptions
 from tests.cluster.conftest import Cluster
@@ -193,20 +194,33 @@ def test_many_workers_make_the_shards_of_one_machine(cluster: Cluster, tmp_path:
     def shards(name: str) -> dict[str, bytes]:
         return {file.name: file.read_bytes() for file in sorted((tmp_path / name).glob("shard-*"))}
 
-    make_data(options("one"))
-    stopped: list[int] = []
+    def texts(name: str) -> list[tuple[int, list[int]]]:
+        """In order, whatever shards they are in: an interrupted run keeps what it has in a shorter one."""
+        found = [read_shard(file) for file in sorted((tmp_path / name).glob("shard-*"))]
+        return [
+            (number, shard["tokens"][start:end].tolist())
+            for shard in found
+            for number, start, end in zip(
+                shard["numbers"].tolist(),
+                shard["starts"].tolist(),
+                shard["starts"].tolist()[1:],
+                strict=False,
+            )
+        ]
 
     def interrupt(at: DataProgress) -> None:
-        stopped.append(at.done)
         if at.stage == "answers" and at.done == 6:
             raise KeyboardInterrupt
 
+    make_data(options("one"))
     with ray_writer(options("many"), workers=2) as write:
+        make_data(options("many"), write=write)
         with pytest.raises(KeyboardInterrupt):
-            make_data(options("many"), interrupt, write=write)
-        assert 0 < len(shards("many")) < len(shards("one"))
-        make_data(options("many"), write=write)  # goes on where it was
+            make_data(options("stopped"), interrupt, write=write)
+        assert 0 < len(texts("stopped")) < len(texts("one"))
+        make_data(options("stopped"), write=write)  # goes on where it was
     assert len(shards("one")) >= 3
     assert shards("many") == shards("one")
-    read = [(tmp_path / name / "prompts.jsonl").read_text() for name in ("one", "many")]
-    assert read[0] == read[1]
+    assert texts("stopped") == texts("one")
+    read = [(tmp_path / name / "prompts.jsonl").read_text() for name in ("one", "many", "stopped")]
+    assert read[0] == read[1] == read[2]

@@ -68,10 +68,10 @@ def test_every_text_is_what_its_request_gives_alone(seed: int) -> None:
 def test_these_do_what_they_are_for() -> None:
     """Else they would prove nothing."""
     total = Counts()
-    for seed in (3001, 3003, 3008, 3009):
+    for seed in (3003, 3008, 3020):
         total.add(play(make_scenario(seed)))
     assert total.followed > 30
-    assert total.accepted > 4
+    assert total.accepted > 50
     assert total.faults > 0
 
 
