@@ -111,6 +111,7 @@ int64_t fr_attention_tiles(const fr_reach *reach, int64_t nodes, int64_t group, 
 
 void fr_attention(const fr_attention_args *args) {
     int64_t items = args->tile_count * args->kv_heads;
-    fr_parallel(attend_range, (void *)args, items, items / (fr_threads() * 8));
+    /* later tiles of a prompt take longer: in few large chunks one thread is left with the last of them */
+    fr_parallel(attend_range, (void *)args, items, items / (fr_threads() * 32));
 }
 FR_POP_TARGET
