@@ -42,6 +42,18 @@ def _rows(rows: int, inputs: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed))
 
 
+def _compared(
+    name: str, path: str, outputs: int, bias: torch.Tensor | None, x: torch.Tensor
+) -> tuple[PackedWeight, torch.Tensor]:
+    """Weights as `path` packs them, whose products with x are bit for bit those of plain C; and these."""
+    _choose("generic")
+    wanted = apply(_weight(name, outputs, x.shape[1], bias), x)
+    _choose(path)
+    packed = _weight(name, outputs, x.shape[1], bias)
+    assert torch.equal(apply(packed, x), wanted)
+    return packed, wanted
+
+
 @pytest.mark.parametrize("name", sorted(HALVES))
 def test_products_are_right(name: str) -> None:
     blocks = random_blocks(name, 70, 512)
@@ -89,11 +101,7 @@ def test_fuzzed_shapes_rows_and_splits(name: str, path: str, chosen: None) -> No
         outputs, rows = rng.randint(1, 45), case + 1 if case < 4 else rng.randint(1, 40)
         bias = torch.randn(outputs) if case % 2 else None
         x = _rows(rows, inputs, case)
-        _choose("generic")
-        wanted = apply(_weight(name, outputs, inputs, bias), x)
-        _choose(path)
-        packed = _weight(name, outputs, inputs, bias)
-        assert torch.equal(apply(packed, x), wanted)
+        packed, wanted = _compared(name, path, outputs, bias, x)
         cut = rng.randint(1, rows)
         pieces = [apply(packed, x[:cut]), *(apply(packed, row[None]) for row in x[cut:])]
         assert torch.equal(torch.cat(pieces), wanted)
@@ -111,11 +119,7 @@ def test_many_rows_and_long_inputs(name: str, path: str, chosen: None) -> None:
         inputs = whole * (rng.randint(5, 20) if whole == 32 else rng.randint(1, 3))
         outputs = rng.randint(1, 90)
         x = _rows(rows, inputs, rows)
-        _choose("generic")
-        wanted = apply(_weight(name, outputs, inputs, None), x)
-        _choose(path)
-        packed = _weight(name, outputs, inputs, None)
-        assert torch.equal(apply(packed, x), wanted)
+        packed, wanted = _compared(name, path, outputs, None, x)
         assert torch.equal(apply(packed, x[rows - 1 :]), wanted[rows - 1 :])
 
 
