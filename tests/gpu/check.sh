@@ -35,7 +35,7 @@ if [ "$what" = tests ]; then
     check fp8 tests/gpu/test_packed.py -m gpu -k "kernels_agree and fp8" &
     check models tests/gpu/test_draft_model.py tests/gpu/test_model_following.py tests/gpu/test_chain_kernels.py -m gpu &
     check layers tests/gpu/test_layer_skip.py -m gpu &
-    check plain tests/gpu/test_plain_rounds.py tests/gpu/test_mixed.py -m gpu &
+    check plain tests/gpu/test_plain_rounds.py tests/gpu/test_mixed.py tests/gpu/test_last_layer.py -m gpu &
     check bits tests/gpu/test_bits.py -k "smollm2 or large or odd" &
     check block tests/gpu/test_block.py -m gpu &
     check following tests/gpu/test_following.py tests/gpu/test_captured.py tests/gpu/test_hybrid_following.py -m gpu &
