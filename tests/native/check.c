@@ -124,10 +124,11 @@ static int HALF; /* does the cache hold 16-bit numbers? */
 
 static fr_weights one(fr_weight w) { return (fr_weights){1, {w}}; }
 
-/* A pass over `count` of the nodes listed; parents are given as places in a tree behind CONTEXT slots. */
+/* A pass over `count` of the nodes listed; parents are given as places in a tree behind CONTEXT slots. The last
+ * `keys_only` of them have no logits, and only keys and values in the last layer. */
 enum { CONTEXT = 45 };
 static void run(const fr_decoder *m, void *kv, const float *rows, const int *parents, const int *nodes, int count,
-                float *logits) {
+                int keys_only, float *logits) {
     float *x = malloc(sizeof(float) * WIDTH * (size_t)count), *turns = malloc(sizeof(float) * 8 * (size_t)count);
     int32_t first[NODES], context[NODES], tail[NODES], tails[NODES * NODES], write[NODES], position[NODES], tops[NODES];
     for (int i = 0; i < count; i++) {
@@ -138,12 +139,14 @@ static void run(const fr_decoder *m, void *kv, const float *rows, const int *par
         memcpy(x + i * WIDTH, rows + node * WIDTH, sizeof(float) * WIDTH);
         for (int j = 0; j < 8; j++) turns[i * 8 + j] = 1.0f / (float)(1 + j + depth);
     }
-    fr_pass pass = {.nodes = count, .scored = count, .x = x, .cosines = turns, .sines = turns, .position = position, .write = write,
+    int scored = count - keys_only;
+    fr_pass pass = {.nodes = count, .scored = scored, .keys_only = keys_only, .x = x, .cosines = turns, .sines = turns,
+                    .position = position, .write = write,
                     .reach = {first, context, tail, tails, NODES, CONTEXT + NODES}, .keys = kv,
                     .values = (char *)kv + KV * SLOTS * DIM * (HALF ? 2 : 4), .half = HALF, .layer_stride = 2 * KV * SLOTS * DIM,
-                    .head_stride = SLOTS * DIM, .logits = logits, .tops = tops};
+                    .head_stride = SLOTS * DIM, .logits = scored ? logits : NULL, .tops = tops};
     if (fr_decode(m, &pass)) exit(2);
-    for (int i = 0; i < count; i++)
+    for (int i = 0; i < scored; i++)
         for (int64_t j = 0; j < m->vocab; j++) {
             float other = logits[i * m->vocab + j], top = logits[i * m->vocab + tops[i]];
             if (other > top || (other == top && j < tops[i])) exit(3);
@@ -199,12 +202,21 @@ static int check_decoder(const char *path, int key_heads, int half, int64_t wind
             .down = one(packed_weight(&layouts[2], WIDTH, INNER)), .window = window, .rotate = 1 - i};
     fr_decoder m = {LAYERS, WIDTH, HEADS, KV, DIM, 16, INNER, VOCAB, 1e-5f, 0.2f, layers, floats(WIDTH),
                     one(packed_weight(&layouts[4], VOCAB, WIDTH))};
-    void *kv = cache(LAYERS * 2 * KV * SLOTS * DIM);
+    size_t bytes = (size_t)(LAYERS * 2 * KV * SLOTS * DIM) * (HALF ? 2 : 4);
+    void *kv = cache(LAYERS * 2 * KV * SLOTS * DIM), *before = malloc(bytes), *after = malloc(bytes);
     float *rows = floats(NODES * WIDTH);
     float *tree = floats(NODES * VOCAB), *alone = floats(NODES * VOCAB);
-    run(&m, kv, rows, parents, all, NODES, tree);
-    for (int i = 0; i < NODES; i++) run(&m, kv, rows, parents, all + i, 1, alone + i * VOCAB);
+    memcpy(before, kv, bytes);
+    run(&m, kv, rows, parents, all, NODES, 0, tree);
+    memcpy(after, kv, bytes);
+    for (int i = 0; i < NODES; i++) run(&m, kv, rows, parents, all + i, 1, 0, alone + i * VOCAB);
     int bad = differ("a node alone", tree, alone, NODES * VOCAB);
+    for (int n = 0; n < NODES; n++) { /* rows with logits */
+        memcpy(kv, before, bytes);
+        run(&m, kv, rows, parents, all, NODES, NODES - n, alone);
+        bad |= differ("keys and values of rows without logits", kv, after, (int64_t)(bytes / 4));
+        bad |= differ("rows beside those without logits", alone, tree, n * VOCAB);
+    }
     if (first) memcpy(wanted, tree, NODES * VOCAB * sizeof(float));
     bad |= differ(path, tree, wanted, NODES * VOCAB);
     for (int i = 0; i < LAYERS; i++) {
@@ -216,7 +228,7 @@ static int check_decoder(const char *path, int key_heads, int half, int64_t wind
             for (int k = 0; k < all_weights[j]->count; k++) free((void *)all_weights[j]->part[k].data);
         }
     }
-    free((void *)m.final_norm), free((void *)m.head.part[0].data), free(kv), free(rows), free(tree), free(alone);
+    free((void *)m.final_norm), free((void *)m.head.part[0].data), free(kv), free(before), free(after), free(rows), free(tree), free(alone);
     return bad;
 }
 

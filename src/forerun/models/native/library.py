@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 F32, BF16 = 0, 1  # kinds of weights that are not packed
 BLOCK = 32  # inputs per block of packed kinds
 _MOST_PARTS = 3
-ABI = 15  # a change of the structs or of the kernels: what was measured with another counts no more
+ABI = 16  # a change of the structs or of the kernels: what was measured with another counts no more
 _BUILT = Path(__file__).with_name("_native.so")
 _BUILD_AGAIN = (
     "%s was built from other sources, so passes on the CPU run on torch, several times slower; "
@@ -114,6 +114,7 @@ class Pass(Structure):
     _fields_: ClassVar[Fields] = [
         ("nodes", c_int64),
         ("scored", c_int64),
+        ("keys_only", c_int64),
         *[(name, c_void_p) for name in ("tokens", "x", "cosines", "sines", "position", "write")],
         ("reach", Reach),
         ("keys", c_void_p),

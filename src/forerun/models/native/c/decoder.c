@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BUFFERS = 9, FR_ABI = 15 };
+enum { BUFFERS = 9, FR_ABI = 16 };
 
 typedef struct {
     float *x, *normed, *qkv, *attended, *gate_up, *mlp, *delta, *scores;
@@ -31,45 +31,71 @@ static void write_row(void *cache, int64_t half, int64_t at, const float *from, 
     else memcpy(cache_at(cache, half, at), from, (size_t)dim * sizeof(float));
 }
 
-static void write_cache(const fr_decoder *m, const fr_pass *p, int64_t layer, const float *qkv, int64_t stride) {
+/* Keys, with the values behind them, into their slots. */
+static void write_cache(const fr_decoder *m, const fr_pass *p, int64_t layer, const float *keys, int64_t stride) {
     for (int64_t r = 0; r < p->nodes; r++)
         for (int64_t h = 0; h < m->kv_heads; h++) {
             int64_t at = layer * p->layer_stride + h * p->head_stride + (int64_t)p->write[r] * m->head_dim;
-            const float *k = qkv + r * stride + (m->heads + h) * m->head_dim;
+            const float *k = keys + r * stride + h * m->head_dim;
             write_row(p->keys, p->half, at, k, m->head_dim);
             write_row(p->values, p->half, at, k + m->kv_heads * m->head_dim, m->head_dim);
         }
 }
 
-static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, const buffers *b) {
+/* Where a layer's queries, and its keys with the values behind them, lie. */
+typedef struct {
+    float *q, *k;
+    int64_t q_stride, k_stride;
+} projected;
+
+/* Queries of the first n rows, or of all; keys and values of all. */
+static projected project(const fr_decoder *m, const fr_layer *layer, int64_t rows, int64_t n, const buffers *b) {
+    int64_t queries = m->heads * m->head_dim, others = 2 * m->kv_heads * m->head_dim;
+    if (n == rows || layer->qkv.count < 3) { /* weights that are one matrix stay whole */
+        fr_linear(&layer->qkv, b->normed, b->qkv, rows, b->quants);
+        return (projected){b->qkv, b->qkv + queries, queries + others, queries + others};
+    }
+    fr_weights q = {1, {layer->qkv.part[0]}}, kv = {2, {layer->qkv.part[1], layer->qkv.part[2]}};
+    projected to = {b->qkv, b->qkv + n * queries, queries, others};
+    if (n) fr_linear(&q, b->normed, to.q, n, b->quants);
+    fr_linear(&kv, b->normed, to.k, rows, b->quants);
+    return to;
+}
+
+/* Attention of the first n rows, which see the keys and values of all. */
+static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64_t n, const buffers *b) {
     const fr_layer *layer = m->layer + i;
-    int64_t n = p->nodes, stride = (m->heads + 2 * m->kv_heads) * m->head_dim;
-    fr_rms_norm(b->x, layer->attention_norm, m->eps, b->normed, n, m->width);
-    fr_linear(&layer->qkv, b->normed, b->qkv, n, b->quants);
-    float *k = b->qkv + m->heads * m->head_dim;
-    head_norms(m, layer->q_norm, b->qkv, n, m->heads, stride);
-    head_norms(m, layer->k_norm, k, n, m->kv_heads, stride);
-    if (layer->rotate)
-        fr_rope(b->qkv, p->cosines, p->sines, p->position, n, m->heads + m->kv_heads, stride, m->head_dim, m->rotary);
-    write_cache(m, p, i, b->qkv, stride);
+    fr_rms_norm(b->x, layer->attention_norm, m->eps, b->normed, p->nodes, m->width);
+    projected made = project(m, layer, p->nodes, n, b);
+    head_norms(m, layer->q_norm, made.q, n, m->heads, made.q_stride);
+    head_norms(m, layer->k_norm, made.k, p->nodes, m->kv_heads, made.k_stride);
+    if (layer->rotate) {
+        fr_rope(made.q, p->cosines, p->sines, p->position, n, m->heads, made.q_stride, m->head_dim, m->rotary);
+        fr_rope(made.k, p->cosines, p->sines, p->position, p->nodes, m->kv_heads, made.k_stride, m->head_dim, m->rotary);
+    }
+    write_cache(m, p, i, made.k, made.k_stride);
+    if (!n) return;
+    int64_t tiles = n == p->nodes ? b->tile_count : fr_attention_tiles(&p->reach, n, m->heads / m->kv_heads, b->tiles);
     fr_attention_args attention = {
-        .reach = p->reach, .q = b->qkv, .out = b->attended, .scratch = b->scores,
+        .reach = p->reach, .q = made.q, .out = b->attended, .scratch = b->scores,
         .keys = cache_at(p->keys, p->half, i * p->layer_stride), .values = cache_at(p->values, p->half, i * p->layer_stride),
         .half = p->half,
-        .tiles = b->tiles, .tile_count = b->tile_count, .heads = m->heads, .kv_heads = m->kv_heads, .head_dim = m->head_dim,
-        .q_stride = stride, .head_stride = p->head_stride, .window = layer->window, .scale = m->attention_scale,
+        .tiles = b->tiles, .tile_count = tiles, .heads = m->heads, .kv_heads = m->kv_heads, .head_dim = m->head_dim,
+        .q_stride = made.q_stride, .head_stride = p->head_stride, .window = layer->window, .scale = m->attention_scale,
     };
     fr_attention(&attention);
     fr_linear(&layer->output, b->attended, b->delta, n, b->quants);
     fr_add(b->x, b->delta, n * m->width);
 }
 
-/* A layer without a norm for its attention, or for its MLP, leaves that part out: see fr_skips_sublayers. */
+/* A layer without a norm for its attention, or for its MLP, leaves that part out: see fr_skips_sublayers. The last one
+ * goes no further than keys and values with rows of which nobody reads what leaves it. */
 static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, const buffers *b) {
     const fr_layer *layer = m->layer + i;
-    int64_t n = p->nodes;
-    if (layer->attention_norm) attend_layer(m, p, i, b);
-    if (!layer->mlp_norm) return;
+    int64_t n = i + 1 < m->layers ? p->nodes : p->nodes - p->keys_only;
+    if (layer->attention_norm) attend_layer(m, p, i, n, b);
+    if (p->woken && layer->experts) p->woken[i] = 0;
+    if (!layer->mlp_norm || !n) return;
     fr_rms_norm(b->x, layer->mlp_norm, m->eps, b->normed, n, m->width);
     if (layer->experts) {
         int64_t woken = fr_run_experts(layer->experts, b->normed, b->delta, n, m->width, b->experts);
@@ -144,7 +170,7 @@ FR_API int fr_decode(const fr_decoder *m, const fr_pass *p) {
     }
     if (p->normed || p->logits) {
         float *normed = p->normed ? p->normed : b.normed;
-        fr_rms_norm(b.x, m->final_norm, m->eps, normed, p->nodes, m->width);
+        fr_rms_norm(b.x, m->final_norm, m->eps, normed, p->normed ? p->nodes : p->scored, m->width);
         if (p->logits && p->tops) fr_linear_tops(&m->head, normed, p->logits, p->scored, b.quants, p->tops);
         else if (p->logits) fr_linear(&m->head, normed, p->logits, p->scored, b.quants);
     }

@@ -154,6 +154,7 @@ typedef struct {
 typedef struct {
     int64_t nodes;
     int64_t scored;               /* of them, the first: those that have logits */
+    int64_t keys_only;            /* of them, the last: the last layer computes keys and values of these and nothing else */
     const int64_t *tokens;        /* [nodes], or NULL: x has them embedded already */
     float *x;                     /* [nodes, width] residual stream, for the caller to read; may be NULL with tokens */
     const float *cosines, *sines; /* [positions, rotary / 2] */
