@@ -114,18 +114,19 @@ def test_sums_are_made_in_the_order_of_ranks(tmp_path: Path) -> None:
         assert float(total) == float(parts[0] + parts[1] + parts[2]) == 0.0
 
 
-@pytest.mark.parametrize("words", [3, PLAN - 25, PLAN - 24, PLAN, 3 * PLAN])
+@pytest.mark.parametrize("words", [3, PLAN - 26, PLAN - 25, PLAN, 3 * PLAN])
 def test_plans_arrive_as_they_were_sent(words: int, tmp_path: Path) -> None:
     tree = topology_of((-1, 0, 0, 1))
     spans = [Span(0, 4, [7, 2], 20, tree), Span(4, 4 + words, range(9, 400), 0, chain_of(words))]
     copies = [[(1, 2), (5, 3)], [(9, 8)]]
-    plan = PassPlan(64, copies, list(range(4 + words)), spans, [100, 200], 4)
+    plan = PassPlan(64, copies, list(range(4 + words)), spans, [100, 200], 4, words > 3)
     sender, receiver = connect(tmp_path, 2)
     thread = threading.Thread(target=sender.send_plan, args=(plan.to_numbers(),))
     thread.start()
     found = PassPlan.from_numbers(receiver.receive_plan())
     thread.join(60)
     assert (found.slots, found.copies, found.scored) == (plan.slots, plan.copies, plan.scored)
+    assert found.ends_with_keys is plan.ends_with_keys
     assert (found.tokens, found.limits) == (plan.tokens, plan.limits)
     for got, sent in zip(found.spans, spans, strict=True):
         assert (got.first, got.end, got.length) == (sent.first, sent.end, sent.length)

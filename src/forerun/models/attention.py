@@ -80,14 +80,26 @@ class View:
     mask: Tensor | None  # [M_b, N]
     into: Tensor  # [1, H, M_b, D] where the result goes
 
-    def update(self, layer: int) -> Tensor:
-        """Write the nodes' keys and values, and return all that is in view: [2, 1, Hkv, N, D]."""
+    def write(self, layer: int) -> None:
+        """The nodes' keys and values into the cache."""
         data, nodes = self.layers[layer], self.made.shape[2]
         if self.slots is None:
             data[:, :, -nodes:].copy_(self.made)
-            return data.unsqueeze(1)
-        data.index_copy_(2, self.slots[-nodes:], self.made)
-        return data.index_select(2, self.slots).unsqueeze(1)
+        else:
+            data.index_copy_(2, self.slots[-nodes:], self.made)
+
+    def seen(self, layer: int) -> Tensor:
+        """All keys and values in view: [2, 1, Hkv, N, D]."""
+        data = self.layers[layer]
+        return (data if self.slots is None else data.index_select(2, self.slots)).unsqueeze(1)
+
+
+def views_of(
+    spans: Sequence[Span], window: int | None, data: Tensor, qkv: Tensor, result: Tensor, heads: int
+) -> list[View]:
+    """What all spans of a pass see in layers of one window; `view_of` says what the tensors are."""
+    reaches = [reach_of(span, window, qkv.dtype, qkv.device) for span in spans]
+    return [view_of(reach, data, qkv, result, heads) for reach in reaches]
 
 
 def view_of(reach: Reach, data: Tensor, qkv: Tensor, result: Tensor, heads: int) -> View:
@@ -114,7 +126,8 @@ def view_of(reach: Reach, data: Tensor, qkv: Tensor, result: Tensor, heads: int)
 
 def attend(layer: int, view: View, scale: float, softcap: float | None) -> None:
     """Write the nodes' keys and values, and the attention output, for one layer of one span."""
-    queries, (keys, values) = view.queries, view.update(layer).unbind(0)
+    view.write(layer)
+    queries, (keys, values) = view.queries, view.seen(layer).unbind(0)
     if softcap is None:
         grouped = queries.shape[1] != keys.shape[1]
         found = F.scaled_dot_product_attention(
@@ -123,6 +136,12 @@ def attend(layer: int, view: View, scale: float, softcap: float | None) -> None:
     else:
         found = _capped(queries, keys, values, view.mask, scale, softcap)
     view.into.copy_(found)
+
+
+def write_keys(layer: int, views: Sequence[View]) -> None:
+    """What a layer leaves for later passes, where nobody reads its output."""
+    for view in views:
+        view.write(layer)
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:

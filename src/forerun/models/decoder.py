@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.models.attention import Span, attend, reach_of, view_of
+from forerun.models.attention import Span, attend, views_of, write_keys
 from forerun.models.begun import Begun, start_rows, usable
 from forerun.models.blocks import Block, Checkpoint
 from forerun.models.config import DecoderConfig
@@ -204,15 +204,13 @@ class Decoder(SlotTarget):
         heads, head_dim = config.heads, config.head_dim
         qkv = data.new_empty(len(tokens), (heads + 2 * config.kv_heads) * head_dim)
         found = data.new_empty(len(tokens), heads * head_dim)
-        views = {}
-        for window in set(config.windows):
-            reaches = [reach_of(span, window, self._dtype, self._device) for span in spans]
-            views[window] = [view_of(reach, data, qkv, found, heads) for reach in reaches]
+        views = {window: views_of(spans, window, data, qkv, found, heads) for window in set(config.windows)}
         rotary = qkv[:, : (heads + config.kv_heads) * head_dim].view(len(tokens), -1, head_dim)
         rotations = [self._rope_rotations(i, spans, seqs) for i in range(len(config.ropes))]
         pairs = [rotary[..., : rope.dims].view(*rotary.shape[:2], -1, 2) for rope in config.ropes]
 
         layers = layers or LayerSubset(config.layers)
+        ends_with_keys = logits is None and not layers.output_is_in(hidden)
         x = self._embedded(tokens) if rows is None else rows  # [M, D]
         for i in range(layers.first, layers.end):
             block = self._blocks[i]
@@ -227,6 +225,9 @@ class Decoder(SlotTarget):
             rope = config.layer_ropes[i]
             if rope is not None:
                 rotate_(pairs[rope], rotations[rope])
+            if ends_with_keys and i == layers.end - 1:
+                write_keys(i, views[config.windows[i]])
+                break
             for view in views[config.windows[i]]:
                 attend(i, view, config.attention_scale, config.attention_softcap)
             self._add_attention(x, block, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from forerun.errors import InvalidInput
@@ -32,6 +33,10 @@ class LayerSubset:
     def skips(self) -> bool:
         """Does it leave out a part of a layer that it runs?"""
         return bool(self.without_attention or self.without_mlp)
+
+    def output_is_in(self, hidden: Container[int]) -> bool:
+        """Does somebody read what leaves the last of them, of every row? Else rows without logits end with its keys."""
+        return self.end in hidden or -1 in hidden
 
     @property
     def sublayers(self) -> int:

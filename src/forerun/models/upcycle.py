@@ -89,7 +89,7 @@ def make_routers(
     )
     for i, text in enumerate(texts):
         seq = PlainSeq(i, list(text), max_length=len(text) + 1)
-        dense.prefill([seq], Needs())
+        dense.prefill([seq], Needs((-1,)))  # or it would end before the last feed-forward layer
         dense.release(seq)
     made = torch.Generator().manual_seed(_SEED)
     return [_even_directions(torch.cat(rows), experts, made) for rows in dense.heard]

@@ -134,8 +134,7 @@ class NativeDecoder(Decoder):
         if self.kv.data is not self._known_data:
             self._note_cache(self.kv.data)
         one.nodes, one.scored = len(tokens), scored
-        read = layers.end in hidden or -1 in hidden  # what leaves the last layer, of every row
-        one.keys_only = 0 if read else len(tokens) - scored
+        one.keys_only = 0 if layers.output_is_in(hidden) else len(tokens) - scored
         one.tokens = None if ids is None else ids.buffer_info()[0]
         one.x = None if x is None else x.data_ptr()
         one.cosines, one.sines = table.cosines, table.sines

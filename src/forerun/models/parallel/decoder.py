@@ -171,7 +171,8 @@ class ParallelTarget(ParallelDecoder):
         def work() -> None:
             journal, self.kv.journal = self.kv.journal or [], []
             scored = 0 if logits is None else len(logits)
-            plan = PassPlan(self.kv.capacity, journal, tokens, spans, limits, scored)
+            ends = not scored and not LayerSubset(self.config.layers).output_is_in(hidden)
+            plan = PassPlan(self.kv.capacity, journal, tokens, spans, limits, scored, ends)
             try:
                 self.group.send_plan(plan.to_numbers())
                 super(ParallelTarget, self)._run(tokens, spans, seqs, hidden, logits)
@@ -200,10 +201,12 @@ class ParallelFollower(ParallelDecoder):
                 self.kv.move(copies)
         self._lengths = dict(enumerate(plan.limits))
         seqs = [PlainSeq(i, []) for i in range(len(plan.spans))]
-        logits = None
+        logits, hidden = None, dict[int, Tensor]()
         if plan.scored:
             logits = torch.empty(plan.scored, 0, dtype=self._dtype, device=self._device)
-        self._run(plan.tokens, plan.spans, seqs, {}, logits)
+        elif not plan.ends_with_keys:  # rank 0 needs this rank's part of the whole last layer
+            hidden[self.config.layers] = self._empty_rows(len(plan.tokens))
+        self._run(plan.tokens, plan.spans, seqs, hidden, logits)
 
     def _have_slots(self, slots: int) -> None:
         old = self.kv.data

@@ -28,10 +28,11 @@ class PassPlan:
     spans: Sequence[Span]
     limits: Sequence[int]  # per span, how long its sequence may become: ropes may depend on it
     scored: int  # of the first rows the logits are computed
+    ends_with_keys: bool  # of the last layer: nobody reads what leaves it
 
     def to_numbers(self) -> list[int]:
         """The plan as whole numbers."""
-        numbers = [self.slots, self.scored, len(self.copies)]
+        numbers = [self.slots, self.scored, int(self.ends_with_keys), len(self.copies)]
         for copies in self.copies:
             numbers.append(len(copies))
             numbers += [slot for pair in copies for slot in pair]
@@ -47,7 +48,7 @@ class PassPlan:
     def from_numbers(cls, numbers: Sequence[int]) -> PassPlan:
         """What `to_numbers` wrote."""
         rest = iter(numbers)
-        slots, scored = next(rest), next(rest)
+        slots, scored, ends = _take(rest, 3)
         copies = [_pairs(_take(rest, 2 * next(rest))) for _ in range(next(rest))]
         tokens = _take(rest, next(rest))
         spans, limits, first = list[Span](), list[int](), 0
@@ -58,7 +59,7 @@ class PassPlan:
             spans.append(Span(first, first + nodes, pages, length, shape))
             limits.append(limit)
             first += nodes
-        return cls(slots, copies, tokens, spans, limits, scored)
+        return cls(slots, copies, tokens, spans, limits, scored, bool(ends))
 
 
 def _take(numbers: Iterator[int], count: int) -> list[int]:
