@@ -230,6 +230,26 @@ def test_it_lends_its_tables(mode: Mode, tmp_path: Path) -> None:
         assert 0 < target.weight_bytes <= 4 * sum(weight.numel() for weight in checkpoint[1].values())
 
 
+@pytest.mark.parametrize("mode", ["float32", "q8"])
+def test_rows_that_threads_share_have_the_same_bits(checkpoint: Checkpoint, mode: Mode) -> None:
+    """Norms, rotations and cache writes of 492 rows, enough to be shared out, and of chains behind them."""
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            target, needs = _native(checkpoint, mode), Needs((1, 2, -1))
+            seqs = [FakeSeq(b, _text(b, 42), max_length=60) for b in range(12)]
+            read = target.prefill(seqs, needs)[1]
+            scores = target.score(seqs, TreeBatch.chains([_text(seq.id, 15) for seq in seqs]), needs)
+            slots = [slot for seq in seqs for slot in target.kv.extent(seq.id).slots(0, 41 + 15)]
+            rows = [one.hidden[layer] for one in (read, scores) for layer in needs.hidden_layers]
+            results.append([scores.required_logits, target.kv.data[:, :, :, slots], *rows])
+    finally:
+        torch.set_num_threads(before)
+    for found in results[1:]:
+        assert all(map(torch.equal, found, results[0]))
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 def test_prompts_in_pieces_have_the_same_bits(
     chunk: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

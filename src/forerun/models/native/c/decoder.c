@@ -15,31 +15,15 @@ typedef struct {
     void *quants, *experts;
     int32_t *tiles;
     int64_t tile_count;
+    int pending; /* delta is not in x yet */
 } buffers;
-
-static void head_norms(const fr_decoder *m, const float *weight, float *x, int64_t rows, int64_t heads, int64_t stride) {
-    if (!weight) return;
-    for (int64_t r = 0; r < rows; r++)
-        fr_rms_norm(x + r * stride, weight, m->eps, x + r * stride, heads, m->head_dim);
-}
 
 /* Number `at` of a cache. */
 static void *cache_at(void *cache, int64_t half, int64_t at) { return (char *)cache + at * (half ? 2 : 4); }
 
-static void write_row(void *cache, int64_t half, int64_t at, const float *from, int64_t dim) {
+static void write_head(void *cache, int64_t half, int64_t at, const float *from, int64_t dim) {
     if (half) fr_to_halves(from, cache_at(cache, half, at), dim);
     else memcpy(cache_at(cache, half, at), from, (size_t)dim * sizeof(float));
-}
-
-/* Keys, with the values behind them, into their slots. */
-static void write_cache(const fr_decoder *m, const fr_pass *p, int64_t layer, const float *keys, int64_t stride) {
-    for (int64_t r = 0; r < p->nodes; r++)
-        for (int64_t h = 0; h < m->kv_heads; h++) {
-            int64_t at = layer * p->layer_stride + h * p->head_stride + (int64_t)p->write[r] * m->head_dim;
-            const float *k = keys + r * stride + h * m->head_dim;
-            write_row(p->keys, p->half, at, k, m->head_dim);
-            write_row(p->values, p->half, at, k + m->kv_heads * m->head_dim, m->head_dim);
-        }
 }
 
 /* Where a layer's queries, and its keys with the values behind them, lie. */
@@ -62,41 +46,78 @@ static projected project(const fr_decoder *m, const fr_layer *layer, int64_t row
     return to;
 }
 
-/* Attention of the first n rows, which see the keys and values of all. */
-static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64_t n, const buffers *b) {
-    const fr_layer *layer = m->layer + i;
-    fr_rms_norm(b->x, layer->attention_norm, m->eps, b->normed, p->nodes, m->width);
-    projected made = project(m, layer, p->nodes, n, b);
-    head_norms(m, layer->q_norm, made.q, n, m->heads, made.q_stride);
-    head_norms(m, layer->k_norm, made.k, p->nodes, m->kv_heads, made.k_stride);
-    if (layer->rotate) {
-        fr_rope(made.q, p->cosines, p->sines, p->position, n, m->heads, made.q_stride, m->head_dim, m->rotary);
-        fr_rope(made.k, p->cosines, p->sines, p->position, p->nodes, m->kv_heads, made.k_stride, m->head_dim, m->rotary);
+typedef struct {
+    const fr_decoder *m;
+    const fr_pass *p;
+    projected made;
+    int64_t layer, n;
+} heads_job;
+
+static void write_row(const heads_job *job, int64_t r, const float *k) {
+    const fr_decoder *m = job->m;
+    const fr_pass *p = job->p;
+    for (int64_t h = 0; h < m->kv_heads; h++, k += m->head_dim) {
+        int64_t at = job->layer * p->layer_stride + h * p->head_stride + (int64_t)p->write[r] * m->head_dim;
+        write_head(p->keys, p->half, at, k, m->head_dim);
+        write_head(p->values, p->half, at, k + m->kv_heads * m->head_dim, m->head_dim);
     }
-    write_cache(m, p, i, made.k, made.k_stride);
+}
+
+/* Norms and rotations of the heads of some rows, queries of the first n only; keys and values go into their slots. */
+static void place_heads(void *arg, int64_t begin, int64_t end, int worker) {
+    (void)worker;
+    const heads_job *job = arg;
+    const fr_decoder *m = job->m;
+    const fr_pass *p = job->p;
+    const fr_layer *layer = m->layer + job->layer;
+    for (int64_t r = begin; r < end; r++) {
+        float *const of[2] = {job->made.k + r * job->made.k_stride, job->made.q + r * job->made.q_stride};
+        const float *const norms[2] = {layer->k_norm, layer->q_norm};
+        const int64_t heads[2] = {m->kv_heads, m->heads};
+        for (int i = 0; i < (r < job->n ? 2 : 1); i++) {
+            if (norms[i]) fr_rms_norm(of[i], norms[i], m->eps, of[i], heads[i], m->head_dim);
+            if (layer->rotate)
+                fr_rope(of[i], p->cosines, p->sines, p->position + r, 1, heads[i], 0, m->head_dim, m->rotary);
+        }
+        write_row(job, r, of[0]);
+    }
+}
+
+/* Add what the last part of a layer gave, and norm the sum for the next part where it has a weight. */
+static void norm_rows(const fr_decoder *m, const float *weight, float *into, int64_t n, buffers *b) {
+    fr_add_norm(b->x, b->pending ? b->delta : NULL, weight, m->eps, into, n, m->width);
+    b->pending = 0;
+}
+
+/* Attention of the first n rows, which see the keys and values of all. */
+static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64_t n, buffers *b) {
+    const fr_layer *layer = m->layer + i;
+    norm_rows(m, layer->attention_norm, b->normed, p->nodes, b);
+    heads_job job = {m, p, project(m, layer, p->nodes, n, b), i, n};
+    fr_parallel(place_heads, &job, p->nodes, fr_rows_at_once(m->heads * m->head_dim));
     if (!n) return;
     int64_t tiles = n == p->nodes ? b->tile_count : fr_attention_tiles(&p->reach, n, m->heads / m->kv_heads, b->tiles);
     fr_attention_args attention = {
-        .reach = p->reach, .q = made.q, .out = b->attended, .scratch = b->scores,
+        .reach = p->reach, .q = job.made.q, .out = b->attended, .scratch = b->scores,
         .keys = cache_at(p->keys, p->half, i * p->layer_stride), .values = cache_at(p->values, p->half, i * p->layer_stride),
         .half = p->half,
         .tiles = b->tiles, .tile_count = tiles, .heads = m->heads, .kv_heads = m->kv_heads, .head_dim = m->head_dim,
-        .q_stride = made.q_stride, .head_stride = p->head_stride, .window = layer->window, .scale = m->attention_scale,
+        .q_stride = job.made.q_stride, .head_stride = p->head_stride, .window = layer->window, .scale = m->attention_scale,
     };
     fr_attention(&attention);
     fr_linear(&layer->output, b->attended, b->delta, n, b->quants);
-    fr_add(b->x, b->delta, n * m->width);
+    b->pending = 1;
 }
 
 /* A layer without a norm for its attention, or for its MLP, leaves that part out: see fr_skips_sublayers. The last one
  * goes no further than keys and values with rows of which nobody reads what leaves it. */
-static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, const buffers *b) {
+static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, buffers *b) {
     const fr_layer *layer = m->layer + i;
     int64_t n = i + 1 < m->layers ? p->nodes : p->nodes - p->keys_only;
     if (layer->attention_norm) attend_layer(m, p, i, n, b);
     if (p->woken && layer->experts) p->woken[i] = 0;
     if (!layer->mlp_norm || !n) return;
-    fr_rms_norm(b->x, layer->mlp_norm, m->eps, b->normed, n, m->width);
+    norm_rows(m, layer->mlp_norm, b->normed, n, b);
     if (layer->experts) {
         int64_t woken = fr_run_experts(layer->experts, b->normed, b->delta, n, m->width, b->experts);
         if (p->woken) p->woken[i] = (int32_t)woken;
@@ -105,7 +126,7 @@ static void run_layer(const fr_decoder *m, const fr_pass *p, int64_t i, const bu
         fr_swiglu(b->gate_up, b->mlp, n, m->inner);
         fr_linear(&layer->down, b->mlp, b->delta, n, b->quants);
     }
-    fr_add(b->x, b->delta, n * m->width);
+    b->pending = 1;
 }
 
 static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
@@ -163,17 +184,19 @@ FR_API int fr_decode(const fr_decoder *m, const fr_pass *p) {
     if (!block) return 1;
     if (p->tokens) fr_embed(&m->embedding, m->width, p->tokens, p->nodes, b.x);
     b.tile_count = fr_attention_tiles(&p->reach, p->nodes, m->heads / m->kv_heads, b.tiles);
+    b.pending = 0;
     for (int64_t i = 0; i < m->layers; i++) {
         for (int64_t j = 0; j < p->hidden_count; j++)
-            if (p->hidden_layers[j] == i) show_rows(m, p, j, b.x);
+            if (p->hidden_layers[j] == i) {
+                if (b.pending) norm_rows(m, NULL, NULL, p->nodes, &b);
+                show_rows(m, p, j, b.x);
+            }
         run_layer(m, p, i, &b);
     }
-    if (p->normed || p->logits) {
-        float *normed = p->normed ? p->normed : b.normed;
-        fr_rms_norm(b.x, m->final_norm, m->eps, normed, p->normed ? p->nodes : p->scored, m->width);
-        if (p->logits && p->tops) fr_linear_tops(&m->head, normed, p->logits, p->scored, b.quants, p->tops);
-        else if (p->logits) fr_linear(&m->head, normed, p->logits, p->scored, b.quants);
-    }
+    float *normed = p->normed ? p->normed : b.normed;
+    norm_rows(m, m->final_norm, normed, p->nodes - p->keys_only, &b);
+    if (p->logits && p->tops) fr_linear_tops(&m->head, normed, p->logits, p->scored, b.quants, p->tops);
+    else if (p->logits) fr_linear(&m->head, normed, p->logits, p->scored, b.quants);
     free(block);
     return 0;
 }

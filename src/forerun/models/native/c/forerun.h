@@ -62,6 +62,12 @@ FR_API int fr_choose(const char *isa); /* before weights are packed: 0 = chosen,
 
 /* ---- ops.c, attention.c: what stands between the linear layers ---- */
 void fr_rms_norm(const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t width);
+/* x += delta where there is one, then y = the norm of x where there is a weight; many rows are shared out. */
+void fr_add_norm(float *x, const float *delta, const float *weight, float eps, float *y, int64_t rows, int64_t width);
+#ifndef FR_AT_ONCE /* numbers that one thread has done before another would have begun; checks share out every row */
+#define FR_AT_ONCE 4096
+#endif
+FR_INLINE int64_t fr_rows_at_once(int64_t width) { return width < FR_AT_ONCE ? FR_AT_ONCE / width : 1; }
 void fr_rope(float *x, const float *cosines, const float *sines, const int32_t *position, int64_t rows, int64_t heads,
              int64_t stride, int64_t head_dim, int64_t rotary);
 typedef void (*fr_swiglu_of_row)(const float *gate, const float *up, float *y, int64_t width);
@@ -69,7 +75,6 @@ void fr_swiglu_row(const float *gate, const float *up, float *y, int64_t width);
 void fr_swiglu_row_avx512(const float *gate, const float *up, float *y, int64_t width);
 fr_swiglu_of_row fr_chosen_swiglu(void); /* dispatch.c */
 void fr_swiglu(const float *gate_up, float *y, int64_t rows, int64_t width);
-void fr_add(float *x, const float *delta, int64_t count);
 void fr_to_halves(const float *x, uint16_t *y, int64_t count); /* a multiple of four */
 
 enum { FR_TOGETHER = 8 }; /* queries that read the same keys at most */

@@ -23,6 +23,31 @@ void fr_rms_norm(const float *x, const float *weight, float eps, float *y, int64
     }
 }
 
+typedef struct {
+    float *x;
+    const float *delta, *weight;
+    float *y;
+    int64_t width;
+    float eps;
+} norm_job;
+
+static void norm_some(void *arg, int64_t begin, int64_t end, int worker) {
+    (void)worker;
+    const norm_job *job = arg;
+    int64_t width = job->width;
+    for (int64_t r = begin; r < end; r++) {
+        float *restrict x = job->x + r * width;
+        const float *restrict delta = job->delta ? job->delta + r * width : NULL;
+        for (int64_t i = 0; delta && i < width; i++) x[i] += delta[i];
+        if (job->weight) fr_rms_norm(x, job->weight, job->eps, job->y + r * width, 1, width);
+    }
+}
+
+void fr_add_norm(float *x, const float *delta, const float *weight, float eps, float *y, int64_t rows, int64_t width) {
+    norm_job job = {x, delta, weight, y, width, eps};
+    fr_parallel(norm_some, &job, rows, fr_rows_at_once(width));
+}
+
 /* Rotate the first `rotary` entries of every head; cosines and sines are [positions, rotary / 2]. */
 void fr_rope(float *x, const float *cosines, const float *sines, const int32_t *position, int64_t rows, int64_t heads,
              int64_t stride, int64_t head_dim, int64_t rotary) {
@@ -72,9 +97,5 @@ void fr_swiglu(const float *gate_up, float *y, int64_t rows, int64_t width) {
 
 void fr_to_halves(const float *x, uint16_t *y, int64_t count) {
     for (int64_t i = 0; i < count; i += 4) store4_halves(y + i, load4(x + i));
-}
-
-void fr_add(float *x, const float *delta, int64_t count) {
-    for (int64_t i = 0; i < count; i++) x[i] += delta[i];
 }
 FR_POP_TARGET
