@@ -27,6 +27,12 @@ static fr_weights plain(int outputs, int inputs) {
     return (fr_weights){1, {{FR_F32, outputs, inputs, data, NULL}}};
 }
 
+/* Queries, keys and values as three matrices, or as one. */
+static fr_weights qkv_of(int inputs, int parts) {
+    if (parts == 1) return plain((HEADS + 2 * KV) * DIM, inputs);
+    return (fr_weights){3, {plain(HEADS * DIM, inputs).part[0], plain(KV * DIM, inputs).part[0], plain(KV * DIM, inputs).part[0]}};
+}
+
 static fr_head new_head(int joins_token) {
     int features = joins_token ? WIDTH : PARTS * WIDTH;
     fr_head h = {.width = WIDTH, .heads = HEADS, .kv_heads = KV, .head_dim = DIM, .inner = INNER, .features = features,
@@ -42,7 +48,7 @@ static fr_head new_head(int joins_token) {
     for (int i = 0; i < h.depth; i++)
         layers[i] = (fr_head_layer){
             .input_norm = i ? floats(WIDTH) : NULL, .mlp_norm = floats(WIDTH),
-            .qkv = plain((HEADS + 2 * KV) * DIM, joins_token || i ? WIDTH : 2 * WIDTH), .output = plain(WIDTH, HEADS * DIM),
+            .qkv = qkv_of(joins_token || i ? WIDTH : 2 * WIDTH, joins_token ? 1 : 3), .output = plain(WIDTH, HEADS * DIM),
             .gate_up = plain(2 * INNER, WIDTH), .down = plain(WIDTH, INNER),
         };
     h.layers = layers;
@@ -53,6 +59,7 @@ static fr_head new_head(int joins_token) {
 static void free_head(fr_head *h) {
     for (int i = 0; i < h->depth; i++) {
         const fr_head_layer *l = h->layers + i;
+        for (int j = 1; j < l->qkv.count; j++) free((void *)l->qkv.part[j].data);
         const void *own[] = {l->input_norm, l->mlp_norm, l->qkv.part[0].data, l->output.part[0].data, l->gate_up.part[0].data,
                              l->down.part[0].data};
         for (size_t j = 0; j < sizeof own / sizeof *own; j++) free((void *)own[j]);
@@ -63,8 +70,8 @@ static void free_head(fr_head *h) {
 }
 
 /* True rows from `first` on, then a pass of drafted ones below the last; each row in a slot of its own. */
-static void run(const fr_head *h, float *kv, const float *turns, const float *features, int first, int rows, float *out,
-                const float *before) {
+static void run(const fr_head *h, float *kv, const float *turns, const float *features, int first, int rows, int keys_only,
+                float *out, const float *before) {
     int64_t tokens[ROWS];
     int32_t numbers[6][ROWS];
     const float *parts[ROWS * PARTS];
@@ -78,7 +85,7 @@ static void run(const fr_head *h, float *kv, const float *turns, const float *fe
         numbers[4][i] = before ? ROWS + first + i : first + i;
         numbers[5][i] = 0;
     }
-    fr_head_pass p = {.rows = rows, .tokens = tokens, .features = before ? NULL : parts, .before = before,
+    fr_head_pass p = {.rows = rows, .keys_only = keys_only, .tokens = tokens, .features = before ? NULL : parts, .before = before,
                       .parents = numbers[5], .out = out, .cosines = turns, .sines = turns + SLOTS * DIM / 2,
                       .position = numbers[3], .write = numbers[4],
                       .reach = {numbers[0], numbers[1], numbers[2], numbers[4], 1, ROWS + 1},
@@ -109,20 +116,29 @@ static int check_head(int joins_token) {
     float *logits = floats(ROWS * VOCAB), *values = floats(ROWS * K), *totals = floats(ROWS);
     int32_t *indices = malloc(ROWS * K * sizeof *indices);
     int wrong = 0;
-    run(&h, kv, turns, features, 0, ROWS, together, NULL);
+    run(&h, kv, turns, features, 0, ROWS, 0, together, NULL);
     for (int i = 0; i < ROWS; i++) {
-        run(&h, kv, turns, features + i * h.features, i, 1, alone, NULL);
+        run(&h, kv, turns, features + i * h.features, i, 1, 0, alone, NULL);
         wrong |= memcmp(alone, together + i * WIDTH, sizeof(float) * WIDTH) != 0;
     }
-    run(&h, kv, turns, NULL, 0, ROWS, drafted, together + (ROWS - 1) * WIDTH);
+    float *kept = floats(LAYERS * LAYER_KV), *again = floats(LAYERS * LAYER_KV); /* other numbers in the slots that are written */
+    memcpy(kept, kv, sizeof(float) * LAYERS * LAYER_KV);
+    for (int skipped = 0; skipped <= ROWS; skipped++) { /* rows of which only keys and values are wanted */
+        for (int64_t i = 0; i < LAYERS * LAYER_KV; i++) again[i] = i / DIM % SLOTS < ROWS ? 0.0f : kv[i];
+        run(&h, again, turns, features, 0, ROWS, skipped, drafted, NULL);
+        wrong |= memcmp(again, kept, sizeof(float) * (size_t)(h.depth * LAYER_KV)) != 0;
+        int64_t from = skipped * WIDTH;
+        wrong |= memcmp(drafted + from, together + from, sizeof(float) * (size_t)(ROWS * WIDTH - from)) != 0;
+    }
+    run(&h, kv, turns, NULL, 0, ROWS, 0, drafted, together + (ROWS - 1) * WIDTH);
     for (int i = 0; i < ROWS; i++) {
-        run(&h, kv, turns, NULL, i, 1, alone, together + (ROWS - 1) * WIDTH);
+        run(&h, kv, turns, NULL, i, 1, 0, alone, together + (ROWS - 1) * WIDTH);
         wrong |= memcmp(alone, drafted + i * WIDTH, sizeof(float) * WIDTH) != 0;
     }
     fr_top top = {.rows = ROWS, .count = VOCAB, .k = K, .x = logits, .values = values, .indices = indices, .totals = totals};
     wrong |= fr_head_rank(&h, drafted, logits, &top);
     wrong |= check_top(logits, ROWS, VOCAB, K, values, indices, totals);
-    void *all[] = {features, turns, kv, together, alone, drafted, logits, values, totals, indices};
+    void *all[] = {features, turns, kv, kept, again, together, alone, drafted, logits, values, totals, indices};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     free_head(&h);
     return wrong;

@@ -18,11 +18,11 @@ from torch import Tensor
 from forerun.drafters.draft_law import KernelDraftLaw, factor_of, has_noise
 from forerun.drafters.eagle.head_cache import HeadCache
 from forerun.drafters.eagle.native_head import NativeHead
+from forerun.drafters.eagle.native_rows import Features, TrueRows
 from forerun.drafters.eagle.torch_runner import CHUNK, frontier_sizes
 from forerun.drafters.eagle.whole_draft import DraftCall, NewRows, WholeDraft
-from forerun.drafters.head_drafter import Calibration, ObservedRows, Piece
+from forerun.drafters.head_drafter import Calibration, ObservedRows
 from forerun.drafters.tree_growth import Frontier, Ranked
-from forerun.models.hidden_rows import LayerRows
 from forerun.models.layers import Rotations
 from forerun.models.native import library as native
 from forerun.models.native.head_library import HeadPass, Ranking, run_rows
@@ -76,7 +76,7 @@ class NativeRunner:
         cache.admit(seq.id, observed.seen + min(budget.width, budget.nodes) * budget.depth)
         one = self._current_pass(observed.seen + budget.depth)
         count, out = len(tokens), self._room(len(tokens))
-        features = _Features(observed.take(), self.head.config.feature_width // self.head.struct.parts)
+        features = Features(observed.take(), self.head.config.feature_width // self.head.struct.parts)
         base, length = cache.base(seq.id), cache.lengths[seq.id]
         rows = NewRows(tokens, features.of(0, count), _address(out), base, length)
         found = self._call.run(one, rows, seq.tokens[-1], budget, calibration, factor_of(seq))
@@ -142,33 +142,27 @@ class NativeRunner:
         return one
 
     def _catch_up(self, one: HeadPass, seqs: Sequence[Seq], sequences: Sequence[ObservedRows]) -> None:
-        """Run the rows that are new since each sequence's last draft."""
+        """Run the rows that are new since each sequence's last draft; only the last row's output is drafted from."""
         width = self.head.config.feature_width // self.head.struct.parts
-        unread = [(observed.tokens, _Features(observed.take(), width)) for observed in sequences]
-        longest = max(len(tokens) for tokens, _ in unread)
+        unread = [
+            (seq.id, observed.tokens, Features(observed.take(), width))
+            for seq, observed in zip(seqs, sequences, strict=True)
+        ]
+        longest = max(len(tokens) for _, tokens, _ in unread)
         for low in range(0, longest, CHUNK):
-            tokens: list[int] = []
-            given: list[int] = []
-            ends: dict[int, int] = {}
-            columns: list[list[int]] = [[], [], [], [], []]
-            for seq, (all_fresh, features) in zip(seqs, unread, strict=True):
-                fresh = all_fresh[low : low + CHUNK]
-                if not fresh:
-                    continue
-                base, length, count = self.cache.base(seq.id), self.cache.lengths[seq.id], len(fresh)
-                places = range(length, length + count)  # a row sees those before it, and itself as its tail
-                own = range(base + length, base + length + count)
-                new = ([base] * count, places, [1] * count, places, own)
-                for column, numbers in zip(columns, new, strict=True):
-                    column += numbers
-                tokens += fresh
-                given += features.of(low, count)
-                ends[seq.id] = len(tokens)
-                self.cache.lengths[seq.id] = length + count
-            out, addresses = self._room(len(tokens)), array("Q", given)
-            one.features, one.out = _address(addresses), _address(out)
-            self.run(one, tokens, columns, columns[4])
-            self._last |= {seq_id: (out, end - 1) for seq_id, end in ends.items()}
+            rows = TrueRows()
+            for seq_id, tokens, features in unread:
+                rows.add(self.cache, seq_id, tokens, features, low, min(low + CHUNK, len(tokens) - 1))
+            before_last, ended = len(rows.tokens), list[int]()
+            for seq_id, tokens, features in unread:
+                if low < len(tokens) <= low + CHUNK:
+                    rows.add(self.cache, seq_id, tokens, features, len(tokens) - 1, len(tokens))
+                    ended.append(seq_id)
+            out, addresses = self._room(len(rows.tokens)), array("Q", rows.features)
+            one.features, one.out, one.keys_only = _address(addresses), _address(out), before_last
+            self.run(one, rows.tokens, rows.columns, rows.columns[4])
+            self._last |= {seq_id: (out, before_last + i) for i, seq_id in enumerate(ended)}
+        one.keys_only = 0  # drafted rows are all drafted from
 
 
 class NativeSteps:
@@ -259,31 +253,3 @@ class NativeSteps:
 
 def _address(numbers: array[Any]) -> int:
     return numbers.buffer_info()[0]
-
-
-class _Features:
-    """The addresses of the features of some rows, layer by layer, for the kernels."""
-
-    def __init__(self, pieces: Sequence[Piece], width: int) -> None:
-        self._kept: list[Sequence[Tensor]] = []  # the memory that is pointed to
-        self._parts = 0
-        self._addresses: list[int] = []
-        for layers, rows in pieces:
-            if isinstance(layers, LayerRows):
-                steps = [(at, layers.hidden.row_bytes) for at in layers.addresses]
-                self._kept.append(layers)
-            else:
-                steps = self._steps(layers, width)
-            self._addresses += [at + row * size for row in rows for at, size in steps]
-            self._parts = len(steps)
-
-    def _steps(self, layers: Sequence[Tensor], width: int) -> list[tuple[int, int]]:
-        """Where each layer starts, and the bytes of its rows; a tensor has one layer, or several side by side."""
-        kept = [layer.float().contiguous() for layer in layers]
-        self._kept.append(kept)
-        firsts = [(t.data_ptr(), 4 * t.shape[1]) for t in kept]
-        return [(at + 4 * i, size) for at, size in firsts for i in range(0, size // 4, width)]
-
-    def of(self, first: int, count: int) -> list[int]:
-        """[rows * layers] of so many rows."""
-        return self._addresses[first * self._parts : (first + count) * self._parts]

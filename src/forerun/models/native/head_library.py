@@ -52,6 +52,7 @@ class HeadPass(Structure):
 
     _fields_: ClassVar[Fields] = [
         ("rows", c_int64),
+        ("keys_only", c_int64),
         *[(name, c_void_p) for name in ("tokens", "embedded", "features", "before", "parents", "out")],
         *[(name, c_void_p) for name in ("cosines", "sines", "position", "write")],
         ("reach", Reach),

@@ -26,30 +26,25 @@ static void write_head(void *cache, int64_t half, int64_t at, const float *from,
     else memcpy(cache_at(cache, half, at), from, (size_t)dim * sizeof(float));
 }
 
-/* Where a layer's queries, and its keys with the values behind them, lie. */
-typedef struct {
-    float *q, *k;
-    int64_t q_stride, k_stride;
-} projected;
-
-/* Queries of the first n rows, or of all; keys and values of all. */
-static projected project(const fr_decoder *m, const fr_layer *layer, int64_t rows, int64_t n, const buffers *b) {
-    int64_t queries = m->heads * m->head_dim, others = 2 * m->kv_heads * m->head_dim;
-    if (n == rows || layer->qkv.count < 3) { /* weights that are one matrix stay whole */
-        fr_linear(&layer->qkv, b->normed, b->qkv, rows, b->quants);
-        return (projected){b->qkv, b->qkv + queries, queries + others, queries + others};
+fr_projected fr_project(const fr_weights *qkv, int64_t queries, const float *x, int64_t rows, int64_t first, int64_t count,
+                        float *into, void *scratch) {
+    int64_t all = 0;
+    for (int64_t i = 0; i < qkv->count; i++) all += qkv->part[i].outputs;
+    if (count == rows || qkv->count < 3) { /* weights that are one matrix stay whole */
+        fr_linear(qkv, x, into, rows, scratch);
+        return (fr_projected){into + first * all, into + queries, all, all};
     }
-    fr_weights q = {1, {layer->qkv.part[0]}}, kv = {2, {layer->qkv.part[1], layer->qkv.part[2]}};
-    projected to = {b->qkv, b->qkv + n * queries, queries, others};
-    if (n) fr_linear(&q, b->normed, to.q, n, b->quants);
-    fr_linear(&kv, b->normed, to.k, rows, b->quants);
+    fr_weights q = {1, {qkv->part[0]}}, kv = {2, {qkv->part[1], qkv->part[2]}};
+    fr_projected to = {into, into + count * queries, queries, all - queries};
+    if (count) fr_linear(&q, x + first * q.part[0].inputs, to.q, count, scratch);
+    fr_linear(&kv, x, to.k, rows, scratch);
     return to;
 }
 
 typedef struct {
     const fr_decoder *m;
     const fr_pass *p;
-    projected made;
+    fr_projected made;
     int64_t layer, n;
 } heads_job;
 
@@ -93,16 +88,17 @@ static void norm_rows(const fr_decoder *m, const float *weight, float *into, int
 static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64_t n, buffers *b) {
     const fr_layer *layer = m->layer + i;
     norm_rows(m, layer->attention_norm, b->normed, p->nodes, b);
-    heads_job job = {m, p, project(m, layer, p->nodes, n, b), i, n};
+    fr_projected made = fr_project(&layer->qkv, m->heads * m->head_dim, b->normed, p->nodes, 0, n, b->qkv, b->quants);
+    heads_job job = {m, p, made, i, n};
     fr_parallel(place_heads, &job, p->nodes, fr_rows_at_once(m->heads * m->head_dim));
     if (!n) return;
     int64_t tiles = n == p->nodes ? b->tile_count : fr_attention_tiles(&p->reach, n, m->heads / m->kv_heads, b->tiles);
     fr_attention_args attention = {
-        .reach = p->reach, .q = job.made.q, .out = b->attended, .scratch = b->scores,
+        .reach = p->reach, .q = made.q, .out = b->attended, .scratch = b->scores,
         .keys = cache_at(p->keys, p->half, i * p->layer_stride), .values = cache_at(p->values, p->half, i * p->layer_stride),
         .half = p->half,
         .tiles = b->tiles, .tile_count = tiles, .heads = m->heads, .kv_heads = m->kv_heads, .head_dim = m->head_dim,
-        .q_stride = job.made.q_stride, .head_stride = p->head_stride, .window = layer->window, .scale = m->attention_scale,
+        .q_stride = made.q_stride, .head_stride = p->head_stride, .window = layer->window, .scale = m->attention_scale,
     };
     fr_attention(&attention);
     fr_linear(&layer->output, b->attended, b->delta, n, b->quants);

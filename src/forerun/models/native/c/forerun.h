@@ -138,6 +138,15 @@ size_t fr_experts_bytes(const fr_experts *e, int64_t rows, int64_t width);
 int64_t fr_run_experts(const fr_experts *e, const float *x, float *delta, int64_t rows, int64_t width, void *scratch);
 
 /* ---- decoder.c: a whole pass ---- */
+/* Where queries, and keys with the values behind them, lie; heads of a row end to end. */
+typedef struct {
+    float *q, *k;
+    int64_t q_stride, k_stride;
+} fr_projected;
+/* Queries, so many numbers each, of rows first .. first + count, keys and values of all; into [rows, all outputs]. */
+fr_projected fr_project(const fr_weights *qkv, int64_t queries, const float *x, int64_t rows, int64_t first, int64_t count,
+                        float *into, void *scratch);
+
 typedef struct {
     const float *attention_norm, *mlp_norm; /* [width]; NULL = the layer has no such part */
     const float *q_norm, *k_norm;           /* [head_dim] or NULL */
@@ -248,12 +257,13 @@ typedef struct {
 
 typedef struct {
     int64_t rows;
+    int64_t keys_only;            /* of them, the first: the last layer computes keys and values of these and nothing else */
     const int64_t *tokens;        /* [rows] */
     const float *embedded;        /* [rows, width] or NULL: look the tokens up in the head's table */
     const float *const *features; /* [rows, parts] where the features of true rows lie; NULL = the rows are drafted */
     const float *before;          /* outputs of the rows before drafted ones, [.., width] */
     const int32_t *parents;       /* [rows] which of them */
-    float *out;                   /* [rows, width] */
+    float *out;                   /* [rows, width]; of those that have keys only, of no use */
     const float *cosines, *sines; /* [positions, head_dim / 2] */
     const int32_t *position;      /* [rows] which row of them */
     const int32_t *write;         /* [rows] slot that takes the row's key and value */
@@ -272,7 +282,7 @@ typedef struct {
     int64_t fresh;                /* true rows that are new; 0 = none */
     const int64_t *tokens;        /* [fresh] */
     const float *const *features; /* [fresh, parts] */
-    float *out;                   /* [fresh, width] takes their outputs; of none, has that of the last true row */
+    float *out;                   /* [fresh, width] takes the last one's output there; of none, has that of the last true row */
     int64_t base, length;         /* the sequence's first slot, and true rows that are there already */
     int64_t nodes, depth, width;  /* below the root, levels, children of a node at most */
     int64_t frontier, branch;     /* nodes of a level that are asked for children, and candidates of each */

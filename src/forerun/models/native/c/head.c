@@ -97,24 +97,32 @@ static const float *enter(const fr_head *h, const fr_head_pass *p, const buffers
     return p->out;
 }
 
-static void write_cache(const fr_head *h, const fr_head_pass *p, const float *qkv, int64_t stride, int64_t layer) {
+/* Rotations of keys, and they and the values into their slots. */
+static void write_cache(const fr_head *h, const fr_head_pass *p, const fr_projected *made, int64_t layer) {
     float *keys = p->keys + layer * p->layer_stride, *values = p->values + layer * p->layer_stride;
     size_t bytes = (size_t)h->head_dim * sizeof(float);
+    fr_rope(made->k, p->cosines, p->sines, p->position, p->rows, h->kv_heads, made->k_stride, h->head_dim, h->head_dim);
     for (int64_t r = 0; r < p->rows; r++)
         for (int64_t g = 0; g < h->kv_heads; g++) {
             int64_t at = g * p->head_stride + (int64_t)p->write[r] * h->head_dim;
-            const float *k = qkv + r * stride + (h->heads + g) * h->head_dim;
+            const float *k = made->k + r * made->k_stride + g * h->head_dim;
             memcpy(keys + at, k, bytes);
             memcpy(values + at, k + h->kv_heads * h->head_dim, bytes);
         }
 }
 
-static void attend(const fr_head *h, const fr_head_pass *p, const buffers *b, int64_t stride, int64_t layer) {
+/* Attention of the rows from `first` on. */
+static void attend(const fr_head *h, const fr_head_pass *p, const buffers *b, const fr_projected *made, int64_t layer,
+                   int64_t first) {
+    int64_t n = p->rows - first;
+    fr_reach reach = p->reach;
+    reach.first += first, reach.context += first, reach.tail += first, reach.tails += first * reach.tail_stride;
+    fr_rope(made->q, p->cosines, p->sines, p->position + first, n, h->heads, made->q_stride, h->head_dim, h->head_dim);
     fr_attention_args args = {
-        .reach = p->reach, .q = b->qkv, .out = b->attended, .scratch = b->scores,
+        .reach = reach, .q = made->q, .out = b->attended, .scratch = b->scores,
         .keys = p->keys + layer * p->layer_stride, .values = p->values + layer * p->layer_stride,
-        .tiles = b->tiles, .tile_count = fr_attention_tiles(&p->reach, p->rows, h->heads / h->kv_heads, b->tiles),
-        .heads = h->heads, .kv_heads = h->kv_heads, .head_dim = h->head_dim, .q_stride = stride,
+        .tiles = b->tiles, .tile_count = fr_attention_tiles(&reach, n, h->heads / h->kv_heads, b->tiles),
+        .heads = h->heads, .kv_heads = h->kv_heads, .head_dim = h->head_dim, .q_stride = made->q_stride,
         .head_stride = p->head_stride, .scale = h->attention_scale,
     };
     fr_attention(&args);
@@ -125,20 +133,21 @@ FR_API int64_t fr_head_layout(void) {
     return (int64_t)sizeof(fr_head) * 1000000 + (int64_t)sizeof(fr_head_pass) * 1000 + (int64_t)sizeof(fr_top);
 }
 
-/* A layer that reads `into` and adds to the residual stream in p->out. */
+/* A layer that reads `into` and adds to the residual stream in p->out; the last one only where its output is wanted. */
 static void run_layer(const fr_head *h, const fr_head_pass *p, const buffers *b, int64_t layer, const float *into) {
     const fr_head_layer *l = h->layers + layer;
-    int64_t n = p->rows, stride = (h->heads + 2 * h->kv_heads) * h->head_dim;
-    fr_linear(&l->qkv, into, b->qkv, n, b->quants);
-    fr_rope(b->qkv, p->cosines, p->sines, p->position, n, h->heads + h->kv_heads, stride, h->head_dim, h->head_dim);
-    write_cache(h, p, b->qkv, stride, layer);
-    attend(h, p, b, stride, layer);
+    int64_t first = layer + 1 < h->depth ? 0 : p->keys_only, n = p->rows - first;
+    float *x = p->out + first * h->width;
+    fr_projected made = fr_project(&l->qkv, h->heads * h->head_dim, into, p->rows, first, n, b->qkv, b->quants);
+    write_cache(h, p, &made, layer);
+    if (!n) return;
+    attend(h, p, b, &made, layer, first);
     fr_linear(&l->output, b->attended, b->delta, n, b->quants);
-    fr_add_norm(p->out, b->delta, l->mlp_norm, h->eps, b->normed, n, h->width);
+    fr_add_norm(x, b->delta, l->mlp_norm, h->eps, b->normed, n, h->width);
     fr_linear(&l->gate_up, b->normed, b->gate_up, n, b->quants);
     fr_swiglu(b->gate_up, b->mlp, n, h->inner);
     fr_linear(&l->down, b->mlp, b->delta, n, b->quants);
-    fr_add_norm(p->out, b->delta, NULL, 0.0f, NULL, n, h->width);
+    fr_add_norm(x, b->delta, NULL, 0.0f, NULL, n, h->width);
 }
 
 /* All layers over some rows. 0 = done, 1 = out of memory. */

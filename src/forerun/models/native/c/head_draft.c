@@ -84,6 +84,7 @@ static int catch_up(const fr_head *h, const fr_draft *d, const fr_head_pass *lik
         g->columns[d->fresh + r] = g->columns[3 * d->fresh + r] = (int32_t)(d->length + r);
     }
     set_rows(&p, g, d->base, d->fresh, g->write, 1);
+    p.keys_only = d->fresh - 1;
     p.tokens = d->tokens;
     p.features = d->features;
     p.out = d->out;
@@ -107,6 +108,7 @@ static int step(const fr_head *h, const fr_draft *d, const fr_head_pass *like, g
         g->ids[r] = g->tokens[g->frontier[r]];
     }
     set_rows(&p, g, d->base, rows, paths, level);
+    p.keys_only = 0;
     p.tokens = g->ids;
     p.features = NULL;
     p.before = before;
