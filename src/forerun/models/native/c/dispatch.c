@@ -22,12 +22,12 @@ typedef struct {
     int (*here)(void);
 } variant;
 
-static const fr_attention_path four_queries = {fr_attend, 4, 0};
+static const fr_attention_path four_queries = {fr_attend, 4, 16, 0};
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-static const fr_attention_path eight_queries = {fr_attend_avx512, 8, 1};
+static const fr_attention_path eight_queries = {fr_attend_avx512, 8, 8, 1};
 
 static int has_avx2(void) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
