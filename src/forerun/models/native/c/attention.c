@@ -8,6 +8,11 @@
 #include "attention.h"
 
 enum { KEYS = 4, WITHIN = 4, TILES_PER_THREAD = 8 }; /* keys in registers at once, and queries */
+#if defined(__aarch64__)
+enum { SUMS = 16 }; /* of weighted values in registers, by fours of columns */
+#else
+enum { SUMS = 8 };
+#endif
 
 /* Adds the products of four inputs of `count` queries and KEYS keys. */
 FR_INLINE void dot_step(f32x4 (*sum)[KEYS], const float *inputs, const char **k, int64_t d, int count, int half, int first) {
@@ -26,9 +31,11 @@ FR_INLINE void score(const tile *t, const part *p, stretch s, int count, int hal
     int64_t dim = t->dim, step = 4 * (apart ? p->lanes : count), bytes = dim * (half ? 2 : 4);
     f32x4 scale = all4(t->scale), sum[WITHIN][KEYS];
     float *weights[WITHIN];
+    const int asks = t->first && p->queries == t->queries;
     FR_UNROLL for (int i = 0; i < count; i++) weights[i] = queries[i].weights;
     for (int64_t at = s.from; at < s.to; at += KEYS, run += KEYS * bytes) {
         const float *inputs = p->inputs + 4 * s.first;
+        if (!apart && asks) ask_for_values(t, run, earlier(KEYS, s.to - at) * bytes);
         FR_UNROLL for (int j = 0; j < KEYS; j++) k[j] = run + j * bytes;
         if (apart || at + KEYS > s.to) find_rows(t, queries, t->keys, at, s.to, KEYS, half, k);
         dot_step(sum, inputs, k, 0, count, half, 1);
@@ -71,7 +78,7 @@ FR_INLINE void mix_columns(const tile *t, const part *p, stretch s, int count, i
     const query *queries = p->queries + s.first;
     const char *run = slot_in(t, t->values, slot_at(queries, s.from), half), *rows[4];
     int64_t dim = t->dim, at = s.from;
-    f32x4 sum[WITHIN][8], w[WITHIN];
+    f32x4 sum[WITHIN][SUMS / 2], w[WITHIN];
     float *weights[WITHIN];
     FR_UNROLL for (int i = 0; i < count; i++) weights[i] = queries[i].weights;
     FR_UNROLL for (int i = 0; i < count; i++)
@@ -97,7 +104,7 @@ FR_INLINE void mix_columns(const tile *t, const part *p, stretch s, int count, i
 }
 
 FR_INLINE void mix(const tile *t, const part *p, stretch s, int count, int half, int apart) {
-    const int vectors = count > 2 ? 4 : 8;
+    const int vectors = count > 2 ? 4 : SUMS / 2;
     int64_t d = 0;
     for (; d + 4 * vectors <= t->dim; d += 4 * vectors) mix_columns(t, p, s, count, d, vectors, half, apart);
     for (; d < t->dim; d += 4) mix_columns(t, p, s, count, d, 1, half, apart);
@@ -134,6 +141,7 @@ static void set_up(const fr_attention_args *a, int64_t kv_head, int64_t first_qu
     int64_t offset = kv_head * a->head_stride * (a->half ? 2 : 4);
     t->keys = (const char *)a->keys + offset, t->values = (const char *)a->values + offset;
     t->dim = a->head_dim, t->half = (int)a->half, t->scale = a->scale, t->count = count;
+    t->first = first_query < group || a->reach.first[first_query / group - 1] != a->reach.first[first_query / group];
     for (int i = 0; i < count; i++) {
         int64_t node = (first_query + i) / group, head = kv_head * group + (first_query + i) % group;
         const fr_reach *reach = &a->reach;

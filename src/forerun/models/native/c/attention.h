@@ -20,7 +20,7 @@ typedef struct fr_queries {
     const char *keys, *values; /* of one key head: floats, or halves */
     query queries[FR_TOGETHER];
     int64_t dim;
-    int count, half;
+    int count, half, first; /* is it the first of its sequence? Then it brings keys and values into the caches */
     float scale;
 } tile;
 
@@ -44,6 +44,10 @@ typedef void (*on_stretch)(const tile *t, const part *p, stretch s);
 FR_INLINE int64_t later(int64_t a, int64_t b) { return a > b ? a : b; }
 FR_INLINE int64_t earlier(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* Where the first cache line behind `memory` starts: vectors of 64 bytes across two lines take twice as long. */
+enum { LINE = 16 };
+FR_INLINE float *at_line(float *memory) { return (float *)(((uintptr_t)memory + 63) & ~(uintptr_t)63); }
+
 /* Where a slot's numbers start, and four of them. */
 FR_INLINE const char *slot_in(const tile *t, const char *all, int64_t slot, int half) { return all + slot * t->dim * (half ? 2 : 4); }
 FR_INLINE f32x4 four_at(const char *numbers, int64_t i, int half) {
@@ -53,6 +57,12 @@ FR_INLINE f32x4 four_at(const char *numbers, int64_t i, int half) {
 FR_INLINE int64_t slot_at(const query *q, int64_t i) {
     if (i >= q->context) return q->tail[i - q->context];
     return q->pages ? (int64_t)q->pages[i / FR_PAGE] * FR_PAGE + i % FR_PAGE : q->first + i;
+}
+
+/* Ask for the values of keys that are read now: they are read in stripes, which no prefetcher foresees. */
+FR_INLINE void ask_for_values(const tile *t, const char *key, int64_t bytes) {
+    const char *value = t->values + (key - t->keys);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(value + i);
 }
 
 /* Where the rows of `count` positions from `at` on start; in place of those behind the end of the stretch, the last. */
@@ -103,7 +113,7 @@ FR_INLINE void walk(const tile *t, const part *parts, int count, on_stretch step
 
 /* A whole tile on one path; `within` queries have their sums in registers. */
 FR_INLINE void attend_tile(tile *t, int within, int lanes, on_stretch score, void (*soften)(query *q), on_stretch mix) {
-    float inputs[(FR_TOGETHER + 4) * t->dim];
+    float memory[(FR_TOGETHER + 4) * t->dim + LINE], *inputs = at_line(memory);
     part parts[FR_TOGETHER];
     int count = 0;
     for (int i = 0; i < t->count; i += within, count++) {

@@ -63,24 +63,20 @@ FR_INLINE void score_keys(const tile *t, const part *p, stretch s, const float *
     }
 }
 
-/* Keys come from memory in the order of positions; values later in stripes, which no prefetcher foresees. */
-FR_INLINE void ask_ahead(const tile *t, const char *key, int64_t slots_bytes) {
-    const char *value = t->values + (key - t->keys);
-    for (int64_t i = 0; i < slots_bytes; i += 64) {
-        __builtin_prefetch(value + i);
-        __builtin_prefetch(key + AHEAD + i);
-    }
-}
-
 FR_INLINE void score_quads(const tile *t, const part *p, stretch s, int quads) {
     const query *q = p->queries + s.first;
     const float *inputs = p->inputs + s.first / 4 * WIDE;
-    float wide[t->half ? MANY_KEYS * t->dim : 1];
-    for (int64_t at = s.from, keys; at < s.to; at += keys) {
-        const char *k[MANY_KEYS];
+    const char *run = slot_in(t, t->keys, slot_at(q, s.from), t->half), *k[MANY_KEYS];
+    int64_t bytes = t->dim * (t->half ? 2 : 4);
+    float memory[t->half ? MANY_KEYS * t->dim + LINE : 1], *wide = t->half ? at_line(memory) : memory;
+    for (int64_t at = s.from, keys; at < s.to; at += keys, run += keys * bytes) {
         keys = s.to - at > 4 ? MANY_KEYS : 4;
-        find_rows(t, q, t->keys, at, s.to, MANY_KEYS, t->half, k);
-        if (!s.apart) ask_ahead(t, k[0], keys * t->dim * (t->half ? 2 : 4));
+        FR_UNROLL for (int j = 0; j < MANY_KEYS; j++) k[j] = run + j * bytes;
+        if (s.apart || at + keys > s.to) find_rows(t, q, t->keys, at, s.to, MANY_KEYS, t->half, k);
+        else if (t->first) {
+            ask_for_values(t, run, keys * bytes);
+            for (int64_t i = 0; i < keys * bytes; i += 64) __builtin_prefetch(run + AHEAD + i);
+        }
         if (t->half)
             for (int j = 0; j < keys; j++) k[j] = widen(k[j], t->dim, wide + j * t->dim);
         if (keys == 4) score_keys(t, p, s, inputs, quads, k, 4, at);
