@@ -27,17 +27,17 @@ FR_INLINE void dot_step(f32x4 (*sum)[KEYS], const float *inputs, const char **k,
 /* Scores of `count` queries, KEYS keys at a time, each summed in four lanes. */
 FR_INLINE void score(const tile *t, const part *p, stretch s, int count, int half, int apart) {
     const query *queries = p->queries + s.first;
-    const char *run = slot_in(t, t->keys, slot_at(queries, s.from), half), *k[KEYS];
+    const char *run = s.rows, *k[KEYS];
     int64_t dim = t->dim, step = 4 * (apart ? p->lanes : count), bytes = dim * (half ? 2 : 4);
     f32x4 scale = all4(t->scale), sum[WITHIN][KEYS];
     float *weights[WITHIN];
-    const int asks = t->first && p->queries == t->queries;
+    const int asks = !apart && t->first && p->queries == t->queries && half == t->half;
     FR_UNROLL for (int i = 0; i < count; i++) weights[i] = queries[i].weights;
     for (int64_t at = s.from; at < s.to; at += KEYS, run += KEYS * bytes) {
         const float *inputs = p->inputs + 4 * s.first;
-        if (!apart && asks) ask_for_values(t, run, earlier(KEYS, s.to - at) * bytes);
+        if (asks) ask_for_values(t, run, earlier(KEYS, s.to - at) * bytes);
         FR_UNROLL for (int j = 0; j < KEYS; j++) k[j] = run + j * bytes;
-        if (apart || at + KEYS > s.to) find_rows(t, queries, t->keys, at, s.to, KEYS, half, k);
+        if (apart || at + KEYS > s.to) find_rows(t, queries, t->keys, at, s, KEYS, half, apart, k);
         dot_step(sum, inputs, k, 0, count, half, 1);
         for (int64_t d = 4; d < dim; d += 4) dot_step(sum, inputs += step, k, d, count, half, 0);
         FR_UNROLL for (int i = 0; i < count; i++)
@@ -76,7 +76,7 @@ static void soften(query *q) {
 /* Sums += weighted values of a stretch, `vectors` times four columns at once, position by position. */
 FR_INLINE void mix_columns(const tile *t, const part *p, stretch s, int count, int64_t column, int vectors, int half, int apart) {
     const query *queries = p->queries + s.first;
-    const char *run = slot_in(t, t->values, slot_at(queries, s.from), half), *rows[4];
+    const char *run = s.rows, *rows[4];
     int64_t dim = t->dim, at = s.from;
     f32x4 sum[WITHIN][SUMS / 2], w[WITHIN];
     float *weights[WITHIN];
@@ -84,7 +84,7 @@ FR_INLINE void mix_columns(const tile *t, const part *p, stretch s, int count, i
     FR_UNROLL for (int i = 0; i < count; i++)
         FR_UNROLL for (int j = 0; j < vectors; j++) sum[i][j] = load4(queries[i].out + column + 4 * j);
     for (; at + 4 <= s.to; at += 4, run += 4 * dim * (half ? 2 : 4)) {
-        if (apart) find_rows(t, queries, t->values, at, s.to, 4, half, rows);
+        if (apart) find_rows(t, queries, t->values, at, s, 4, half, apart, rows);
         FR_UNROLL for (int i = 0; i < count; i++) w[i] = in_register(load4(weights[i] + at));
         FR_UNROLL for (int k = 0; k < 4; k++)
             FR_UNROLL for (int j = 0; j < vectors; j++) {
@@ -93,7 +93,7 @@ FR_INLINE void mix_columns(const tile *t, const part *p, stretch s, int count, i
             }
     }
     for (; at < s.to; at++) {
-        find_rows(t, queries, t->values, at, s.to, 1, half, rows);
+        find_rows(t, queries, t->values, at, s, 1, half, apart, rows);
         FR_UNROLL for (int j = 0; j < vectors; j++) {
             f32x4 v = four_at(rows[0], column + 4 * j, half);
             FR_UNROLL for (int i = 0; i < count; i++) sum[i][j] = fma4(all4(weights[i][at]), v, sum[i][j]);
@@ -120,20 +120,27 @@ FR_INLINE void mix(const tile *t, const part *p, stretch s, int count, int half,
     }
 
 static void score_stretch(const tile *t, const part *p, stretch s) {
-    if (t->half && s.apart) FOR_COUNT(score, 1, 1)
-    else if (t->half) FOR_COUNT(score, 1, 0)
+    if (s.half && s.apart) FOR_COUNT(score, 1, 1)
+    else if (s.half) FOR_COUNT(score, 1, 0)
     else if (s.apart) FOR_COUNT(score, 0, 1)
     else FOR_COUNT(score, 0, 0)
 }
 
 static void mix_stretch(const tile *t, const part *p, stretch s) {
-    if (t->half && s.apart) FOR_COUNT(mix, 1, 1)
-    else if (t->half) FOR_COUNT(mix, 1, 0)
+    if (s.half && s.apart) FOR_COUNT(mix, 1, 1)
+    else if (s.half) FOR_COUNT(mix, 1, 0)
     else if (s.apart) FOR_COUNT(mix, 0, 1)
     else FOR_COUNT(mix, 0, 0)
 }
 
-void fr_attend(tile *t) { attend_tile(t, WITHIN, 1, score_stretch, soften, mix_stretch); }
+static void widen(const char *halves, int64_t count, float *to) {
+    for (int64_t i = 0; i < count; i += 4) store4(to + i, load4_halves((const uint16_t *)halves + i));
+}
+
+void fr_attend(tile *t) {
+    static const kernels path = {score_stretch, mix_stretch, soften, widen, WITHIN, 1};
+    attend_tile(t, &path);
+}
 
 /* Queries of a key head are numbered node by node, heads of the group within; a tile is a few in a row. */
 static void set_up(const fr_attention_args *a, int64_t kv_head, int64_t first_query, int count, float *scratch, tile *t) {

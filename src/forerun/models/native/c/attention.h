@@ -32,14 +32,21 @@ typedef struct {
     float *inputs; /* of the queries by fours, [dim / 4, lanes, 4] */
 } part;
 
-/* Some queries of a part and positions that are the same slots for these; not `apart`: slots in a row. */
+/* Some queries of a part, and positions that are the same slots for these; not `apart`: rows that follow each other. */
 typedef struct {
-    int first, count, apart;
+    int first, count, apart, half;
     int64_t from, to;
+    const char *rows; /* keys or values of the first position: floats, or halves */
 } stretch;
 
-/* A step of a path: scores of a stretch, or its weighted values into the sums. */
+/* What a path is made of: the scores of a stretch, its weighted values into the sums, scores to weights, halves to floats. */
 typedef void (*on_stretch)(const tile *t, const part *p, stretch s);
+typedef struct {
+    on_stretch score, mix;
+    void (*soften)(query *q);
+    void (*widen)(const char *halves, int64_t count, float *to); /* a multiple of four */
+    int within, lanes; /* queries of a part at most, and what its lanes are a multiple of */
+} kernels;
 
 FR_INLINE int64_t later(int64_t a, int64_t b) { return a > b ? a : b; }
 FR_INLINE int64_t earlier(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -65,9 +72,21 @@ FR_INLINE void ask_for_values(const tile *t, const char *key, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(value + i);
 }
 
+/* Where the run of slots that starts at position i of the context ends, at `end` at the latest. */
+FR_INLINE int64_t run_end(const query *q, int64_t i, int64_t end) {
+    if (!q->pages) return end;
+    int64_t page = i / FR_PAGE;
+    while ((page + 1) * FR_PAGE < end && q->pages[page + 1] == q->pages[page] + 1) page++;
+    return earlier((page + 1) * FR_PAGE, end);
+}
+
 /* Where the rows of `count` positions from `at` on start; in place of those behind the end of the stretch, the last. */
-FR_INLINE void find_rows(const tile *t, const query *q, const char *all, int64_t at, int64_t to, int count, int half, const char **rows) {
-    FR_UNROLL for (int j = 0; j < count; j++) rows[j] = slot_in(t, all, slot_at(q, earlier(at + j, to - 1)), half);
+FR_INLINE void find_rows(const tile *t, const query *q, const char *all, int64_t at, stretch s, int count, int half, int apart,
+                         const char **rows) {
+    FR_UNROLL for (int j = 0; j < count; j++) {
+        int64_t i = earlier(at + j, s.to - 1);
+        rows[j] = apart ? slot_in(t, all, slot_at(q, i), half) : slot_in(t, s.rows, i - s.from, half);
+    }
 }
 
 /* What these queries share; nothing where a window is so short. */
@@ -84,48 +103,61 @@ FR_INLINE part part_of(query *queries, int count, int lanes, int64_t dim, float 
 }
 
 /* Positions that queries of one node have for themselves, before or behind those of their part. */
-FR_INLINE void walk_apart(const tile *t, const part *p, int behind, on_stretch step) {
+FR_INLINE void walk_apart(const tile *t, const part *p, const char *all, int behind, on_stretch step) {
     for (int i = 0, n; i < p->count; i += n) {
         const query *q = &p->queries[i];
         for (n = 1; i + n < p->count && q[n].tail == q->tail;) n++;
-        stretch s = {i, n, 1, behind ? later(p->hi, q->from) : q->from, behind ? q->seen : p->lo};
-        if (s.from < s.to) step(t, p, s);
+        stretch s = {i, n, 1, t->half, behind ? later(p->hi, q->from) : q->from, behind ? q->seen : p->lo, NULL};
+        if (s.from >= s.to) continue;
+        s.rows = slot_in(t, all, slot_at(q, s.from), t->half);
+        step(t, p, s);
     }
 }
 
-/* Positions that parts share, page by page, so that all of them find a page in the first cache. */
-FR_INLINE void walk_together(const tile *t, const part *parts, int count, on_stretch step) {
-    int64_t lo = INT64_MAX, hi = 0;
-    for (int i = 0; i < count; i++) lo = earlier(lo, parts[i].lo), hi = later(hi, parts[i].hi);
-    for (int64_t at = lo / FR_PAGE * FR_PAGE; at < hi; at += FR_PAGE)
+/* Positions that parts share. Several read them page by page, so that all find a page in the first cache, as floats. */
+FR_INLINE void walk_together(const tile *t, const part *parts, int count, const char *all, on_stretch step, const kernels *path) {
+    const int widens = t->half && count > 1;
+    float memory[widens ? FR_PAGE * t->dim + LINE : 1], *wide = widens ? at_line(memory) : memory;
+    const part *furthest = parts;
+    int64_t lo = INT64_MAX;
+    for (int i = 0; i < count; i++) {
+        lo = earlier(lo, parts[i].lo);
+        if (parts[i].hi > furthest->hi) furthest = &parts[i];
+    }
+    for (int64_t at = lo, end; at < furthest->hi; at = end) {
+        end = count > 1 ? earlier((at / FR_PAGE + 1) * FR_PAGE, furthest->hi) : run_end(furthest->queries, at, furthest->hi);
+        const char *rows = slot_in(t, all, slot_at(furthest->queries, at), t->half);
+        if (widens) path->widen(rows, (end - at) * t->dim, wide), rows = (const char *)wide;
         for (int i = 0; i < count; i++) {
-            stretch s = {0, parts[i].count, 0, later(at, parts[i].lo), earlier(at + FR_PAGE, parts[i].hi)};
+            stretch s = {0, parts[i].count, 0, t->half && !widens, later(at, parts[i].lo), earlier(end, parts[i].hi), NULL};
+            s.rows = slot_in(t, rows, s.from - at, s.half);
             if (s.from < s.to) step(t, &parts[i], s);
         }
+    }
 }
 
 /* In the order of positions, since what is written behind the end of a stretch is written again by the next. */
-FR_INLINE void walk(const tile *t, const part *parts, int count, on_stretch step) {
-    for (int i = 0; i < count; i++) walk_apart(t, &parts[i], 0, step);
-    walk_together(t, parts, count, step);
-    for (int i = 0; i < count; i++) walk_apart(t, &parts[i], 1, step);
+FR_INLINE void walk(const tile *t, const part *parts, int count, const char *all, on_stretch step, const kernels *path) {
+    for (int i = 0; i < count; i++) walk_apart(t, &parts[i], all, 0, step);
+    walk_together(t, parts, count, all, step, path);
+    for (int i = 0; i < count; i++) walk_apart(t, &parts[i], all, 1, step);
 }
 
-/* A whole tile on one path; `within` queries have their sums in registers. */
-FR_INLINE void attend_tile(tile *t, int within, int lanes, on_stretch score, void (*soften)(query *q), on_stretch mix) {
+/* A whole tile on one path. */
+FR_INLINE void attend_tile(tile *t, const kernels *path) {
     float memory[(FR_TOGETHER + 4) * t->dim + LINE], *inputs = at_line(memory);
     part parts[FR_TOGETHER];
     int count = 0;
-    for (int i = 0; i < t->count; i += within, count++) {
-        int n = t->count - i < within ? t->count - i : within;
-        parts[count] = part_of(t->queries + i, n, (n + lanes - 1) / lanes * lanes, t->dim, inputs + i * t->dim);
+    for (int i = 0; i < t->count; i += path->within, count++) {
+        int n = (int)earlier(t->count - i, path->within);
+        parts[count] = part_of(t->queries + i, n, (n + path->lanes - 1) / path->lanes * path->lanes, t->dim, inputs + i * t->dim);
     }
-    walk(t, parts, count, score);
+    walk(t, parts, count, t->keys, path->score, path);
     for (int i = 0; i < t->count; i++) {
-        soften(&t->queries[i]);
+        path->soften(&t->queries[i]);
         for (int64_t d = 0; d < t->dim; d += 4) store4(t->queries[i].out + d, all4(0));
     }
-    walk(t, parts, count, mix);
+    walk(t, parts, count, t->values, path->mix, path);
     for (int i = 0; i < t->count; i++) {
         float *out = t->queries[i].out;
         f32x4 total = all4(t->queries[i].total);

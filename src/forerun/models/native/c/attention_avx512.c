@@ -1,4 +1,4 @@
-/* Attention for x86-64 with AVX-512: up to eight queries in registers, in the order of sums of attention.c.
+/* Attention for x86-64 with AVX-512: up to twelve queries in registers, in the order of sums of attention.c.
  *
  * Scores are summed in four lanes, so a vector holds those of four queries; each key is broadcast by fours against it.
  * Values are mixed sixteen columns at a time, position by position. Every number is rounded as in attention.c.
@@ -15,7 +15,7 @@ FR_POP_TARGET
 
 #include "exp_avx512.h"
 
-enum { WIDE = 16, QUADS = 2, AT_ONCE = 4 * QUADS, MANY_KEYS = 8, AHEAD = 4096 };
+enum { WIDE = 16, QUADS = 3, AT_ONCE = 4 * QUADS, MANY_KEYS = 8, AHEAD = 4096 };
 
 /* The sums across the lanes of four keys, for four queries, each in the order of `across`. */
 FR_INLINE __m512 across_quads(const __m512 *k) {
@@ -33,14 +33,13 @@ FR_INLINE __m128 quarter(__m512 v, int i) {
     }
 }
 
-/* A key of 16-bit numbers as floats. */
-FR_INLINE const char *widen(const char *key, int64_t dim, float *to) {
+FR_INLINE void widen(const char *halves, int64_t count, float *to) {
     int64_t i = 0;
-    for (; i + WIDE <= dim; i += WIDE)
-        _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(key + 2 * i))));
-    for (; i < dim; i += 4) store4(to + i, load4_halves((const uint16_t *)key + i));
-    return (const char *)to;
+    for (; i + WIDE <= count; i += WIDE)
+        _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(halves + 2 * i))));
+    for (; i < count; i += 4) store4(to + i, load4_halves((const uint16_t *)halves + i));
 }
+static void widen_rows(const char *halves, int64_t count, float *to) { widen(halves, count, to); }
 
 /* Scores of some queries of `quads` times four, of which `inputs` are the first, against `keys` keys (4 or 8). */
 FR_INLINE void score_keys(const tile *t, const part *p, stretch s, const float *inputs, int quads, const char **k, int keys, int64_t at) {
@@ -66,27 +65,34 @@ FR_INLINE void score_keys(const tile *t, const part *p, stretch s, const float *
 FR_INLINE void score_quads(const tile *t, const part *p, stretch s, int quads) {
     const query *q = p->queries + s.first;
     const float *inputs = p->inputs + s.first / 4 * WIDE;
-    const char *run = slot_in(t, t->keys, slot_at(q, s.from), t->half), *k[MANY_KEYS];
-    int64_t bytes = t->dim * (t->half ? 2 : 4);
-    float memory[t->half ? MANY_KEYS * t->dim + LINE : 1], *wide = t->half ? at_line(memory) : memory;
+    const char *run = s.rows, *k[MANY_KEYS];
+    const int asks = !s.apart && t->first && p->queries == t->queries && s.half == t->half;
+    int64_t bytes = t->dim * (s.half ? 2 : 4);
+    float memory[s.half ? MANY_KEYS * t->dim + LINE : 1], *wide = s.half ? at_line(memory) : memory;
     for (int64_t at = s.from, keys; at < s.to; at += keys, run += keys * bytes) {
         keys = s.to - at > 4 ? MANY_KEYS : 4;
         FR_UNROLL for (int j = 0; j < MANY_KEYS; j++) k[j] = run + j * bytes;
-        if (s.apart || at + keys > s.to) find_rows(t, q, t->keys, at, s.to, MANY_KEYS, t->half, k);
-        else if (t->first) {
+        if (s.apart) find_rows(t, q, t->keys, at, s, MANY_KEYS, s.half, 1, k);
+        else if (at + keys > s.to) find_rows(t, q, t->keys, at, s, MANY_KEYS, s.half, 0, k);
+        else if (asks) {
             ask_for_values(t, run, keys * bytes);
             for (int64_t i = 0; i < keys * bytes; i += 64) __builtin_prefetch(run + AHEAD + i);
         }
-        if (t->half)
-            for (int j = 0; j < keys; j++) k[j] = widen(k[j], t->dim, wide + j * t->dim);
+        for (int j = 0; s.half && j < keys; j++) {
+            widen(k[j], t->dim, wide + j * t->dim);
+            k[j] = (const char *)(wide + j * t->dim);
+        }
         if (keys == 4) score_keys(t, p, s, inputs, quads, k, 4, at);
         else score_keys(t, p, s, inputs, quads, k, MANY_KEYS, at);
     }
 }
 
 static void score_stretch(const tile *t, const part *p, stretch s) {
-    if ((s.first + s.count - 1) / 4 > s.first / 4) score_quads(t, p, s, 2);
-    else score_quads(t, p, s, 1);
+    switch ((s.first + s.count - 1) / 4 - s.first / 4) {
+    case 0: score_quads(t, p, s, 1); break;
+    case 1: score_quads(t, p, s, 2); break;
+    default: score_quads(t, p, s, QUADS);
+    }
 }
 
 /* `soften` of attention.c, sixteen positions at a time. */
@@ -117,7 +123,7 @@ FR_INLINE void mix_wide(const tile *t, const query *q, stretch s, int count, int
                         int half, int apart) {
     __m512 sum[AT_ONCE][4];
     const float *weights[AT_ONCE];
-    const char *values = slot_in(t, t->values, slot_at(q, s.from), half);
+    const char *values = s.rows;
     FR_UNROLL for (int i = 0; i < count; i++) weights[i] = q[i].weights;
     FR_UNROLL for (int i = 0; i < count; i++) FR_UNROLL for (int j = 0; j < vectors; j++)
         sum[i][j] = _mm512_maskz_loadu_ps(there, q[i].out + column + WIDE * j);
@@ -152,18 +158,25 @@ FR_INLINE void mix_queries(const tile *t, const part *p, stretch s, int half, in
     case 5: mix(t, p, s, 5, half, apart); break;
     case 6: mix(t, p, s, 6, half, apart); break;
     case 7: mix(t, p, s, 7, half, apart); break;
-    default: mix(t, p, s, 8, half, apart);
+    case 8: mix(t, p, s, 8, half, apart); break;
+    case 9: mix(t, p, s, 9, half, apart); break;
+    case 10: mix(t, p, s, 10, half, apart); break;
+    case 11: mix(t, p, s, 11, half, apart); break;
+    default: mix(t, p, s, AT_ONCE, half, apart);
     }
 }
 
 static void mix_stretch(const tile *t, const part *p, stretch s) {
-    if (t->half && s.apart) mix_queries(t, p, s, 1, 1);
-    else if (t->half) mix_queries(t, p, s, 1, 0);
+    if (s.half && s.apart) mix_queries(t, p, s, 1, 1);
+    else if (s.half) mix_queries(t, p, s, 1, 0);
     else if (s.apart) mix_queries(t, p, s, 0, 1);
     else mix_queries(t, p, s, 0, 0);
 }
 
-void fr_attend_avx512(tile *t) { attend_tile(t, AT_ONCE, 4, score_stretch, soften16, mix_stretch); }
+void fr_attend_avx512(tile *t) {
+    static const kernels path = {score_stretch, mix_stretch, soften16, widen_rows, AT_ONCE, 4};
+    attend_tile(t, &path);
+}
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

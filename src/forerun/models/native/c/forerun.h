@@ -72,14 +72,14 @@ void fr_swiglu(const float *gate_up, float *y, int64_t rows, int64_t width);
 void fr_add(float *x, const float *delta, int64_t count);
 void fr_to_halves(const float *x, uint16_t *y, int64_t count); /* a multiple of four */
 
-enum { FR_TOGETHER = 16, FR_ROOM = 16 }; /* queries that read the same keys at most; numbers behind the scores of each */
+enum { FR_TOGETHER = 24, FR_ROOM = 16 }; /* queries that read the same keys at most; numbers behind the scores of each */
 struct fr_queries;        /* a tile of them: attention.h */
 typedef void (*fr_attend_tile)(struct fr_queries *tile);
 void fr_attend(struct fr_queries *tile);
 void fr_attend_avx512(struct fr_queries *tile);
 typedef struct {
     fr_attend_tile attend;
-    int least, most; /* queries of a tile, if there are as many: powers of two */
+    int least, most; /* queries of a tile, if there are as many; most = least doubled some times */
     int half; /* reads a cache of 16-bit numbers as fast as it comes from memory */
 } fr_attention_path;
 const fr_attention_path *fr_chosen_attention(void); /* dispatch.c */
