@@ -233,11 +233,12 @@ static int check_decoder(const char *path, int key_heads, int half, int64_t wind
 }
 
 int check_heads(void); /* check_head.c */
+int check_attention(void); /* check_attention.c */
 int check_experts(void); /* check_experts.c */
 int check_runs(void); /* check_run.c */
 
 int main(void) {
-    int bad = check_heads() | check_halves();
+    int bad = check_heads() | check_halves() | check_attention();
     fr_set_threads(3);
     for (int i = 0; i < LAYOUTS; i++)
         for (int n = 0; n < 16; n++) /* up to twelve rows, and four that fill more than one tile, by a part or a whole */

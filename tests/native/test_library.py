@@ -20,7 +20,8 @@ from tests.native.packed_linear import apply
 
 NATIVE = Path(native_library.__file__).parent / "c"
 CHECKS = [
-    Path(__file__).with_name(name) for name in ("check.c", "check_head.c", "check_experts.c", "check_run.c")
+    Path(__file__).with_name(name)
+    for name in ("check.c", "check_attention.c", "check_head.c", "check_experts.c", "check_run.c")
 ]
 FLAGS = ["-std=gnu11", "-ffp-contract=off", "-pthread", f"-I{NATIVE}", "-DFR_AT_ONCE=1"]
 

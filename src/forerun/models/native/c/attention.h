@@ -7,9 +7,7 @@
 
 #include <math.h>
 
-enum { KEYS = 4, COLUMNS = 4 }; /* in registers at once, by fours of floats */
-
-/* One query of a tile. Positions lo..hi are the same slots for all queries of the tile. */
+/* One query of a tile. Those of one node lie side by side and have the same tail. */
 typedef struct {
     const float *q;
     const int32_t *tail, *pages; /* pages of its context, or NULL: then it starts at slot `first` */
@@ -21,10 +19,41 @@ typedef struct {
 typedef struct fr_queries {
     const char *keys, *values; /* of one key head: floats, or halves */
     query queries[FR_TOGETHER];
-    int64_t dim, lo, hi;
-    int half;
+    int64_t dim;
+    int count, half, first; /* is it the first of its sequence? Then it brings keys and values into the caches */
     float scale;
 } tile;
+
+/* Queries whose sums are in registers together. Positions lo..hi are the same slots for all of them. */
+typedef struct {
+    query *queries;
+    int count, lanes; /* lanes of inputs: at least as many, the rest are zero */
+    int64_t lo, hi;
+    float *inputs; /* of the queries by fours, [dim / 4, lanes, 4] */
+} part;
+
+/* Some queries of a part, and positions that are the same slots for these; not `apart`: rows that follow each other. */
+typedef struct {
+    int first, count, apart, half;
+    int64_t from, to;
+    const char *rows; /* keys or values of the first position: floats, or halves */
+} stretch;
+
+/* What a path is made of: the scores of a stretch, its weighted values into the sums, scores to weights, halves to floats. */
+typedef void (*on_stretch)(const tile *t, const part *p, stretch s);
+typedef struct {
+    on_stretch score, mix;
+    void (*soften)(query *q);
+    void (*widen)(const char *halves, int64_t count, float *to); /* a multiple of four */
+    int within, lanes; /* queries of a part at most, and what its lanes are a multiple of */
+} kernels;
+
+FR_INLINE int64_t later(int64_t a, int64_t b) { return a > b ? a : b; }
+FR_INLINE int64_t earlier(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Where the first cache line behind `memory` starts: vectors of 64 bytes across two lines take twice as long. */
+enum { LINE = 16 };
+FR_INLINE float *at_line(float *memory) { return (float *)(((uintptr_t)memory + 63) & ~(uintptr_t)63); }
 
 /* Where a slot's numbers start, and four of them. */
 FR_INLINE const char *slot_in(const tile *t, const char *all, int64_t slot, int half) { return all + slot * t->dim * (half ? 2 : 4); }
@@ -37,108 +66,103 @@ FR_INLINE int64_t slot_at(const query *q, int64_t i) {
     return q->pages ? (int64_t)q->pages[i / FR_PAGE] * FR_PAGE + i % FR_PAGE : q->first + i;
 }
 
+/* Ask for the values of keys that are read now: they are read in stripes, which no prefetcher foresees. */
+FR_INLINE void ask_for_values(const tile *t, const char *key, int64_t bytes) {
+    const char *value = t->values + (key - t->keys);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(value + i);
+}
+
 /* Where the run of slots that starts at position i of the context ends, at `end` at the latest. */
 FR_INLINE int64_t run_end(const query *q, int64_t i, int64_t end) {
     if (!q->pages) return end;
     int64_t page = i / FR_PAGE;
     while ((page + 1) * FR_PAGE < end && q->pages[page + 1] == q->pages[page] + 1) page++;
-    return (page + 1) * FR_PAGE < end ? (page + 1) * FR_PAGE : end;
+    return earlier((page + 1) * FR_PAGE, end);
 }
 
-FR_INLINE int64_t later(int64_t a, int64_t b) { return a > b ? a : b; }
+/* Where the rows of `count` positions from `at` on start; in place of those behind the end of the stretch, the last. */
+FR_INLINE void find_rows(const tile *t, const query *q, const char *all, int64_t at, stretch s, int count, int half, int apart,
+                         const char **rows) {
+    FR_UNROLL for (int j = 0; j < count; j++) {
+        int64_t i = earlier(at + j, s.to - 1);
+        rows[j] = apart ? slot_in(t, all, slot_at(q, i), half) : slot_in(t, s.rows, i - s.from, half);
+    }
+}
 
-/* Scores of `count` queries against `keys` keys in a row (1 or KEYS), each summed in four lanes. */
-FR_INLINE void dot_keys(const tile *t, const query *queries, int count, const char *k, int keys, int64_t at, int half) {
-    f32x4 sum[4][KEYS];
-    int64_t dim = t->dim;
-    FR_UNROLL for (int i = 0; i < count; i++) FR_UNROLL for (int j = 0; j < keys; j++) sum[i][j] = all4(0);
-    for (int64_t d = 0; d < dim; d += 4) {
-        f32x4 key[KEYS];
-        FR_UNROLL for (int j = 0; j < keys; j++) key[j] = four_at(k, j * dim + d, half);
-        FR_UNROLL for (int i = 0; i < count; i++) {
-            f32x4 q = load4(queries[i].q + d);
-            FR_UNROLL for (int j = 0; j < keys; j++) sum[i][j] = fma4(q, key[j], sum[i][j]);
+/* What these queries share; nothing where a window is so short. */
+FR_INLINE part part_of(query *queries, int count, int lanes, int64_t dim, float *inputs) {
+    part p = {queries, count, lanes, 0, INT64_MAX, inputs};
+    for (int i = 0; i < count; i++) p.lo = later(p.lo, queries[i].from), p.hi = earlier(p.hi, queries[i].context);
+    p.hi = later(p.hi, p.lo);
+    for (int i = 0; i < count; i++)
+        if (p.lo > queries[i].seen) p.lo = p.hi = queries[i].seen;
+    for (int64_t d = 0; d < dim; d += 4)
+        for (int i = 0; i < lanes; i++)
+            store4(inputs + d * lanes + 4 * i, i < count ? in_register(load4(queries[i].q + d)) : all4(0));
+    return p;
+}
+
+/* Positions that queries of one node have for themselves, before or behind those of their part. */
+FR_INLINE void walk_apart(const tile *t, const part *p, const char *all, int behind, on_stretch step) {
+    for (int i = 0, n; i < p->count; i += n) {
+        const query *q = &p->queries[i];
+        for (n = 1; i + n < p->count && q[n].tail == q->tail;) n++;
+        stretch s = {i, n, 1, t->half, behind ? later(p->hi, q->from) : q->from, behind ? q->seen : p->lo, NULL};
+        if (s.from >= s.to) continue;
+        s.rows = slot_in(t, all, slot_at(q, s.from), t->half);
+        step(t, p, s);
+    }
+}
+
+/* Positions that parts share. Several read them page by page, so that all find a page in the first cache, as floats. */
+FR_INLINE void walk_together(const tile *t, const part *parts, int count, const char *all, on_stretch step, const kernels *path) {
+    const int widens = t->half && count > 1;
+    float memory[widens ? FR_PAGE * t->dim + LINE : 1], *wide = widens ? at_line(memory) : memory;
+    const part *furthest = parts;
+    int64_t lo = INT64_MAX;
+    for (int i = 0; i < count; i++) {
+        lo = earlier(lo, parts[i].lo);
+        if (parts[i].hi > furthest->hi) furthest = &parts[i];
+    }
+    for (int64_t at = lo, end; at < furthest->hi; at = end) {
+        end = count > 1 ? earlier((at / FR_PAGE + 1) * FR_PAGE, furthest->hi) : run_end(furthest->queries, at, furthest->hi);
+        const char *rows = slot_in(t, all, slot_at(furthest->queries, at), t->half);
+        if (widens) path->widen(rows, (end - at) * t->dim, wide), rows = (const char *)wide;
+        for (int i = 0; i < count; i++) {
+            stretch s = {0, parts[i].count, 0, t->half && !widens, later(at, parts[i].lo), earlier(end, parts[i].hi), NULL};
+            s.rows = slot_in(t, rows, s.from - at, s.half);
+            if (s.from < s.to) step(t, &parts[i], s);
         }
     }
-    FR_UNROLL for (int i = 0; i < count; i++) {
-        if (keys == KEYS) store4(queries[i].weights + at, across4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]) * all4(t->scale));
-        else queries[i].weights[at] = across(sum[i][0]) * t->scale;
+}
+
+/* In the order of positions, since what is written behind the end of a stretch is written again by the next. */
+FR_INLINE void walk(const tile *t, const part *parts, int count, const char *all, on_stretch step, const kernels *path) {
+    for (int i = 0; i < count; i++) walk_apart(t, &parts[i], all, 0, step);
+    walk_together(t, parts, count, all, step, path);
+    for (int i = 0; i < count; i++) walk_apart(t, &parts[i], all, 1, step);
+}
+
+/* A whole tile on one path. */
+FR_INLINE void attend_tile(tile *t, const kernels *path) {
+    float memory[(FR_TOGETHER + 4) * t->dim + LINE], *inputs = at_line(memory);
+    part parts[FR_TOGETHER];
+    int count = 0;
+    for (int i = 0; i < t->count; i += path->within, count++) {
+        int n = (int)earlier(t->count - i, path->within);
+        parts[count] = part_of(t->queries + i, n, (n + path->lanes - 1) / path->lanes * path->lanes, t->dim, inputs + i * t->dim);
     }
-}
-
-FR_INLINE void score_alone(const tile *t, const query *q, int64_t from, int64_t to, int half) {
-    for (int64_t i = from; i < to; i++) dot_keys(t, q, 1, slot_in(t, t->keys, slot_at(q, i), half), 1, i, half);
-}
-
-/* Scores to weights, and their sum: each lane adds every fourth position, whatever else is in the pass. */
-FR_INLINE void soften(query *q) {
-    float *weights = q->weights, most = -INFINITY;
-    int64_t i = q->from, whole = q->from + (q->seen - q->from) / 4 * 4;
-    f32x4 highest = all4(-INFINITY), total = all4(0);
-    for (; i < whole; i += 4) highest = max4(highest, load4(weights + i));
-    for (; i < q->seen; i++) most = weights[i] > most ? weights[i] : most;
-    for (int j = 0; j < 4; j++) most = highest[j] > most ? highest[j] : most;
-    for (i = q->from; i < whole; i += 4) {
-        f32x4 w = exp4(load4(weights + i) - all4(most));
-        store4(weights + i, w);
-        total += w;
+    walk(t, parts, count, t->keys, path->score, path);
+    for (int i = 0; i < t->count; i++) {
+        path->soften(&t->queries[i]);
+        for (int64_t d = 0; d < t->dim; d += 4) store4(t->queries[i].out + d, all4(0));
     }
-    for (int j = 0; i < q->seen; i++, j++) {
-        weights[i] = exp4(all4(weights[i] - most))[0];
-        total[j] += weights[i];
+    walk(t, parts, count, t->values, path->mix, path);
+    for (int i = 0; i < t->count; i++) {
+        float *out = t->queries[i].out;
+        f32x4 total = all4(t->queries[i].total);
+        for (int64_t d = 0; d < t->dim; d += 4) store4(out + d, load4(out + d) / total);
     }
-    q->total = across(total);
-}
-
-/* out += weighted values of positions from..to, `vectors` times four columns at once, in registers. Position p of a
- * run is slot base + p; a query alone finds its slots itself. */
-FR_INLINE void mix(const tile *t, const query *queries, int count, int alone, int64_t base, int64_t from, int64_t to,
-                   int64_t column, int vectors, int half) {
-    f32x4 sum[4][COLUMNS];
-    FR_UNROLL for (int i = 0; i < count; i++)
-        FR_UNROLL for (int j = 0; j < vectors; j++) sum[i][j] = load4(queries[i].out + column + 4 * j);
-    int64_t p = from;
-    for (; !alone && p + 4 <= to; p += 4) { /* four weights at a time, so that they come as one vector */
-        const char *values = slot_in(t, t->values, base + p, half);
-        f32x4 w[4];
-        FR_UNROLL for (int i = 0; i < count; i++) w[i] = load4(queries[i].weights + p);
-        FR_UNROLL for (int k = 0; k < 4; k++)
-            FR_UNROLL for (int j = 0; j < vectors; j++) {
-                f32x4 v = four_at(values, k * t->dim + column + 4 * j, half);
-                FR_UNROLL for (int i = 0; i < count; i++) sum[i][j] = fma4(all4(w[i][k]), v, sum[i][j]);
-            }
-    }
-    for (; p < to; p++) {
-        int64_t slot = alone ? slot_at(queries, p) : base + p;
-        const char *values = slot_in(t, t->values, slot, half);
-        FR_UNROLL for (int j = 0; j < vectors; j++) {
-            f32x4 v = four_at(values, column + 4 * j, half);
-            FR_UNROLL for (int i = 0; i < count; i++) sum[i][j] = fma4(all4(queries[i].weights[p]), v, sum[i][j]);
-        }
-    }
-    FR_UNROLL for (int i = 0; i < count; i++)
-        FR_UNROLL for (int j = 0; j < vectors; j++) store4(queries[i].out + column + 4 * j, sum[i][j]);
-}
-
-FR_INLINE void mix_columns(const tile *t, const query *queries, int count, int alone, int64_t base, int64_t from,
-                           int64_t to, int half) {
-    if (from >= to) return;
-    int64_t d = 0;
-    for (; d + 4 * COLUMNS <= t->dim; d += 4 * COLUMNS) mix(t, queries, count, alone, base, from, to, d, COLUMNS, half);
-    for (; d < t->dim; d += 4) mix(t, queries, count, alone, base, from, to, d, 1, half);
-}
-
-/* The positions that a query has for itself, after those of the tile: its scores, its weights. */
-FR_INLINE void score_rest(const tile *t, query *q, int half) { score_alone(t, q, later(t->hi, q->from), q->seen, half); }
-
-FR_INLINE void mix_before(const tile *t, query *q, int half) {
-    for (int64_t d = 0; d < t->dim; d += 4) store4(q->out + d, all4(0));
-    mix_columns(t, q, 1, 1, 0, q->from, t->lo, half);
-}
-
-FR_INLINE void mix_rest(const tile *t, query *q, int half) {
-    mix_columns(t, q, 1, 1, 0, later(t->hi, q->from), q->seen, half);
-    for (int64_t d = 0; d < t->dim; d += 4) store4(q->out + d, load4(q->out + d) / all4(q->total));
 }
 
 #endif

@@ -92,7 +92,7 @@ static void attend_layer(const fr_decoder *m, const fr_pass *p, int64_t i, int64
     heads_job job = {m, p, made, i, n};
     fr_parallel(place_heads, &job, p->nodes, fr_rows_at_once(m->heads * m->head_dim));
     if (!n) return;
-    int64_t tiles = n == p->nodes ? b->tile_count : fr_attention_tiles(&p->reach, n, m->heads / m->kv_heads, b->tiles);
+    int64_t tiles = n == p->nodes ? b->tile_count : fr_attention_tiles(&p->reach, n, m->heads / m->kv_heads, m->kv_heads, b->tiles);
     fr_attention_args attention = {
         .reach = p->reach, .q = made.q, .out = b->attended, .scratch = b->scores,
         .keys = cache_at(p->keys, p->half, i * p->layer_stride), .values = cache_at(p->values, p->half, i * p->layer_stride),
@@ -131,7 +131,7 @@ static void *take_buffers(const fr_decoder *m, const fr_pass *p, buffers *b) {
     if (attended > widest) widest = attended;
     int64_t floats[BUFFERS] = {p->x ? 0 : n * m->width, n * m->width, n * (attended + 2 * m->kv_heads * m->head_dim), n * attended,
                                2 * n * m->inner, n * m->inner, n * m->width,
-                               FR_MAX_THREADS * FR_TOGETHER * (p->reach.most + 4),
+                               FR_MAX_THREADS * FR_TOGETHER * (p->reach.most + FR_ROOM),
                                2 * n * m->heads / m->kv_heads};
     void **at[BUFFERS] = {(void **)&b->x, (void **)&b->normed, (void **)&b->qkv, (void **)&b->attended, (void **)&b->gate_up,
                           (void **)&b->mlp, (void **)&b->delta, (void **)&b->scores, (void **)&b->tiles};
@@ -179,7 +179,7 @@ FR_API int fr_decode(const fr_decoder *m, const fr_pass *p) {
     void *block = take_buffers(m, p, &b);
     if (!block) return 1;
     if (p->tokens) fr_embed(&m->embedding, m->width, p->tokens, p->nodes, b.x);
-    b.tile_count = fr_attention_tiles(&p->reach, p->nodes, m->heads / m->kv_heads, b.tiles);
+    b.tile_count = fr_attention_tiles(&p->reach, p->nodes, m->heads / m->kv_heads, m->kv_heads, b.tiles);
     b.pending = 0;
     for (int64_t i = 0; i < m->layers; i++) {
         for (int64_t j = 0; j < p->hidden_count; j++)

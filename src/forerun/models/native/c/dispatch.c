@@ -22,12 +22,12 @@ typedef struct {
     int (*here)(void);
 } variant;
 
-static const fr_attention_path four_queries = {fr_attend, 4, 0};
+static const fr_attention_path four_queries = {fr_attend, 4, 16, 0};
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-static const fr_attention_path eight_queries = {fr_attend_avx512, 8, 1};
+static const fr_attention_path twelve_queries = {fr_attend_avx512, 12, 24, 1};
 
 static int has_avx2(void) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -56,9 +56,9 @@ static int has_amx(void) {
 /* what lies between the linear layers needs AVX2 as well, so there is no lesser machine to serve */
 static const variant variants[] = {
 #if FR_NEW_X86 && defined(__linux__)
-    {"amx-int8", fr_packed_amx, 16, 13, fr_quantize_avx512, &eight_queries, fr_swiglu_row_avx512, has_amx},
+    {"amx-int8", fr_packed_amx, 16, 13, fr_quantize_avx512, &twelve_queries, fr_swiglu_row_avx512, has_amx},
 #endif
-    {"avx512-vnni", fr_packed_avx512, 16, 0, fr_quantize_avx512, &eight_queries, fr_swiglu_row_avx512, has_avx512},
+    {"avx512-vnni", fr_packed_avx512, 16, 0, fr_quantize_avx512, &twelve_queries, fr_swiglu_row_avx512, has_avx512},
 #if FR_NEW_X86
     {"avx-vnni", fr_packed_avx_vnni, 8, 0, fr_quantize, &four_queries, fr_swiglu_row, has_avx_vnni},
 #endif

@@ -77,14 +77,14 @@ fr_swiglu_of_row fr_chosen_swiglu(void); /* dispatch.c */
 void fr_swiglu(const float *gate_up, float *y, int64_t rows, int64_t width);
 void fr_to_halves(const float *x, uint16_t *y, int64_t count); /* a multiple of four */
 
-enum { FR_TOGETHER = 8 }; /* queries that read the same keys at most */
+enum { FR_TOGETHER = 24, FR_ROOM = 16 }; /* queries that read the same keys at most; numbers behind the scores of each */
 struct fr_queries;        /* a tile of them: attention.h */
-typedef void (*fr_attend_tile)(struct fr_queries *tile, int count);
-void fr_attend(struct fr_queries *tile, int count);        /* up to four */
-void fr_attend_avx512(struct fr_queries *tile, int count); /* up to eight */
+typedef void (*fr_attend_tile)(struct fr_queries *tile);
+void fr_attend(struct fr_queries *tile);
+void fr_attend_avx512(struct fr_queries *tile);
 typedef struct {
     fr_attend_tile attend;
-    int together;
+    int least, most; /* queries of a tile, if there are as many; most = least doubled some times */
     int half; /* reads a cache of 16-bit numbers as fast as it comes from memory */
 } fr_attention_path;
 const fr_attention_path *fr_chosen_attention(void); /* dispatch.c */
@@ -106,7 +106,7 @@ typedef struct {
     const void *keys; /* of this layer: + kv_head * head_stride + slot * head_dim */
     const void *values;
     int64_t half; /* they are numbers of 16 bits */
-    float *scratch;       /* [FR_MAX_THREADS, FR_TOGETHER, reach.most + 4] */
+    float *scratch;       /* [FR_MAX_THREADS, FR_TOGETHER, reach.most + FR_ROOM] */
     const int32_t *tiles; /* [tile_count, 2] from fr_attention_tiles */
     int64_t tile_count, heads, kv_heads, head_dim, q_stride, head_stride;
     int64_t window; /* 0 = everything, else only the last `window` positions */
@@ -114,7 +114,7 @@ typedef struct {
 } fr_attention_args;
 void fr_attention(const fr_attention_args *args);
 /* Which queries walk together; tiles has room for nodes * group pairs. Returns how many there are. */
-int64_t fr_attention_tiles(const fr_reach *reach, int64_t nodes, int64_t group, int32_t *tiles);
+int64_t fr_attention_tiles(const fr_reach *reach, int64_t nodes, int64_t group, int64_t kv_heads, int32_t *tiles);
 
 /* ---- gguf.c: what tokens are looked up in ---- */
 typedef struct {

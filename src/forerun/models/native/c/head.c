@@ -32,7 +32,7 @@ static void *take_buffers(const fr_head *h, const fr_head_pass *p, buffers *b) {
                                2 * n * h->inner,
                                n * h->inner,
                                n * h->width,
-                               FR_MAX_THREADS * FR_TOGETHER * (p->reach.most + 4),
+                               FR_MAX_THREADS * FR_TOGETHER * (p->reach.most + FR_ROOM),
                                2 * n * h->heads / h->kv_heads};
     void **at[BUFFERS] = {(void **)&b->embedded, (void **)&b->features, (void **)&b->carried, (void **)&b->into,
                           (void **)&b->qkv,      (void **)&b->attended, (void **)&b->normed,  (void **)&b->gate_up,
@@ -121,7 +121,7 @@ static void attend(const fr_head *h, const fr_head_pass *p, const buffers *b, co
     fr_attention_args args = {
         .reach = reach, .q = made->q, .out = b->attended, .scratch = b->scores,
         .keys = p->keys + layer * p->layer_stride, .values = p->values + layer * p->layer_stride,
-        .tiles = b->tiles, .tile_count = fr_attention_tiles(&reach, n, h->heads / h->kv_heads, b->tiles),
+        .tiles = b->tiles, .tile_count = fr_attention_tiles(&reach, n, h->heads / h->kv_heads, h->kv_heads, b->tiles),
         .heads = h->heads, .kv_heads = h->kv_heads, .head_dim = h->head_dim, .q_stride = made->q_stride,
         .head_stride = p->head_stride, .scale = h->attention_scale,
     };

@@ -34,6 +34,15 @@ FR_INLINE f32x4 load4(const float *p) {
 FR_INLINE void store4(float *p, f32x4 v) { memcpy(p, &v, 16); }
 FR_INLINE f32x4 all4(float f) { return (f32x4){f, f, f, f}; }
 FR_INLINE f32x4 choose4(i32x4 where, f32x4 a, f32x4 b) { return (f32x4)(((i32x4)a & where) | ((i32x4)b & ~where)); }
+/* The same vector, of which the compiler may not load parts elsewhere again. */
+FR_INLINE f32x4 in_register(f32x4 v) {
+#if defined(__aarch64__)
+    __asm__("" : "+w"(v));
+#elif defined(__x86_64__)
+    __asm__("" : "+x"(v));
+#endif
+    return v;
+}
 FR_INLINE float across(f32x4 v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 
 #if defined(__aarch64__)
