@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Run
-from forerun.models.cuda.plan import DEEPEST, MAX_ROWS, Plan, Size, Span, plan_pass, programs_for, split_of
+from forerun.models.cuda.plan import DEEPEST, MAX_ROWS, Plan, Size, Span, plan_pass, split_of, split_start
+from forerun.models.cuda.sharing import Sharing, programs_for
 from forerun.models.paged import slots_of
 from forerun.testing import random_tree
 from forerun.topology import topology_of
@@ -121,27 +123,25 @@ def _span(rng: random.Random, length: int, nodes: int, first_page: int) -> Span:
 
 
 def _attend(
-    plan: Plan, queries: Tensor, kv: Tensor, window: int, programs: int, exact: Size | None = None
+    plan: Plan, queries: Tensor, kv: Tensor, window: int, how: int | Sharing, exact: Size | None = None
 ) -> Tensor:
-    """`exact`: of which groups it is known that they are lone."""
-    from forerun.models.cuda import kernels_attention as kernels
+    """`how` many programs share the splits of a group; `exact`: of which groups it is known that they are lone."""
+    from forerun.models.cuda.attention import Attention
 
-    size, device, stride, dim = exact or plan.size, queries.device, MAX_ROWS * HEADS, queries.shape[-1]
-    ints = _ints(plan).to(device)
-    run = Run.of(plan.size, ints)
-    parts = torch.full((size.splits * stride, dim), math.nan, device=device)  # what nobody wrote shows
-    tops, sums = torch.full((2, size.splits * stride), math.nan, device=device)
-    out = torch.empty_like(queries)
-    settings = {} if device.type == "cpu" else {"enable_fp_fusion": False}
-    kernels.attend[(size.attending(programs), KV_HEADS)](
-        queries, kv[0], kv[1], ints, run.groups, run.positions, parts, tops, sums, dim**-0.5 / math.log(2),
-        kv.stride(1), stride, size.groups // size.trees, size.lone, programs,
-        H=HEADS, HKV=KV_HEADS, EACH=HEADS // KV_HEADS, D=dim, WINDOW=window, TREES=size.lone > 0, PDL=False, **settings,
+    device, reach = queries.device, split_start(plan.size.splits) - MAX_ROWS - 1
+    config = DecoderConfig.from_hf(
+        {
+            "model_type": "llama", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": queries.shape[-1],
+            "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e4,
+        }
     )  # fmt: skip
-    kernels.combine[(size.rows, HEADS // 4)](
-        out, run.positions, parts, tops, sums, stride, H=HEADS, D=dim, HEADS=4, WINDOW=window, STEP=8,
-        ROOM=0, PDL=False,
-    )  # fmt: skip
+    attention = Attention(config, reach, device, processors=132, room=0, pdl=False)
+    for numbers in (attention.parts, attention.tops, attention.sums):
+        numbers.fill_(math.nan)  # what nobody wrote shows
+    run, out = Run.of(plan.size, _ints(plan).to(device)), torch.full_like(queries, math.nan)
+    how = Sharing(how, walked=0, stages=1) if isinstance(how, int) else how
+    attention.attend(replace(run, size=exact or plan.size), queries, kv, out, window, how)
     return out
 
 

@@ -23,13 +23,14 @@ import triton.language as tl
 
 from forerun.models.cuda.kernels_linear import put_rows
 
-ROWS = tl.constexpr(64)  # queries per program: nodes times heads of a group; unused ones cost nothing to read
+ROWS = tl.constexpr(64)  # queries of the largest group: nodes times heads
 TILE = tl.constexpr(64)  # positions per step, and slots of a page
 FIELDS = tl.constexpr(8)  # ints per group; see plan.py
 BLOCK = tl.constexpr(16)  # positions that are added up in one step of the tensor cores
 TOGETHER = tl.constexpr(2)  # lone nodes of a tree that a program takes; plan.py: TOGETHER
 OWN = tl.constexpr(32)  # columns of each: two blocks, in which all of its ancestors lie (plan.py: DEEPEST)
 TWO = tl.constexpr(0x40000000)  # 2.0 as an integer
+FINISHED = tl.constexpr(-1.0)  # in the place of a node's first sum of weights: `combine` has nothing to do
 PART = tl.constexpr(2.0**-22)  # the last place of numbers from 2 to 4
 
 
@@ -83,27 +84,50 @@ def _whole(weights):
 
 
 @triton.jit
-def _walk(q, at, last, start, end, top, total, acc, keys, values, ints, base, length, ancestors, pages, scale,
-          D: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr):  # fmt: skip
-    """Attend to the positions from start to end, in order; TABLE: some may lie behind the committed tokens."""
+def _nothing(SIZE: tl.constexpr, D: tl.constexpr):
+    """What rows have found before they have seen anything: the highest score, the sum of weights, weighted values."""
+    top = tl.full((SIZE,), float("-inf"), dtype=tl.float32)
+    return top, tl.zeros((SIZE,), dtype=tl.float32), tl.zeros((SIZE, D), dtype=tl.float32)
+
+
+@triton.jit
+def _add_split(top, total, acc, its_top, its_total, its_acc):
+    """Add what was found in the next split. Splits are added one by one, in order: by `combine` and by `_walk`."""
+    higher, safe, shrink = _rise(top, its_top)
+    weight = tl.exp2(its_top - safe)
+    return higher, total * shrink + its_total * weight, acc * shrink[:, None] + its_acc * weight[:, None]
+
+
+@triton.jit
+def _walk(q, at, last, start, end, top, total, acc, all_top, all_total, all_acc, keys, values, ints, base, length,
+          ancestors, pages, scale, D: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr,
+          WHOLE: tl.constexpr):  # fmt: skip
+    """Attend to the positions from start to end, in order; TABLE: some may lie behind the committed tokens.
+
+    WHOLE: they are of any number of splits, and where one ends it is added to all before it.
+    """
     d, t = tl.arange(0, D), tl.arange(0, TILE)
-    for p0 in range(start, end, TILE):
+    page = tl.load(ints + pages + start // TILE)  # the next one's; without pages: some number
+    for p0 in tl.range(start, end, TILE, num_stages=1 if TABLE else None):  # with a table: few
         p = p0 + t
         if TABLE:
             slot = _slots(p, p <= last, ints, base, length, ancestors, pages)
             k, v = _read(keys, slot, p <= last, D), _read(values, slot, p <= last, D)
         else:
-            page = tl.load(ints + pages + p0 // TILE)  # without a table: some number
             slot = tl.where(pages > 0, page * TILE, base + p0) + t
             place = slot.to(tl.int64)[:, None] * D + d[None, :]
             k = tl.load(keys + place, cache_modifier=".cg")
             v = tl.load(values + place, cache_modifier=".cg")
+            page = tl.load(ints + pages + p0 // TILE + 1, mask=p0 + TILE < end, other=0)
         found = _scores(q, k, p, at, (at >= 0)[:, None], scale, WINDOW)
         top, safe, shrink = _rise(top, tl.max(found, 1))
         weights = tl.exp2(found - safe[:, None])
         total = total * shrink + tl.sum(_whole(weights), 1).to(tl.float32) * PART
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
-    return top, total, acc
+        if WHOLE and _split_of(p0 + TILE) > _split_of(p0):
+            all_top, all_total, all_acc = _add_split(all_top, all_total, all_acc, top, total, acc)
+            top, total, acc = _nothing(q.shape[0], D)
+    return top, total, acc, all_top, all_total, all_acc
 
 
 @triton.jit
@@ -139,11 +163,15 @@ def _walk_tree(q, at, member, start, end, top, total, acc, keys, values, ints, b
 
 
 @triton.jit
-def _attend(queries, keys, values, ints, group, count, positions, parts, tops, sums, scale, split_stride, h, low, high,
-            step, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-            SIZE: tl.constexpr, TREE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Every so many-th split of a group, each by itself. TREE: a few single nodes of one tree, all of their splits."""
-    first, base, length = tl.load(group + 2), tl.load(group + 4), tl.load(group + 5)
+def _attend(queries, keys, values, ints, group, first, count, positions, out, parts, tops, sums, scale, split_stride, h,
+            low, high, step, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
+            WINDOW: tl.constexpr, SIZE: tl.constexpr, TREE: tl.constexpr, WHOLE: tl.constexpr, ROOM: tl.constexpr,
+            PDL: tl.constexpr):  # fmt: skip
+    """Every so many-th split of some nodes of a group, each by itself. TREE: of single nodes of one tree, all splits.
+
+    WHOLE: all splits of nodes that have no others; what they find goes straight to `out`.
+    """
+    base, length = tl.load(group + 4), tl.load(group + 5)
     ancestors, pages = tl.load(group + 6), tl.load(group + 7)
     r, d = tl.arange(0, SIZE), tl.arange(0, D)
     real = (r // EACH < count) & (r % EACH < H // HKV)
@@ -153,40 +181,61 @@ def _attend(queries, keys, values, ints, group, count, positions, parts, tops, s
                                  ints, base, length, pages)  # fmt: skip
     row = (first + r // EACH) * H + h * (H // HKV) + r % EACH
     last = tl.max(at, 0)
+    known = length  # positions that are found without looking for ancestors: all of a chain
+    if not TREE:
+        known = tl.where(ancestors == 0, last + 1, length)
+    near = last * 0
+    if WINDOW > 0:  # tiles that no node of the group sees are passed over
+        near = tl.maximum(((tl.min(tl.where(real, at, last), 0) - WINDOW + 1) // TILE) * TILE, 0)
     if PDL:  # the plan is there before any kernel of the pass
         tl.extra.cuda.gdc_wait()
     q = tl.load(queries + row[:, None] * D + d[None, :], mask=real[:, None], other=0.0, cache_modifier=".cg")
-    for s in range(low, _split_of(last) + 1 if TREE else high, step):
-        start, end = _split_start(s), tl.minimum(_split_start(s + 1), last + 1)
-        if WINDOW > 0:  # tiles that no node of the group sees are passed over
-            near = tl.min(tl.where(real, at, last), 0) - WINDOW + 1
-            start = tl.maximum(start, (near // TILE) * TILE)
-        top = tl.full((SIZE,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((SIZE,), dtype=tl.float32)
-        acc = tl.zeros((SIZE, D), dtype=tl.float32)
-        middle = tl.maximum(start, tl.minimum(end, (length // TILE) * TILE))
-        top, total, acc = _walk(q, at, last, start, middle, top, total, acc, keys, values, ints, base, length,
-                                ancestors, pages, scale, D, WINDOW, False)  # fmt: skip
-        if TREE:
-            top, total, acc = _walk_tree(q, at, r // EACH, middle, end, top, total, acc, keys, values, ints, base,
-                                         length, pages, own, is_own, scale, D, WINDOW)  # fmt: skip
-        else:
-            top, total, acc = _walk(q, at, last, middle, end, top, total, acc, keys, values, ints, base, length,
-                                    ancestors, pages, scale, D, WINDOW, True)  # fmt: skip
-        place = (s * split_stride + row).to(tl.int64)
-        tl.store(parts + place[:, None] * D + d[None, :], acc, mask=real[:, None])
-        tl.store(tops + place, top, mask=real)
-        tl.store(sums + place, total, mask=real)
+    all_top, all_total, all_acc = _nothing(SIZE, D)
+    if WHOLE:
+        top, total, acc = _nothing(SIZE, D)
+        middle = tl.maximum(near, (known // TILE) * TILE)
+        top, total, acc, all_top, all_total, all_acc = _walk(
+            q, at, last, near, middle, top, total, acc, all_top, all_total, all_acc, keys, values, ints, base, length,
+            ancestors, pages, scale, D, WINDOW, False, True)  # fmt: skip
+        top, total, acc, all_top, all_total, all_acc = _walk(
+            q, at, last, middle, last + 1, top, total, acc, all_top, all_total, all_acc, keys, values, ints, base,
+            length, ancestors, pages, scale, D, WINDOW, True, True)  # fmt: skip
+        all_top, all_total, all_acc = _add_split(all_top, all_total, all_acc, top, total, acc)
+        put_rows(
+            out, row[:, None] * D + d[None, :], all_acc / all_total[:, None], real[:, None], ROOM * H * D
+        )
+        tl.store(sums + row, FINISHED, mask=real)
+    else:
+        for s in range(low, _split_of(last) + 1 if TREE else high, step):
+            start, end = tl.maximum(_split_start(s), near), tl.minimum(_split_start(s + 1), last + 1)
+            top, total, acc = _nothing(SIZE, D)
+            middle = tl.maximum(start, tl.minimum(end, (known // TILE) * TILE))
+            top, total, acc, all_top, all_total, all_acc = _walk(
+                q, at, last, start, middle, top, total, acc, all_top, all_total, all_acc, keys, values, ints, base,
+                length, ancestors, pages, scale, D, WINDOW, False, False)  # fmt: skip
+            if TREE:
+                top, total, acc = _walk_tree(q, at, r // EACH, middle, end, top, total, acc, keys, values, ints, base,
+                                             length, pages, own, is_own, scale, D, WINDOW)  # fmt: skip
+            else:
+                top, total, acc, all_top, all_total, all_acc = _walk(
+                    q, at, last, middle, end, top, total, acc, all_top, all_total, all_acc, keys, values, ints, base,
+                    length, ancestors, pages, scale, D, WINDOW, True, False)  # fmt: skip
+            place = (s * split_stride + row).to(tl.int64)
+            tl.store(parts + place[:, None] * D + d[None, :], acc, mask=real[:, None])
+            tl.store(tops + place, top, mask=real)
+            tl.store(sums + place, total, mask=real)
 
 
-@triton.jit(do_not_specialize=["EACH_TREE", "LONE", "PROGRAMS"])
-def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, scale, head_stride, split_stride,
-           EACH_TREE, LONE, PROGRAMS, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
-           WINDOW: tl.constexpr, TREES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["EACH_TREE", "LONE", "PROGRAMS", "WALKED"])
+def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sums, scale, head_stride, split_stride,
+           EACH_TREE, LONE, PROGRAMS, WALKED, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
+           WINDOW: tl.constexpr, TREES: tl.constexpr, WALKS: tl.constexpr, SIZE: tl.constexpr, ROOM: tl.constexpr,
+           PDL: tl.constexpr):  # fmt: skip
     """One group, one key-value head, every so many-th split: what its queries found in each, unnormalised, in fp32.
 
     Trees have EACH_TREE groups each. The last LONE of them (none without TREES) are single nodes, of which a program
-    takes TOGETHER; the others have PROGRAMS each.
+    takes TOGETHER; the others have PROGRAMS each, which take SIZE queries at a time. WALKS: where a group has all
+    splits of its nodes, and no more than WALKED, one program takes all of them and writes what was found to `out`.
     """
     h, shared = tl.program_id(1), EACH_TREE - LONE
     units = shared * PROGRAMS + (LONE + TOGETHER - 1) // TOGETHER
@@ -194,17 +243,30 @@ def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, sc
     alone, wide = unit >= shared * PROGRAMS, tl.maximum(shared, 1)
     g = tl.where(alone, shared + (unit - shared * PROGRAMS) * TOGETHER, unit % wide)
     group = groups + (tree * EACH_TREE + g) * FIELDS
-    low, high, count = tl.load(group), tl.load(group + 1), tl.load(group + 3)
+    low, high, first, count = tl.load(group), tl.load(group + 1), tl.load(group + 2), tl.load(group + 3)
     mine, theirs = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
     FEW: tl.constexpr = TOGETHER * EACH if TOGETHER * EACH > BLOCK else BLOCK
+    rank, whole = unit // wide, alone & False
+    if WALKS:
+        end = tl.load(positions + first + tl.maximum(count - 1, 0))
+        whole = (low == 0) & (high <= WALKED) & (high > _split_of(end))
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if TREES and alone & (low < high):
-        _attend(queries, mine, theirs, ints, group, tl.minimum(TOGETHER, EACH_TREE - g), positions, parts, tops, sums,
-                scale, split_stride, h, low, high, 1, H, HKV, EACH, D, WINDOW, FEW, True, PDL)  # fmt: skip
-    elif (unit < shared * PROGRAMS) & (low + unit // wide < high):
-        _attend(queries, mine, theirs, ints, group, count, positions, parts, tops, sums, scale, split_stride, h,
-                low + unit // wide, high, PROGRAMS, H, HKV, EACH, D, WINDOW, ROWS, False, PDL)  # fmt: skip
+        _attend(queries, mine, theirs, ints, group, first, tl.minimum(TOGETHER, EACH_TREE - g), positions, out, parts,
+                tops, sums, scale, split_stride, h, low, high, 1, H, HKV, EACH, D, WINDOW, FEW, True, False, ROOM,
+                PDL)  # fmt: skip
+    elif (alone == 0) & (low + rank < high) & ((whole == 0) | (rank == 0)):
+        for skip in range(0, 1 if SIZE == ROWS else count, SIZE // EACH):
+            some = tl.minimum(count - skip, SIZE // EACH)
+            if WALKS and whole:
+                _attend(queries, mine, theirs, ints, group, first + skip, some, positions, out, parts, tops, sums,
+                        scale, split_stride, h, low, high, 1, H, HKV, EACH, D, WINDOW, SIZE, False, True, ROOM,
+                        PDL)  # fmt: skip
+            else:
+                _attend(queries, mine, theirs, ints, group, first + skip, some, positions, out, parts, tops, sums,
+                        scale, split_stride, h, low + rank, high, PROGRAMS, H, HKV, EACH, D, WINDOW, SIZE, False,
+                        False, ROOM, PDL)  # fmt: skip
     elif PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -212,34 +274,32 @@ def attend(queries, keys, values, ints, groups, positions, parts, tops, sums, sc
 @triton.jit
 def combine(out, positions, parts, tops, sums, split_stride, H: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
             WINDOW: tl.constexpr, STEP: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Add up the splits of one node and HEADS heads, STEP at a time, in order; a warp has a head."""
+    """Add up the splits of one node and HEADS heads, unless it is finished; a warp has a head.
+
+    One by one, in order; the STEP that follow each other are written out, so that they are on their way at once.
+    """
     m = tl.program_id(0)
     position = tl.load(positions + m)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    last = _split_of(position)
-    low = last * 0
-    if WINDOW > 0:
-        low = _split_of(tl.maximum(position - WINDOW + 1, 0))
-    d = tl.arange(0, D)
-    head = m * H + tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    top = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((HEADS,), dtype=tl.float32)
-    acc = tl.zeros((HEADS, D), dtype=tl.float32)
-    for s0 in range((low // STEP) * STEP, last + 1, STEP):
-        s = s0 + tl.arange(0, STEP)
-        inside = (head >= 0)[:, None] & ((s >= low) & (s <= last))[None, :]
-        row = head[:, None] + s[None, :] * split_stride
-        heights = tl.load(tops + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        share = tl.load(sums + row, mask=inside, other=0.0, cache_modifier=".cg")
-        place = row.to(tl.int64)[:, :, None] * D + d[None, None, :]
-        part = tl.load(parts + place, mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(top, tl.max(heights, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(heights - safe[:, None])
-        shrink = tl.exp2(top - safe)
-        total = total * shrink + tl.sum(share * weight, 1)
-        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 1)
-        top = higher
-    put_rows(out, head[:, None] * D + d[None, :], acc / total[:, None], (head >= 0)[:, None], ROOM * H * D)
+    if tl.load(sums + m * H, cache_modifier=".cg") != FINISHED:
+        last = _split_of(position)
+        low = last * 0
+        if WINDOW > 0:
+            low = _split_of(tl.maximum(position - WINDOW + 1, 0))
+        d = tl.arange(0, D)
+        head = m * H + tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        top, total, acc = _nothing(HEADS, D)
+        for s0 in range(low, last + 1, STEP):
+            for i in tl.static_range(STEP):
+                row = head + (s0 + i) * split_stride
+                inside = (head >= 0) & (s0 + i <= last)
+                its_top = tl.load(tops + row, mask=inside, other=float("-inf"), cache_modifier=".cg")
+                its_total = tl.load(sums + row, mask=inside, other=0.0, cache_modifier=".cg")
+                place = row.to(tl.int64)[:, None] * D + d[None, :]
+                part = tl.load(parts + place, mask=inside[:, None], other=0.0, cache_modifier=".cg")
+                top, total, acc = _add_split(top, total, acc, its_top, its_total, part)
+        put_rows(
+            out, head[:, None] * D + d[None, :], acc / total[:, None], (head >= 0)[:, None], ROOM * H * D
+        )

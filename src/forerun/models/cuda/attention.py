@@ -1,0 +1,61 @@
+"""Launches the kernels of attention, and holds the memory in which programs leave what others add up."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.models.config import DecoderConfig
+from forerun.models.cuda import kernels_attention
+from forerun.models.cuda.network import Run
+from forerun.models.cuda.plan import MAX_ROWS, split_of
+from forerun.models.cuda.sharing import Sharing, sharing_for
+from forerun.models.cuda.tiles import power_of_two
+
+
+class Attention:
+    """The attention of one model on its device."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        max_length: int,
+        device: torch.device,
+        processors: int,
+        room: int,
+        pdl: bool,
+    ) -> None:
+        self.config, self.processors, self.room, self.pdl = config, processors, room, pdl
+        self.split_stride = MAX_ROWS * config.heads
+        rows = self.split_stride * (split_of(max_length + MAX_ROWS) + 1)
+        self.parts = torch.empty(rows * config.head_dim, device=device)
+        self.tops, self.sums = (torch.empty(rows, device=device) for _ in range(2))
+
+    def attend(
+        self, run: Run, queries: Tensor, kv: Tensor, out: Tensor, window: int, how: Sharing | None = None
+    ) -> None:
+        """What all rows find in the keys and values [2, Hkv, S, D] of a layer."""
+        config, size = self.config, run.size
+        each = power_of_two(config.heads // config.kv_heads)
+        how = how or sharing_for(size, config.kv_heads, each, config.head_dim, self.processors)
+        settings: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": self.pdl}
+        limit = {} if how.registers is None else {"maxnreg": how.registers}
+        kernels_attention.attend[size.attending(how.programs), config.kv_heads](
+            queries, kv[0], kv[1], run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums,
+            config.attention_scale / math.log(2), kv.stride(1), self.split_stride, size.groups // size.trees,
+            size.lone, how.programs, how.walked, H=config.heads, HKV=config.kv_heads, EACH=each, D=config.head_dim,
+            WINDOW=window, TREES=size.lone > 0, WALKS=how.walked > 0, SIZE=how.queries, ROOM=self.room, PDL=self.pdl,
+            num_warps=how.warps, num_stages=how.stages,
+            **limit, **settings,
+        )  # fmt: skip
+        if not how.parts:
+            return
+        heads = math.gcd(config.heads, 4)
+        kernels_attention.combine[size.rows, config.heads // heads](
+            out, run.positions, self.parts, self.tops, self.sums, self.split_stride, H=config.heads,
+            D=config.head_dim, HEADS=heads, WINDOW=window, STEP=8, ROOM=self.room, PDL=self.pdl, num_warps=heads,
+            **settings,
+        )  # fmt: skip
