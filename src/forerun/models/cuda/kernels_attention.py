@@ -41,6 +41,12 @@ def _split_start(s):
 
 
 @triton.jit
+def _split_width(p):
+    """How wide the split is that p lies in; it starts at a multiple of that."""
+    return tl.where(p < 1024, 128, tl.where(p < 4096, 256, 1024))
+
+
+@triton.jit
 def _split_of(p):
     return tl.where(p < 1024, p // 128, tl.where(p < 4096, 8 + (p - 1024) // 256, 20 + (p - 4096) // 1024))
 
@@ -104,7 +110,7 @@ def _walk(q, at, last, start, end, top, total, acc, all_top, all_total, all_acc,
           WHOLE: tl.constexpr):  # fmt: skip
     """Attend to the positions from start to end, in order; TABLE: some may lie behind the committed tokens.
 
-    WHOLE: they are of any number of splits, and where one ends it is added to all before it.
+    WHOLE: they are of any number of splits, and where one starts the one before it is added to all before that.
     """
     d, t = tl.arange(0, D), tl.arange(0, TILE)
     page = tl.load(ints + pages + start // TILE)  # the next one's; without pages: some number
@@ -120,13 +126,14 @@ def _walk(q, at, last, start, end, top, total, acc, all_top, all_total, all_acc,
             v = tl.load(values + place, cache_modifier=".cg")
             page = tl.load(ints + pages + p0 // TILE + 1, mask=p0 + TILE < end, other=0)
         found = _scores(q, k, p, at, (at >= 0)[:, None], scale, WINDOW)
+        # here, where the last tile's product is waited for: behind it Triton 3.6 forgets to wait for products
+        if WHOLE and p0 % _split_width(p0) == 0:
+            all_top, all_total, all_acc = _add_split(all_top, all_total, all_acc, top, total, acc)
+            top, total, acc = _nothing(q.shape[0], D)
         top, safe, shrink = _rise(top, tl.max(found, 1))
         weights = tl.exp2(found - safe[:, None])
         total = total * shrink + tl.sum(_whole(weights), 1).to(tl.float32) * PART
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
-        if WHOLE and _split_of(p0 + TILE) > _split_of(p0):
-            all_top, all_total, all_acc = _add_split(all_top, all_total, all_acc, top, total, acc)
-            top, total, acc = _nothing(q.shape[0], D)
     return top, total, acc, all_top, all_total, all_acc
 
 
