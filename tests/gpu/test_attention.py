@@ -46,12 +46,12 @@ def test_what_is_found_does_not_depend_on_the_number_of_programs(window: int) ->
         _span(rng, length, nodes, first) for length, nodes, first in ((430, 13, 1), (100, 1, 9), (63, 5, 12))
     ]
     plan = plan_pass(spans, 64 // (HEADS // KV_HEADS))
-    queries, kv = _random(32)
-    alone = _attend(plan, queries, kv, window, programs=plan.size.splits)
-    wanted = _by_hand(spans, queries, kv, window)
+    queries, kv = random_numbers(32)
+    alone = attend(plan, queries, kv, window, programs=plan.size.splits)
+    wanted = found_by_hand(spans, queries, kv, window)
     torch.testing.assert_close(alone[: plan.rows].float(), wanted, atol=2e-2, rtol=2e-2)
     for programs in (1, 2, 3):
-        assert torch.equal(_attend(plan, queries, kv, window, programs)[: plan.rows], alone[: plan.rows])
+        assert torch.equal(attend(plan, queries, kv, window, programs)[: plan.rows], alone[: plan.rows])
 
 
 @pytest.mark.gpu
@@ -64,10 +64,10 @@ def test_lone_nodes_that_share_a_program_find_the_same(
     lengths: tuple[int, ...], nodes: int, window: int
 ) -> None:
     plan, exact = _lone_nodes(lengths, nodes, reach=5)
-    queries, kv = _random(32)
-    wanted = _attend(plan, queries, kv, window, programs=4)
+    queries, kv = random_numbers(32)
+    wanted = attend(plan, queries, kv, window, programs=4)
     for programs in (1, 3, plan.size.splits):
-        found = _attend(plan, queries, kv, window, programs, exact)
+        found = attend(plan, queries, kv, window, programs, exact)
         _must_agree(found[: plan.rows], wanted[: plan.rows])
 
 
@@ -77,9 +77,9 @@ def test_lone_nodes_that_share_a_program_find_the_same(
 def test_the_deepest_tree_whose_nodes_share_programs_fits_their_columns(length: int, dim: int) -> None:
     plan, exact = _lone_nodes((length,), DEEPEST + 3, reach=1)
     assert max(plan.ints[plan.size.rows : plan.size.rows + plan.rows]) == length + DEEPEST
-    queries, kv = _random(dim)
-    wanted = _attend(plan, queries, kv, 0, programs=4)
-    _must_agree(_attend(plan, queries, kv, 0, 2, exact)[: plan.rows], wanted[: plan.rows])
+    queries, kv = random_numbers(dim)
+    wanted = attend(plan, queries, kv, 0, programs=4)
+    _must_agree(attend(plan, queries, kv, 0, 2, exact)[: plan.rows], wanted[: plan.rows])
 
 
 def _must_agree(found: Tensor, wanted: Tensor) -> None:
@@ -103,12 +103,12 @@ def _lone_nodes(lengths: tuple[int, ...], nodes: int, reach: int) -> tuple[Plan,
     return plan, exact
 
 
-def _random(dim: int) -> tuple[Tensor, Tensor]:
+def random_numbers(dim: int, slots: int = 2 * SLOTS) -> tuple[Tensor, Tensor]:
     device = where_kernels_run()
     torch.manual_seed(0)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     queries = torch.randn(MAX_ROWS, HEADS, dim, device=device).to(dtype)
-    return queries, torch.randn(2, KV_HEADS, 2 * SLOTS, dim, device=device).to(dtype)
+    return queries, torch.randn(2, KV_HEADS, slots, dim, device=device).to(dtype)
 
 
 def _ints(plan: Plan) -> Tensor:
@@ -122,7 +122,7 @@ def _span(rng: random.Random, length: int, nodes: int, first_page: int) -> Span:
     return Span(tokens, topology_of(tuple(parents)), pages, length)
 
 
-def _attend(
+def attend(
     plan: Plan, queries: Tensor, kv: Tensor, window: int, how: int | Sharing, exact: Size | None = None
 ) -> Tensor:
     """`how` many programs share the splits of a group; `exact`: of which groups it is known that they are lone."""
@@ -145,7 +145,7 @@ def _attend(
     return out
 
 
-def _by_hand(spans: list[Span], queries: Tensor, kv: Tensor, window: int) -> Tensor:
+def found_by_hand(spans: list[Span], queries: Tensor, kv: Tensor, window: int) -> Tensor:
     """Softmax over what every node sees, in float32."""
     found, row = [], 0
     for span in spans:

@@ -87,29 +87,23 @@ def _prompt_size(need: Need) -> Size:
 
 def _compare(target: CudaDecoder, plan: Plan, say: str, sweep: bool) -> None:
     """As it is run, and with all splits shared out."""
-    config, size = target.config, plan.size
-    steps = target.passes.steps
+    config, size, steps = target.config, plan.size, target.passes.steps
     assert isinstance(steps, FusedSteps)
-    processors, each = steps.processors, config.heads // config.kv_heads
-    out = shared_out(size, config.kv_heads, config.head_dim, processors)
-    own = sharing_for(size, config.kv_heads, each, config.head_dim, processors)
+    out = shared_out(size, config.kv_heads, config.head_dim, steps.processors)
+    own = sharing_for(size, config.kv_heads, config.head_dim, steps.processors)
     wanted = _measure(target, plan, size, out)
     print(f"{say}: shared out {wanted[0] * 1e6:6.1f} us, {out}", flush=True)
-    alone = replace(own, parts=False)  # wrong where there are trees
-    for how in [own, *([alone, *_variants(size, each)] if sweep else ())]:
+    for how in [own, *(_variants(size, out) if sweep else ())]:
         name = "as it is run" if how is own else "instead"
         print(f"    {name} {_compared(_measure(target, plan, size, how), wanted[1])}, {how}", flush=True)
 
 
-def _variants(size: Size, each: int) -> Iterator[Sharing]:
-    """Settings in which one program takes all splits of a group."""
-    few = max(16, each)
-    for queries, stages, registers, warps in (
-        (64, 2, None, 4), (64, 3, None, 4), (64, 3, None, 8),
-        (few, 2, 128, 4), (few, 3, 168, 4), (few, 3, None, 4), (few, 3, 128, 8),
-    ):  # fmt: skip
-        if queries == 64 or size.groups >= size.rows:
-            yield Sharing(1, size.splits, stages, registers, queries, warps)
+def _variants(size: Size, out: Sharing) -> Iterator[Sharing]:
+    """Settings that might be better."""
+    for programs in dict.fromkeys((1, 2, 4, out.programs)):
+        yield replace(out, programs=programs, narrow=True)
+    for programs, stages in ((1, 3), (4, 3), (1, 2)):
+        yield Sharing(programs, size.splits, stages, narrow=True)
 
 
 def _compared(found: tuple[float, torch.Tensor], wanted: torch.Tensor) -> str:

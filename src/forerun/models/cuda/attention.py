@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from forerun.models.config import DecoderConfig
-from forerun.models.cuda import kernels_attention
+from forerun.models.cuda import kernels_attention, kernels_splits
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, split_of
 from forerun.models.cuda.sharing import Sharing, sharing_for
 from forerun.models.cuda.tiles import power_of_two
+
+COMBINING = 1024  # programs that look for parts to add up, at most
 
 
 class Attention:
@@ -40,22 +42,31 @@ class Attention:
         """What all rows find in the keys and values [2, Hkv, S, D] of a layer."""
         config, size = self.config, run.size
         each = power_of_two(config.heads // config.kv_heads)
-        how = how or sharing_for(size, config.kv_heads, each, config.head_dim, self.processors)
+        how = how or sharing_for(size, config.kv_heads, config.head_dim, self.processors)
         settings: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": self.pdl}
         limit = {} if how.registers is None else {"maxnreg": how.registers}
-        kernels_attention.attend[size.attending(how.programs), config.kv_heads](
+        grid = size.attending(how.programs), config.kv_heads, 1
+        if how.walked:
+            assert not size.lone, (
+                "single nodes of one tree share programs, and no program has all of their splits"
+            )
+            grid = size.groups, config.kv_heads, how.programs
+        kernels_attention.attend[grid](
             queries, kv[0], kv[1], run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums,
             config.attention_scale / math.log(2), kv.stride(1), self.split_stride, size.groups // size.trees,
             size.lone, how.programs, how.walked, H=config.heads, HKV=config.kv_heads, EACH=each, D=config.head_dim,
-            WINDOW=window, TREES=size.lone > 0, WALKS=how.walked > 0, SIZE=how.queries, ROOM=self.room, PDL=self.pdl,
-            num_warps=how.warps, num_stages=how.stages,
-            **limit, **settings,
+            WINDOW=window, TREES=size.lone > 0, WALKS=how.walked > 0, NARROW=how.narrow, STAGES=how.stages,
+            ROOM=self.room, PDL=self.pdl, num_warps=how.warps, num_stages=how.stages, **limit, **settings,
         )  # fmt: skip
-        if not how.parts:
-            return
+        self._combine(run, out, window, how.walked > 0, settings)
+
+    def _combine(self, run: Run, out: Tensor, window: int, skips: bool, settings: dict[str, Any]) -> None:
+        """Add up what programs left; by few programs where most rows may have nothing left to add up."""
+        config, rows = self.config, run.size.rows
         heads = math.gcd(config.heads, 4)
-        kernels_attention.combine[size.rows, config.heads // heads](
-            out, run.positions, self.parts, self.tops, self.sums, self.split_stride, H=config.heads,
-            D=config.head_dim, HEADS=heads, WINDOW=window, STEP=8, ROOM=self.room, PDL=self.pdl, num_warps=heads,
-            **settings,
+        programs = min(rows, max(1, COMBINING * heads // config.heads)) if skips else rows
+        kernels_splits.combine[programs, config.heads // heads](
+            out, run.positions, self.parts, self.tops, self.sums, self.split_stride, rows, H=config.heads,
+            D=config.head_dim, HEADS=heads, WINDOW=window, STEP=8, SKIPS=skips,
+            MOST=power_of_two(-(-rows // programs)), ROOM=self.room, PDL=self.pdl, num_warps=heads, **settings,
         )  # fmt: skip

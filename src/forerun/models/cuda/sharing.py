@@ -14,6 +14,7 @@ from forerun.models.cuda.plan import Size
 ATTENDING, FEWEST = 32, 4  # programs to a multiprocessor, about; to a group and head, at least
 MANY = 3  # pairs of a group and a head to a multiprocessor: enough to keep it busy with a program each
 SHORT_SPLITS = 20  # up to here splits of the context have no more than 256 positions
+FULL_NODES = 16  # of a group of a prompt, mostly
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +27,23 @@ class Sharing:
     )
     stages: int  # steps that are on their way at once
     registers: int | None = None  # of a thread, at most
-    queries: int = 64  # of a program at once: nodes times heads of a group
+    narrow: bool = False  # are there programs of few rows for groups of few queries?
     warps: int = 4
-    parts: bool = True  # may there be groups that leave parts to add up?
 
 
-def sharing_for(size: Size, heads: int, each: int, head_dim: int, processors: int) -> Sharing:
-    """For passes of this size over so many key-value heads, which serve `each` heads of queries, padding included."""
-    if size.lone or size.shared * heads < MANY * processors:  # trees that branch have no whole groups
+def sharing_for(size: Size, heads: int, head_dim: int, processors: int) -> Sharing:
+    """For passes of this size over so many key-value heads."""
+    if (
+        size.lone or size.shared * heads < MANY * processors
+    ):  # trees that branch have no groups with all splits
         return shared_out(size, heads, head_dim, processors)
-    programs = 1 if size.splits <= SHORT_SPLITS else programs_for(size, heads, processors)
-    single = size.rows <= size.groups  # nearly all groups are single nodes
-    return Sharing(programs, SHORT_SPLITS, stages=3, queries=fewest_queries(each) if single else 64)
+    prompts = size.rows >= 8 * size.groups  # no other passes have so few groups
+    if prompts and size.rows * heads >= 2 * FULL_NODES * processors:
+        return Sharing(
+            1, size.splits, stages=3, narrow=True
+        )  # two programs to a multiprocessor, however long
+    programs = 1 if prompts and size.splits <= SHORT_SPLITS else programs_for(size, heads, processors)
+    return Sharing(min(FEWEST, programs), SHORT_SPLITS, stages=3, narrow=True)
 
 
 def shared_out(size: Size, heads: int, head_dim: int, processors: int) -> Sharing:
@@ -56,8 +62,3 @@ def programs_for(size: Size, heads: int, processors: int) -> int:
     One for each split, but fewer where there are many groups: programs that find nothing to do take time to start too.
     """
     return min(size.splits, max(FEWEST, ATTENDING * processors // (max(1, size.shared) * heads)))
-
-
-def fewest_queries(each: int) -> int:
-    """Queries of a program for single nodes with so many heads each: tensor cores take 16 at least."""
-    return max(16, each)
