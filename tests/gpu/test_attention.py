@@ -136,7 +136,7 @@ def attend(
             "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e4,
         }
     )  # fmt: skip
-    attention = Attention(config, reach, device, processors=132, room=0, pdl=False)
+    attention = Attention(config, reach, device, room=0, pdl=False)
     for numbers in (attention.parts, attention.tops, attention.sums):
         numbers.fill_(math.nan)  # what nobody wrote shows
     run, out = Run.of(plan.size, _ints(plan).to(device)), torch.full_like(queries, math.nan)

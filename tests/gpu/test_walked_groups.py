@@ -33,6 +33,13 @@ def test_programs_walk_whole_groups_where_there_are_many() -> None:
         assert sharing_for(replace(prompts, splits=splits), *HOPPER).walked == splits
 
 
+def test_other_gpus_and_wide_heads_have_no_such_programs() -> None:
+    prompts = Size(1024, 128, 32)
+    assert sharing_for(prompts, *HOPPER, hopper=False) == shared_out(prompts, *HOPPER)
+    assert sharing_for(prompts, 8, 256, 132) == shared_out(prompts, 8, 256, 132)
+    assert shared_out(prompts, 8, 256, 132).stages == 1  # more would not fit the shared memory of some
+
+
 def test_a_long_context_among_short_ones_is_shared_out() -> None:
     for size in (Size(128, 128, 32), Size(512, 128, 32)):
         how = sharing_for(size, *HOPPER)

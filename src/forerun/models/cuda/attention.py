@@ -22,15 +22,13 @@ class Attention:
     """The attention of one model on its device."""
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        max_length: int,
-        device: torch.device,
-        processors: int,
-        room: int,
-        pdl: bool,
+        self, config: DecoderConfig, max_length: int, device: torch.device, room: int, pdl: bool
     ) -> None:
-        self.config, self.processors, self.room, self.pdl = config, processors, room, pdl
+        self.config, self.room, self.pdl = config, room, pdl
+        self.processors, self.hopper = 1, False
+        if device.type == "cuda":
+            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+            self.hopper = torch.cuda.get_device_capability(device)[0] == 9
         self.split_stride = MAX_ROWS * config.heads
         rows = self.split_stride * (split_of(max_length + MAX_ROWS) + 1)
         self.parts = torch.empty(rows * config.head_dim, device=device)
@@ -42,14 +40,12 @@ class Attention:
         """What all rows find in the keys and values [2, Hkv, S, D] of a layer."""
         config, size = self.config, run.size
         each = power_of_two(config.heads // config.kv_heads)
-        how = how or sharing_for(size, config.kv_heads, config.head_dim, self.processors)
+        how = how or sharing_for(size, config.kv_heads, config.head_dim, self.processors, self.hopper)
         settings: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": self.pdl}
         limit = {} if how.registers is None else {"maxnreg": how.registers}
         grid = size.attending(how.programs), config.kv_heads, 1
         if how.walked:
-            assert not size.lone, (
-                "single nodes of one tree share programs, and no program has all of their splits"
-            )
+            assert not size.lone, "no program has all splits of a tree's single nodes"
             grid = size.groups, config.kv_heads, how.programs
         kernels_attention.attend[grid](
             queries, kv[0], kv[1], run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums,

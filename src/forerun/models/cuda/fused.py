@@ -72,7 +72,7 @@ class FusedSteps:
         self.squares = torch.zeros(MAX_ROWS, self.norm_columns, dtype=torch.float64, device=device)
         self.lifts = torch.ones(MAX_ROWS, device=device)
         self._described: dict[tuple[int, int, int], Any] = {}
-        self.attention = Attention(config, model.max_length, device, self.processors, self.room, self.pdl)
+        self.attention = Attention(config, model.max_length, device, self.room, self.pdl)
         most = max(self._partials(name) for name in self.tiles)
         self.partial = torch.empty(max(1, most), device=device)
         self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)

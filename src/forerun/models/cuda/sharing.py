@@ -15,6 +15,7 @@ ATTENDING, FEWEST = 32, 4  # programs to a multiprocessor, about; to a group and
 MANY = 3  # pairs of a group and a head to a multiprocessor: enough to keep it busy with a program each
 SHORT_SPLITS = 20  # up to here splits of the context have no more than 256 positions
 FULL_NODES = 16  # of a group of a prompt, mostly
+WIDEST = 128  # of a head whose programs have registers and shared memory for more than one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,10 @@ class Sharing:
     warps: int = 4
 
 
-def sharing_for(size: Size, heads: int, head_dim: int, processors: int) -> Sharing:
-    """For passes of this size over so many key-value heads."""
-    if (
-        size.lone or size.shared * heads < MANY * processors
-    ):  # trees that branch have no groups with all splits
+def sharing_for(size: Size, heads: int, head_dim: int, processors: int, hopper: bool = True) -> Sharing:
+    """For passes of this size over so many key-value heads. Other GPUs than Hopper's were not measured."""
+    few = size.shared * heads < MANY * processors
+    if few or size.lone or head_dim > WIDEST or not hopper:  # a branching tree has no group with all splits
         return shared_out(size, heads, head_dim, processors)
     prompts = size.rows >= 8 * size.groups  # no other passes have so few groups
     if prompts and size.rows * heads >= 2 * FULL_NODES * processors:
@@ -49,9 +49,11 @@ def sharing_for(size: Size, heads: int, head_dim: int, processors: int) -> Shari
 def shared_out(size: Size, heads: int, head_dim: int, processors: int) -> Sharing:
     """No program takes a whole group: for few groups."""
     programs = programs_for(size, heads, processors)
+    if head_dim > WIDEST:
+        return Sharing(programs, 0, stages=1)
     if size.splits > SHORT_SPLITS:
         return Sharing(programs, 0, stages=3)
-    many = size.attending(programs) * heads > 2 * processors and head_dim <= 128
+    many = size.attending(programs) * heads > 2 * processors
     # a program has few steps, and prefetching gains nothing; but three programs fit a multiprocessor
     return Sharing(programs, 0, stages=1, registers=168 if many else None)
 
