@@ -81,7 +81,9 @@ def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, a
     `whole`: they are of any number of splits, and where one starts the one before it is added to all before that.
     """
     d, t = tl.arange(0, D), tl.arange(0, TILE)
-    page = tl.load(ints + pages + start // TILE)  # the next one's; without pages: some number
+    page = tl.load(
+        ints + pages + start // TILE, mask=start < end, other=0
+    )  # the next one's; without pages: any number
     for p0 in tl.range(start, end, TILE, num_stages=1 if TABLE else STAGES):
         p = p0 + t
         if TABLE:
@@ -94,12 +96,10 @@ def _walk(q, at, last, start, end, top, total, acc, whole, all_top, all_total, a
             v = tl.load(values + place, cache_modifier=".cg")
             page = tl.load(ints + pages + p0 // TILE + 1, mask=p0 + TILE < end, other=0)
         found = _scores(q, k, p, at, (at >= 0)[:, None], scale, WINDOW)
-        # here, where the last tile's product is waited for: behind it Triton 3.6 forgets to wait for products
+        # here and not at the end: behind a product, under a condition, Triton 3.6 does not wait for it
         if WALKS and whole & (p0 % split_width(p0) == 0):
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
-            top = tl.full(
-                (q.shape[0],), float("-inf"), dtype=tl.float32
-            )  # so total and acc shrink to nothing
+            top = tl.full((q.shape[0],), float("-inf"), dtype=tl.float32)  # total and acc shrink to nothing
         top, safe, shrink = rise(top, tl.max(found, 1))
         weights = tl.exp2(found - safe[:, None])
         total = total * shrink + tl.sum(_whole(weights), 1).to(tl.float32) * PART
@@ -186,15 +186,14 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
                 length, ancestors, pages, scale, D, WINDOW, True, WALKS, STAGES)  # fmt: skip
         if WALKS and whole:
             all_top, all_total, all_acc = add_split(all_top, all_total, all_acc, top, total, acc)
-            put_rows(
-                out, row[:, None] * D + d[None, :], all_acc / all_total[:, None], real[:, None], ROOM * H * D
-            )
+            place = row[:, None] * D + d[None, :]
+            put_rows(out, place, all_acc / all_total[:, None], real[:, None], ROOM * H * D)
             tl.store(sums + row, FINISHED, mask=real)
         else:
-            place = (s * split_stride + row).to(tl.int64)
-            tl.store(parts + place[:, None] * D + d[None, :], acc, mask=real[:, None])
-            tl.store(tops + place, top, mask=real)
-            tl.store(sums + place, total, mask=real)
+            part = (s * split_stride + row).to(tl.int64)
+            tl.store(parts + part[:, None] * D + d[None, :], acc, mask=real[:, None])
+            tl.store(tops + part, top, mask=real)
+            tl.store(sums + part, total, mask=real)
 
 
 @triton.jit(do_not_specialize=["EACH_TREE", "LONE", "PROGRAMS", "WALKED"])
@@ -210,9 +209,7 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
     rows; unused rows cost no reading, but registers.
     """
     h, tree, alone, whole = tl.program_id(1), 0, False, False
-    if (
-        WALKS
-    ):  # the last groups are of prompts, which take longest; programs that find nothing to do come last
+    if WALKS:  # the last groups are of prompts, and take longest; programs that find nothing to do start last
         g, rank = EACH_TREE - 1 - tl.program_id(0), tl.program_id(2)
     else:
         shared = EACH_TREE - LONE
