@@ -104,8 +104,6 @@ def _variants(size: Size, out: Sharing) -> Iterator[Sharing]:
         yield replace(out, programs=programs, narrow=True)
     for programs, stages in ((1, 3), (4, 3), (1, 2)):
         yield Sharing(programs, size.splits, stages, narrow=True)
-    if size.rows >= 8 * size.groups:  # prompts
-        yield from (Sharing(1, size.splits, stages, pairs=True, warps=8) for stages in (2, 3))
 
 
 def _compared(found: tuple[float, torch.Tensor], wanted: torch.Tensor) -> str:

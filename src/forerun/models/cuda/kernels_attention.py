@@ -199,15 +199,14 @@ def _attend(queries, keys, values, ints, group, first, count, positions, out, pa
 @triton.jit(do_not_specialize=["EACH_TREE", "LONE", "PROGRAMS", "WALKED"])
 def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sums, scale, head_stride, split_stride,
            EACH_TREE, LONE, PROGRAMS, WALKED, H: tl.constexpr, HKV: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr,
-           WINDOW: tl.constexpr, TREES: tl.constexpr, WALKS: tl.constexpr, NARROW: tl.constexpr, PAIRS: tl.constexpr,
-           STAGES: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+           WINDOW: tl.constexpr, TREES: tl.constexpr, WALKS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr,
+           ROOM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One group, one key-value head, every so many-th split: what its queries found in each, unnormalised, in fp32.
 
     Trees have EACH_TREE groups each. The last LONE of them (none without TREES) are single nodes, of which a program
     takes TOGETHER; the others have PROGRAMS each. WALKS: where a group has all splits of its nodes, and no more than
     WALKED, one program takes all of them and writes what was found to `out`. NARROW: small groups have programs of few
-    rows; unused rows cost no reading, but registers. PAIRS: every other group of a chain is taken with the one before
-    it, so that keys and values are read half as often.
+    rows; unused rows cost no reading, but registers.
     """
     h, tree, alone, whole = tl.program_id(1), 0, False, False
     if WALKS:  # the last groups are of prompts, and take longest; programs that find nothing to do start last
@@ -222,16 +221,6 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
     low, high, first, count = tl.load(group), tl.load(group + 1), tl.load(group + 2), tl.load(group + 3)
     mine, theirs = keys + h.to(tl.int64) * head_stride, values + h.to(tl.int64) * head_stride
     FEW: tl.constexpr = TOGETHER * EACH if TOGETHER * EACH > BLOCK else BLOCK
-    SIZE: tl.constexpr = 2 * ROWS if PAIRS else ROWS
-    if PAIRS:
-        length, pages = tl.load(group + 5), tl.load(group + 7)
-        behind = group + tl.where(g + 1 < EACH_TREE, FIELDS, 0)
-        taken = ((tl.load(positions + first) - length) // (ROWS // EACH)) % 2 == 1
-        joined = (
-            (tl.load(behind + 2) == first + count) & (tl.load(behind + 7) == pages) & (count == ROWS // EACH)
-        )
-        high = tl.where(taken, 0, tl.where(joined, tl.load(behind + 1), high))
-        count = tl.where(joined, count + tl.load(behind + 3), count)
     if WALKS:
         end = tl.load(positions + first + tl.maximum(count - 1, 0))
         whole = (low == 0) & (high <= WALKED) & (high > split_of(end))
@@ -249,7 +238,7 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
                     STAGES + 1 if STAGES > 1 else 1, ROOM, PDL)  # fmt: skip
         else:
             _attend(queries, mine, theirs, ints, group, first, count, positions, out, parts, tops, sums, scale,
-                    split_stride, h, low + rank, high, step, whole, H, HKV, EACH, D, WINDOW, SIZE, False, WALKS,
+                    split_stride, h, low + rank, high, step, whole, H, HKV, EACH, D, WINDOW, ROWS, False, WALKS,
                     STAGES, ROOM, PDL)  # fmt: skip
     elif PDL:
         tl.extra.cuda.gdc_wait()

@@ -29,7 +29,6 @@ class Sharing:
     stages: int  # steps that are on their way at once
     registers: int | None = None  # of a thread, at most
     narrow: bool = False  # are there programs of few rows for groups of few queries?
-    pairs: bool = False  # two groups of one chain to a program, where all trees of the pass are chains
     warps: int = 4
 
 
