@@ -47,7 +47,7 @@ def test_what_is_found_does_not_depend_on_the_number_of_programs(window: int) ->
     ]
     plan = plan_pass(spans, 64 // (HEADS // KV_HEADS))
     queries, kv = random_numbers(32)
-    alone = attend(plan, queries, kv, window, programs=plan.size.splits)
+    alone = attend(plan, queries, kv, window, how=plan.size.splits)
     wanted = found_by_hand(spans, queries, kv, window)
     torch.testing.assert_close(alone[: plan.rows].float(), wanted, atol=2e-2, rtol=2e-2)
     for programs in (1, 2, 3):
@@ -65,7 +65,7 @@ def test_lone_nodes_that_share_a_program_find_the_same(
 ) -> None:
     plan, exact = _lone_nodes(lengths, nodes, reach=5)
     queries, kv = random_numbers(32)
-    wanted = attend(plan, queries, kv, window, programs=4)
+    wanted = attend(plan, queries, kv, window, how=4)
     for programs in (1, 3, plan.size.splits):
         found = attend(plan, queries, kv, window, programs, exact)
         _must_agree(found[: plan.rows], wanted[: plan.rows])
@@ -78,7 +78,7 @@ def test_the_deepest_tree_whose_nodes_share_programs_fits_their_columns(length: 
     plan, exact = _lone_nodes((length,), DEEPEST + 3, reach=1)
     assert max(plan.ints[plan.size.rows : plan.size.rows + plan.rows]) == length + DEEPEST
     queries, kv = random_numbers(dim)
-    wanted = attend(plan, queries, kv, 0, programs=4)
+    wanted = attend(plan, queries, kv, 0, how=4)
     _must_agree(attend(plan, queries, kv, 0, 2, exact)[: plan.rows], wanted[: plan.rows])
 
 

@@ -28,9 +28,13 @@ def test_programs_walk_whole_groups_where_there_are_many() -> None:
     few, prompts = Size(8, 8, 8), Size(1024, 128, 8)
     assert sharing_for(few, *HOPPER) == shared_out(few, *HOPPER)
     assert shared_out(prompts, *HOPPER).walked == 0
-    assert sharing_for(prompts, *HOPPER).programs == 1
-    for splits in (8, 256):
-        assert sharing_for(replace(prompts, splits=splits), *HOPPER).walked == splits
+    for size in (prompts, replace(prompts, splits=256), Size(256, 32, 8)):
+        how = sharing_for(size, *HOPPER)
+        assert (how.programs, how.walked) == (1, size.splits)
+    for roots in (Size(32, 32, 8), Size(96, 128, 8)):
+        how = sharing_for(roots, *HOPPER)
+        assert how.walked >= roots.splits
+        assert how.narrow
 
 
 def test_other_gpus_and_wide_heads_have_no_such_programs() -> None:
@@ -41,15 +45,16 @@ def test_other_gpus_and_wide_heads_have_no_such_programs() -> None:
 
 
 def test_a_long_context_among_short_ones_is_shared_out() -> None:
-    for size in (Size(128, 128, 32), Size(512, 128, 32)):
+    for size in (Size(128, 128, 32), Size(512, 128, 32), Size(256, 32, 32)):
         how = sharing_for(size, *HOPPER)
         assert how.programs > 1
         assert 0 < how.walked < size.splits
 
 
 def test_trees_that_branch_are_shared_out() -> None:
-    grown = Size(512, 64 * 9, 8, trees=64, lone=8)
-    assert sharing_for(grown, *HOPPER) == shared_out(grown, *HOPPER)
+    grown, from_host, beside_prompts = Size(512, 64 * 9, 8, 64, 8), Size(64, 128, 8), Size(512, 512, 8)
+    for size in (grown, from_host, beside_prompts):
+        assert sharing_for(size, *HOPPER) == shared_out(size, *HOPPER)
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ from forerun.models.config import DecoderConfig
 from forerun.models.cuda.fused import FusedSteps
 from forerun.models.cuda.graphs import capture
 from forerun.models.cuda.network import Run
-from forerun.models.cuda.plan import Need, Plan, Size, Span, plan_pass, split_of
+from forerun.models.cuda.plan import MAX_ROWS, Need, Plan, Size, Span, plan_pass, split_of
 from forerun.models.cuda.sharing import Sharing, shared_out, sharing_for
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.pages import PAGE
@@ -70,6 +70,8 @@ def main() -> None:
         _compare(target, plan_pass(chunks, group, _prompt_size), say, given.sweep)
         for behind, (batch, nodes, levels) in product(contexts, _numbers(given.beside)):
             spans = [*trees_of(batch, nodes, levels, behind), *chunks]
+            if batch * nodes + rows > MAX_ROWS:
+                continue
             beside = f"{say}, beside {batch} x {nodes} nodes in {levels} levels behind {behind} tokens"
             _compare(target, plan_pass(_on_own_pages(spans), group), beside, given.sweep)
 

@@ -63,6 +63,6 @@ class Attention:
         programs = min(rows, max(1, COMBINING * heads // config.heads)) if skips else rows
         kernels_splits.combine[programs, config.heads // heads](
             out, run.positions, self.parts, self.tops, self.sums, self.split_stride, rows, H=config.heads,
-            D=config.head_dim, HEADS=heads, WINDOW=window, STEP=8, SKIPS=skips,
+            D=config.head_dim, HEADS=heads, WINDOW=window, STEP=4 if run.size.splits <= 8 else 8, SKIPS=skips,
             MOST=power_of_two(-(-rows // programs)), ROOM=self.room, PDL=self.pdl, num_warps=heads, **settings,
         )  # fmt: skip

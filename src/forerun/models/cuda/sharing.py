@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from forerun.models.cuda.plan import Size
 
 ATTENDING, FEWEST = 32, 4  # programs to a multiprocessor, about; to a group and head, at least
-MANY = 3  # pairs of a group and a head to a multiprocessor: enough to keep it busy with a program each
 SHORT_SPLITS = 20  # up to here splits of the context have no more than 256 positions
 FULL_NODES = 16  # of a group of a prompt, mostly
+MOST_ROOTS = 256  # rows up to which a pass with as many groups is more likely one of lone roots than of trees
 WIDEST = 128  # of a head whose programs have registers and shared memory for more than one step
 
 
@@ -34,28 +34,34 @@ class Sharing:
 
 def sharing_for(size: Size, heads: int, head_dim: int, processors: int, hopper: bool = True) -> Sharing:
     """For passes of this size over so many key-value heads. Other GPUs than Hopper's were not measured."""
-    few = size.shared * heads < MANY * processors
-    if few or size.lone or head_dim > WIDEST or not hopper:  # a branching tree has no group with all splits
+    few = 2 * size.shared * heads < 3 * processors  # so few groups that a program each would leave some idle
+    if few or head_dim > WIDEST or not hopper or _may_branch(size):
         return shared_out(size, heads, head_dim, processors)
-    prompts = size.rows >= 8 * size.groups  # no other passes have so few groups
-    if prompts and size.rows * heads >= 2 * FULL_NODES * processors:
+    if size.rows < 8 * size.groups:
         return Sharing(
-            1, size.splits, stages=3, narrow=True
-        )  # two programs to a multiprocessor, however long
-    programs = 1 if prompts and size.splits <= SHORT_SPLITS else programs_for(size, heads, processors)
-    return Sharing(min(FEWEST, programs), SHORT_SPLITS, stages=3, narrow=True)
+            min(FEWEST, programs_for(size, heads, processors)), SHORT_SPLITS, stages=2, narrow=True
+        )
+    # no other passes than those over prompts have so few groups: two programs to a multiprocessor, however long
+    if size.splits <= SHORT_SPLITS or size.rows * heads >= 2 * FULL_NODES * processors:
+        return Sharing(1, size.splits, stages=3, narrow=True)
+    return Sharing(programs_for(size, heads, processors), SHORT_SPLITS, stages=3, narrow=True)
+
+
+def _may_branch(size: Size) -> bool:
+    """Is this a size of passes over trees that branch, mostly? Few of their groups have all splits of their nodes."""
+    return size.lone > 0 or size.groups >= (1 if size.rows > MOST_ROOTS else 2) * size.rows
 
 
 def shared_out(size: Size, heads: int, head_dim: int, processors: int) -> Sharing:
     """No program takes a whole group: for few groups."""
-    programs = programs_for(size, heads, processors)
+    programs, narrow = programs_for(size, heads, processors), not size.lone
     if head_dim > WIDEST:
         return Sharing(programs, 0, stages=1)
     if size.splits > SHORT_SPLITS:
         return Sharing(programs, 0, stages=3)
     many = size.attending(programs) * heads > 2 * processors
     # a program has few steps, and prefetching gains nothing; but three programs fit a multiprocessor
-    return Sharing(programs, 0, stages=1, registers=168 if many else None)
+    return Sharing(programs, 0, stages=1, registers=168 if many else None, narrow=narrow)
 
 
 def programs_for(size: Size, heads: int, processors: int) -> int:
