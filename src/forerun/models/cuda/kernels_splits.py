@@ -68,7 +68,7 @@ def _combine(out, m, position, parts, tops, sums, split_stride, H: tl.constexpr,
     head = m * H + tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     top, total, acc = nothing_found(HEADS, D)
     for s0 in range(low, last + 1, STEP):
-        found = ()
+        found, peak = (), top
         for i in tl.static_range(STEP):
             row = head + (s0 + i) * split_stride
             inside = (head >= 0) & (s0 + i <= last)
@@ -77,8 +77,11 @@ def _combine(out, m, position, parts, tops, sums, split_stride, H: tl.constexpr,
             place = row.to(tl.int64)[:, None] * D + d[None, :]
             part = tl.load(parts + place, mask=inside[:, None], other=0.0, cache_modifier=".cg")
             found = found + ((its_top, its_total, part),)  # noqa: RUF005
+            peak = tl.maximum(peak, tl.maximum(its_top, its_total))
         for i in tl.static_range(STEP):
-            top, total, acc = add_split(top, total, acc, found[i][0], found[i][1], found[i][2])
+            # the same number; but now no load can be put behind what is computed from another
+            its_top = tl.minimum(found[i][0], peak)
+            top, total, acc = add_split(top, total, acc, its_top, found[i][1], found[i][2])
     put_rows(out, head[:, None] * D + d[None, :], acc / total[:, None], (head >= 0)[:, None], ROOM * H * D)
 
 
