@@ -11,19 +11,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from forerun.drafters.captured import CapturedCalls
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
 from forerun.models.hidden_rows import HiddenRows, LayerRows
 from forerun.models.shared import SharedWeights
 from forerun.offers import Offer
 from forerun.params import SpeculativeConfig
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.types import Budget, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
+
+if TYPE_CHECKING:
+    from forerun.drafters.base import Drafter
 
 UNMEASURED = 1e-3  # seconds per level, until the first draft was timed
+REHEARSED = -1  # a sequence that no engine has
+TIMED = 3  # drafts of a rehearsal: the first is captured, the second counts little (see Meter)
 
 
 def head_dtype(target: Target, shared: SharedWeights | None) -> torch.dtype:
@@ -168,6 +175,26 @@ def is_drawn(seq: Seq) -> bool:
     return not seq.params.is_greedy and not seq.shares_noise
 
 
+def rehearse(
+    drafter: Drafter,
+    sequences: dict[int, ObservedRows],
+    context: int,
+    features: Tensor,
+    budgets: Sequence[Budget],
+) -> None:
+    """Draft for a made-up sequence of so many rows, so that drafts are captured and timed before texts are written.
+
+    `sequences`: the drafter's own, where it looks for rows that it has not read.
+    """
+    seq, observed = PlainSeq(REHEARSED, [0] * (context + 1)), ObservedRows()
+    observed.seen, observed.features, observed.tokens = context, [features], [0] * len(features)
+    sequences[seq.id] = observed
+    for budget in budgets:
+        for _ in range(TIMED):
+            drafter.propose([seq], [budget])
+    drafter.forget(seq)
+
+
 class LastRowDrafter:
     """Base of drafters that read the last hidden row alone: keeps it, and measures what a level costs."""
 
@@ -178,6 +205,23 @@ class LastRowDrafter:
     def __init__(self) -> None:
         self._sequences: dict[int, ObservedRows] = {}
         self._meter = Meter()
+        self._calls: CapturedCalls | None = None  # on a GPU
+
+    def capture(self, row: Tensor, budgets: Sequence[Budget]) -> None:
+        """From now on what a draft computes is captured and replayed; these drafts at once, from any row [1, D]."""
+        self._calls = CapturedCalls()
+        rehearse(self, self._sequences, 1, row, budgets)
+
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        raise NotImplementedError
+
+    @property
+    def _captures(self) -> int:
+        return 0 if self._calls is None else self._calls.made
+
+    def _stop_clock(self, levels: int, captures: int) -> None:
+        """So many levels were drafted, and so many graphs were there before: a capture is no measure of drafts."""
+        self._meter.stop(levels if self._captures == captures else 0)
 
     def offer(self, seq: Seq) -> Offer:
         """What a level takes, or the pass that makes all of them; a millisecond until a draft was timed."""

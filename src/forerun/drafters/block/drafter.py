@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from forerun.drafters.base import NEGLIGIBLE, Parts
@@ -28,6 +29,7 @@ from forerun.drafters.head_drafter import (
     is_drawn,
     is_ready,
     observe_rows,
+    rehearse,
     wants_sampling,
 )
 from forerun.drafters.tree_growth import Tree, grow_ranked, lay_out
@@ -51,7 +53,7 @@ class DFlashDrafter:
         self.head, self.sampled = head, sampled
         self.needs = Needs(tuple(sorted(set(head.config.layers))))
         self._sequences: dict[int, ObservedRows] = {}
-        self._runner = GraphRunner(head) if head.device.type == "cuda" else BlockRunner(head)
+        self._runner: BlockRunner = GraphRunner(head) if head.device.type == "cuda" else BlockRunner(head)
         self._pass, self._growth = Meter(), Meter()
         self._reading = 0.0  # seconds per row of a prompt
         self._expected: dict[int, float] = {}  # tokens of the last draft that should be accepted
@@ -60,7 +62,18 @@ class DFlashDrafter:
     @classmethod
     def build(cls, parts: Parts) -> DFlashDrafter:
         head = load_block(parts.head_folder(cls.kind), parts.target, cls.kind)
-        return cls(head, sampled=wants_sampling(parts.speculative, parts.target.device))
+        drafter = cls(head, sampled=wants_sampling(parts.speculative, parts.target.device))
+        drafter.warm_up()
+        return drafter
+
+    def warm_up(self) -> None:
+        """On a GPU: capture and time drafts in the usual contexts. A first draft in mid-text would seem too slow."""
+        if isinstance(self._runner, GraphRunner):
+            config = self.head.config
+            rows = torch.zeros(self._runner.usual_contexts[-1], config.feature_width, device=self.head.device)
+            for context in self._runner.usual_contexts:
+                budgets = [Budget(config.levels, config.levels)]
+                rehearse(self, self._sequences, context, rows[:context].to(self.head.dtype), budgets)
 
     def offer(self, seq: Seq) -> Offer:
         """The pass, which makes all levels; a level adds only its share of growing the tree."""
@@ -91,6 +104,7 @@ class DFlashDrafter:
             limits = [replace(budgets[b], depth=min(budgets[b].depth, config.levels)) for b in which]
             deepest = max(limit.depth for limit in limits)
             self._read(some)
+            captures = self._runner.captures
             if drawn:
                 steps = BlockSteps(self.head, self._runner.begin(some)[:, :deepest], some, self.least)
                 self._pass.stop(1)
@@ -98,7 +112,7 @@ class DFlashDrafter:
                 grown, came_from, laws = sample_trees(steps, some, limits, self.head.vocabulary)
             else:
                 candidates = self._runner.candidates(some, deepest)
-                self._pass.stop(1)
+                self._pass.stop(1 if self._runner.captures == captures else 0)
                 self._growth.start()
                 grown = self._grow(candidates, some, limits)
                 came_from = [[-1] * len(tree[0]) for tree in grown]
