@@ -71,8 +71,8 @@ def block_drafter() -> DFlashDrafter:
 def test_captured_heads_on_the_last_row_draft_the_same(family: Family, own: bool, clock: list[float]) -> None:
     """Alone and in a batch, from other rows than those at the capture."""
     ours, theirs = last_row_drafter(family, own), last_row_drafter(family, own)
-    ours.capture(ours.heads.any_row(), ours.usual_budgets())
-    at_load = ours._captures
+    ours.capture(ours.usual_budgets())
+    at_load = ours.captures
     seqs = [FakeSeq(b, [1 + b, 2, 3 + 2 * b]) for b in range(3)]
     for drafter in (ours, theirs):
         observe_prompts(drafter, TableLM(VOCAB), seqs)
@@ -82,27 +82,36 @@ def test_captured_heads_on_the_last_row_draft_the_same(family: Family, own: bool
             grown, wanted = (as_lists(one.propose(some, [budget] * len(some))) for one in (ours, theirs))
             assert grown == wanted
             seen |= {tuple(tokens) for tokens, _ in grown}
-        assert (ours._captures == at_load) == (len(some) == 1), "all usual drafts of one are captured at load"
+        assert (ours.captures == at_load) == (len(some) == 1), "all usual drafts of one are captured at load"
     assert len(seen) > len(BUDGETS), "sequences must differ in their drafts"
 
 
+@pytest.mark.parametrize("shares_noise", [True, False])
 @pytest.mark.parametrize("family", ["medusa", "hydra"])
-def test_a_temperature_is_drafted_for_without_a_graph(family: Family, clock: list[float]) -> None:
+def test_drafts_under_noise_are_captured_and_others_above_zero_are_not(
+    family: Family, shares_noise: bool, clock: list[float]
+) -> None:
+    """Alone, and beside a greedy sequence; noise differs from seed to seed and from position to position."""
     ours, theirs = last_row_drafter(family), last_row_drafter(family)
-    ours.capture(ours.heads.any_row(), ours.usual_budgets())
-    seq = FakeSeq(0, [1, 2, 3], params=SamplingParams(temperature=0.7), seed=5, shares_noise=True)
+    ours.capture(ours.usual_budgets())
+    hot = SamplingParams(temperature=4.0)
+    seqs = [FakeSeq(b, [1, 2, 3], params=hot, seed=5 + b, shares_noise=shares_noise) for b in range(6)]
+    seqs.append(FakeSeq(6, [1, 2, 3], params=SamplingParams(temperature=0.0)))
     for drafter in (ours, theirs):
-        observe_prompts(drafter, TableLM(VOCAB), [seq])
-    at_load = clock[0]
-    assert as_lists(ours.propose([seq], [BUDGETS[2]])) == as_lists(theirs.propose([seq], [BUDGETS[2]]))
-    assert clock[0] == at_load
+        observe_prompts(drafter, TableLM(VOCAB), seqs)
+    for some in (seqs[:1], seqs):
+        at_first = clock[0]
+        grown, wanted = (as_lists(one.propose(some, [Budget(4, 4)] * len(some))) for one in (ours, theirs))
+        assert grown == wanted
+        assert (clock[0] > at_first) == shares_noise
+    assert (len({tuple(tokens) for tokens, _ in grown}) > 2) == shares_noise
 
 
 @pytest.mark.parametrize("family", ["medusa", "hydra"])
 def test_what_captures_take_is_not_what_drafts_take(family: Family, clock: list[float]) -> None:
     drafter, target = last_row_drafter(family), TableLM(VOCAB)
-    drafter.capture(drafter.heads.any_row(), drafter.usual_budgets())
-    assert clock[0] > CAPTURE * drafter._captures > 0
+    drafter.capture(drafter.usual_budgets())
+    assert clock[0] > CAPTURE * drafter.captures > 0
     seqs = [FakeSeq(b, [1 + b, 2, 3]) for b in range(3)]
     observe_prompts(drafter, target, seqs)
     offered = drafter.offer(seqs[0]).until(4)

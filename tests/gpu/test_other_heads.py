@@ -53,7 +53,7 @@ def test_a_text_is_the_same_with_and_without(name: str, device: str, tmp_path: P
     assert texts[0] == texts[1]
     built = engine.drafters.get(name)
     if device == "cuda":
-        assert isinstance(built, DeviceEagle) if name == "mtp" else built._captures > 0  # type: ignore[attr-defined]
+        assert isinstance(built, DeviceEagle) if name == "mtp" else built.captures > 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["mtp", "eagle3"])
@@ -81,8 +81,8 @@ def test_a_captured_draft_is_the_draft(name: str, tmp_path: Path) -> None:
     heads = load_heads(save_head(name, target, tmp_path), target, family)  # type: ignore[arg-type]
     make = MedusaDrafter if name == "medusa" else HydraDrafter
     captured, plain = make(heads), make(heads)
-    captured.capture(heads.any_row(), captured.usual_budgets())
-    at_load = captured._captures
+    captured.capture(captured.usual_budgets())
+    at_load = captured.captures
     seqs = [FakeSeq(b, [(b + 3 * i) % VOCAB for i in range(n)]) for b, n in enumerate((3, 40, 300))]
     drafters: list[LastRowDrafter] = [captured, plain]
     for seq in seqs:
@@ -93,4 +93,4 @@ def test_a_captured_draft_is_the_draft(name: str, tmp_path: Path) -> None:
         for budget in (Budget(4, 4), Budget(9, 4, 2), Budget(20, 3, 4)):
             ours, theirs = (as_lists(one.propose(some, [budget] * len(some))) for one in drafters)
             assert ours == theirs
-    assert captured._captures == at_load + (3 if name == "hydra" else 2)
+    assert captured.captures == at_load + (3 if name == "hydra" else 2)

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from forerun.drafters.captured import CapturedCalls
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
 from forerun.models.hidden_rows import HiddenRows, LayerRows
 from forerun.models.shared import SharedWeights
 from forerun.offers import Offer
-from forerun.params import SpeculativeConfig
+from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.types import Budget, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
 
 if TYPE_CHECKING:
@@ -178,15 +177,18 @@ def is_drawn(seq: Seq) -> bool:
 def rehearse(
     drafter: Drafter,
     sequences: dict[int, ObservedRows],
-    context: int,
     features: Tensor,
+    context: int,
     budgets: Sequence[Budget],
+    params: SamplingParams | None = None,
 ) -> None:
     """Draft for a made-up sequence of so many rows, so that drafts are captured and timed before texts are written.
 
-    `sequences`: the drafter's own, where it looks for rows that it has not read.
+    `sequences`: the drafter's own, where it looks for rows that it has not read. Above T=0 noise is shared.
     """
-    seq, observed = PlainSeq(REHEARSED, [0] * (context + 1)), ObservedRows()
+    params = params or SamplingParams(temperature=0.0)
+    seq = PlainSeq(REHEARSED, [0] * (context + 1), params=params, shares_noise=not params.is_greedy)
+    observed = ObservedRows()
     observed.seen, observed.features, observed.tokens = context, [features], [0] * len(features)
     sequences[seq.id] = observed
     for budget in budgets:
@@ -205,23 +207,6 @@ class LastRowDrafter:
     def __init__(self) -> None:
         self._sequences: dict[int, ObservedRows] = {}
         self._meter = Meter()
-        self._calls: CapturedCalls | None = None  # on a GPU
-
-    def capture(self, row: Tensor, budgets: Sequence[Budget]) -> None:
-        """From now on what a draft computes is captured and replayed; these drafts at once, from any row [1, D]."""
-        self._calls = CapturedCalls()
-        rehearse(self, self._sequences, 1, row, budgets)
-
-    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        raise NotImplementedError
-
-    @property
-    def _captures(self) -> int:
-        return 0 if self._calls is None else self._calls.made
-
-    def _stop_clock(self, levels: int, captures: int) -> None:
-        """So many levels were drafted, and so many graphs were there before: a capture is no measure of drafts."""
-        self._meter.stop(levels if self._captures == captures else 0)
 
     def offer(self, seq: Seq) -> Offer:
         """What a level takes, or the pass that makes all of them; a millisecond until a draft was timed."""

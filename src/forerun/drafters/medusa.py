@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.drafters.base import Parts
-from forerun.drafters.captured import MOST
+from forerun.drafters.captured_heads import CapturedHeads, Noised, Work
 from forerun.drafters.draft_law import DraftLaw, likeliest
-from forerun.drafters.head_drafter import LastRowDrafter, head_dtype
+from forerun.drafters.head_drafter import head_dtype
 from forerun.drafters.head_formats import (
     check_weight,
     rates_in,
@@ -170,9 +170,6 @@ class HeadSet:
                 head = shared.head_rows(self.vocabulary.ids).to(self.device, dtype).contiguous()
         self.shared_head = None if head is None else Matrix(head)
 
-    def any_row(self) -> Tensor:
-        return torch.zeros(1, self.config.width, dtype=self.dtype, device=self.device)
-
     def embed(self, tokens: Tensor) -> Tensor:
         """[..., D]"""
         if self._embedding is not None:
@@ -191,19 +188,18 @@ class HeadSet:
         return weight.times(rows).float()
 
 
-class MedusaDrafter(LastRowDrafter):
+class MedusaDrafter(CapturedHeads):
     """Heads that guess in parallel; the tree is chosen from measured rates."""
 
     def __init__(self, heads: HeadSet) -> None:
-        super().__init__()
-        self.heads = heads
+        super().__init__(heads)
         self.one_pass = heads.shared_head is not None  # else every level reads an LM head of its own
 
     @classmethod
     def build(cls, parts: Parts) -> MedusaDrafter:
         drafter = cls(load_heads(parts.head_folder("medusa"), parts.target, "medusa"))
         if parts.target.device.type == "cuda":
-            drafter.capture(drafter.heads.any_row(), drafter.usual_budgets())
+            drafter.capture(drafter.usual_budgets())
         return drafter
 
     def usual_budgets(self) -> list[Budget]:
@@ -215,7 +211,7 @@ class MedusaDrafter(LastRowDrafter):
         live = self._ready(seqs, budgets)
         if live:
             self._meter.start()
-            captures = self._captures
+            captures = self.captures
             some = [seqs[b] for b in live]
             levels = min(self.heads.config.count, max(budgets[b].depth for b in live))
             guesses = self._guesses(some, levels)
@@ -229,16 +225,16 @@ class MedusaDrafter(LastRowDrafter):
     def _guesses(self, seqs: Sequence[Seq], levels: int) -> list[list[list[int]]]:
         """[B][levels][ranks] the likeliest tokens of each head."""
         hidden = self._last_rows(seqs, self.heads.dtype)  # [B, D]
-        law = DraftLaw(seqs, self.heads.vocabulary, hidden.device)
-        if self._calls is None or law.changes or len(seqs) > MOST:
-            best = self._likeliest(hidden, levels, law)
+        if self._replays(seqs):
+            work: Work = lambda rows, _, noised: (self._likeliest(rows, levels, noised),)  # noqa: E731
+            (best,) = self._replay(seqs, hidden, (levels,), levels, work)
         else:
-            key, plain = (len(seqs), levels), DraftLaw([], self.heads.vocabulary, hidden.device)
-            (best,) = self._calls.call(key, lambda rows: (self._likeliest(rows, levels, plain),), hidden)
+            law = DraftLaw(seqs, self.heads.vocabulary, hidden.device)
+            best = self._likeliest(hidden, levels, lambda logits, i: law.applied(logits[:, None], i)[:, 0])
         guesses: list[list[list[int]]] = best.tolist()
         return guesses
 
-    def _likeliest(self, hidden: Tensor, levels: int, law: DraftLaw) -> Tensor:
+    def _likeliest(self, hidden: Tensor, levels: int, noised: Noised) -> Tensor:
         """[B, levels, ranks] tokens of each head behind rows [B, D]."""
         heads, rows = self.heads, list[Tensor]()
         for i in range(levels):
@@ -251,7 +247,7 @@ class MedusaDrafter(LastRowDrafter):
         else:
             logits = torch.stack([heads.logits(i, row) for i, row in enumerate(rows)])  # [levels, B, Vd]
         count = min(RANKS, len(heads.vocabulary))
-        best = [likeliest(law.applied(logits[i][:, None], i), count)[1][:, 0] for i in range(levels)]
+        best = [likeliest(noised(logits[i], i)[:, None], count)[1][:, 0] for i in range(levels)]
         return heads.vocabulary.ids[torch.stack(best, 1)]
 
 

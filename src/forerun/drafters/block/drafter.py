@@ -70,10 +70,15 @@ class DFlashDrafter:
         """On a GPU: capture and time drafts in the usual contexts. A first draft in mid-text would seem too slow."""
         if isinstance(self._runner, GraphRunner):
             config = self.head.config
-            rows = torch.zeros(self._runner.usual_contexts[-1], config.feature_width, device=self.head.device)
+            rows = torch.zeros(
+                self._runner.usual_contexts[-1],
+                config.feature_width,
+                dtype=self.head.dtype,
+                device=self.head.device,
+            )
             for context in self._runner.usual_contexts:
                 budgets = [Budget(config.levels, config.levels)]
-                rehearse(self, self._sequences, context, rows[:context].to(self.head.dtype), budgets)
+                rehearse(self, self._sequences, rows[:context], context, budgets)
 
     def offer(self, seq: Seq) -> Offer:
         """The pass, which makes all levels; a level adds only its share of growing the tree."""
