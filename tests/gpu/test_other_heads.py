@@ -14,7 +14,7 @@ from forerun.drafters.medusa import MedusaDrafter, load_heads, write_heads
 from forerun.drafters.mtp import MtpDrafter, read_mtp, write_mtp
 from forerun.engine.driver import Driver
 from forerun.models.cuda.target import CudaDecoder
-from forerun.params import SamplingParams, SpeculativeConfig
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq
 from forerun.types import Budget, Request, Verdict
 from tests.drafters.rounds import as_lists
@@ -44,7 +44,7 @@ def test_a_text_is_the_same_with_and_without(name: str, device: str, tmp_path: P
         target = make_target("llama", device, dtype)
         head = str(save_head(name, target, tmp_path)) if drafter == name else None
         speculative = SpeculativeConfig(drafter=drafter, draft_model=head, controller="fixed", budget=5)
-        engine = make_engine(target, frozenset(), speculative)
+        engine = make_engine(target, frozenset(), speculative, EngineConfig(max_batch=1, max_length=200))
         prompts = [(5, 9, 2), (7,), tuple(range(3, 60))]
         seqs = Driver(engine).write(Request(prompt, SamplingParams(max_tokens=24)) for prompt in prompts)
         texts.append([seq.tokens for seq in seqs])
