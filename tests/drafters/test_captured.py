@@ -132,10 +132,34 @@ def test_a_block_drafter_is_not_judged_by_its_captures(clock: list[float]) -> No
     observe_prompts(drafter, target, seqs)
     for some, more in ((seqs[:1], 0), (seqs[1:2], 0), (seqs[:2], 1), (seqs[2:], 1), (seqs[:1], 1)):
         before = drafter._runner.captures
-        drafter.propose(some, [Budget(5, 5)] * len(some))
+        with torch.inference_mode():  # whatever mode the caller is in
+            drafter.propose(some, [Budget(5, 5)] * len(some))
         assert drafter._runner.captures == before + more
         assert drafter._pass.seconds == pytest.approx(REPLAY)
     assert drafter._reading == 0.0, "on this device reading takes no time"
+
+
+@pytest.mark.parametrize("family", ["medusa", "hydra"])
+def test_where_nothing_can_be_captured_drafts_go_on_without(
+    family: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(work: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(captured, "capture", refuse)
+    ours, theirs, seq = last_row_drafter(family), last_row_drafter(family), FakeSeq(0, [1, 2, 3])
+    ours.capture(ours.usual_budgets())
+    assert "operation by operation: RuntimeError: no memory" in caplog.text
+    assert not ours._sequences
+    for drafter in (ours, theirs):
+        observe_prompts(drafter, TableLM(VOCAB), [seq])
+    assert as_lists(ours.propose([seq], [BUDGETS[2]])) == as_lists(theirs.propose([seq], [BUDGETS[2]]))
+    block = block_drafter()
+    caplog.clear()
+    block.warm_up()
+    assert "no memory" in caplog.text
+    observe_prompts(block, TableLM(VOCAB), [seq])
+    assert len(as_lists(block.propose([seq], [Budget(5, 5)]))[0][0]) == 6
 
 
 def test_widths_are_what_kernels_take() -> None:

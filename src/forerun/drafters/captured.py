@@ -13,6 +13,7 @@ from torch import Tensor
 
 MOST = 16  # sequences of the largest graph; more run operation by operation
 _WARM = 3  # runs before a capture, in which libraries make their choices
+NOT_CAPTURED = "drafts are not captured, so they run operation by operation: %s: %s"  # a warning
 
 Work = Callable[..., tuple[Tensor, ...]]
 

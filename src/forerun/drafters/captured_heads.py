@@ -6,13 +6,14 @@ sequence are captured and timed when heads are loaded.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from forerun.drafters.captured import MOST, CapturedCalls
+from forerun.drafters.captured import MOST, NOT_CAPTURED, CapturedCalls
 from forerun.drafters.draft_law import has_noise
 from forerun.drafters.head_drafter import LastRowDrafter, rehearse
 from forerun.params import SamplingParams
@@ -21,6 +22,8 @@ from forerun.types import Budget, Seq, TreeBatch
 if TYPE_CHECKING:
     from forerun.drafters.eagle.cuda.draft_noise import DraftNoise
     from forerun.drafters.medusa import HeadSet
+
+log = logging.getLogger(__name__)
 
 # logits [B W, Vd] after nodes of a level -> as sequences with shared noise draft from them
 Noised = Callable[[Tensor, int], Tensor]
@@ -47,8 +50,12 @@ class CapturedHeads(LastRowDrafter):
         heads, self._calls = self.heads, CapturedCalls()
         self._noise = DraftNoise(heads.vocabulary.ids)
         row = torch.zeros(1, heads.config.width, dtype=heads.dtype, device=heads.device)
-        for heat in (1.0, 0.0):
-            rehearse(self, self._sequences, row, 1, budgets, SamplingParams(temperature=heat))
+        try:
+            for heat in (1.0, 0.0):
+                rehearse(self, self._sequences, row, 1, budgets, SamplingParams(temperature=heat))
+        except Exception as error:  # no working Triton, no memory: neither stops generation
+            log.warning(NOT_CAPTURED, type(error).__name__, error)
+            self._calls = None
 
     @property
     def captures(self) -> int:

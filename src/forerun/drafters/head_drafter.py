@@ -191,10 +191,12 @@ def rehearse(
     observed = ObservedRows()
     observed.seen, observed.features, observed.tokens = context, [features], [0] * len(features)
     sequences[seq.id] = observed
-    for budget in budgets:
-        for _ in range(TIMED):
-            drafter.propose([seq], [budget])
-    drafter.forget(seq)
+    try:
+        for budget in budgets:
+            for _ in range(TIMED):
+                drafter.propose([seq], [budget])
+    finally:
+        drafter.forget(seq)
 
 
 class LastRowDrafter:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 
 import torch
@@ -122,6 +123,7 @@ def grow_all(
     from forerun.drafters.eagle.cuda.tree_growth import Frontier, HeadOutput, Pool, grow_level
 
     count, output, steps = len(roots), HeadOutput(heads.vocabulary.ids), HydraSteps(heads, hidden, roots)
+    by_kernels = heads.device.type == "cuda" and find_spec("triton") is not None
     pool, frontier = (
         Pool(count, width, width, levels, heads.device),
         Frontier.of_roots(count, heads.device),
@@ -129,7 +131,7 @@ def grow_all(
     logits = steps.first()
     for level in range(levels):
         wide = frontier.tokens.shape[1]
-        frontier = grow_level(pool, frontier, noised(logits.flatten(0, -2), level), output)
+        frontier = grow_level(pool, frontier, noised(logits.flatten(0, -2), level), output, fused=by_kernels)
         if level + 1 < levels:
             firsts = torch.arange(0, count * wide, wide, device=heads.device)[:, None]
             logits = steps.after(frontier.parents.view(count, -1) - firsts, frontier.tokens)

@@ -6,6 +6,7 @@ the token before says of the next (a Markov head), and a confidence head that de
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from forerun.drafters.block.files import read_block
 from forerun.drafters.block.graphs import GraphRunner
 from forerun.drafters.block.head import BlockHead
 from forerun.drafters.block.runner import BlockRunner, BlockSteps
+from forerun.drafters.captured import NOT_CAPTURED
 from forerun.drafters.head_drafter import (
     UNMEASURED,
     Calibration,
@@ -37,6 +39,8 @@ from forerun.drafters.tree_sampling import sample_trees
 from forerun.models.base import Target
 from forerun.offers import Offer
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+
+log = logging.getLogger(__name__)
 
 PROMPT = 32  # more rows than this at once are a prompt's
 READING = 0.05  # of a pass: what a row of a prompt takes, until one was read
@@ -68,17 +72,17 @@ class DFlashDrafter:
 
     def warm_up(self) -> None:
         """On a GPU: capture and time drafts in the usual contexts. A first draft in mid-text would seem too slow."""
-        if isinstance(self._runner, GraphRunner):
-            config = self.head.config
-            rows = torch.zeros(
-                self._runner.usual_contexts[-1],
-                config.feature_width,
-                dtype=self.head.dtype,
-                device=self.head.device,
-            )
-            for context in self._runner.usual_contexts:
-                budgets = [Budget(config.levels, config.levels)]
-                rehearse(self, self._sequences, rows[:context], context, budgets)
+        if not isinstance(self._runner, GraphRunner):
+            return
+        config, contexts = self.head.config, self._runner.usual_contexts
+        rows = torch.zeros(contexts[-1], config.feature_width, dtype=self.head.dtype, device=self.head.device)
+        budget = Budget(config.levels, config.levels)
+        try:
+            for context in contexts:
+                rehearse(self, self._sequences, rows[:context], context, [budget])
+        except Exception as error:  # no memory for graphs: that does not stop generation
+            log.warning(NOT_CAPTURED, type(error).__name__, error)
+            self._runner = BlockRunner(self.head)
 
     def offer(self, seq: Seq) -> Offer:
         """The pass, which makes all levels; a level adds only its share of growing the tree."""
