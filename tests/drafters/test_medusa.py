@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.drafters.hydra import HydraDrafter, _HydraSteps
-from forerun.drafters.medusa import Family, HeadSet, MedusaDrafter, best_tree, read_heads, write_heads
+from forerun.drafters.hydra import HydraDrafter, HydraSteps
+from forerun.drafters.medusa import Family, HeadSet, MedusaDrafter, read_heads, write_heads
+from forerun.drafters.rated_tree import best_tree
 from forerun.errors import DamagedFile, InvalidInput
 from forerun.testing import FakeSeq, TableLM
 from forerun.train.recipes.medusa import HeadsModule
@@ -82,7 +83,7 @@ def test_training_in_parallel_equals_drafting(family: Family) -> None:
     for row in range(5):
         seq = FakeSeq(0, tokens[0, : row + 2].tolist())
         if family == "hydra":
-            walk = _HydraSteps(heads, hidden[:, row], [seq])
+            walk = HydraSteps(heads, hidden[:, row], torch.tensor(seq.tokens[-1:]))
             said = [walk.first()[0]]
             root = torch.zeros(1, 1, dtype=torch.long)
             said += [walk.after(root, tokens[:, row + 2 + i, None])[0, 0] for i in range(config.count - 1)]

@@ -60,6 +60,13 @@ def test_every_text_of_plain_rounds_that_follow_is_too(seed: int) -> None:
     assert play(scenario).followed > 50
 
 
+@pytest.mark.parametrize("seed", [5002, 5004])
+def test_every_text_that_an_mtp_layer_drafts_for_is_too(seed: int) -> None:
+    counts = play(even(seed, drafters=("mtp",), forms=((6, 3, 3), (3, 3, 1)), captures=True))
+    assert counts.followed > 20
+    assert counts.accepted > 20
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_text_is_what_its_request_gives_alone(seed: int) -> None:
     assert play(make_scenario(seed)).tokens > 0

@@ -35,6 +35,7 @@ from forerun.drafters.eagle.head import EagleHead
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.hydra import HydraDrafter
 from forerun.drafters.medusa import HeadSet, MedusaDrafter
+from forerun.drafters.mtp import MtpDrafter, MtpHead
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.engine.engine import Engine
@@ -55,6 +56,7 @@ from tests.drafters.tiny_heads import (
     eagle_weights,
     heads_config,
     heads_weights,
+    mtp_weights,
 )
 from tests.exactness.harness import Letters
 from tests.fuzz.scenario import PAGE, STOP, VOCAB, Setting
@@ -139,11 +141,11 @@ def make_drafter(name: str, target: Any, setting: Setting) -> Drafter:
 
 
 def _eagle(name: str, target: Any, shared: Any, dtype: torch.dtype, on_device: bool) -> Drafter:
-    kind = "eagle" if name == "eagle" else "eagle3"
+    kind = name if name in ("eagle", "mtp") else "eagle3"
     few, depth = (40, 2) if name == "narrow" else (None, 1)
     config = eagle_config(kind, VOCAB, WIDTH, few, depth=depth)  # type: ignore[arg-type]
     shape = target.config
-    layers = (-1,) if kind == "eagle" else (0, 1, shape.layers if shape.layers > 1 else -1)
+    layers = (-1,) if kind != "eagle3" else (0, 1, shape.layers if shape.layers > 1 else -1)
     sizes = {
         "heads": shape.heads,
         "kv_heads": shape.kv_heads,
@@ -151,14 +153,16 @@ def _eagle(name: str, target: Any, shared: Any, dtype: torch.dtype, on_device: b
         "inner": shape.inner,
     }
     config = replace(config, max_length=shape.max_length, layers=layers, **sizes)
-    weights = eagle_weights(config, seed=5, borrows=name != "narrow")
+    make_weights = mtp_weights if kind == "mtp" else eagle_weights
+    weights = make_weights(config, seed=5, borrows=name != "narrow")
     if name == "narrow":  # which says what the target says
         weights |= DraftVocabulary.most_frequent(torch.arange(VOCAB, 0, -1.0), 40).tensors()
         weights["lm_head.weight"][6:] *= 0.1
 
     def plain() -> Drafter:
-        head = EagleHead(config, weights, shared, dtype=dtype, device=CPU)
-        return (Eagle3Drafter if kind == "eagle3" else Eagle2Drafter)(head)
+        make_head = MtpHead if kind == "mtp" else EagleHead
+        head = make_head(config, weights, shared, dtype=dtype, device=CPU)
+        return {"eagle3": Eagle3Drafter, "eagle": Eagle2Drafter, "mtp": MtpDrafter}[kind](head)
 
     if not on_device:
         return plain()

@@ -1,6 +1,7 @@
 """Random EAGLE heads for the small targets of these tests."""
 
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +16,15 @@ from forerun.drafters.eagle.drafter import EagleDrafter
 from forerun.drafters.eagle.eagle2 import Eagle2Drafter
 from forerun.drafters.eagle.eagle3 import Eagle3Drafter
 from forerun.drafters.eagle.head import EagleHead
+from forerun.drafters.mtp import MtpDrafter, MtpHead
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.target import CudaDecoder
 from forerun.types import Scores, TreeBatch, Verdict
 from tests.drafters.rounds import as_lists
-from tests.drafters.tiny_heads import eagle_config, eagle_weights
+from tests.drafters.tiny_heads import eagle_config, eagle_weights, mtp_weights
+
+_NORM_OF_HEADS = re.compile(r"self_attn\.[qk]_norm")
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -30,6 +34,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"eagle": "eagle"},
     {"depth": 2, "fc_norm": True, "norm_output": True},
     {"depth": 3, "draft_vocab": 130},
+    {"eagle": "mtp"},
+    {"eagle": "mtp", "norm_output": True, "qk_norm": True, "draft_vocab": 130},
 ]
 
 
@@ -39,6 +45,7 @@ def make_head(
     eagle: Kind = "eagle3",
     draft_vocab: int | None = None,
     borrows: bool = False,
+    qk_norm: bool = False,
     **more: int,
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
     config = eagle_config(eagle, target.vocab_size, target.config.width, draft_vocab, **more)
@@ -47,7 +54,18 @@ def make_head(
         config, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, inner=shape.inner,
         max_length=2048, layers=(0, 1, 2) if eagle == "eagle3" else (-1,),
     )  # fmt: skip
+    if eagle == "mtp":
+        weights = mtp_weights(config, seed=5, borrows=borrows)
+        return config, {name: w for name, w in weights.items() if qk_norm or not _NORM_OF_HEADS.search(name)}
     return config, eagle_weights(config, seed=5, borrows=borrows)
+
+
+def plain_drafter(target: CudaDecoder, config: EagleConfig, weights: dict[str, Tensor]) -> EagleDrafter:
+    """A head run as everywhere, in trees that follow its confidence."""
+    drafters = {"eagle": Eagle2Drafter, "eagle3": Eagle3Drafter, "mtp": MtpDrafter}
+    make = MtpHead if config.kind == "mtp" else EagleHead
+    head = make(config, weights, target.shared(), dtype=target.model.dtype, device=target.device)
+    return drafters[config.kind](head)
 
 
 def both_drafters(
@@ -55,8 +73,7 @@ def both_drafters(
 ) -> tuple[DeviceEagle, EagleDrafter]:
     """A head drafting on the device, and the same head as everywhere."""
     config, weights = make_head(target, **more)
-    head = EagleHead(config, weights, target.shared(), dtype=target.model.dtype, device=target.device)
-    plain = (Eagle3Drafter if config.kind == "eagle3" else Eagle2Drafter)(head)
+    plain = plain_drafter(target, config, weights)
     draft = DeviceDraft(*make_net(config, weights, target, kind), capture=target.kernels == "triton")
     return DeviceEagle(draft, lambda: plain), plain
 

@@ -159,6 +159,9 @@ def test_a_text_longer_than_the_head_knows_is_not_drafted_for() -> None:
     [
         ("smollm2", "plain", {}),
         ("smollm2", "plain", {"eagle": "eagle"}),
+        ("smollm2", "plain", {"eagle": "mtp"}),
+        ("large", "plain", {"eagle": "mtp", "norm_output": True, "qk_norm": True}),
+        ("large", "int8", {"eagle": "mtp"}),
         ("smollm2", "plain", {"depth": 2}),
         ("large", "int8", {}),
         ("large", "int8", {"depth": 3}),

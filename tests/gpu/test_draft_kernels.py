@@ -30,10 +30,6 @@ from forerun.drafters.eagle.cuda.tree_growth import (
     grow_level,
     grow_plainly,
 )
-from forerun.drafters.eagle.drafter import EagleDrafter
-from forerun.drafters.eagle.eagle2 import Eagle2Drafter
-from forerun.drafters.eagle.eagle3 import Eagle3Drafter
-from forerun.drafters.eagle.head import EagleHead
 from forerun.models.cuda.after_pass import AfterPass
 from forerun.models.cuda.last_round import STEPS, LastRound
 from forerun.models.cuda.plan import MAX_ROWS, Plan, Size
@@ -41,7 +37,7 @@ from forerun.offers import Form
 from forerun.testing import FakeSeq
 from forerun.types import Budget, TreeForm, Verdict
 from tests.drafters.rounds import as_lists
-from tests.gpu.heads import agree, make_head, settled
+from tests.gpu.heads import agree, make_head, plain_drafter, settled
 from tests.gpu.tiny import VOCAB, make_target, where_kernels_run
 
 SHAPES = [Form(1, 1, 1), Form(5, 5, 1), Form(16, 16, 1), Form(8, 3, 3), Form(59, 6, 10), Form(20, 2, 17)]
@@ -199,7 +195,7 @@ def test_a_level_reads_the_rows_of_its_parents(dtype: torch.dtype) -> None:
         entered, x = (torch.zeros(rows, n * width, device=device) for n in (2, 1))
         kernels_head.enter[(rows,)](
             tokens, table, carried[parents] if sources is None else carried, tokens if sources is None else sources,
-            *norms, entered, x, x, 1.0, 0.0, 1e-5, WIDTH=width, UP=64, NORMED_RESIDUAL=False, ROOM=0,
+            *norms, entered, x, x, 1.0, 0.0, 1e-5, WIDTH=width, UP=64, START=0, ROOM=0,
             IN_ORDER=sources is None, PDL=False,
         )  # fmt: skip
         found.append((entered, x))
@@ -273,6 +269,8 @@ def test_hidden_rows_are_kept_at_their_slots() -> None:
         {"draft_vocab": 130, "norm_output": True},
         {"eagle": "eagle"},
         {"depth": 2, "fc_norm": True, "norm_output": True},
+        {"eagle": "mtp"},
+        {"eagle": "mtp", "norm_output": True, "qk_norm": True},
     ],
 )
 def test_whole_drafts_by_kernels(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,8 +287,7 @@ def test_whole_drafts_by_kernels(more: dict[str, Any], monkeypatch: pytest.Monke
         monkeypatch.setattr(module, name, partial(vars(module)[name], fused=True))
     target, rng = make_target("llama", "cpu"), random.Random(3)
     config, weights = make_head(target, **more)
-    head = EagleHead(config, weights, target.shared(), dtype=torch.float32, device=target.device)
-    plain: EagleDrafter = (Eagle3Drafter if config.kind == "eagle3" else Eagle2Drafter)(head)
+    plain = plain_drafter(target, config, weights)
     target.kernels, target.after.fused = "triton", True
     drafter = DeviceEagle(DeviceDraft(*make_net(config, weights, target), capture=False), lambda: plain)
     seqs = [

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -110,8 +111,17 @@ def test_rows_of_whole_numbers_end_at_the_largest() -> None:
     assert whole(rows).tolist() == [[0.0, 2.0, -2.0, LARGEST_ROW, -LARGEST_ROW]]
 
 
-@pytest.mark.parametrize("more", [{}, {"norm_before_residual": True}, {"depth": 3}], ids=str)
-def test_a_head_of_bytes_says_what_the_plain_one_says(more: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"norm_before_residual": True},
+        {"depth": 3},
+        {"eagle": "mtp", "qk_norm": True, "norm_output": True},
+    ],
+    ids=str,
+)
+def test_a_head_of_bytes_says_what_the_plain_one_says(more: dict[str, Any]) -> None:
     """Rows of any size are lifted to where whole numbers are fine enough: int8 weights are all that is lost."""
     target = make_target("smollm2", "cpu")
     nets = [make_net(*make_head(target, **more), target, kind)[0] for kind in ("plain", "int8")]  # type: ignore[arg-type]
@@ -138,13 +148,16 @@ def test_a_head_too_odd_for_bytes_is_widened() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "depth"), [("smollm2", 1), ("large", 1), ("large", 2)])
-def test_bytes_on_tensor_cores_agree_with_torch_and_keep_their_bits(name: str, depth: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("smollm2", {}), ("large", {}), ("large", {"depth": 2}), ("large", {"eagle": "mtp", "qk_norm": True})],
+)
+def test_bytes_on_tensor_cores_agree_with_torch_and_keep_their_bits(name: str, more: dict[str, Any]) -> None:
     need_cuda()
     nets = []
     for kernels in ("triton", "torch"):
         target = make_target(name, "cuda", torch.bfloat16, kernels)  # type: ignore[arg-type]
-        nets.append(make_net(*make_head(target, depth=depth), target, "int8")[0])
+        nets.append(make_net(*make_head(target, **more), target, "int8")[0])
     got, wanted = (_head_logits(net, 100) for net in nets)
     off = float((got - wanted).norm() / wanted.norm())
     assert off < 0.03, f"off by {off:.1%}"
@@ -153,8 +166,10 @@ def test_bytes_on_tensor_cores_agree_with_torch_and_keep_their_bits(name: str, d
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("more", [{}, {"depth": 3, "norm_before_residual": True}], ids=str)
-def test_bytes_by_kernels_are_those_of_torch(more: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "more", [{}, {"depth": 3, "norm_before_residual": True}, {"eagle": "mtp", "qk_norm": True}], ids=str
+)
+def test_bytes_by_kernels_are_those_of_torch(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the interpreter runs them, which rounds as torch does: products, lifts and norms of every layer."""
     if where_kernels_run().type == "cuda":
         pytest.skip("the test above does this on a GPU")

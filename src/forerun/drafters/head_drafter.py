@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,10 +21,15 @@ from forerun.models.base import Target
 from forerun.models.hidden_rows import HiddenRows, LayerRows
 from forerun.models.shared import SharedWeights
 from forerun.offers import Offer
-from forerun.params import SpeculativeConfig
-from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+from forerun.params import SamplingParams, SpeculativeConfig
+from forerun.types import Budget, Needs, PlainSeq, Scores, Seq, TreeBatch, Verdict
+
+if TYPE_CHECKING:
+    from forerun.drafters.base import Drafter
 
 UNMEASURED = 1e-3  # seconds per level, until the first draft was timed
+REHEARSED = -1  # a sequence that no engine has
+TIMED = 3  # drafts of a rehearsal: the first is captured, the second counts little (see Meter)
 
 
 def head_dtype(target: Target, shared: SharedWeights | None) -> torch.dtype:
@@ -166,6 +172,31 @@ def is_ready(observed: ObservedRows | None, seq: Seq, budget: Budget) -> bool:
 def is_drawn(seq: Seq) -> bool:
     """Are this sequence's drafts tested by p/q? Not where it is greedy or coupled by noise."""
     return not seq.params.is_greedy and not seq.shares_noise
+
+
+def rehearse(
+    drafter: Drafter,
+    sequences: dict[int, ObservedRows],
+    features: Tensor,
+    context: int,
+    budgets: Sequence[Budget],
+    params: SamplingParams | None = None,
+) -> None:
+    """Draft for a made-up sequence of so many rows, so that drafts are captured and timed before texts are written.
+
+    `sequences`: the drafter's own, where it looks for rows that it has not read. Above T=0 noise is shared.
+    """
+    params = params or SamplingParams(temperature=0.0)
+    seq = PlainSeq(REHEARSED, [0] * (context + 1), params=params, shares_noise=not params.is_greedy)
+    observed = ObservedRows()
+    observed.seen, observed.features, observed.tokens = context, [features], [0] * len(features)
+    sequences[seq.id] = observed
+    try:
+        for budget in budgets:
+            for _ in range(TIMED):
+                drafter.propose([seq], [budget])
+    finally:
+        drafter.forget(seq)
 
 
 class LastRowDrafter:

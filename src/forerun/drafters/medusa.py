@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.drafters.base import Parts
+from forerun.drafters.captured_heads import CapturedHeads, Noised, Work
 from forerun.drafters.draft_law import DraftLaw, likeliest
-from forerun.drafters.head_drafter import LastRowDrafter, head_dtype
+from forerun.drafters.head_drafter import head_dtype
 from forerun.drafters.head_formats import (
     check_weight,
     rates_in,
@@ -31,7 +31,7 @@ from forerun.drafters.head_formats import (
     write_shards,
 )
 from forerun.drafters.matrix import Matrix
-from forerun.drafters.tree_builder import best_count
+from forerun.drafters.rated_tree import filled_tree
 from forerun.drafters.tree_growth import lay_out
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import DamagedFile, InvalidInput, brief
@@ -188,17 +188,22 @@ class HeadSet:
         return weight.times(rows).float()
 
 
-class MedusaDrafter(LastRowDrafter):
+class MedusaDrafter(CapturedHeads):
     """Heads that guess in parallel; the tree is chosen from measured rates."""
 
     def __init__(self, heads: HeadSet) -> None:
-        super().__init__()
-        self.heads = heads
+        super().__init__(heads)
         self.one_pass = heads.shared_head is not None  # else every level reads an LM head of its own
 
     @classmethod
     def build(cls, parts: Parts) -> MedusaDrafter:
-        return cls(load_heads(parts.head_folder("medusa"), parts.target, "medusa"))
+        drafter = cls(load_heads(parts.head_folder("medusa"), parts.target, "medusa"))
+        if parts.target.device.type == "cuda":
+            drafter.capture(drafter.usual_budgets())
+        return drafter
+
+    def usual_budgets(self) -> list[Budget]:
+        return [Budget(depth, depth) for depth in range(1, self.heads.config.count + 1)]
 
     @torch.no_grad()
     def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
@@ -206,33 +211,44 @@ class MedusaDrafter(LastRowDrafter):
         live = self._ready(seqs, budgets)
         if live:
             self._meter.start()
+            captures = self.captures
             some = [seqs[b] for b in live]
             levels = min(self.heads.config.count, max(budgets[b].depth for b in live))
             guesses = self._guesses(some, levels)
             for i, b in enumerate(live):
-                trees[b] = _filled(seqs[b].tokens[-1], guesses[i], self.heads.config.tree_rates, budgets[b])
-            self._meter.stop(1 if self.one_pass else levels)
+                trees[b] = filled_tree(
+                    seqs[b].tokens[-1], guesses[i], self.heads.config.tree_rates, budgets[b]
+                )
+            self._stop_clock(1 if self.one_pass else levels, captures)
         return lay_out(trees)
 
     def _guesses(self, seqs: Sequence[Seq], levels: int) -> list[list[list[int]]]:
         """[B][levels][ranks] the likeliest tokens of each head."""
-        heads = self.heads
-        hidden = self._last_rows(seqs, heads.dtype)  # [B, D]
-        rows = []
+        hidden = self._last_rows(seqs, self.heads.dtype)  # [B, D]
+        if self._replays(seqs):
+            work: Work = lambda rows, _, noised: (self._likeliest(rows, levels, noised),)  # noqa: E731
+            (best,) = self._replay(seqs, hidden, (levels,), levels, work)
+        else:
+            law = DraftLaw(seqs, self.heads.vocabulary, hidden.device)
+            best = self._likeliest(hidden, levels, lambda logits, i: law.applied(logits[:, None], i)[:, 0])
+        guesses: list[list[list[int]]] = best.tolist()
+        return guesses
+
+    def _likeliest(self, hidden: Tensor, levels: int, noised: Noised) -> Tensor:
+        """[B, levels, ranks] tokens of each head behind rows [B, D]."""
+        heads, rows = self.heads, list[Tensor]()
         for i in range(levels):
             row = hidden
             for j in range(heads.config.blocks):
                 row = heads.block(i, j, row, row)
             rows.append(row)
         if heads.shared_head is not None:
-            logits = torch.unflatten(heads.logits(0, torch.cat(rows)), 0, (levels, len(seqs)))
+            logits = torch.unflatten(heads.logits(0, torch.cat(rows)), 0, (levels, len(hidden)))
         else:
             logits = torch.stack([heads.logits(i, row) for i, row in enumerate(rows)])  # [levels, B, Vd]
-        draft_law = DraftLaw(seqs, heads.vocabulary, logits.device)
         count = min(RANKS, len(heads.vocabulary))
-        best = [likeliest(draft_law.applied(logits[i][:, None], i), count)[1][:, 0] for i in range(levels)]
-        guesses: list[list[list[int]]] = heads.vocabulary.ids[torch.stack(best, 1)].tolist()
-        return guesses
+        best = [likeliest(noised(logits[i], i)[:, None], count)[1][:, 0] for i in range(levels)]
+        return heads.vocabulary.ids[torch.stack(best, 1)]
 
 
 def load_heads(folder: Path, target: Target, family: Family) -> HeadSet:
@@ -241,47 +257,3 @@ def load_heads(folder: Path, target: Target, family: Family) -> HeadSet:
     width = 0 if shared is None else shared.width
     config, weights = read_heads(folder, family, width, target.vocab_size)
     return HeadSet(config, weights, shared, dtype=head_dtype(target, shared), device=target.device)
-
-
-@lru_cache(maxsize=64)
-def best_tree(
-    rates: tuple[tuple[float, ...], ...], nodes: int, depth: int, width: int
-) -> tuple[tuple[int, int, float], ...]:
-    """The tree of (parent, rank, survival) with the most expected tokens, root left out; best nodes first.
-
-    Greedy is optimal: a node adds exactly the product of its path's rates, and never more than its parent.
-    """
-    tree: list[tuple[int, int, float]] = []
-    open_nodes = [(1.0, 0, 0)]  # survival, level, index in the tree counting the root
-    taken = {0: 0}  # how many children each node has: the next child has that rank
-    while len(tree) < nodes:
-        best: tuple[float, int, int, int] | None = None
-        for survival, level, index in open_nodes:
-            rank = taken[index]
-            if level < min(depth, len(rates)) and rank < min(width, len(rates[level])):
-                gain = survival * rates[level][rank]
-                if best is None or gain > best[0]:
-                    best = (gain, level, index, rank)
-        if best is None:
-            break
-        gain, level, parent, rank = best
-        taken[parent] += 1
-        tree.append((parent, rank, gain))
-        taken[len(tree)] = 0
-        open_nodes.append((gain, level + 1, len(tree)))
-    return tuple(tree)
-
-
-def _filled(
-    root: int, guesses: list[list[int]], rates: tuple[tuple[float, ...], ...], budget: Budget
-) -> tuple[list[int], list[int]]:
-    """The fixed tree with this sequence's tokens in it."""
-    most = min(budget.width, len(guesses[0]))
-    tree = best_tree(rates, budget.nodes, min(budget.depth, len(guesses)), most)
-    tree = tree[: best_count([survival for *_, survival in tree], budget.price)]
-    tokens, parents, levels = [root], [-1], [0]
-    for parent, rank, _ in tree:
-        tokens.append(guesses[levels[parent]][rank])
-        parents.append(parent)
-        levels.append(levels[parent] + 1)
-    return tokens, parents

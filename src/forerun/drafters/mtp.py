@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.drafters.base import Drafter, Parts
-from forerun.drafters.eagle.config import EagleConfig
+from forerun.drafters.eagle.config import EagleConfig, Kind
 from forerun.drafters.eagle.drafter import EagleDrafter
 from forerun.drafters.eagle.head import EagleHead
 from forerun.drafters.eagle.layer import Attend
-from forerun.drafters.head_drafter import head_dtype, wants_sampling
+from forerun.drafters.head_drafter import head_dtype
 from forerun.drafters.head_formats import (
     check_weight,
     read_config,
@@ -85,12 +84,16 @@ class MtpHead(EagleHead):
 class MtpDrafter(EagleDrafter):
     """EAGLE-2's drafting, a tree that follows confidence, with a checkpoint's own layer."""
 
+    kind: Kind = "mtp"
     dynamic = True
 
     @classmethod
-    def build(cls, parts: Parts) -> Drafter:
-        head = load_mtp(parts.head_folder("mtp"), parts.target)
-        return cls(head, sampled=wants_sampling(parts.speculative, parts.target.device))
+    def read(cls, folder: Path) -> tuple[EagleConfig, dict[str, Tensor]]:
+        return read_mtp(folder)
+
+    @classmethod
+    def load(cls, folder: Path, target: Target) -> MtpHead:
+        return load_mtp(folder, target)
 
 
 def load_mtp(folder: Path, target: Target) -> MtpHead:

@@ -212,6 +212,13 @@ class _Growth:
         return tokens, [-1, *(index[parents[place]] for place in kept)]
 
 
+def cut_grown(root: int, budget: Budget, scores: list[float], tokens: list[int], parents: list[int]) -> Tree:
+    """The best of candidates that were grown elsewhere: log-survivals, tokens and parents, -1 = the root."""
+    growth = _Growth(root, budget, len(tokens), Calibration(), None)
+    growth._scores, growth._tokens, growth._parents = scores, tokens, parents
+    return growth.cut()
+
+
 def lay_out(
     trees: Sequence[Tree], rows: Sequence[Sequence[int]] = (), laws: Sequence[Tensor] = ()
 ) -> TreeBatch:

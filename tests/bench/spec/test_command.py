@@ -73,7 +73,7 @@ def test_every_method_writes_the_plain_text_at_the_larger_shape(
         (0.0, "auto"), (1.0, "exact"), (1.0, "coupled"),
     ]  # fmt: skip
     for cell, equal in zip(document["cells"], (2, "law", 2), strict=True):
-        more = {"eagle3 chosen", "ngram+eagle3 chosen"} if equal == "law" else set()
+        more = {"eagle3 chosen", "ngram+eagle3 chosen", "mtp chosen"} if equal == "law" else set()
         assert set(cell["methods"]) == {"plain", *wanted, *more}
         assert {row["equal"] for row in cell["methods"].values()} == {equal}
         assert cell["tasks"] == ["multi_turn", "qa"]

@@ -23,7 +23,10 @@ from forerun.registry import DrafterSpec
 
 LOOKUPS = ("ngram", "suffix", "recycling", "lookahead")
 CASCADES = (f"ngram>{LAYERS}",)
-HEAD = "eagle3"  # whose chosen tokens are drafted on a GPU by captured graphs, and drawn ones on the host
+HEADS = (
+    "eagle3",
+    "mtp",
+)  # whose chosen tokens are drafted on a GPU by captured graphs, and drawn ones on the host
 CHOSEN = " chosen"
 _MAPS = ("d2t", "t2d")  # between vocabularies: not parameters
 
@@ -88,8 +91,8 @@ def every_method(given: Given) -> list[Method]:
     if len(given.draft_models) == 2:
         both = ";".join(given.draft_models)
         names += [f"draft_model>draft_model={both}", f"ngram>draft_model>draft_model={both}"]
-    if given.head_for(registry.drafters.spec(HEAD)):
-        names += [f"{name}{CHOSEN}" for name in names if name.partition("=")[0].endswith(HEAD)]
+    heads = tuple(head for head in HEADS if given.head_for(registry.drafters.spec(head)))
+    names += [f"{name}{CHOSEN}" for name in names if name.partition("=")[0].endswith(heads)]
     return [find_method(name, given) for name in names]
 
 

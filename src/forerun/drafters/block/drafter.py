@@ -6,10 +6,12 @@ the token before says of the next (a Markov head), and a confidence head that de
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from forerun.drafters.base import NEGLIGIBLE, Parts
@@ -19,6 +21,7 @@ from forerun.drafters.block.files import read_block
 from forerun.drafters.block.graphs import GraphRunner
 from forerun.drafters.block.head import BlockHead
 from forerun.drafters.block.runner import BlockRunner, BlockSteps
+from forerun.drafters.captured import NOT_CAPTURED
 from forerun.drafters.head_drafter import (
     UNMEASURED,
     Calibration,
@@ -28,6 +31,7 @@ from forerun.drafters.head_drafter import (
     is_drawn,
     is_ready,
     observe_rows,
+    rehearse,
     wants_sampling,
 )
 from forerun.drafters.tree_growth import Tree, grow_ranked, lay_out
@@ -35,6 +39,8 @@ from forerun.drafters.tree_sampling import sample_trees
 from forerun.models.base import Target
 from forerun.offers import Offer
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
+
+log = logging.getLogger(__name__)
 
 PROMPT = 32  # more rows than this at once are a prompt's
 READING = 0.05  # of a pass: what a row of a prompt takes, until one was read
@@ -51,7 +57,7 @@ class DFlashDrafter:
         self.head, self.sampled = head, sampled
         self.needs = Needs(tuple(sorted(set(head.config.layers))))
         self._sequences: dict[int, ObservedRows] = {}
-        self._runner = GraphRunner(head) if head.device.type == "cuda" else BlockRunner(head)
+        self._runner: BlockRunner = GraphRunner(head) if head.device.type == "cuda" else BlockRunner(head)
         self._pass, self._growth = Meter(), Meter()
         self._reading = 0.0  # seconds per row of a prompt
         self._expected: dict[int, float] = {}  # tokens of the last draft that should be accepted
@@ -60,7 +66,23 @@ class DFlashDrafter:
     @classmethod
     def build(cls, parts: Parts) -> DFlashDrafter:
         head = load_block(parts.head_folder(cls.kind), parts.target, cls.kind)
-        return cls(head, sampled=wants_sampling(parts.speculative, parts.target.device))
+        drafter = cls(head, sampled=wants_sampling(parts.speculative, parts.target.device))
+        drafter.warm_up()
+        return drafter
+
+    def warm_up(self) -> None:
+        """On a GPU: capture and time drafts in the usual contexts. A first draft in mid-text would seem too slow."""
+        if not isinstance(self._runner, GraphRunner):
+            return
+        config, contexts = self.head.config, self._runner.usual_contexts
+        rows = torch.zeros(contexts[-1], config.feature_width, dtype=self.head.dtype, device=self.head.device)
+        budget = Budget(config.levels, config.levels)
+        try:
+            for context in contexts:
+                rehearse(self, self._sequences, rows[:context], context, [budget])
+        except Exception as error:  # no memory for graphs: that does not stop generation
+            log.warning(NOT_CAPTURED, type(error).__name__, error)
+            self._runner = BlockRunner(self.head)
 
     def offer(self, seq: Seq) -> Offer:
         """The pass, which makes all levels; a level adds only its share of growing the tree."""
@@ -91,6 +113,7 @@ class DFlashDrafter:
             limits = [replace(budgets[b], depth=min(budgets[b].depth, config.levels)) for b in which]
             deepest = max(limit.depth for limit in limits)
             self._read(some)
+            captures = self._runner.captures
             if drawn:
                 steps = BlockSteps(self.head, self._runner.begin(some)[:, :deepest], some, self.least)
                 self._pass.stop(1)
@@ -98,7 +121,7 @@ class DFlashDrafter:
                 grown, came_from, laws = sample_trees(steps, some, limits, self.head.vocabulary)
             else:
                 candidates = self._runner.candidates(some, deepest)
-                self._pass.stop(1)
+                self._pass.stop(1 if self._runner.captures == captures else 0)
                 self._growth.start()
                 grown = self._grow(candidates, some, limits)
                 came_from = [[-1] * len(tree[0]) for tree in grown]

@@ -7,8 +7,7 @@ had to grow. Drafts under a temperature or noise run operation by operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,14 +15,13 @@ from torch import Tensor
 from forerun.drafters.block.candidates import BlockCandidates, candidates_of
 from forerun.drafters.block.head import BlockHead
 from forerun.drafters.block.runner import BlockRunner
+from forerun.drafters.captured import MOST, CapturedCalls
 from forerun.drafters.draft_law import DraftLaw
 from forerun.drafters.eagle.torch_runner import attend_to
 from forerun.types import Seq
 
 FEWEST = 256  # slots of the smallest graph
 RESERVED = 1024  # slots of each sequence from the start: where the cache grows, graphs are captured anew
-MOST = 16  # sequences of the largest graph; more run operation by operation
-_WARM = 3  # runs before a capture, in which libraries make their choices
 
 
 class GraphRunner(BlockRunner):
@@ -32,24 +30,29 @@ class GraphRunner(BlockRunner):
     def __init__(self, head: BlockHead) -> None:
         super().__init__(head)
         self.cache.reserve(MOST, RESERVED)
-        self._graphs: dict[tuple[int, int, int], tuple[Any, Tensor, Tensor, Tensor]] = {}
+        self._calls, self._grown = CapturedCalls(), self.cache.grown
 
     @torch.no_grad()
     def candidates(self, seqs: Sequence[Seq], levels: int) -> BlockCandidates:
         law = DraftLaw(seqs, self.head.vocabulary, self.head.device)
-        if law.changes or len(seqs) > MOST or self.head.device.type != "cuda":
+        if law.changes or len(seqs) > MOST:
             return super().candidates(seqs, levels)
-        inputs = self.inputs(seqs)
-        slots = self.slots_for(seqs)
-        key = len(seqs), slots, self.cache.grown
-        if key not in self._graphs:
-            if any(kept[2] != key[2] for kept in self._graphs):
-                self._graphs.clear()  # they read a cache that is no more
-            self._graphs[key] = self._captured(inputs, slots)
-        graph, given, scored, tokens = self._graphs[key]
-        given.copy_(inputs, non_blocking=True)
-        graph.replay()
+        inputs, slots = self.inputs(seqs), self.slots_for(seqs)
+        if self._grown != self.cache.grown:
+            self._grown = self.cache.grown
+            self._calls.clear()  # they read a cache that is no more
+        scored, tokens = self._calls.call((len(seqs), slots), lambda given: self.static(given, slots), inputs)
         return BlockCandidates(scored[:, :levels], tokens[:, :levels])
+
+    @property
+    def captures(self) -> int:
+        return self._calls.made
+
+    @property
+    def usual_contexts(self) -> list[int]:
+        """The longest of each number of slots that is there from the start."""
+        slots = [FEWEST << i for i in range((RESERVED // FEWEST).bit_length())]
+        return [some - self.head.config.rows for some in slots]
 
     def inputs(self, seqs: Sequence[Seq]) -> Tensor:
         """[3, B] roots, lengths, and rows of the cache."""
@@ -82,19 +85,3 @@ class GraphRunner(BlockRunner):
             return attend_to(torch.unflatten(q, 0, (count, size)), kv[:, layer].transpose(2, 3), mask)
 
         return candidates_of(head, head.run(roots, lengths, attend), roots, None)
-
-    def _captured(self, inputs: Tensor, slots: int) -> tuple[Any, Tensor, Tensor, Tensor]:
-        """The graph, where its inputs go, and where its outputs lie."""
-        given = inputs.clone()
-        run: Callable[[], tuple[Tensor, Tensor]] = lambda: self.static(given, slots)  # noqa: E731
-        make_stream: Any = torch.cuda.Stream
-        side = make_stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARM):
-                run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            scored, tokens = run()
-        return graph, given, scored, tokens

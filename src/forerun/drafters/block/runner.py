@@ -67,6 +67,11 @@ class BlockRunner:
     def __init__(self, head: BlockHead) -> None:
         self.head, self.cache = head, ContextCache(head)
 
+    @property
+    def captures(self) -> int:
+        """Graphs that were captured so far."""
+        return 0
+
     @torch.no_grad()
     def read(self, seqs: Sequence[Seq], sequences: Sequence[ObservedRows]) -> None:
         """Keys and values of the rows that are new since each sequence's last draft."""

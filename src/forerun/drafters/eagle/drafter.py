@@ -16,7 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from forerun.drafters.base import Drafter, Parts, lone_roots
-from forerun.drafters.eagle.config import Kind, default_layers
+from forerun.drafters.eagle.config import EagleConfig, Kind, default_layers
 from forerun.drafters.eagle.files import read_head
 from forerun.drafters.eagle.head import EagleHead
 from forerun.drafters.eagle.native_head import NativeHead
@@ -97,19 +97,27 @@ class EagleDrafter:
         self._offer = Offer()  # the last one, which often holds for the next round too
 
     @classmethod
+    def read(cls, folder: Path) -> tuple[EagleConfig, dict[str, Tensor]]:
+        return read_head(folder, kind=cls.kind)
+
+    @classmethod
+    def load(cls, folder: Path, target: Target) -> EagleHead | NativeHead:
+        return load_head(folder, target, cls.kind)
+
+    @classmethod
     def build(cls, parts: Parts) -> Drafter:
         """On a GPU drafting stays on the device, in trees that follow the head's confidence, where that can be."""
         folder, sampled = parts.head_folder(cls.kind), wants_sampling(parts.speculative, parts.target.device)
 
         def plain() -> Drafter:
-            return cls(load_head(folder, parts.target, cls.kind), sampled=sampled)
+            return cls(cls.load(folder, parts.target), sampled=sampled)
 
         if parts.target.device.type != "cuda":
             return plain()
         from forerun.drafters.eagle.cuda.drafter import on_device
 
         return on_device(
-            folder, parts.target, plain, kind=cls.kind, sampled=sampled,
+            folder, parts.target, plain, read=cls.read, sampled=sampled,
             max_batch=parts.max_batch, max_length=parts.max_length,
         ) or plain()  # fmt: skip
 

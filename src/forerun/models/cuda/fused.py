@@ -61,6 +61,8 @@ class FusedSteps:
         first = model.layers[0].qkv.shape[1]
         if first != model.layers[-1].qkv.shape[1]:  # a head's first layer reads wider rows than the others
             self.tiles["entering"] = choose_tile(self.qkv_outputs, first, by_head, self.whole)
+        if model.entry is not None:
+            self.tiles["entry"] = choose_tile(self.width, model.entry.shape[1], tile, self.whole)
         self.norm_tile = tile
         self.pdl = starts_early(device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -89,6 +91,8 @@ class FusedSteps:
         layer = self.model.layers[-1]
         weights = {"qkv": layer.qkv, "o": layer.o, "gate": layer.gate_up, "down": layer.down}
         weights |= {"head": self.model.head, "entering": self.model.layers[0].qkv}
+        if self.model.entry is not None:
+            weights["entry"] = self.model.entry
         weights = {name: weights[name] for name in self.tiles}
         if not fits(weights, self.tiles):
             return None

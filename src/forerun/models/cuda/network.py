@@ -69,6 +69,7 @@ class Model:
     """A checkpoint on the device."""
 
     whole = False  # rows are whole numbers of two bytes: heads of int8 weights only
+    entry: Weight | None = None  # [D, K] starts the residual stream from wider rows: heads only
 
     def __init__(
         self,

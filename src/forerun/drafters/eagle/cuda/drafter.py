@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from forerun.drafters.eagle.config import Kind, default_layers
+from torch import Tensor
+
+from forerun.drafters.eagle.config import EagleConfig, default_layers
 from forerun.drafters.eagle.cuda.capture import capture_menu
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.feature_fusion import make_net, why_not
@@ -212,7 +214,7 @@ class DeviceDrafter(Generic[Draft]):
 
 
 class DeviceEagle(DeviceDrafter[DeviceDraft]):
-    """EAGLE heads."""
+    """EAGLE heads, and multi-token-prediction layers."""
 
 
 def on_device(
@@ -220,7 +222,7 @@ def on_device(
     target: Target,
     make_plain: Callable[[], Drafter],
     *,
-    kind: Kind | None = None,
+    read: Callable[[Path], tuple[EagleConfig, dict[str, Tensor]]] = read_head,
     sampled: bool = False,
     max_batch: int = 1,
     max_length: int | None = None,
@@ -228,7 +230,7 @@ def on_device(
     """A drafter that drafts on the target's device, where head and target allow it; its graphs are captured here."""
     if not isinstance(target, CudaDecoder):
         return None
-    config, weights = read_head(folder, kind=kind)
+    config, weights = read(folder)
     if why_not(config, target):
         return None
     if not config.layers:

@@ -1,4 +1,4 @@
-"""Loads an EAGLE head for the GPU: its layers as a network, and the fusion of the target's features."""
+"""Loads an EAGLE head or an MTP layer for the GPU: its layers as a network, and the fusion of the target's features."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FeatureFusion:
         self._output_norm = model.final_norm.float() if config.norm_output else None
 
     def fuse(self, features: Tensor) -> Tensor:
-        """[N, F] of the target -> [N, D]; EAGLE-1 carries the target's own row."""
+        """[N, F] of the target -> [N, D]; EAGLE-1 and MTP carry the target's own row."""
         if self._fc is None:
             return features
         if self._input_norm is not None:
@@ -80,13 +80,14 @@ def make_net(
 ) -> tuple[HeadNet, FeatureFusion, HeadOutput, LastRound]:
     """A head for a target; weights of one byte by default where the head is wide and kernels can read them."""
     if kind is None:
-        bytes_pay = config.kind == "eagle3" and config.width >= WIDE and target.kernels == "triton"
+        bytes_pay = config.kind != "eagle" and config.width >= WIDE and target.kernels == "triton"
         kind = "int8" if bytes_pay else "plain"
     rows = len(weights["lm_head.weight"]) if "lm_head.weight" in weights else config.draft_vocab_size
     vocabulary = DraftVocabulary.from_file(weights, rows, config.vocab_size).to(target.device)
     parts = _head_weights(config, weights, target, vocabulary)
+    shape = _decoder_config(config, target.max_length, rows, parts.layers[0].qk_norm is not None)
     model = HeadModel(
-        _decoder_config(config, target.max_length, rows), parts, target.model.dtype, target.device, kind,
+        shape, parts, target.model.dtype, target.device, kind,
         config.norm_before_residual,
     )  # fmt: skip
     net = HeadNet(model, target.kv.capacity + MORE_SLOTS, target.kernels)
@@ -104,46 +105,52 @@ def _head_weights(
         table = target.model.embedding
         own = torch.cat([part @ narrows.to(table).t() for part in torch.split(table, 1 << 14)])
     head = weights.get("lm_head.weight")
-    mixes, later = config.kind == "eagle", range(1, config.depth)
-    unused = torch.ones(config.width)
+    mixes, unused = config.kind == "eagle", torch.ones(config.width)
+    norms = (
+        ("enorm", "hnorm") if config.kind == "mtp" else ("midlayer.input_layernorm", "midlayer.hidden_norm")
+    )
+    token_norm, feature_norm = (weights.get(f"{name}.weight", unused) for name in norms)
+    prefixes = ["midlayer.", *(f"layers.{i}." for i in range(1, config.depth))]
     return HeadWeights(
         embedding=target.model.embedding if own is None else own,
-        token_norm=weights.get("midlayer.input_layernorm.weight", unused),
-        layers=[
-            _layer_weights(config, weights, "midlayer.", weights.get("midlayer.hidden_norm.weight", unused)),
-            *(
-                _layer_weights(config, weights, f"layers.{i}.", weights[f"layers.{i}.input_layernorm.weight"])
-                for i in later
-            ),
-        ],
+        token_norm=token_norm,
+        feature_norm=feature_norm,
+        layers=[_layer_weights(config, weights, prefix, unused) for prefix in prefixes],
         norm=weights.get("norm.weight"),
         head=target.shared().head_rows(vocabulary.ids) if head is None else head,
         mix=weights["fc.weight"] if mixes else None,
         mix_bias=weights.get("fc.bias") if mixes else None,
+        entry=weights["fc.weight"] if config.kind == "mtp" else None,
     )
 
 
 def _layer_weights(
-    config: EagleConfig, weights: Mapping[str, Tensor], at: str, input_norm: Tensor
+    config: EagleConfig, weights: Mapping[str, Tensor], at: str, unused: Tensor
 ) -> LayerWeights:
     dims = config.head_dim
     q, k, v = (weights[f"{at}self_attn.{name}_proj.weight"] for name in "qkv")
     gates = [weights[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    qk_norm = None
+    if f"{at}self_attn.q_norm.weight" in weights:
+        norms = [pair_up(weights[f"{at}self_attn.{name}_norm.weight"], dims, dims) for name in "qk"]
+        counts = config.heads, config.kv_heads
+        qk_norm = torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=True)])
     return LayerWeights(
-        input_norm=input_norm,
+        input_norm=weights.get(f"{at}input_layernorm.weight", unused),
         qkv=torch.cat((pair_up(q, dims, dims), pair_up(k, dims, dims), v)),
         o=weights[f"{at}self_attn.o_proj.weight"],
         mlp_norm=weights[f"{at}post_attention_layernorm.weight"],
         gate_up=interleaved(torch.cat(gates)),
         down=weights[f"{at}mlp.down_proj.weight"],
+        qk_norm=qk_norm,
     )
 
 
-def _decoder_config(config: EagleConfig, longest: int, rows: int) -> DecoderConfig:
+def _decoder_config(config: EagleConfig, longest: int, rows: int, qk_norm: bool) -> DecoderConfig:
     """The head as a model whose vocabulary is the draft's."""
     return DecoderConfig.from_hf(
         {
-            "model_type": "llama",
+            "model_type": "qwen3" if qk_norm else "llama",
             "vocab_size": rows,
             "hidden_size": config.width,
             "intermediate_size": config.inner,

@@ -7,11 +7,13 @@ from torch import Tensor
 
 from forerun.drafters.eagle.cuda import kernels_head
 from forerun.drafters.eagle.cuda.feature_copies import pick_fused
-from forerun.drafters.eagle.cuda.head_model import HeadModel
-from forerun.models.cuda.fused import LOGITS, QKV, FusedSteps
+from forerun.drafters.eagle.cuda.head_model import HeadModel, ResidualStart
+from forerun.models.cuda.fused import LOGITS, QKV, RESIDUAL, FusedSteps
 from forerun.models.cuda.network import Buffers, Run
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.tiles import power_of_two
+
+STARTS: dict[ResidualStart, int] = {"features": 0, "normed": 1, "nothing": 2}  # as in kernels_head
 
 
 class FusedHeadSteps(FusedSteps):
@@ -43,15 +45,18 @@ class FusedHeadSteps(FusedSteps):
             run.tokens, model.embedding, carried, run.tokens if sources is None else sources, model.token_norm,
             model.feature_norm, self.entered, self.buffers.x, self.lifts, model.lift, model.added,
             model.config.norm_eps,
-            WIDTH=self.width, UP=power_of_two(self.width), NORMED_RESIDUAL=model.normed_residual, ROOM=self.room,
+            WIDTH=self.width, UP=power_of_two(self.width), START=STARTS[model.starts_from], ROOM=self.room,
             IN_ORDER=sources is None, PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
         )  # fmt: skip
+        if model.entry is not None:
+            norm = model.layers[0].attention_norm
+            self._linear(run, "entry", RESIDUAL, self.entered, model.entry, self.buffers.rows, norm=norm)
 
     def pick(self, rows: Tensor) -> None:
         pick_fused(self.buffers.x, self.buffers.queries, self.lifts, rows)
 
     def qkv(self, run: Run, layer: int) -> None:
-        if layer:
+        if layer or self._head_model.entry is not None:
             super().qkv(run, layer)
             return
         name, weights = "entering" if "entering" in self.tiles else "qkv", self.model.layers[0]

@@ -5,7 +5,8 @@ of features. So everything after the input (rotation, slots, tree attention, gat
 head over the draft vocabulary) is shared with the target's passes. Only keys and values outlast a pass: rows of a
 prompt need all layers but the last, and of that the first product only. In a head of one layer keys and values depend
 on the input alone, and such rows attend to nothing. An EAGLE-1 head has no norms before its layer: one product makes
-its input, and the residual stream, of embedding and features.
+its input, and the residual stream, of embedding and features. A multi-token-prediction layer has both: two norms, then
+a product that starts the residual stream, then an ordinary layer.
 """
 
 from __future__ import annotations
@@ -60,9 +61,13 @@ class PlainHeadSteps(PlainSteps):
         token = F.rms_norm(embedded, embedded.shape[-1:], model.token_norm.float(), eps)
         self.entered[:rows] = torch.cat((token, normed), -1).mul(model.lift).to(model.dtype)
         self._round(self.entered[:rows])
-        self.buffers.x[:rows] = normed if model.normed_residual else carried.float()
+        if model.entry is not None:
+            self.buffers.x[:rows] = times(self.entered[:rows], model.entry).float()
+        else:
+            self.buffers.x[:rows] = normed if model.starts_from == "normed" else carried.float()
         if model.whole:
-            squares = 0.0 if model.normed_residual else carried.float().square().mean(-1, keepdim=True)
+            handed_on = model.starts_from == "features"
+            squares = carried.float().square().mean(-1, keepdim=True) if handed_on else 0.0
             self.lifts[:rows] = torch.as_tensor(squares + model.added, device=model.device).rsqrt()
 
     def pick(self, rows: Tensor) -> None:
@@ -85,8 +90,8 @@ class PlainHeadSteps(PlainSteps):
         self.buffers.logits[: run.size.rows] = times(rows, self.model.head).float()
 
     def _into_attention(self, run: Run, weights: Layer) -> Tensor:
-        first = weights is self.model.layers[0]
-        return self.entered[: run.size.rows] if first else super()._into_attention(run, weights)
+        entered = weights is self.model.layers[0] and self._head_model.entry is None
+        return self.entered[: run.size.rows] if entered else super()._into_attention(run, weights)
 
     def _normed(self, run: Run, weight: Tensor) -> Tensor:
         if not self._head_model.whole:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from forerun.models.cuda.plan import LONGEST
 from forerun.models.pages import TREE_MARGIN
 
 LIFTED_TO = 128.0  # root mean square of rows of whole numbers: 256 times as much is still held
+ResidualStart = Literal["features", "normed", "nothing"]  # "normed": the features behind their norm
 BYTES_STEP = 32  # depth of one product of bytes on tensor cores
 
 
@@ -32,12 +33,13 @@ BYTES_STEP = 32  # depth of one product of bytes on tensor cores
 class LayerWeights:
     """One layer of a head: rows of queries and keys paired up for rotation, gate and up interleaved."""
 
-    input_norm: Tensor  # [D] in front of attention; of the first layer the features' norm
-    qkv: Tensor  # [(H + 2 Hkv) Dh, D]; 2D in the first layer, but where `mix` makes the input
+    input_norm: Tensor  # [D] in front of attention; EAGLE's first layers have none
+    qkv: Tensor  # [(H + 2 Hkv) Dh, D]; 2D in EAGLE-3's first layer
     o: Tensor  # [D, H Dh]
     mlp_norm: Tensor
     gate_up: Tensor  # [2I, D]
     down: Tensor  # [D, I]
+    qk_norm: Tensor | None = None  # [H + Hkv, Dh]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,13 @@ class HeadWeights:
 
     embedding: Tensor  # [V, D] the target's, or its own
     token_norm: Tensor  # [D]
+    feature_norm: Tensor  # [D]
     layers: Sequence[LayerWeights]
     norm: Tensor | None  # behind all layers; None = there is none
     head: Tensor  # [Vd, D]
     mix: Tensor | None = None  # [D, 2D] EAGLE-1: makes the input, in place of the two norms
     mix_bias: Tensor | None = None
+    entry: Tensor | None = None  # [D, 2D] MTP: makes the input of an ordinary layer, behind the two norms
 
 
 class HeadModel(Model):
@@ -70,14 +74,17 @@ class HeadModel(Model):
         first = weights.layers[0]
         norm = torch.ones_like(first.mlp_norm) if weights.norm is None else weights.norm
         self.token_norm, self.feature_norm, self.final_norm = (
-            norm.to(device, dtype) for norm in (weights.token_norm, first.input_norm, norm)
+            norm.to(device, dtype) for norm in (weights.token_norm, weights.feature_norm, norm)
         )
         self.norms_output = weights.norm is not None
-        self.normed_residual = normed_residual  # the residual stream starts from the normed features
+        self.starts_from: ResidualStart = "normed" if normed_residual else "features"
+        if weights.entry is not None:
+            self.starts_from = "nothing"
         self.mix, self.mix_bias = (
             None if part is None else part.to(device, dtype) for part in (weights.mix, weights.mix_bias)
         )
-        self.entering = first.qkv.shape[1]  # columns of what goes into the first product
+        widest = first.qkv if weights.entry is None else weights.entry
+        self.entering = widest.shape[1]  # columns of what goes into the first product
         self.whole = kind == "int8" and not any(
             weight.shape[1] % BYTES_STEP for weight in (first.o, first.down, weights.head)
         )
@@ -87,10 +94,11 @@ class HeadModel(Model):
             self.added = 0.0  # mean square of what all layers together should add to a row's features
             self._head_norm = self.final_norm
             self.head = self._packed(weights.head)
+            self.entry = None if weights.entry is None else self._packed(weights.entry)
             rope = self._rope(0)
             self.layers = [self._layer_of(part, rope) for part in weights.layers]
             if self.whole:
-                self._lift(weights.layers)
+                self._lift(weights)
 
     def next_norm(self, layer: int) -> Tensor:
         return self._head_norm if layer + 1 == len(self.layers) else self.layers[layer + 1].attention_norm
@@ -100,7 +108,7 @@ class HeadModel(Model):
             attention_norm=weights.input_norm.to(self.device, self.dtype),
             qkv=self._packed(weights.qkv),
             qkv_bias=None,
-            qk_norm=None,
+            qk_norm=None if weights.qk_norm is None else weights.qk_norm.to(self.device, self.dtype),
             o=self._packed(weights.o),
             mlp_norm=weights.mlp_norm.to(self.device, self.dtype),
             gate_up=self._packed(weights.gate_up),
@@ -119,17 +127,22 @@ class HeadModel(Model):
     def _packed(self, weight: Tensor) -> Weight:
         return pack(weight.to(self.device, self.dtype).contiguous(), self.kind)
 
-    def _lift(self, weights: Sequence[LayerWeights]) -> None:
+    def _lift(self, weights: HeadWeights) -> None:
         """The same head for rows of whole numbers: they are scaled up where written and down where read."""
         entering, last = torch.cat((self.token_norm, self.feature_norm)), lift_of(self.final_norm)
         self.lift = lift_of(entering)
-        self.added = _size(self.feature_norm) ** 2 if self.normed_residual else 0.0
+        self.added = _size(self.feature_norm) ** 2 if self.starts_from == "normed" else 0.0
+        if weights.entry is not None:
+            self.entry = cast(Packed, self.entry).scaled(1 / self.lift)
+            self.added = _size(_outputs(weights.entry, entering)) ** 2
         self.head, self._head_norm = cast(Packed, self.head).scaled(1 / last), self.final_norm * last
         lifted = list[Layer]()
-        for i, (layer, plain) in enumerate(zip(self.layers, weights, strict=True)):
-            norm, lift = (layer.attention_norm, lift_of(layer.attention_norm)) if i else (entering, self.lift)
+        for i, (layer, plain) in enumerate(zip(self.layers, weights.layers, strict=True)):
+            ordinary = i > 0 or self.entry is not None
+            norm = layer.attention_norm if ordinary else entering
+            lift = lift_of(norm) if ordinary else self.lift
             found, added = self._lifted(layer, plain, norm, lift)
-            lifted.append(replace(found, attention_norm=layer.attention_norm * lift) if i else found)
+            lifted.append(replace(found, attention_norm=norm * lift) if ordinary else found)
             self.added += added
         self.layers = lifted
 

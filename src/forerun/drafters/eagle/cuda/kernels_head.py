@@ -13,10 +13,13 @@ import triton.language as tl
 from forerun.kernels_noise import log_exponential
 from forerun.models.cuda.kernels_linear import put_rows
 
+# what the residual stream starts from
+FEATURES, NORMED, NOTHING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
 
 @triton.jit
 def enter(tokens, table, carried, sources, token_norm, feature_norm, into, x, lifts, lift, added, eps,
-          WIDTH: tl.constexpr, UP: tl.constexpr, NORMED_RESIDUAL: tl.constexpr, ROOM: tl.constexpr,
+          WIDTH: tl.constexpr, UP: tl.constexpr, START: tl.constexpr, ROOM: tl.constexpr,
           IN_ORDER: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One row: the normed embedding of its token beside its normed features, and the residual stream's start.
 
@@ -46,11 +49,14 @@ def enter(tokens, table, carried, sources, token_norm, feature_norm, into, x, li
     normed = feature * scale * weight
     put_rows(into, place + WIDTH, normed * lift, inside, ROOM * 2 * WIDTH)
     if ROOM > 0:
-        tl.store(lifts + m, tl.rsqrt((0.0 if NORMED_RESIDUAL else squares) + added))
-    if NORMED_RESIDUAL:
-        tl.store(x + m * WIDTH + n, normed, mask=inside)
-    else:
-        tl.store(x + m * WIDTH + n, feature, mask=inside)
+        tl.store(lifts + m, tl.rsqrt((squares if START == FEATURES else 0.0) + added))
+    if START == FEATURES:
+        first = feature
+    elif START == NORMED:
+        first = normed
+    else:  # a product behind this makes all of it
+        first = tl.zeros_like(feature)
+    tl.store(x + m * WIDTH + n, first, mask=inside)
 
 
 @triton.jit
