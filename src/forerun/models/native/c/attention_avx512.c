@@ -42,7 +42,8 @@ FR_INLINE void widen(const char *halves, int64_t count, float *to) {
 static void widen_rows(const char *halves, int64_t count, float *to) { widen(halves, count, to); }
 
 /* Scores of some queries of `quads` times four, of which `inputs` are the first, against `keys` keys (4 or 8). */
-FR_INLINE void score_keys(const tile *t, const part *p, stretch s, const float *inputs, int quads, const char **k, int keys, int64_t at) {
+FR_INLINE void score_keys(const tile *t, const part *p, stretch s, const float *inputs, int quads, const char **k, int keys,
+                          int64_t at) {
     __m512 sum[QUADS][MANY_KEYS];
     FR_UNROLL for (int i = 0; i < quads; i++) FR_UNROLL for (int j = 0; j < keys; j++) sum[i][j] = _mm512_setzero_ps();
     for (int64_t d = 0; d < t->dim; d += 4, inputs += 4 * p->lanes) {
@@ -57,7 +58,8 @@ FR_INLINE void score_keys(const tile *t, const part *p, stretch s, const float *
         __m512 scores = _mm512_mul_ps(across_quads(sum[i] + j), _mm512_set1_ps(t->scale));
         FR_UNROLL for (int n = 0; n < 4; n++) {
             int query = s.first / 4 * 4 + 4 * i + n;
-            if (s.first <= query && query < s.first + s.count) _mm_storeu_ps(p->queries[query].weights + at + j, quarter(scores, n));
+            if (query < s.first || query >= s.first + s.count) continue;
+            _mm_storeu_ps(p->queries[query].weights + at + j, quarter(scores, n));
         }
     }
 }
