@@ -186,6 +186,7 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="draw tokens/s and time per token by batch size, as PNG",
     )
+    group.add_argument("--only-default", action="store_true", help="plain and the default drafter alone")
     group.add_argument("--skip-random-trees", action="store_true", help="no trees that branch at random")
     group.add_argument("--skip-transformers", action="store_true")
 

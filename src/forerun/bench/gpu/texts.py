@@ -95,7 +95,7 @@ def make_setups(
                 f"ngram+head {kind}", HybridDrafter.compose(engine.drafters.get("ngram"), drafter)
             )
             setups[f"ngram+{kind} head"] = Setup(f"ngram+head {kind}")
-    return setups
+    return {name: setups[name] for name in (PLAIN, [*setups][-1])} if given.only_default else setups
 
 
 def _say(row: dict[str, Any]) -> None:
