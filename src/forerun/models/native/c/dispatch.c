@@ -27,7 +27,7 @@ static const fr_attention_path four_queries = {fr_attend, 4, 16, 0};
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-static const fr_attention_path twelve_queries = {fr_attend_avx512, 12, 12, 1};
+static const fr_attention_path twelve_queries = {fr_attend_avx512, 12, 24, 1};
 
 static int has_avx2(void) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");

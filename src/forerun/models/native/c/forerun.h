@@ -77,7 +77,7 @@ fr_swiglu_of_row fr_chosen_swiglu(void); /* dispatch.c */
 void fr_swiglu(const float *gate_up, float *y, int64_t rows, int64_t width);
 void fr_to_halves(const float *x, uint16_t *y, int64_t count); /* a multiple of four */
 
-enum { FR_TOGETHER = 16, FR_ROOM = 16 }; /* queries that read the same keys at most; numbers behind the scores of each */
+enum { FR_TOGETHER = 24, FR_ROOM = 16 }; /* queries that read the same keys at most; numbers behind the scores of each */
 struct fr_queries;        /* a tile of them: attention.h */
 typedef void (*fr_attend_tile)(struct fr_queries *tile);
 void fr_attend(struct fr_queries *tile);
