@@ -24,7 +24,6 @@ from forerun.models.cuda.tiles import (
     ALL_SHARED,
     Tile,
     choose_tile,
-    doubled_products,
     outputs_per_tile,
     rows_per_tile,
     stages_of,
@@ -64,7 +63,6 @@ class FusedSteps:
         if model.entry is not None:
             self.tiles["entry"] = choose_tile(self.width, model.entry.shape[1], tile, self.whole)
         self.norm_tile = tile
-        self.doubled = doubled_products(config, self.tiles)
         self.pdl = starts_early(device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         large = torch.cuda.get_device_capability(device)[0] in (9, 10)
@@ -235,22 +233,22 @@ class FusedSteps:
         elif mode == RESIDUAL:
             assert norm is not None
             parts = wide.sums(name, count, rows, weight)
-            wide.finish_residual(count, parts, self.buffers.x, out, norm, self.model.config.norm_eps)
+            wide.finish_residual(parts, count, self.buffers.x, out, norm, self.model.config.norm_eps)
         else:
             parts = wide.sums(name, count, rows, weight)
             wide.finish_qkv(
-                run, parts, self.model.config, self.model.layers[layer], self.kv[layer], out, normed
+                parts, run, self.model.config, self.model.layers[layer], self.kv[layer], out, normed
             )
 
     def _tile(self, name: str, wide: int) -> Tile:
-        """64 rows are worth larger tiles, where those are enough to keep the memory busy.
+        """64 rows are worth larger tiles, of products that have many.
 
         Their steps are half as deep, so that more of them are on their way at once.
         """
         tile = self.tiles[name]
         if wide < 64 or tile.outputs < 64 or self.whole or tile.depth % 64:
             return tile
-        doubled = tile.outputs == 64 and (name in ("gate", "head") or (wide == 64 and name in self.doubled))
+        doubled = tile.outputs == 64 and name in ("gate", "head")
         return Tile(128 if doubled else tile.outputs, 64, tile.splits, 6, tile.warps)
 
     def _describe(self, tensor: Tensor, rows: int, columns: int) -> Any:
