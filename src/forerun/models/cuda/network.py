@@ -195,7 +195,10 @@ class Run:
 
     def first(self, rows: int) -> Run:
         """The same for the first rows only: for steps that work row by row."""
-        return self if rows == self.size.rows else replace(self, size=replace(self.size, rows=rows))
+        if rows == self.size.rows:
+            return self
+        some = {name: getattr(self, name)[:rows] for name in ("tokens", "positions", "slots")}
+        return replace(self, size=replace(self.size, rows=rows), **some)
 
 
 class Steps(Protocol):
