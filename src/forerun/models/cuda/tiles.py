@@ -80,3 +80,8 @@ def rows_per_tile(rows: int, whole: bool = False) -> int:
     """The width of a product: it changes its speed, not its result. Rows of two bytes count twice."""
     sizes = (8, 16, 32, 64) if whole else (16, 32, 64, 128)
     return next((size for size in sizes if rows <= size), sizes[-1])
+
+
+def power_of_two(value: int) -> int:
+    """The power of two that is no less."""
+    return 1 << max(0, value - 1).bit_length()
