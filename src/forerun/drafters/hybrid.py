@@ -55,15 +55,23 @@ class _GrowsBeside:
 
     def __init__(self, drafter: HybridDrafter, grower: GrowsNext) -> None:
         self.drafter, self.grower, self.follows_undrafted = drafter, grower, grower.follows_undrafted
+        self.switches = grower.switches
 
     def follow(
-        self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
+        self,
+        going: Sequence[tuple[Seq, int]],
+        trees: TreeBatch,
+        hidden: Mapping[int, Tensor],
+        budget: Budget | None = None,
     ) -> TreeBatch | None:
         """By the tokens that are known: a match of these is likely to go on."""
         if self.drafter.wants_to_read([seq for seq, _ in going]):
             return None
-        grown = self.grower.follow(going, trees, hidden)
+        grown = self.grower.follow(going, trees, hidden, budget)
         return None if grown is None else grown.grown_by(self)
+
+    def rest(self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]) -> None:
+        self.grower.rest(going, trees, hidden)
 
 
 class HybridDrafter:
@@ -89,6 +97,12 @@ class HybridDrafter:
         if self._needs[:2] != (first, second):
             self._needs = first, second, first | second
         return self._needs[2]
+
+    @property
+    def grower(self) -> GrowsNext | None:
+        """The second's, where a controller decides whether look-ups are worth reading a round first."""
+        found: GrowsNext | None = getattr(self.second, "grower", None)
+        return found
 
     def offer(self, seq: Seq) -> Offer:
         """What the second costs, what is free, and what the second expected of a tree that is all its own."""

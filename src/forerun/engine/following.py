@@ -14,14 +14,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from forerun.control.base import Controller, Reconsiders
 from forerun.engine.pending import Launched, Pending
 from forerun.engine.prompt_rows import prompt_share
 from forerun.engine.sequence import SequenceState, traits_of
 from forerun.engine.starting import device_decides, in_padding
-from forerun.types import TreeBatch
+from forerun.types import Budget, TreeBatch
 
 if TYPE_CHECKING:
     from forerun.engine.engine import Engine
@@ -50,9 +50,7 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
     Whatever interrupts it undoes the last round too: the engine holds both as pending meanwhile.
     """
     known = last.scores.greedy
-    if known is None or not (
-        known.next_roots is not None or (last.repeats > 0 and last.trees.grower is not None)
-    ):
+    if known is None or (known.next_roots is None and last.trees.grower is None):
         return None
     engine.scheduler.start_those_read()  # whose prompts the last pass has completed
     going = _going(last, engine.running)
@@ -64,20 +62,22 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
     engine.hold(both)
     scheduler = engine.scheduler
     share = prompt_share(scheduler, engine.prompt_rows, engine.controller, len(seqs))
+    plan = _next_plan(engine, last, seqs)
+    if plan is None:
+        return None
     starters, readers = list[SequenceState](), list[SequenceState]()
-    if known.next_roots is None:
-        trees = _grown(engine, last, going)
-        if share and trees is not None:
-            readers = scheduler.next_readers(share)
-            starters, trees = in_padding(engine, others, trees, readers, share, known.sampled)
-    elif not _may_stay_plain(engine, last, going):
+    trees = _grown(engine, last, going, plan) if plan.drafts else None
+    if trees is not None:
+        readers = scheduler.next_readers(share) if share else []
+        starters, trees = in_padding(engine, others, trees, readers, share, known.sampled)
+    elif plan.drafts or not _has_room(engine, last, going, 1):
         return None
     else:
         readers = scheduler.next_readers(share) if share else []
         starters = scheduler.starters(readers, len(seqs) + len(readers), share)
         if starters and not device_decides(engine, [*others, *starters], known.sampled):
             starters = []
-        trees = known.next_roots([*going, *[(seq, -1) for seq in starters]])
+        trees = _roots(last, [*going, *[(seq, -1) for seq in starters]])
     if trees is None:
         return None
     engine.hold([*both, *readers])
@@ -85,42 +85,73 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
     scheduler.start(starters)
     seqs = [*seqs, *starters]
     scores = engine.score(seqs, trees, readers, share)
-    pending, repeats = Pending([*seqs, *readers]), last.repeats - 1
-    return Launched(pending, seqs, readers, trees, scores, last.clock, repeats, last.may_draft)
+    pending, may_draft = Pending([*seqs, *readers]), last.may_draft if plan.other is None else plan.drafts
+    return Launched(pending, seqs, readers, trees, scores, last.clock, plan.repeats, may_draft)
 
 
-def _grown(engine: Engine, last: Launched, going: Going) -> TreeBatch | None:
-    """Trees of the same form, where the plan holds and there is room for them."""
-    seqs, form, grower = [seq for seq, _ in going], last.trees.form, last.trees.grower
-    if form is None or grower is None:
-        return None
-    if not _goes_on(engine, [seq for seq in seqs if seq.request.budget is None]):
-        return None
-    if not engine.target.make_room(seqs, [form.nodes + form.depth + 1] * len(seqs)):
-        return None
-    return grower.follow(going, last.trees, last.scores.hidden)
+class Next(NamedTuple):
+    """What the next round drafts."""
+
+    drafts: bool
+    repeats: int  # further rounds that may start before it is read
+    other: Budget | None = None  # None = the form of the last round
 
 
-def _may_stay_plain(engine: Engine, last: Launched, going: Going) -> bool:
-    """Is the next round known to be plain, and is there room for it?"""
-    seqs = [seq for seq, _ in going]
-    if not _stays_plain(engine, last, seqs):
-        return False
-    return engine.target.make_room(seqs, [2 if tree >= 0 else 1 for _, tree in going])
-
-
-def _stays_plain(engine: Engine, last: Launched, seqs: Sequence[SequenceState]) -> bool:
-    """Is the round behind a plain one plain too, as far as that is known before this one is read?"""
-    if engine.drafters.never_draft(seqs):
-        return True
+def _next_plan(engine: Engine, last: Launched, seqs: Sequence[SequenceState]) -> Next | None:
+    """The plan of the next round, if it is known before the last one is read."""
+    controller, same = engine.controller, Next(last.trees.form is not None, last.repeats - 1)
+    if last.trees.form is None and engine.drafters.never_draft(seqs):
+        return same
+    planned = seqs
     if any([one.has_budget for one in traits_of(seqs)]):  # noqa: C419
-        return False
-    if _reconsiders(engine.controller):
+        planned = [seq for seq in seqs if seq.request.budget is None]
+    if not _reconsiders(controller) or (same.drafts and not planned):  # a request's own budget always holds
+        stands = last.repeats > 0 and (same.drafts or not last.may_draft)
+        return same if stands and (same.drafts or len(planned) == len(seqs)) else None
+    if same.drafts:
+        if last.repeats > 0 and controller.goes_on(planned):
+            return same
+    elif len(planned) == len(seqs):
         last.clock.lap("host")
-        stays = engine.controller.stays_plain(seqs)
+        stays = controller.stays_plain(seqs)
         last.clock.lap("draft")  # look-ups are made beside the device
-        return stays
-    return not last.may_draft and last.repeats > 0
+        if stays:
+            return same
+    grower = engine.drafters.grower(seqs[0])
+    if grower is None or not grower.switches or len(planned) < len(seqs):
+        return None
+    budget = controller.switches(seqs)
+    return None if budget is None else Next(budget.nodes > 0, budget.repeats, budget)
+
+
+def _grown(engine: Engine, last: Launched, going: Going, plan: Next) -> TreeBatch | None:
+    """Trees of the last form, or of another, where there is room for them."""
+    grower = engine.drafters.grower(going[0][0]) if plan.other is not None else last.trees.grower
+    form, known = last.trees.form, last.scores.greedy
+    nodes = 1 + plan.other.nodes if plan.other is not None else 0 if form is None else form.nodes
+    if grower is None or not _has_room(engine, last, going, nodes):
+        return None
+    if form is None and known is not None and known.hand_on is not None:
+        known.hand_on()
+    return grower.follow(going, last.trees, last.scores.hidden, plan.other)
+
+
+def _roots(last: Launched, going: Going) -> TreeBatch | None:
+    """Lone roots."""
+    known, grower = last.scores.greedy, last.trees.grower
+    if known is None or known.next_roots is None:
+        return None
+    if grower is not None:
+        grower.rest(going, last.trees, last.scores.hidden)
+    return known.next_roots(going)
+
+
+def _has_room(engine: Engine, last: Launched, going: Going, nodes: int) -> bool:
+    """For so many nodes of each, behind all that the last round may add."""
+    form = last.trees.form
+    added = 1 if form is None else form.depth + 1
+    rows = [nodes + (added if tree >= 0 else 0) for _, tree in going]
+    return engine.target.make_room([seq for seq, _ in going], rows)
 
 
 def _going(last: Launched, running: Sequence[SequenceState]) -> Going:
@@ -130,12 +161,6 @@ def _going(last: Launched, running: Sequence[SequenceState]) -> Going:
     places = {seq.id: tree for tree, seq in enumerate(last.seqs)}
     going = [(seq, places.get(seq.id, -1)) for seq in running]
     return [(seq, tree) for seq, tree in going if tree < 0 or len(seq.tokens) + 1 < seq.max_length]
-
-
-def _goes_on(engine: Engine, planned: Sequence[SequenceState]) -> bool:
-    """Does the plan of these hold for another round? A request's own budget always does."""
-    controller = engine.controller
-    return not planned or not _reconsiders(controller) or controller.goes_on(planned)
 
 
 def _reconsiders(controller: Controller) -> TypeGuard[Reconsiders]:

@@ -21,7 +21,7 @@ from forerun.engine.tree_check import check_trees
 from forerun.errors import InvalidInput
 from forerun.noise import Noise
 from forerun.offers import Offer
-from forerun.trees import ints_of
+from forerun.trees import GrowsNext, ints_of
 from forerun.types import Budget, Greedy, Laws, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
 from forerun.verify.sampled import decides_alike, kinds_of
@@ -166,6 +166,11 @@ class DrafterPool:
         """Has none of these sequences a drafter, whatever the controller plans?"""
         name = _shared_drafter(seqs)
         return name is not None and isinstance(self._made[name], NoDrafter)
+
+    def grower(self, seq: SequenceState) -> GrowsNext | None:
+        """What grows trees for this sequence on a device; None = its drafter does not."""
+        found: GrowsNext | None = getattr(self._made[seq.drafting], "grower", None)
+        return found
 
     def looks_up(self, seq: Seq) -> bool:
         """Does its drafter make look-ups and nothing else?"""

@@ -171,7 +171,7 @@ class SimulatedGPU(CountedTokens):
         taken = end - started
         known = Greedy(
             verdict=lambda: self._decide(seqs, trees, end),
-            next_roots=next_roots if trees.form is None else None,
+            next_roots=next_roots,
         )
         read = None if prompts is None else (self._keep(prompts.seqs, fresh), Scores(None))
         return Scores(self._logits.expand(trees.nodes, -1), {}, known, read, seconds=lambda: taken)
@@ -229,7 +229,7 @@ class SimulatedForms:
 class SimulatedHead(BaseDrafter):
     """Trees that the simulated device grows, behind unread ones too."""
 
-    follows_undrafted = True
+    follows_undrafted = switches = True
 
     def __init__(self, gpu: SimulatedGPU) -> None:
         self.gpu, self.menu = gpu, SimulatedForms(gpu.speeds, gpu.rate)
@@ -249,14 +249,28 @@ class SimulatedHead(BaseDrafter):
         return self._grow(max(listed), len(seqs), None)
 
     def follow(
-        self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
+        self,
+        going: Sequence[tuple[Any, int]],
+        trees: TreeBatch,
+        hidden: Mapping[int, Tensor],
+        budget: Budget | None = None,
     ) -> TreeBatch | None:
-        assert trees.form is not None
-        form = _shape(trees.form)
+        if budget is not None:
+            form = Form(budget.nodes, budget.depth, budget.width)
+        else:
+            assert trees.form is not None
+            form = _shape(trees.form)
         if form not in forms_for(bucket_of(len(going))):
             return None
         self._read([seq for seq, _ in going])
         return self._grow(form, len(going), tuple(tree for _, tree in going))
+
+    @property
+    def grower(self) -> SimulatedHead:
+        return self
+
+    def rest(self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]) -> None:
+        pass
 
     def _grow(self, form: Form, count: int, follows: tuple[int, ...] | None) -> TreeBatch:
         bucket = bucket_of(count)
