@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.errors import InvalidInput
-from forerun.messages import Budget
 from forerun.topology import Topology, chain_of, topology_of
 
 Seconds = Callable[[], float | None]  # of work on a device; None while it is not done
@@ -243,29 +242,13 @@ class GrowsNext(Protocol):
         """Also behind trees of its forms that it did not draft, of sequences whose prompts it has observed since?"""
         ...
 
-    @property
-    def switches(self) -> bool:
-        """Also in other forms, and behind plain rounds? Else `follow` gets no budget, and `rest` is not called."""
-        ...
-
     def follow(
-        self,
-        going: Sequence[tuple[Any, int]],
-        trees: TreeBatch,
-        hidden: Mapping[int, Tensor],
-        budget: Budget | None = None,
+        self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
     ) -> TreeBatch | None:
         """The next trees, for pairs of a sequence (a `Seq`) and its place among the last trees; -1 = it had none.
 
-        `hidden` are the rows of the pass over the last trees. They keep their form, or get another by the `budget` of
-        each. None = the verdict on the last must be read first.
+        `hidden` are the rows of the pass over the last trees. None = the verdict on these must be read first.
         """
-        ...
-
-    def rest(
-        self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
-    ) -> None:
-        """A plain round follows these trees before they are read: keep what a later draft needs of them."""
         ...
 
 

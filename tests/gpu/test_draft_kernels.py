@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.drafters.eagle.cuda import draft_graphs, feature_rows
+from forerun.drafters.eagle.cuda import draft_runner, feature_rows
 from forerun.drafters.eagle.cuda.draft_completion import complete
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.draft_noise import DraftNoise
@@ -283,7 +283,7 @@ def test_whole_drafts_by_kernels(more: dict[str, Any], monkeypatch: pytest.Monke
     processors = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: processors)
     for module, name in (
-        (draft_graphs, "complete"), (draft_graphs, "cut_trees"), (draft_graphs, "grow_level"),
+        (draft_runner, "complete"), (draft_runner, "cut_trees"), (draft_runner, "grow_level"),
         (feature_rows, "append_decided"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, partial(vars(module)[name], fused=True))

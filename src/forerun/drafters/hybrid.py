@@ -18,7 +18,7 @@ from operator import mul
 
 from torch import Tensor
 
-from forerun.drafters.base import Drafter, LookupDrafter, committed_tokens
+from forerun.drafters.base import Drafter, LookupDrafter, SwitchesForms, committed_tokens
 from forerun.drafters.either import EitherDrafter
 from forerun.drafters.tree_builder import best_count
 from forerun.offers import Offer
@@ -55,23 +55,15 @@ class _GrowsBeside:
 
     def __init__(self, drafter: HybridDrafter, grower: GrowsNext) -> None:
         self.drafter, self.grower, self.follows_undrafted = drafter, grower, grower.follows_undrafted
-        self.switches = grower.switches
 
     def follow(
-        self,
-        going: Sequence[tuple[Seq, int]],
-        trees: TreeBatch,
-        hidden: Mapping[int, Tensor],
-        budget: Budget | None = None,
+        self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
     ) -> TreeBatch | None:
         """By the tokens that are known: a match of these is likely to go on."""
         if self.drafter.wants_to_read([seq for seq, _ in going]):
             return None
-        grown = self.grower.follow(going, trees, hidden, budget)
+        grown = self.grower.follow(going, trees, hidden)
         return None if grown is None else grown.grown_by(self)
-
-    def rest(self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]) -> None:
-        self.grower.rest(going, trees, hidden)
 
 
 class HybridDrafter:
@@ -99,9 +91,9 @@ class HybridDrafter:
         return self._needs[2]
 
     @property
-    def grower(self) -> GrowsNext | None:
-        """The second's, where a controller decides whether look-ups are worth reading a round first."""
-        found: GrowsNext | None = getattr(self.second, "grower", None)
+    def switcher(self) -> SwitchesForms | None:
+        """The second's, for batches in which nothing is looked up."""
+        found: SwitchesForms | None = getattr(self.second, "switcher", None)
         return found
 
     def offer(self, seq: Seq) -> Offer:

@@ -77,7 +77,7 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
         starters = scheduler.starters(readers, len(seqs) + len(readers), share)
         if starters and not device_decides(engine, [*others, *starters], known.sampled):
             starters = []
-        trees = _roots(last, [*going, *[(seq, -1) for seq in starters]])
+        trees = _roots(engine, last, [*going, *[(seq, -1) for seq in starters]])
     if trees is None:
         return None
     engine.hold([*both, *readers])
@@ -117,8 +117,7 @@ def _next_plan(engine: Engine, last: Launched, seqs: Sequence[SequenceState]) ->
         last.clock.lap("draft")  # look-ups are made beside the device
         if stays:
             return same
-    grower = engine.drafters.grower(seqs[0])
-    if grower is None or not grower.switches or len(planned) < len(seqs):
+    if len(planned) < len(seqs) or engine.drafters.switcher(seqs[0]) is None:
         return None
     budget = controller.switches(seqs)
     return None if budget is None else Next(budget.nodes > 0, budget.repeats, budget)
@@ -126,23 +125,25 @@ def _next_plan(engine: Engine, last: Launched, seqs: Sequence[SequenceState]) ->
 
 def _grown(engine: Engine, last: Launched, going: Going, plan: Next) -> TreeBatch | None:
     """Trees of the last form, or of another, where there is room for them."""
-    grower = engine.drafters.grower(going[0][0]) if plan.other is not None else last.trees.grower
-    form, known = last.trees.form, last.scores.greedy
-    nodes = 1 + plan.other.nodes if plan.other is not None else 0 if form is None else form.nodes
-    if grower is None or not _has_room(engine, last, going, nodes):
+    form, grower, switcher = last.trees.form, last.trees.grower, engine.drafters.switcher(going[0][0])
+    round_before = going, last.trees, last.scores.hidden
+    if plan.other is None:
+        room = form is not None and _has_room(engine, last, going, form.nodes)
+        return grower.follow(*round_before) if grower is not None and room else None
+    if switcher is None or not _has_room(engine, last, going, 1 + plan.other.nodes):
         return None
-    if form is None and known is not None and known.hand_on is not None:
-        known.hand_on()
-    return grower.follow(going, last.trees, last.scores.hidden, plan.other)
+    if form is None and last.scores.greedy is not None and last.scores.greedy.hand_on is not None:
+        last.scores.greedy.hand_on()
+    return switcher.switch(*round_before, plan.other)
 
 
-def _roots(last: Launched, going: Going) -> TreeBatch | None:
-    """Lone roots."""
-    known, grower = last.scores.greedy, last.trees.grower
+def _roots(engine: Engine, last: Launched, going: Going) -> TreeBatch | None:
+    """Lone roots, behind others or behind trees."""
+    known, switcher = last.scores.greedy, engine.drafters.switcher(going[0][0])
     if known is None or known.next_roots is None:
         return None
-    if grower is not None:
-        grower.rest(going, last.trees, last.scores.hidden)
+    if last.trees.form is not None and switcher is not None:
+        switcher.rest(going, last.trees, last.scores.hidden)
     return known.next_roots(going)
 
 

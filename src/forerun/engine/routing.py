@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
-from forerun.drafters.base import LookupDrafter
+from forerun.drafters.base import LookupDrafter, SwitchesForms
 from forerun.drafters.none import NoDrafter
 from forerun.engine.run_ahead import alone
 from forerun.engine.sequence import SequenceState, traits_of
@@ -21,7 +21,7 @@ from forerun.engine.tree_check import check_trees
 from forerun.errors import InvalidInput
 from forerun.noise import Noise
 from forerun.offers import Offer
-from forerun.trees import GrowsNext, ints_of
+from forerun.trees import ints_of
 from forerun.types import Budget, Greedy, Laws, Needs, Scores, Seq, TreeBatch, Verdict
 from forerun.verify.greedy import greedy_verdict
 from forerun.verify.sampled import decides_alike, kinds_of
@@ -167,9 +167,9 @@ class DrafterPool:
         name = _shared_drafter(seqs)
         return name is not None and isinstance(self._made[name], NoDrafter)
 
-    def grower(self, seq: SequenceState) -> GrowsNext | None:
-        """What grows trees for this sequence on a device; None = its drafter does not."""
-        found: GrowsNext | None = getattr(self._made[seq.drafting], "grower", None)
+    def switcher(self, seq: SequenceState) -> SwitchesForms | None:
+        """What changes the form of this sequence's drafts behind unread rounds; None = its drafter cannot."""
+        found: SwitchesForms | None = getattr(self._made[seq.drafting], "switcher", None)
         return found
 
     def looks_up(self, seq: Seq) -> bool:
