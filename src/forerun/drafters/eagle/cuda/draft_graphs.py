@@ -26,6 +26,7 @@ from forerun.drafters.eagle.cuda.menu import DraftMenu
 from forerun.drafters.eagle.cuda.row_state import RowState
 from forerun.drafters.eagle.cuda.tree_growth import HeadOutput
 from forerun.models.cuda.last_round import STEPS, LastRound
+from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.pages import TREE_MARGIN
 from forerun.offers import Form
 from forerun.trees import ints_of
@@ -110,7 +111,9 @@ class DeviceDraft(DraftRunner):
         forms, grown = self._forms_behind(trees, form), trees.form or lone_roots(len(trees))
         if not forms or grown.depth >= STEPS or form.nodes + grown.depth + 2 > TREE_MARGIN:
             return None  # no room for such trees behind each other
-        if len(going) > MOST or not all(self.knows(one, len(going)) for one in forms):
+        if len(going) > MOST or bucket_of(len(going)) * max(one.nodes + 1 for one in forms) > MAX_ROWS:
+            return None
+        if not all([self.knows(one, len(going)) for one in forms]):  # noqa: C419
             return None
         drafted = max(map(below, forms))
         found = self.rows.lanes_behind(going, grown.depth + 1, behind(form), drafted)
