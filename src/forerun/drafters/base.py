@@ -111,6 +111,18 @@ class SwitchesForms(Protocol):
 
 
 @runtime_checkable
+class CanSwitch(Protocol):
+    """A drafter that may have such a part."""
+
+    @property
+    def switcher(self) -> SwitchesForms | None: ...
+
+
+def switcher_of(drafter: Drafter) -> SwitchesForms | None:
+    return drafter.switcher if isinstance(drafter, CanSwitch) else None
+
+
+@runtime_checkable
 class DrafterClass(Protocol):
     """What the registry's `where` of a drafter names: a class that builds itself from parts."""
 

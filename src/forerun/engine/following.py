@@ -3,10 +3,12 @@
 Where a device finds the next tokens of greedy and sampled texts itself, the round behind can be launched while the
 last pass is still running; the host reads that one meanwhile. Of a plain round the next roots follow
 (`Greedy.next_roots`); of trees that were grown on the device, what grew them goes on from there (`TreeBatch.grower`).
+The form may change on the way, to none and back, where the drafter can do that (`SwitchesForms`).
 Sequences that have joined, and chunks of prompts, are in the same pass. Sequences turn out to have ended: their trees
 in the round that follows are dropped. Everything a pass writes lies behind what is committed, so that a round that
 follows can be forgotten at any time. The controller's plan stands for as many rounds as it says (`Budget.repeats`), and
-a controller that reconsiders is asked before each of them. Nobody is asked about texts that are never drafted for.
+a controller that reconsiders is asked before each of them, and for another plan where it does not hold. What was learnt
+from the round under way counts one round later. Nobody is asked about texts that are never drafted for.
 """
 
 from __future__ import annotations
@@ -125,11 +127,11 @@ def _next_plan(engine: Engine, last: Launched, seqs: Sequence[SequenceState]) ->
 
 def _grown(engine: Engine, last: Launched, going: Going, plan: Next) -> TreeBatch | None:
     """Trees of the last form, or of another, where there is room for them."""
-    form, grower, switcher = last.trees.form, last.trees.grower, engine.drafters.switcher(going[0][0])
-    round_before = going, last.trees, last.scores.hidden
+    form, grower, round_before = last.trees.form, last.trees.grower, (going, last.trees, last.scores.hidden)
     if plan.other is None:
         room = form is not None and _has_room(engine, last, going, form.nodes)
         return grower.follow(*round_before) if grower is not None and room else None
+    switcher = engine.drafters.switcher(going[0][0])
     if switcher is None or not _has_room(engine, last, going, 1 + plan.other.nodes):
         return None
     if form is None and last.scores.greedy is not None and last.scores.greedy.hand_on is not None:
@@ -139,10 +141,12 @@ def _grown(engine: Engine, last: Launched, going: Going, plan: Next) -> TreeBatc
 
 def _roots(engine: Engine, last: Launched, going: Going) -> TreeBatch | None:
     """Lone roots, behind others or behind trees."""
-    known, switcher = last.scores.greedy, engine.drafters.switcher(going[0][0])
+    known, switcher = last.scores.greedy, None
     if known is None or known.next_roots is None:
         return None
-    if last.trees.form is not None and switcher is not None:
+    if last.trees.form is not None:
+        switcher = engine.drafters.switcher(going[0][0])
+    if switcher is not None:
         switcher.rest(going, last.trees, last.scores.hidden)
     return known.next_roots(going)
 

@@ -121,7 +121,9 @@ class DeviceDraft(DraftRunner):
             return None
         self._keep(found.owners, hidden, grown)
         self.noise.send([None if state is None else state.noise for state in found.states])
-        farthest = max(lane.first for lane in found.lanes) + grown.depth + 1
+        farthest = (
+            0 if grown.depth == form.depth else max([one.first for one in found.lanes]) + grown.depth + 1
+        )
         for one in forms:
             planned = self._draft_for(self._padded(found.lanes, one), one, farthest)
         for state in found.new:

@@ -66,8 +66,7 @@ class FeatureRows:
             self.rows = torch.zeros(PLACES * ROOM + 2, width, dtype=net.model.dtype, device=device)
         self.reader = RowReader(net, fusion, replays, ints)
         self.prompts = UnreadPrompts(self.reader)
-        # the device has kept the rows of the round under way: has the head read them? None = they are not kept yet
-        self.behind: bool | None = None
+        self.behind: bool | None = None  # of the round under way the rows are kept: has the head read them?
         self._padding = RowState(PADDING, 0, NO_PAGES)
         self.has_room(self._padding, TREE_MARGIN)
 
