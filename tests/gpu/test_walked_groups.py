@@ -58,6 +58,17 @@ def test_trees_that_branch_are_shared_out() -> None:
 
 
 @pytest.mark.gpu
+def test_chains_of_one_form_are_walked_tree_by_tree() -> None:
+    """Such passes say how many trees they have: read as groups of each, programs took groups that are none."""
+    spans = _on_pages([(chain_of(4), length) for length in (90, 140, 200, 310)])
+    plan = plan_pass(spans, 64 // (HEADS // KV_HEADS))
+    queries, kv = random_numbers(32, slots=256 * PAGE)
+    wanted = attend(plan, queries, kv, 0, NONE)[: plan.rows]
+    trees = replace(plan.size, groups=4, trees=4)
+    assert torch.equal(attend(plan, queries, kv, 0, ALL, trees)[: plan.rows], wanted)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 150])
 @pytest.mark.parametrize(
     ("length", "dim"), [(100, 32), (130, 32), (1100, 128), (4200, 32)]

@@ -43,14 +43,14 @@ class Attention:
         how = how or sharing_for(size, config.kv_heads, config.head_dim, self.processors, self.hopper)
         settings: dict[str, Any] = {"enable_fp_fusion": False, "launch_pdl": self.pdl}
         limit = {} if how.registers is None else {"maxnreg": how.registers}
-        grid = size.attending(how.programs), config.kv_heads, 1
-        if how.walked:
+        grid, each_tree = (size.attending(how.programs), config.kv_heads, 1), size.groups // size.trees
+        if how.walked:  # one group after another, whichever tree they are of
             assert not size.lone, "no program has all splits of a tree's single nodes"
-            grid = size.groups, config.kv_heads, how.programs
+            grid, each_tree = (size.groups, config.kv_heads, how.programs), size.groups
         kernels_attention.attend[grid](
             queries, kv[0], kv[1], run.ints, run.groups, run.positions, out, self.parts, self.tops, self.sums,
-            config.attention_scale / math.log(2), kv.stride(1), self.split_stride, size.groups // size.trees,
-            size.lone, how.programs, how.walked, H=config.heads, HKV=config.kv_heads, EACH=each, D=config.head_dim,
+            config.attention_scale / math.log(2), kv.stride(1), self.split_stride, each_tree, size.lone,
+            how.programs, how.walked, H=config.heads, HKV=config.kv_heads, EACH=each, D=config.head_dim,
             WINDOW=window, TREES=size.lone > 0, WALKS=how.walked > 0, NARROW=how.narrow, STAGES=how.stages,
             ROOM=self.room, PDL=self.pdl, num_warps=how.warps, num_stages=how.stages, **limit, **settings,
         )  # fmt: skip

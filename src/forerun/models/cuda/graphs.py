@@ -19,6 +19,7 @@ import torch
 from forerun.models.cuda.grown import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, run_pass
 from forerun.models.cuda.pass_clock import PassClock
+from forerun.models.cuda.placing import complete_roots
 from forerun.models.cuda.plain_rounds import PlainResults, PlainStep
 from forerun.models.cuda.plan import NARROW, ROW_SIZES, Need, Plan, Size, padding, round_up, splits_to
 from forerun.types import TreeForm
@@ -131,6 +132,8 @@ class Passes:
         self.buffers.send(plan)
         self.clock.start()
         self.plain.follow(Run.of(plan.size, self.buffers.ints).tokens, step)
+        if step.behind_trees:
+            complete_roots(self.buffers.ints, plan.size, step.rows, self.grown.last)
         self._replay(self._key(plan, hidden, step.rows))
         self.plain.decide(step)
         self.clock.stop()

@@ -204,8 +204,9 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
     """One group, one key-value head, every so many-th split: what its queries found in each, unnormalised, in fp32.
 
     Trees have EACH_TREE groups each. The last LONE of them (none without TREES) are single nodes, of which a program
-    takes TOGETHER; the others have PROGRAMS each. WALKS: where a group has all splits of its nodes, and no more than
-    WALKED, one program takes all of them and writes what was found to `out`. NARROW: small groups have programs of few
+    takes TOGETHER; the others have PROGRAMS each. WALKS: all groups are counted as those of one tree; where a group has
+    all splits of its nodes, and no more than WALKED, one program takes all of them and writes what was found to `out`.
+    NARROW: small groups have programs of few
     rows; unused rows cost no reading, but registers.
     """
     h, tree, alone, whole = tl.program_id(1), 0, False, False

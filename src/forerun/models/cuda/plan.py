@@ -194,11 +194,18 @@ def padding(size: Size) -> Plan:
 
 
 def plan_pass(
-    spans: Sequence[Span], group_nodes: int, size_for: SizeFor = Need.rounded, roots: Sequence[Root] = ()
+    spans: Sequence[Span],
+    group_nodes: int,
+    size_for: SizeFor = Need.rounded,
+    roots: Sequence[Root] = (),
+    added: int = 0,
 ) -> Plan:
-    """Lay out a pass, lone roots first; `group_nodes` is how many nodes one program of attention can take."""
+    """Lay out a pass, lone roots first; `group_nodes` is how many nodes one program of attention can take.
+
+    Roots may turn out to be so much further back than is said (`added`).
+    """
     lone = Roots(roots) if roots else None
-    first, farthest = (lone.count, int(lone.lengths.max())) if lone else (0, 0)
+    first, farthest = (lone.count, int(lone.lengths.max()) + added) if lone else (0, 0)
     rows = Rows(first, pages=lone.pages if lone else [])
     for span in spans:
         rows.add(span, group_nodes)
