@@ -128,7 +128,8 @@ class Greedy:
     argmax: list[int] | None = None  # [M] where each row of logits is largest, the first on a tie
     verdict: Callable[[], Verdict] | None = None  # decided on the device; the call waits for it and reads it
     sampled: bool = False  # the verdict holds above temperature 0 too: `forerun.verdicts.DeviceSampling`
-    next_roots: NextRoots | None = None  # of a plain pass: makes the next plain round before this one is read
+    next_roots: NextRoots | None = None  # makes a plain round behind this one before it is read
+    hand_on: Callable[[], None] | None = None  # of a plain pass: its tokens to what grows trees behind it
 
 
 class GreedyWalk(Protocol):

@@ -24,6 +24,7 @@ ASKED: dict[str, tuple[Any, ...]] = {
     "forget": (SEQS[0],),
     "goes_on": (SEQS,),
     "stays_plain": (SEQS,),
+    "switches": (SEQS,),
     "note_waiting": (WaitingPrompts(1),),
 }
 

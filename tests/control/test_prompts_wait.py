@@ -11,7 +11,7 @@ from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.forms import FormChooser, Promise
 from forerun.testing.load_simulator import Answered, SimulatedServer, asks
-from forerun.testing.simulated_gpu import SimulatedForms, h200
+from forerun.testing.simulated_speeds import SimulatedForms, h200
 
 ROOM = 1024
 

@@ -22,7 +22,7 @@ def trials_of(server: SimulatedServer, monkeypatch: pytest.MonkeyPatch) -> list[
         (decision,) = controller._decisions or [None]
         ended = all(len(seq.tokens) == seq.max_length for seq in outcome.seqs)
         unplanned = outcome.undrafted == len(outcome.seqs)
-        if decision and decision.chooser._trial and decision.promise.form.nodes and not (ended or unplanned):
+        if decision and decision.promise.insists and decision.promise.form.nodes and not (ended or unplanned):
             found.append(sum(outcome.drafted))
         real(outcome)
 

@@ -172,6 +172,22 @@ def test_a_draft_behind_an_unread_round_is_the_one_behind_that_round_read(shape:
     )
 
 
+@pytest.mark.parametrize("shape", [Form(1, 1, 1), Form(4, 2, 3)])
+def test_behind_a_deeper_tree_a_draft_starts_with_the_last_rows(shape: Form) -> None:
+    """Another draft has read those before them."""
+    last, said = LastRound(CPU), [8, 7, 6, 5, 4]
+    last.accepted[1], last.tokens[1, :5] = 4, torch.tensor(said)
+    kept = shape.depth + 1
+    known = Lane(4, said[-kept:], PAGES[1], 60 + 5 - kept, 72)
+    one, wanted = drafted([known], shape)
+    other, found = drafted([Lane(0, (), PAGES[1], 60, 72, 1)], shape, last)
+    assert one == other
+    end = one.sent_at(GROUP)
+    assert np.array_equal(found[:end], wanted[:end])
+    all_rows = drafted([Lane(0, (), PAGES[1], 60, 72, 1)], Form(4, 4, 1), last)[1]
+    assert all_rows[:5].tolist() == said, "the negative control: a draft as deep as the tree"
+
+
 @pytest.mark.parametrize("shape", [Form(4, 4, 1), Form(8, 3, 3), Form(1, 1, 1)])
 def test_the_integers_of_a_draft(shape: Form) -> None:
     form, ints = drafted(LANES, shape)

@@ -257,7 +257,7 @@ def _inject(player: Player, patch: pytest.MonkeyPatch) -> None:
             ("sampled", target.sampler, "_decide_grown"), ("keep", target.after, "keep_rows"),
             ("move", target.after, "move_decided"),
             ("grown", target.plain, "score"), ("verdict", target.plain.results, "read"),
-            ("sampled", target.sampler, "decide_plain"), ("move", target.plain, "_next_roots"),
+            ("sampled", target.sampler, "decide_plain"), ("move", target.plain, "next_roots"),
         ]  # fmt: skip
     for drafter in player.world.drafters.values():
         places += [("drafter-propose", drafter, "propose"), ("drafter-observe", drafter, "observe")]

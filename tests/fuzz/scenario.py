@@ -25,13 +25,14 @@ OTHERS = ("ngram", "suffix", "medusa", "hydra", "dflash", "dspark", "plain-eagle
 DRAFTERS = (*DEVICE, *OTHERS)
 SHAPES = ("llama", "qwen2", "qwen2", "mistral")
 FORMS = ((3, 3, 1), (5, 5, 1), (1, 1, 1), (6, 3, 3), (11, 4, 4))  # nodes, depth, width
+PLAIN = (0, 0, 1)
 LARGE = ((20, 6, 6), (47, 7, 8), (90, 5, 10))
 PLACES = (
     "propose", "observe", "drafter-propose", "drafter-observe", "append", "draft", "grown", "trees", "prefill",
     "prompts", "verdict", "commit", "outcome", "controller", "plan", "sampled", "keep", "move",
 )  # fmt: skip
 
-Controlled = Literal["forms", "mixed", "adaptive"]
+Controlled = Literal["forms", "mixed", "adaptive", "switching"]
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ def make_scenario(seed: int, drafters: Sequence[str] = DRAFTERS, target: str | N
         )
     else:
         setting = _setting(rng, seed, drafters, target)
+    if setting.controller == "forms" and seed % 4 == 1:
+        setting = replace(setting, controller="switching", forms=(*FORMS, PLAIN, PLAIN))
     count = rng.choice((2, 4, 7, 10)) if setting.batch < 12 else rng.choice((10, 18))
     texts = _Texts(rng, setting)
     requests = [texts.request() for _ in range(count)]
@@ -125,7 +128,7 @@ def _setting(rng: random.Random, seed: int, drafters: Sequence[str], target: str
         words=rng.choice((3, 4, 6, 12)),
         drafters=tuple(picked),
         controller=rng.choice(("forms", "forms", "mixed", "adaptive")),
-        forms=(*forms, (0, 0, 1)) if rng.random() < 0.3 else tuple(forms),
+        forms=(*forms, PLAIN) if rng.random() < 0.3 else tuple(forms),
         repeats=rng.choice((0, 2, 6, 9, 20, 60)),
         batch=rng.choice((1, 2, 3, 3, 4, 4, 5, 6, 6, 8, 9, 13, 24)),
         pages=rng.choice((200, 200, 40, 14, 8, 7)),

@@ -26,7 +26,7 @@ from tests.fuzz.damage import (
 )
 from tests.fuzz.play import Counts, Wrong, play
 from tests.fuzz.play_async import play_async
-from tests.fuzz.scenario import FOLLOW, Scenario, make_scenario
+from tests.fuzz.scenario import FOLLOW, FORMS, PLAIN, Scenario, make_scenario
 from tests.fuzz.shrink import shrink
 
 SEEDS = (3001, 3003, 3004, 3008, 3009, 3010, 3011, 3013, 3018)
@@ -65,6 +65,16 @@ def test_every_text_that_an_mtp_layer_drafts_for_is_too(seed: int) -> None:
     counts = play(even(seed, drafters=("mtp",), forms=((6, 3, 3), (3, 3, 1)), captures=True))
     assert counts.followed > 20
     assert counts.accepted > 20
+
+
+@pytest.mark.parametrize("seed", [5002, 5004, 5008])
+def test_every_text_is_too_where_forms_change_behind_unread_rounds(seed: int) -> None:
+    scenario = even(
+        seed, controller="switching", forms=(*FORMS, PLAIN, PLAIN), pages=14, prompt_rows=(16, 64)
+    )
+    counts = play(scenario)
+    assert counts.followed > 30
+    assert counts.accepted > 10
 
 
 @pytest.mark.parametrize("seed", SEEDS)

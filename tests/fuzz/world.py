@@ -193,6 +193,24 @@ class RandomForms:
         pass
 
 
+class SwitchingForms(RandomForms):
+    """Another form, or none, behind rounds that were not read; one in ten times that must be read first."""
+
+    def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
+        return [self._budget()] * len(seqs)
+
+    def goes_on(self, seqs: Sequence[Seq]) -> bool:
+        return self.rng.random() < 0.4
+
+    stays_plain = goes_on
+
+    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
+        return self._budget() if self.rng.random() < 0.9 else None
+
+
+CONTROLLERS = {"forms": RandomForms, "mixed": RandomForms, "switching": SwitchingForms}
+
+
 class RandomTimes(AdaptiveController):
     """The real one, told any times instead of those of this machine."""
 
@@ -280,7 +298,9 @@ def make_world(setting: Setting, patch: pytest.MonkeyPatch) -> World:
     for name in () if setting.late else {*setting.drafters}:
         engine.drafters.get(name)
     engine.controller = (
-        RandomTimes(engine, setting) if setting.controller == "adaptive" else RandomForms(setting)
+        RandomTimes(engine, setting)
+        if setting.controller == "adaptive"
+        else CONTROLLERS[setting.controller](setting)
     )
     engine.prompt_rows = RandomRows(setting)
     engine.launches_ahead = engine.follows_unread = setting.follows and setting.target == "twin"

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Run
-from forerun.models.cuda.plan import DEEPEST, MAX_ROWS, Plan, Size, Span, plan_pass, programs_for, split_of
+from forerun.models.cuda.plan import DEEPEST, MAX_ROWS, Plan, Size, Span, plan_pass, split_of, split_start
+from forerun.models.cuda.sharing import Sharing, programs_for
 from forerun.models.paged import slots_of
 from forerun.testing import random_tree
 from forerun.topology import topology_of
@@ -44,12 +46,12 @@ def test_what_is_found_does_not_depend_on_the_number_of_programs(window: int) ->
         _span(rng, length, nodes, first) for length, nodes, first in ((430, 13, 1), (100, 1, 9), (63, 5, 12))
     ]
     plan = plan_pass(spans, 64 // (HEADS // KV_HEADS))
-    queries, kv = _random(32)
-    alone = _attend(plan, queries, kv, window, programs=plan.size.splits)
-    wanted = _by_hand(spans, queries, kv, window)
+    queries, kv = random_numbers(32)
+    alone = attend(plan, queries, kv, window, how=plan.size.splits)
+    wanted = found_by_hand(spans, queries, kv, window)
     torch.testing.assert_close(alone[: plan.rows].float(), wanted, atol=2e-2, rtol=2e-2)
     for programs in (1, 2, 3):
-        assert torch.equal(_attend(plan, queries, kv, window, programs)[: plan.rows], alone[: plan.rows])
+        assert torch.equal(attend(plan, queries, kv, window, programs)[: plan.rows], alone[: plan.rows])
 
 
 @pytest.mark.gpu
@@ -62,10 +64,10 @@ def test_lone_nodes_that_share_a_program_find_the_same(
     lengths: tuple[int, ...], nodes: int, window: int
 ) -> None:
     plan, exact = _lone_nodes(lengths, nodes, reach=5)
-    queries, kv = _random(32)
-    wanted = _attend(plan, queries, kv, window, programs=4)
+    queries, kv = random_numbers(32)
+    wanted = attend(plan, queries, kv, window, how=4)
     for programs in (1, 3, plan.size.splits):
-        found = _attend(plan, queries, kv, window, programs, exact)
+        found = attend(plan, queries, kv, window, programs, exact)
         _must_agree(found[: plan.rows], wanted[: plan.rows])
 
 
@@ -75,9 +77,9 @@ def test_lone_nodes_that_share_a_program_find_the_same(
 def test_the_deepest_tree_whose_nodes_share_programs_fits_their_columns(length: int, dim: int) -> None:
     plan, exact = _lone_nodes((length,), DEEPEST + 3, reach=1)
     assert max(plan.ints[plan.size.rows : plan.size.rows + plan.rows]) == length + DEEPEST
-    queries, kv = _random(dim)
-    wanted = _attend(plan, queries, kv, 0, programs=4)
-    _must_agree(_attend(plan, queries, kv, 0, 2, exact)[: plan.rows], wanted[: plan.rows])
+    queries, kv = random_numbers(dim)
+    wanted = attend(plan, queries, kv, 0, how=4)
+    _must_agree(attend(plan, queries, kv, 0, 2, exact)[: plan.rows], wanted[: plan.rows])
 
 
 def _must_agree(found: Tensor, wanted: Tensor) -> None:
@@ -101,12 +103,12 @@ def _lone_nodes(lengths: tuple[int, ...], nodes: int, reach: int) -> tuple[Plan,
     return plan, exact
 
 
-def _random(dim: int) -> tuple[Tensor, Tensor]:
+def random_numbers(dim: int, slots: int = 2 * SLOTS) -> tuple[Tensor, Tensor]:
     device = where_kernels_run()
     torch.manual_seed(0)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     queries = torch.randn(MAX_ROWS, HEADS, dim, device=device).to(dtype)
-    return queries, torch.randn(2, KV_HEADS, 2 * SLOTS, dim, device=device).to(dtype)
+    return queries, torch.randn(2, KV_HEADS, slots, dim, device=device).to(dtype)
 
 
 def _ints(plan: Plan) -> Tensor:
@@ -120,32 +122,30 @@ def _span(rng: random.Random, length: int, nodes: int, first_page: int) -> Span:
     return Span(tokens, topology_of(tuple(parents)), pages, length)
 
 
-def _attend(
-    plan: Plan, queries: Tensor, kv: Tensor, window: int, programs: int, exact: Size | None = None
+def attend(
+    plan: Plan, queries: Tensor, kv: Tensor, window: int, how: int | Sharing, exact: Size | None = None
 ) -> Tensor:
-    """`exact`: of which groups it is known that they are lone."""
-    from forerun.models.cuda import kernels_attention as kernels
+    """`how` many programs share the splits of a group; `exact`: of which groups it is known that they are lone."""
+    from forerun.models.cuda.attention import Attention
 
-    size, device, stride, dim = exact or plan.size, queries.device, MAX_ROWS * HEADS, queries.shape[-1]
-    ints = _ints(plan).to(device)
-    run = Run.of(plan.size, ints)
-    parts = torch.full((size.splits * stride, dim), math.nan, device=device)  # what nobody wrote shows
-    tops, sums = torch.full((2, size.splits * stride), math.nan, device=device)
-    out = torch.empty_like(queries)
-    settings = {} if device.type == "cpu" else {"enable_fp_fusion": False}
-    kernels.attend[(size.attending(programs), KV_HEADS)](
-        queries, kv[0], kv[1], ints, run.groups, run.positions, parts, tops, sums, dim**-0.5 / math.log(2),
-        kv.stride(1), stride, size.groups // size.trees, size.lone, programs,
-        H=HEADS, HKV=KV_HEADS, EACH=HEADS // KV_HEADS, D=dim, WINDOW=window, TREES=size.lone > 0, PDL=False, **settings,
+    device, reach = queries.device, split_start(plan.size.splits) - MAX_ROWS - 1
+    config = DecoderConfig.from_hf(
+        {
+            "model_type": "llama", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": queries.shape[-1],
+            "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e4,
+        }
     )  # fmt: skip
-    kernels.combine[(size.rows, HEADS // 4)](
-        out, run.positions, parts, tops, sums, stride, H=HEADS, D=dim, HEADS=4, WINDOW=window, STEP=8,
-        ROOM=0, PDL=False,
-    )  # fmt: skip
+    attention = Attention(config, reach, device, room=0, pdl=False)
+    for numbers in (attention.parts, attention.tops, attention.sums):
+        numbers.fill_(math.nan)  # what nobody wrote shows
+    run, out = Run.of(plan.size, _ints(plan).to(device)), torch.full_like(queries, math.nan)
+    how = Sharing(how, walked=0, stages=1) if isinstance(how, int) else how
+    attention.attend(replace(run, size=exact or plan.size), queries, kv, out, window, how)
     return out
 
 
-def _by_hand(spans: list[Span], queries: Tensor, kv: Tensor, window: int) -> Tensor:
+def found_by_hand(spans: list[Span], queries: Tensor, kv: Tensor, window: int) -> Tensor:
     """Softmax over what every node sees, in float32."""
     found, row = [], 0
     for span in spans:

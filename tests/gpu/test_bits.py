@@ -54,7 +54,7 @@ def test_a_node_has_the_same_bits_in_any_company(name: str) -> None:
 WIDTHS = [1, 2, 8, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 160, 192, 200, 224, 256, 300, 384, 400, 512, 768]
 
 
-@pytest.mark.parametrize("name", ["smollm2", "large", "odd", "wide-qwen2", "wide-qwen3"])
+@pytest.mark.parametrize("name", ["smollm2", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3"])
 def test_a_row_has_the_same_bits_at_every_width(name: str) -> None:
     need_cuda()
     rng = random.Random(3)
@@ -71,22 +71,6 @@ def test_a_row_has_the_same_bits_at_every_width(name: str) -> None:
         assert torch.equal(got, wanted[:count]), (
             f"{int((got != wanted[:count]).sum())} differ at {count} rows"
         )
-
-
-@pytest.mark.parametrize("name", ["large", "odd", "wide-qwen2"])
-def test_a_row_has_the_same_bits_in_tiles_of_twice_as_many_outputs(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which only larger models take otherwise, for 33 to 64 rows."""
-    need_cuda()
-    from forerun.models.cuda import tiles
-    from forerun.models.cuda.fused import FusedSteps
-
-    monkeypatch.setattr(tiles, "MANY", 1)
-    steps = make_target(name, "cuda", torch.bfloat16, "triton").passes.steps
-    assert isinstance(steps, FusedSteps)
-    assert steps.doubled == {"qkv", "o", "down"}
-    test_a_row_has_the_same_bits_at_every_width(name)
 
 
 @pytest.mark.parametrize("name", ["smollm2", "large"])

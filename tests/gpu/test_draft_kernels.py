@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.drafters.eagle.cuda import draft_graphs, feature_rows
+from forerun.drafters.eagle.cuda import draft_runner, feature_rows
 from forerun.drafters.eagle.cuda.draft_completion import complete
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.draft_noise import DraftNoise
@@ -63,11 +63,11 @@ def _lanes(rng: random.Random, count: int, pads: int, behind: int) -> list[Lane]
 @pytest.mark.parametrize(("count", "pads", "group_nodes"), [(1, 0, 16), (2, 1, 4), (4, 0, 16), (12, 3, 64)])
 @pytest.mark.parametrize("attends", [False, True])
 def test_the_plan_of_a_draft(shape: Form, count: int, pads: int, group_nodes: int, attends: bool) -> None:
-    device = where_kernels_run()
+    device, deepest = where_kernels_run(), STEPS - 1 if attends else shape.depth  # behind deeper trees too
     assert count in BUCKETS
     rng = random.Random(f"{shape} {count}")
     last = LastRound(device)
-    last.accepted.copy_(torch.tensor([rng.randrange(shape.depth + 1) for _ in range(MAX_ROWS)]))
+    last.accepted.copy_(torch.tensor([rng.randrange(deepest + 1) for _ in range(MAX_ROWS)]))
     last.tokens.copy_(torch.tensor([rng.randrange(1 << 17) for _ in range(MAX_ROWS * STEPS)]).view(-1, STEPS))
     lanes = _lanes(rng, count, pads, shape.depth + 1)
     form, sent = plan_draft(lanes, shape, group_nodes, attends=attends)
@@ -80,7 +80,7 @@ def test_the_plan_of_a_draft(shape: Form, count: int, pads: int, group_nodes: in
         complete(by_kernel, form, group_nodes, last, fused=True)
         differs = (plain != by_kernel).nonzero().flatten().tolist()
         assert not differs, differs[:10]
-    last.accepted.add_(1).remainder_(shape.depth + 1)
+    last.accepted.add_(1).remainder_(deepest + 1)
     complete(by_kernel, form, group_nodes, last, fused=True)
     follows = sent[5 * count : 6 * count]
     assert torch.equal(plain, by_kernel) == bool((follows < 0).all()), "another path is another plan"
@@ -281,7 +281,7 @@ def test_whole_drafts_by_kernels(more: dict[str, Any], monkeypatch: pytest.Monke
     processors = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: processors)
     for module, name in (
-        (draft_graphs, "complete"), (draft_graphs, "cut_trees"), (draft_graphs, "grow_level"),
+        (draft_runner, "complete"), (draft_runner, "cut_trees"), (draft_runner, "grow_level"),
         (feature_rows, "append_decided"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, partial(vars(module)[name], fused=True))

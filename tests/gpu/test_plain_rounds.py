@@ -372,8 +372,8 @@ def test_a_failure_leaves_texts_as_they_are(
         engine, left = _engine(target), [at]
         plain = target.plain
         owner, name = {
-            "roots": (plain, "_roots"), "run": (plain, "_run"), "send": (plain.results, "send"),
-            "next": (plain, "_next_roots"), "read": (plain.results, "read"), "commit": (target, "commit"),
+            "roots": (target.placing, "roots"), "run": (plain, "_run"), "send": (plain.results, "send"),
+            "next": (plain, "next_roots"), "read": (plain.results, "read"), "commit": (target, "commit"),
             "observe": (engine.drafters, "observe"), "outcome": (engine_module, "outcome_of"),
             "prompts": (engine, "_observe_prompts"),
         }[place]  # fmt: skip

@@ -87,14 +87,14 @@ def test_scores_are_those_behind_a_prompt_that_was_read(many: bool, monkeypatch:
 
 def test_negative_control_roots_that_do_not_lie_behind_their_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target("llama", "cpu")
-    real = target.plain._roots
+    real = target.placing.roots
 
     def wrong(seqs: Sequence[FakeSeq], tokens: Sequence[int], follows: Sequence[int]) -> object:
         for seq in seqs:
             target.kv.extent(seq.id).coming = 0
         return real(seqs, tokens, follows)
 
-    monkeypatch.setattr(target.plain, "_roots", wrong)
+    monkeypatch.setattr(target.placing, "roots", wrong)
     seqs, scores = together(target)
     assert not torch.allclose(scores.required_logits, apart(seqs)[0], atol=1e-2)
 

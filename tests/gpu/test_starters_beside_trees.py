@@ -120,14 +120,14 @@ def test_scores_are_those_behind_a_prompt_that_was_read() -> None:
 
 def test_negative_control_trees_that_do_not_lie_behind_their_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target("llama", "cpu")
-    real = target._places
+    real = target.placing.places
 
-    def wrong(seqs: Sequence[FakeSeq], trees: TreeBatch, form: TreeForm) -> object:
+    def wrong(seqs: Sequence[FakeSeq], follows: Sequence[int] | None, form: TreeForm) -> object:
         for seq in seqs:
             target.kv.extent(seq.id).coming = 0
-        return real(seqs, trees, form)
+        return real(seqs, follows, form)
 
-    monkeypatch.setattr(target, "_places", wrong)
+    monkeypatch.setattr(target.placing, "places", wrong)
     seqs, trees, scores = together(target)
     assert not torch.allclose(roots_of(trees, scores.required_logits), apart(seqs)[0], atol=1e-2)
 

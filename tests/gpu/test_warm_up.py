@@ -5,7 +5,7 @@ import torch
 
 from forerun.build import make_engine
 from forerun.models.cuda.graphs import menu, scored_rows
-from forerun.models.cuda.plan import Need, Size, splits_to
+from forerun.models.cuda.plan import Need, Plan, Size, padding, splits_to
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.types import Needs, Request
 from tests.gpu.test_plain_rounds import PROMPTS, _write
@@ -50,8 +50,21 @@ def test_a_need_that_no_size_has_room_for_is_rounded() -> None:
     assert need.rounded() == Size(1024, 2048, 8)
     assert not any(need.fits(size) for size, _ in menu(4096))
     for scored in (True, False):
-        assert any(Need(600, 70, 20).fits(size) for size, kind in menu(4096) if kind == scored)
+        assert any(Need(600, 70, 20).fits(size) for size, kind in menu(4096) if (kind > 0) == scored)
 
 
-def test_the_largest_passes_have_fewer_rows_with_logits() -> None:
-    assert [scored_rows(Size(rows, 64, 8)) for rows in (128, 512, 768, 1024)] == [128, 512, 384, 384]
+def test_passes_with_many_rows_of_prompts_have_fewer_with_logits() -> None:
+    assert [scored_rows(rows) for rows in (128, 256, 512, 768, 1024)] == [
+        [128], [128, 256], [128, 256, 512], [128, 256, 384], [128, 256, 384],
+    ]  # fmt: skip
+
+
+def test_a_pass_takes_the_graph_with_the_fewest_logits_that_are_enough() -> None:
+    passes = make_target("llama", "cpu", torch.float32).passes
+    passes.take_sizes(menu(LENGTH))
+    size = passes.scored_size(Need(600, 70, 20))
+    found = [
+        passes._key(Plan(size, 600, padding(size).ints), (), scored).scored
+        for scored in (1, 128, 129, 300, 500)
+    ]
+    assert found == [128, 128, 256, 384, 512]  # the last is captured when it comes

@@ -53,10 +53,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 SHAPES["odd"] = {**SHAPES["large"], "intermediate_size": 3840}  # 30 steps deep: down is cut into five
+# 96 tiles of queries, keys and values: one split
+SHAPES["wide-split"] = {**SHAPES["large"], "num_attention_heads": 32, "num_key_value_heads": 8}
+# as many key-value heads as large models have: batches of it have work enough for attention's whole groups
+SHAPES["wide-kv"] = {"model_type": "llama", "num_attention_heads": 16, "num_key_value_heads": 8}
 SHAPES["wide-qwen2"] = {**SHAPES["large"], "model_type": "qwen2"}
 SHAPES["wide-qwen3"] = {**SHAPES["large"], "model_type": "qwen3"}
 # these differ from the others in the tiles of kernels alone: the plain steps have none, and take seconds for them
-WIDE = ("large", "odd", "wide-qwen2", "wide-qwen3")
+WIDE = ("wide-kv", "large", "odd", "wide-split", "wide-qwen2", "wide-qwen3")
 SMALL = tuple(name for name in SHAPES if name not in WIDE)
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu])]
 

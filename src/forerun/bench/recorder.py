@@ -31,6 +31,9 @@ class Recorder:
     def stays_plain(self, seqs: Sequence[Seq]) -> bool:
         return self._reconsiders is not None and self._reconsiders.stays_plain(seqs)
 
+    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
+        return None if self._reconsiders is None else self._reconsiders.switches(seqs)
+
     def note_waiting(self, prompts: WaitingPrompts) -> None:
         if self._sees_prompts is not None:
             self._sees_prompts.note_waiting(prompts)

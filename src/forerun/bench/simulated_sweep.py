@@ -42,7 +42,8 @@ from forerun.heads import BOX
 from forerun.models.cuda.chunks import beside_trees
 from forerun.offers import Form, Offer
 from forerun.params import EngineConfig, SpeculativeConfig
-from forerun.testing.simulated_gpu import SimulatedClock, SimulatedGPU, SimulatedHead, Speeds
+from forerun.testing.simulated_gpu import SimulatedClock, SimulatedGPU, SimulatedHead
+from forerun.testing.simulated_speeds import Speeds
 from forerun.types import Event, Greedy, Needs, Prompts, Round, Scores, Seq, TreeBatch, TreeForm, Verdict
 from forerun.verify.greedy import greedy_verdict
 

@@ -18,7 +18,7 @@ from forerun.control.allowance import Allowance
 from forerun.control.around import FREE_CHAINS, PLAIN
 from forerun.control.base import ControlParts, WaitingPrompts
 from forerun.control.cost import CostModel
-from forerun.control.decision import Decision, by_menu, chain_budget, starts, waited_for_prompts
+from forerun.control.decision import Decision, by_menu, chain_budget, observe_menu, waited_for_prompts
 from forerun.control.forms import FormChooser
 from forerun.control.free_drafts import NOTHING
 from forerun.control.lookup_rounds import asked_beside, plan_lookup, plan_lookups
@@ -62,7 +62,8 @@ class AdaptiveController:
         self._decisions: list[Decision] = []  # of this round
         self._never = False  # nobody of this round can draft
         self._unasked = 0 if follows else UNFOLLOWED_ROUNDS  # plain rounds in a row that had to be read first
-        self._stay: tuple[Decision | None, Sequence[Seq]] | None = None  # the next round, if said to be plain
+        # the next round, if it was said what that is before this one is read
+        self._next: tuple[Decision | None, Sequence[Seq]] | None = None
 
     @classmethod
     def build(cls, parts: ControlParts) -> AdaptiveController:
@@ -81,7 +82,7 @@ class AdaptiveController:
             chooser.cost = cost
 
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
-        self._decisions, self._asked, self._idle, self._never, self._stay = [], None, None, False, None
+        self._decisions, self._asked, self._idle, self._never, self._next = [], None, None, False, None
         looks_up, alone = self._all_look_up(seqs), len(seqs) == 1
         if alone and self._ahead == seqs[0].id:  # its pass is run: whatever was found could not be drafted
             self._idle = not looks_up
@@ -133,20 +134,20 @@ class AdaptiveController:
 
     def stays_plain(self, seqs: Sequence[Seq]) -> bool:
         """Is the round behind the plain one under way plain? Look-ups are made now, beside the device."""
-        self._stay, batch = None, len(seqs)
+        self._next, batch = None, len(seqs)
         if not self._all_look_up(seqs):
             return self._keeps_plain(seqs)
         if not self.gate.asks_all(batch):
             asked = asked_beside(self.gate, self.planner, seqs)
             if asked is not None:
-                self._asked, self._stay = (self._asked or 0) + asked, (None, seqs)
+                self._asked, self._next = (self._asked or 0) + asked, (None, seqs)
             return asked is not None
         self._unasked, chooser = 0, self._chooser(NO_FORMS)
         plain = chooser.promise_of(PLAIN, batch, batch, batch)
         offers = [within(self.planner.offer(seq), seq) for seq in seqs]
         if not self.waiting.waits(chooser, plain, offers):
-            self._stay = Decision(chooser, frozenset([seq.id for seq in seqs]), plain, plain), seqs
-        return self._stay is not None
+            self._next = Decision(chooser, frozenset([seq.id for seq in seqs]), plain, plain), seqs
+        return self._next is not None
 
     def _keeps_plain(self, seqs: Sequence[Seq]) -> bool:
         """The same for drafters that are more than look-ups: by the state of the round under way, which stays."""
@@ -154,9 +155,11 @@ class AdaptiveController:
             return all([self.planner.offer(seq) is NEVER for seq in seqs])  # noqa: C419
         if self._idle:
             return len(seqs) == 1 and self.planner.rests(seqs[0], self.planner.offer(seqs[0]))
-        if len(self._decisions) != 1 or self._decisions[0].promise.form is not PLAIN:
+        if len(self._decisions) != 1:
             return False
         (decision,), ids = self._decisions, [seq.id for seq in seqs]
+        if decision.promise.form is not PLAIN or decision.promise.insists:
+            return False
         plain = decision.chooser.keeps_plain(ids, len(seqs))
         if plain is None:
             return False
@@ -167,13 +170,13 @@ class AdaptiveController:
         self._decisions = [replace(decision, ids=decision.ids.union(ids), promise=plain, head=plain)]
         return True
 
-    def _take_stay(self) -> None:
-        """The round under way is the one that was said to be plain: it is observed as that."""
-        if self._stay is not None:
-            (decision, seqs), self._stay = self._stay, None
+    def _take_next(self) -> None:
+        """The round under way is the one that was said to follow: it is observed as that."""
+        if self._next is not None:
+            (decision, seqs), self._next = self._next, None
             self._idle, self._never = None, False
             self._decisions, self._asked = ([], 0) if decision is None else ([decision], None)
-            if decision is None:
+            if decision is None or decision.chooser.menu is not NO_FORMS:
                 self.planner.skip()
             else:
                 self.planner.take_chains(seqs, [FREE] * len(seqs))
@@ -216,10 +219,24 @@ class AdaptiveController:
         self._decisions = [replace(decision, ids=decision.ids.union(ids), head=head)]  # some have joined
         return True
 
+    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
+        """The form of the round behind the one under way, which may be another; few sequences wait for look-ups."""
+        self._next = None
+        if len(seqs) <= MOST_WAITED_FOR or len(self._decisions) != 1:
+            return None
+        chooser, ids = self._decisions[0].chooser, tuple([seq.id for seq in seqs])
+        others = [seq for seq in seqs if self.planner.offer(seq).menu is not chooser.menu]
+        if others or ends(chooser, self._decisions[0].head, seqs):
+            return None
+        promise = chooser.choose(ids, len(seqs))
+        decision = Decision(chooser, frozenset(ids), promise, promise)
+        self._next = decision, seqs
+        return decision.budget()
+
     def observe(self, outcome: Round) -> None:
         if outcome.undrafted < len(outcome.seqs):  # else it was not planned here: all of them start with it
             self._observe(outcome)
-        self._take_stay()
+        self._take_next()
 
     def _observe(self, outcome: Round) -> None:
         batch, nodes, cost = len(outcome.seqs), sum(outcome.drafted), self.planner.cost
@@ -237,7 +254,7 @@ class AdaptiveController:
             if self._asked < batch:
                 return
         for decision in self._decisions:
-            self._observe_menu(decision, outcome)
+            observe_menu(decision, outcome, self.waiting)
         self.planner.observe(outcome)
 
     def _observe_idle(self, outcome: Round, costly: bool) -> None:
@@ -259,7 +276,7 @@ class AdaptiveController:
         chooser = self._chooser(menu)
         head = promise = chooser.choose(ids, batch)
         self.waiting.note(offers)
-        if not chooser.insists and any([offer.free for offer in offers]):  # noqa: C419
+        if not head.insists and any([offer.free for offer in offers]):  # noqa: C419
             depths, accepted = self.planner.free_chains(offers, batch)
             nodes = sum(depths)
             free = free_promise(chooser, head, nodes, batch, accepted)
@@ -274,26 +291,3 @@ class AdaptiveController:
             most = self.planner.nodes, self.planner.width
             chooser = self._choosers[id(menu)] = FormChooser(menu, self.cost, allowance, *most)
         return chooser
-
-    def _observe_menu(self, decision: Decision, outcome: Round) -> None:
-        """Book what the round gained or lost against plain decoding, and learn what its form brings and takes."""
-        batch = len(outcome.seqs)
-        drafted = outcome.seqs[: batch - outcome.undrafted]
-        which = [b for b, seq in enumerate(drafted) if seq.id in decision.ids]  # some may have been sent back
-        if not which:
-            return
-        nodes = sum([outcome.drafted[b] for b in which])
-        ids, accepted = [outcome.seqs[b].id for b in which], [outcome.accepted[b] for b in which]
-        promise, chooser = decision.promise, decision.chooser
-        if not nodes and promise.form.nodes:
-            promise = promise._replace(form=PLAIN)  # the drafter was not ready
-        follows = chooser.around.follows(promise.form, batch)
-        waited = follows and starts(outcome)
-        chooser.observe(promise, ids, accepted, batch, outcome.seconds, waited, outcome.followed)
-        rows = outcome.tree_rows or batch + nodes
-        taken = chooser.promise_of(promise.form, rows, batch, 0.0, len(ids)).seconds
-        self.waiting.observe(decision.head, promise.form, taken, sum(accepted), batch)
-        if not outcome.followed and (promise.form.nodes or (follows and not starts(outcome))):
-            taken += chooser.gap(batch)
-        lost = taken / chooser.plain_seconds(batch) - 1.0 - sum(accepted) / batch
-        chooser.allowance.book(lost)

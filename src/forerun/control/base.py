@@ -74,6 +74,13 @@ class Reconsiders(Protocol):
         """
         ...
 
+    def switches(self, seqs: Sequence[Seq]) -> Budget | None:
+        """The round under way is the last of its plan: what the next one drafts for each of these, 0 nodes = nothing.
+
+        Called where the two above said no, before the verdict is read; None where that must be read first.
+        """
+        ...
+
 
 @runtime_checkable
 class SeesPrompts(Protocol):

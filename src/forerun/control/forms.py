@@ -50,6 +50,7 @@ class Promise(NamedTuple):
     tokens: float  # of the whole batch
     seconds: float
     missed: float = 0.0  # tokens that requests would have written whose prompts are read later for it
+    insists: bool = False  # it was chosen to learn, not to gain
 
     @property
     def rate(self) -> float:
@@ -69,8 +70,6 @@ class FormChooser:
         }
         self._places = {form: i for i, form in enumerate(self._priors)}
         self._since = 0.0  # rounds since the last trial
-        self._trial = False  # is this round one?
-        self.insists = False  # the form was chosen to learn, not to gain
         # did the last round, a trial from plain decoding, gain? Then see whether that was chance
         self._paid = False
         self._tried: dict[Form, int] = {}  # the round in which a form last ran
@@ -85,9 +84,8 @@ class FormChooser:
 
     def choose(self, ids: Sequence[int], batch: int) -> Promise:
         """The form for these sequences of a batch, the others of which do not draft."""
-        self._trial, self.insists = False, True
         if not self.around.is_known(PLAIN, batch):  # what all else is compared with; one round shows it
-            return self.promise_of(PLAIN, batch, batch, batch)
+            return self.promise_of(PLAIN, batch, batch, batch)._replace(insists=True)
         promises = self._promises(ids, batch)
         best = self._best(promises, batch)
         if bool(best.form.nodes) != bool(self.last.nodes):
@@ -97,9 +95,8 @@ class FormChooser:
         if (self._since >= ROUNDS_BETWEEN_TRIALS or (paid and best.form == PLAIN)) and (
             trial := self._find_trial(promises, batch)
         ) is not None:
-            self._trial, self._since = True, 0.0
-            return trial
-        self.insists = False
+            self._since = 0.0
+            return trial._replace(insists=True)
         return best
 
     def keeps(self, ids: Sequence[int], batch: int) -> Promise | None:
@@ -124,7 +121,7 @@ class FormChooser:
 
         Others are looked at now and then, as for `keeps`.
         """
-        if self.last.nodes or self.insists or not self.around.is_known(PLAIN, batch):
+        if self.last.nodes or not self.around.is_known(PLAIN, batch):
             return None
         if self._round % ROUNDS_BETWEEN_LOOKS and not self.prompts.requests:
             return self.promise_of(PLAIN, batch, batch, batch)
@@ -206,7 +203,7 @@ class FormChooser:
         if form.nodes:
             self.acceptance.observe(form, self._priors[form], ids, accepted)
         gained = sum(accepted) / batch + 1.0 - promise.seconds / self.plain_seconds(batch)
-        self._paid = self._trial and self.last == PLAIN and gained > 0.0
+        self._paid = promise.insists and form.nodes > 0 and self.last == PLAIN and gained > 0.0
 
     def _delay(self, batch: int) -> float:
         """Plain rounds that are lost where one is read before a draft, and one behind it before plain ones go on."""

@@ -6,10 +6,12 @@ A drafter cannot affect exactness: the verifier decides what is accepted.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
+
+from torch import Tensor
 
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
@@ -89,6 +91,35 @@ class Drafter(Protocol):
     def forget(self, seq: Seq) -> None:
         """Free what is held for a sequence: it has ended, or its prompt will be read again after a failed round."""
         ...
+
+
+class SwitchesForms(Protocol):
+    """Of a drafter on a device (its `switcher`): another form, or none, behind a round that the host has not read.
+
+    Sequences come with their place in that round, -1 = they had none; `hidden` are the rows of its pass.
+    """
+
+    def switch(
+        self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor], budget: Budget
+    ) -> TreeBatch | None:
+        """Trees by the budget of each, behind these trees or lone roots; None = that round must be read first."""
+        ...
+
+    def rest(self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]) -> None:
+        """A plain round follows these trees: what a later draft needs of their pass is to be kept."""
+        ...
+
+
+@runtime_checkable
+class CanSwitch(Protocol):
+    """A drafter that may have such a part."""
+
+    @property
+    def switcher(self) -> SwitchesForms | None: ...
+
+
+def switcher_of(drafter: Drafter) -> SwitchesForms | None:
+    return drafter.switcher if isinstance(drafter, CanSwitch) else None
 
 
 @runtime_checkable

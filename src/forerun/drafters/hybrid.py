@@ -18,7 +18,7 @@ from operator import mul
 
 from torch import Tensor
 
-from forerun.drafters.base import Drafter, LookupDrafter, committed_tokens
+from forerun.drafters.base import Drafter, LookupDrafter, SwitchesForms, committed_tokens, switcher_of
 from forerun.drafters.either import EitherDrafter
 from forerun.drafters.tree_builder import best_count
 from forerun.offers import Offer
@@ -89,6 +89,11 @@ class HybridDrafter:
         if self._needs[:2] != (first, second):
             self._needs = first, second, first | second
         return self._needs[2]
+
+    @property
+    def switcher(self) -> SwitchesForms | None:
+        """The second's, for batches in which nothing is looked up."""
+        return switcher_of(self.second)
 
     def offer(self, seq: Seq) -> Offer:
         """What the second costs, what is free, and what the second expected of a tree that is all its own."""

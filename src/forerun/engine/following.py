@@ -3,10 +3,12 @@
 Where a device finds the next tokens of greedy and sampled texts itself, the round behind can be launched while the
 last pass is still running; the host reads that one meanwhile. Of a plain round the next roots follow
 (`Greedy.next_roots`); of trees that were grown on the device, what grew them goes on from there (`TreeBatch.grower`).
+The form may change on the way, to none and back, where the drafter can do that (`SwitchesForms`).
 Sequences that have joined, and chunks of prompts, are in the same pass. Sequences turn out to have ended: their trees
 in the round that follows are dropped. Everything a pass writes lies behind what is committed, so that a round that
 follows can be forgotten at any time. The controller's plan stands for as many rounds as it says (`Budget.repeats`), and
-a controller that reconsiders is asked before each of them. Nobody is asked about texts that are never drafted for.
+a controller that reconsiders is asked before each of them, and for another plan where it does not hold. What was learnt
+from the round under way counts one round later. Nobody is asked about texts that are never drafted for.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from forerun.control.base import Controller, Reconsiders
 from forerun.engine.pending import Launched, Pending
 from forerun.engine.prompt_rows import prompt_share
 from forerun.engine.sequence import SequenceState, traits_of
 from forerun.engine.starting import device_decides, in_padding
-from forerun.types import TreeBatch
+from forerun.types import Budget, TreeBatch
 
 if TYPE_CHECKING:
     from forerun.engine.engine import Engine
@@ -50,9 +52,7 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
     Whatever interrupts it undoes the last round too: the engine holds both as pending meanwhile.
     """
     known = last.scores.greedy
-    if known is None or not (
-        known.next_roots is not None or (last.repeats > 0 and last.trees.grower is not None)
-    ):
+    if known is None or (known.next_roots is None and last.trees.grower is None):
         return None
     engine.scheduler.start_those_read()  # whose prompts the last pass has completed
     going = _going(last, engine.running)
@@ -64,20 +64,22 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
     engine.hold(both)
     scheduler = engine.scheduler
     share = prompt_share(scheduler, engine.prompt_rows, engine.controller, len(seqs))
+    plan = _next_plan(engine, last, seqs)
+    if plan is None:
+        return None
     starters, readers = list[SequenceState](), list[SequenceState]()
-    if known.next_roots is None:
-        trees = _grown(engine, last, going)
-        if share and trees is not None:
-            readers = scheduler.next_readers(share)
-            starters, trees = in_padding(engine, others, trees, readers, share, known.sampled)
-    elif not _may_stay_plain(engine, last, going):
+    trees = _grown(engine, last, going, plan) if plan.drafts else None
+    if trees is not None:
+        readers = scheduler.next_readers(share) if share else []
+        starters, trees = in_padding(engine, others, trees, readers, share, known.sampled)
+    elif plan.drafts or not _has_room(engine, last, going, 1):
         return None
     else:
         readers = scheduler.next_readers(share) if share else []
         starters = scheduler.starters(readers, len(seqs) + len(readers), share)
         if starters and not device_decides(engine, [*others, *starters], known.sampled):
             starters = []
-        trees = known.next_roots([*going, *[(seq, -1) for seq in starters]])
+        trees = _roots(engine, last, [*going, *[(seq, -1) for seq in starters]])
     if trees is None:
         return None
     engine.hold([*both, *readers])
@@ -85,42 +87,76 @@ def next_round(engine: Engine, last: Launched) -> Launched | None:
     scheduler.start(starters)
     seqs = [*seqs, *starters]
     scores = engine.score(seqs, trees, readers, share)
-    pending, repeats = Pending([*seqs, *readers]), last.repeats - 1
-    return Launched(pending, seqs, readers, trees, scores, last.clock, repeats, last.may_draft)
+    pending, may_draft = Pending([*seqs, *readers]), last.may_draft if plan.other is None else plan.drafts
+    return Launched(pending, seqs, readers, trees, scores, last.clock, plan.repeats, may_draft)
 
 
-def _grown(engine: Engine, last: Launched, going: Going) -> TreeBatch | None:
-    """Trees of the same form, where the plan holds and there is room for them."""
-    seqs, form, grower = [seq for seq, _ in going], last.trees.form, last.trees.grower
-    if form is None or grower is None:
-        return None
-    if not _goes_on(engine, [seq for seq in seqs if seq.request.budget is None]):
-        return None
-    if not engine.target.make_room(seqs, [form.nodes + form.depth + 1] * len(seqs)):
-        return None
-    return grower.follow(going, last.trees, last.scores.hidden)
+class Next(NamedTuple):
+    """What the next round drafts."""
+
+    drafts: bool
+    repeats: int  # further rounds that may start before it is read
+    other: Budget | None = None  # None = the form of the last round
 
 
-def _may_stay_plain(engine: Engine, last: Launched, going: Going) -> bool:
-    """Is the next round known to be plain, and is there room for it?"""
-    seqs = [seq for seq, _ in going]
-    if not _stays_plain(engine, last, seqs):
-        return False
-    return engine.target.make_room(seqs, [2 if tree >= 0 else 1 for _, tree in going])
-
-
-def _stays_plain(engine: Engine, last: Launched, seqs: Sequence[SequenceState]) -> bool:
-    """Is the round behind a plain one plain too, as far as that is known before this one is read?"""
-    if engine.drafters.never_draft(seqs):
-        return True
+def _next_plan(engine: Engine, last: Launched, seqs: Sequence[SequenceState]) -> Next | None:
+    """The plan of the next round, if it is known before the last one is read."""
+    controller, same = engine.controller, Next(last.trees.form is not None, last.repeats - 1)
+    if last.trees.form is None and engine.drafters.never_draft(seqs):
+        return same
+    planned = seqs
     if any([one.has_budget for one in traits_of(seqs)]):  # noqa: C419
-        return False
-    if _reconsiders(engine.controller):
+        planned = [seq for seq in seqs if seq.request.budget is None]
+    if not _reconsiders(controller) or (same.drafts and not planned):  # a request's own budget always holds
+        stands = last.repeats > 0 and (same.drafts or not last.may_draft)
+        return same if stands and (same.drafts or len(planned) == len(seqs)) else None
+    if same.drafts:
+        if last.repeats > 0 and controller.goes_on(planned):
+            return same
+    elif len(planned) == len(seqs):
         last.clock.lap("host")
-        stays = engine.controller.stays_plain(seqs)
+        stays = controller.stays_plain(seqs)
         last.clock.lap("draft")  # look-ups are made beside the device
-        return stays
-    return not last.may_draft and last.repeats > 0
+        if stays:
+            return same
+    if len(planned) < len(seqs) or engine.drafters.switcher(seqs[0]) is None:
+        return None
+    budget = controller.switches(seqs)
+    return None if budget is None else Next(budget.nodes > 0, budget.repeats, budget)
+
+
+def _grown(engine: Engine, last: Launched, going: Going, plan: Next) -> TreeBatch | None:
+    """Trees of the last form, or of another, where there is room for them."""
+    form, grower, round_before = last.trees.form, last.trees.grower, (going, last.trees, last.scores.hidden)
+    if plan.other is None:
+        room = form is not None and _has_room(engine, last, going, form.nodes)
+        return grower.follow(*round_before) if grower is not None and room else None
+    switcher = engine.drafters.switcher(going[0][0])
+    if switcher is None or not _has_room(engine, last, going, 1 + plan.other.nodes):
+        return None
+    if form is None and last.scores.greedy is not None and last.scores.greedy.hand_on is not None:
+        last.scores.greedy.hand_on()
+    return switcher.switch(*round_before, plan.other)
+
+
+def _roots(engine: Engine, last: Launched, going: Going) -> TreeBatch | None:
+    """Lone roots, behind others or behind trees."""
+    known, switcher = last.scores.greedy, None
+    if known is None or known.next_roots is None:
+        return None
+    if last.trees.form is not None:
+        switcher = engine.drafters.switcher(going[0][0])
+    if switcher is not None:
+        switcher.rest(going, last.trees, last.scores.hidden)
+    return known.next_roots(going)
+
+
+def _has_room(engine: Engine, last: Launched, going: Going, nodes: int) -> bool:
+    """For so many nodes of each, behind all that the last round may add."""
+    form = last.trees.form
+    added = 1 if form is None else form.depth + 1
+    rows = [nodes + (added if tree >= 0 else 0) for _, tree in going]
+    return engine.target.make_room([seq for seq, _ in going], rows)
 
 
 def _going(last: Launched, running: Sequence[SequenceState]) -> Going:
@@ -130,12 +166,6 @@ def _going(last: Launched, running: Sequence[SequenceState]) -> Going:
     places = {seq.id: tree for tree, seq in enumerate(last.seqs)}
     going = [(seq, places.get(seq.id, -1)) for seq in running]
     return [(seq, tree) for seq, tree in going if tree < 0 or len(seq.tokens) + 1 < seq.max_length]
-
-
-def _goes_on(engine: Engine, planned: Sequence[SequenceState]) -> bool:
-    """Does the plan of these hold for another round? A request's own budget always does."""
-    controller = engine.controller
-    return not planned or not _reconsiders(controller) or controller.goes_on(planned)
 
 
 def _reconsiders(controller: Controller) -> TypeGuard[Reconsiders]:

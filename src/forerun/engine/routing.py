@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
-from forerun.drafters.base import LookupDrafter
+from forerun.drafters.base import LookupDrafter, SwitchesForms, switcher_of
 from forerun.drafters.none import NoDrafter
 from forerun.engine.run_ahead import alone
 from forerun.engine.sequence import SequenceState, traits_of
@@ -166,6 +166,10 @@ class DrafterPool:
         """Has none of these sequences a drafter, whatever the controller plans?"""
         name = _shared_drafter(seqs)
         return name is not None and isinstance(self._made[name], NoDrafter)
+
+    def switcher(self, seq: SequenceState) -> SwitchesForms | None:
+        """What changes the form of this sequence's drafts behind unread rounds; None = its drafter cannot."""
+        return switcher_of(self._made[seq.drafting])
 
     def looks_up(self, seq: Seq) -> bool:
         """Does its drafter make look-ups and nothing else?"""

@@ -22,7 +22,8 @@ from forerun.control.fixed import FixedController
 from forerun.engine.engine import Engine
 from forerun.engine.prompt_rows import PromptRows
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
-from forerun.testing.simulated_gpu import SimulatedClock, SimulatedGPU, SimulatedHead, Speeds, h200
+from forerun.testing.simulated_gpu import SimulatedClock, SimulatedGPU, SimulatedHead
+from forerun.testing.simulated_speeds import Speeds, h200
 from forerun.types import Request
 
 HEAD = "head"

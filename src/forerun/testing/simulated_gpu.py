@@ -8,7 +8,6 @@ last was read by the real engine (forerun.engine.following). How many tokens of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +18,13 @@ from torch import Tensor
 from forerun.drafters.base import BaseDrafter, lone_roots
 from forerun.drafters.eagle.cuda.draft_plan import ROOM, bucket_of
 from forerun.drafters.eagle.cuda.menu import FORMS, forms_for
-from forerun.drafters.eagle.cuda.row_reader import PASSES
 from forerun.models.cuda.chunks import beside_trees, least_rows, rows_beside
-from forerun.models.cuda.plan import MAX_ROWS, ROW_SIZES, round_up
+from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.shared import SharedWeights
 from forerun.offers import Form, Offer
 from forerun.testing.emulated_device import CountedTokens, next_roots
-from forerun.testing.menu_simulator import accepted_of, level_rate
+from forerun.testing.menu_simulator import level_rate
+from forerun.testing.simulated_speeds import SimulatedForms, Speeds
 from forerun.types import (
     Budget,
     Greedy,
@@ -39,9 +38,6 @@ from forerun.types import (
     first_rows,
 )
 
-# milliseconds of a pass of an 8B by rows: docs/benchmarks.md, "More than 64 rows" and "GPU, one H200"
-H200_8B = {1: 4.1, 8: 4.4, 16: 4.6, 32: 5.0, 48: 5.2, 64: 5.4, 96: 5.7, 128: 6.1, 160: 7.0, 192: 7.6, 224: 8.5,
-           256: 9.0, 384: 12.3, 512: 15.6, 768: 22.5, 1024: 29.5}  # fmt: skip
 WORDS = 1009
 
 
@@ -56,50 +52,6 @@ class SimulatedClock:
 
     def wait_until(self, when: float) -> None:
         self.seconds = max(self.seconds, when)
-
-
-@dataclass(frozen=True, slots=True)
-class Speeds:
-    """What a device and its host take."""
-
-    passes: Mapping[int, float]  # rows -> seconds
-    level: float = 1.1e-4  # of a draft, at batch 1
-    slope: float = 0.03  # of that, more for each further sequence
-    # the head's reading of prompts: not measured, but its 0.1e9 multiplications at the rate of the target's full passes
-    prompt_row: float = 4e-7
-    prompt_pass: float = 3e-5  # and the start of a handful of kernels
-    host: float = 1.5e-4  # of launching a round, and the same of ending it
-    host_row: float = 1.2e-5  # and of every sequence in it
-
-    def of_pass(self, rows: int) -> float:
-        """Of the next size that passes have."""
-        return self._of_size(round_up(rows, ROW_SIZES))
-
-    def _of_size(self, rows: int) -> float:
-        if rows in self.passes:
-            return self.passes[rows]
-        low = max(size for size in self.passes if size < rows)
-        high = min(size for size in self.passes if size > rows)
-        share = (rows - low) / (high - low)
-        return self.passes[low] * (1 - share) + self.passes[high] * share
-
-    def curve(self) -> dict[int, float]:
-        """t(rows) as it is measured at load."""
-        return {rows: self._of_size(rows) for rows in ROW_SIZES}
-
-    def of_reading(self, rows: int) -> float:
-        """The head's reading of prompts."""
-        whole, rest = divmod(rows, MAX_ROWS)
-        padded = whole * MAX_ROWS + (round_up(rest, PASSES) if rest else 0)
-        return self.prompt_pass * (whole + (rest > 0)) + self.prompt_row * padded
-
-    def of_draft(self, form: Form, batch: int) -> float:
-        return self.level * form.depth * (1.0 + self.slope * (batch - 1))
-
-
-def h200(**other: float) -> Speeds:
-    """An 8B on one H200."""
-    return Speeds({rows: ms / 1e3 for rows, ms in H200_8B.items()}, **other)
 
 
 @dataclass(slots=True)
@@ -171,7 +123,7 @@ class SimulatedGPU(CountedTokens):
         taken = end - started
         known = Greedy(
             verdict=lambda: self._decide(seqs, trees, end),
-            next_roots=next_roots if trees.form is None else None,
+            next_roots=next_roots,
         )
         read = None if prompts is None else (self._keep(prompts.seqs, fresh), Scores(None))
         return Scores(self._logits.expand(trees.nodes, -1), {}, known, read, seconds=lambda: taken)
@@ -204,28 +156,6 @@ class SimulatedGPU(CountedTokens):
         return count
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedForms:
-    """The menu of a head on a GPU; implements forerun.offers.Menu."""
-
-    speeds: Speeds
-    rate: float
-
-    @property
-    def forms(self) -> tuple[Form, ...]:
-        return FORMS
-
-    def seconds(self, form: Form, batch: int) -> float:
-        listed = form in forms_for(bucket_of(batch))
-        return self.speeds.of_draft(form, bucket_of(batch)) if listed else math.inf
-
-    def rows(self, form: Form, batch: int) -> int:
-        return bucket_of(batch) * (form.nodes + 1)
-
-    def expected(self, form: Form) -> float:
-        return accepted_of(form, self.rate)
-
-
 class SimulatedHead(BaseDrafter):
     """Trees that the simulated device grows, behind unread ones too."""
 
@@ -252,7 +182,21 @@ class SimulatedHead(BaseDrafter):
         self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]
     ) -> TreeBatch | None:
         assert trees.form is not None
-        form = _shape(trees.form)
+        return self._behind(going, _shape(trees.form))
+
+    @property
+    def switcher(self) -> SimulatedHead:
+        return self
+
+    def switch(
+        self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor], budget: Budget
+    ) -> TreeBatch | None:
+        return self._behind(going, Form(budget.nodes, budget.depth, budget.width))
+
+    def rest(self, going: Sequence[tuple[Any, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]) -> None:
+        """It keeps no rows."""
+
+    def _behind(self, going: Sequence[tuple[Any, int]], form: Form) -> TreeBatch | None:
         if form not in forms_for(bucket_of(len(going))):
             return None
         self._read([seq for seq, _ in going])

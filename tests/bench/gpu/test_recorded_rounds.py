@@ -41,7 +41,8 @@ def test_what_keeps_rounds_from_following_is_named(monkeypatch: pytest.MonkeyPat
     def refuses(draft: DeviceDraft, *given: Any) -> None:
         return None
 
-    monkeypatch.setattr(DeviceDraft, "follow", refuses)
+    for name in ("follow", "switch"):
+        monkeypatch.setattr(DeviceDraft, name, refuses)
     row = measure(texts(), 5, 4)
     assert "head's, followed" not in row["kinds"]
     assert row["why"]["behind head's: follow"] > 5

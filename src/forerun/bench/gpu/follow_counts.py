@@ -26,6 +26,10 @@ class FollowCounts:
     def __init__(self) -> None:
         self.kinds: Counter[str] = Counter()
         self.why: Counter[str] = Counter()
+        self.switches: Counter[str] = (
+            Counter()
+        )  # from one kind of round to another, or to the same: what was read first
+        self._last: tuple[str, object] = "", None
         self._said, self._reason, self._parts = list[str](), "the first", False
 
     @contextmanager
@@ -38,6 +42,8 @@ class FollowCounts:
             (adaptive, "ends", bool),
             (Waiting, "waits", bool),
             (DeviceDraft, "follow", lambda found: found is None),
+            (adaptive.AdaptiveController, "switches", lambda found: found is None),
+            (DeviceDraft, "switch", lambda found: found is None),
         ]
         with ExitStack() as patches:
             for owner, name, refuses in asked:
@@ -69,7 +75,7 @@ class FollowCounts:
             found = follow(engine, last)
             if found is None:
                 nobody = "no plan for more rounds" if last.repeats <= 0 else "not asked"
-                self._reason = f"behind {_kind(last)}: {self._said[0] if self._said else nobody}"
+                self._reason = f"behind {_kind(last)}: {', '.join(dict.fromkeys(self._said)) or nobody}"
             return found
 
         return followed
@@ -80,8 +86,11 @@ class FollowCounts:
             kind = "mixed" if kind == "look-ups" and self._parts else kind
             self.kinds[f"{kind}, {'followed' if follows else 'read first'}"] += 1
             self._parts = False
+            before, self._last = self._last, (kind, launched.trees.form)
             if not follows:
                 self.why[self._reason] += 1
+                other = " of another form" if before[0] == kind and before != self._last else ""
+                self.switches[f"{before[0] or 'nothing'} to {kind}{other}"] += 1
             finish(launched)
 
         return finished

@@ -179,12 +179,13 @@ def _tiles(steps: FusedSteps, product: str, rows: int, sweep: bool) -> list[Wide
         others += [WideTile(128, size) for size in (192, 256) if rows % size == 0]
         others += [WideTile(128, rows)] if rows < 192 else []
     else:
-        others += [WideTile(128, size, splits) for size in (128, 192, 256) if rows % size == 0]
-        others += [WideTile(128, size, 1, splits) for size in (96, 128, 192) if rows % size == 0]
+        sizes = [size for size in (64, 96, 128, 192, 256) if size <= rows]
+        others += [WideTile(128, size, splits) for size in sizes]
+        others += [WideTile(128, size, 1, splits) for size in sizes if size < 256 or splits == 1]
         others = [WideTile(256, 128, splits), *others[1:]] if rows % 128 == 0 else others
-    room = steps.wide.parts.numel() // rows
+    room = steps.wide.parts.numel()
     outputs = 0 if product in ("gate", "head") else max(steps.width, steps.qkv_outputs)
-    fit = [tile for tile in others if tile.parallel * outputs <= room]
+    fit = [tile for tile in others if tile.parallel * outputs * tile.tall(rows) <= room]
     return [chosen, *(tile for tile in dict.fromkeys(fit) if tile != chosen)]
 
 

@@ -195,7 +195,8 @@ def measure(recorded: Sequence[RecordedText], batch: int, per_place: int) -> dic
         write(engine, order, most)
     row: dict[str, Any] = {"batch": batch, "texts": len(order), "rounds": engine.stats.rounds - rounds}
     row |= {"tokens_per_round": told.written / row["rounds"], "tokens_per_s": told.written / told.spent}
-    return row | {"kinds": dict(counts.kinds.most_common()), "why": dict(counts.why.most_common())}
+    found = {"kinds": counts.kinds, "why": counts.why, "switches": counts.switches}
+    return row | {name: dict(some.most_common()) for name, some in found.items()}
 
 
 def main() -> None:
@@ -210,7 +211,8 @@ def main() -> None:
     for batch in map(int, given.batches.split(",")):
         rows.append(row := measure(texts, batch, given.per_place))
         print(
-            f"batch {batch:3d}: {row['rounds']} rounds: {row['kinds']}; read first: {row['why']}", flush=True
+            f"batch {batch:3d}: {row['rounds']} rounds: {row['kinds']}; read first: {row['why']}, {row['switches']}",
+            flush=True,
         )
     print(json.dumps({"what": "recorded rounds", "machine": machine_facts(), "rows": rows}))
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from forerun.models.cuda import kernels_experts
 from forerun.models.cuda.expert_weights import ExpertWeights
-from forerun.models.cuda.fused import FusedSteps, power_of_two
+from forerun.models.cuda.fused import FusedSteps
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.packed import Weight
 from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.cuda.tiles import power_of_two
 
 ROUTER_NUMBERS = 1 << 14  # weights of a router that one program multiplies at once
 SHARED = 104 << 10  # bytes of shared memory that one program may fill

@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forerun.models.cuda import kernels_attention, kernels_linear, kernels_rows
+from forerun.models.cuda import kernels_linear, kernels_rows
+from forerun.models.cuda.attention import Attention
 from forerun.models.cuda.early_start import starts_early
 from forerun.models.cuda.network import Buffers, Model, Run
 from forerun.models.cuda.packed import Weight
-from forerun.models.cuda.plan import MAX_ROWS, programs_for, split_of
+from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.tiles import (
     ALL_SHARED,
     Tile,
     choose_tile,
-    doubled_products,
     outputs_per_tile,
+    power_of_two,
     rows_per_tile,
     stages_of,
 )
@@ -33,7 +34,6 @@ from forerun.models.cuda.tiles import (
 if TYPE_CHECKING:
     from forerun.models.cuda.wide import WideProducts
 
-SHORT_SPLITS = 20  # up to here splits of the context have no more than 256 positions
 NORM_COLUMNS = 32  # at least: a sum over fewer would be laid out differently for few rows and for many
 QKV, GATED, RESIDUAL, LOGITS = range(4)  # as in kernels_linear
 
@@ -64,21 +64,17 @@ class FusedSteps:
         if model.entry is not None:
             self.tiles["entry"] = choose_tile(self.width, model.entry.shape[1], tile, self.whole)
         self.norm_tile = tile
-        self.doubled = doubled_products(config, self.tiles)
         self.pdl = starts_early(device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         large = torch.cuda.get_device_capability(device)[0] in (9, 10)
         # shared memory of a program that has a multiprocessor for itself
         self.alone = ALL_SHARED if large else 0
-        self.split_stride = MAX_ROWS * config.heads
-        rows = self.split_stride * (split_of(model.max_length + MAX_ROWS) + 1)
         self.norm_tiles = self.width // tile
         self.norm_columns = max(NORM_COLUMNS, power_of_two(self.norm_tiles))
         self.squares = torch.zeros(MAX_ROWS, self.norm_columns, dtype=torch.float64, device=device)
         self.lifts = torch.ones(MAX_ROWS, device=device)
         self._described: dict[tuple[int, int, int], Any] = {}
-        self.parts = torch.empty(rows * config.head_dim, device=device)
-        self.tops, self.sums = torch.empty(rows, device=device), torch.empty(rows, device=device)
+        self.attention = Attention(config, model.max_length, device, self.room, self.pdl)
         most = max(self._partials(name) for name in self.tiles)
         self.partial = torch.empty(max(1, most), device=device)
         self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
@@ -235,22 +231,22 @@ class FusedSteps:
         elif mode == RESIDUAL:
             assert norm is not None
             parts = wide.sums(name, count, rows, weight)
-            wide.finish_residual(count, parts, self.buffers.x, out, norm, self.model.config.norm_eps)
+            wide.finish_residual(parts, count, self.buffers.x, out, norm, self.model.config.norm_eps)
         else:
             parts = wide.sums(name, count, rows, weight)
             wide.finish_qkv(
-                run, parts, self.model.config, self.model.layers[layer], self.kv[layer], out, normed
+                parts, run, self.model.config, self.model.layers[layer], self.kv[layer], out, normed
             )
 
     def _tile(self, name: str, wide: int) -> Tile:
-        """64 rows are worth larger tiles, where those are enough to keep the memory busy.
+        """64 rows are worth larger tiles, of products that have many.
 
         Their steps are half as deep, so that more of them are on their way at once.
         """
         tile = self.tiles[name]
         if wide < 64 or tile.outputs < 64 or self.whole or tile.depth % 64:
             return tile
-        doubled = tile.outputs == 64 and (name in ("gate", "head") or (wide == 64 and name in self.doubled))
+        doubled = tile.outputs == 64 and name in ("gate", "head")
         return Tile(128 if doubled else tile.outputs, 64, tile.splits, 6, tile.warps)
 
     def _describe(self, tensor: Tensor, rows: int, columns: int) -> Any:
@@ -261,32 +257,8 @@ class FusedSteps:
         return self._described[key]
 
     def attend(self, run: Run, layer: int) -> None:
-        config, window = self.model.config, self.model.layers[layer].window
-        size, programs = run.size, programs_for(run.size, config.kv_heads, self.processors)
-        grid = size.attending(programs), config.kv_heads
-        each = power_of_two(config.heads // config.kv_heads)
-        short = size.splits <= SHORT_SPLITS  # a program has few steps, and prefetching gains nothing
-        settings: dict[str, Any] = {"num_stages": 1 if short else 3}
-        if short and config.head_dim <= 128 and math.prod(grid) > 2 * self.processors:
-            settings["maxnreg"] = 168  # three programs to a multiprocessor
-        kernels_attention.attend[grid](
-            self.buffers.queries, self.kv[layer, 0], self.kv[layer, 1], run.ints, run.groups, run.positions,
-            self.parts, self.tops, self.sums, config.attention_scale / math.log(2), self.kv.stride(2),
-            self.split_stride, size.groups // size.trees, size.lone, programs, H=config.heads, HKV=config.kv_heads,
-            EACH=each, D=config.head_dim, WINDOW=window, TREES=size.lone > 0, PDL=self.pdl, num_warps=4,
-            launch_pdl=self.pdl, enable_fp_fusion=False, **settings,
-        )  # fmt: skip
-        heads = math.gcd(config.heads, 4)
-        kernels_attention.combine[(run.size.rows, config.heads // heads)](
-            self.buffers.found, run.positions, self.parts, self.tops, self.sums, self.split_stride,
-            H=config.heads, D=config.head_dim, HEADS=heads, WINDOW=window, STEP=8, ROOM=self.room,
-            PDL=self.pdl, num_warps=heads, launch_pdl=self.pdl,
-        )  # fmt: skip
-
-
-def power_of_two(value: int) -> int:
-    """The power of two that is no less."""
-    return 1 << max(0, value - 1).bit_length()
+        window, found = self.model.layers[layer].window, self.buffers.found
+        self.attention.attend(run, self.buffers.queries, self.kv[layer], found, window)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from forerun.models.cuda.grown import GrownBuffers
 from forerun.models.cuda.network import Buffers, Model, Run, Steps, run_pass
 from forerun.models.cuda.pass_clock import PassClock
+from forerun.models.cuda.placing import complete_roots
 from forerun.models.cuda.plain_rounds import PlainResults, PlainStep
 from forerun.models.cuda.plan import NARROW, ROW_SIZES, Need, Plan, Size, padding, round_up, splits_to
 from forerun.types import TreeForm
@@ -27,10 +28,14 @@ log = logging.getLogger(__name__)
 progress = logging.getLogger("forerun.progress")
 
 MOST_SCORED = 384  # rows with logits of passes that are captured beforehand and have more than 512 rows
+FEW_SCORED = (
+    128,
+    256,
+)  # where many rows are of prompts, so many with logits are captured too: see scored_rows
 PROMPT_ROWS = (64, 128, 192, 256, 384, 512, 768, 1024)  # of passes without logits
 
 
-Job = tuple[Size, bool]  # has it logits?
+Job = tuple[Size, int]  # and how many rows have logits
 
 
 class _Key(NamedTuple):
@@ -55,7 +60,8 @@ class Passes:
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._last = _Key(Size(0, 0, 0), (), 0)
         self._layers: tuple[int, ...] = ()  # hidden rows that the sizes captured beforehand leave
-        self._ready: dict[bool, list[Size]] = {True: [], False: []}  # with logits or without, smallest first
+        # with logits or without, smallest first; and how many rows of each may have them
+        self._ready: dict[bool, dict[Size, list[int]]] = {True: {}, False: {}}
 
     @property
     def captured(self) -> int:
@@ -77,15 +83,15 @@ class Passes:
         for i, (size, scored) in enumerate(jobs):
             progress.info("capturing passes: %d of %d", i + 1, len(jobs))
             self.buffers.send(padding(size))
-            self._replay(_Key(size, self._layers, scored_rows(size) if scored else 0))
+            self._replay(_Key(size, self._layers, scored))
         self.take_sizes(jobs)
         log.info("captured %d sizes of passes in %.1f s", len(jobs), perf_counter() - started)
 
     def take_sizes(self, jobs: Iterable[Job]) -> None:
         """From now on passes take one of these sizes, if it has room."""
-        self._ready = {True: [], False: []}
-        for size, scored in sorted(jobs, key=lambda job: (job[0].rows, job[0].groups, job[0].splits)):
-            self._ready[scored].append(size)
+        self._ready = {True: {}, False: {}}
+        for size, scored in sorted(jobs, key=lambda job: (job[0].rows, job[0].groups, job[0].splits, job[1])):
+            self._ready[scored > 0].setdefault(size, []).append(scored)
 
     def scored_size(self, need: Need) -> Size:
         """Of a pass with logits: the smallest that has a graph and room for so much, else the next of the usual."""
@@ -126,6 +132,8 @@ class Passes:
         self.buffers.send(plan)
         self.clock.start()
         self.plain.follow(Run.of(plan.size, self.buffers.ints).tokens, step)
+        if step.behind_trees:
+            complete_roots(self.buffers.ints, plan.size, step.rows, self.grown.last)
         self._replay(self._key(plan, hidden, step.rows))
         self.plain.decide(step)
         self.clock.stop()
@@ -137,9 +145,9 @@ class Passes:
 
     def _key(self, plan: Plan, hidden: tuple[int, ...], scored: int) -> _Key:
         layers = self._layers if {*hidden} <= {*self._layers} else hidden
-        if 0 < scored <= scored_rows(plan.size) and plan.size in self._ready[True]:
-            return _Key(plan.size, layers, scored_rows(plan.size))
-        return _Key(plan.size, layers, _rounded(scored, plan))
+        captured = self._ready[True].get(plan.size, ()) if scored else ()
+        known = next((rows for rows in captured if rows >= scored), None)
+        return _Key(plan.size, layers, _rounded(scored, plan) if known is None else known)
 
     def _replay(self, key: _Key) -> None:
         self._last = key
@@ -176,14 +184,18 @@ def menu(max_length: int) -> Iterator[Job]:
             many = 1 << (rows - 1).bit_length()
             few = many if rows <= NARROW else max(NARROW, many // 4)
             for groups in dict.fromkeys((few, many, 2 * many if rows <= NARROW else many)):
-                yield Size(rows, groups, splits), True
+                for scored in scored_rows(rows):
+                    yield Size(rows, groups, splits), scored
         for rows in PROMPT_ROWS:
-            yield Size(rows, max(16, rows // 8), splits), False
+            yield Size(rows, max(16, rows // 8), splits), 0
 
 
-def scored_rows(size: Size) -> int:
-    """Rows with logits of a pass of this size that was captured beforehand: the others are of prompts."""
-    return size.rows if size.rows <= 512 else MOST_SCORED
+def scored_rows(rows: int) -> list[int]:
+    """How many rows of a pass of this size may have logits; those behind them are of prompts.
+
+    They leave out the last layer but for keys and values, and the LM head: the fewer, the faster.
+    """
+    return [*(few for few in FEW_SCORED if 2 * few <= rows), rows if rows <= 512 else MOST_SCORED]
 
 
 def _rounded(scored: int, plan: Plan) -> int:

@@ -56,18 +56,20 @@ def plan_grown(
     prompts: Sequence[Span] = (),
     farthest: int = 0,
     size_for: SizeFor = Need.rounded,
+    added: int = 0,
 ) -> Plan:
     """A pass over trees whose content is on the device; there is a place for every real tree.
 
     Chunks of prompts follow behind the trees' rows: the host knows all about them, and `size_for` gives the size of
-    such a pass. `farthest` asks for as many splits as a context that long needs.
+    such a pass. `farthest` asks for as many splits as a context that long needs. Those that follow an unread round may
+    be `added` positions further back.
     """
     chunks, real = Rows(form.rows), len(places)
     for span in prompts:
         chunks.add(span, group_nodes)
     own = form.trees * groups_per_tree(form, group_nodes)
     rows, groups = form.rows + len(chunks.tokens), own + len(chunks.groups)
-    ends = [length + (form.depth + 1 if follows >= 0 else 0) for _, length, follows in places]
+    ends = [length + (added if follows >= 0 else 0) for _, length, follows in places]
     farthest = max(farthest, 0, *ends) + form.depth
     need = Need(rows, groups, max(farthest, 0, *chunks.positions))
     size = (
@@ -105,6 +107,7 @@ class GrownBuffers:
         self.passes = 0  # that were decided
         self.form: TreeForm | None = None  # of the last
         self.moved = 0  # the last pass whose paths were moved to their places
+        self.overtaken = 0  # the last pass behind which a plain one was launched before it was read
         on_gpu = device.type == "cuda"
         with torch.inference_mode(False):
             self.tree_ints = torch.zeros(2, MAX_ROWS, dtype=torch.long, device=device)  # tokens and parents
@@ -290,7 +293,7 @@ class Outcome:
 
     @property
     def is_latest(self) -> bool:
-        return self.number == self.buffers.passes
+        return self.number == self.buffers.passes > self.buffers.overtaken
 
     @property
     def is_moved(self) -> bool:

@@ -63,8 +63,8 @@ def _added_up(parts, place, inside, stride, zeros, PARTS: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["M"])
-def finish_residual(parts, x, out, norm, inverses, M, eps, WIDTH: tl.constexpr, UP: tl.constexpr,
+@triton.jit(do_not_specialize=["APART"])
+def finish_residual(parts, x, out, norm, inverses, APART, eps, WIDTH: tl.constexpr, UP: tl.constexpr,
                     PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Add one row to the residual stream, and leave what the next norm needs."""
     m = tl.program_id(0)
@@ -76,7 +76,7 @@ def finish_residual(parts, x, out, norm, inverses, M, eps, WIDTH: tl.constexpr, 
         tl.extra.cuda.gdc_wait()
     place = m * WIDTH + n
     old = tl.load(x + place, mask=inside, other=0.0, cache_modifier=".cg")
-    stride = M.to(tl.int64) * WIDTH
+    stride = APART.to(tl.int64) * WIDTH
     acc = _added_up(parts, place, inside, stride, tl.zeros((UP,), dtype=tl.float32), PARTS)
     acc += old
     tl.store(x + place, acc, mask=inside)
@@ -84,8 +84,8 @@ def finish_residual(parts, x, out, norm, inverses, M, eps, WIDTH: tl.constexpr, 
     tl.store(inverses + m + tl.arange(0, 1), inverse_root(acc, WIDTH, UP, eps))
 
 
-@triton.jit(do_not_specialize=["M"])
-def finish_qkv(parts, inverses, out, keys, values, bias, head_norm, rope, positions, slots, M, eps, head_stride,
+@triton.jit(do_not_specialize=["APART"])
+def finish_qkv(parts, inverses, out, keys, values, bias, head_norm, rope, positions, slots, APART, eps, head_stride,
                H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HEADS: tl.constexpr,
                PARTS: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, ROPE: tl.constexpr,
                NORMED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
@@ -100,7 +100,7 @@ def finish_qkv(parts, inverses, out, keys, values, bias, head_norm, rope, positi
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     width = (H + 2 * HKV) * D
-    acc = _added_up(parts, m * width + n, n >= 0, M.to(tl.int64) * width,
+    acc = _added_up(parts, m * width + n, n >= 0, APART.to(tl.int64) * width,
                     tl.zeros((HEADS, D), dtype=tl.float32), PARTS)  # fmt: skip
     if not NORMED:
         acc = acc * tl.load(inverses + m, cache_modifier=".cg")

@@ -1,4 +1,4 @@
-"""LastRound: what the last pass over grown trees decided, for what follows it before the host has read it."""
+"""LastRound: what the last pass decided, for what follows it before the host has read it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEPS = 17  # root and path of the deepest tree whose outcome can be followed be
 
 
 class LastRound:
-    """What the last pass over grown trees decided, at places that do not depend on the form."""
+    """What the last pass over grown trees decided, at places that do not depend on the form; of roots if asked."""
 
     def __init__(self, device: torch.device) -> None:
         self.accepted = torch.zeros(MAX_ROWS, dtype=torch.long, device=device)  # by tree
@@ -23,6 +23,12 @@ class LastRound:
     def added(self, follows: Tensor) -> Tensor:
         """[B] positions that the last round added to sequences whose trees in it were these; -1 = none."""
         return torch.where(follows < 0, 0, self.accepted[follows.clamp(min=0).long()] + 1).int()
+
+    def note_roots(self, tokens: Tensor) -> None:
+        """Of a plain pass: the tokens [B] behind its roots. Nothing was drafted, and each root was a row."""
+        self.accepted[: len(tokens)].zero_()
+        self.tokens[: len(tokens), 0].copy_(tokens)
+        self.rows[: len(tokens), 0].copy_(torch.arange(len(tokens), device=tokens.device))
 
     def note(self, tokens: Tensor, paths: Tensor, accepted: Tensor, bonus: Tensor) -> None:
         """Of trees [B, N]: paths [B, depth], accepted [B] and bonus [B]."""

@@ -195,7 +195,10 @@ class Run:
 
     def first(self, rows: int) -> Run:
         """The same for the first rows only: for steps that work row by row."""
-        return self if rows == self.size.rows else replace(self, size=replace(self.size, rows=rows))
+        if rows == self.size.rows:
+            return self
+        some = {name: getattr(self, name)[:rows] for name in ("tokens", "positions", "slots")}
+        return replace(self, size=replace(self.size, rows=rows), **some)
 
 
 class Steps(Protocol):
@@ -225,17 +228,23 @@ class Steps(Protocol):
 def run_pass(
     steps: Steps, model: Model, buffers: Buffers, run: Run, hidden: tuple[int, ...], scored: int
 ) -> None:
-    """All layers over all rows, from tokens to the logits of the first `scored` rows."""
+    """All layers over all rows, from tokens to the logits of the first `scored` rows.
+
+    Rows behind these need only keys and values in the last layer, unless what leaves it is wanted of all rows.
+    """
     rows, layers = run.size.rows, len(model.layers)
+    leaving = run if layers in hidden or -1 in hidden else run.first(scored)  # the last layer
     steps.embed(run)
     for i in range(layers):
         if i in hidden:
             buffers.hidden(i)[:rows].copy_(buffers.x[:rows])
         steps.qkv(run, i)
-        steps.attend(run, i)
-        steps.leave_attention(run, i)
-        steps.gate(run, i)
-        steps.leave_mlp(run, i)
+        behind = leaving if i + 1 == layers else run
+        if behind.size.rows:
+            steps.attend(run, i)
+            steps.leave_attention(behind, i)
+            steps.gate(behind, i)
+            steps.leave_mlp(behind, i)
     if layers in hidden:
         buffers.hidden(layers)[:rows].copy_(buffers.x[:rows])
     if -1 in hidden:

@@ -141,7 +141,7 @@ class CudaLayers:
     def capture(self, max_batch: int, max_length: int, leave: Leave) -> None:
         """Capture the passes of drafts for up to so many sequences, over rows that are written nowhere."""
         buffers, most = self._target.buffers, round_up(min(max(FEWEST, 2 * max_batch), MAX_ROWS), ROW_SIZES)
-        sizes = [size for size, scored in menu(max_length) if scored and size.rows <= most]
+        sizes = dict.fromkeys(size for size, scored in menu(max_length) if scored and size.rows <= most)
         self.sizes = sorted(sizes, key=lambda size: (size.rows, size.groups, size.splits))
         for i, size in enumerate(self.sizes):
             progress.info("capturing passes of some layers: %d of %d", i + 1, len(sizes))

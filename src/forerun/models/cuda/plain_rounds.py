@@ -17,14 +17,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from forerun.models.cuda.last_round import LastRound
 from forerun.models.cuda.network import Buffers
-from forerun.models.cuda.plan import Plan, Root, SizeFor, Span, plan_pass
+from forerun.models.cuda.placing import Placing, TreesPass
+from forerun.models.cuda.plan import Plan, SizeFor, Span, plan_pass
 from forerun.types import Greedy, Scores, Seq, TreeBatch, Verdict
 
 MOST_ROWS = 256  # sequences of a plain round whose tokens the device finds
-
-# tokens, and the rows they follow
-Roots = Callable[[Sequence[Seq], Sequence[int], Sequence[int]], list[Root]]
 
 
 class PlainStep(NamedTuple):
@@ -34,6 +33,7 @@ class PlainStep(NamedTuple):
     into: int
     follows: bool = False
     kinds: Hashable | None = None  # of sampled sequences: see models/cuda/sampled.py
+    behind_trees: bool = False  # roots that follow are behind trees, not behind other roots
 
 
 class PlainResults:
@@ -50,7 +50,7 @@ class PlainResults:
 
     def follow(self, tokens: Tensor, step: PlainStep) -> None:
         """Tokens [rows] below 0 name rows of the other set, -1 the first: put what follows these there."""
-        if step.follows:
+        if step.follows and not step.behind_trees:
             roots = tokens[: step.rows]
             found = self.tops[1 - step.into].index_select(0, (-1 - roots).clamp_(min=0).long())
             roots.copy_(torch.where(roots < 0, found, roots))
@@ -96,13 +96,20 @@ class PlainRounds:
         results: PlainResults,
         buffers: Buffers,
         run: RunsPlain,
-        roots: Roots,
+        placing: Placing,
         group: int,
         size_for: SizeFor,
         kinds: Callable[[Sequence[Seq]], Hashable | None],
+        decided: LastRound,
     ) -> None:
-        self.results, self.buffers, self._run, self._roots, self._group = results, buffers, run, roots, group
-        self._kinds, self._size_for = kinds, size_for
+        self.results, self.buffers, self._run, self._placing, self._group = (
+            results,
+            buffers,
+            run,
+            placing,
+            group,
+        )
+        self._kinds, self._size_for, self._decided = kinds, size_for, decided
         self.followed = 0  # passes that were launched before the last one was read
         self._last: PlainPass | None = None
 
@@ -117,28 +124,31 @@ class PlainRounds:
         Logits lie in the buffers until the next pass; hidden rows are copies.
         """
         last, rows = self._last, len(seqs)
-        follows = trees.follows or (-1,) * rows
-        roots = self._roots(seqs, trees.to_host()[0], follows)
-        plan = plan_pass(chunks, self._group, self._size_for, roots)
+        follows, placing = trees.follows or (-1,) * rows, self._placing
+        grown = None if trees.follows is None else placing.last
+        roots = placing.roots(seqs, trees.to_host()[0], follows)
+        plan = plan_pass(chunks, self._group, self._size_for, roots, 0 if grown is None else placing.added)
         into = 0 if last is None else 1 - last.into
-        step = PlainStep(rows, into, trees.follows is not None, self._kinds(seqs))
+        step = PlainStep(rows, into, trees.follows is not None, self._kinds(seqs), grown is not None)
         self._run(plan, layers, step)
         self.results.send(into)
+        placing.last = None
         this = self._last = PlainPass(1 if last is None else last.number + 1, into, step.kinds is not None)
         self.followed += step.follows
         found = {layer: self.buffers.hidden(layer) for layer in layers}
         hidden = {layer: some[:rows].clone() for layer, some in found.items()}
         behind = {layer: some[rows : plan.rows].clone() for layer, some in found.items() if chunks}
         known = Greedy(
-            verdict=lambda: self._read(this, trees, last),
+            verdict=lambda: self._read(this, trees, grown or last),
             sampled=this.sampled,
-            next_roots=lambda going: self._next_roots(this, going),
+            next_roots=lambda going: self.next_roots(this, going),
+            hand_on=lambda: self._decided.note_roots(self.results.tops[into, :rows]),
         )
         return Scores(self.buffers.logits[:rows], hidden, known), behind
 
-    def _next_roots(self, this: PlainPass, going: Sequence[tuple[Seq, int]]) -> TreeBatch | None:
-        """The round behind this pass, of sequences and their rows in it; -1 = they had none."""
-        if self._last is not this or len(going) > MOST_ROWS:
+    def next_roots(self, this: PlainPass | TreesPass, going: Sequence[tuple[Seq, int]]) -> TreeBatch | None:
+        """The round behind this pass, of sequences and their rows or trees in it; -1 = they had none."""
+        if (self._placing.last or self._last) is not this or len(going) > MOST_ROWS:
             return None
         count = len(going)
         roots = [seq.tokens[-1] for seq, _ in going]  # of those that follow, `_read` tells them
@@ -146,7 +156,7 @@ class PlainRounds:
         device = self.results.tops.device
         return TreeBatch(roots, [-1] * count, tuple(range(count + 1)), device=device, follows=rows)
 
-    def _read(self, this: PlainPass, trees: TreeBatch, last: PlainPass | None) -> Verdict:
+    def _read(self, this: PlainPass, trees: TreeBatch, last: PlainPass | TreesPass | None) -> Verdict:
         """Wait for a pass; what its roots were is known once the one before it was read."""
         if this.verdict is None:
             assert self._last is not None

@@ -26,7 +26,6 @@ ROW_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 
 # rows of the largest pass whose products are those of few rows (kernels_linear, not kernels_wide)
 NARROW = 64
 SPLIT_SIZES = (8, 32, 96, 256)  # few: passes are captured with each, before texts are written
-ATTENDING, FEWEST = 32, 4  # programs of attention to a multiprocessor, about; to a group and head, at least
 TOGETHER, DEEPEST = 2, 16  # lone nodes to a program of attention; levels of trees that allow it
 LONGEST = 245_760  # positions that 256 splits cover
 PAGES = 1 << 17  # pages of all sequences of a pass together, at most
@@ -89,14 +88,6 @@ class Size:
     def attending(self, programs: int) -> int:
         """Programs of attention to a key-value head, where a group that is not lone has so many."""
         return self.shared * programs + self.trees * -(-self.lone // TOGETHER)
-
-
-def programs_for(size: Size, heads: int, processors: int) -> int:
-    """Programs of attention to a group that is not lone and a key-value head: they take its splits in turn.
-
-    One for each split, but fewer where there are many groups: programs that find nothing to do take time to start too.
-    """
-    return min(size.splits, max(FEWEST, ATTENDING * processors // (max(1, size.shared) * heads)))
 
 
 def splits_to(farthest: int) -> int:
@@ -203,11 +194,18 @@ def padding(size: Size) -> Plan:
 
 
 def plan_pass(
-    spans: Sequence[Span], group_nodes: int, size_for: SizeFor = Need.rounded, roots: Sequence[Root] = ()
+    spans: Sequence[Span],
+    group_nodes: int,
+    size_for: SizeFor = Need.rounded,
+    roots: Sequence[Root] = (),
+    added: int = 0,
 ) -> Plan:
-    """Lay out a pass, lone roots first; `group_nodes` is how many nodes one program of attention can take."""
+    """Lay out a pass, lone roots first; `group_nodes` is how many nodes one program of attention can take.
+
+    Roots may turn out to be so much further back than is said (`added`).
+    """
     lone = Roots(roots) if roots else None
-    first, farthest = (lone.count, int(lone.lengths.max())) if lone else (0, 0)
+    first, farthest = (lone.count, int(lone.lengths.max()) + added) if lone else (0, 0)
     rows = Rows(first, pages=lone.pages if lone else [])
     for span in spans:
         rows.add(span, group_nodes)

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -29,17 +28,17 @@ from forerun.models.cuda.chunks import (
     rows_of,
 )
 from forerun.models.cuda.graphs import Passes, Replays
-from forerun.models.cuda.grown import GrownBuffers, Place, plan_grown
+from forerun.models.cuda.grown import GrownBuffers, plan_grown
 from forerun.models.cuda.network import Buffers, Model
 from forerun.models.cuda.packed import WeightKind
 from forerun.models.cuda.part import CudaPart
 from forerun.models.cuda.pass_clock import timed
+from forerun.models.cuda.placing import Placing, TreesPass
 from forerun.models.cuda.plain_rounds import PlainRounds, PlainStep
-from forerun.models.cuda.plan import MAX_ROWS, Plan, Root, Span, plan_pass
+from forerun.models.cuda.plan import MAX_ROWS, Plan, Span, plan_pass
 from forerun.models.cuda.pool import Kind, make_steps, pick_kernels, pool_slots
 from forerun.models.cuda.sampled import Sampler
 from forerun.models.layers import Rotations
-from forerun.models.pages import TREE_MARGIN
 from forerun.models.shared import SharedWeights
 from forerun.models.slots import SlotTarget
 from forerun.trees import TreeBatch, TreeForm
@@ -80,9 +79,10 @@ class CudaDecoder(SlotTarget):
         self.passes = Passes(self.model, self.buffers, self.grown, steps, capture=fused)
         replays = Replays(self._device, capture=fused)
         self.sampler = Sampler(sampling, self.buffers, self.grown, self.passes.plain, replays)
+        self.placing = Placing(self.kv, self._extent_for)
         self.plain = PlainRounds(
-            self.passes.plain, self.buffers, self._run_plain, self._roots, self._group_nodes,
-            self.passes.scored_size, self.sampler.kinds,
+            self.passes.plain, self.buffers, self._run_plain, self.placing, self._group_nodes,
+            self.passes.scored_size, self.sampler.kinds, self.grown.last,
         )  # fmt: skip
         self.after = AfterPass(self.kv, self.buffers, self.grown, replays, fused)
         self._takes_grown = True  # until a pass over trees grown on the device has failed
@@ -156,6 +156,9 @@ class CudaDecoder(SlotTarget):
     ) -> tuple[Scores, dict[int, Tensor]]:
         """Scores of the trees, and hidden rows of chunks of prompts."""
         if self.plain.takes(trees):
+            if trees.follows is not None and self.placing.last is not None:  # roots behind trees
+                self.after.move_decided()
+                self.grown.overtaken = self.grown.passes
             return self.plain.score(seqs, trees, layers, chunks)
         return self._score_trees(seqs, trees, layers, chunks)
 
@@ -202,8 +205,11 @@ class CudaDecoder(SlotTarget):
         chunks: Sequence[Span],
     ) -> tuple[Scores, dict[int, Tensor]]:
         """Trees grown on the device: nothing is read, and all results stay in the buffers until the next pass."""
-        places = self._places(seqs, trees, form)
-        plan = plan_grown(places, form, self._group_nodes, chunks, size_for=self.passes.scored_size)
+        if trees.follows is not None and self.placing.last is not None:
+            self.after.move_decided()
+        places, added = self.placing.places(seqs, trees.follows, form), self.placing.added
+        size_for = self.passes.scored_size
+        plan = plan_grown(places, form, self._group_nodes, chunks, size_for=size_for, added=added)
         self.grown.take(trees, form)
         self.passes.run_grown(plan, layers, form)
         sampled = self.sampler.decide_grown(seqs, plan, form)
@@ -217,23 +223,11 @@ class CudaDecoder(SlotTarget):
         }  # padding too: graphs read all of it
         behind = {layer: found[form.rows : plan.rows].clone() for layer, found in rows.items() if chunks}
         logits = self.buffers.logits[: trees.nodes]
-        known = Greedy(verdict=lambda: self.grown.read(trees, form, number), sampled=sampled)
+        this = self.placing.last = TreesPass(form, lambda: self.grown.read(trees, form, number))
+        known = Greedy(
+            verdict=this.decided, sampled=sampled, next_roots=lambda going: self.plain.next_roots(this, going)
+        )
         return Scores(logits, hidden, known), behind
-
-    def _places(self, seqs: Sequence[Seq], trees: TreeBatch, form: TreeForm) -> list[Place]:
-        """Where trees go; behind trees that were not read, once the paths of those have moved to their places."""
-        follows, nodes = trees.follows, form.nodes
-        if follows is not None:
-            before = self.grown.form
-            assert before is not None, "trees follow others"
-            self.after.move_decided()
-            nodes += before.depth + 1
-        extents, held = self.kv.extents([seq.id for seq in seqs]), self.kv.pool.held
-        for seq, extent in zip(seqs, extents, strict=True):
-            if nodes > TREE_MARGIN or extent.length + extent.coming + nodes > extent.writable:
-                self._extent_for(seq, nodes)
-        places = zip(extents, follows or repeat(-1), strict=False)
-        return [Place(held[one.id], one.length + one.coming, tree) for one, tree in places]
 
     @torch.no_grad()
     def warm_up(self, needs: Needs, max_batch: int, max_length: int) -> None:
@@ -257,16 +251,6 @@ class CudaDecoder(SlotTarget):
         self.after.keep_rows(plan, layers)
         self.after.move(form)
         return Scores(None, {layer: self.buffers.hidden(layer)[: form.rows] for layer in layers})
-
-    def _roots(self, seqs: Sequence[Seq], tokens: Sequence[int], follows: Sequence[int]) -> list[Root]:
-        """One row per sequence, behind its committed tokens; or behind a row of the last pass, which was not read."""
-        extents, held = self.kv.extents([seq.id for seq in seqs]), self.kv.pool.held
-        lengths = [one.length + one.coming + (row >= 0) for one, row in zip(extents, follows, strict=True)]
-        for extent, length in zip(extents, lengths, strict=True):
-            if length + 1 > extent.writable:
-                self.kv.grow(extent.id, length + 1)
-        heads = [-1 - row if row >= 0 else token for token, row in zip(tokens, follows, strict=True)]
-        return [(head, held[one.id], at) for head, one, at in zip(heads, extents, lengths, strict=True)]
 
     @torch.no_grad()
     def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:

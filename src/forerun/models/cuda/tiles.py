@@ -6,10 +6,8 @@ Splits depend on the weight's shape alone and never on the number of rows, becau
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forerun.models.config import DecoderConfig
 from forerun.models.cuda.network import Model
 
 SHARED = 104 << 10  # bytes of shared memory that one program may fill: two to a multiprocessor
@@ -33,9 +31,9 @@ class Tile:
 def choose_tile(outputs: int, depth: int, tile: int, whole: bool = False) -> Tile:
     """Tiles of 64 outputs keep the memory busy where weights are large; 16 give more programs where not.
 
-    Splits along the depth make up for few tiles, to about two programs per multiprocessor; where their number is no
-    power of two, to about one. All of it was found by measuring on an H200. Where bytes are multiplied (`whole`), a
-    step is twice as deep.
+    Splits along the depth make up for few tiles, to about one program per multiprocessor, which then has all of its
+    shared memory. All of it was found by measuring on an H200. Where bytes are multiplied (`whole`), a step is twice as
+    deep, and there are about two programs.
     """
     step = next(size for size in (128, 64, 32, 16) if depth % size == 0)
     if whole and tile == 64 and depth % 256 == 0:
@@ -44,7 +42,8 @@ def choose_tile(outputs: int, depth: int, tile: int, whole: bool = False) -> Til
         splits = 2 if depth >= 12 * step and depth % (2 * step) == 0 else 1
         return Tile(tile, step, splits, depth // step // splits, 2)
     tiles, splits = outputs // tile, 1
-    while splits < 8 and tiles * splits * 2 <= 288 and depth % (splits * 2 * step) == 0:
+    enough = 145 if whole else MANY
+    while splits < 8 and tiles * splits < enough and depth % (splits * 2 * step) == 0:
         splits *= 2
     for size in () if whole else dict.fromkeys((step, min(step, 64))):
         if tiles * splits < FEW // 2:
@@ -77,19 +76,12 @@ def outputs_per_tile(model: Model) -> int:
     return math.gcd(most, *sizes)
 
 
-def doubled_products(config: DecoderConfig, tiles: Mapping[str, Tile]) -> frozenset[str]:
-    """Which of qkv, o and down have enough programs of 128 outputs for 64 rows: those read rows half as often."""
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    outputs = {"qkv": queries + 2 * keys, "o": config.width, "down": config.width}
-    whole = {"qkv": queries % 128 == keys % 128 == 0 and not config.qk_norm}  # a tile is of one kind
-    return frozenset(
-        name
-        for name, count in outputs.items()
-        if whole.get(name, True) and count % 128 == 0 and count // 128 * tiles[name].splits >= MANY
-    )
-
-
 def rows_per_tile(rows: int, whole: bool = False) -> int:
     """The width of a product: it changes its speed, not its result. Rows of two bytes count twice."""
     sizes = (8, 16, 32, 64) if whole else (16, 32, 64, 128)
     return next((size for size in sizes if rows <= size), sizes[-1])
+
+
+def power_of_two(value: int) -> int:
+    """The power of two that is no less."""
+    return 1 << max(0, value - 1).bit_length()

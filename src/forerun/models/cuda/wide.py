@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from forerun.models.cuda import kernels_rows, kernels_wide
 from forerun.models.cuda.network import Layer, Run
 from forerun.models.cuda.packed import Weight
 from forerun.models.cuda.plan import NARROW, ROW_SIZES
+from forerun.models.cuda.tiles import MANY
 
 SHARED = 227 << 10  # bytes of shared memory that a program may have
 PARTS, GATED, LOGITS = range(3)  # as in kernels_wide
@@ -32,6 +33,13 @@ _PIECES = {  # rows of a tile as powers of two
     224: (128, 64, 32),
     256: (256, 0, 0),
 }
+
+
+class Parts(NamedTuple):
+    """Sums that are not finished: how many there are of each number, and the rows from one to the next."""
+
+    number: int
+    apart: int
 
 
 class Cut(Protocol):
@@ -53,13 +61,17 @@ class WideTile:
     sequential: int = 1  # splits one after another in one program
     stages: int = 8  # at most; as many as shared memory holds
 
+    def tall(self, rows: int) -> int:
+        """So many rows, and those that the last tile has beyond them."""
+        return -(-rows // self.rows) * self.rows
+
     def stages_for(self, mode: int, depth: int) -> int:
         left = SHARED - 2048 - (self.outputs * _PIECES[self.rows][0] if mode == GATED else 0)
         held = left // ((self.outputs + self.rows) * kernels_wide.STEP * 2)
         return min(self.stages, held, depth // self.parallel // kernels_wide.STEP)
 
 
-def choose_wide(name: str, rows: int, splits: int) -> WideTile:
+def choose_wide(name: str, rows: int, outputs: int, splits: int) -> WideTile:
     """Found by measuring an 8B shape on an H200 (`python -m forerun.bench.gpu --products --sweep`)."""
     if name in ("gate", "head"):  # no parts: what follows needs the whole sum
         if splits > 1:
@@ -69,12 +81,20 @@ def choose_wide(name: str, rows: int, splits: int) -> WideTile:
         if rows == 224 and name == "gate":
             return WideTile(128, 256)  # three pieces cost more than unused rows
         return WideTile(128, _tile_rows(rows, 256))
-    if rows <= 256:
-        sequential = name == "qkv" and rows == 256
-        return WideTile(128, 128, 1, splits) if sequential else WideTile(128, rows, splits)
-    if rows == 384:
-        return WideTile(128, 192 if name == "qkv" else 96, 1, splits)
+    if splits == 1:
+        return WideTile(128, _half(rows) if rows <= 512 else rows // 8)
+    if rows <= 512:
+        parallel = WideTile(128, rows if rows <= 128 else _half(rows), splits)
+        few = outputs // 128 * 4 < MANY or name == "down"  # programs, if each had 128 rows and all splits
+        return parallel if rows < 512 or few else WideTile(128, 128, 1, splits)
+    if rows == 1024 and name == "down":
+        return WideTile(128, 256, splits)
     return WideTile(128, 192 if rows == 768 else 128, 1, splits)
+
+
+def _half(rows: int) -> int:
+    """The smallest tile of which two hold so many rows."""
+    return next(size for size in _PIECES if 2 * size >= rows)
 
 
 def _tile_rows(rows: int, most: int) -> int:
@@ -99,13 +119,13 @@ class WideProducts:
     def __init__(self, cuts: Mapping[str, Cut], outputs: Mapping[str, int], inverses: Tensor) -> None:
         device, self.inverses = inverses.device, inverses
         self.tiles = {
-            (name, rows): choose_wide(name, rows, cuts[name].splits)
+            (name, rows): choose_wide(name, rows, outputs[name], cuts[name].splits)
             for name in cuts
             for rows in ROW_SIZES
             if rows > NARROW
         }
         most = max(
-            tile.parallel * rows * outputs[name]
+            tile.parallel * tile.tall(rows) * outputs[name]
             for (name, rows), tile in self.tiles.items()
             if name not in ("gate", "head")
         )
@@ -117,9 +137,11 @@ class WideProducts:
         """Are passes of so many rows done here?"""
         return ("gate", count) in self.tiles
 
-    def sums(self, name: str, count: int, rows: Tensor, weight: Tensor) -> int:
-        """Parts [so many, rows, N] of a product; how many there are is returned."""
-        return self._launch(name, PARTS, count, rows, weight, self.parts)
+    def sums(self, name: str, count: int, rows: Tensor, weight: Tensor) -> Parts:
+        """Leave the parts [number, apart, N] of a product."""
+        self._launch(name, PARTS, count, rows, weight, self.parts)
+        tile = self.tiles[name, count]
+        return Parts(tile.parallel, tile.tall(count))
 
     def gated(self, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
         self._launch("gate", GATED, count, rows, weight, out)
@@ -127,11 +149,11 @@ class WideProducts:
     def logits(self, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
         self._launch("head", LOGITS, count, rows, weight, out)
 
-    def _launch(self, name: str, mode: int, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> int:
+    def _launch(self, name: str, mode: int, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
         tile = self.tiles[name, count]
         outputs, depth = weight.shape
         pieces = _PIECES[tile.rows]
-        row_tiles = -(-count // tile.rows)
+        row_tiles = tile.tall(count) // tile.rows
         units = -(-outputs // tile.outputs) * row_tiles * tile.parallel
         left = right = self._describe(weight, tile.outputs)
         if mode == GATED:  # gates and ups lie interleaved
@@ -141,13 +163,12 @@ class WideProducts:
         if mode == GATED:
             into = [self._describe(out, piece or pieces[0], tile.outputs // 2) for piece in pieces]
         kernels_wide.wide[(min(units, self.processors),)](
-            left, right, *given, self.parts if mode == GATED else out, *into, self.inverses, units, count,
+            left, right, *given, self.parts if mode == GATED else out, *into, self.inverses, units, tile.tall(count),
             N=outputs, K=depth, MODE=mode, BN=tile.outputs, P0=pieces[0], P1=pieces[1], P2=pieces[2],
             WARPS_N=2 if mode == GATED and tile.outputs == 128 else 1, ROW_TILES=row_tiles,
             PARALLEL=tile.parallel, SEQUENTIAL=tile.sequential, STAGES=tile.stages_for(mode, depth),
             num_warps=8, enable_fp_fusion=False, launch_pdl=True,
         )  # fmt: skip
-        return tile.parallel
 
     def _describe(self, tensor: Tensor, rows: int, columns: int = kernels_wide.STEP) -> Any:
         key = tensor.data_ptr(), tensor.stride(0), rows, columns
@@ -156,27 +177,35 @@ class WideProducts:
         return self._described[key]
 
     def finish_residual(
-        self, count: int, parts: int, x: Tensor, out: Tensor, norm: Tensor, eps: float
+        self, parts: Parts, count: int, x: Tensor, out: Tensor, norm: Tensor, eps: float
     ) -> None:
         """Add what `sums` left to the residual stream, and leave what the next norm needs."""
         width = x.shape[1]
         kernels_rows.finish_residual[(count,)](
-            self.parts, x, out, norm, self.inverses, count, eps, WIDTH=width, UP=1 << (width - 1).bit_length(),
-            PARTS=parts, PDL=True, num_warps=8, enable_fp_fusion=False, launch_pdl=True,
+            self.parts, x, out, norm, self.inverses, parts.apart, eps, WIDTH=width,
+            UP=1 << (width - 1).bit_length(), PARTS=parts.number, PDL=True, num_warps=8, enable_fp_fusion=False,
+            launch_pdl=True,
         )  # fmt: skip
 
     def finish_qkv(
-        self, run: Run, parts: int, config: DecoderConfig, layer: Layer, kv: Tensor, out: Tensor, normed: bool
+        self,
+        parts: Parts,
+        run: Run,
+        config: DecoderConfig,
+        layer: Layer,
+        kv: Tensor,
+        out: Tensor,
+        normed: bool,
     ) -> None:
         """Make queries, keys and values of what `sums` left; kv [2, Hkv, S, D]."""
         heads = gcd(config.heads, config.kv_heads, 8)
         unused = self.inverses
         kernels_rows.finish_qkv[(run.size.rows, (config.heads + 2 * config.kv_heads) // heads)](
             self.parts, self.inverses, out, kv[0], kv[1], _or(layer.qkv_bias, unused), _or(layer.qk_norm, unused),
-            _or(layer.rope, unused), run.positions, run.slots, run.size.rows, config.norm_eps, kv.stride(1),
+            _or(layer.rope, unused), run.positions, run.slots, parts.apart, config.norm_eps, kv.stride(1),
             H=config.heads, HKV=config.kv_heads, D=config.head_dim,
             ROT=0 if layer.rope is None else layer.rope.shape[1],
-            HEADS=heads, PARTS=parts, BIAS=layer.qkv_bias is not None, HEAD_NORM=layer.qk_norm is not None,
+            HEADS=heads, PARTS=parts.number, BIAS=layer.qkv_bias is not None, HEAD_NORM=layer.qk_norm is not None,
             ROPE=layer.rope is not None, NORMED=normed, PDL=True, num_warps=4, enable_fp_fusion=False,
             launch_pdl=True,
         )  # fmt: skip

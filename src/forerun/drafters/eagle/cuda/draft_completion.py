@@ -22,7 +22,10 @@ from forerun.models.pages import PAGE
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What the host has sent of all sequences of a draft, completed by what the last round decided."""
+    """What the host has sent of all sequences of a draft, completed by what the last round decided.
+
+    Of a deeper tree than this draft's the last rows count; those before them were read by another draft.
+    """
 
     first: Tensor  # [B] int32, as all of these
     fresh: Tensor  # [B] unread rows
@@ -37,10 +40,14 @@ class Sent:
         first, known, ring, starts, root, follows = ints[at : at + KNOWN * count].view(KNOWN, count)
         given = ints[at + KNOWN * count :][: count * form.behind].view(count, form.behind)
         decided, trees = follows >= 0, follows.clamp(min=0).long()
-        fresh = torch.where(decided, last.accepted[trees] + 1, known)
-        tokens = torch.where(decided[:, None], last.tokens[trees, : form.behind], given)
+        added = last.accepted[trees] + 1
+        fresh = torch.where(decided, added.clamp(max=form.behind), known)
+        skipped = torch.where(decided, added - fresh, 0)
+        steps = skipped[:, None] + torch.arange(form.behind, device=ints.device)
+        found = last.tokens[trees].gather(1, steps.clamp(max=STEPS - 1))
+        tokens = torch.where(decided[:, None], found, given)
         roots = torch.where(decided, tokens.gather(1, (fresh - 1)[:, None])[:, 0], root)
-        return cls(first, fresh.int(), ring, starts, tokens, roots)
+        return cls(first + skipped.int(), fresh.int(), ring, starts, tokens, roots)
 
     def slots(self, ints: Tensor, positions: Tensor) -> Tensor:
         """Of positions [B, n] of every sequence."""

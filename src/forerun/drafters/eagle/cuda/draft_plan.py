@@ -131,6 +131,11 @@ def below(shape: Form) -> int:
     return (shape.depth - 1) * shape.width
 
 
+def lone_roots(count: int) -> TreeForm:
+    """The form of a plain round of so many sequences, as far as a draft behind it goes."""
+    return TreeForm(count, 1, 0, chain=True)
+
+
 def bucket_of(batch: int) -> int:
     """The batch size that graphs are captured for."""
     return round_up(batch, BUCKETS)

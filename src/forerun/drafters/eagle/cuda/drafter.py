@@ -23,7 +23,7 @@ from forerun.offers import Form, Menu, Offer
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 if TYPE_CHECKING:
-    from forerun.drafters.base import Drafter
+    from forerun.drafters.base import Drafter, SwitchesForms
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,11 @@ class DeviceDrafter(Generic[Draft]):
         if level != self._offer.level:
             self._offer = Offer((level,), menu=menu)
         return self._offer
+
+    @property
+    def switcher(self) -> SwitchesForms | None:
+        """The draft on the device, where that can change its form behind unread rounds."""
+        return self.draft if isinstance(self.draft, DeviceDraft) and not self._failed else None
 
     @property
     def plain(self) -> Drafter:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forerun.drafters.base import committed_tokens
 from forerun.drafters.eagle.cuda.draft_noise import settings_of
-from forerun.drafters.eagle.cuda.draft_plan import PLACES, ROOM, Lane, behind, below
+from forerun.drafters.eagle.cuda.draft_plan import PLACES, ROOM, Lane
 from forerun.drafters.eagle.cuda.feature_copies import append_decided, copy_rows
 from forerun.drafters.eagle.cuda.feature_fusion import FeatureFusion
 from forerun.drafters.eagle.cuda.head import HeadNet
@@ -29,7 +29,6 @@ from forerun.models.cuda.graphs import Replays
 from forerun.models.cuda.integers import SentInts
 from forerun.models.cuda.last_round import LastRound
 from forerun.models.pages import PAGE, TREE_MARGIN, pages_for
-from forerun.offers import Form
 from forerun.trees import ints_of
 from forerun.types import Scores, Seq, TreeBatch, TreeForm, Verdict
 
@@ -67,6 +66,7 @@ class FeatureRows:
             self.rows = torch.zeros(PLACES * ROOM + 2, width, dtype=net.model.dtype, device=device)
         self.reader = RowReader(net, fusion, replays, ints)
         self.prompts = UnreadPrompts(self.reader)
+        self.behind: bool | None = None  # of the round under way the rows are kept: has the head read them?
         self._padding = RowState(PADDING, 0, NO_PAGES)
         self.has_room(self._padding, TREE_MARGIN)
 
@@ -95,21 +95,22 @@ class FeatureRows:
         first = min(state.read, len(state.after) - 1)  # the last row in any case: the draft starts from it
         return Lane(root, state.after[first:], state.pages, first, state.place * ROOM)
 
-    def lanes_behind(self, going: Sequence[tuple[Seq, int]], shape: Form) -> Behind | None:
+    def lanes_behind(
+        self, going: Sequence[tuple[Seq, int]], passed: int, unread: int, drafted: int
+    ) -> Behind | None:
         """Lanes behind a round that was not read; None = there is no room, or no rows.
 
-        Sequences come with their tree in that round, -1 = none; only these may be without rows.
+        Sequences come with their tree in that round, -1 = none; only these may be without rows. The round adds up to
+        `passed` rows; a draft takes up to `unread` that were not read, and writes `drafted` positions behind them.
         """
         states = [self.ready(seq) for seq, _ in going]
         new = [one for one, (_, tree) in zip(states, going, strict=True) if tree < 0 and one is not None]
         self.prompts.read([one for one in states if one is not None])
-        self.read_ahead(new, behind(shape))
+        self.read_ahead(new, unread)
         others = zip(states, going, strict=True)
         short = [one for one, (_, tree) in others if one is not None and tree >= 0 and one.read < one.seen]
-        self.read_ahead(
-            short, 0
-        )  # prompts too short to be put off, of those that started with the last round
-        passed, drafted, longest = behind(shape), below(shape), self._model.max_length - DEEPEST
+        self.read_ahead(short, 0)  # of plain rounds, and of prompts too short to be put off
+        longest = self._model.max_length - DEEPEST
         lanes, owners = list[Lane](), dict[int, RowState]()
         for state, (seq, tree) in zip(states, going, strict=True):
             if tree >= 0 and state is not None:
@@ -142,12 +143,13 @@ class FeatureRows:
 
         Where the next draft was started before this round was read, they were added, and read, on the device.
         """
+        outcome, is_round = verdict.outcome, scores.logits is not None  # else prompts were read
+        if self.behind is not None and is_round:
+            read, self.behind = self.behind, None
+            self._note_kept(seqs, committed_tokens(trees, verdict), read)
+            return
         if trees.form is None and trees.is_plain():
             self._observe_plain(seqs, scores, verdict)
-            return
-        outcome = verdict.outcome
-        if outcome is not None and not outcome.is_latest:
-            self._note_read(seqs, committed_tokens(trees, verdict))
             return
         tokens, (paths, bonus) = trees.to_host()[0], verdict.to_host()
         fresh, owners, members = list[Fresh](), dict[int, RowState](), trees.members
@@ -168,13 +170,13 @@ class FeatureRows:
         else:
             self._append_passed(fresh, hidden)
 
-    def _note_read(self, seqs: Sequence[Seq], committed: Sequence[list[int]]) -> None:
-        """Of a round behind which the device has drafted: these tokens were committed in it."""
+    def _note_kept(self, seqs: Sequence[Seq], committed: Sequence[list[int]], read: bool) -> None:
+        """Of a round behind which another was launched before it was read: these tokens were committed in it."""
         for seq, tokens in zip(seqs, committed, strict=True):
             state = self._with_room(seq, len(tokens))
             if state is not None:
                 state.after += tokens
-                state.read = len(state.after)
+                state.read = len(state.after) if read else state.read
 
     def _with_room(self, seq: Seq, rows: int) -> RowState | None:
         """A sequence with places and pages for so many more rows."""
@@ -217,7 +219,7 @@ class FeatureRows:
     def append_decided(self, owners: Mapping[int, RowState], hidden: list[Tensor], form: TreeForm) -> None:
         """The rows of root and path of trees of a form, by what the device has decided; whoever owns none is left out.
 
-        The rows lie in the target's buffers, so the copy is captured.
+        Those of trees lie in the target's buffers, so the copy is captured; those of lone roots are copies already.
         """
         sent = np.full((2, form.trees), -1, dtype=np.int64)
         if owners:
@@ -225,6 +227,9 @@ class FeatureRows:
             sent[:, [*owners]] = [one.place * ROOM for one in states], [len(one.after) for one in states]
         self._places.send(sent)
         decided = self._places.all[: 2 * form.trees].view(2, -1)
+        if not form.depth:
+            append_decided(self.rows, hidden, decided, self._last, form)
+            return
         self._replays.do(
             ("append", form), lambda: append_decided(self.rows, hidden, decided, self._last, form)
         )
@@ -286,9 +291,7 @@ class FeatureRows:
 
     def _put_off(self, long: Sequence[Fresh], hidden: list[Tensor]) -> None:
         """Keep rows of a pass, before they are counted as seen, until somebody drafts behind them."""
-        self._read_places(
-            [(state, state.read, state.seen) for state, _, _ in long if state.read < state.seen]
-        )
+        self._read_places([(one, one.read, one.seen) for one, _, _ in long if one.read < one.seen])
         for state, rows, after in long:
             part = hidden, rows[0], rows[-1] + 1
             if rows[-1] - rows[0] != len(rows) - 1:  # a long path of a tree that branches

@@ -8,9 +8,10 @@ from torch import Tensor
 from forerun.drafters.eagle.cuda import kernels_head
 from forerun.drafters.eagle.cuda.feature_copies import pick_fused
 from forerun.drafters.eagle.cuda.head_model import HeadModel, ResidualStart
-from forerun.models.cuda.fused import LOGITS, QKV, RESIDUAL, FusedSteps, power_of_two
+from forerun.models.cuda.fused import LOGITS, QKV, RESIDUAL, FusedSteps
 from forerun.models.cuda.network import Buffers, Run
 from forerun.models.cuda.plan import MAX_ROWS
+from forerun.models.cuda.tiles import power_of_two
 
 STARTS: dict[ResidualStart, int] = {"features": 0, "normed": 1, "nothing": 2}  # as in kernels_head
 

@@ -28,10 +28,13 @@ def plan(ints, accepted, path, first_at, sent_at, last_at, level_at, level_size,
     first, known, pages = tl.load(sent), tl.load(sent + B), tl.load(sent + 3 * B)
     follows = tl.load(sent + 5 * B)  # its tree in the last round; -1 = the host has read that round
     tree = tl.maximum(follows, 0)
-    fresh = tl.where(follows < 0, known, tl.load(accepted + tree).to(tl.int32) + 1)
+    added = tl.where(follows < 0, known, tl.load(accepted + tree).to(tl.int32) + 1)
+    fresh = tl.minimum(added, BEHIND)
+    skipped = added - fresh  # of a deeper tree: read by another draft
+    first += skipped
     if part == 0:
         unread = ints + sent_at + 6 * B + b * BEHIND
-        _catch_up(ints, b, sent, unread, path + tree * STEPS, follows, first, fresh, pages, ints + first_at,
+        _catch_up(ints, b, sent, unread, path + tree * STEPS + skipped, follows, first, fresh, pages, ints + first_at,
                   ints + last_at, unread_rows, last_rows, B, BEHIND, ROOM, BEHIND_UP)  # fmt: skip
         end, g = first + fresh, tl.arange(0, BEHIND_UP)  # unread rows of one sequence share what they see
         write_group(ints + caught_at + (b * caught + g) * FIELDS, 0, split_at(end - 1) + 1, b * BEHIND + g * GROUP,

@@ -1,0 +1,81 @@
+"""Rows that nobody scores leave out the last layer but for keys and values: nothing that is asked for changes."""
+
+import random
+
+import pytest
+import torch
+
+from forerun.models.cuda.network import Run, run_pass
+from forerun.models.cuda.plan import Size
+from forerun.models.cuda.target import CudaDecoder
+from forerun.testing import FakeSeq, random_tree
+from forerun.types import Needs, Prompts, TreeBatch
+from tests.gpu.tiny import DEVICES, VOCAB, make_target, need_cuda
+
+LAYERS = 3  # of tiny models
+INNER = Needs(hidden_layers=(1, 2))
+ALL = Needs(hidden_layers=(1, 2, LAYERS))  # what leaves the last layer too, so that all rows pass it
+
+
+def _read(target: CudaDecoder, needs: Needs) -> list[torch.Tensor]:
+    """Read a prompt beside a tree and alone, then score a tree behind it: all that comes out, and keys and values."""
+    rng = random.Random(7)
+    texts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (20, 150)]
+    short, long = (FakeSeq(i, text, max_length=300) for i, text in enumerate(texts))
+    trees = TreeBatch.trees([random_tree(rng, seq.tokens[-1], VOCAB, 12) for seq in (short, long)])
+    found = list[torch.Tensor]()
+    target.prefill([short], needs)
+    beside = target.score([short], trees.select([0]), needs, Prompts([long], 90))
+    assert beside.read is not None
+    found += [beside.required_logits.clone(), *(beside.hidden[layer].clone() for layer in (1, 2))]
+    found += [beside.read[1].hidden[layer].clone() for layer in (1, 2)]
+    target.prefill([long], needs)
+    behind = target.score([short, long], trees, needs)
+    found += [behind.required_logits.clone(), *(behind.hidden[layer].clone() for layer in (1, 2))]
+    slots = [page * 64 + i for page in target.kv.pool.held[long.id] for i in range(64)][:149]
+    found.append(target.kv.data[:, :, :, slots].clone())
+    for seq in (short, long):
+        target.release(seq)
+    return found
+
+
+def _made(device: str, name: str = "llama") -> CudaDecoder:
+    need_cuda(device)
+    return make_target(name, device, torch.float32 if device == "cpu" else torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_asked_for_is_the_same(device: str, name: str) -> None:
+    wanted, found = (_read(_made(device, name), needs) for needs in (ALL, INNER))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5 if device == "cpu" else 0.0, rtol=0.0)
+
+
+def test_it_would_show_if_keys_and_values_were_left_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, target = _read(_made("cpu"), ALL), _made("cpu")
+    qkv, steps = target.passes.steps.qkv, target.passes.steps
+
+    def without(run: Run, layer: int) -> None:
+        qkv(run, layer)
+        if layer == LAYERS - 1:
+            target.kv.data[layer, :, :, run.slots[16:][run.slots[16:] >= 0].long()] = 0.0
+
+    monkeypatch.setattr(steps, "qkv", without)
+    found = _read(target, INNER)
+    assert not all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("scored", "hidden", "rows"), [(0, (1,), []), (5, (1,), [5]), (5, (LAYERS,), [40])])
+def test_rows_of_the_last_layer(
+    scored: int, hidden: tuple[int, ...], rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, seen = _made("cpu"), list[int]()
+    steps = target.passes.steps
+    for name in ("embed", "qkv", "attend", "leave_attention", "leave_mlp", "head"):
+        monkeypatch.setattr(steps, name, lambda *given: None)
+    monkeypatch.setattr(
+        steps, "gate", lambda run, layer: seen.append(run.size.rows) if layer == LAYERS - 1 else None
+    )
+    run_pass(steps, target.model, target.buffers, Run.of(Size(40, 4, 8), target.buffers.ints), hidden, scored)
+    assert seen == rows
