@@ -65,6 +65,34 @@ def test_a_draft_that_followed_an_unread_round_is_no_time_of_the_host() -> None:
     assert first == pytest.approx({"pass": 4.5, "host": 1.5})
 
 
+def ended(follows: tuple[int, ...] | None, read: tuple[TreeBatch, Scores] | None = None) -> RoundClock:
+    """The host launches for 1 s, waits 2, and writes for 3.5 more; the pass takes 5, and 1 the draft before it."""
+    clock = clock_of(0.0, 1.0, 3.0, 6.5)
+    clock.settle(FakeTrees(2, 1.0, follows), Scores(None, seconds=lambda: 5.0, read=read))  # type: ignore[arg-type]
+    clock.end()
+    assert sum(clock.seconds.values()) == pytest.approx(6.5)
+    return clock
+
+
+def test_what_the_host_writes_beside_the_next_pass_is_no_time_of_a_round_that_followed() -> None:
+    """In a row of such rounds the device is never idle: each takes what its draft and its pass take."""
+    seconds = ended((0,)).seconds
+    assert seconds == pytest.approx({"prompt": 0, "draft": 1.0, "pass": 5.0, "verdict": 0, "host": 0.5})
+    alone = ended(None).seconds
+    assert alone == pytest.approx({"prompt": 0, "draft": 0, "pass": 3.0, "verdict": 0, "host": 3.5})
+
+
+def test_prompts_have_their_share_of_that_too() -> None:
+    read = TreeBatch.chains([[1, 2, 3], [4, 5, 6]]), Scores(None)
+    seconds = ended((0,), read).seconds
+    assert seconds == pytest.approx({"prompt": 3.75, "draft": 1.0, "pass": 1.25, "verdict": 0, "host": 0.5})
+
+
+def test_a_round_that_follows_begins_where_the_last_one_ended() -> None:
+    clock = ended((0,))
+    assert RoundClock([], lambda: 9.0, behind=clock).started == 6.5
+
+
 def test_prompts_that_were_launched_before_are_prompts_and_not_a_verdict() -> None:
     launched: list[Callable[[], float | None]] = [lambda: 2.0, lambda: 1.0]
     clock = clock_of(0.1, 0.2, 8.2, launched=launched)

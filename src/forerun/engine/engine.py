@@ -192,7 +192,7 @@ class Engine(Recovery):
         for advance in advances:
             advance.seq.take(advance)
             tokens += len(advance.tokens)
-        clock.lap("host")
+        clock.end()
         self.controller.observe(outcome)
         self._complete(advances)
         if launched.seqs[0] not in readers:  # else no running sequence has waited for these prompts
@@ -200,7 +200,7 @@ class Engine(Recovery):
         self.stats.count(outcome, tokens, clock)
         following, self._following = self._following, None
         if following is not None:
-            self._ahead, read = following.begun(self.stats.clock()), following.scores.read
+            self._ahead, read = following.begun(self.stats.clock(behind=clock)), following.scores.read
             if self._ahead is None and read is not None:  # its prompts were read all the same
                 note_prompts(self, following.readers, read[0], following.clock.started)
 

@@ -97,9 +97,9 @@ class EngineStats:
         self.read += tokens
         self.reused += reused
 
-    def clock(self) -> RoundClock:
-        """The clock of a round, or of a pass over prompts, that starts now."""
-        return RoundClock(self._launched, self.now, self._ahead)
+    def clock(self, behind: RoundClock | None = None) -> RoundClock:
+        """The clock of a round, or of a pass over prompts, that starts now, or when the round before it ended."""
+        return RoundClock(self._launched, self.now, self._ahead, behind)
 
     def count(self, outcome: Round, tokens: int, clock: RoundClock) -> None:
         """A round has ended."""

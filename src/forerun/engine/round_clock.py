@@ -5,7 +5,8 @@ reading its result. host: planning, launching, committing and emitting. Together
 
 On a GPU work is only launched, and the host waits once, for the verdict. What it waited for, passes over prompts, a
 draft, the pass, is known from events on the device (`Scores.seconds`) that have passed by then, and is booked where it
-belongs; what the host spent launching a pass is its own.
+belongs; what the host spent launching a pass is its own. A round that was launched before the last one was read takes
+the device's time, whatever the host does meanwhile: only what the device did not work is the host's.
 
 Where a target runs passes of coming rounds in one call (`Scores.ahead`), each round is booked its share of the call.
 """
@@ -32,11 +33,16 @@ class RoundClock:
         launched: list[Seconds],
         now: Callable[[], float] = perf_counter,
         ahead: list[float] | None = None,
+        behind: RoundClock | None = None,
     ) -> None:
+        """`behind`: the clock of the round before, where this one begins as that ends."""
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.started = self._last = now()
+        self._last: float = now() if behind is None else behind._last
+        self.started = self._last
         self._launched, self._now = launched, now  # passes over prompts that were launched and not waited for
         self._ahead = [] if ahead is None else ahead  # seconds of passes that were run for rounds to come
+        self._owed: list[tuple[float, str]] = []  # seconds of a device at work, beyond what was booked so far
+        self._prompt_share = 0.0  # of the pass
 
     @property
     def ahead(self) -> int:
@@ -64,7 +70,10 @@ class RoundClock:
         if taken is not None:
             self.move(self.seconds["pass"], "pass", "host")
             waited = self.move(taken, "verdict", "pass")
-            self.move(taken - waited, "host", "pass")  # the device was at work before the host waited
+            waited += self.move(
+                taken - waited, "host", "pass"
+            )  # the device was at work before the host waited
+            self._owed.append((taken - waited, "pass"))
         elif _waits(scores):
             self.move(self.seconds["verdict"], "verdict", "pass")  # the wait for a device that is not timed
         if self._launched:
@@ -74,9 +83,21 @@ class RoundClock:
         if drafting := trees.drafting():
             moved = self.move(drafting, "verdict", "draft")  # drafted while the host did other work
             if trees.follows is not None:  # the device was never idle: the draft lies in this round's time
-                self.move(drafting - moved, "host", "draft")
+                moved += self.move(drafting - moved, "host", "draft")
+                self._owed.append((drafting - moved, "draft"))
+        if trees.follows is None:
+            self._owed.clear()
         if scores.read is not None and (rows := scores.read[0].nodes):
-            self.move(self.seconds["pass"] * rows / (rows + trees.nodes), "pass", "prompt")
+            self._prompt_share = rows / (rows + trees.nodes)
+            self.move(self.seconds["pass"] * self._prompt_share, "pass", "prompt")
+
+    def end(self) -> None:
+        """The round was written: what the host did since, it did beside the device where a round follows another."""
+        self.lap("host")
+        for seconds, part in self._owed:
+            moved = self.move(seconds, "host", part)
+            if part == "pass":
+                self.move(moved * self._prompt_share, "pass", "prompt")
 
     def _share_ahead(self, ahead: int, own: float) -> None:
         """Book rounds whose passes were run in one call their shares of it; the host, what was run in vain."""

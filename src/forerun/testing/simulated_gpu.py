@@ -84,6 +84,10 @@ class SimulatedGPU(CountedTokens):
     def host_works(self, sequences: int) -> None:
         self.clock.seconds += self.speeds.host + self.speeds.host_row * sequences
 
+    def commit(self, seqs: Sequence[Seq], trees: TreeBatch, verdict: Verdict) -> None:
+        CountedTokens.commit(self, seqs, trees, verdict)
+        self.host_works(len(seqs))
+
     def prompt_rows(self, nodes: int, rows: int, waiting: int) -> int:
         return rows_beside(nodes, rows, waiting)
 
@@ -130,7 +134,6 @@ class SimulatedGPU(CountedTokens):
 
     def _decide(self, seqs: Sequence[Seq], trees: TreeBatch, end: float) -> Verdict:
         self.clock.wait_until(end)
-        self.host_works(len(seqs))
         form = trees.form
         if form is None:
             return Verdict.of([()] * len(seqs), [self._word(seq, 0) for seq in seqs], self.device)
