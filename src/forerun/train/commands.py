@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("forerun.train")
 SAY_EVERY = 5.0  # seconds
+INTERRUPTED = 130  # exit code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ForerunError as error:
         log.error("%s", " ".join(str(error).split()))
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return 0
 
 

@@ -72,19 +72,31 @@ def train(
             start = read_start(options, teacher.head.shape[1], len(teacher.head))
             recipe = make_recipe(options, checkpoint, teacher, corpus, start)
     folder = Path(options.out)
-    trainer = Trainer(options, recipe, corpus, folder, accelerator)
-    started = perf_counter()
-    measured = trainer.run(report)
-    minutes = round((perf_counter() - started) / 60, 1)
+    trainer, started = Trainer(options, recipe, corpus, folder, accelerator), perf_counter()
+    try:
+        measured = trainer.run(report)
+    except KeyboardInterrupt:
+        if trainer.is_main and trainer.resume():  # a step may be half made: the last that was saved is whole
+            _write(trainer, trainer.measure(), start, perf_counter() - started)
+            say(
+                f"stopped: {folder} holds the drafter of step {trainer.step}; the same command goes on from there"
+            )
+        raise
     if trainer.is_main:
-        recipe.export(folder, measured)
-        learnt = sum(parameter.numel() for parameter in trainer.named.values())
-        facts = {"data_hash": hash_of(options.data), "parameters": learnt, "minutes": minutes}
-        facts["measured"] = asdict(measured)
-        if start is not None:
-            facts["init"] = start.record()
-        write_provenance(folder, options, **facts)
+        _write(trainer, measured, start, perf_counter() - started)
     return measured
+
+
+def _write(trainer: Trainer, measured: Measured, start: Start | None, seconds: float) -> None:
+    """The drafter of a run, and how it came about."""
+    options, folder = trainer.options, trainer.folder
+    trainer.recipe.export(folder, measured)
+    learnt = sum(parameter.numel() for parameter in trainer.named.values())
+    facts: dict[str, Any] = {"data_hash": hash_of(options.data), "parameters": learnt}
+    facts |= {"minutes": round(seconds / 60, 1), "step": trainer.step, "measured": asdict(measured)}
+    if start is not None:
+        facts["init"] = start.record()
+    write_provenance(folder, options, **facts)
 
 
 def _load_teacher(options: TrainOptions, checkpoint: Checkpoint, device: torch.device) -> Teacher:

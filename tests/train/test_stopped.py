@@ -1,0 +1,67 @@
+"""A training that is stopped leaves the drafter of its last checkpoint, and goes on from there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from forerun.models.load.checkpoint import Checkpoint
+from forerun.train import commands
+from forerun.train.loop import Progress
+from forerun.train.options import Method, TrainOptions
+from forerun.train.run import train
+from tests.train.test_recipes import options_for, tokens_per_round
+
+
+def stopped(options: TrainOptions, step: int) -> list[str]:
+    """Interrupted in this step; what was said meanwhile."""
+    said: list[str] = []
+
+    def stop(progress: Progress) -> None:
+        if progress.step == step:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(options, stop, said.append)
+    return said
+
+
+@pytest.mark.parametrize(("method", "drafter"), [("eagle3", "eagle3"), ("dflash", "dflash")])
+def test_what_was_learnt_until_then_can_be_used(
+    method: Method, drafter: str, tiny: Checkpoint, texts: Path, tmp_path: Path
+) -> None:
+    options = options_for(method, tiny, texts, tmp_path / "a", steps=9, save_every=3, eval_every=9)
+    said = stopped(options, 5)
+    assert "step 3" in said[-1]
+    made = json.loads((tmp_path / "a" / "provenance.json").read_text())
+    assert (made["step"], made["arguments"]["steps"]) == (3, 9)
+    assert tokens_per_round(tiny, drafter, tmp_path / "a") >= 1.0
+    at_three = load_file(tmp_path / "a" / "model.safetensors")
+    train(options)
+    assert json.loads((tmp_path / "a" / "provenance.json").read_text())["step"] == 9
+    train(replace(options, out=str(tmp_path / "b")))
+    ended, whole = (load_file(tmp_path / one / "model.safetensors") for one in ("a", "b"))
+    assert any(not torch.equal(at_three[name], ended[name]) for name in whole)
+    for name in whole:
+        assert torch.allclose(ended[name].float(), whole[name].float(), atol=1e-3), name
+
+
+def test_nothing_is_written_where_nothing_was_saved(tiny: Checkpoint, texts: Path, tmp_path: Path) -> None:
+    options = options_for("mtp", tiny, texts, tmp_path / "a", steps=9, save_every=5)
+    said = stopped(options, 2)
+    assert not any("stopped" in one for one in said)
+    assert not (tmp_path / "a" / "config.json").exists()
+
+
+def test_the_command_ends_with_the_code_of_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(values: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "_run", interrupted)
+    words = ["mtp", "--target", "t", "--data", "d", "--out", "o"]
+    assert commands.main(words) == 130
