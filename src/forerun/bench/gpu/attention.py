@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -20,7 +21,6 @@ from forerun.bench.gpu.command import SHAPES
 from forerun.bench.gpu.rounds import seconds_of
 from forerun.bench.gpu.stand_ins import RandomWeights
 from forerun.models.config import DecoderConfig
-from forerun.models.cuda.fused import FusedSteps
 from forerun.models.cuda.graphs import capture
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, Need, Plan, Size, Span, plan_pass, split_of
@@ -29,6 +29,9 @@ from forerun.models.cuda.target import CudaDecoder
 from forerun.models.pages import PAGE
 from forerun.topology import chain_of, topology_of
 from forerun.verify.greedy import device_walk
+
+if TYPE_CHECKING:
+    from forerun.models.cuda.fused import FusedSteps  # needs Triton
 
 LAYERS = 4  # whose keys and values are read in turn
 REPEATS = 50
@@ -89,8 +92,7 @@ def _prompt_size(need: Need) -> Size:
 
 def _compare(target: CudaDecoder, plan: Plan, say: str, sweep: bool) -> None:
     """As it is run, and with all splits shared out."""
-    config, size, steps = target.config, plan.size, target.passes.steps
-    assert isinstance(steps, FusedSteps)
+    config, size, steps = target.config, plan.size, cast("FusedSteps", target.passes.steps)
     out = shared_out(size, config.kv_heads, config.head_dim, steps.processors)
     own = sharing_for(size, config.kv_heads, config.head_dim, steps.processors)
     wanted = _measure(target, plan, size, out)
@@ -171,8 +173,8 @@ def _measure(
     """Seconds of one layer, and what it found."""
     target.buffers.send(plan)
     sent = Run.of(plan.size, target.buffers.ints)
-    run, steps, buffers = replace(sent, size=size), target.passes.steps, target.buffers
-    assert isinstance(steps, FusedSteps)
+    run, buffers = replace(sent, size=size), target.buffers
+    steps = cast("FusedSteps", target.passes.steps)
     buffers.found.fill_(float("nan"))
 
     def all_layers() -> None:
