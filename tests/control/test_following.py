@@ -176,13 +176,12 @@ def test_both_together_beat_either_alone(cost: CostModel, acceptance: float) -> 
 
 def test_a_prompt_is_not_read_for_a_few_tokens() -> None:
     kind = TextKind(0.85)
-    dear = Simulation(FLAT, Make(0.1, chosen=False, stops=False, start=8.0))
-    text = dear.texts[0]
-    text.max_length = len(text.tokens) + 12
-    assert dear.controller.plan(dear.texts)[0].nodes == 0
-    text.max_length = len(text.tokens) + 400
-    assert dear.controller.plan(dear.texts)[0].nodes > 0
-    assert dear.speed(kind, 300) > 1.2
+    short, long = (Simulation(FLAT, Make(0.1, chosen=False, stops=False, start=8.0)) for _ in range(2))
+    short.texts[0].max_length = len(short.texts[0].tokens) + 12
+    assert short.controller.plan(short.texts)[0].nodes == 0
+    long.texts[0].max_length = len(long.texts[0].tokens) + 400
+    assert long.controller.plan(long.texts)[0].nodes > 0
+    assert long.speed(kind, 300) > 1.2
 
 
 def test_forgets_and_never_runs_what_cannot_pay() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
 from forerun.control.per_sequence import SequencePlanner
@@ -13,6 +15,9 @@ from forerun.types import Budget, Seq
 
 COSTS = CostModel({1: 1.0, 2: 1.03, 4: 1.1, 8: 1.45, 16: 2.5})
 UNPREDICTABLE = TextKind(0.02)
+HEAD = Make(0.3, ngram=True)
+MAKES = {"stops": HEAD, "chosen trees": Make(0.3, stops=False), "drawn chains": Make(0.3, False, stops=False)}
+each_make = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 
 
 class CountedPlans(SequencePlanner):
@@ -32,32 +37,35 @@ class NeverRests(SequencePlanner):
         return False
 
 
-def simulated(planner: type[SequencePlanner]) -> Simulation:
-    simulation = Simulation(COSTS, Make(0.3, ngram=True), width=1, seed=3)
+def simulated(planner: type[SequencePlanner], make: Make = HEAD, seed: int = 3) -> Simulation:
+    simulation = Simulation(COSTS, make, width=1, seed=seed)
     own = simulation.controller.planner
     simulation.controller.planner = planner(own.cost, own.nodes, own.width, own.offer)
     return simulation
 
 
-def test_rounds_in_which_nothing_can_pay_are_not_planned() -> None:
-    simulation = simulated(CountedPlans)
+@each_make
+def test_rounds_in_which_nothing_can_pay_are_not_planned(make: Make) -> None:
+    simulation = simulated(CountedPlans, make)
     planner = simulation.controller.planner
     assert isinstance(planner, CountedPlans)
     simulation.write(UNPREDICTABLE, 60)
     before = planner.plans
     tokens, passes = simulation.write(UNPREDICTABLE, 200)
-    assert planner.plans - before < 50
+    assert planner.plans - before < 60
     assert tokens / passes > 0.97
 
 
-def test_nothing_is_missed_by_resting() -> None:
+@each_make
+def test_nothing_is_missed_by_resting(make: Make) -> None:
     """As fast as with a plan in every round, in a mixture of texts."""
     kinds = (UNPREDICTABLE, TextKind(0.9), UNPREDICTABLE, TextKind(0.3, copied=0.3), TextKind(0.8)) * 4
     speeds = []
-    for simulation in map(simulated, (SequencePlanner, NeverRests)):
+    for planner in (SequencePlanner, NeverRests):
+        simulation = simulated(planner, make)
         written = [simulation.write(kind, 80) for kind in kinds]
         speeds.append(sum(tokens for tokens, _ in written) / sum(passes for _, passes in written))
-    assert speeds[0] > 0.95 * speeds[1] > 1.2
+    assert speeds[0] > 0.95 * speeds[1] > (1.2 if make.ngram else 1.0)
 
 
 def test_copied_text_is_drafted_at_once() -> None:

@@ -103,8 +103,8 @@ class SequencePlanner:
             depth = 2 * length if stops else length  # it goes on only where it is confident
             return Option(option.offer, option.levels, asks=True, depth=depth)
         record.idle += 1
-        if batch == 1 and stops:
-            trials.rest(seq.id, self._prices.rounds, record, worst if length else None)
+        if batch == 1 and (stops or self.allowance.covers(0.0)):  # else it may pay as soon as that is so
+            trials.rest(seq.id, self._prices.rounds, record, worst if length else None, stops)
         return option
 
     def rests(self, seq: Seq, offer: Offer) -> bool:
@@ -119,7 +119,7 @@ class SequencePlanner:
     def note_idle(self, outcome: Round, costly: bool) -> None:
         """A round of one sequence in which nothing was drafted: what `observe` would book, in few steps."""
         seq = outcome.seqs[0]
-        if outcome.tells_times and not outcome.followed:
+        if outcome.tells_times:
             self.rounds.note_plain(outcome.seconds)
         self._idle[seq.id] = self._idle.get(seq.id, 0) + 1
         if costly:
@@ -135,7 +135,7 @@ class SequencePlanner:
             self._prices.note_idle(rounds)
             self._usual.rest(seq_id, rounds)
         for seq_id, rounds in self._rested.items():
-            self._trials.stopping.rest(rounds)
+            self._trials.note_rested(rounds)
             self._record(seq_id).idle += rounds
         self._idle, self._rested = {}, {}
 

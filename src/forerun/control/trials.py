@@ -4,6 +4,8 @@ A drafter that stops where it is not confident says at once what it would gain, 
 after 2, 4, ... 32 rounds without a draft, until one pays again; a new text has one at once, and then starts
 from half the wait of the text before. All trials together lose no more than the allowance has (allowance.py). Others
 need several rounds to show what they gain, which only the allowance limits.
+
+Until the next trial a sequence that is alone rests: nothing is planned for it, and its rounds follow each other.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class Trials:
         self.others = others
         # a loss is noticed within a few rounds, and texts are often short: 40 tokens may lose little
         self.stopping = Allowance(most=2.0, earned=0.015, floor=1.0, level=1.0)
-        self._off = (-1, 0)  # a sequence alone in its batch, and the round up to which nothing pays for it
+        # a sequence alone in its batch, the round up to which nothing pays for it, and whether its drafter stops
+        self._off = (-1, 0, True)
 
     def of(self, stops: bool) -> Allowance:
         """That of drafters that stop where they are not confident, or of all others."""
@@ -42,13 +45,18 @@ class Trials:
         record.note_trial()
         return True
 
-    def rest(self, seq_id: int, now: int, record: History, worst: float | None) -> None:
-        """No trial now, of a drafter that stops: nothing is learnt until one is due. `worst` None = none can pay."""
+    def rest(self, seq_id: int, now: int, record: History, worst: float | None, stops: bool) -> None:
+        """No trial now: nothing is learnt until one is due. `worst` None = none can pay."""
         rounds = REFRESH_ROUNDS
         if worst is not None:
-            covered = self.stopping.rounds_until(self._least(worst, stops=True), REFRESH_ROUNDS)
-            rounds = min(REFRESH_ROUNDS, max(record.wait - record.idle, covered))
-        self._off = seq_id, now + rounds
+            rounds = self.of(stops).rounds_until(self._least(worst, stops), REFRESH_ROUNDS)
+        if worst is not None and stops:
+            rounds = min(REFRESH_ROUNDS, max(record.wait - record.idle, rounds))
+        self._off = seq_id, now + rounds, stops
+
+    def note_rested(self, rounds: int) -> None:
+        """So many rounds of the sequence that rests have lost nothing."""
+        self.of(self._off[2]).rest(rounds)
 
     def are_off(self, seq_id: int, now: int) -> bool:
         return seq_id == self._off[0] and now < self._off[1]
