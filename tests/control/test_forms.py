@@ -261,3 +261,20 @@ def test_a_batch_of_several_kinds_has_a_form_for_some_and_budgets_for_the_rest()
     assert first.nodes > 0
     for seq in seqs:
         controller.forget(seq)
+
+
+def test_a_trial_that_was_not_launched_is_due_as_before() -> None:
+    """Said to follow an unread round, which then had to be read first: there was no room, say."""
+    controller = AdaptiveController(CostModel(FLAT.seconds), 60, 10, lambda seq: Offer(menu=MENU))
+    seqs, trials = [FakeSeq(i, [1]) for i in range(6)], 0
+    budget = controller.plan(seqs)[0]
+    for _ in range(300):
+        drafted = (budget.nodes,) * 6, (budget.depth,) * 6, (0,) * 6
+        seconds = {"draft": 0.3, "pass": FLAT.pass_seconds(6 + 6 * budget.nodes), "host": 0.1}
+        controller.observe(Round(tuple(seqs), *drafted, seconds))
+        following, said = controller.switches(seqs), controller._next
+        refused = said is not None and said[0] is not None and said[0].promise.insists
+        trials += refused
+        budget = controller.plan(seqs)[0] if following is None or refused else following
+        assert not refused or budget == following, "the same again"
+    assert trials > 1

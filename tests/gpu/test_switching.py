@@ -168,7 +168,7 @@ def only_the_form(draft: DeviceDraft, trees: Any, form: Form) -> tuple[Form, ...
     return (form,)
 
 
-def nothing(*_: Any) -> None:
+def nothing(*_: Any, **__: Any) -> None:
     pass
 
 

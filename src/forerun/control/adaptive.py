@@ -82,6 +82,8 @@ class AdaptiveController:
             chooser.cost = cost
 
     def plan(self, seqs: Sequence[Seq]) -> list[Budget]:
+        if self._next is not None and self._next[0] is not None:  # said to follow, and read first after all
+            self._next[0].chooser.take_back(self._next[0].promise)
         self._decisions, self._asked, self._idle, self._never, self._next = [], None, None, False, None
         looks_up, alone = self._all_look_up(seqs), len(seqs) == 1
         if alone and self._ahead == seqs[0].id:  # its pass is run: whatever was found could not be drafted

@@ -99,6 +99,11 @@ class FormChooser:
             return trial._replace(insists=True)
         return best
 
+    def take_back(self, promise: Promise) -> None:
+        """What was chosen was not launched: a trial is due as before."""
+        if promise.insists:
+            self._since = ROUNDS_BETWEEN_TRIALS
+
     def keeps(self, ids: Sequence[int], batch: int) -> Promise | None:
         """What the last form promises now, unless another is so much better that it pays to read a round first.
 

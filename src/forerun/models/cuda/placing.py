@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -51,12 +50,13 @@ class Placing:
 
     def places(self, seqs: Sequence[Seq], follows: Sequence[int] | None, form: TreeForm) -> list[Place]:
         """Of trees: of each the pages, the length that is known, and the tree or root that it follows."""
-        nodes = form.nodes + (0 if follows is None else self.added)
         extents, held = self.kv.extents([seq.id for seq in seqs]), self.kv.pool.held
-        for seq, extent in zip(seqs, extents, strict=True):
+        behind = [-1] * len(seqs) if follows is None else follows
+        for seq, extent, tree in zip(seqs, extents, behind, strict=True):
+            nodes = form.nodes + (self.added if tree >= 0 else 0)
             if nodes > TREE_MARGIN or extent.length + extent.coming + nodes > extent.writable:
                 self._extent_for(seq, nodes)
-        places = zip(extents, follows or repeat(-1), strict=False)
+        places = zip(extents, behind, strict=True)
         return [Place(held[one.id], one.length + one.coming, tree) for one, tree in places]
 
     def roots(self, seqs: Sequence[Seq], tokens: Sequence[int], follows: Sequence[int]) -> list[Root]:

@@ -102,13 +102,8 @@ class PlainRounds:
         kinds: Callable[[Sequence[Seq]], Hashable | None],
         decided: LastRound,
     ) -> None:
-        self.results, self.buffers, self._run, self._placing, self._group = (
-            results,
-            buffers,
-            run,
-            placing,
-            group,
-        )
+        self.results, self.buffers, self._run = results, buffers, run
+        self._placing, self._group = placing, group
         self._kinds, self._size_for, self._decided = kinds, size_for, decided
         self.followed = 0  # passes that were launched before the last one was read
         self._last: PlainPass | None = None

@@ -23,9 +23,8 @@ class Sharing:
     """How many programs there are, which groups have just one, and how those are compiled."""
 
     programs: int  # to a group that is not lone and a key-value head
-    walked: (
-        int  # a group with all splits of its nodes, and no more than so many, has one program; 0: none has
-    )
+    # a group with all splits of its nodes, and no more than so many, has one program; 0: none has
+    walked: int
     stages: int  # steps that are on their way at once
     registers: int | None = None  # of a thread, at most
     narrow: bool = False  # are there programs of few rows for groups of few queries?

@@ -73,7 +73,6 @@ class DeviceDraft(DraftRunner):
         if not self.knows(form, len(seqs)):  # not on the menu: somebody insists on it
             self.rehearse(form, bucket_of(len(seqs)), max(len(seq.tokens) for seq in seqs))
         wanted = [(seq.id, seq.tokens[-1]) for seq in seqs]
-        self.rows.behind = None
         ahead, self._ahead = self._ahead, None  # none where something was captured: that overwrites its trees
         known = ahead.trees if ahead is not None and ahead.form == form else {}
         missing = [one for one in wanted if one not in known]
@@ -119,7 +118,7 @@ class DeviceDraft(DraftRunner):
         found = self.rows.lanes_behind(going, grown.depth + 1, behind(form), drafted)
         if found is None:
             return None
-        self._keep(found.owners, hidden, grown)
+        self._keep(found.owners, hidden, grown, read=True)
         self.noise.send([None if state is None else state.noise for state in found.states])
         farthest = (
             0 if grown.depth == form.depth else max([one.first for one in found.lanes]) + grown.depth + 1
@@ -128,7 +127,7 @@ class DeviceDraft(DraftRunner):
             planned = self._draft_for(self._padded(found.lanes, one), one, farthest)
         for state in found.new:
             state.read = state.seen
-        self._ahead, self._joining, self.rows.behind = None, {}, True
+        self._ahead, self._joining = None, {}
         return self._batch(planned.trees, form, len(going), tuple([tree for _, tree in going]))
 
     def _forms_behind(self, trees: TreeBatch, form: Form) -> tuple[Form, ...]:
@@ -146,14 +145,19 @@ class DeviceDraft(DraftRunner):
     def rest(self, going: Sequence[tuple[Seq, int]], trees: TreeBatch, hidden: Mapping[int, Tensor]) -> None:
         """A plain round follows: keep the rows of root and path, which nobody reads now."""
         assert trees.form is not None, "the rows of lone roots are copies"
-        states = {tree: self.rows.ready(seq) for seq, tree in going if tree >= 0}
+        states = {tree: self.rows.ready(seq, least=0) for seq, tree in going if tree >= 0}
         owners = {tree: state for tree, state in states.items() if state is not None}
         self.rows.read_ahead([state for state in owners.values() if state.read < state.seen], 0)
-        self._keep(owners, hidden, trees.form)
-        self._ahead, self.rows.behind = None, False
+        self._keep(owners, hidden, trees.form, read=False)
+        self._ahead = None
 
-    def _keep(self, owners: Mapping[int, RowState], hidden: Mapping[int, Tensor], form: TreeForm) -> None:
+    def _keep(
+        self, owners: Mapping[int, RowState], hidden: Mapping[int, Tensor], form: TreeForm, read: bool
+    ) -> None:
+        """Put the rows of a round that was not read into their places; has the head read them with that?"""
         self.rows.append_decided(owners, [hidden[layer] for layer in self.feature_fusion.layers], form)
+        for state in owners.values():
+            state.kept = read
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
         """Keep the rows of root and path, and start the next draft in the form of the last."""

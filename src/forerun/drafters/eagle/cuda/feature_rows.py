@@ -66,7 +66,6 @@ class FeatureRows:
             self.rows = torch.zeros(PLACES * ROOM + 2, width, dtype=net.model.dtype, device=device)
         self.reader = RowReader(net, fusion, replays, ints)
         self.prompts = UnreadPrompts(self.reader)
-        self.behind: bool | None = None  # of the round under way the rows are kept: has the head read them?
         self._padding = RowState(PADDING, 0, NO_PAGES)
         self.has_room(self._padding, TREE_MARGIN)
 
@@ -78,15 +77,15 @@ class FeatureRows:
     def get(self, seq_id: int | None) -> RowState | None:
         return None if seq_id is None else self._states.get(seq_id)
 
-    def ready(self, seq: Seq) -> RowState | None:
-        """Of a sequence that has rows for all of its tokens, and room for a draft behind them; None = it has not."""
-        state = self._states.get(seq.id)
-        if (
-            state is not None
-            and 0 < len(state.after) == len(seq.tokens) - 1 <= self._model.max_length - DEEPEST
-        ):
-            return state
-        return None
+    def ready(self, seq: Seq, least: int = 1) -> RowState | None:
+        """Of a sequence that has rows for all of its tokens, and room for a draft behind them; None = it has not.
+
+        With `least` 0 it may have no rows yet, as its prompt had one token.
+        """
+        state = self._states.get(seq.id) if least else self._with_room(seq, 0)
+        if state is None or not least <= len(state.after) == len(seq.tokens) - 1:
+            return None
+        return state if len(state.after) <= self._model.max_length - DEEPEST else None
 
     def lane(self, state: RowState | None, root: int) -> Lane:
         """What a draft must know of a sequence whose last round was read; None = padding."""
@@ -114,16 +113,12 @@ class FeatureRows:
         lanes, owners = list[Lane](), dict[int, RowState]()
         for state, (seq, tree) in zip(states, going, strict=True):
             if tree >= 0 and state is not None:
-                seen, pages = len(state.after), state.pages
+                seen = len(state.after)
                 end = seen + passed
-                if end > longest:
+                if end > longest or not self.has_room(state, end + drafted):
                     return None
-                if end + drafted > PAGE * len(pages):
-                    if not self.has_room(state, end + drafted):
-                        return None
-                    pages = state.pages
                 owners[tree] = state
-                lanes.append(Lane(0, (), pages, seen, state.place * ROOM, tree))
+                lanes.append(Lane(0, (), state.pages, seen, state.place * ROOM, tree))
             elif tree >= 0 or (state is not None and not self.has_room(state, state.seen + drafted)):
                 return None
             else:
@@ -143,10 +138,9 @@ class FeatureRows:
 
         Where the next draft was started before this round was read, they were added, and read, on the device.
         """
-        outcome, is_round = verdict.outcome, scores.logits is not None  # else prompts were read
-        if self.behind is not None and is_round:
-            read, self.behind = self.behind, None
-            self._note_kept(seqs, committed_tokens(trees, verdict), read)
+        known = [self._states.get(seq.id) for seq in seqs]
+        if any([one is not None and one.kept is not None for one in known]):  # noqa: C419 - quicker
+            self._note_kept(seqs, committed_tokens(trees, verdict))
             return
         if trees.form is None and trees.is_plain():
             self._observe_plain(seqs, scores, verdict)
@@ -163,20 +157,23 @@ class FeatureRows:
             owners[members[b]] = state
         hidden = [scores.hidden[layer] for layer in self.fusion.layers]
         self._make_places(fresh)
-        if outcome is not None and trees.form is not None:
+        if verdict.outcome is not None and trees.form is not None:
             self.append_decided(owners, hidden, trees.form)
             for state, _, after in fresh:
                 state.after += after
         else:
             self._append_passed(fresh, hidden)
 
-    def _note_kept(self, seqs: Sequence[Seq], committed: Sequence[list[int]], read: bool) -> None:
-        """Of a round behind which another was launched before it was read: these tokens were committed in it."""
+    def _note_kept(self, seqs: Sequence[Seq], committed: Sequence[list[int]]) -> None:
+        """Of a round behind which another was launched before it was read: these tokens were committed in it.
+
+        Whose rows were not kept has no more drafts: those rows are gone.
+        """
         for seq, tokens in zip(seqs, committed, strict=True):
             state = self._with_room(seq, len(tokens))
-            if state is not None:
+            if state is not None and state.kept is not None:
                 state.after += tokens
-                state.read = len(state.after) if read else state.read
+                state.read, state.kept = len(state.after) if state.kept else state.read, None
 
     def _with_room(self, seq: Seq, rows: int) -> RowState | None:
         """A sequence with places and pages for so many more rows."""

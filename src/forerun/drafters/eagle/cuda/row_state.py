@@ -25,6 +25,7 @@ class RowState:
     noise: Settings | None = None  # that its drafts share with the verifier
     after: list[int] = field(default_factory=list)  # the token after each row that was observed
     read: int = 0  # rows whose keys and values are in the head's slots, were sent there, or are put off
+    kept: bool | None = None  # of the round under way the rows are in their places: has the head read them?
 
     @property
     def seen(self) -> int:
