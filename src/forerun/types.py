@@ -95,13 +95,17 @@ class Needs:
     # It is a head: it also drafts without a match, unless its budget is empty for some rounds (`Budget.repeats`).
     may_run: bool = False
     rests: int | None = None  # `match_length` holds for so many further rounds; None = always
+    last_row: bool = False  # hidden rows are read of the round before a draft alone
 
     def __or__(self, other: Needs) -> Needs:
         layers = tuple(sorted({*self.hidden_layers, *other.hidden_layers}))
+        last_row = all([one.last_row or not one.hidden_layers for one in (self, other)])  # noqa: C419 - quicker
         one, two = self.match_length, other.match_length
         shorter = None if one is None or two is None else min(one, two) or max(one, two)
         both = self.largest_only and other.largest_only, self.encoded or other.encoded
-        return Needs(layers, *both, shorter, self.may_run or other.may_run)
+        return Needs(
+            layers, *both, shorter, self.may_run or other.may_run, last_row=last_row and bool(layers)
+        )
 
 
 @dataclass(frozen=True, slots=True)

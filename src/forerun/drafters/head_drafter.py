@@ -202,7 +202,7 @@ def rehearse(
 class LastRowDrafter:
     """Base of drafters that read the last hidden row alone: keeps it, and measures what a level costs."""
 
-    needs = Needs((-1,))
+    needs = Needs((-1,), match_length=0, may_run=True, last_row=True)
     sampled = False  # are nodes drawn from the heads' laws?
     one_pass = False  # do all levels of a draft come from one pass?
 
@@ -217,6 +217,11 @@ class LastRowDrafter:
         return Offer((seconds, 0.0) if self.one_pass else (seconds,), chosen=chosen)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:
+        if -1 not in scores.hidden:  # nothing is drafted behind this round
+            for seq, path in zip(seqs, verdict.to_host()[0], strict=True):
+                observed = self._sequences.setdefault(seq.id, ObservedRows())
+                observed.seen, observed.features = observed.seen + 1 + len(path), []
+            return
         observe_rows(self._sequences, (-1,), seqs, trees, scores, verdict)
         for seq in seqs:  # only the last row counts
             observed = self._sequences[seq.id]
@@ -228,7 +233,9 @@ class LastRowDrafter:
 
     def _ready(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> list[int]:
         """Which of them the heads can draft for."""
-        return [b for b, seq in enumerate(seqs) if is_ready(self._sequences.get(seq.id), seq, budgets[b])]
+        known = [self._sequences.get(seq.id) for seq in seqs]
+        ready = [is_ready(one, seq, budgets[b]) for b, (one, seq) in enumerate(zip(known, seqs, strict=True))]
+        return [b for b, one in enumerate(known) if ready[b] and one is not None and one.features]
 
     def _last_rows(self, seqs: Sequence[Seq], dtype: torch.dtype) -> Tensor:
         return torch.cat([self._sequences[seq.id].features[0] for seq in seqs]).to(dtype)  # [B, D]

@@ -12,6 +12,8 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -24,6 +26,12 @@ from forerun.types import Greedy, Needs, Scores, Seq, TreeBatch
 MOST = 7  # passes behind the first of a call: up to eight tokens come at once, within the seconds that it may hold
 SECONDS = 0.03  # of a call: where passes take long, Python between them is a small share, and tokens come one by one
 _MORE = 256  # tokens that the text grows by
+
+
+@lru_cache(maxsize=64)
+def without_rows(needs: Needs) -> Needs:
+    """What a head that reads one row needs of a pass behind which it rests; the last round of the rest has that row."""
+    return replace(needs, hidden_layers=(), rests=(needs.rests or 1) - 1)
 
 
 class PlainRun:
@@ -55,6 +63,11 @@ class PlainRun:
                 return Scores(logits, hidden, Greedy(checked([top])), ahead=-1)
         self.drop()
         return None
+
+    def has_next(self, extent: Extent) -> bool:
+        """Was the next pass of this sequence run, without hidden rows?"""
+        known = extent is self._extent and not self._layers
+        return known and 0 <= extent.length - self._start < len(self._found)
 
     def drop(self) -> None:
         """What was run and not asked for no longer counts."""

@@ -27,7 +27,7 @@ from forerun.models.load.weights import GgufWeights
 from forerun.models.native import library as native
 from forerun.models.native.packing import table_of, unpack_rows
 from forerun.models.native.pass_rows import rows_of
-from forerun.models.native.plain_run import PlainRun
+from forerun.models.native.plain_run import PlainRun, without_rows
 from forerun.models.native.rotation_tables import RotationTables
 from forerun.models.native.tree_pass import TreePass, checked
 from forerun.models.native.weights import Mode, NativeReader, some_layers
@@ -157,6 +157,8 @@ class NativeDecoder(Decoder):
     ) -> Scores:
         """As every decoder's; the tree of one sequence has a shorter way to the same call."""
         alone = prompts is None and len(seqs) == 1 and self._looks_up and not self.begun
+        if alone and needs.last_row and (needs.rests or self._ahead.has_next(self._extent_for(seqs[0], 1))):
+            needs = without_rows(needs)  # nobody drafts behind this pass
         if alone and -1 not in needs.hidden_layers:
             return self._score_alone(seqs[0], trees, needs)
         return super().score(seqs, trees, needs, prompts)
