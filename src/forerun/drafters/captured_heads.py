@@ -7,6 +7,7 @@ sequence are captured and timed when heads are loaded.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ Noised = Callable[[Tensor, int], Tensor]
 Work = Callable[[Tensor, Tensor, Noised], tuple[Tensor, ...]]
 
 
-class CapturedHeads(LastRowDrafter):
+class CapturedHeads(LastRowDrafter, ABC):
     """Replays drafts of chosen tokens, once `capture` was called."""
 
     def __init__(self, heads: HeadSet) -> None:
@@ -40,8 +41,8 @@ class CapturedHeads(LastRowDrafter):
         self._calls: CapturedCalls | None = None
         self._noise: DraftNoise | None = None
 
-    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
-        raise NotImplementedError
+    @abstractmethod
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch: ...
 
     def capture(self, budgets: Sequence[Budget]) -> None:
         """From now on what a draft computes is captured; drafts of one sequence with these budgets at once."""

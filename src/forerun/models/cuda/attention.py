@@ -52,7 +52,7 @@ class Attention:
             config.attention_scale / math.log(2), kv.stride(1), self.split_stride, each_tree, size.lone,
             how.programs, how.walked, H=config.heads, HKV=config.kv_heads, EACH=each, D=config.head_dim,
             WINDOW=window, TREES=size.lone > 0, WALKS=how.walked > 0, NARROW=how.narrow, STAGES=how.stages,
-            ROOM=self.room, PDL=self.pdl, num_warps=how.warps, num_stages=how.stages, **limit, **settings,
+            ROOM=self.room, PDL=self.pdl, num_warps=4, num_stages=how.stages, **limit, **settings,
         )  # fmt: skip
         self._combine(run, out, window, how.walked > 0, settings)
 

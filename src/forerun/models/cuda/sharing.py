@@ -28,7 +28,6 @@ class Sharing:
     stages: int  # steps that are on their way at once
     registers: int | None = None  # of a thread, at most
     narrow: bool = False  # are there programs of few rows for groups of few queries?
-    warps: int = 4
 
 
 def sharing_for(size: Size, heads: int, head_dim: int, processors: int, hopper: bool = True) -> Sharing:
