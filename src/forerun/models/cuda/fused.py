@@ -96,8 +96,7 @@ class FusedSteps:
         weights = {name: weights[name] for name in self.tiles}
         if not fits(weights, self.tiles):
             return None
-        outputs = {name: weight.shape[0] for name, weight in weights.items()}
-        return WideProducts(self.tiles, outputs, self.inverses)
+        return WideProducts(self.tiles, weights, self.inverses)
 
     def _partials(self, name: str) -> int:
         """Numbers that the splits of one product leave for the last of them."""

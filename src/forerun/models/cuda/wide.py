@@ -3,6 +3,7 @@
 Which splits a weight has was decided for few rows (fused.py) and stays, because sums depend on it. What is chosen here
 changes only their speed: tiles of 128 outputs for all rows of a pass of up to 256 rows, so that a weight is
 read once; splits in parallel where there are too few tiles to keep every multiprocessor busy, else one after another.
+Unfinished sums of many rows may come from the vendor's library, which is faster there, if its sums have the same bits.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -60,6 +61,7 @@ class WideTile:
     parallel: int = 1  # splits by programs of their own, whose sums another kernel adds up
     sequential: int = 1  # splits one after another in one program
     stages: int = 8  # at most; as many as shared memory holds
+    library: bool = False  # by the vendor's library, a call for each split
 
     def tall(self, rows: int) -> int:
         """So many rows, and those that the last tile has beyond them."""
@@ -92,6 +94,11 @@ def choose_wide(name: str, rows: int, outputs: int, splits: int) -> WideTile:
     return WideTile(128, 192 if rows == 768 else 128, 1, splits)
 
 
+def library_pays(name: str, rows: int) -> bool:
+    """Is the vendor's library faster, as measured on the same shape and GPU?"""
+    return name not in ("gate", "head") and rows >= 512
+
+
 def _half(rows: int) -> int:
     """The smallest tile of which two hold so many rows."""
     return next(size for size in _PIECES if 2 * size >= rows)
@@ -102,7 +109,7 @@ def _tile_rows(rows: int, most: int) -> int:
     return max((size for size in _PIECES if rows % size == 0 and size <= most), default=rows)
 
 
-def fits(weights: Mapping[str, Weight], cuts: Mapping[str, Cut]) -> bool:
+def fits(weights: Mapping[str, Weight], cuts: Mapping[str, Cut]) -> TypeGuard[Mapping[str, Tensor]]:
     """Can all products of a model be done here, with the bits they have for few rows?"""
 
     def fit(name: str, weight: Weight) -> bool:
@@ -116,22 +123,49 @@ def fits(weights: Mapping[str, Weight], cuts: Mapping[str, Cut]) -> bool:
 class WideProducts:
     """Launches wide products of one model; sums that are not finished lie in `parts`."""
 
-    def __init__(self, cuts: Mapping[str, Cut], outputs: Mapping[str, int], inverses: Tensor) -> None:
+    def __init__(self, cuts: Mapping[str, Cut], weights: Mapping[str, Tensor], inverses: Tensor) -> None:
         device, self.inverses = inverses.device, inverses
+        wide = [(name, rows) for name in cuts for rows in ROW_SIZES if rows > NARROW]
         self.tiles = {
-            (name, rows): choose_wide(name, rows, outputs[name], cuts[name].splits)
-            for name in cuts
-            for rows in ROW_SIZES
-            if rows > NARROW
+            (name, rows): choose_wide(name, rows, len(weights[name]), cuts[name].splits)
+            for name, rows in wide
+        }
+        libraries = {
+            (name, rows): WideTile(0, rows, cuts[name].splits, library=True)
+            for name, rows in wide
+            if library_pays(name, rows)
         }
         most = max(
-            tile.parallel * tile.tall(rows) * outputs[name]
-            for (name, rows), tile in self.tiles.items()
+            tile.parallel * tile.tall(rows) * len(weights[name])
+            for (name, rows), tile in [*self.tiles.items(), *libraries.items()]
             if name not in ("gate", "head")
         )
         self.parts = torch.empty(most, device=device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._described: dict[tuple[int, ...], Any] = {}
+        for (name, rows), tile in libraries.items():
+            if self._agrees(name, rows, weights[name], tile):
+                self.tiles[name, rows] = tile
+        self._described.clear()  # of rows that are no more
+
+    def _agrees(self, name: str, count: int, weight: Tensor, tile: WideTile) -> bool:
+        """Are sums by this tile the same bits as by the one that is chosen now?
+
+        Which kernel the library takes, and so in which order it adds, follows from the shapes alone.
+        """
+        noise = torch.Generator(weight.device).manual_seed(1)
+        shape = count, weight.shape[1]
+        rows = torch.randn(shape, generator=noise, device=weight.device).to(weight.dtype)
+        wanted, found = (self.total(rows, weight, one) for one in (self.tiles[name, count], tile))
+        return torch.equal(wanted, found)
+
+    def total(self, rows: Tensor, weight: Tensor, tile: WideTile) -> Tensor:
+        """[R, N] as finishing kernels see it: the parts added from zero in order."""
+        count, total = len(rows), torch.zeros(len(rows), len(weight), device=rows.device)
+        number, apart = self._sums(tile, count, rows, weight)
+        for part in self.parts[: number * apart * len(weight)].view(number, apart, -1):
+            total += part[:count]
+        return total
 
     def takes(self, count: int) -> bool:
         """Are passes of so many rows done here?"""
@@ -139,18 +173,27 @@ class WideProducts:
 
     def sums(self, name: str, count: int, rows: Tensor, weight: Tensor) -> Parts:
         """Leave the parts [number, apart, N] of a product."""
-        self._launch(name, PARTS, count, rows, weight, self.parts)
-        tile = self.tiles[name, count]
+        return self._sums(self.tiles[name, count], count, rows, weight)
+
+    def _sums(self, tile: WideTile, count: int, rows: Tensor, weight: Tensor) -> Parts:
+        if tile.library:
+            parts = self.parts[: tile.parallel * count * len(weight)].view(tile.parallel, count, -1)
+            left, right = rows[:count].chunk(tile.parallel, 1), weight.chunk(tile.parallel, 1)
+            for part, some, columns in zip(parts, left, right, strict=True):
+                torch.mm(some, columns.T, torch.float32, out=part)
+        else:
+            self._launch(tile, PARTS, count, rows, weight, self.parts)
         return Parts(tile.parallel, tile.tall(count))
 
     def gated(self, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
-        self._launch("gate", GATED, count, rows, weight, out)
+        self._launch(self.tiles["gate", count], GATED, count, rows, weight, out)
 
     def logits(self, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
-        self._launch("head", LOGITS, count, rows, weight, out)
+        self._launch(self.tiles["head", count], LOGITS, count, rows, weight, out)
 
-    def _launch(self, name: str, mode: int, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
-        tile = self.tiles[name, count]
+    def _launch(
+        self, tile: WideTile, mode: int, count: int, rows: Tensor, weight: Tensor, out: Tensor
+    ) -> None:
         outputs, depth = weight.shape
         pieces = _PIECES[tile.rows]
         row_tiles = tile.tall(count) // tile.rows

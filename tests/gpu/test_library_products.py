@@ -1,0 +1,51 @@
+"""Products by the vendor's library: taken where they pay and have our bits, and never where they have others."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.models.cuda.fused import FusedSteps
+from tests.gpu.tiny import make_target, need_cuda
+
+pytestmark = pytest.mark.gpu
+
+
+def _steps() -> FusedSteps:
+    need_cuda()
+    steps = make_target("large", "cuda", torch.bfloat16, "triton").passes.steps
+    assert isinstance(steps, FusedSteps)
+    if steps.wide is None:
+        pytest.skip("this GPU has no kernels for many rows")
+    return steps
+
+
+def test_parts_of_the_library_add_up_to_our_bits() -> None:
+    steps = _steps()
+    assert steps.wide is not None
+    taken = {place: tile for place, tile in steps.wide.tiles.items() if tile.library}
+    if not taken:
+        pytest.skip("this library adds in another order")
+    weights = {"qkv": steps.model.layers[-1].qkv, "o": steps.model.layers[-1].o}
+    weights["down"] = steps.model.layers[-1].down
+    for (name, count), tile in taken.items():
+        weight = weights[name]
+        assert isinstance(weight, Tensor)
+        rows = torch.randn(count, weight.shape[1], device="cuda").to(weight.dtype)
+        wanted = torch.zeros(count, len(weight), device="cuda", dtype=torch.float64)
+        for some, columns in zip(rows.chunk(tile.parallel, 1), weight.chunk(tile.parallel, 1), strict=True):
+            wanted += some.double() @ columns.double().T
+        found = steps.wide.total(rows, weight, tile)
+        assert torch.allclose(found.double(), wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_a_library_that_adds_otherwise_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch.mm
+
+    def other(left: Tensor, columns: Tensor, kind: torch.dtype, *, out: Tensor) -> None:
+        right(left, columns, kind, out=out)
+        out[0, 0] = torch.nextafter(out[0, 0], out[0, 0] + 1)  # a single number, by its last bit
+
+    monkeypatch.setattr(torch, "mm", other)
+    steps = _steps()
+    assert steps.wide is not None
+    assert not any(tile.library for tile in steps.wide.tiles.values())
