@@ -15,6 +15,7 @@
 #   more      EAGLE-1 for as many steps more as HASS had: what HASS is to be compared with
 #   hass-check  tokens per round of the three, decoded for the suite; their curves as JSON
 #   block     block drafters: DSpark, and DFlash from its layers, on greedy texts
+#   dflash    DFlash alone, from nothing, on the texts that the others learn from
 #   mtp, hydra, medusa2   a multi-token-prediction layer, Hydra's heads, Medusa-2 (another target, in medusa2/target)
 #   small     these three side by side on one GPU
 #   block-check   tokens per round of DSpark and DFlash, chains of 8, decoded for the suite
@@ -139,6 +140,9 @@ block)
     train dspark dspark "${BLOCK[@]}" --lr "${BLOCK_LR:-1e-3}" --steps "${DSPARK:-3000}"
     train dflash dflash "${BLOCK[@]}" --init dspark --lr 5e-4 --steps "${DFLASH:-1000}"
     python -m forerun.train.curves dspark dflash --json block-curves.json
+    ;;
+dflash)
+    train dflash dflash "${BLOCK[@]}" --data "${BLOCK_DATA:-first,own,long}" --lr "${BLOCK_LR:-1e-3}" --steps "${DFLASH:-900}"
     ;;
 mtp)
     train mtp mtp --vocab 16384 --lr 1e-3 --steps "${MTP:-1200}"
