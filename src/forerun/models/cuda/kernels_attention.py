@@ -206,8 +206,7 @@ def attend(queries, keys, values, ints, groups, positions, out, parts, tops, sum
     Trees have EACH_TREE groups each. The last LONE of them (none without TREES) are single nodes, of which a program
     takes TOGETHER; the others have PROGRAMS each. WALKS: all groups are counted as those of one tree; where a group has
     all splits of its nodes, and no more than WALKED, one program takes all of them and writes what was found to `out`.
-    NARROW: small groups have programs of few
-    rows; unused rows cost no reading, but registers.
+    NARROW: small groups have programs of few rows; unused rows cost no reading, but registers.
     """
     h, tree, alone, whole = tl.program_id(1), 0, False, False
     if WALKS:  # the last groups are of prompts, and take longest; programs that find nothing to do start last
