@@ -21,7 +21,7 @@ check() {
     echo "$name: exit $?" >>"$out/$name.log"
 }
 if [ "$what" = tests ]; then
-    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled"
+    all="grown draft captured packed int8 fp8 models layers plain bits block following kernels experts late sampled compiling"
     groups=" ${*:-$all} "
     for name in $groups; do
         case " $all " in *" $name "*) ;; *) echo "no group $name: there are $all" && exit 2 ;; esac
@@ -45,6 +45,7 @@ if [ "$what" = tests ]; then
     check late tests/gpu/test_built_late.py tests/gpu/test_head_swap.py tests/gpu/test_lookups_following.py \
         tests/gpu/test_starters.py -m gpu &
     check sampled tests/verify/test_sampled.py tests/verify/test_warp.py -m gpu &
+    check compiling tests/gpu/test_compiling.py &
     wait
     for name in $groups; do
         echo "== $name"

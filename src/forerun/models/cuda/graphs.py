@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 
+from forerun.models.cuda.compiling import compile_together
 from forerun.models.cuda.grown import GrownBuffers
-from forerun.models.cuda.network import Buffers, Model, Run, Steps, run_pass
+from forerun.models.cuda.network import Buffers, Model, Run, Steps, one_of_each_kind, run_pass
 from forerun.models.cuda.pass_clock import PassClock
 from forerun.models.cuda.placing import complete_roots
 from forerun.models.cuda.plain_rounds import PlainResults, PlainStep
@@ -80,12 +81,28 @@ class Passes:
             return
         started, self._layers = perf_counter(), tuple(sorted({*self._layers, *hidden}))
         jobs = [job for job in menu(max_length) if not (prompts_only and job[1])]
+        self._compile(jobs)
         for i, (size, scored) in enumerate(jobs):
             progress.info("capturing passes: %d of %d", i + 1, len(jobs))
             self.buffers.send(padding(size))
             self._replay(_Key(size, self._layers, scored))
         self.take_sizes(jobs)
         log.info("captured %d sizes of passes in %.1f s", len(jobs), perf_counter() - started)
+
+    def _compile(self, jobs: Sequence[Job]) -> None:
+        """Compile all kernels of these passes side by side: captures would do it one by one, which takes minutes.
+
+        No kernel is launched; hidden rows are copied, from one buffer to another. If one was, it would see padding.
+        """
+        some = one_of_each_kind(self.model.layers)
+
+        def launch() -> None:
+            for size, scored in jobs:
+                self.buffers.send(padding(size))
+                run = Run.of(size, self.buffers.ints)
+                run_pass(self.steps, self.model, self.buffers, run, self._layers, scored, some)
+
+        compile_together(launch)
 
     def take_sizes(self, jobs: Iterable[Job]) -> None:
         """From now on passes take one of these sizes, if it has room."""

@@ -7,7 +7,7 @@ The steps themselves come in two kinds with one set of tests: Triton kernels (fu
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -225,17 +225,29 @@ class Steps(Protocol):
         ...
 
 
+def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:
+    """Layers that launch all kernels that any launches: the first of each kind, and the last, which has fewer rows."""
+    kinds = [(layer.window, layer.rope is None, layer.experts is None) for layer in layers]
+    return sorted({*map(kinds.index, kinds), len(layers) - 1})
+
+
 def run_pass(
-    steps: Steps, model: Model, buffers: Buffers, run: Run, hidden: tuple[int, ...], scored: int
+    steps: Steps,
+    model: Model,
+    buffers: Buffers,
+    run: Run,
+    hidden: tuple[int, ...],
+    scored: int,
+    only: Sequence[int] | None = None,
 ) -> None:
-    """All layers over all rows, from tokens to the logits of the first `scored` rows.
+    """All layers over all rows, from tokens to the logits of the first `scored` rows; or `only` some layers.
 
     Rows behind these need only keys and values in the last layer, unless what leaves it is wanted of all rows.
     """
     rows, layers = run.size.rows, len(model.layers)
     leaving = run if layers in hidden or -1 in hidden else run.first(scored)  # the last layer
     steps.embed(run)
-    for i in range(layers):
+    for i in range(layers) if only is None else only:
         if i in hidden:
             buffers.hidden(i)[:rows].copy_(buffers.x[:rows])
         steps.qkv(run, i)

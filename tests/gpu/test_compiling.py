@@ -1,0 +1,187 @@
+"""Kernels that are compiled side by side before they are launched: none is launched meanwhile, none is compiled later.
+
+Compiling needs Triton but no GPU: where there is none, a driver that only counts launches stands in for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.build import make_engine
+from forerun.models.cuda import compiling
+from forerun.models.cuda.compiling import compile_together
+from forerun.models.cuda.network import one_of_each_kind
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.types import Request
+from tests.gpu.test_plain_rounds import PROMPTS, _write
+from tests.gpu.tiny import make_target, need_cuda
+
+WIDTHS = (64, 128, 256)
+LENGTH = 400
+
+
+class Offline:
+    """What kernels were compiled and launched, under a driver without a device."""
+
+    def __init__(self) -> None:
+        self.launched, self.compiled = list[int](), Counter[str]()
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 1 << 17},
+            load_binary=lambda *given: (1, 1, 0, 0, 1024),
+        )
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *given: self.launched.append(given[0])
+
+    def note(self, *, cache_hit: bool, **given: Any) -> None:
+        self.compiled[threading.current_thread().name.partition("_")[0]] += 1
+
+    def launch(self, width: int = 64, programs: int = 1, up: int | None = None) -> None:
+        from forerun.models.cuda.kernels_rows import normalise
+
+        rows = torch.zeros(4, width)
+        normalise[(programs,)](rows, rows, rows, 1e-5, WIDTH=width, UP=up or width, PDL=False)
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Offline:
+    knobs = pytest.importorskip("triton.knobs")
+    if knobs.runtime.interpret:
+        pytest.skip("kernels are interpreted")
+    from forerun.models.cuda.kernels_rows import normalise
+
+    found = Offline()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(import_module("triton.runtime").driver, "_active", found)
+    monkeypatch.setattr(knobs.compilation, "listener", found.note)
+    monkeypatch.setattr(normalise, "device_caches", defaultdict(normalise.create_binder))
+    return found
+
+
+@pytest.mark.parametrize("missing", ["triton.knobs", "triton.runtime._async_compile"])
+def test_nothing_is_done_where_triton_cannot_compile_ahead(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    with suppress(ImportError):
+        import_module("triton.runtime")  # whole, or what follows would leave a part of it
+    monkeypatch.setitem(sys.modules, missing, None)
+    calls = list[int]()
+    compile_together(lambda: calls.append(1))
+    assert calls == []
+
+
+def test_kernels_are_compiled_once_in_threads_and_found_by_launches(offline: Offline) -> None:
+    def work() -> None:
+        for width in WIDTHS * 5:
+            offline.launch(width)
+
+    compile_together(work)
+    assert offline.compiled == {"compile": len(WIDTHS)}
+    assert offline.launched == []
+    for width in WIDTHS:
+        offline.launch(width, programs=width)
+    assert offline.compiled == {"compile": len(WIDTHS)}
+    assert offline.launched == [*WIDTHS]
+
+
+def test_kernels_that_were_compiled_before_are_not_launched_either(offline: Offline) -> None:
+    offline.launch(64, programs=3)
+    compile_together(lambda: offline.launch(64, programs=4))
+    assert offline.launched == [3]
+
+
+def test_a_launch_says_why_its_kernel_cannot_be_compiled(offline: Offline) -> None:
+    def work() -> None:
+        offline.launch(64, up=48)  # no power of two
+        offline.launch(128)
+
+    compile_together(work)
+    assert offline.compiled == {"compile": 1}
+    with pytest.raises(Exception, match="power of 2"):
+        offline.launch(64, up=48)
+
+
+def test_work_that_fails_leaves_launches_as_they_were(
+    offline: Offline, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> None:
+        offline.launch(64)
+        raise RuntimeError("another Triton")
+
+    compile_together(work)
+    assert "compiled one by one: RuntimeError: another Triton" in caplog.text
+    offline.launch(128, programs=7)
+    assert offline.launched == [7]
+
+
+def test_other_threads_launch_meanwhile(offline: Offline) -> None:
+    def work() -> None:
+        thread = threading.Thread(target=lambda: offline.launch(64, programs=5))
+        thread.start()
+        thread.join()
+        offline.launch(64, programs=6)
+
+    compile_together(work)
+    assert offline.launched == [5]
+
+
+def test_layers_of_each_kind_are_compiled_and_the_last() -> None:
+    def kinds(name: str) -> list[int]:
+        return one_of_each_kind(make_target(name, "cpu").model.layers)
+
+    assert kinds("llama") == [0, 2]
+    assert kinds("smollm3") == [0, 1, 2]  # every second has no positions
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["large", "smollm3"])
+def test_captures_compile_nothing_and_texts_stay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shape: str
+) -> None:
+    need_cuda()
+    knobs = pytest.importorskip("triton.knobs")
+    if not compiling._thread_count():
+        pytest.skip("this Triton compiles kernels one by one")
+    target = make_target(shape, "cuda", torch.bfloat16)
+    config = EngineConfig(max_batch=len(PROMPTS), max_length=LENGTH)
+    engine = make_engine(target, frozenset(), SpeculativeConfig(drafter="none"), config)
+    requests = [Request(prompt, SamplingParams(max_tokens=12, ignore_eos=True)) for prompt in PROMPTS]
+    wanted = _write(engine, requests)
+    _forget_kernels(monkeypatch)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = Offline()
+    monkeypatch.setattr(knobs.compilation, "listener", found.note)
+    target.passes.warm_up((0, -1), LENGTH)
+    assert set(found.compiled) == {"compile"}
+    assert found.compiled["compile"] > 10
+    assert _write(engine, requests) == wanted
+
+
+def _forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process: what other tests compiled is compiled again."""
+    kind = import_module("triton.runtime.jit").JITFunction
+    for name, module in list(sys.modules.items()):
+        if name.startswith("forerun.models.cuda.kernels"):
+            for kernel in vars(module).values():
+                if isinstance(kernel, kind):
+                    monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
