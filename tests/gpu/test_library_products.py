@@ -34,7 +34,7 @@ def test_parts_of_the_library_add_up_to_our_bits() -> None:
         wanted = torch.zeros(count, len(weight), device="cuda", dtype=torch.float64)
         for some, columns in zip(rows.chunk(tile.parallel, 1), weight.chunk(tile.parallel, 1), strict=True):
             wanted += some.double() @ columns.double().T
-        found = steps.wide.total(rows, weight, tile)
+        found = steps.wide.total(count, rows, weight, tile)
         assert torch.allclose(found.double(), wanted, atol=1e-3, rtol=1e-3)
 
 

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda import kernels_rows, kernels_wide
+from forerun.models.cuda.compiling import compile_together
 from forerun.models.cuda.network import Layer, Run
 from forerun.models.cuda.packed import Weight
-from forerun.models.cuda.plan import NARROW, ROW_SIZES
+from forerun.models.cuda.plan import MAX_ROWS, NARROW, ROW_SIZES
 from forerun.models.cuda.tiles import MANY
 
 SHARED = 227 << 10  # bytes of shared memory that a program may have
@@ -143,25 +144,32 @@ class WideProducts:
         self.parts = torch.empty(most, device=device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._described: dict[tuple[int, ...], Any] = {}
-        for (name, rows), tile in libraries.items():
-            if self._agrees(name, rows, weights[name], tile):
-                self.tiles[name, rows] = tile
-        self._described.clear()  # of rows that are no more
+        self._take(libraries, weights)
 
-    def _agrees(self, name: str, count: int, weight: Tensor, tile: WideTile) -> bool:
-        """Are sums by this tile the same bits as by the one that is chosen now?
+    def _take(self, tiles: Mapping[tuple[str, int], WideTile], weights: Mapping[str, Tensor]) -> None:
+        """Take those of these tiles whose sums have the same bits as those that are chosen now.
 
         Which kernel the library takes, and so in which order it adds, follows from the shapes alone.
         """
-        noise = torch.Generator(weight.device).manual_seed(1)
-        shape = count, weight.shape[1]
-        rows = torch.randn(shape, generator=noise, device=weight.device).to(weight.dtype)
-        wanted, found = (self.total(rows, weight, one) for one in (self.tiles[name, count], tile))
-        return torch.equal(wanted, found)
+        noise = {name: _noise(weights[name]) for name, _ in tiles}
 
-    def total(self, rows: Tensor, weight: Tensor, tile: WideTile) -> Tensor:
-        """[R, N] as finishing kernels see it: the parts added from zero in order."""
-        count, total = len(rows), torch.zeros(len(rows), len(weight), device=rows.device)
+        def total(place: tuple[str, int], tile: WideTile) -> Tensor:
+            name, count = place
+            return self.total(count, noise[name], weights[name], tile)
+
+        def compile_ours() -> None:
+            for place in tiles:
+                total(place, self.tiles[place])
+
+        compile_together(compile_ours)
+        for place, tile in tiles.items():
+            if torch.equal(total(place, self.tiles[place]), total(place, tile)):
+                self.tiles[place] = tile
+        self._described.clear()  # of rows that are no more
+
+    def total(self, count: int, rows: Tensor, weight: Tensor, tile: WideTile) -> Tensor:
+        """[count, N] as finishing kernels see it: the parts added from zero in order."""
+        total = torch.zeros(count, len(weight), device=rows.device)
         number, apart = self._sums(tile, count, rows, weight)
         for part in self.parts[: number * apart * len(weight)].view(number, apart, -1):
             total += part[:count]
@@ -252,6 +260,13 @@ class WideProducts:
             ROPE=layer.rope is not None, NORMED=normed, PDL=True, num_warps=4, enable_fp_fusion=False,
             launch_pdl=True,
         )  # fmt: skip
+
+
+def _noise(weight: Tensor) -> Tensor:
+    """Rows that a weight might be multiplied with."""
+    seed = torch.Generator(weight.device).manual_seed(1)
+    rows = torch.randn(MAX_ROWS, weight.shape[1], generator=seed, device=weight.device)
+    return rows.to(weight.dtype)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
