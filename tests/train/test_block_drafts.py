@@ -11,6 +11,7 @@ from forerun.drafters.block.candidates import BlockCandidates, candidates_of
 from forerun.drafters.block.drafter import DFlashDrafter, load_block
 from forerun.drafters.block.graphs import GraphRunner
 from forerun.drafters.block.runner import BlockSteps
+from forerun.drafters.captured import CapturedCalls
 from forerun.drafters.draft_law import DraftLaw
 from forerun.models.load.checkpoint import Checkpoint
 from forerun.params import SamplingParams
@@ -36,8 +37,9 @@ def test_candidates_are_the_whole_laws_where_none_is_left_out(
     rows = drafter._runner.begin([seq])
     steps = BlockSteps(drafter.head, rows, [seq])
     law = DraftLaw([seq], drafter.head.vocabulary, drafter.head.device)
+    cooled = lambda logits, level: law.applied(logits[:, None], level)[:, 0]  # noqa: E731
     found, few = (
-        BlockCandidates(*candidates_of(drafter.head, rows, torch.tensor([8]), law, count))
+        BlockCandidates(*candidates_of(drafter.head, rows, torch.tensor([8]), cooled, law.factors, count))
         for count in (64, 8)
     )
     (values, tokens), logits = found.roots(3)[0], steps.first()
@@ -76,9 +78,10 @@ def test_a_confidence_head_ends_a_draft(tiny: Checkpoint, texts: Path, tmp_path:
 @pytest.mark.parametrize("kind", BLOCKS)
 @torch.no_grad()
 def test_what_a_graph_replays_is_the_same_draft(
-    kind: Method, tiny: Checkpoint, texts: Path, tmp_path: Path
+    kind: Method, tiny: Checkpoint, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The form with fixed shapes, run here without a graph: alone and beside sequences of other lengths."""
+    monkeypatch.setattr(CapturedCalls, "call", lambda self, key, work, *inputs: work(*inputs))
     recipe, target = recipe_for(kind, tiny, texts, tmp_path), lending(tiny)
     head = load_block(written(recipe, tmp_path), target, "dflash" if kind == "dflash" else "dspark")
     drafter = DFlashDrafter(head)
@@ -90,7 +93,7 @@ def test_what_a_graph_replays_is_the_same_draft(
     for some in (seqs, seqs[1:2]):
         rows, inputs = runner.begin(some), runner.inputs(some)
         scored, tokens = runner.static(inputs, runner.slots_for(some))
-        wanted = candidates_of(head, rows, inputs[0], None)
+        wanted = candidates_of(head, rows, inputs[0])
         assert torch.equal(tokens, wanted[1])
         torch.testing.assert_close(scored, wanted[0], rtol=1e-4, atol=1e-4)
     other = runner.static(runner.inputs(seqs[:1]) + torch.tensor([[0], [-1], [0]]), 256)[0]

@@ -7,16 +7,18 @@ what all other tokens weigh together stays as it was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from forerun.drafters.block.head import BlockHead
-from forerun.drafters.draft_law import DraftLaw, likeliest
+from forerun.drafters.draft_law import likeliest
 from forerun.drafters.tree_growth import Frontier, Ranked
 
 CANDIDATES = 64
+
+Noised = Callable[[Tensor, int], Tensor]  # logits [B, Vd] of what follows a level -> as drafts read them
 
 
 class BlockCandidates:
@@ -51,22 +53,26 @@ class BlockCandidates:
 
 
 def candidates_of(
-    head: BlockHead, rows: Tensor, roots: Tensor, law: DraftLaw | None, count: int = CANDIDATES
+    head: BlockHead,
+    rows: Tensor,
+    roots: Tensor,
+    noised: Noised | None = None,
+    factors: Tensor | None = None,
+    count: int = CANDIDATES,
 ) -> tuple[Tensor, Tensor]:
     """Of predicting rows [B, L, D] behind roots [B]: tokens [B, L, K], and log-confidences of each behind each of the
     level before [B, L, K, K], or [B, L, 1, K] where what comes before does not matter.
 
-    Under a law with temperatures or noise; None = as the head says.
+    `noised` brings logits under temperatures and noise, and `factors` [B, 1, 1] are what it multiplies them by; None =
+    as the head says.
     """
     logits = torch.unflatten(head.logits(rows.flatten(0, 1)), 0, rows.shape[:2])  # [B, L, Vd]
-    if law is not None and law.changes:
-        parts = [law.applied(logits[:, level, None], level) for level in range(rows.shape[1])]
-        logits = torch.cat(parts, 1)
+    if noised is not None:
+        logits = torch.stack([noised(logits[:, level], level) for level in range(rows.shape[1])], 1)
     values, places = likeliest(logits, min(count, logits.shape[-1]))  # [B, L, K]
     tokens = head.vocabulary.ids[places]
     if not head.has_markov:
         return values[:, :, None], tokens
-    factors = None if law is None else law.factors
     return corrected(head, rows, roots, values, places, tokens, factors), tokens
 
 

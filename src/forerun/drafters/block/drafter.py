@@ -18,7 +18,7 @@ from forerun.drafters.base import NEGLIGIBLE, Parts
 from forerun.drafters.block.candidates import BlockCandidates
 from forerun.drafters.block.config import BlockKind
 from forerun.drafters.block.files import read_block
-from forerun.drafters.block.graphs import GraphRunner
+from forerun.drafters.block.graphs import READ_AT_ONCE, GraphRunner
 from forerun.drafters.block.head import BlockHead
 from forerun.drafters.block.runner import BlockRunner, BlockSteps
 from forerun.drafters.captured import NOT_CAPTURED
@@ -38,6 +38,7 @@ from forerun.drafters.tree_growth import Tree, grow_ranked, lay_out
 from forerun.drafters.tree_sampling import sample_trees
 from forerun.models.base import Target
 from forerun.offers import Offer
+from forerun.params import SamplingParams
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,11 @@ class DFlashDrafter:
         budget = Budget(config.levels, config.levels)
         try:
             for context in contexts:
-                rehearse(self, self._sequences, rows[:context], context, [budget])
+                for heat in (1.0, 0.0):
+                    params = SamplingParams(temperature=heat)
+                    rehearse(self, self._sequences, rows[:context], context, [budget], params)
+            for count in READ_AT_ONCE:
+                rehearse(self, self._sequences, rows[:count], count, [budget])
         except Exception as error:  # no memory for graphs: that does not stop generation
             log.warning(NOT_CAPTURED, type(error).__name__, error)
             self._runner = BlockRunner(self.head)
@@ -112,11 +117,11 @@ class DFlashDrafter:
             some = [seqs[b] for b in which]
             limits = [replace(budgets[b], depth=min(budgets[b].depth, config.levels)) for b in which]
             deepest = max(limit.depth for limit in limits)
-            self._read(some)
             captures = self._runner.captures
+            self._read(some)
             if drawn:
                 steps = BlockSteps(self.head, self._runner.begin(some)[:, :deepest], some, self.least)
-                self._pass.stop(1)
+                self._pass.stop(1 if self._runner.captures == captures else 0)
                 self._growth.start()
                 grown, came_from, laws = sample_trees(steps, some, limits, self.head.vocabulary)
             else:

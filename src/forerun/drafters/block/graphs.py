@@ -1,13 +1,14 @@
 """GraphRunner: a block draft on a GPU as one captured graph, from the roots to the candidates that the host reads.
 
-A graph is replayed for one number of sequences and one number of slots, a power of two; lengths, roots and rows of the
-cache are its inputs, so it holds as texts grow. It reads the cache where it lies, and is captured anew where the cache
-had to grow. Drafts under a temperature or noise run operation by operation.
+A graph is replayed for one number of sequences and one number of slots, a power of two, with shared noise or without;
+lengths, roots and rows of the cache are its inputs, so it holds as texts grow. It reads the cache where it lies, and is
+captured anew where the cache had to grow. The few rows that come with each round are read by graphs too. Drafts under a
+temperature without noise run operation by operation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,13 +16,15 @@ from torch import Tensor
 from forerun.drafters.block.candidates import BlockCandidates, candidates_of
 from forerun.drafters.block.head import BlockHead
 from forerun.drafters.block.runner import BlockRunner
-from forerun.drafters.captured import MOST, CapturedCalls
-from forerun.drafters.draft_law import DraftLaw
+from forerun.drafters.captured import MOST, CapturedCalls, Work
+from forerun.drafters.draft_law import has_noise
+from forerun.drafters.eagle.cuda.draft_noise import DraftNoise, settings_of
 from forerun.drafters.eagle.torch_runner import attend_to
 from forerun.types import Seq
 
 FEWEST = 256  # slots of the smallest graph
 RESERVED = 1024  # slots of each sequence from the start: where the cache grows, graphs are captured anew
+READ_AT_ONCE = (1, 2, 4, 8, 16)  # rows that one graph reads; more are a prompt's, or of a drafter that rested
 
 
 class GraphRunner(BlockRunner):
@@ -31,18 +34,38 @@ class GraphRunner(BlockRunner):
         super().__init__(head)
         self.cache.reserve(MOST, RESERVED)
         self._calls, self._grown = CapturedCalls(), self.cache.grown
+        self._noise = DraftNoise(head.vocabulary.ids)
 
     @torch.no_grad()
     def candidates(self, seqs: Sequence[Seq], levels: int) -> BlockCandidates:
-        law = DraftLaw(seqs, self.head.vocabulary, self.head.device)
-        if law.changes or len(seqs) > MOST:
+        if len(seqs) > MOST or not all(seq.params.is_greedy or has_noise(seq) for seq in seqs):
             return super().candidates(seqs, levels)
         inputs, slots = self.inputs(seqs), self.slots_for(seqs)
+        self._noise.send([settings_of(seq) for seq in seqs])
+        key = len(seqs), slots, self._noise.is_on
+        scored, tokens = self._call(key, lambda given: self.static(given, slots), inputs)
+        return BlockCandidates(scored[:, :levels], tokens[:, :levels])
+
+    def _write(self, features: Tensor, at: Tensor) -> None:
+        count = len(features)
+        size = next((some for some in READ_AT_ONCE if some >= count), None)
+        if size is None:
+            super()._write(features, at)
+            return
+        rows = [
+            min(i, count - 1) for i in range(size)
+        ]  # the last once more: the same values at the same place
+        self._call(("read", size), self._written, features[rows], at[:, rows])
+
+    def _written(self, features: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        super()._write(features, at)
+        return ()
+
+    def _call(self, key: Hashable, work: Work, *inputs: Tensor) -> tuple[Tensor, ...]:
         if self._grown != self.cache.grown:
             self._grown = self.cache.grown
             self._calls.clear()  # they read a cache that is no more
-        scored, tokens = self._calls.call((len(seqs), slots), lambda given: self.static(given, slots), inputs)
-        return BlockCandidates(scored[:, :levels], tokens[:, :levels])
+        return self._calls.call(key, work, *inputs)
 
     @property
     def captures(self) -> int:
@@ -84,4 +107,6 @@ class GraphRunner(BlockRunner):
             kv[1, layer, which, places] = torch.unflatten(v, 0, (count, size))
             return attend_to(torch.unflatten(q, 0, (count, size)), kv[:, layer].transpose(2, 3), mask)
 
-        return candidates_of(head, head.run(roots, lengths, attend), roots, None)
+        noise, rows = self._noise, head.run(roots, lengths, attend)
+        noised = noise.of((lengths - 1).int(), rows.shape[1]) if noise.is_on else None
+        return candidates_of(head, rows, roots, noised, noise.factors(count) if noise.is_on else None)

@@ -86,11 +86,13 @@ class BlockRunner:
             observed.features, observed.tokens = [], []
         if not rows:
             return
-        whole, device = torch.cat(features), self.head.device
-        at = torch.tensor([rows, slots], device=device)
-        for low in range(0, len(whole), CHUNK):
-            part = slice(low, low + CHUNK)
-            self.cache.data[:, :, at[0, part], at[1, part]] = self.head.context(whole[part], at[1, part])
+        self._write(torch.cat(features), torch.tensor([rows, slots], device=self.head.device))
+
+    def _write(self, features: Tensor, at: Tensor) -> None:
+        """Keys and values of features [N, F] into rows and slots [2, N] of the cache."""
+        for low in range(0, len(features), CHUNK):
+            rows, slots = at[:, low : low + CHUNK]
+            self.cache.data[:, :, rows, slots] = self.head.context(features[low : low + CHUNK], slots)
 
     @torch.no_grad()
     def begin(self, seqs: Sequence[Seq]) -> Tensor:
@@ -120,7 +122,12 @@ class BlockRunner:
         rows = self.begin(seqs)[:, :levels]
         roots = torch.tensor([seq.tokens[-1] for seq in seqs], device=self.head.device)
         law = DraftLaw(seqs, self.head.vocabulary, self.head.device)
-        return BlockCandidates(*candidates_of(self.head, rows, roots, law))
+
+        def noised(logits: Tensor, level: int) -> Tensor:
+            return law.applied(logits[:, None], level)[:, 0]
+
+        found = candidates_of(self.head, rows, roots, noised if law.changes else None, law.factors)
+        return BlockCandidates(*found)
 
     def forget(self, seq_id: int) -> None:
         self.cache.release(seq_id)

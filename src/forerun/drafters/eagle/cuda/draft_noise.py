@@ -64,6 +64,11 @@ class DraftNoise:
             self._sent.send(table)
             self._last = list(settings)
 
+    def factors(self, count: int) -> Tensor:
+        """[B, 1, 1] what the logits of so many sequences are multiplied by."""
+        bits = self._sent.all[MOST : MOST + count]
+        return bits.contiguous().view(torch.float64).float()[:, None, None]
+
     def rehearse(self, draft: Callable[[], None]) -> None:
         """Capture a draft with noise too."""
         self.is_on = True
@@ -77,11 +82,8 @@ class DraftNoise:
         if self.fused:
             return partial(self._add_noise, positions)
         count = len(positions)
-        seeds, factors, noisy = self._sent.all.view(3, MOST)[:, :count, None]
-        factors, firsts = (
-            factors.contiguous().view(torch.float64).float()[..., None],
-            positions.long()[:, None] + 2,
-        )
+        seeds, _, noisy = self._sent.all.view(3, MOST)[:, :count, None]
+        factors, firsts = self.factors(count), positions.long()[:, None] + 2
         steps = torch.arange(depth, device=positions.device)
         many = count * depth * len(self._ids) > AT_ONCE
         whole = None if many else self._log_noise(seeds, firsts + steps, noisy)  # [B, depth, Vd]
