@@ -8,6 +8,7 @@ what all other tokens weigh together stays as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,27 +30,29 @@ class BlockCandidates:
         self.size = tokens.shape[-1]
         self._scored, self._level = scored.cpu(), 0
         self._tokens: list[list[list[int]]] = tokens.tolist()
-        self._ranked: tuple[Tensor, Tensor] | None = None
+        self._ranked: list[
+            Any
+        ] = []  # values and places [2][B][L][P][count]; by numbers, as indexing tensors is slow
 
     def roots(self, count: int) -> list[Ranked]:
-        self._ranked = self._scored.topk(count)  # [B, L, P, count]
-        return [self._children(b, [0], count) for b in range(len(self._tokens))]
+        self._ranked = [part.tolist() for part in self._scored.topk(count)]
+        return [self._children(b, [0]) for b in range(len(self._tokens))]
 
     def below(self, frontiers: Sequence[Frontier], count: int) -> list[Ranked]:
         self._level += 1
         found = []
         for b, frontier in enumerate(frontiers):
             before = self._tokens[b][self._level - 1]
-            found.append(self._children(b, [before.index(token) for _, token in frontier], count))
+            found.append(self._children(b, [before.index(token) for _, token in frontier]))
         return found
 
-    def _children(self, b: int, parents: list[int], count: int) -> Ranked:
+    def _children(self, b: int, parents: list[int]) -> Ranked:
         """Of each parent, by its place among the candidates of the level before."""
-        assert self._ranked is not None
-        some = [place if self._scored.shape[2] > 1 else 0 for place in parents]
-        values, places = (part[b, self._level, some].flatten().tolist() for part in self._ranked)
-        here = self._tokens[b][self._level]
-        return values, [here[place] for place in places]
+        values, places = (part[b][self._level] for part in self._ranked)
+        here, some = self._tokens[b][self._level], parents if len(values) > 1 else [0] * len(parents)
+        return [value for i in some for value in values[i]], [
+            here[place] for i in some for place in places[i]
+        ]
 
 
 def candidates_of(
