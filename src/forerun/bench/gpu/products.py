@@ -20,7 +20,7 @@ from forerun.models.cuda.graphs import capture
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, NARROW, ROW_SIZES, Size
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.cuda.wide_tiles import WideTile
+from forerun.models.cuda.wide import WideTile
 
 LAYERS = 4  # whose weights are read in turn
 NAMES = ("qkv", "o", "gate", "down", "head")

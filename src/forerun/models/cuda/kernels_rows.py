@@ -129,19 +129,3 @@ def finish_qkv(parts, inverses, out, keys, values, bias, head_norm, rope, positi
             tl.store(keys + into, found, mask=there)
         else:
             tl.store(values + into, found, mask=there)
-
-
-@triton.jit
-def finish_gated(sums, inverses, out, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A stretch of one row's units; gates and ups lie interleaved."""
-    m, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    both = tl.program_id(1) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    place = m.to(tl.int64) * (2 * INNER) + both
-    found = tl.load(sums + place, mask=both < 2 * INNER, other=0.0, cache_modifier=".cg")
-    found = found * tl.load(inverses + m, cache_modifier=".cg")
-    gate, up = tl.split(tl.reshape(found, (BLOCK, 2)))
-    inner = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + m.to(tl.int64) * INNER + n, inner.to(out.dtype.element_ty), mask=n < INNER)

@@ -1,12 +1,15 @@
-"""Launches products of more than 64 rows (kernels_wide.py, kernels_rows.py), cut up as wide_tiles.py says.
+"""Products of more than 64 rows: how each is cut into tiles, and the launches (kernels_wide.py, kernels_rows.py).
 
-The vendor's library does those that it is faster at, if its sums have the same bits here: that is tried when a model is
-loaded. Such sums are finished by a kernel of ours.
+Which splits a weight has was decided for few rows (fused.py) and stays, because sums depend on it. What is chosen here
+changes only their speed: tiles of 128 outputs for all rows of a pass of up to 256 rows, so that a weight is
+read once; splits in parallel where there are too few tiles to keep every multiprocessor busy, else one after another.
+Unfinished sums of many rows may come from the vendor's library, which is faster there, if its sums have the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import gcd
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -19,9 +22,20 @@ from forerun.models.cuda.compiling import compile_together
 from forerun.models.cuda.network import Layer, Run
 from forerun.models.cuda.packed import Weight
 from forerun.models.cuda.plan import MAX_ROWS, NARROW, ROW_SIZES
-from forerun.models.cuda.wide_tiles import GATED, LOGITS, PARTS, PIECES, WideTile, choose_library, choose_wide
+from forerun.models.cuda.tiles import MANY
 
-GATED_UNITS = 1024  # of one program
+SHARED = 227 << 10  # bytes of shared memory that a program may have
+LIBRARY_FROM = 192  # rows
+PARTS, GATED, LOGITS = range(3)  # as in kernels_wide
+_PIECES = {  # rows of a tile as powers of two
+    64: (64, 0, 0),
+    96: (64, 32, 0),
+    128: (128, 0, 0),
+    160: (128, 32, 0),
+    192: (128, 64, 0),
+    224: (128, 64, 32),
+    256: (256, 0, 0),
+}
 
 
 class Parts(NamedTuple):
@@ -38,6 +52,63 @@ class Cut(Protocol):
     def outputs(self) -> int: ...
     @property
     def splits(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WideTile:
+    """How a wide product is cut up."""
+
+    outputs: int
+    rows: int
+    parallel: int = 1  # splits by programs of their own, whose sums another kernel adds up
+    sequential: int = 1  # splits one after another in one program
+    stages: int = 8  # at most; as many as shared memory holds
+    library: bool = False  # by the vendor's library, a call for each split
+
+    def tall(self, rows: int) -> int:
+        """So many rows, and those that the last tile has beyond them."""
+        return -(-rows // self.rows) * self.rows
+
+    def stages_for(self, mode: int, depth: int) -> int:
+        left = SHARED - 2048 - (self.outputs * _PIECES[self.rows][0] if mode == GATED else 0)
+        held = left // ((self.outputs + self.rows) * kernels_wide.STEP * 2)
+        return min(self.stages, held, depth // self.parallel // kernels_wide.STEP)
+
+
+def choose_wide(name: str, rows: int, outputs: int, splits: int) -> WideTile:
+    """Found by measuring an 8B shape on an H200 (`python -m forerun.bench.gpu --products --sweep`)."""
+    if name in ("gate", "head"):  # no parts: what follows needs the whole sum
+        if splits > 1:
+            return WideTile(128, _tile_rows(rows, 192), 1, splits)
+        if rows <= 128 or (rows > 256 and name == "gate"):
+            return WideTile(256, min(rows, 128))
+        if rows == 224 and name == "gate":
+            return WideTile(128, 256)  # three pieces cost more than unused rows
+        return WideTile(128, _tile_rows(rows, 256))
+    if splits == 1:
+        return WideTile(128, _half(rows) if rows <= 512 else rows // 8)
+    if rows <= 512:
+        parallel = WideTile(128, rows if rows <= 128 else _half(rows), splits)
+        few = outputs // 128 * 4 < MANY or name == "down"  # programs, if each had 128 rows and all splits
+        return parallel if rows < 512 or few else WideTile(128, 128, 1, splits)
+    if rows == 1024 and name == "down":
+        return WideTile(128, 256, splits)
+    return WideTile(128, 192 if rows == 768 else 128, 1, splits)
+
+
+def library_pays(name: str, rows: int, splits: int) -> bool:
+    """Is the vendor's library faster? Measured as above: by 10 to 17% with one split, not with two calls for two."""
+    return splits == 1 and rows >= LIBRARY_FROM and name not in ("gate", "head")
+
+
+def _half(rows: int) -> int:
+    """The smallest tile of which two hold so many rows."""
+    return next(size for size in _PIECES if 2 * size >= rows)
+
+
+def _tile_rows(rows: int, most: int) -> int:
+    """The tallest tile of which a number makes these rows; all of them where none does."""
+    return max((size for size in _PIECES if rows % size == 0 and size <= most), default=rows)
 
 
 def fits(weights: Mapping[str, Weight], cuts: Mapping[str, Cut]) -> TypeGuard[Mapping[str, Tensor]]:
@@ -61,44 +132,44 @@ class WideProducts:
             (name, rows): choose_wide(name, rows, len(weights[name]), cuts[name].splits)
             for name, rows in wide
         }
-        libraries = {(name, rows): choose_library(name, rows, cuts[name].splits) for name, rows in wide}
-        chosen = {place: tile for place, tile in libraries.items() if tile is not None}
-        needed = [(name, tile.parallel * tile.tall(rows)) for (name, rows), tile in self.tiles.items()]
-        needed = [one for one in needed if one[0] not in ("gate", "head")]
-        needed += [(name, tile.rows) for (name, _), tile in chosen.items()]
-        self.parts = torch.empty(max(rows * len(weights[name]) for name, rows in needed), device=device)
+        libraries = {
+            (name, rows): WideTile(0, rows, cuts[name].splits, library=True)
+            for name, rows in wide
+            if library_pays(name, rows, cuts[name].splits)
+        }
+        most = max(
+            tile.parallel * tile.tall(rows) * len(weights[name])
+            for (name, rows), tile in [*self.tiles.items(), *libraries.items()]
+            if name not in ("gate", "head")
+        )
+        self.parts = torch.empty(most, device=device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._described: dict[tuple[int, ...], Any] = {}
-        self._take(chosen, weights)
+        self._take(libraries, weights)
 
     def _take(self, tiles: Mapping[tuple[str, int], WideTile], weights: Mapping[str, Tensor]) -> None:
-        """Take those of these tiles whose results have the same bits as those that are chosen now.
+        """Take those of these tiles whose sums have the same bits as those that are chosen now.
 
         Which kernel the library takes, and so in which order it adds, follows from the shapes alone.
         """
         noise = {name: _noise(weights[name]) for name, _ in tiles}
-        self.inverses.uniform_(0.5, 2.0)  # every pass writes its own
 
-        def result(place: tuple[str, int], tile: WideTile) -> Tensor:
+        def total(place: tuple[str, int], tile: WideTile) -> Tensor:
             name, count = place
-            return self.result(name, count, noise[name], weights[name], tile)
+            return self.total(count, noise[name], weights[name], tile)
 
         def compile_ours() -> None:
             for place in tiles:
-                result(place, self.tiles[place])
+                total(place, self.tiles[place])
 
         compile_together(compile_ours)
         for place, tile in tiles.items():
-            if torch.equal(result(place, self.tiles[place]), result(place, tile)):
+            if torch.equal(total(place, self.tiles[place]), total(place, tile)):
                 self.tiles[place] = tile
         self._described.clear()  # of rows that are no more
 
-    def result(self, name: str, count: int, rows: Tensor, weight: Tensor, tile: WideTile) -> Tensor:
-        """What a product leaves: gated units, or sums as finishing kernels see them, added from zero in order."""
-        if name == "gate":
-            units = rows.new_empty(count, len(weight) // 2)
-            self._gated(tile, count, rows, weight, units)
-            return units
+    def total(self, count: int, rows: Tensor, weight: Tensor, tile: WideTile) -> Tensor:
+        """[count, N] as finishing kernels see it: the parts added from zero in order."""
         total = torch.zeros(count, len(weight), device=rows.device)
         number, apart = self._sums(tile, count, rows, weight)
         for part in self.parts[: number * apart * len(weight)].view(number, apart, -1):
@@ -115,30 +186,16 @@ class WideProducts:
 
     def _sums(self, tile: WideTile, count: int, rows: Tensor, weight: Tensor) -> Parts:
         if tile.library:
-            self._by_library(rows[:count], weight)
+            parts = self.parts[: tile.parallel * count * len(weight)].view(tile.parallel, count, -1)
+            left, right = rows[:count].chunk(tile.parallel, 1), weight.chunk(tile.parallel, 1)
+            for part, some, columns in zip(parts, left, right, strict=True):
+                torch.mm(some, columns.T, torch.float32, out=part)
         else:
             self._launch(tile, PARTS, count, rows, weight, self.parts)
         return Parts(tile.parallel, tile.tall(count))
 
-    def _by_library(self, rows: Tensor, weight: Tensor) -> None:
-        """Leave [R, N] in `parts`."""
-        into = self.parts[: len(rows) * len(weight)].view(len(rows), -1)
-        torch.mm(rows, weight.T, torch.float32, out=into)
-
     def gated(self, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
-        self._gated(self.tiles["gate", count], count, rows, weight, out)
-
-    def _gated(self, tile: WideTile, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
-        if not tile.library:
-            self._launch(tile, GATED, count, rows, weight, out)
-            return
-        inner = len(weight) // 2
-        for low in range(0, count, tile.rows):
-            self._by_library(rows[low : low + tile.rows], weight)
-            kernels_rows.finish_gated[(tile.rows, -(-inner // GATED_UNITS))](
-                self.parts, self.inverses[low:], out[low:], INNER=inner, BLOCK=GATED_UNITS, PDL=True, num_warps=4,
-                enable_fp_fusion=False, launch_pdl=True,
-            )  # fmt: skip
+        self._launch(self.tiles["gate", count], GATED, count, rows, weight, out)
 
     def logits(self, count: int, rows: Tensor, weight: Tensor, out: Tensor) -> None:
         self._launch(self.tiles["head", count], LOGITS, count, rows, weight, out)
@@ -147,7 +204,7 @@ class WideProducts:
         self, tile: WideTile, mode: int, count: int, rows: Tensor, weight: Tensor, out: Tensor
     ) -> None:
         outputs, depth = weight.shape
-        pieces = PIECES[tile.rows]
+        pieces = _PIECES[tile.rows]
         row_tiles = tile.tall(count) // tile.rows
         units = -(-outputs // tile.outputs) * row_tiles * tile.parallel
         left = right = self._describe(weight, tile.outputs)
