@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ class Passes:
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._last = _Key(Size(0, 0, 0), (), 0)
+        self._compiled: set[tuple[int, bool]] = set()  # what `compile` was asked for
         self._layers: tuple[int, ...] = ()  # hidden rows that the sizes captured beforehand leave
         # with logits or without, smallest first; and how many rows of each may have them
         self._ready: dict[bool, dict[Size, list[int]]] = {True: {}, False: {}}
@@ -80,8 +81,8 @@ class Passes:
         if not self.capture:
             return
         started, self._layers = perf_counter(), tuple(sorted({*self._layers, *hidden}))
+        self.compile(max_length, prompts_only)
         jobs = [job for job in menu(max_length) if not (prompts_only and job[1])]
-        self._compile(jobs)
         for i, (size, scored) in enumerate(jobs):
             progress.info("capturing passes: %d of %d", i + 1, len(jobs))
             self.buffers.send(padding(size))
@@ -89,18 +90,24 @@ class Passes:
         self.take_sizes(jobs)
         log.info("captured %d sizes of passes in %.1f s", len(jobs), perf_counter() - started)
 
-    def _compile(self, jobs: Sequence[Job]) -> None:
-        """Compile all kernels of these passes side by side: captures would do it one by one, which takes minutes.
+    @torch.inference_mode()
+    def compile(self, max_length: int, prompts_only: bool = False) -> None:
+        """Compile all kernels of these sizes side by side: captures would do it one by one, which takes minutes.
 
         No kernel is launched; hidden rows are copied, from one buffer to another. If one was, it would see padding.
         """
+        which = (max_length, prompts_only)
+        if not self.capture or which in self._compiled:
+            return
+        self._compiled.add(which)
         some = one_of_each_kind(self.model.layers)
 
         def launch() -> None:
-            for size, scored in jobs:
-                self.buffers.send(padding(size))
-                run = Run.of(size, self.buffers.ints)
-                run_pass(self.steps, self.model, self.buffers, run, self._layers, scored, some)
+            for size, scored in menu(max_length):
+                if not (prompts_only and scored):
+                    self.buffers.send(padding(size))
+                    run = Run.of(size, self.buffers.ints)
+                    run_pass(self.steps, self.model, self.buffers, run, self._layers, scored, some)
 
         compile_together(launch)
 

@@ -30,6 +30,7 @@ def capture_menu(
     if not draft.replays.capture:
         return 0.0
     started, jobs = perf_counter(), jobs_of(max_batch, max_length)
+    target.passes.compile(min(max_length, target.max_length))  # passes over trees share most of these kernels
     draft.rows.rehearse_reading()
     for i, (bucket, form, farthest) in enumerate(jobs):
         progress.info("capturing drafts for batches of %d: %d of %d", bucket, i + 1, len(jobs))
