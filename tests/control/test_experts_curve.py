@@ -1,10 +1,14 @@
 """The controller on the cost curve of a mixture of experts: the second node is dear, the sixteenth nearly free."""
 
+from statistics import fmean
+
 import pytest
 
 from forerun.bench.moe.passes import chance
 from forerun.control.cost import CostModel
+from forerun.drafters.eagle.cuda.menu import FORMS
 from forerun.testing.control_simulator import Make, Simulation, TextKind
+from forerun.testing.menu_simulator import MenuSimulation, SimulatedMenu, Trace
 from forerun.types import Budget
 from tests.control.test_following import EVEN, best_fixed
 
@@ -38,3 +42,26 @@ def test_it_never_settles_below_plain_and_finds_most_of_the_gain(
     assert speed >= 0.97
     chains = [Budget(n, n, 1) for n in (1, 2, 4, 8, 16)]
     assert speed >= 0.8 * max(1.0, best_fixed(cost, make, kind, chains))
+
+
+# ms of rounds on an H200, of 8 experts of which each token wakes 2: a tree of 15 nodes costs a plain round more
+CARD = CostModel({1: 2.28, 2: 2.76, 3: 3.09, 4: 3.33, 6: 3.62, 8: 3.78, 16: 4.16, 24: 5.1, 32: 5.2, 64: 6.4})
+HEAD = SimulatedMenu(FORMS, level=0.1, claimed_rate=0.5)
+HOST, GAP = 0.06, 0.3
+
+
+def on_card(trace: Trace, seed: int) -> MenuSimulation:
+    return MenuSimulation(CARD, HEAD, [trace], host=HOST, gap=GAP, seed=seed)
+
+
+def test_what_caution_costs_where_trees_are_dear() -> None:
+    """A tree that is all missed loses a plain round: two, and what 200 rounds may lose is used up, though trees pay."""
+    simulations = [on_card(lambda now: 0.574, seed) for seed in range(24)]
+    assert fmean([one.run(600).speed() for one in simulations]) > 1.15
+    careless = [on_card(lambda now: 0.574, seed) for seed in range(24)]
+    for one in careless:
+        allowance = one.controller.allowance
+        allowance.most = allowance.level = allowance.floor = 1e9
+    assert fmean([one.run(600).speed() for one in careless]) > 1.28, (
+        "what is held back is held back by the allowance"
+    )
