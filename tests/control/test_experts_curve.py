@@ -65,3 +65,12 @@ def test_what_caution_costs_where_trees_are_dear() -> None:
     assert fmean([one.run(600).speed() for one in careless]) > 1.28, (
         "what is held back is held back by the allowance"
     )
+
+
+@pytest.mark.parametrize("seed", [6, 7])
+def test_a_pause_in_the_first_plain_round_does_not_make_losses_seem_gains(seed: int) -> None:
+    """With seed 6 the machine pauses in that round; then 599 of 600 rounds drafted what nobody accepted."""
+    simulation = MenuSimulation(CARD, HEAD, [lambda now: 0.0], host=HOST, gap=GAP, noise=0.02, seed=seed)
+    history = simulation.run(600)
+    assert history.worst_window() > 0.98
+    assert history.speed() > 0.98

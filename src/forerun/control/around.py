@@ -9,7 +9,8 @@ did not run yet can also be judged by drafts that followed.
 
 What a process does for the first time is slow, and so is a round in which the machine pauses. A gap is only seen when a
 round is read first, so that one of these could keep it from ever being seen again: the gap is the median of the last
-few, what is presumed being one of them until there are enough, and old ones are forgotten while none is seen.
+few, what is presumed being one of them until there are enough, and old ones are forgotten while none is seen. Plain
+rounds are what all else is compared with, so that a slow one must not speak for them alone.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ FORGIVEN_SHARE = 0.0005  # of what a form takes beyond another, per round in whi
 NEWEST = 0.1  # weight of the newest round in a moving average of seconds
 GAPS_KEPT = 7  # the last ones, whose median counts
 STALE_ROUNDS = 128  # rounds that were not read first for the gap, after which the oldest is forgotten
+FIRST_PLAIN = 3  # plain rounds at the start that may be slow by chance: the quickest of them counts
 PRESUMED_GAP = 5e-4  # seconds, before any was seen
 MOST_PRESUMED = 0.25  # of a round: the same at most
 
@@ -68,6 +70,13 @@ class Around:
     def is_known(self, form: Form, batch: int) -> bool:
         return (form, batch.bit_length()) in self._seconds
 
+    def knows_plain(self, batch: int, usual: float) -> bool:
+        """Is it known what plain rounds take beside their pass? One round says so if it is no more than is usual."""
+        key = PLAIN, batch.bit_length()
+        if key not in self._seconds:
+            return False
+        return self._seconds[key] <= usual or key in self._follow or self._rounds[key] >= FIRST_PLAIN
+
     def observe(
         self,
         form: Form,
@@ -92,7 +101,9 @@ class Around:
             seconds = max(0.0, seconds - self.gap(batch))
         rounds = self._rounds[key] = self._rounds.get(key, 0) + 1
         known = self._seconds.get(key, expected)
-        if known and isfinite(known):  # a menu may say that a form is not ready
+        if form == PLAIN and not followed and 1 < rounds <= FIRST_PLAIN:
+            seconds = min(seconds, known)
+        elif known and isfinite(known):  # a menu may say that a form is not ready
             seconds = known + (min(seconds, 3.0 * known) - known) * max(NEWEST, 1.0 / rounds)
         self._seconds[key] = seconds
         if followed and form.nodes and isfinite(drafting):

@@ -84,7 +84,7 @@ class FormChooser:
 
     def choose(self, ids: Sequence[int], batch: int) -> Promise:
         """The form for these sequences of a batch, the others of which do not draft."""
-        if not self.around.is_known(PLAIN, batch):  # what all else is compared with; one round shows it
+        if not self._knows_plain(batch):  # what all else is compared with
             return self.promise_of(PLAIN, batch, batch, batch)._replace(insists=True)
         promises = self._promises(ids, batch)
         best = self._best(promises, batch)
@@ -110,7 +110,7 @@ class FormChooser:
         Asked before every round that follows: others are looked at now and then.
         """
         form, times = self.last, self._seconds(len(ids), batch)
-        if not form.nodes or not self.around.is_known(PLAIN, batch):
+        if not form.nodes or not self._knows_plain(batch):
             return None
         tokens = self.acceptance.weight(ids) * self.acceptance.expected(form, self._priors[form])
         last = Promise(form, batch + tokens, times[self._places[form]])
@@ -126,7 +126,7 @@ class FormChooser:
 
         Others are looked at now and then, as for `keeps`.
         """
-        if self.last.nodes or not self.around.is_known(PLAIN, batch):
+        if self.last.nodes or not self._knows_plain(batch):
             return None
         if self._round % ROUNDS_BETWEEN_LOOKS and not self.prompts.requests:
             return self.promise_of(PLAIN, batch, batch, batch)
@@ -230,6 +230,9 @@ class FormChooser:
 
     def _around(self, form: Form, drafting: int, batch: int) -> float:
         return self.around.seconds(form, batch, self._said(form, drafting), self._was_cold(batch))
+
+    def _knows_plain(self, batch: int) -> bool:
+        return self.around.knows_plain(batch, COLD_SHARE * self.cost.pass_seconds(batch, batch))
 
     def _was_cold(self, batch: int) -> bool:
         """Was the host slow in the plain rounds that were seen, while drafts now follow each other?"""
