@@ -6,6 +6,7 @@ drafter is switched off, is not called again, and the others go on; so is one th
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -64,6 +65,8 @@ class Session:
         contenders = {cell: self._contenders(cell) for cell in self.cells}
         self.runs = {cell: [] for cell in contenders}
         self._warm_up(contenders)
+        gc.collect()
+        gc.freeze()  # a full collection, a tenth of a second, would fall into one text and not into another
         for repeat in range(self.settings.repeats):
             for index, one in enumerate(one_of_each(prompts)):
                 for cell, mine in contenders.items():
