@@ -146,13 +146,13 @@ def test_a_block_drafter_is_not_judged_by_its_captures(clock: list[float]) -> No
 def test_block_drafts_under_noise_are_captured_and_others_above_zero_are_not(
     kind: BlockKind, shares_noise: bool, clock: list[float]
 ) -> None:
-    """Round by round, alone and beside a greedy sequence; few rows are read by a graph, many are not."""
+    """Alone, where three rows are padded to four, and beside a greedy sequence; many rows are read by no graph."""
     ours, theirs = block_drafter(kind), block_drafter(kind)
     theirs._runner = BlockRunner(theirs.head)
     ours.warm_up()
     at_load, hot = ours._runner.captures, SamplingParams(temperature=4.0)
-    seqs = [FakeSeq(b, [1, 2, 3], params=hot, seed=5 + b, shares_noise=shares_noise) for b in range(6)]
-    seqs.append(FakeSeq(6, [1 + i % 7 for i in range(40)], params=SamplingParams(temperature=0.0)))
+    seqs = [FakeSeq(b, [1, 2, 3, 1], params=hot, seed=5 + b, shares_noise=shares_noise) for b in range(6)]
+    seqs.append(FakeSeq(6, [1 + i % 7 for i in range(140)], params=SamplingParams(temperature=0.0)))
     seen = set()
     for some in (seqs[:1], seqs[:1], seqs):
         for drafter in (ours, theirs):
@@ -167,6 +167,18 @@ def test_block_drafts_under_noise_are_captured_and_others_above_zero_are_not(
             ours.forget(seq)
             theirs.forget(seq)
     assert (len(seen) > 3) == shares_noise
+
+
+def test_block_drafts_are_captured_whatever_mode_texts_are_written_in(clock: list[float]) -> None:
+    with torch.inference_mode():
+        drafter = block_drafter()
+        drafter.warm_up()
+        seqs = [FakeSeq(0, [i % 5 for i in range(RESERVED + 9)]), FakeSeq(1, [1, 2, 3])]
+        observe_prompts(drafter, TableLM(VOCAB), seqs)
+        before = drafter._runner.captures
+        drafter.propose(seqs[:1], [Budget(5, 5)])  # the cache grows
+        drafter.propose(seqs[1:], [Budget(5, 5)])  # a graph that is captured anew reads into it
+    assert drafter._runner.captures == before + 3
 
 
 @pytest.mark.parametrize("family", ["medusa", "hydra"])

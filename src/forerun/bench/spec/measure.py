@@ -67,14 +67,26 @@ class Session:
         self._warm_up(contenders)
         gc.collect()
         gc.freeze()  # a full collection, a tenth of a second, would fall into one text and not into another
-        for repeat in range(self.settings.repeats):
-            for index, one in enumerate(one_of_each(prompts)):
-                for cell, mine in contenders.items():
-                    first = (repeat + index) % len(mine)
-                    for contender in (*mine[first:], *mine[:first]):
-                        if not self.cut:
-                            self._run(cell, contender, one, repeat)
-                save()
+        try:
+            for repeat in range(self.settings.repeats):
+                self._repeat(repeat, prompts, contenders, save)
+        finally:
+            gc.unfreeze()
+
+    def _repeat(
+        self,
+        repeat: int,
+        prompts: Sequence[Prompt],
+        contenders: Mapping[Cell, Sequence[Contender]],
+        save: Callable[[], object],
+    ) -> None:
+        for index, one in enumerate(one_of_each(prompts)):
+            for cell, mine in contenders.items():
+                first = (repeat + index) % len(mine)
+                for contender in (*mine[first:], *mine[:first]):
+                    if not self.cut:
+                        self._run(cell, contender, one, repeat)
+            save()
 
     def contenders_of(self, cell: Cell) -> list[Contender]:
         """Those that wrote something in a cell, plain first."""

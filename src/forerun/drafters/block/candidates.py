@@ -30,9 +30,8 @@ class BlockCandidates:
         self.size = tokens.shape[-1]
         self._scored, self._level = scored.cpu(), 0
         self._tokens: list[list[list[int]]] = tokens.tolist()
-        self._ranked: list[
-            Any
-        ] = []  # values and places [2][B][L][P][count]; by numbers, as indexing tensors is slow
+        # values and places [2][B][L][P][count]: numbers, as indexing tensors is slow
+        self._ranked: list[Any] = []
 
     def roots(self, count: int) -> list[Ranked]:
         self._ranked = [part.tolist() for part in self._scored.topk(count)]

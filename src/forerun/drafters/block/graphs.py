@@ -24,7 +24,7 @@ from forerun.types import Seq
 
 FEWEST = 256  # slots of the smallest graph
 RESERVED = 1024  # slots of each sequence from the start: where the cache grows, graphs are captured anew
-READ_AT_ONCE = (1, 2, 4, 8, 16)  # rows that one graph reads; more are a prompt's, or of a drafter that rested
+READ_AT_ONCE = (1, 2, 4, 8, 16, 32, 64, 128)  # rows that one graph reads: a round's; more are a prompt's
 
 
 class GraphRunner(BlockRunner):
@@ -52,10 +52,10 @@ class GraphRunner(BlockRunner):
         if size is None:
             super()._write(features, at)
             return
-        rows = [
-            min(i, count - 1) for i in range(size)
-        ]  # the last once more: the same values at the same place
-        self._call(("read", size), self._written, features[rows], at[:, rows])
+        if size > count:  # the last once more: the same values at the same place
+            rows = torch.arange(size, device=at.device).clamp_(max=count - 1)
+            features, at = features[rows], at[:, rows]
+        self._call(("read", size), self._written, features, at)
 
     def _written(self, features: Tensor, at: Tensor) -> tuple[Tensor, ...]:
         super()._write(features, at)
@@ -94,9 +94,9 @@ class GraphRunner(BlockRunner):
 
     def static(self, inputs: Tensor, slots: int) -> tuple[Tensor, Tensor]:
         """Scores and tokens of the candidates, whose shapes depend on the number of sequences and slots alone."""
-        head, (roots, lengths, rows) = self.head, inputs
+        head, (roots, lengths, held) = self.head, inputs
         count, size = len(roots), head.config.rows
-        kv = self.cache.data[:, :, :, :slots].index_select(2, rows)  # [2, L, B, S, Hkv, Dh]
+        kv = self.cache.data[:, :, :, :slots].index_select(2, held)  # [2, L, B, S, Hkv, Dh]
         places = lengths[:, None] + torch.arange(size, device=head.device)  # [B, R]
         which = torch.arange(count, device=head.device)[:, None]
         seen = torch.arange(slots, device=head.device) < lengths[:, None] + size

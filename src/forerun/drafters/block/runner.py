@@ -27,7 +27,8 @@ class ContextCache:
     def __init__(self, head: BlockHead) -> None:
         config = head.config
         self._tail = config.kv_heads, config.head_dim
-        self.data = torch.zeros(2, config.depth, 0, 0, *self._tail, dtype=head.dtype, device=head.device)
+        with torch.inference_mode(False):  # whatever mode a text is written in: graphs write to it
+            self.data = torch.zeros(2, config.depth, 0, 0, *self._tail, dtype=head.dtype, device=head.device)
         self.rows: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
         self.grown = 0  # how often the data moved
@@ -45,8 +46,9 @@ class ContextCache:
         if rows > have or slots > wide:
             more = max(rows, 2 * have) if rows > have else have
             wider = max(slots, 2 * wide) if slots > wide else wide
-            data = self.data.new_zeros(2, depth, more, wider, *self._tail)
-            data[:, :, :have, :wide] = self.data
+            with torch.inference_mode(False):
+                data = self.data.new_zeros(2, depth, more, wider, *self._tail)
+                data[:, :, :have, :wide] = self.data
             self.data, self.grown = data, self.grown + 1
 
     def release(self, seq_id: int) -> None:

@@ -26,6 +26,7 @@ progress = logging.getLogger("forerun.progress")
 MOST_THREADS = 8  # more would wait for Python's lock, and take memory; 0 = do not compile ahead
 
 _ASYNC = "triton.runtime._async_compile"
+_KNOWN = "3.6."  # versions of Triton; launches of 3.8 keep a kernel that failed, and never compile it again
 _alone = threading.Lock()  # one at a time may exchange what a launch does
 
 
@@ -57,11 +58,12 @@ def compile_together(work: Callable[[], None]) -> None:
 def _thread_count() -> int:
     """As many as there are cores, with a limit; 0 where kernels cannot be compiled before they are launched."""
     try:
+        known = str(import_module("triton").__version__).startswith(_KNOWN)
         interpreted = import_module("triton.knobs").runtime.interpret
         begun = import_module(_ASYNC).active_mode.get() is not None  # by a caller of ours
     except (ImportError, AttributeError):  # no Triton, or another
         return 0
-    if interpreted or begun:
+    if interpreted or begun or not known:
         return 0
     return min(MOST_THREADS, os.cpu_count() or 1)
 

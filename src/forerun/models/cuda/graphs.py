@@ -60,7 +60,7 @@ class Passes:
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._last = _Key(Size(0, 0, 0), (), 0)
-        self._compiled: set[tuple[int, bool]] = set()  # what `compile` was asked for
+        self._compiled: set[tuple[int, bool, tuple[int, ...]]] = set()  # what `compile` was asked for
         self._layers: tuple[int, ...] = ()  # hidden rows that the sizes captured beforehand leave
         # with logits or without, smallest first; and how many rows of each may have them
         self._ready: dict[bool, dict[Size, list[int]]] = {True: {}, False: {}}
@@ -96,7 +96,7 @@ class Passes:
 
         No kernel is launched; hidden rows are copied, from one buffer to another. If one was, it would see padding.
         """
-        which = (max_length, prompts_only)
+        which = (max_length, prompts_only, self._layers)
         if not self.capture or which in self._compiled:
             return
         self._compiled.add(which)

@@ -226,7 +226,7 @@ class Steps(Protocol):
 
 
 def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:
-    """Layers that launch all kernels that any launches: the first of each kind, and the last, which has fewer rows."""
+    """Layers that launch what all launch, mostly: the first of each kind, and the last, which has fewer rows."""
     kinds = [(layer.window, layer.rope is None, layer.experts is None) for layer in layers]
     return sorted({*map(kinds.index, kinds), len(layers) - 1})
 

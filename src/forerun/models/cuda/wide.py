@@ -8,6 +8,7 @@ Unfinished sums of many rows may come from the vendor's library, which is faster
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
@@ -23,6 +24,8 @@ from forerun.models.cuda.network import Layer, Run
 from forerun.models.cuda.packed import Weight
 from forerun.models.cuda.plan import MAX_ROWS, NARROW, ROW_SIZES
 from forerun.models.cuda.tiles import MANY
+
+log = logging.getLogger(__name__)
 
 SHARED = 227 << 10  # bytes of shared memory that a program may have
 LIBRARY_FROM = 192  # rows
@@ -152,21 +155,27 @@ class WideProducts:
 
         Which kernel the library takes, and so in which order it adds, follows from the shapes alone.
         """
-        noise = {name: _noise(weights[name]) for name, _ in tiles}
+        made = {
+            name: (_random(MAX_ROWS, weights[name]), _random(len(weights[name]), weights[name]))
+            for name, _ in tiles
+        }
 
         def total(place: tuple[str, int], tile: WideTile) -> Tensor:
             name, count = place
-            return self.total(count, noise[name], weights[name], tile)
+            return self.total(count, *made[name], tile)
 
         def compile_ours() -> None:
             for place in tiles:
                 total(place, self.tiles[place])
 
         compile_together(compile_ours)
-        for place, tile in tiles.items():
-            if torch.equal(total(place, self.tiles[place]), total(place, tile)):
-                self.tiles[place] = tile
-        self._described.clear()  # of rows that are no more
+        try:
+            for place, tile in tiles.items():
+                if torch.equal(total(place, self.tiles[place]), total(place, tile)):
+                    self.tiles[place] = tile
+        except RuntimeError as error:  # no memory to try it, or torch was told to be deterministic
+            log.warning("all products by our own kernels: %s: %s", type(error).__name__, error)
+        self._described.clear()  # of rows and weights that are no more
 
     def total(self, count: int, rows: Tensor, weight: Tensor, tile: WideTile) -> Tensor:
         """[count, N] as finishing kernels see it: the parts added from zero in order."""
@@ -261,11 +270,10 @@ class WideProducts:
         )  # fmt: skip
 
 
-def _noise(weight: Tensor) -> Tensor:
-    """Rows that a weight might be multiplied with."""
-    seed = torch.Generator(weight.device).manual_seed(1)
-    rows = torch.randn(MAX_ROWS, weight.shape[1], generator=seed, device=weight.device)
-    return rows.to(weight.dtype)
+def _random(rows: int, like: Tensor) -> Tensor:
+    """[rows, K] of a weight's type: real weights may be zeros, whose sums say nothing."""
+    seed = torch.Generator(like.device).manual_seed(rows)
+    return torch.randn(rows, like.shape[1], generator=seed, device=like.device).to(like.dtype)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
