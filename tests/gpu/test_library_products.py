@@ -1,17 +1,25 @@
 """Products by the vendor's library: taken where they pay and have our bits, and never where they have others."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from torch import Tensor
 
-from forerun.models.cuda.fused import FusedSteps
 from tests.gpu.tiny import make_target, need_cuda
+
+if TYPE_CHECKING:
+    from forerun.models.cuda.fused import FusedSteps
 
 pytestmark = pytest.mark.gpu
 
 
 def _steps() -> FusedSteps:
     need_cuda()
+    from forerun.models.cuda.fused import FusedSteps
+
     steps = make_target("wide-split", "cuda", torch.bfloat16, "triton").passes.steps
     assert isinstance(steps, FusedSteps)
     if steps.wide is None:
