@@ -130,6 +130,7 @@ def test_a_block_drafter_is_not_judged_by_its_captures(clock: list[float]) -> No
     captures = drafter._runner.captures
     assert captures == 2 * (RESERVED // FEWEST).bit_length() + len(READ_AT_ONCE)  # with noise, and without
     assert clock[0] > CAPTURE * captures
+    assert drafter._reading <= REPLAY, "nor is its reading"
     seqs = [FakeSeq(b, [b + i % 5 for i in range(n)]) for b, n in enumerate((9, FEWEST, RESERVED + 9))]
     observe_prompts(drafter, target, seqs)
     for some, more in ((seqs[:1], 0), (seqs[1:2], 0), (seqs[:2], 1), (seqs[2:], 1), (seqs[:1], 1)):

@@ -149,11 +149,12 @@ class DFlashDrafter:
     def _read(self, seqs: Sequence[Seq]) -> None:
         """Read the new rows of these sequences, and start the clock: reading a prompt is not booked as a pass."""
         sequences = [self._sequences[seq.id] for seq in seqs]
-        unread = sum(len(observed.tokens) for observed in sequences)
+        unread, captures = sum(len(observed.tokens) for observed in sequences), self._runner.captures
         self._pass.start()
         self._runner.read(seqs, sequences)
         if unread > PROMPT * len(sequences):
-            self._reading = self._pass.elapsed() / unread
+            if self._runner.captures == captures:  # else it says nothing of what reading takes
+                self._reading = self._pass.elapsed() / unread
             self._pass.start()
 
     def _grow(
