@@ -126,10 +126,9 @@ class FormChooser:
 
         Others are looked at now and then, as for `keeps`.
         """
-        if self.last.nodes or not self.around.is_known(PLAIN, batch):
+        if self.last.nodes or not self._knows_plain(batch):
             return None
-        unclear = not self._knows_plain(batch)  # another plain round will tell
-        if unclear or (self._round % ROUNDS_BETWEEN_LOOKS and not self.prompts.requests):
+        if self._round % ROUNDS_BETWEEN_LOOKS and not self.prompts.requests:
             return self.promise_of(PLAIN, batch, batch, batch)
         promises = self._promises(ids, batch)
         best = self._best(promises, batch)
