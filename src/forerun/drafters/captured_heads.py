@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.captured import MOST, NOT_CAPTURED, CapturedCalls
-from forerun.drafters.draft_law import has_noise
+from forerun.drafters.draft_law import Noised, has_noise
 from forerun.drafters.head_drafter import LastRowDrafter, rehearse
 from forerun.params import SamplingParams
 from forerun.types import Budget, Seq, TreeBatch
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# logits [B W, Vd] after nodes of a level -> as sequences with shared noise draft from them
-Noised = Callable[[Tensor, int], Tensor]
 # rows [B, D], roots [B] and noise -> what the host reads
 Work = Callable[[Tensor, Tensor, Noised], tuple[Tensor, ...]]
 

@@ -6,7 +6,7 @@ the target would sample if its law were the head's. Elsewhere a temperature only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from forerun.drafters.vocab import DraftVocabulary
 from forerun.models.native import head_library
 from forerun.noise import coupling_key, exponential
 from forerun.types import Seq
+
+Noised = Callable[
+    [Tensor, int], Tensor
+]  # logits [N, Vd] of what follows nodes of a level -> as drafts read them
 
 SHARPER = 1.2  # under shared noise: a head's law is flatter than the target's, and agrees more often when it is less so
 

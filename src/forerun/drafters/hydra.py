@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import Parts
-from forerun.drafters.captured_heads import CapturedHeads, Noised
+from forerun.drafters.captured_heads import CapturedHeads
+from forerun.drafters.draft_law import Noised
 from forerun.drafters.head_drafter import Calibration, is_drawn, wants_sampling
 from forerun.drafters.medusa import HeadSet, load_heads
 from forerun.drafters.tree_growth import Tree, cut_grown, grow_trees, lay_out

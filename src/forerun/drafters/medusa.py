@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.drafters.base import Parts
-from forerun.drafters.captured_heads import CapturedHeads, Noised, Work
-from forerun.drafters.draft_law import DraftLaw, likeliest
+from forerun.drafters.captured_heads import CapturedHeads, Work
+from forerun.drafters.draft_law import DraftLaw, Noised, likeliest
 from forerun.drafters.head_drafter import head_dtype
 from forerun.drafters.head_formats import (
     check_weight,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from statistics import median
 from time import perf_counter
@@ -25,14 +26,20 @@ ANSWER = 24  # tokens
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure, and print one line for each repeat; the last line is one JSON document."""
+    """Measure, and print one line for each repeat; the last line is one JSON document. 2 for a user's error."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=900, help="of the first turn, about")
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args(words)
-    with LLM.load(given.model, config=EngineConfig(device="cpu")) as llm:
-        found = [measure(llm, given.tokens, repeat) for repeat in range(given.repeats)]
+    if given.repeats < 1 or given.tokens < 1:
+        parser.error("--repeats and --tokens must be 1 or more")
+    try:
+        with LLM.load(given.model, config=EngineConfig(device="cpu")) as llm:
+            found = [measure(llm, given.tokens, repeat) for repeat in range(given.repeats)]
+    except ForerunError as error:
+        print(f"forerun: {error}", file=sys.stderr)
+        return 2
     for one in found:
         print(
             f"{one['tokens']:.0f} tokens: first turn {one['first']:.3f} s, second {one['second']:.3f} s, ",
@@ -80,4 +87,4 @@ def first_token(llm: LLM, chat: list[Message], salt: str | None) -> tuple[float,
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

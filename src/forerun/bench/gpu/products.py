@@ -20,7 +20,7 @@ from forerun.models.cuda.graphs import capture
 from forerun.models.cuda.network import Run
 from forerun.models.cuda.plan import MAX_ROWS, NARROW, ROW_SIZES, Size
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.cuda.wide import WideTile
+from forerun.models.cuda.wide import WideTile, choose_wide
 
 LAYERS = 4  # whose weights are read in turn
 NAMES = ("qkv", "o", "gate", "down", "head")
@@ -183,10 +183,16 @@ def _tiles(steps: FusedSteps, product: str, rows: int, sweep: bool) -> list[Wide
         others += [WideTile(128, size, splits) for size in sizes]
         others += [WideTile(128, size, 1, splits) for size in sizes if size < 256 or splits == 1]
         others = [WideTile(256, 128, splits), *others[1:]] if rows % 128 == 0 else others
+        others += [choose_wide(product, rows, _outputs(steps, product), splits)]
+        others += [WideTile(0, rows, library=True)] if splits == 1 else []
     room = steps.wide.parts.numel()
-    outputs = 0 if product in ("gate", "head") else max(steps.width, steps.qkv_outputs)
+    outputs = 0 if product in ("gate", "head") else _outputs(steps, product)
     fit = [tile for tile in others if tile.parallel * outputs * tile.tall(rows) <= room]
     return [chosen, *(tile for tile in dict.fromkeys(fit) if tile != chosen)]
+
+
+def _outputs(steps: FusedSteps, product: str) -> int:
+    return steps.qkv_outputs if product == "qkv" else steps.width
 
 
 def _line(row: dict[str, Any]) -> str:

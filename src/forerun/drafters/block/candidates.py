@@ -7,19 +7,17 @@ what all other tokens weigh together stays as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from forerun.drafters.block.head import BlockHead
-from forerun.drafters.draft_law import likeliest
+from forerun.drafters.draft_law import Noised, likeliest
 from forerun.drafters.tree_growth import Frontier, Ranked
 
 CANDIDATES = 64
-
-Noised = Callable[[Tensor, int], Tensor]  # logits [B, Vd] of what follows a level -> as drafts read them
 
 
 class BlockCandidates:
@@ -49,9 +47,8 @@ class BlockCandidates:
         """Of each parent, by its place among the candidates of the level before."""
         values, places = (part[b][self._level] for part in self._ranked)
         here, some = self._tokens[b][self._level], parents if len(values) > 1 else [0] * len(parents)
-        return [value for i in some for value in values[i]], [
-            here[place] for i in some for place in places[i]
-        ]
+        tokens = [here[place] for i in some for place in places[i]]
+        return [value for i in some for value in values[i]], tokens
 
 
 def candidates_of(

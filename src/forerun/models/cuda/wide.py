@@ -28,7 +28,7 @@ from forerun.models.cuda.tiles import MANY
 log = logging.getLogger(__name__)
 
 SHARED = 227 << 10  # bytes of shared memory that a program may have
-LIBRARY_FROM = 192  # rows
+LIBRARY_FROM = 192  # rows of products that the vendor's library may do
 PARTS, GATED, LOGITS = range(3)  # as in kernels_wide
 _PIECES = {  # rows of a tile as powers of two
     64: (64, 0, 0),

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.drafters.draft_law import factor_of, has_noise
+from forerun.drafters.draft_law import Noised, factor_of, has_noise
 from forerun.drafters.eagle.cuda.draft_plan import MOST
 from forerun.models.cuda.integers import SentInts
 from forerun.noise import device_uniforms, mixed_seed
@@ -26,7 +26,6 @@ BLOCK = 1024  # numbers of one program
 AT_ONCE = 1 << 23  # numbers that are made together; more are made level by level
 
 Settings = tuple[int, float]  # mixed seed, and what logits are multiplied by
-Noised = Callable[[Tensor, int], Tensor]  # logits [B W, Vd] after nodes of a level -> with noise
 
 
 def settings_of(seq: Seq) -> Settings | None:
