@@ -77,7 +77,7 @@ def test_an_unknown_drafter_names_the_nearest() -> None:
 
 def test_a_drafter_registered_at_run_time_is_found() -> None:
     registry = Registry("drafter")
-    registry.register("mine", "forerun.drafters.none:NoDrafter")
+    registry.register("mine", "forerun.drafters.base:NoDrafter")
     assert registry.get("mine").__name__ == "NoDrafter"
     assert registry.names() == ["mine"]
 

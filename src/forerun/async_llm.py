@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Unpack
 from forerun.call_options import Options, Params, make_request
 from forerun.checks import shown
 from forerun.completion import Completion
-from forerun.engine.cpu_time import seconds_of
 from forerun.engine.driver import Handle, Waiter
+from forerun.engine.stats import seconds_of
 from forerun.errors import ForerunError, InvalidInput, Overloaded
 from forerun.llm import LLM
 from forerun.types import Event, Request

@@ -102,7 +102,7 @@ def _why_not_suffix(parts: Parts) -> str:
     """Whatever a pass takes. Without an opening it would draft matches alone, which are no better than n-gram's."""
     if parts.target.source_rules is not None:
         return "an encoder-decoder copies from its source, which ngram looks up"
-    if parts.target.device.type == "cpu":
+    if not parts.target.can.captures:
         return f"{NO_HEAD}, and on a CPU suffix is not faster on every task"
     return f"{NO_HEAD}, and suffix needs the adaptive controller and a tokenizer that says how answers begin"
 

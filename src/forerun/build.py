@@ -24,7 +24,7 @@ from forerun.drafters.base import CompositeClass, Drafter, DrafterClass, Parts
 from forerun.drafters.token_map import Spelling, TokenMap
 from forerun.engine.detokenize import Decodes
 from forerun.engine.engine import Engine
-from forerun.engine.routing import DrafterPool, VerifierPool
+from forerun.engine.routing import DrafterPool
 from forerun.engine.sequence import SequenceState
 from forerun.errors import InvalidInput, UnknownName, UnsupportedModel
 from forerun.heads import carries_mtp, find_head, open_head, with_head
@@ -34,6 +34,7 @@ from forerun.offers import Offer
 from forerun.params import EngineConfig, SpeculativeConfig
 from forerun.registry import DrafterSpec
 from forerun.types import Seq
+from forerun.verify.decide import VerifierPool
 
 if TYPE_CHECKING:
     from forerun.models.load.checkpoint import Checkpoint
@@ -137,7 +138,7 @@ def make_controller(
     cls = registry.controllers.get("fixed" if speculative.drafter == "none" and name == "adaptive" else name)
     if not isinstance(cls, ControllerClass):
         raise InvalidInput(f"controller {name!r} has no classmethod build(parts); see forerun.control.base")
-    limits, follows = (speculative.budget, speculative.width), target.device.type == "cuda"
+    limits, follows = (speculative.budget, speculative.width), target.can.overlap > 1
     return cls.build(ControlParts(offer, measure, *limits, drafters.looks_up, follows))
 
 

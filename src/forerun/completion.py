@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from forerun.engine.metrics import RoundCounts, SequenceStats
+from forerun.engine.stats import RoundCounts, SequenceStats
 from forerun.messages import FinishReason, TokenLogprob
 
 if TYPE_CHECKING:

@@ -100,7 +100,7 @@ def load_engine(model: str | PathLike[str], options: Mapping[str, Any]) -> tuple
             engine.max_length,
             wanted,
         )
-    if target.device.type == "cuda":
+    if target.can.captures:
         drafter = engine.drafters.get(engine.default_drafter)  # captures its graphs
         target.warm_up(drafter.needs, engine.max_batch, engine.max_length)  # no text should wait for either
         collect_garbage()

@@ -200,7 +200,7 @@ def _unknown(kind: str, name: str, known: list[str]) -> str:
 drafters = DrafterRegistry(
     [
         DrafterSpec(
-            "none", "forerun.drafters.none:NoDrafter", says="No drafting: plain decoding in the same loop."
+            "none", "forerun.drafters.base:NoDrafter", says="No drafting: plain decoding in the same loop."
         ),
         DrafterSpec(
             "ngram", "forerun.drafters.ngram:NgramDrafter", vllm="ngram", sglang="NGRAM",

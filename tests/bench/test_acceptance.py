@@ -72,7 +72,7 @@ def twin(drafter: Drafter, target: CudaDecoder) -> LLM:
     speculative = SpeculativeConfig("none", controller="fixed")
     engine = make_engine(target, frozenset(), speculative, EngineConfig(max_batch=1), Letters())
     engine.drafters.add("head", drafter)
-    engine.default_drafter, engine.launches_ahead, engine.follows_unread = "head", True, True
+    engine.default_drafter, engine.timeline.depth = "head", 2
     return LLM(engine, Letters(), "tiny")  # type: ignore[arg-type]
 
 

@@ -53,7 +53,7 @@ def seconds_under_load(drafter: str, batch: int, monkeypatch: pytest.MonkeyPatch
     )
     assert isinstance(engine.controller, AdaptiveController)
     engine.stats.now = lambda: target.spent  # whatever else runs on this machine
-    engine.prompt_rows = type(engine.prompt_rows)("cpu", 512, 32)
+    engine.prefill_rows = type(engine.prefill_rows)("cpu", 512, 32)
     dice = Random(5)
     for number in range(24):
         prompt = tuple(dice.randrange(60) for _ in range(120))

@@ -10,9 +10,8 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.allowance import Allowance
 from forerun.control.cost import CostModel
 from forerun.control.waiting import Waiting, beside_plain
-from forerun.drafters.base import LookupDrafter
+from forerun.drafters.base import LookupDrafter, NoDrafter
 from forerun.drafters.ngram import NgramDrafter
-from forerun.drafters.none import NoDrafter
 from forerun.drafters.suffix.drafter import SuffixDrafter
 from forerun.testing.follow_simulator import FollowHistory, FollowSimulation, Host
 from forerun.testing.lookup_simulator import Text

@@ -38,7 +38,7 @@ def test_no_trial_is_lost_to_a_round_that_requests_start_with(monkeypatch: pytes
 
 
 def test_negative_control_a_plan_for_those_that_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    server, real = SimulatedServer(True, rate=0.05), Engine._score_round
+    server, real = SimulatedServer(True, rate=0.05), Engine._launch
 
     def planned(engine: Engine, seqs, trees, *more) -> None:  # type: ignore[no-untyped-def]
         if trees.undrafted == len(seqs):
@@ -46,5 +46,5 @@ def test_negative_control_a_plan_for_those_that_start(monkeypatch: pytest.Monkey
             trees.undrafted = 0
         real(engine, seqs, trees, *more)
 
-    monkeypatch.setattr(Engine, "_score_round", planned)
+    monkeypatch.setattr(Engine, "_launch", planned)
     assert 0 in trials_of(server, monkeypatch)

@@ -13,11 +13,11 @@ from forerun.drafters.base import (
     Drafter,
     DrafterClass,
     LookupDrafter,
+    NoDrafter,
     Parts,
 )
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
-from forerun.drafters.none import NoDrafter
 from forerun.errors import InvalidInput
 from forerun.offers import FREE, Offer
 from forerun.params import SpeculativeConfig

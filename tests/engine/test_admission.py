@@ -10,10 +10,10 @@ import pytest
 
 from forerun.build import make_engine
 from forerun.engine.engine import Engine
-from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
 from forerun.errors import PromptTooLong
-from forerun.models.base import Target
+from forerun.models.base import ON_CPU, Target
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
 from forerun.types import Request
@@ -45,7 +45,7 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 def test_a_group_ends_with_the_batch_and_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(TableLM(vocab_size=16, pass_rows=8), max_batch=3)
-    engine.prompt_rows = PromptRows("cpu", 8, fixed=8)
+    engine.prefill_rows = PrefillRows(ON_CPU.prefill, 8, fixed=8)
     groups = watch(engine, monkeypatch)
     # 8 rows fill a group, 17 take two passes, three are a batch
     for length in [4, 6, 1, 18, 2, 2, 2, 2]:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from forerun.engine.engine import Engine
-from forerun.engine.prompt_rows import LEAST, START_CPU, START_GPU, PromptRows
+from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
 from forerun.models import decoder as decoder_module
-from forerun.models.base import Target
+from forerun.models.base import ON_CPU, ON_GPU, Target
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda import target as cuda_module
 from forerun.models.hf import target as hf_module
@@ -67,7 +67,7 @@ KINDS = [pytest.param("native", marks=needs_native), "torch", "hf", "cuda"]
 
 def in_chunks(engine: Engine, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many rows of prompts per pass, whether somebody runs or not."""
-    engine.prompt_rows = PromptRows("cpu", rows, fixed=rows)
+    engine.prefill_rows = PrefillRows(ON_CPU.prefill, rows, fixed=rows)
     for module in (decoder_module, cuda_module, hf_module):
         monkeypatch.setattr(module, "CHUNK", rows)
 
@@ -186,7 +186,7 @@ def test_drafters_learn_the_same(drafter: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_whoever_runs_writes_while_a_long_prompt_is_read(tmp_path: Path) -> None:
     engine = engine_on(torch_target(tmp_path))
-    engine.prompt_rows = PromptRows("cpu", 8, fixed=8)
+    engine.prefill_rows = PrefillRows(ON_CPU.prefill, 8, fixed=8)
     running = engine.find(engine.submit(Request((1, 2, 3), replace(GREEDY, max_tokens=40), drafter="none")))
     assert running is not None
     engine.step()
@@ -205,7 +205,7 @@ def test_whoever_runs_writes_while_a_long_prompt_is_read(tmp_path: Path) -> None
 
 def test_the_first_comes_first_and_short_prompts_share_a_chunk() -> None:
     engine = engine_on(TableLM(vocab_size=40))
-    engine.prompt_rows = PromptRows("cpu", 10, fixed=10)
+    engine.prefill_rows = PrefillRows(ON_CPU.prefill, 10, fixed=10)
     engine.submit(Request((1, 2), replace(GREEDY, max_tokens=60), drafter="none"))
     engine.step()
     lengths = [5, 4, 16, 1, 9]
@@ -281,11 +281,11 @@ def test_a_round_that_stops_in_the_middle_of_a_prompt(
 
 
 def test_the_rows_of_a_chunk_follow_what_rounds_take() -> None:
-    assert PromptRows("cuda", 1024).rows() == START_GPU
-    rows = PromptRows("cpu", 512)
-    assert rows.rows() == START_CPU
+    assert PrefillRows(ON_GPU.prefill, 1024).rows() == ON_GPU.prefill.start
+    rows = PrefillRows(ON_CPU.prefill, 512)
+    assert rows.rows() == ON_CPU.prefill.start
     rows.observe(0.1, 20)
-    assert rows.rows() == START_CPU, "nothing to compare with"
+    assert rows.rows() == ON_CPU.prefill.start, "nothing to compare with"
     for _ in range(3):
         rows.observe(0.010, 0)
     rows.observe(0.013, 32)  # three milliseconds for 32 rows
@@ -294,25 +294,25 @@ def test_the_rows_of_a_chunk_follow_what_rounds_take() -> None:
     assert rows.rows() == 64 * 10 // 6 // 16 * 16
     for _ in range(9):
         rows.observe(1.0, rows.rows())
-    assert rows.rows() == LEAST
+    assert rows.rows() == ON_CPU.prefill.least
     rows.observe(0.0105, 4)
-    assert rows.rows() == LEAST, "the rest of a prompt"
+    assert rows.rows() == ON_CPU.prefill.least, "the rest of a prompt"
     for _ in range(9):
         rows.observe(0.0105, rows.rows())
     assert rows.rows() == 512
-    assert PromptRows("cpu", 512, fixed=3).rows() == 3
+    assert PrefillRows(ON_CPU.prefill, 512, fixed=3).rows() == 3
 
 
 def test_the_rows_of_a_chunk_grow_where_many_wait() -> None:
-    rows = PromptRows("cuda", 1024)
+    rows = PrefillRows(ON_GPU.prefill, 1024)
     assert [rows.rows(32, waiting) for waiting in (0, 2, 3, 5, 6, 32)] == [256, 256, 512, 512, 1024, 1024]
     assert rows.rows(1, 1) == 256, "one long prompt does not stall the one that writes"
     assert [rows.rows(64, waiting) for waiting in (5, 6, 10, 11)] == [256, 512, 512, 1024]
-    on_cpu = PromptRows("cpu", 1024)
+    on_cpu = PrefillRows(ON_CPU.prefill, 1024)
     assert [on_cpu.rows(32, waiting) for waiting in (3, 4, 15, 16)] == [32, 64, 64, 128]
     for _ in range(20):
         rows.observe(0.004, 0)
         rows.observe(1.0, 256)
     assert rows.rows() == 256, "a GPU never reads less at a time: a batch that fills slowly costs more"
-    assert PromptRows("cpu", 48).rows(1, 9) == 48
-    assert PromptRows("cpu", 512, fixed=3).rows(1, 9) == 3
+    assert PrefillRows(ON_CPU.prefill, 48).rows(1, 9) == 48
+    assert PrefillRows(ON_CPU.prefill, 512, fixed=3).rows(1, 9) == 3

@@ -9,7 +9,8 @@ import pytest
 from forerun.build import make_engine
 from forerun.engine import scheduler as scheduler_module
 from forerun.engine.engine import Engine
-from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.scheduler import PrefillRows
+from forerun.models.base import ON_CPU
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
 from forerun.types import Request
@@ -22,7 +23,7 @@ def full_engine(first_ends_after: int) -> Engine:
     """All places are taken; the first of those that write ends soon, the others do not."""
     speculative = SpeculativeConfig(drafter="none", controller="fixed")
     engine = make_engine(TableLM(30), frozenset(), speculative, EngineConfig(max_batch=PLACES))
-    engine.prompt_rows, engine.scheduler.reads_early = PromptRows("cpu", 512, 64), True
+    engine.prefill_rows, engine.scheduler.reads_early = PrefillRows(ON_CPU.prefill, 512, 64), True
     for i in range(PLACES):
         tokens = first_ends_after if i == 0 else 200
         engine.submit(Request((3, 4 + i), replace(GREEDY, max_tokens=tokens)))
@@ -70,7 +71,7 @@ def test_texts_are_those_of_a_batch_of_one() -> None:
     def texts(places: int) -> list[list[int]]:
         speculative = SpeculativeConfig(drafter="none", controller="fixed")
         engine = make_engine(TableLM(30), frozenset(), speculative, EngineConfig(max_batch=places))
-        engine.prompt_rows, engine.scheduler.reads_early = PromptRows("cpu", 512, 16), True
+        engine.prefill_rows, engine.scheduler.reads_early = PrefillRows(ON_CPU.prefill, 512, 16), True
         found = {engine.submit(one): list[int]() for one in requests}
         while engine.busy:
             for event in engine.step():

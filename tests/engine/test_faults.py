@@ -117,7 +117,7 @@ def torch_scene(folder: Path) -> Scene:
 def ahead_scene(folder: Path) -> Scene:
     """Rounds are launched before the events of the last are returned, as on a GPU."""
     scene = torch_scene(folder)
-    scene.engine.launches_ahead = True
+    scene.engine.timeline.depth = 1
     scene.packages = ("forerun.engine",)
     return scene
 
@@ -282,7 +282,7 @@ def test_a_fault_anywhere_changes_no_text_and_loses_no_slot(name: str, tmp_path:
         assert [event.error for event in events if event.error is not None] == [], said
         assert scene.texts == expected, said
         assert scene.held() == 0, said
-        assert scene.engine._pending is scene.engine._ahead is None, said
+        assert scene.engine.timeline.is_idle, said
     assert fired > 100
 
 

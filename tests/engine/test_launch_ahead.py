@@ -20,7 +20,7 @@ STOP = frozenset({0})
 def make(ahead: bool, batch: int = 3, drafter: str = "ngram") -> Engine:
     speculative = SpeculativeConfig(drafter=drafter, controller="fixed", budget=3)
     engine = make_engine(TableLM(30), STOP, speculative, EngineConfig(max_batch=batch))
-    engine.launches_ahead = ahead
+    engine.timeline.depth = int(ahead)
     return engine
 
 
@@ -42,7 +42,7 @@ def write(engine: Engine, some: Sequence[Request], rng: random.Random) -> list[l
         for event in engine.step():
             assert event.error is None
             texts[event.seq_id] += event.tokens
-    assert engine._ahead is engine._pending is None
+    assert engine.timeline.is_idle
     return [texts[key] for key in sorted(texts)]
 
 
@@ -82,7 +82,7 @@ def test_whoever_is_aborted_while_a_round_is_under_way_leaves_nothing(when: int)
         events += engine.step()
     assert [token for event in events if event.seq_id == ids[1] for token in event.tokens] == alone
     assert engine.target.used_slots == 0
-    assert engine._ahead is engine._pending is None
+    assert engine.timeline.is_idle
 
 
 @pytest.mark.parametrize("place", ["score", "commit"])
@@ -109,8 +109,8 @@ def test_settle_ends_what_is_under_way() -> None:
     engine = make(True)
     engine.submit(Request([3, 4, 5], SamplingParams(max_tokens=9, ignore_eos=True), drafter="none"))
     first = engine.step()
-    assert engine._ahead is not None
+    assert engine.timeline.first is not None
     engine.settle()
-    assert engine._ahead is None
+    assert engine.timeline.first is None
     assert [len(engine.running[0].tokens), len(first)] == [5, 1], "two tokens are written, one was returned"
     assert len(engine.step()) == 2

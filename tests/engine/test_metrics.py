@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from forerun.engine.metrics import form_of
 from forerun.engine.sequence import SequenceState
+from forerun.engine.stats import form_of
 from forerun.params import SamplingParams
 from forerun.types import Budget, Request
 from tests.engine.test_loop import make

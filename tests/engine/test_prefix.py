@@ -223,8 +223,8 @@ def test_a_sequence_sent_back_at_any_point_continues_with_the_same_text(
             for _ in range(at):
                 engine.step()
             for seq in (*engine.running, *engine.reading)[:1]:
-                engine._send_back(seq)
-                engine._pending = None
+                engine._preempt(seq)
+                engine.timeline.change = None
                 assert engine.waiting[0] is seq
             while engine.busy:
                 engine.step()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from forerun.build import make_engine
-from forerun.engine.progress import prompt_progress
 from forerun.models import decoder as decoder_module
 from forerun.models.hf import target as hf_module
 from forerun.models.hf.target import HFTarget
@@ -31,13 +30,13 @@ def test_progress_grows_with_every_pass(kind: str, tmp_path: Path, monkeypatch: 
     run_pass = getattr(target, name)
 
     def watched(*given: Any, **more: Any) -> Any:
-        seen.append(prompt_progress(engine))
+        seen.append(engine.prefill_progress())
         return run_pass(*given, **more)
 
     monkeypatch.setattr(target, name, watched)
-    assert prompt_progress(engine) == (0, 0)
+    assert engine.prefill_progress() == (0, 0)
     engine.submit(Request(PROMPT, SamplingParams(max_tokens=2)))
     for _ in range(3):  # a pass a step; the last one comes with the first round
         engine.step()
     assert seen == [(0, 19), (8, 19), (16, 19), (19, 19)]  # before each of three passes, and before the round
-    assert prompt_progress(engine) == (0, 0)  # nothing is being read any more
+    assert engine.prefill_progress() == (0, 0)  # nothing is being read any more

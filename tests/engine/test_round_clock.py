@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forerun.build import make_engine
-from forerun.engine.round_clock import PARTS, RoundClock
+from forerun.engine.clock import PARTS, RoundClock
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM
 from forerun.types import Request, Scores, TreeBatch

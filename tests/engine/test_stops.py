@@ -16,6 +16,7 @@ from forerun.engine.detokenize import Detokenizer
 from forerun.engine.sequence import SequenceState, Tokens
 from forerun.params import SamplingParams
 from forerun.types import Request
+from forerun.verify.base import Traits
 from tests.exactness.harness import Letters, engine_for, run
 
 
@@ -61,6 +62,7 @@ def written(
         verifier="exact",
         shares_noise=False,
         detokenizer=Detokenizer(Pieces(pieces), stops),
+        traits=Traits("exact", True, False, False),
         tokens=Tokens([0]),
         prompt_length=1,
         drafting="none",

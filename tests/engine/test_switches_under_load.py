@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from forerun.control.adaptive import AdaptiveController
-from forerun.engine.pending import Launched
+from forerun.engine.round import LaunchedRound
 from forerun.testing.load_simulator import SimulatedServer, asks
 
 CLIENTS = 48
@@ -17,15 +17,15 @@ def load() -> tuple[int, int, int, float]:
     """Rounds that were read first, all rounds, those whose form was another than the last one's; tokens per second."""
     server = SimulatedServer(True, rate=0.65)
     engine, first, forms = server.engine, list[bool](), list[object]()
-    finish = engine._finish
+    finish = engine._close
 
-    def finished(launched: Launched) -> None:
+    def finished(launched: LaunchedRound) -> None:
         first.append(launched.trees.follows is None)
         forms.append(launched.trees.form)
         finish(launched)
 
     server.serve(asks(CLIENTS, 1, 142), CLIENTS, 1.5e-3)
-    engine._finish = finished  # type: ignore[method-assign]
+    engine._close = finished  # type: ignore[method-assign]
     found = server.serve(asks(3 * CLIENTS, 2, 142), CLIENTS, 1.5e-3)
     changes = sum(one != other for one, other in pairwise(forms))
     return sum(first), len(first), changes, found.rate

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from forerun.build import make_engine
-from forerun.engine.metrics import traced
-from forerun.engine.round_clock import PARTS
-from forerun.engine.trace import TRACKS
+from forerun.engine.clock import PARTS
+from forerun.engine.stats import TRACKS, traced
 from forerun.errors import InvalidInput
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing import TableLM

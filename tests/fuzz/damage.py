@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from forerun.engine import following
 from forerun.engine.engine import Engine
+from forerun.engine.round import Timeline
 from forerun.engine.routing import DrafterPool
 from forerun.models.cuda import target as target_module
 from forerun.models.cuda.after_pass import AfterPass
@@ -66,24 +66,24 @@ def paths_that_are_not_moved(patch: pytest.MonkeyPatch) -> None:
 
 def rounds_that_are_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
     """A round that failed keeps what it had cached."""
-    real = Engine._roll_back
+    real = Timeline._undo
 
-    def roll_back(self: Engine, seqs: Sequence[Any]) -> None:
+    def roll_back(self: Timeline, seqs: Sequence[Any]) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(self, "_forget", lambda seq: None)
             real(self, seqs)
 
-    patch.setattr(Engine, "_roll_back", roll_back)
+    patch.setattr(Timeline, "_undo", roll_back)
 
 
 def only_those_who_go_on_are_asked(patch: pytest.MonkeyPatch) -> None:
     """Whether the device decides was once asked of the next round's sequences, not of the last one's."""
-    real = following.device_decides
+    real = Engine._device_decides
 
     def may(engine: Any, seqs: Sequence[Any], sampled: bool) -> bool:
         return real(engine, [seq for seq in seqs if len(seq.tokens) + 1 < seq.max_length], sampled)
 
-    patch.setattr(following, "device_decides", may)
+    patch.setattr(Engine, "_device_decides", may)
 
 
 def shared_pages_that_are_written(patch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,7 @@ class Player:
             self.check_result(which, seq)
         if target.used_slots:
             raise Wrong(f"{target.used_slots} slots are still held: {target.kv.pool.held}")
-        if not (engine._ahead is engine._pending is engine._following is None):
+        if not (engine.timeline.is_idle):
             raise Wrong("a round is still under way")
         if engine.running or engine.reading or engine.waiting:
             raise Wrong("sequences are left in queues")
@@ -282,11 +282,11 @@ def _failing(player: Player, place: str, real: Callable[..., object]) -> Callabl
 
 
 def _count_followed(player: Player, patch: pytest.MonkeyPatch) -> None:
-    real = engine_module.follow
+    real = Engine._next_round
 
     def follow(*args: Any) -> Any:
         found = real(*args)
         player.counts.followed += found is not None
         return found
 
-    patch.setattr(engine_module, "follow", follow)
+    patch.setattr(Engine, "_next_round", follow)

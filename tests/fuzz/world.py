@@ -39,7 +39,8 @@ from forerun.drafters.mtp import MtpDrafter, MtpHead
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.engine.engine import Engine
-from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.scheduler import PrefillRows
+from forerun.models.base import ON_CPU
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda import graphs, plan
 from forerun.models.cuda.target import CudaDecoder
@@ -229,11 +230,11 @@ class RandomTimes(AdaptiveController):
         super().observe(replace(outcome, seconds=times))
 
 
-class RandomRows(PromptRows):
+class RandomRows(PrefillRows):
     """Any number of rows of prompts beside trees."""
 
     def __init__(self, setting: Setting) -> None:
-        super().__init__("cpu", plan.MAX_ROWS, None)
+        super().__init__(ON_CPU.prefill, plan.MAX_ROWS, None)
         self.choices, self.rng = setting.prompt_rows, random.Random(setting.seed)
 
     def rows(self, running: int = 1, waiting: int = 0) -> int:
@@ -302,9 +303,9 @@ def make_world(setting: Setting, patch: pytest.MonkeyPatch) -> World:
         if setting.controller == "adaptive"
         else CONTROLLERS[setting.controller](setting)
     )
-    engine.prompt_rows = RandomRows(setting)
-    engine.launches_ahead = engine.follows_unread = setting.follows and setting.target == "twin"
-    engine.scheduler.reads_early = engine.launches_ahead
+    engine.prefill_rows = RandomRows(setting)
+    overlaps = setting.follows and setting.target == "twin"
+    engine.timeline.depth, engine.scheduler.reads_early = 2 * overlaps, overlaps
     return world
 
 

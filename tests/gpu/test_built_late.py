@@ -13,8 +13,8 @@ import pytest
 from forerun.drafters.eagle.cuda import capture
 from forerun.drafters.eagle.cuda.capture import capture_menu
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle
+from forerun.engine.driver import HeadSwap
 from forerun.engine.engine import Engine
-from forerun.engine.head_swap import HeadSwap
 from forerun.models.cuda import graphs
 from forerun.models.cuda.target import CudaDecoder
 from forerun.types import Request
@@ -46,7 +46,7 @@ def swap_the_head(engine: Engine, request: Request) -> int:
 
 def has_accepted(engine: Engine, target: CudaDecoder) -> bool:
     """Is a round under way that nobody has read, and that has accepted something for most of its sequences?"""
-    ahead, accepted = engine._ahead, target.grown.last.accepted
+    ahead, accepted = engine.timeline.first, target.grown.last.accepted
     return ahead is not None and ahead.trees.form is not None and int((accepted[:4] > 0).sum()) > 2
 
 

@@ -23,8 +23,9 @@ from forerun.drafters.eagle.cuda.capture import capture_menu
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.engine import Engine
-from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
+from forerun.models.base import ON_GPU
 from forerun.models.cuda import graphs
 from forerun.models.cuda.plan import Size
 from forerun.models.cuda.target import CudaDecoder
@@ -113,8 +114,8 @@ def _load(kind: str, captures: Captures) -> tuple[Engine, CudaDecoder]:
         return engine.drafters.offer(seq)
 
     engine.controller = AdaptiveController(CostModel(PASSES), 60, 10, offer, engine.drafters.looks_up)
-    engine.prompt_rows = PromptRows("cuda", target.pass_rows)
-    engine.launches_ahead = engine.follows_unread = True
+    engine.prefill_rows = PrefillRows(ON_GPU.prefill, target.pass_rows)
+    engine.timeline.depth = 2
     captures.is_loading = False
     return engine, target
 

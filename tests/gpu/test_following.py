@@ -17,13 +17,11 @@ from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine import engine as engine_module
-from forerun.engine import following
 from forerun.engine.engine import Engine
-from forerun.engine.following import next_round
-from forerun.engine.pending import Launched
-from forerun.engine.prompt_rows import PromptRows
-from forerun.engine.scheduler import Scheduler
+from forerun.engine.round import LaunchedRound
+from forerun.engine.scheduler import PrefillRows, Scheduler
 from forerun.engine.sequence import SequenceState
+from forerun.models.base import ON_CPU
 from forerun.models.cuda.plan import MAX_ROWS
 from forerun.models.cuda.target import CudaDecoder
 from forerun.offers import Form
@@ -56,13 +54,15 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.followed = self.asked = 0
-        monkeypatch.setattr(following, "next_round", self._next)
+        real = Engine._next_round
 
-    def _next(self, engine: Engine, last: Launched) -> Launched | None:
-        self.asked += 1
-        found = next_round(engine, last)
-        self.followed += found is not None
-        return found
+        def next_round(engine: Engine, last: LaunchedRound) -> LaunchedRound | None:
+            self.asked += 1
+            found = real(engine, last)
+            self.followed += found is not None
+            return found
+
+        monkeypatch.setattr(Engine, "_next_round", next_round)
 
 
 def make(
@@ -73,8 +73,8 @@ def make(
     engine = make_engine(target, frozenset({1}), speculative, config)
     drafter = both_drafters(target, borrows=True, depth=layers)[0]
     engine.drafters.add("device", HybridDrafter(NgramDrafter(), drafter) if lookup else drafter)
-    engine.controller, engine.prompt_rows = forms, PromptRows("cpu", target.pass_rows, 16)
-    engine.launches_ahead = engine.follows_unread = follows
+    engine.controller, engine.prefill_rows = forms, PrefillRows(ON_CPU.prefill, target.pass_rows, 16)
+    engine.timeline.depth = 2 * follows
     return engine
 
 
@@ -102,7 +102,7 @@ def write(
             assert event.error is None
             texts[event.seq_id] += event.tokens
             accepted[event.seq_id].append(event.accepted)
-    assert engine._ahead is engine._pending is engine._following is None
+    assert engine.timeline.is_idle
     assert engine.target.used_slots == 0
     return [texts[key] for key in sorted(texts)], [accepted[key] for key in sorted(accepted)]
 
@@ -466,7 +466,7 @@ def test_prompts_that_do_not_fit_beside_trees_wait_for_the_next_pass(
     some, late = [request(9, 40) for _ in range(3)], request(size, 6)
 
     def texts(engine: Engine) -> list[list[int]]:
-        engine.prompt_rows = PromptRows("cpu", target.pass_rows, MAX_ROWS)
+        engine.prefill_rows = PrefillRows(ON_CPU.prefill, target.pass_rows, MAX_ROWS)
         found = {engine.submit(one): list[int]() for one in some}
         for _ in range(4):
             for event in engine.step():
@@ -497,7 +497,7 @@ def test_trees_too_large_to_lie_behind_each_other_are_read_first(monkeypatch: py
     wanted = plain_texts(target, small)
     engine = make(target, Forms([TREE], 9), follows=True, batch=2)
     assert write_through(engine, large) == wanted
-    assert engine.follows_unread
+    assert engine.timeline.depth > 1
     before = watched.followed
     assert write_through(engine, small) == wanted
     assert watched.followed > before + 3

@@ -9,8 +9,8 @@ import torch
 
 from forerun.build import make_engine
 from forerun.drafters.eagle.files import write_head
+from forerun.engine.driver import HeadSwap
 from forerun.engine.engine import Engine
-from forerun.engine.head_swap import HeadSwap
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.types import Request
 from tests.gpu.heads import make_head

@@ -16,7 +16,7 @@ from forerun.control.waiting import Waiting
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.engine import Engine
-from forerun.engine.pending import Launched
+from forerun.engine.round import LaunchedRound
 from forerun.engine.sequence import SequenceState
 from forerun.models.cuda.target import CudaDecoder
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
@@ -55,7 +55,7 @@ def make(target: CudaDecoder, *, lookup: bool, batch: int = 1) -> Engine:
     drafter = HybridDrafter(NgramDrafter(), head) if lookup else head
     engine.drafters.add("device", drafter)
     engine.controller = Timed(CostModel(COST.seconds), 60, 10, drafter.offer)
-    engine.launches_ahead = engine.follows_unread = True
+    engine.timeline.depth = 2
     return engine
 
 
@@ -198,13 +198,13 @@ def test_whoever_ends_in_a_batch_leaves_one_tree_at_most(monkeypatch: pytest.Mon
     prompts = [[rng.randrange(2, VOCAB) for _ in range(rng.choice((2, 20)))] for _ in range(12)]
     some = [Request(one, SamplingParams(max_tokens=rng.randint(2, 30)), drafter="device") for one in prompts]
     wanted, engine = plain_texts(target, some), make(target, lookup=True, batch=6)
-    without_ended = Launched.without_ended
+    without_ended = LaunchedRound.without_ended
 
-    def counted(self: Launched, verdict: Verdict) -> tuple[list[SequenceState], TreeBatch, Verdict]:
+    def counted(self: LaunchedRound, verdict: Verdict) -> tuple[list[SequenceState], TreeBatch, Verdict]:
         dropped.update([seq.id for seq in self.seqs if seq.finished is not None])
         return without_ended(self, verdict)
 
-    monkeypatch.setattr(Launched, "without_ended", counted)
+    monkeypatch.setattr(LaunchedRound, "without_ended", counted)
     seqs = [engine.find(engine.submit(one)) for one in some]
     while engine.busy:
         engine.step()

@@ -11,10 +11,8 @@ import pytest
 from forerun.drafters.eagle.cuda.draft_plan import ROOM
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle
 from forerun.drafters.eagle.cuda.feature_rows import FeatureRows
-from forerun.engine import following
 from forerun.engine.engine import Engine
-from forerun.engine.following import next_round
-from forerun.engine.pending import Launched
+from forerun.engine.round import LaunchedRound
 from forerun.engine.scheduler import Scheduler
 from forerun.models.cuda.target import CudaDecoder
 from forerun.offers import Form
@@ -82,18 +80,18 @@ def test_after_a_failure_no_round_is_taken_for_one_whose_rows_were_kept(
     rng, score, note = random.Random(1), target.score, FeatureRows._note_kept
 
     def failing(*args: Any) -> Any:
-        if args[1].follows is not None and engine.controller.rounds == 4 and engine.follows_unread:  # type: ignore[attr-defined]
+        if args[1].follows is not None and engine.controller.rounds == 4 and (engine.timeline.depth > 1):  # type: ignore[attr-defined]
             raise RuntimeError("no memory, say")
         return score(*args)
 
     def noting(rows: FeatureRows, *args: Any) -> None:
-        noted.append(engine.follows_unread)
+        noted.append(engine.timeline.depth > 1)
         note(rows, *args)
 
     monkeypatch.setattr(target, "score", failing)
     monkeypatch.setattr(FeatureRows, "_note_kept", noting)
     write(engine, [request(rng, 20, 40) for _ in range(4)], 0, at_once=True)
-    assert not engine.follows_unread, "a pass has failed"
+    assert not (engine.timeline.depth > 1), "a pass has failed"
     assert noted
     assert all(noted), "only rounds that were followed"
     drafter = engine.drafters.get("device")
@@ -118,7 +116,9 @@ def test_sequences_that_join_need_no_room_behind_trees_that_they_have_not(
         pool.take(other, max(0, pool.available - sum(lacking)))
         return real(seqs, rows)
 
-    def with_a_full_pool(engine: Engine, last: Launched) -> Launched | None:
+    next_round = Engine._next_round
+
+    def with_a_full_pool(engine: Engine, last: LaunchedRound) -> LaunchedRound | None:
         monkeypatch.setattr(target, "make_room", just_enough)
         try:
             return next_round(engine, last)
@@ -126,11 +126,11 @@ def test_sequences_that_join_need_no_room_behind_trees_that_they_have_not(
             monkeypatch.setattr(target, "make_room", real)
             pool.release(other)
 
-    monkeypatch.setattr(following, "next_round", with_a_full_pool)
+    monkeypatch.setattr(Engine, "_next_round", with_a_full_pool)
     monkeypatch.setattr(Scheduler, "starters", lambda *_: [])
     for seed in range(2):
         rng = random.Random(seed)
         some = [request(rng, rng.choice((21, 22, 23, 24, 24, 30)), rng.randint(5, 60)) for _ in range(12)]
         engine = make(target, Forms([Form(40, 8, 8)], 30, seed), follows=True, batch=6)
         write(engine, some, seed)
-        assert engine.follows_unread, "else a pass has failed"
+        assert engine.timeline.depth > 1, "else a pass has failed"

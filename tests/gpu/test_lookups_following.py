@@ -47,7 +47,7 @@ def make(target: CudaDecoder, lookup: LookupDrafter | None = None, batch: int = 
     if lookup is not None:
         engine.drafters.add("lookup", lookup)
         engine.controller = Timed(COST, 60, 10, lookup.offer, engine.drafters.looks_up, follows=True)
-    engine.launches_ahead = engine.follows_unread = True
+    engine.timeline.depth = 2
     return engine
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from forerun.build import make_engine
-from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.scheduler import PrefillRows
+from forerun.models.base import ON_GPU
 from forerun.models.cuda.target import CudaDecoder
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, random_tree
@@ -55,7 +56,7 @@ def test_texts_drafted_on_the_device_do_not_depend_on_who_joins(
     drafter = both_drafters(target, borrows=True)[0]
     engine = make_engine(target, frozenset(), SpeculativeConfig(drafter="none", controller="fixed"))
     engine.drafters.add("device", drafter)
-    engine.prompt_rows = PromptRows("cuda", 60, fixed=60)
+    engine.prefill_rows = PrefillRows(ON_GPU.prefill, 60, fixed=60)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     shared = list[int]()  # rows of prompts in passes over trees that the device grew
     real = target._score_grown

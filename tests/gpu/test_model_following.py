@@ -16,8 +16,8 @@ from forerun.drafters.draft_model import ModelDrafter
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.engine import Engine
-from forerun.engine.prompt_rows import PromptRows
-from forerun.engine.scheduler import Scheduler
+from forerun.engine.scheduler import PrefillRows, Scheduler
+from forerun.models.base import ON_CPU
 from forerun.models.cuda import graphs
 from forerun.models.cuda.target import CudaDecoder
 from forerun.offers import Form
@@ -72,8 +72,8 @@ def _engine(
     drafter = DeviceModelDrafter(model, lambda: ModelDrafter(draft, VOCAB))
     both: Drafter = HybridDrafter(NgramDrafter(), drafter) if lookup else drafter
     engine.drafters.add("device", both)
-    engine.controller, engine.prompt_rows = forms, PromptRows("cpu", target.pass_rows, 16)
-    engine.launches_ahead = engine.follows_unread = follows
+    engine.controller, engine.prefill_rows = forms, PrefillRows(ON_CPU.prefill, target.pass_rows, 16)
+    engine.timeline.depth = 2 * follows
     return engine, drafter
 
 

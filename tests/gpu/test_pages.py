@@ -70,8 +70,8 @@ def play_sent_back(engine: Engine, requests: list[Request]) -> list[SequenceStat
         if steps % 5 == 0:
             engine.settle()
             for seq in engine.running[-1:]:
-                engine._send_back(seq)
-                engine._pending = None
+                engine._preempt(seq)
+                engine.timeline.change = None
     assert engine.stats.preemptions > 0
     assert engine.target.used_slots == 0
     return seqs

@@ -13,7 +13,8 @@ import torch
 from forerun.build import make_engine
 from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
-from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.scheduler import PrefillRows
+from forerun.models.base import ON_GPU
 from forerun.models.cuda.plain_rounds import PlainResults
 from forerun.models.cuda.target import CudaDecoder
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
@@ -43,8 +44,8 @@ def _engine(
 ) -> Engine:
     speculative = SpeculativeConfig(drafter=drafter, controller="fixed", budget=3)
     engine = make_engine(target, stops, speculative, EngineConfig(max_batch=batch))
-    engine.prompt_rows = PromptRows("cuda", rows, fixed=rows)
-    engine.launches_ahead = engine.follows_unread = engine.scheduler.reads_early = follows
+    engine.prefill_rows = PrefillRows(ON_GPU.prefill, rows, fixed=rows)
+    engine.timeline.depth, engine.scheduler.reads_early = 2 * follows, follows
     return engine
 
 
@@ -87,7 +88,7 @@ class Beside:
     """Counts rounds by whether they follow an unread one and whether prompts are read in them."""
 
     def __init__(self, engine: Engine) -> None:
-        self.counts, score = dict[tuple[bool, bool], int](), engine.score
+        self.counts, score = dict[tuple[bool, bool], int](), engine._score
 
         def counted(seqs: Any, trees: TreeBatch, readers: Any, rows: int) -> Any:
             scores = score(seqs, trees, readers, rows)
@@ -96,7 +97,7 @@ class Beside:
             self.counts[kind] = self.counts.get(kind, 0) + 1
             return scores
 
-        engine.score = counted  # type: ignore[method-assign]
+        engine._score = counted  # type: ignore[method-assign]
 
     @property
     def share(self) -> float:
@@ -413,7 +414,7 @@ def test_a_fault_anywhere_while_a_pass_is_launched_ahead() -> None:
 
     def play(at: int | None, error: type[BaseException]) -> Fault:
         ids = {engine.submit(request): list[int]() for request in requests}
-        engine.follows_unread, followed = True, target.plain.followed
+        engine.timeline.depth, followed = 2, target.plain.followed
         fault = Fault(at, error, ("forerun.models",))
         for step in range(100):
             with suppress(*errors), fault if step == 5 else nullcontext():

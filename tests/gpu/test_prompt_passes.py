@@ -9,7 +9,8 @@ import pytest
 
 from forerun.control.base import WaitingPrompts
 from forerun.engine.engine import Engine
-from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.scheduler import PrefillRows
+from forerun.models.base import ON_GPU
 from forerun.models.cuda import chunks
 from forerun.models.cuda import target as target_module
 from forerun.models.cuda.chunks import beside_trees, fitting_rows
@@ -36,7 +37,7 @@ def first_tokens(
 ) -> tuple[list[int], list[list[int]]]:
     """Passes from the arrival of requests, in a batch that writes, to the first token of each; and all texts so far."""
     engine = make(target, Forms([form], 99), follows=True, batch=WRITING + len(lengths))
-    engine.prompt_rows = PromptRows("cuda", target.pass_rows, ROWS)
+    engine.prefill_rows = PrefillRows(ON_GPU.prefill, target.pass_rows, ROWS)
     texts = {engine.submit(request_of(9, i, 60)): list[int]() for i in range(WRITING)}
     for _ in range(3):
         take(engine, texts)
@@ -141,7 +142,7 @@ def test_an_engine_tells_its_controller_what_waits() -> None:
 
     target = willing_target(kv_slots=20_000)
     engine = make(target, Hears([CHAIN], 99), follows=True, batch=6)
-    engine.prompt_rows = PromptRows("cuda", target.pass_rows, 64)
+    engine.prefill_rows = PrefillRows(ON_GPU.prefill, target.pass_rows, 64)
     texts = {engine.submit(request_of(9, i, 30)): list[int]() for i in range(4)}
     for _ in range(4):
         take(engine, texts)

@@ -12,7 +12,8 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.control.per_sequence import SequencePlanner
 from forerun.drafters.base import BaseDrafter
-from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.scheduler import PrefillRows
+from forerun.models.base import ON_CPU
 from forerun.models.cuda.target import CudaDecoder
 from forerun.offers import Offer
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
@@ -63,8 +64,8 @@ def rounds_of(tokens: int) -> tuple[list[int], Counter[tuple[bool, bool]]]:
     cost = CostModel({1: 4e-3, 8: 4.1e-3, 64: 5e-3})
     controller = Counted(cost, 24, 1, engine.drafters.offer, engine.drafters.looks_up, follows=True)
     controller.kinds = Counter()
-    engine.controller, engine.prompt_rows = controller, PromptRows("cpu", target.pass_rows, 16)
-    engine.launches_ahead = engine.follows_unread = True
+    engine.controller, engine.prefill_rows = controller, PrefillRows(ON_CPU.prefill, target.pass_rows, 16)
+    engine.timeline.depth = 2
     request = Request((5, 6, 7), SamplingParams(max_tokens=tokens, ignore_eos=True), drafter="wrong")
     (text,), _ = write(engine, [request], 0)
     plain = Request((5, 6, 7), SamplingParams(max_tokens=tokens, ignore_eos=True))

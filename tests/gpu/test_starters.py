@@ -112,7 +112,7 @@ def test_those_that_start_are_read_to_their_end_and_fit_the_pass() -> None:
 def make(target: CudaDecoder, follows: bool, batch: int = 6) -> Engine:
     speculative = SpeculativeConfig(drafter="none", controller="fixed")
     engine = make_engine(target, frozenset(), speculative, EngineConfig(max_batch=batch))
-    engine.launches_ahead = engine.follows_unread = follows
+    engine.timeline.depth = 2 * follows
     return engine
 
 
@@ -165,7 +165,7 @@ def test_texts_are_those_of_requests_that_are_read_first(
         assert write(engine, requests(), every) == wanted
         assert sum(started) >= len(wanted)
         assert engine.target.used_slots == 0
-        assert not follows or engine.follows_unread, "nothing has failed"
+        assert not follows or (engine.timeline.depth > 1), "nothing has failed"
 
 
 def passes_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:

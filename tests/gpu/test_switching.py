@@ -12,7 +12,7 @@ import pytest
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle
 from forerun.engine.engine import Engine
-from forerun.engine.pending import Launched
+from forerun.engine.round import LaunchedRound
 from forerun.engine.scheduler import Scheduler
 from forerun.models.cuda import graphs
 from forerun.models.cuda.last_round import LastRound
@@ -76,9 +76,9 @@ class Scheduled:
 
 def counted(engine: Engine, kinds: Counter[str]) -> Engine:
     """Rounds that followed an unread one by how they differ from it; and those that were read first."""
-    finish, last = engine._finish, [0]
+    finish, last = engine._close, [0]
 
-    def finished(launched: Launched) -> None:
+    def finished(launched: LaunchedRound) -> None:
         depth = 0 if launched.trees.form is None else launched.trees.form.depth
         kind = "same depth" if depth == last[0] else "deeper" if depth > last[0] else "shallower"
         kind = f"{kind}, plain" if not depth else f"{kind}, behind plain" if not last[0] else kind
@@ -86,7 +86,7 @@ def counted(engine: Engine, kinds: Counter[str]) -> Engine:
         last[0] = depth
         finish(launched)
 
-    engine._finish = finished  # type: ignore[method-assign]
+    engine._close = finished  # type: ignore[method-assign]
     return engine
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from forerun import errors
 from forerun.completion import Ended
-from forerun.engine.metrics import RoundCounts
+from forerun.engine.stats import RoundCounts
 from forerun.errors import ForerunError, InvalidInput
 from forerun.messages import Branch, Budget, Event, Request, TokenLogprob
 from forerun.models.load.checkpoint import open_checkpoint

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.engine.routing import VerifierPool
 from forerun.testing import path_to
 from forerun.topology import topology_of, trace
 from forerun.types import Greedy, Laws, TreeBatch, Verdict
+from forerun.verify.decide import VerifierPool
 from forerun.verify.exact import ExactVerifier
 from forerun.verify.greedy import device_walk, greedy_verdict, walk_argmax, walk_by_torch
 from forerun.verify.typical import TypicalVerifier

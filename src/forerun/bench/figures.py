@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from forerun.bench.measure import Contender, Difference, Drafts, Run, agreement
 from forerun.bench.settings import PLAIN
 from forerun.bench.stats import Pair, Spread, mean_interval, ratio_interval
-from forerun.engine.round_clock import PARTS
+from forerun.engine.clock import PARTS
 
 
 class Accepted(NamedTuple):

@@ -29,8 +29,9 @@ from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine import engine as engine_module
 from forerun.engine.engine import Engine
-from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.scheduler import PrefillRows
 from forerun.engine.sequence import SequenceState
+from forerun.models.base import ON_GPU
 from forerun.offers import Form, Offer
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing.emulated_device import EmulatedDevice
@@ -131,8 +132,8 @@ def make(drafter: str, texts: Sequence[Text], batch: int, seconds: dict[int, flo
     name = "ngram" if drafter in (HEAD, NGRAM_HEAD) else drafter
     speculative = SpeculativeConfig(drafter=name, controller="fixed")
     engine = make_engine(target, frozenset(), speculative, EngineConfig(max_batch=batch))
-    engine.launches_ahead = engine.follows_unread = True
-    engine.prompt_rows = PromptRows("cuda", target.pass_rows, None)
+    engine.timeline.depth = 2
+    engine.prefill_rows = PrefillRows(ON_GPU.prefill, target.pass_rows, None)
     if drafter in (HEAD, NGRAM_HEAD):
         head: Drafter = HeadLike(target)
         engine.drafters.add("ngram", head if drafter == HEAD else HybridDrafter(NgramDrafter(), head))

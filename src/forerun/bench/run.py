@@ -38,7 +38,7 @@ from forerun.bench.schema import SCHEMA
 from forerun.bench.settings import Cell, Settings
 from forerun.bench.suites import Item, load_suite
 from forerun.control.cost import CostModel
-from forerun.engine.metrics import traced
+from forerun.engine.stats import traced
 from forerun.llm import LLM
 from forerun.models.base import Target
 from forerun.models.native import library

@@ -37,8 +37,9 @@ from forerun.drafters.eagle.files import read_head
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.engine import Engine
-from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.scheduler import PrefillRows
 from forerun.heads import BOX
+from forerun.models.base import ON_GPU
 from forerun.models.cuda.chunks import beside_trees
 from forerun.offers import Form, Offer
 from forerun.params import EngineConfig, SpeculativeConfig
@@ -157,12 +158,12 @@ def make(texts: Sequence[RecordedText], seed: int) -> tuple[Engine, Watched]:
     watched = Watched(cost, MOST_NODES, MOST_WIDTH, pools.offer, pools.looks_up, follows=True)  # type: ignore[arg-type]
     watched.reset()
     engine.controller, engine.stats.now = watched, clock
-    engine.prompt_rows = PromptRows("cuda", gpu.pass_rows, None)
-    engine.launches_ahead = engine.follows_unread = engine.scheduler.reads_early = True
+    engine.prefill_rows = PrefillRows(ON_GPU.prefill, gpu.pass_rows, None)
+    engine.timeline.depth, engine.scheduler.reads_early = 2, True
     step = engine.step
 
     def stepped() -> list[Event]:
-        clock.wait_until(clock.seconds + max(0.0, engine.late_launch.left(engine)))
+        clock.wait_until(clock.seconds + max(0.0, engine.spare_seconds()))
         return step()
 
     engine.step = stepped  # type: ignore[method-assign]

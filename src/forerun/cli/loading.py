@@ -107,9 +107,9 @@ def unused_flag(asked: SpeculativeConfig, drafter: str) -> str | None:
 
 def traced(llm: LLM, file: Path | None) -> AbstractContextManager[None]:
     """Write every round of a model to a file meanwhile; None = to none."""
-    from forerun.engine import metrics
+    from forerun.engine import stats
 
-    return metrics.traced(llm.engine.stats, file)
+    return stats.traced(llm.engine.stats, file)
 
 
 class _Progress(logging.Handler):

@@ -113,9 +113,8 @@ def over_the_context(llm: LLM, prompt_tokens: int, params: SamplingParams) -> st
 def _progress(llm: LLM, written: Written, limit: int) -> str:
     if written.rounds:
         return f"{written.tokens} of at most {limit} tokens written"
-    from forerun.engine.progress import prompt_progress
 
-    done, total = prompt_progress(llm.engine)
+    done, total = llm.engine.prefill_progress()
     return f"reading the prompt: {done} of {total} tokens" if total else "reading the prompt"
 
 

@@ -208,7 +208,7 @@ class CostModel:
         experts, passes over other tokens cost something else: then the median of twice as many.
         """
         text, experts = probe_text(target, max(sizes)), has_experts(target)
-        in_runs = target.device.type == "cpu"
+        in_runs = not target.can.captures
         probes = scratch_sequences(target, max(sizes), text)
         sizes = [size for size in sizes if size <= NODES_OF_ONE * len(probes) or size <= 64]
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
@@ -234,7 +234,7 @@ class CostModel:
     @classmethod
     def measure_or_load(cls, target: Target, file: Path | None) -> CostModel:
         """The curve kept in a file, else measured now and kept there."""
-        sizes, busy = QUICK if target.device.type == "cpu" else WIDE, is_busy(load_average(), cores())
+        sizes, busy = WIDE if target.can.captures else QUICK, is_busy(load_average(), cores())
         if file is not None and file.is_file():
             try:
                 values = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""The Drafter protocol, what a drafter is built from, and two classes to derive drafters from.
+"""The Drafter protocol, what a drafter is built from, classes to derive drafters from, and one that drafts nothing.
 
 A drafter cannot affect exactness: the verifier decides what is accepted.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.errors import InvalidInput
 from forerun.models.base import Target
-from forerun.offers import FREE, Offer
+from forerun.offers import FREE, NEVER, Offer
 from forerun.params import SpeculativeConfig
 from forerun.trees import ONE_NODE
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
@@ -160,6 +160,18 @@ class BaseDrafter(ABC):
     def rewind(self, seq: Seq, length: int) -> None:
         """Only the first `length` tokens of the sequence still hold: in a cascade, rejected tokens are taken back."""
         self.forget(seq)
+
+
+class NoDrafter(BaseDrafter):
+    """Drafts nothing, at no cost: every tree is its root, which is plain decoding in the same loop."""
+
+    needs = Needs(match_length=0)
+
+    def offer(self, seq: Seq) -> Offer:
+        return NEVER
+
+    def propose(self, seqs: Sequence[Seq], budgets: Sequence[Budget]) -> TreeBatch:
+        return lone_roots(seqs)
 
 
 class LookupDrafter(BaseDrafter):

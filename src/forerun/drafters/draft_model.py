@@ -76,7 +76,7 @@ class ModelDrafter:
     def build(cls, parts: Parts) -> Drafter:
         """On the target's device where both models run in our own GPU decoder, else token by token from the host."""
         draft, vocab_size = parts.checkpoint("draft_model"), parts.target.vocab_size
-        if draft.device.type == "cuda" and not parts.by_host:
+        if draft.can.captures and not parts.by_host:
             from forerun.drafters.cuda.model_drafter import on_device
 
             length = parts.max_length or parts.target.max_length

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import InvalidInput
-from forerun.models.base import Target
+from forerun.models.base import Abilities, Target
 from forerun.models.hidden_rows import HiddenRows, LayerRows
 from forerun.models.shared import SharedWeights
 from forerun.offers import Offer
@@ -36,7 +36,7 @@ def head_dtype(target: Target, shared: SharedWeights | None) -> torch.dtype:
     """The dtype a head computes in: the target's, where it is known."""
     if shared is not None:
         return shared.dtype
-    return torch.float32 if target.device.type == "cpu" else torch.bfloat16
+    return target.can.row_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +241,11 @@ class LastRowDrafter:
         return torch.cat([self._sequences[seq.id].features[0] for seq in seqs]).to(dtype)  # [B, D]
 
 
-def wants_sampling(speculative: SpeculativeConfig, device: torch.device) -> bool:
+def wants_sampling(speculative: SpeculativeConfig, can: Abilities) -> bool:
     """Should nodes be drawn from the head's law, where the verifier can test them? (vLLM's setting)
 
     On a GPU trees of chosen tokens are grown without the host, drawn ones are not: there it must be asked for.
     """
     if speculative.draft_sample_method == "auto":
-        return device.type == "cpu"
+        return not can.decides
     return speculative.draft_sample_method == "probabilistic"

@@ -41,8 +41,8 @@ class HydraDrafter(CapturedHeads):
     @classmethod
     def build(cls, parts: Parts) -> HydraDrafter:
         heads = load_heads(parts.head_folder("hydra"), parts.target, "hydra")
-        drafter = cls(heads, sampled=wants_sampling(parts.speculative, parts.target.device))
-        if parts.target.device.type == "cuda":
+        drafter = cls(heads, sampled=wants_sampling(parts.speculative, parts.target.can))
+        if parts.target.can.captures:
             drafter.capture(drafter.usual_budgets())
         return drafter
 

@@ -198,7 +198,7 @@ class MedusaDrafter(CapturedHeads):
     @classmethod
     def build(cls, parts: Parts) -> MedusaDrafter:
         drafter = cls(load_heads(parts.head_folder("medusa"), parts.target, "medusa"))
-        if parts.target.device.type == "cuda":
+        if parts.target.can.captures:
             drafter.capture(drafter.usual_budgets())
         return drafter
 

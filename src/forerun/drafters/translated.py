@@ -16,7 +16,7 @@ import torch
 
 from forerun.drafters.token_map import TokenMap
 from forerun.errors import PromptTooLong
-from forerun.models.base import Target
+from forerun.models.base import Abilities, Target
 from forerun.models.shared import SharedWeights
 from forerun.sources import SourceRules
 from forerun.types import Needs, PlainSeq, Prompts, Scores, Seq, TreeBatch, Verdict, first_rows
@@ -53,6 +53,10 @@ class TranslatedTarget:
     @property
     def device(self) -> torch.device:
         return self.draft.device
+
+    @property
+    def can(self) -> Abilities:
+        return self.draft.can
 
     @property
     def used_slots(self) -> int:

@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count, islice
+from pathlib import Path
 from queue import Empty, SimpleQueue
+from threading import Event as ThreadEvent
 from typing import Protocol
 
 from forerun.engine.engine import Engine
@@ -231,7 +233,7 @@ class Driver:
                 self._do_posted()
             if waiter.is_ready() or not makes_rounds:
                 return
-            if (left := self.engine.late_launch.left(self.engine)) > 0.0:
+            if (left := self.engine.spare_seconds()) > 0.0:
                 waiter.sleep(left)  # whoever posts something wakes it
             elif self.engine.busy:
                 self.engine.step()
@@ -264,3 +266,29 @@ class Driver:
         """Do what was posted, unless there is a leader: a leader checks again when it has left."""
         while self._inbox and _LEADER not in self._leading:
             self.wait(Waiter(lambda: not self._inbox), makes_rounds=False)
+
+
+class HeadSwap:
+    """An order to draft with another head from now on, done between two rounds; texts under way keep theirs.
+
+    To be posted to a Driver; `done` is set when it has been carried out, or has failed and changed nothing.
+    The head is loaded on the engine's thread, because on a GPU its graphs cannot be captured beside a pass.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.done = ThreadEvent()
+        self.error: Exception | None = None
+
+    def __call__(self, engine: Engine) -> None:
+        try:
+            engine.settle()  # the new head's graphs are captured by passes in the same buffers
+            engine.drafters.swap_head(str(self.folder), [*engine.running, *engine.reading])
+        except Exception as error:
+            self.error = error
+        finally:
+            self.done.set()
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error

@@ -4,49 +4,62 @@
 
 A round happens whole or not at all. Its result is computed first (`Advance`) and then written; a write that was
 interrupted is repeated. A round that fails before that is rolled back: its sequences free their KV cache and queue
-again with the tokens that they have, which are then read like a prompt. One thread at a time: forerun.engine.driver.
+again with the tokens that they have, which are then prefilled like a prompt. One thread at a time: see driver.py.
 
-On a GPU a round is launched as soon as the last one is written, or even before its verdict is read
-(forerun.engine.following). Events are returned, and new requests taken, while the device works; the next step finishes
-the round.
+A request waits for admission, its prompt is prefilled, then it runs. Prompts are prefilled in chunks: alone while no
+sequence runs, else in the pass that scores the trees of the running sequences, and then so few rows at a time that
+rounds hardly take longer (`PrefillRows`).
 
-A request waits, its prompt is read, then it runs. Prompts are read in chunks: alone while no sequence runs, else in the
-pass that scores the trees of the running ones, so few rows at a time that rounds hardly take longer (`PromptRows`).
+Overlap. Where the target can (`Abilities.overlap`), a round is launched as soon as the last one is written, or even
+before its verdict is read (`_follow`): the device then never waits for the host. Behind a plain round the device finds
+the next roots itself (`Greedy.next_roots`); behind trees that were grown on the device, the drafter goes on from its
+own verdict (`TreeBatch.grower`). The shape may change on the way, to plain and back (`SwitchesForms`). Sequences that
+have joined, and chunks of prompts, are in the same pass; a request whose prompt ends in a pass starts with that pass
+(`_with_starters`). A sequence may turn out to have ended: its tree in the round behind is dropped. Everything a pass
+writes lies behind what is committed, so a round that was launched early can be forgotten at any time. The controller's
+plan stands for `Budget.repeats` rounds; a controller that reconsiders is asked before each of them.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import NamedTuple, TypeGuard
 
-from forerun.control.base import Controller
-from forerun.engine.budgets import NOT_DRAFTED, cut_budgets, standing
-from forerun.engine.detokenize import Decodes
-from forerun.engine.following import follow
-from forerun.engine.late_launch import LateLaunch
-from forerun.engine.metrics import EngineStats
+from forerun.control.base import Controller, Reconsiders, SeesPrompts
+from forerun.engine.clock import RoundClock
+from forerun.engine.detokenize import Decodes, Detokenizer
 from forerun.engine.outcome import outcome_of
-from forerun.engine.pending import Launched, Pending
-from forerun.engine.preemption import find_room, no_room_for
-from forerun.engine.prompt_rows import PromptRows, note_prompts, prompt_share
-from forerun.engine.recovery import Recovery
-from forerun.engine.requests import new_sequence
-from forerun.engine.round_clock import RoundClock
-from forerun.engine.routing import DrafterPool, VerifierPool
-from forerun.engine.scheduler import Scheduler
-from forerun.engine.sequence import SequenceState
-from forerun.engine.starting import with_starters
+from forerun.engine.round import Change, LaunchDeadline, LaunchedRound, Timeline, with_undrafted
+from forerun.engine.routing import DrafterPool
+from forerun.engine.scheduler import NONE_WAIT, PrefillRows, Scheduler, find_room, no_room_for
+from forerun.engine.sequence import SequenceState, Tokens, check_request
+from forerun.engine.stats import EngineStats
+from forerun.messages import ALWAYS
 from forerun.models.base import Target
-from forerun.types import Budget, Event, Prompts, Request, Scores, TreeBatch, Verdict
+from forerun.noise import fresh_seed
+from forerun.types import Budget, Event, Needs, Prompts, Request, Scores, TreeBatch, Verdict
+from forerun.verify.base import Verifiers, traits_of
+
+log = logging.getLogger(__name__)
+
+NOT_DRAFTED = Budget(0, 0)
+Seats = list[
+    tuple[SequenceState, int]
+]  # sequences of a round, and their places in the round before; -1 = none
 
 
-class Engine(Recovery):
+class Engine:
     """Decodes many sequences at once with one target; requests join and leave between rounds."""
 
     def __init__(
         self,
         target: Target,
         drafters: DrafterPool,
-        verifiers: VerifierPool,
+        verifiers: Verifiers,
         controller: Controller,
         *,
         default_drafter: str,
@@ -57,22 +70,20 @@ class Engine(Recovery):
         max_length: int | None = None,
         prompt_rows: int | None = None,
     ) -> None:
-        super().__init__(Scheduler(target, max_batch))
         self.target, self.drafters, self.verifiers, self.controller = target, drafters, verifiers, controller
         self.default_drafter, self.default_verifier = default_drafter, default_verifier
         self.stop_ids, self.tokenizer, self._next_id = stop_ids, tokenizer, 0
         longest = min(target.max_length, max_length or target.max_length)
         # a text that the KV cache could not hold would wait for room that never comes, and others behind it
         self.max_length = longest if target.slots is None else min(longest, target.slots)
-        self.prompt_rows = PromptRows(target.device.type, target.pass_rows, prompt_rows)
+        self.scheduler = Scheduler(target, max_batch)
+        self.prefill_rows = PrefillRows(target.can.prefill, target.pass_rows, prompt_rows)
         self.stats = EngineStats()
-        # launch a round before the events of the last are returned; and even before its verdict is read
-        self.launches_ahead = self.follows_unread = target.device.type == "cuda"
-        self.late_launch = LateLaunch()
+        self.timeline = Timeline(self.scheduler, self._forget, target.can.overlap)
+        self.deadline = LaunchDeadline()
+        self._waiting_prompts = NONE_WAIT  # what the controller was told last
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.scheduler.has_prompts or self.running or self._unread)
+    # ---- the loop
 
     def step(self) -> list[Event]:
         """One round for all sequences: plan, propose, score, warp, verify, commit, observe, emit.
@@ -80,65 +91,70 @@ class Engine(Recovery):
         A request that cannot go on ends with an event of its own, whose `error` says why; an interrupt is raised.
         Either way other sequences are not affected: what was written stays, and the failed round is repeated.
         """
+        line = self.timeline
         try:
-            if self._pending is not None:
-                self._recover()
-            if self._ahead is None:
-                self._start_round()
-                if self.follows_unread and self.late_launch.left(self) > 0.0:
+            line.repair()
+            if line.first is None:
+                self._open()
+                if self.spare_seconds() > 0.0:
                     return []  # requests may come before the next round is launched
-            if (launched := self._ahead) is not None:
-                if self.follows_unread:
-                    self._following = follow(self, launched)  # before this one is read
-                self._finish(launched)
-                if self._ahead is None and self.launches_ahead:
-                    self._start_round(reads=False)
+            if (last := line.first) is not None:
+                if line.depth > 1:
+                    self._follow(last)
+                self._close(last)
+                if line.first is None and line.depth:
+                    self._open(reads=False)
         except Exception as error:
-            self._after_failure(error)
+            line.fail(error)
         except BaseException:
-            self._following = None
-            self._recover()
+            line.interrupt()
             raise
-        events, self._unread = self._unread, []
-        return events
+        return line.take_events()
 
     def settle(self) -> None:
         """Finish every round that was launched. Their events are returned by the next step."""
+        line = self.timeline
         try:
-            self._recover()
-            while self._ahead is not None:
-                self._finish(self._ahead)
+            line.repair()
+            while line.first is not None:
+                self._close(line.first)
         except Exception as error:
-            self._after_failure(error)
+            line.fail(error)
 
-    def _start_round(self, reads: bool = True) -> None:
-        """Launch a round of all running sequences, if there are any; where there are none, read prompts first."""
+    def spare_seconds(self) -> float:
+        """How long the next step may wait for requests before it must launch; 0 or less = it should not."""
+        if self.timeline.depth < 2 or not self.scheduler.has_places:
+            return 0.0
+        return self.deadline.left(self.stats.now())
+
+    def _open(self, reads: bool = True) -> None:
+        """Launch a round of all running sequences, if there are any; where there are none, prefill prompts first."""
         scheduler = self.scheduler
         scheduler.start_those_read()
         if reads and not scheduler.running and scheduler.has_prompts:
-            self._read()
+            self._prefill()
             scheduler.start_those_read()
-        if scheduler.running and self._ahead is None:
-            self._launch(scheduler.running)
+        if scheduler.running and self.timeline.first is None:
+            self._plan_and_launch(scheduler.running)
 
-    def _launch(self, seqs: list[SequenceState]) -> None:
+    def _plan_and_launch(self, seqs: list[SequenceState]) -> None:
         """Plan, propose and score."""
         clock, scheduler, whole = self.stats.clock(), self.scheduler, seqs
-        self._pending = Pending(seqs)
-        rows = prompt_share(scheduler, self.prompt_rows, self.controller, len(seqs))
-        budgets = cut_budgets(seqs, self.controller.plan(seqs))
+        self.timeline.open(seqs)
+        rows = self._prefill_share(len(seqs))
+        budgets = _cut_budgets(seqs, self.controller.plan(seqs))
         if not self.target.make_room(seqs, [1 + budget.nodes for budget in budgets]):
-            seqs, budgets = find_room(self.target, seqs, budgets, self.reading, self._send_back)
+            seqs, budgets = find_room(self.target, seqs, budgets, self.reading, self._preempt)
         readers = scheduler.next_readers(rows) if rows else []
         if readers or seqs is not whole:
-            self._pending = Pending([*seqs, *readers])
+            self.timeline.open([*seqs, *readers])
             scheduler.begin(readers)
         trees = self.drafters.propose(seqs, budgets)
         clock.lap("draft")
-        seqs, trees = with_starters(self, seqs, trees, readers, rows)
-        self._score_round(seqs, trees, readers, rows, budgets, clock)
+        seqs, trees = self._with_starters(seqs, trees, readers, rows)
+        self._launch(seqs, trees, readers, rows, budgets, clock)
 
-    def _score_round(
+    def _launch(
         self,
         seqs: list[SequenceState],
         trees: TreeBatch,
@@ -147,62 +163,322 @@ class Engine(Recovery):
         budgets: Sequence[Budget],
         clock: RoundClock,
     ) -> None:
-        """Launch the pass of the pending round."""
-        assert self._pending is not None
-        scores = self.score(seqs, trees, readers, rows)
+        """Launch the pass of the round that is open."""
+        change = self.timeline.change
+        assert change is not None, "a round is opened before it is launched"
+        scores = self._score(seqs, trees, readers, rows)
         clock.lap("pass")
-        self._ahead = Launched(self._pending, seqs, readers, trees, scores, clock, *standing(budgets))
-        if self.follows_unread:
-            self.late_launch.note_start(self._ahead, self.stats.now())
-        self._pending = None  # last: whatever interrupts a launch undoes it
+        launched = LaunchedRound(change, seqs, readers, trees, scores, clock, *_standing(budgets))
+        if self.timeline.depth > 1:
+            self.deadline.note_start(launched, self.stats.now())
+        self.timeline.launched(launched)
 
-    def hold(self, seqs: Sequence[SequenceState]) -> None:
-        """Undo the rounds of these sequences if what is done next is interrupted."""
-        self._pending = Pending(seqs)
-
-    def score(
-        self, seqs: Sequence[SequenceState], trees: TreeBatch, readers: Sequence[SequenceState], rows: int
-    ) -> Scores:
-        """The pass of a round, which also reads `rows` rows of the readers' prompts; drafters observe these at once."""
-        needs = self.drafters.needs([*seqs, *readers] if readers else seqs)
-        scores = self.target.score(seqs, trees, needs, Prompts(readers, rows) if readers else None)
-        if scores.read is not None:
-            self._observe_prompts(readers, *scores.read)
-        return scores
-
-    def _finish(self, launched: Launched) -> None:
+    def _close(self, launched: LaunchedRound) -> None:
         """Verify, commit, observe and emit; all of it or nothing."""
-        pending, seqs, readers, trees, scores, clock = launched[:6]
-        self._pending, self._ahead = pending, None
+        line, seqs, readers, trees, scores, clock = self.timeline, *launched[1:6]
+        change = line.read(launched)
         clock.lap("host")
         laws, verdict = self.verifiers.decide(seqs, trees, scores)
         clock.lap("verdict")
-        if self.follows_unread:
-            self.late_launch.note_read(launched, self._following, clock.seconds["verdict"], self.stats.now())
+        if line.depth > 1:
+            self.deadline.note_read(launched, line.second, clock.seconds["verdict"], self.stats.now())
         clock.settle(trees, scores)
         seqs, trees, scores, verdict = launched.without_ended(verdict)
         self.target.commit(seqs, trees, verdict)
-        rows = note_prompts(self, readers, scores.read[0], clock.started) if scores.read is not None else 0
+        rows = self._note_prefill(readers, scores.read[0], clock.started) if scores.read is not None else 0
         self.drafters.observe(seqs, trees, scores, verdict)
         spent = self.stats.now() - clock.started
         parts = clock.seconds, spent, rows, launched.trees.follows is not None, clock.ahead
-        advances, outcome = outcome_of(seqs, trees, laws, verdict, *parts)
-        pending.advances = advances  # from here on the round has happened
+        advances, outcome = outcome_of(seqs, trees, laws, verdict, self.verifiers.logprobs, *parts)
+        change.advances = advances  # from here on the round has happened
         tokens = 0
         for advance in advances:
             advance.seq.take(advance)
             tokens += len(advance.tokens)
         clock.end()
         self.controller.observe(outcome)
-        self._complete(advances)
+        line.complete(advances)
         if launched.seqs[0] not in readers:  # else no running sequence has waited for these prompts
-            self.prompt_rows.observe(spent, rows)
+            self.prefill_rows.observe(spent, rows)
         self.stats.count(outcome, tokens, clock)
-        following, self._following = self._following, None
-        if following is not None:
-            self._ahead, read = following.begun(self.stats.clock(behind=clock)), following.scores.read
-            if self._ahead is None and read is not None:  # its prompts were read all the same
-                note_prompts(self, following.readers, read[0], following.clock.started)
+        if line.second is not None:
+            dropped = line.close(self.stats.clock(behind=clock))
+            if dropped is not None and dropped.scores.read is not None:  # its prompts were read all the same
+                self._note_prefill(dropped.readers, dropped.scores.read[0], dropped.clock.started)
+
+    def _score(
+        self, seqs: Sequence[SequenceState], trees: TreeBatch, readers: Sequence[SequenceState], rows: int
+    ) -> Scores:
+        """The pass of a round; it also prefills `rows` rows of the readers' prompts, which drafters observe at once."""
+        needs = self._needs([*seqs, *readers] if readers else seqs)
+        scores = self.target.score(seqs, trees, needs, Prompts(readers, rows) if readers else None)
+        if scores.read is not None:
+            self._observe_prompts(readers, *scores.read)
+        return scores
+
+    def _needs(self, seqs: Sequence[SequenceState]) -> Needs:
+        needs = self.drafters.needs(seqs)
+        # asked of encoder-decoders alone: no other target makes use of it
+        if self.target.source_rules is not None and seqs and self.verifiers.reads_largest_only(seqs):
+            return replace(needs, largest_only=True)
+        return needs
+
+    # ---- overlap: the round behind one that was not read
+
+    def _follow(self, last: LaunchedRound) -> None:
+        """Launch the round behind; where that fails, every round is read before the next from then on."""
+        try:
+            started = self.stats.now()
+            self.timeline.second = self._next_round(last)
+            self.deadline.note_launch(self.stats.now() - started)
+        except Exception as error:
+            self.timeline.depth = 1
+            log.warning("rounds no longer overlap, because one failed that was launched early: %r", error)
+            raise
+
+    def _next_round(self, last: LaunchedRound) -> LaunchedRound | None:
+        """Launch the round behind one that was not read; None = it must be read first.
+
+        Whatever interrupts it undoes the last round too: the timeline holds both meanwhile.
+        """
+        known, scheduler = last.scores.greedy, self.scheduler
+        if known is None or (known.next_roots is None and last.trees.grower is None):
+            return None
+        scheduler.start_those_read()  # whose prompts the last pass has completed
+        seats = _seats(last, self.running)
+        seqs, joined = [seq for seq, _ in seats], [seq for seq, tree in seats if tree < 0]
+        others = [*last.seqs, *joined]
+        if len(joined) == len(seats) or not self._device_decides(others, known.sampled):
+            return None
+        both = [*last.change.seqs, *joined]  # some of these were read in the last pass: they are named twice
+        self.timeline.open(both)
+        share = self._prefill_share(len(seqs))
+        plan = self._next_plan(last, seqs)
+        if plan is None:
+            return None
+        starters, readers = list[SequenceState](), list[SequenceState]()
+        trees = self._grown(last, seats, plan) if plan.drafts else None
+        if trees is not None:
+            readers = scheduler.next_readers(share) if share else []
+            starters, trees = self._in_padding(others, trees, readers, share, known.sampled)
+        elif plan.drafts or not self._has_room(last, seats, 1):
+            return None
+        else:
+            readers = scheduler.next_readers(share) if share else []
+            starters = scheduler.starters(readers, len(seqs) + len(readers), share)
+            if starters and not self._device_decides([*others, *starters], known.sampled):
+                starters = []
+            trees = self._roots(last, [*seats, *[(seq, -1) for seq in starters]])
+        if trees is None:
+            return None
+        self.timeline.open([*both, *readers])
+        scheduler.begin(readers)
+        scheduler.start(starters)
+        seqs = [*seqs, *starters]
+        scores = self._score(seqs, trees, readers, share)
+        change, may_draft = Change([*seqs, *readers]), last.may_draft if plan.other is None else plan.drafts
+        return LaunchedRound(change, seqs, readers, trees, scores, last.clock, plan.repeats, may_draft)
+
+    def _next_plan(self, last: LaunchedRound, seqs: Sequence[SequenceState]) -> NextPlan | None:
+        """The plan of the next round, if it is known before the last one is read."""
+        controller, same = self.controller, NextPlan(last.trees.form is not None, last.repeats - 1)
+        if last.trees.form is None and self.drafters.never_draft(seqs):
+            return same
+        planned = seqs
+        if any([one.has_budget for one in traits_of(seqs)]):  # noqa: C419
+            planned = [seq for seq in seqs if seq.request.budget is None]
+        if not _reconsiders(controller) or (
+            same.drafts and not planned
+        ):  # a request's own budget always holds
+            stands = last.repeats > 0 and (same.drafts or not last.may_draft)
+            return same if stands and (same.drafts or len(planned) == len(seqs)) else None
+        if same.drafts:
+            if last.repeats > 0 and controller.goes_on(planned):
+                return same
+        elif len(planned) == len(seqs):
+            last.clock.lap("host")
+            stays = controller.stays_plain(seqs)
+            last.clock.lap("draft")  # look-ups are made beside the device
+            if stays:
+                return same
+        if len(planned) < len(seqs) or self.drafters.switcher(seqs[0]) is None:
+            return None
+        budget = controller.switches(seqs)
+        return None if budget is None else NextPlan(budget.nodes > 0, budget.repeats, budget)
+
+    def _grown(self, last: LaunchedRound, seats: Seats, plan: NextPlan) -> TreeBatch | None:
+        """Trees of the last form, or of another, where there is room for them."""
+        form, grower, round_before = (
+            last.trees.form,
+            last.trees.grower,
+            (seats, last.trees, last.scores.hidden),
+        )
+        if plan.other is None:
+            room = form is not None and self._has_room(last, seats, form.nodes)
+            return grower.follow(*round_before) if grower is not None and room else None
+        switcher = self.drafters.switcher(seats[0][0])
+        if switcher is None or not self._has_room(last, seats, 1 + plan.other.nodes):
+            return None
+        if form is None and last.scores.greedy is not None and last.scores.greedy.hand_on is not None:
+            last.scores.greedy.hand_on()
+        return switcher.switch(*round_before, plan.other)
+
+    def _roots(self, last: LaunchedRound, seats: Seats) -> TreeBatch | None:
+        """Lone roots, behind others or behind trees."""
+        known, switcher = last.scores.greedy, None
+        if known is None or known.next_roots is None:
+            return None
+        if last.trees.form is not None:
+            switcher = self.drafters.switcher(seats[0][0])
+        if switcher is not None:
+            switcher.rest(seats, last.trees, last.scores.hidden)
+        return known.next_roots(seats)
+
+    def _has_room(self, last: LaunchedRound, seats: Seats, nodes: int) -> bool:
+        """Is there room for `nodes` nodes of each, behind all that the last round may add?"""
+        form = last.trees.form
+        added = 1 if form is None else form.depth + 1
+        rows = [nodes + (added if tree >= 0 else 0) for _, tree in seats]
+        return self.target.make_room([seq for seq, _ in seats], rows)
+
+    def _with_starters(
+        self, seqs: list[SequenceState], trees: TreeBatch, readers: Sequence[SequenceState], rows: int
+    ) -> tuple[list[SequenceState], TreeBatch]:
+        """A round with the readers whose prompts its pass completes: their first tokens come with that pass.
+
+        In a plain round a root is one row more. Beside trees from the host no sequence starts.
+        """
+        starters = list[SequenceState]()
+        if trees.form is not None:
+            starters, trees = self._in_padding(seqs, trees, readers, rows)
+        elif trees.is_plain():
+            starters = self.scheduler.starters(readers, len(seqs) + len(readers), rows)
+            if starters:
+                trees = TreeBatch.chains([seq.tokens[-1:] for seq in (*seqs, *starters)])
+                trees.undrafted = len(starters)
+        self.scheduler.start(starters)
+        return [*seqs, *starters] if starters else seqs, trees
+
+    def _in_padding(
+        self,
+        others: Sequence[SequenceState],
+        trees: TreeBatch,
+        readers: Sequence[SequenceState],
+        rows: int,
+        sampled: bool = True,
+    ) -> tuple[list[SequenceState], TreeBatch]:
+        """Readers who start beside trees of a form, in place of its padding, and the trees of all.
+
+        Forms have trees for 8, 12 or 16 sequences, not for 9: a starter's tree costs nothing there. Its nodes were not
+        drafted; what is accepted of them, by chance, is all that counts as drafted. There are no starters where the
+        device could not decide about them and `others`: the next round is to overlap this one.
+        """
+        form, grower = trees.form, trees.grower
+        if form is None or grower is None or not grower.follows_undrafted or not readers:
+            return [], trees
+        starters = self.scheduler.starters(readers, form.rows, rows)[: form.trees - len(trees)]
+        has_room = self.target.has_room(*[len(seq.tokens) + form.nodes for seq in starters])
+        if not starters or not has_room or not self._device_decides([*others, *starters], sampled):
+            return [], trees
+        return starters, with_undrafted(trees, form, [seq.tokens[-1] for seq in starters])
+
+    def _device_decides(self, seqs: Sequence[SequenceState], sampled: bool) -> bool:
+        """Does the device decide about all of these (`sampled`: it samples), and does one drafter serve them?"""
+        if len({seq.drafting for seq in seqs}) > 1:
+            return False
+        traits = traits_of(seqs)
+        if any(one.wants_logprobs or not self.verifiers.is_exact(one.verifier) for one in traits):
+            return False
+        greedy = all(one.is_plain_greedy for one in traits)
+        return greedy or (sampled and self.verifiers.device_decides(seqs))
+
+    # ---- prompts
+
+    def _prefill(self) -> None:
+        """No sequence runs: prefill as many rows as a pass takes at best, and start the sequences that it completes."""
+        rows, scheduler = self.target.pass_rows, self.scheduler
+        seqs = scheduler.next_readers(rows)
+        if not seqs:
+            self.timeline.end(no_room_for(self.waiting[0]))
+            return
+        clock = self.stats.clock()
+        self.timeline.open(seqs)
+        scheduler.begin(seqs)
+        starters, roots = self._with_starters([], TreeBatch.chains([]), seqs, rows)
+        if starters:  # no drafter has seen them yet: the controller is not asked, and plans no trial in vain
+            self._launch(starters, roots, seqs, rows, [NOT_DRAFTED] * len(starters), clock)
+            return
+        chains, scores = self.target.prefill(seqs, self._needs(seqs), rows)
+        self._observe_prompts(seqs, chains, scores)
+        self.stats.count_prompts(scores, self._note_prefill(seqs, chains, clock.started), clock)
+        self.timeline.change = None
+
+    def _prefill_share(self, running: int) -> int:
+        """Rows of prompts in the coming round. The controller is told how many wait for prefill."""
+        rows, waiting = 0, NONE_WAIT
+        if self.scheduler.has_prompts:
+            rows = self.prefill_rows.rows(running, self.scheduler.could_start)
+            waiting = self.scheduler.waiting_prompts(rows)
+        if waiting is not self._waiting_prompts:  # else none wait, as before
+            self._waiting_prompts = waiting
+            if _sees_prompts(self.controller):
+                self.controller.note_waiting(waiting)
+        return rows
+
+    def _observe_prompts(self, seqs: Sequence[SequenceState], chains: TreeBatch, scores: Scores) -> None:
+        """Show chunks of prompts to the drafters: chains accepted whole, with the prompt's next token as bonus."""
+        following = [seq.tokens[self.target.cached_tokens(seq)] for seq in seqs]
+        self.drafters.observe(seqs, chains, scores, Verdict.whole_chain(chains, following))
+
+    def _note_prefill(self, seqs: Sequence[SequenceState], chains: TreeBatch, started: float) -> int:
+        """Chunks of these prompts were prefilled since `started`; returns the rows that were computed."""
+        found, stats = 0, self.stats
+        seconds = stats.now() - started
+        for seq in seqs:
+            if not seq.prompt_seconds:
+                reused = self.target.reused_tokens(seq)
+                found += reused - len(seq.source)  # the encoder computed these
+                seq.note_reuse(reused)
+                stats.count_prompt(len(seq.source) + len(seq.tokens), reused)
+            seq.note_prompt(seconds)
+        return chains.nodes - found
+
+    def prefill_progress(self) -> tuple[int, int]:
+        """Of the prompts being prefilled now: cached tokens, and tokens to cache in all. Any thread may ask."""
+        reading = [*self.reading, *(seq for seq in self.running.copy() if not seq.rounds)]
+        cached = sum(self.target.cached_tokens(seq) for seq in reading)
+        return cached, sum(len(seq.tokens) - 1 for seq in reading)
+
+    # ---- requests
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.has_prompts or self.running or self.timeline.events)
+
+    @property
+    def max_batch(self) -> int:
+        return self.scheduler.max_batch
+
+    @max_batch.setter
+    def max_batch(self, most: int) -> None:
+        self.scheduler.max_batch = most
+
+    @property
+    def waiting(self) -> deque[SequenceState]:
+        return self.scheduler.waiting
+
+    @property
+    def reading(self) -> list[SequenceState]:
+        """Sequences whose prompts are partly cached."""
+        return self.scheduler.reading
+
+    @property
+    def running(self) -> list[SequenceState]:
+        return self.scheduler.running
+
+    def find(self, seq_id: int) -> SequenceState | None:
+        """The sequence behind an id while it is queued, prefilled or running."""
+        return self.scheduler.find(seq_id)
 
     def submit(self, request: Request) -> int:
         """Queue a request; its id names it in events."""
@@ -211,39 +487,122 @@ class Engine(Recovery):
         return seq.id
 
     def prepare(self, request: Request) -> SequenceState:
-        """The sequence of a request, if it can be served; nothing else is changed."""
-        seq = new_sequence(self, request, self._next_id)
+        """The sequence of a request, if it can be served; a drafter that it is the first to ask for is built."""
+        source, params = self.target.source_rules, request.params
+        check_request(request, self.target.vocab_size, self.max_length, self.tokenizer is not None, source)
+        start = request.prompt if source is None else (source.start,)
+        drafter = request.drafter or self.default_drafter
+        if not self.drafters.has(drafter):
+            self.settle()  # graphs of a drafter are captured by passes in the same buffers: no other is under way
+        self.drafters.get(drafter)  # an unknown or unloadable one is the caller's error, now
+        verifier = request.verifier or self.default_verifier
+        if verifier == "auto":
+            verifier = "exact" if params.seed is None and not self.target.can.decides else "coupled"
+        rules = None if source is None else source.laws
+        seq = SequenceState(
+            id=self._next_id,
+            request=request,
+            seed=fresh_seed() if params.seed is None else params.seed,
+            max_length=min(len(start) + params.max_tokens, self.max_length),
+            stop_ids=(frozenset() if params.ignore_eos else self.stop_ids) | frozenset(params.stop_token_ids),
+            drafter=drafter,
+            verifier=verifier,
+            shares_noise=self.verifiers.get(verifier).shares_noise,
+            detokenizer=Detokenizer(self.tokenizer, params.stop),
+            traits=self.verifiers.traits(params, rules, verifier, request.budget is not None),
+            tokens=Tokens(start),
+            prompt_length=len(start),
+            drafting=drafter,
+            source_rules=source,
+        )
         self._next_id += 1
         return seq
 
+    def enqueue(self, seq: SequenceState) -> None:
+        """Put a sequence into the queue; a repeated call, after an interrupt, changes nothing."""
+        if not self.waiting or self.waiting[-1] is not seq:
+            self.waiting.append(seq)
+
     def abort(self, seq_id: int) -> None:
         """Drop a request, queued or running; unknown ids are ignored."""
-        seq = self.find(seq_id)
-        if self._ahead is None or seq in self._ahead.pending.seqs:
+        seq, first = self.find(seq_id), self.timeline.first
+        if first is None or seq in first.change.seqs:
             self.settle()  # then it may have ended
             seq = self.find(seq_id)
         if seq is not None:
-            self._end(seq.ended("aborted"))
+            self.timeline.end(seq.ended("aborted"))
 
-    def _read(self) -> None:
-        """No sequence runs: read as many rows of prompts as a pass takes at best, and start those that it completes."""
-        rows, scheduler = self.target.pass_rows, self.scheduler
-        seqs = scheduler.next_readers(rows)
-        if not seqs:
-            self._end(no_room_for(self.waiting[0]))
-            return
-        clock, self._pending = self.stats.clock(), Pending(seqs)
-        scheduler.begin(seqs)
-        starters, roots = with_starters(self, [], TreeBatch.chains([]), seqs, rows)
-        if starters:  # nobody can draft for them yet: the controller is not asked, and plans no trial in vain
-            self._score_round(starters, roots, seqs, rows, [NOT_DRAFTED] * len(starters), clock)
-            return
-        chains, scores = self.target.prefill(seqs, self.drafters.needs(seqs), rows)
-        self._observe_prompts(seqs, chains, scores)
-        self.stats.count_prompts(scores, note_prompts(self, seqs, chains, clock.started), clock)
-        self._pending = None
+    def _preempt(self, seq: SequenceState) -> None:
+        self.timeline.send_back(seq)
+        self.stats.preemptions += 1
 
-    def _observe_prompts(self, seqs: Sequence[SequenceState], chains: TreeBatch, scores: Scores) -> None:
-        """Show chunks of prompts to the drafters: chains accepted whole, with the prompt's next token as bonus."""
-        following = [seq.tokens[self.target.cached_tokens(seq)] for seq in seqs]
-        self.drafters.observe(seqs, chains, scores, Verdict.whole_chain(chains, following))
+    def _forget(self, seq: SequenceState) -> None:
+        self.target.release(seq)
+        self.drafters.forget(seq)
+        self.controller.forget(seq)
+
+
+class NextPlan(NamedTuple):
+    """What the round behind an unread one drafts."""
+
+    drafts: bool
+    repeats: int  # further rounds that may be launched before it is read
+    other: Budget | None = None  # None = the form of the last round
+
+
+def _seats(last: LaunchedRound, running: Sequence[SequenceState]) -> Seats:
+    """All running sequences but those that one more token ends."""
+    if last.seqs == running:  # the usual case
+        return [(seq, b) for b, seq in enumerate(running) if len(seq.tokens) + 1 < seq.max_length]
+    places = {seq.id: tree for tree, seq in enumerate(last.seqs)}
+    seats = [(seq, places.get(seq.id, -1)) for seq in running]
+    return [(seq, tree) for seq, tree in seats if tree < 0 or len(seq.tokens) + 1 < seq.max_length]
+
+
+def _cut_budgets(seqs: Sequence[SequenceState], planned: Sequence[Budget]) -> list[Budget]:
+    """The controller's budgets, or a request's own: no sequence drafts more than it can still take."""
+    budgets = []
+    for seq, plan in zip(seqs, planned, strict=True):
+        own = seq.request.budget
+        allowed = plan if own is None else _always(own)
+        if not allowed.nodes:
+            budgets.append(allowed)
+            continue
+        depth = min(allowed.depth, seq.room - 1)
+        nodes = allowed.nodes if depth > 0 else 0
+        fits = (nodes, depth) == (allowed.nodes, allowed.depth)  # the usual case
+        budgets.append(allowed if fits else replace(allowed, nodes=nodes, depth=depth))
+    return budgets
+
+
+@lru_cache(maxsize=64)
+def _always(budget: Budget) -> Budget:
+    """A request's own budget holds for all of its rounds."""
+    return replace(budget, repeats=ALWAYS)
+
+
+def _standing(budgets: Sequence[Budget]) -> tuple[int, bool]:
+    """For how many further rounds these budgets hold, and whether any allows drafting."""
+    first = budgets[0]
+    if len(budgets) == 1 or all([budget is first for budget in budgets]):  # noqa: C419 - the usual cases
+        return first.repeats, first.nodes > 0
+    return min([budget.repeats for budget in budgets]), any([budget.nodes for budget in budgets])  # noqa: C419
+
+
+def _reconsiders(controller: Controller) -> TypeGuard[Reconsiders]:
+    return _kind_reconsiders(type(controller))
+
+
+@cache
+def _kind_reconsiders(kind: type) -> bool:
+    """Asked once: to compare a class with a protocol takes as long as a look-up."""
+    return issubclass(kind, Reconsiders)
+
+
+def _sees_prompts(controller: Controller) -> TypeGuard[SeesPrompts]:
+    return _kind_sees_prompts(type(controller))
+
+
+@cache
+def _kind_sees_prompts(kind: type) -> bool:
+    return issubclass(kind, SeesPrompts)

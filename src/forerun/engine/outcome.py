@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from forerun.drafters.base import committed_tokens
 from forerun.engine.detokenize import Detokenizer
-from forerun.engine.metrics import RoundCounts
 from forerun.engine.sequence import Advance, SequenceState
+from forerun.engine.stats import RoundCounts
 from forerun.errors import CannotSample
 from forerun.types import Branch, Event, FinishReason, Laws, Round, TokenLogprob, TreeBatch, Verdict
-from forerun.verify.warp import token_logprobs
+
+LogprobsOf = Callable[
+    [Laws, Sequence[int], Sequence[int], int], tuple[TokenLogprob, ...]
+]  # Verifiers.logprobs
 
 
 def outcome_of(
@@ -19,6 +22,7 @@ def outcome_of(
     trees: TreeBatch,
     laws: Laws,
     verdict: Verdict,
+    logprobs_of: LogprobsOf,
     clock: dict[str, float],
     seconds: float,
     prompt_rows: int = 0,
@@ -32,7 +36,7 @@ def outcome_of(
         done = Round(
             tuple(seqs), nothing, nothing, nothing, clock, prompt_rows, followed, 0, ahead, trees.undrafted
         )
-        return _plain_advances(seqs, laws, bonus, seconds), done
+        return _plain_advances(seqs, laws, bonus, logprobs_of, seconds), done
     (tokens, parents), starts, sizes = trees.to_host(), trees.starts, trees.sizes()
     deepest = [shape.deepest for shape in trees.topology()]
     advances, accepted = list[Advance](), list[int]()
@@ -58,7 +62,7 @@ def outcome_of(
             counts = counted[alike] = RoundCounts(*alike, seconds)
         logprobs: tuple[TokenLogprob, ...] = ()
         if seq.params.logprobs is not None:
-            logprobs = _logprobs(seq, fresh, _nodes(first, path), laws)
+            logprobs = _logprobs(seq, fresh, _nodes(first, path), laws, logprobs_of)
         event = Event(seq.id, tuple(fresh), kept, text, logprobs, finished, error)
         if seq.request.shows_rejected and size > 1 and b < drafted_for:
             own = slice(first, first + size)
@@ -77,7 +81,11 @@ def _nodes(first: int, path: Sequence[int]) -> list[int]:
 
 
 def _plain_advances(
-    seqs: Sequence[SequenceState], laws: Laws, bonus: Sequence[int], seconds: float
+    seqs: Sequence[SequenceState],
+    laws: Laws,
+    bonus: Sequence[int],
+    logprobs_of: LogprobsOf,
+    seconds: float,
 ) -> list[Advance]:
     """One token for each, in few steps: with many sequences, most rounds are plain."""
     counts, advances = RoundCounts(1, 0, 0, 0, seconds), list[Advance]()
@@ -89,7 +97,8 @@ def _plain_advances(
             detokenizer, text = usual
         else:
             _, detokenizer, text, finished = _extended(seq, fresh)
-        logprobs = _logprobs(seq, fresh, [b], laws) if seq.params.logprobs is not None else ()
+        wanted = seq.params.logprobs is not None
+        logprobs = _logprobs(seq, fresh, [b], laws, logprobs_of) if wanted else ()
         event = Event(seq.id, (token,), 0, text, logprobs, finished)
         places = len(seq.rounds), counts, len(seq.events)
         advances.append(Advance(seq, length, fresh, detokenizer, *places, event, finished))
@@ -116,12 +125,14 @@ def _up_to_impossible(
     return fresh, None
 
 
-def _logprobs(seq: SequenceState, fresh: list[int], nodes: list[int], laws: Laws) -> tuple[TokenLogprob, ...]:
+def _logprobs(
+    seq: SequenceState, fresh: list[int], nodes: list[int], laws: Laws, logprobs_of: LogprobsOf
+) -> tuple[TokenLogprob, ...]:
     """Of the tokens of a round, where they are asked for; nodes[i] is the node whose law token i was drawn from."""
     wanted = seq.params.logprobs
     if wanted is None or not fresh:
         return ()
-    return token_logprobs(laws, nodes[: len(fresh)], fresh, wanted)
+    return logprobs_of(laws, nodes[: len(fresh)], fresh, wanted)
 
 
 def rejected_branches(

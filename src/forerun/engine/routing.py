@@ -1,8 +1,8 @@
-"""Drafter and verifier pools: routes each request of a batch to its own drafter and verifier.
+"""DrafterPool: routes each sequence of a batch to its own drafter.
 
-A batch may mix requests that want different drafters or verifiers. These pools split it, call each part for
-its sequences, and put the results back in order; a batch with one of each is passed on whole. A drafter that
-raises, or whose trees are malformed, is switched off for its sequences, which are then decoded plainly.
+A batch may mix requests that want different drafters. The pool splits it, calls each drafter for its own sequences,
+and puts the results back in order; a batch with one drafter is passed on whole. A drafter that raises, or whose trees
+are malformed, is switched off for its sequences, which are then decoded plainly.
 """
 
 from __future__ import annotations
@@ -10,30 +10,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import count
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from forerun.drafters.base import LookupDrafter, SwitchesForms, switcher_of
-from forerun.drafters.none import NoDrafter
-from forerun.engine.run_ahead import alone
-from forerun.engine.sequence import SequenceState, traits_of
+from forerun.drafters.base import Drafter, LookupDrafter, NoDrafter, SwitchesForms, switcher_of
+from forerun.engine.sequence import SequenceState
 from forerun.engine.tree_check import check_trees
 from forerun.errors import InvalidInput
-from forerun.noise import Noise
 from forerun.offers import Offer
 from forerun.trees import ints_of
-from forerun.types import Budget, Greedy, Laws, Needs, Scores, Seq, TreeBatch, Verdict
-from forerun.verify.greedy import greedy_verdict
-from forerun.verify.sampled import decides_alike, kinds_of
-from forerun.verify.warp import reads_largest_only, warp
-
-if TYPE_CHECKING:
-    from forerun.drafters.base import Drafter
-    from forerun.verify.base import Verifier
+from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 log = logging.getLogger(__name__)
 
 SWITCHED_OFF = ""  # what drafts for a sequence whose own drafter has failed
+LONG = 16  # rounds of rest: more are not told apart
 
 
 def _groups(names: Sequence[str]) -> dict[str, list[int]]:
@@ -117,9 +109,6 @@ class DrafterPool:
             except Exception as error:
                 self._switch_off(name, [seq for seq in seqs if seq.drafting == name], error)
         needs = needs or Needs()
-        # asked of encoder-decoders alone: no other target makes use of it
-        if seqs and seqs[0].source_rules is not None and all(map(reads_largest_only, seqs)):
-            return replace(needs, largest_only=True)
         return needs if needs.match_length is None or len(seqs) > 1 else alone(needs, seqs[0], self._rests)
 
     def propose(self, seqs: Sequence[SequenceState], budgets: Sequence[Budget]) -> TreeBatch:
@@ -226,66 +215,26 @@ class DrafterPool:
             log.warning("drafter %r could not forget a sequence: %r", name, error)
 
 
-class VerifierPool:
-    """Verifiers by name, made on first use."""
+def alone(needs: Needs, seq: SequenceState, rests: int) -> Needs:
+    """What a drafter needs of a sequence that is alone in its round; its head rests for `rests` further rounds.
 
-    def __init__(self, make: Callable[[str], Verifier]) -> None:
-        self._make = make
-        self._made: dict[str, Verifier] = {}
+    One call of the target may then run the passes of several plain rounds, as nothing is decided between them: until
+    a look-up matches (`Needs.match_length`), or the controller lets the head run again (`Budget.repeats`).
+    """
+    # is its next token always where the logits are largest, whatever the text says by then?
+    is_settled = seq.traits.is_plain_greedy and not seq.params.stop
+    if not is_settled or (needs.may_run and not rests):
+        return _asked_each_round(needs)
+    return _while_it_rests(needs, min(rests, LONG)) if needs.may_run else needs
 
-    def get(self, name: str) -> Verifier:
-        if name not in self._made:
-            self._made[name] = self._make(name)
-        return self._made[name]
 
-    def decide(self, seqs: Sequence[SequenceState], trees: TreeBatch, scores: Scores) -> tuple[Laws, Verdict]:
-        """Laws and verdict of a round; where the device has decided about samples, laws are made for logprobs only."""
-        known = scores.greedy
-        if known is not None and known.sampled and trees.drawn_from is None and self.decide_alike(seqs):
-            greedy = tuple(seq.params.is_greedy for seq in seqs)
-            wanted = any(seq.params.logprobs is not None for seq in seqs)
-            laws = (
-                warp(scores.required_logits, seqs, trees) if wanted else Laws(scores.required_logits, greedy)
-            )
-            return laws, greedy_verdict(trees, known)
-        if known is not None:
-            traits = traits_of(seqs)
-            for one in traits:  # a loop, and no list: every round asks
-                if not (one.is_plain_greedy and self.is_exact(one.verifier)):
-                    break
-            else:
-                laws = Laws(scores.required_logits, (True,) * len(seqs), plain_greedy=True)
-                return laws, greedy_verdict(trees, known)
-        laws = warp(scores.required_logits, seqs, trees)
-        return laws, self.verify(seqs, trees, laws, known)
+@lru_cache(maxsize=64)
+def _asked_each_round(needs: Needs) -> Needs:
+    """The same needs, and every round is asked for: one pass a call."""
+    return replace(needs, match_length=None, may_run=False)
 
-    def decide_alike(self, seqs: Sequence[SequenceState]) -> bool:
-        """Do the verifiers of these sequences come to the device's verdict on samples?"""
-        return all(decides_alike(self.get(name)) for name in {seq.verifier for seq in seqs})
 
-    def device_decides(self, seqs: Sequence[SequenceState]) -> bool:
-        """Does a device that samples decide about all of these, some of which are sampled?"""
-        return kinds_of(seqs) is not None and self.decide_alike(seqs)
-
-    def is_exact(self, name: str) -> bool:
-        """Is this verifier exact? All that are come to one verdict where laws are point masses."""
-        return (self._made.get(name) or self.get(name)).exact
-
-    def verify(
-        self, seqs: Sequence[SequenceState], trees: TreeBatch, laws: Laws, known: Greedy | None = None
-    ) -> Verdict:
-        """By each sequence's own verifier; where all are greedy and exact, from what the pass already knows."""
-        if known is not None and laws.plain_greedy and all(self.is_exact(seq.verifier) for seq in seqs):
-            return greedy_verdict(trees, known)
-        noise = Noise([seq.seed for seq in seqs], [len(seq.tokens) for seq in seqs])
-        groups = _groups([seq.verifier for seq in seqs])
-        if len(groups) == 1:
-            return self.get(seqs[0].verifier).verify(trees, laws, noise)
-        paths: list[list[int]] = [[] for _ in seqs]
-        bonus = [0] * len(seqs)
-        for name, which in groups.items():
-            part = laws.select(trees.nodes_of(which), which)
-            verdict = self.get(name).verify(trees.select(which), part, noise.select(which))
-            for b, path, token in zip(which, *verdict.to_host(), strict=True):
-                paths[b], bonus[b] = path, token
-        return Verdict.of(paths, bonus, trees.device)
+@lru_cache(maxsize=256)
+def _while_it_rests(needs: Needs, rounds: int) -> Needs:
+    """The same needs of a head that rests for that many further rounds."""
+    return replace(needs, may_run=False, rests=rounds)

@@ -1,21 +1,42 @@
-"""Scheduler: which sequences wait, are read and run, and who is read next.
+"""Scheduler: admission, prefill and preemption. Which sequences wait, are prefilled and run, and what comes next.
 
-Every change of these lists can be repeated where it was interrupted: the engine then calls it again, or puts the
+Every change of the scheduler's lists can be repeated if it was interrupted: the engine calls it again, or puts the
 sequences of the round back into the queue.
+
+`PrefillRows` sets how many rows of prompts share a pass with the trees of running sequences. A round with prompts may
+take about twice as long as one without: a running text is hardly delayed, and weights that are read for the trees
+serve the prompts too. The cost of rows is learnt from the rounds themselves. Where many requests wait for free places,
+rounds take two or four times as many rows (`PrefillPace.more`): a batch that fills slowly costs more than the longer
+rounds.
+
+`find_room` preempts: where the KV cache is full, the youngest sequences give their slots to the others. A preempted
+sequence keeps its tokens and its events and continues with the same text: the engine prefills it again like a prompt,
+of which the prefix cache may still have the start.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from typing import TypeGuard
 
-from forerun.engine.sequence import SequenceState
-from forerun.models.base import StartsWithPrompts, Target
+from forerun.control.base import WaitingPrompts
+from forerun.engine.sequence import Advance, SequenceState
+from forerun.errors import InvalidInput
+from forerun.models.base import PrefillPace, StartsWithPrompts, Target
+from forerun.types import Budget
 
-EARLY = 8  # places of a batch to one prompt that is read before a place is free: it then starts at once
+log = logging.getLogger(__name__)
+
+EARLY = 8  # places of a batch per prompt that is prefilled before a place is free: it then starts at once
+SLOWER = 1.0  # plain rounds that the prompts of a round may add
+PACE = 0.2  # weight of the last round in the mean
+NO_ROOM = "does not fit the KV cache; raise kv_slots or kv_memory, or lower max_tokens"
+NONE_WAIT = WaitingPrompts()
 
 
 class Scheduler:
@@ -24,12 +45,10 @@ class Scheduler:
     def __init__(self, target: Target, max_batch: int) -> None:
         self.target, self.max_batch = target, max_batch
         self.waiting: deque[SequenceState] = deque()
-        self.reading: list[
-            SequenceState
-        ] = []  # whose prompts are partly cached, or wholly and no place is free
+        # prompts that are partly cached, or wholly and no place is free
+        self.reading: list[SequenceState] = []
         self.running: list[SequenceState] = []
-        # a GPU reads a prompt beside the others nearly for nothing; on a CPU those that write would wait for it
-        self.reads_early = target.device.type == "cuda"
+        self.reads_early = target.can.prefill.early
         self.limit: int | None = None  # sequences at once, since a round failed; None = max_batch
 
     @property
@@ -51,6 +70,10 @@ class Scheduler:
         rows = sum([len(seq.tokens) - 1 - self.target.cached_tokens(seq) for seq in self.reading])
         some = islice(self.waiting, max(0, self.could_start - len(self.reading)))
         return rows + sum([len(seq.source) + len(seq.tokens) - 1 for seq in some])
+
+    def waiting_prompts(self, rows: int) -> WaitingPrompts:
+        """What the controller is told of requests that wait while the coming pass prefills up to `rows` rows."""
+        return WaitingPrompts(self.could_start, self.unread_rows(), rows, self.target.pass_rows)
 
     def find(self, seq_id: int) -> SequenceState | None:
         every = (*self.running, *self.reading, *self.waiting)
@@ -136,3 +159,67 @@ def _starts_with_prompts(target: Target) -> TypeGuard[StartsWithPrompts]:
 def _kind_starts_with_prompts(kind: type) -> bool:
     """Asked once: to compare a class with a protocol takes long."""
     return issubclass(kind, StartsWithPrompts)
+
+
+class PrefillRows:
+    """The largest chunk of prompts whose round stays within its time; `fixed` = always that many rows."""
+
+    def __init__(self, pace: PrefillPace, most: int, fixed: int | None = None) -> None:
+        self._most, self._fixed, self._more = most, fixed, pace.more
+        self._rows = min(most, pace.start)
+        self._least = min(self._rows, pace.least)
+        self._plain = 0.0  # seconds of a round without prompts, a running mean
+
+    def rows(self, running: int = 1, waiting: int = 0) -> int:
+        """Of the coming round; `waiting` requests could start at once if their prompts were read."""
+        if not waiting:
+            return self._fixed or self._rows
+        more = [waiting >= max(count, share * running) for count, share in self._more]
+        return self._fixed or min(self._most, self._rows << sum(more))
+
+    def observe(self, seconds: float, rows: int) -> None:
+        """A round with `rows` rows of prompts took `seconds`. One pause of the machine changes little."""
+        if not rows:
+            known = self._plain or seconds
+            self._plain = known + PACE * (min(seconds, 2.0 * known) - known)
+        elif self._plain and 2 * rows >= self._rows:  # a short rest of a prompt says little
+            added = max(seconds - self._plain, 1e-9)
+            scale = min(max(SLOWER * self._plain / added, 0.5), 2.0)
+            self._rows = _rounded(min(self._most, max(self._least, rows * scale)))
+
+
+def _rounded(rows: float) -> int:
+    """Down to a multiple of 16, or of 64 from 128 on: passes of few different sizes."""
+    step = 64 if rows >= 128 else 16
+    return int(rows) // step * step
+
+
+def no_room_for(seq: SequenceState) -> Advance:
+    """Ends a sequence that cannot be prefilled even if all others leave."""
+    return seq.ended("error", InvalidInput(f"a request of {seq.max_length} tokens {NO_ROOM}"))
+
+
+def find_room(
+    target: Target,
+    seqs: Sequence[SequenceState],
+    budgets: Sequence[Budget],
+    readers: Sequence[SequenceState],
+    send_back: Callable[[SequenceState], None],
+) -> tuple[list[SequenceState], list[Budget]]:
+    """Room for a round of as many sequences as fit, the oldest first; prompts under way are given up first.
+
+    The last sequence does without a draft if it must.
+    """
+    left, others = dict(zip(seqs, budgets, strict=True)), list(readers)
+    while not target.make_room(list(left), [1 + budget.nodes for budget in left.values()]):
+        if others or len(left) > 1:
+            youngest = max(others or left, key=lambda seq: seq.id)
+            others = [seq for seq in others if seq is not youngest]
+            left.pop(youngest, None)
+            send_back(youngest)
+            log.info("the KV cache is full: sequence %d is preempted", youngest.id)
+        elif any(budget.nodes for budget in left.values()):
+            left = {seq: replace(budget, nodes=0, depth=0) for seq, budget in left.items()}
+        else:
+            raise InvalidInput(f"a sequence {NO_ROOM}")
+    return list(left), list(left.values())

@@ -1,5 +1,7 @@
 """SequenceState: one sequence of the engine, with its tokens, its rules for ending, its events and counts.
 
+`check_request` refuses requests that an engine cannot serve.
+
 Drafters, targets and controllers get this object and cannot change it: its fields and its tokens are read-only. Only
 `SequenceState.take` writes, the whole result of a round at once, and may be called again where it was interrupted:
 a fault leaves a sequence as it was before a round or as it is after it.
@@ -7,27 +9,17 @@ a fault leaves a sequence as it was before a round or as it is after it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from time import perf_counter
 from typing import Any, NamedTuple, NoReturn
 
 from forerun.engine.detokenize import Detokenizer
-from forerun.engine.metrics import RoundCounts, SequenceStats
+from forerun.engine.stats import RoundCounts, SequenceStats
+from forerun.errors import InvalidInput, PromptTooLong
 from forerun.params import SamplingParams
 from forerun.sources import LawRules, SourceRules
 from forerun.types import Event, FinishReason, Request
-from forerun.verify.warp import is_plain_greedy
-
-
-class Traits(NamedTuple):
-    """The constants of a sequence that rounds compare between sequences; equal ones are one object."""
-
-    verifier: str
-    is_plain_greedy: bool
-    wants_logprobs: bool
-    has_budget: bool  # of its own
+from forerun.verify.base import Traits
 
 
 class Tokens(list[int]):
@@ -55,6 +47,7 @@ class SequenceState:
     verifier: str
     shares_noise: bool
     detokenizer: Detokenizer
+    traits: Traits
     tokens: Tokens
     prompt_length: int
     drafting: str  # the drafter's name, or the plain one's where it has failed
@@ -72,15 +65,12 @@ class SequenceState:
     params: SamplingParams = field(init=False)
     source: tuple[int, ...] = field(init=False)
     rules: LawRules | None = field(init=False)
-    traits: Traits = field(init=False)
 
     def __post_init__(self) -> None:
         own = self.source_rules
         _set(self, "params", self.request.params)
         _set(self, "source", () if own is None else self.request.prompt)
         _set(self, "rules", None if own is None else own.laws)
-        wants_logprobs, has_budget = self.params.logprobs is not None, self.request.budget is not None
-        _set(self, "traits", _traits(self.verifier, is_plain_greedy(self), wants_logprobs, has_budget))
 
     @property
     def cache_salt(self) -> str | None:
@@ -169,14 +159,26 @@ class Advance(NamedTuple):
     error: Exception | None = None
 
 
-def traits_of(seqs: Sequence[SequenceState]) -> Sequence[Traits]:
-    """All that there are among these; mostly one."""
-    first = seqs[0].traits
-    # the usual cases, and quicker than a generator
-    if len(seqs) == 1 or all([seq.traits is first for seq in seqs]):  # noqa: C419
-        return (first,)
-    return tuple({seq.traits for seq in seqs})
+def check_request(
+    request: Request, vocab: int, longest: int, has_tokenizer: bool, source: SourceRules | None = None
+) -> None:
+    """Raise unless an engine of this vocabulary and context can serve it; `source` is an encoder-decoder's."""
+    length = len(request.prompt)
+    if not length:
+        raise InvalidInput("the prompt is empty; give at least one token")
+    if source is not None and length > source.longest:
+        raise PromptTooLong(f"the source has {length} tokens; the encoder reads {source.longest}: shorten it")
+    if source is None and length >= longest:
+        limit = f"the context of {longest} leaves no room to answer; shorten it"
+        raise PromptTooLong(f"the prompt has {length} tokens; {limit}")
+    if min(request.prompt) < 0 or max(request.prompt) >= vocab:
+        raise InvalidInput(f"a prompt token lies outside the vocabulary of {vocab}; check the tokenizer")
+    params = request.params
+    named = [*params.logit_bias, *(token for word in params.bad_words for token in word)]
+    if not all(0 <= token < vocab for token in named):
+        raise InvalidInput(f"logit_bias or bad_words name a token outside the vocabulary of {vocab}")
+    if params.stop and not has_tokenizer:
+        raise InvalidInput("stop strings need a tokenizer; pass one or use stop_token_ids")
 
 
-_traits = lru_cache(maxsize=1024)(Traits)
 _set, _write = object.__setattr__, list.__setitem__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -10,6 +11,54 @@ import torch
 from forerun.models.shared import SharedWeights
 from forerun.sources import SourceRules
 from forerun.types import Needs, Prompts, Scores, Seq, TreeBatch, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPace:
+    """How many rows of prompts share a pass with running sequences, before any such pass was timed."""
+
+    start: int  # rows
+    least: int  # rows: fewer cost nearly as much
+    # (waiting requests, their share of the running ones) from which on a pass takes twice, four times as many rows
+    more: tuple[tuple[int, float], ...]
+    early: bool  # prefill some prompts before a place in the batch is free
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a target can do, stated once by the target: rounds, drafters and controllers never ask for its device."""
+
+    overlap: (
+        int  # rounds that may be under way behind one that is not finished: see forerun.engine.round.Timeline
+    )
+    prefill: PrefillPace
+    captures: bool  # work beside its passes, such as heads, is captured as graphs
+    # it decides about chosen drafts on the device, also above temperature 0: drawn drafts would wait for the host
+    decides: bool
+    row_dtype: torch.dtype  # of hidden rows and heads, where its weights do not say
+
+    @classmethod
+    def of(cls, device: torch.device) -> Abilities:
+        """What every target on this kind of device can do."""
+        return ON_GPU if device.type == "cuda" else ON_CPU
+
+
+ON_CPU = Abilities(
+    overlap=0,
+    # a CPU passes 16 rows in nearly the time of one; running sequences would wait for a prompt that is read early
+    prefill=PrefillPace(start=32, least=16, more=((4, 1 / 8), (8, 1 / 2)), early=False),
+    captures=False,
+    decides=False,
+    row_dtype=torch.float32,
+)
+ON_GPU = Abilities(
+    overlap=2,
+    # trees fill its passes, so that rows of prompts cost the same in larger passes
+    prefill=PrefillPace(start=256, least=256, more=((2, 1 / 12), (6, 1 / 6)), early=True),
+    captures=True,
+    decides=True,
+    row_dtype=torch.bfloat16,
+)
 
 
 class Target(Protocol):
@@ -32,6 +81,11 @@ class Target(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def can(self) -> Abilities:
+        """What it can do; `Abilities.of(self.device)` is right for most targets."""
+        ...
 
     @property
     def used_slots(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.models.attention import Span
+from forerun.models.base import Abilities
 from forerun.models.begun import Begun
 from forerun.models.layer_subset import LayerSubset
 from forerun.models.paged import PagedKV, slots_of
@@ -80,6 +81,10 @@ class PartialTarget:
     @property
     def device(self) -> torch.device:
         return self.whole.device
+
+    @property
+    def can(self) -> Abilities:
+        return Abilities.of(self.device)
 
     @property
     def used_slots(self) -> int:

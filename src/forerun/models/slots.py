@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import InvalidInput
+from forerun.models.base import Abilities
 from forerun.models.config import DecoderConfig
 from forerun.models.kv_budget import slot_bytes
 from forerun.models.paged import Extent, PagedKV
@@ -71,6 +72,10 @@ class SlotTarget:
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def can(self) -> Abilities:
+        return Abilities.of(self.device)
 
     @property
     def used_slots(self) -> int:

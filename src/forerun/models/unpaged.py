@@ -5,6 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import torch
+
+from forerun.models.base import Abilities
 from forerun.sources import SourceRules
 from forerun.types import Needs, Seq
 
@@ -17,7 +20,15 @@ class UnpagedTarget(ABC):
 
     @property
     @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @property
+    @abstractmethod
     def used_slots(self) -> int: ...
+
+    @property
+    def can(self) -> Abilities:
+        return Abilities.of(self.device)
 
     @property
     def cached_slots(self) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from forerun import registry
 from forerun.completion import Completion
-from forerun.engine.metrics import Form
+from forerun.engine.stats import Form
 from forerun.errors import ForerunError
 from forerun.heads import heads_in_the_box
 from forerun.messages import Event

@@ -12,9 +12,8 @@ from typing import Any
 
 from forerun.async_llm import AsyncLLM
 from forerun.completion import Completion
+from forerun.engine.driver import HeadSwap
 from forerun.engine.engine import Engine
-from forerun.engine.head_swap import HeadSwap
-from forerun.engine.progress import prompt_progress
 from forerun.messages import Event
 from forerun.models.base import ServedByProcesses
 from forerun.server.backend import CLOSING, Backend, EngineHangs, Load, ProgressWatch, Restarted, why_ended
@@ -36,7 +35,7 @@ def load_of(engine: Engine) -> Load:
 
 def progress_of(engine: Engine) -> tuple[int, int]:
     """What changes whenever an engine gets on: rounds, and tokens of prompts that are cached."""
-    return engine.stats.rounds, prompt_progress(engine)[0]
+    return engine.stats.rounds, engine.prefill_progress()[0]
 
 
 def lost_process_of(engine: Engine) -> str | None:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from forerun.completion import Completion
-from forerun.engine.metrics import Form
+from forerun.engine.stats import Form
 from forerun.server.backend import Backend, Load
 from forerun.server.generation import Timing
 

@@ -108,7 +108,7 @@ def _beside_a_thread(loader: Loader, trace: Path | None, answer: Answer) -> int 
         llm = loader()
         import_application()
     from forerun.async_llm import AsyncLLM
-    from forerun.engine.metrics import traced
+    from forerun.engine.stats import traced
     from forerun.server.local_backend import LocalBackend
 
     with traced(llm.engine.stats, trace):

@@ -5,7 +5,7 @@
 
 Without a menu there is no head: look-ups alone, or with looks_up=False plain decoding.
 
-As in forerun.engine.following, a round of the head's, or a plain one, may be launched before the last one is read,
+As in forerun.engine.engine, a round of the head's, or a plain one, may be launched before the last one is read,
 which hides what the host does; any other round shows it. Look-ups, texts and the controller are real; which tokens of
 a text a head misses is drawn. One text is written behind the other, so that two runs can be compared token by token.
 """
@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
-from forerun.drafters.base import BaseDrafter, Drafter, LookupDrafter, lone_roots
+from forerun.drafters.base import BaseDrafter, Drafter, LookupDrafter, NoDrafter, lone_roots
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
-from forerun.drafters.none import NoDrafter
 from forerun.offers import Form, Menu, Offer
 from forerun.testing.lookup_simulator import Text
 from forerun.testing.menu_simulator import level_rate
@@ -166,7 +165,7 @@ class FollowSimulation:
         self.history.add(kind, len(fresh), spent)
 
     def _follows(self, can: bool, plain: bool) -> bool:
-        """Is the next round launched before this one is read? As in forerun.engine.following."""
+        """Is the next round launched before this one is read? As in forerun.engine.engine."""
         if len(self.seq.tokens) + 1 >= self.seq.max_length:
             return False
         if plain:

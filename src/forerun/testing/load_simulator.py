@@ -20,7 +20,8 @@ from forerun.control.base import Controller
 from forerun.control.cost import CostModel
 from forerun.control.fixed import FixedController
 from forerun.engine.engine import Engine
-from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.scheduler import PrefillRows
+from forerun.models.base import ON_GPU
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.testing.simulated_gpu import SimulatedClock, SimulatedGPU, SimulatedHead
 from forerun.testing.simulated_speeds import Speeds, h200
@@ -84,9 +85,9 @@ class SimulatedServer:
         else:
             controller = FixedController(0)
         self.engine.controller = controller
-        self.engine.prompt_rows = PromptRows("cuda", self.gpu.pass_rows, None)
+        self.engine.prefill_rows = PrefillRows(ON_GPU.prefill, self.gpu.pass_rows, None)
         self.engine.stats.now = self.clock
-        self.engine.launches_ahead = self.engine.follows_unread = True
+        self.engine.timeline.depth = 2
         self.engine.scheduler.reads_early = True
 
     def serve(self, some: Sequence[Ask], clients: int, apart: float = 0.0) -> Answered:
@@ -107,7 +108,7 @@ class SimulatedServer:
             if not self.engine.busy:
                 self.clock.wait_until(arrivals[0][0])
                 continue
-            if (left := self.engine.late_launch.left(self.engine)) > 0.0:  # as forerun.engine.driver does
+            if (left := self.engine.spare_seconds()) > 0.0:  # as forerun.engine.driver does
                 coming_at = arrivals[0][0] if arrivals else float("inf")
                 self.clock.wait_until(min(self.clock.seconds + left, coming_at))
                 continue

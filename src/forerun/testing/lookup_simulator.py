@@ -2,7 +2,7 @@
 
     LookupSimulation(H200, HostSeconds(), NgramDrafter(), texts, batch=32).run(1000).worst_window()
 
-The device and the host have clocks of their own. As in forerun.engine.following, the next plain pass is launched before
+The device and the host have clocks of their own. As in forerun.engine.engine, the next plain pass is launched before
 the last one is read where the controller says that it is plain, which hides the host's work; a round that drafts waits
 for the host. Whoever has written a text is followed by the next one.
 """

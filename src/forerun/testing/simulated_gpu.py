@@ -3,7 +3,7 @@
 Passes take t(rows), rounded up to the sizes that passes have there; drafts and the head's reading of prompts take their
 own time in the same stream; the host's work takes time too, and is hidden while the device is busy. What goes into a
 pass is decided by the code that decides it on a GPU (forerun.models.cuda.chunks), and rounds are launched before the
-last was read by the real engine (forerun.engine.following). How many tokens of a tree are accepted is drawn.
+last was read by the real engine (forerun.engine.engine). How many tokens of a tree are accepted is drawn.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""The Verifier protocol: a pure function from trees and laws to a verdict."""
+"""The Verifier protocol, a pure function from trees and laws to a verdict; and what an engine asks of verifiers."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from forerun.noise import Noise
-from forerun.types import Laws, TreeBatch, Verdict
+from forerun.params import SamplingParams
+from forerun.sources import LawRules
+from forerun.types import Laws, Scores, Seq, TokenLogprob, TreeBatch, Verdict
 
 
 class Verifier(Protocol):
@@ -26,4 +29,63 @@ class Verifier(Protocol):
 
     def verify(self, trees: TreeBatch, laws: Laws, noise: Noise) -> Verdict:
         """Walk every tree from its root; return the accepted path and the bonus token."""
+        ...
+
+
+class Traits(NamedTuple):
+    """The constants of a sequence that rounds compare between sequences; equal ones are one object."""
+
+    verifier: str
+    is_plain_greedy: bool  # its law is the argmax of the logits as they are
+    wants_logprobs: bool
+    has_budget: bool  # of its own
+
+
+class DecidedSeq(Seq, Protocol):
+    """A sequence with a verifier."""
+
+    @property
+    def verifier(self) -> str: ...
+    @property
+    def traits(self) -> Traits: ...
+
+
+def traits_of(seqs: Sequence[DecidedSeq]) -> Sequence[Traits]:
+    """The different traits among these sequences; mostly one."""
+    first = seqs[0].traits
+    # the usual cases, and quicker than a generator
+    if len(seqs) == 1 or all([seq.traits is first for seq in seqs]):  # noqa: C419
+        return (first,)
+    return tuple({seq.traits for seq in seqs})
+
+
+class Verifiers(Protocol):
+    """What an engine asks of the verifiers of its sequences."""
+
+    def get(self, name: str) -> Verifier: ...
+
+    def decide(self, seqs: Sequence[DecidedSeq], trees: TreeBatch, scores: Scores) -> tuple[Laws, Verdict]:
+        """Laws and verdict of a round."""
+        ...
+
+    def device_decides(self, seqs: Sequence[DecidedSeq]) -> bool:
+        """Does a device that samples decide about all of these sequences, some of which are sampled?"""
+        ...
+
+    def is_exact(self, name: str) -> bool: ...
+
+    def traits(
+        self, params: SamplingParams, rules: LawRules | None, verifier: str, has_budget: bool
+    ) -> Traits:
+        """The constants of a new sequence."""
+        ...
+
+    def reads_largest_only(self, seqs: Sequence[Seq]) -> bool:
+        """Do their laws depend on the largest logit alone, and on what the model's own rules force or ban?"""
+        ...
+
+    def logprobs(
+        self, laws: Laws, nodes: Sequence[int], tokens: Sequence[int], top: int
+    ) -> tuple[TokenLogprob, ...]:
+        """Of tokens[i] under the law after nodes[i], and of the `top` likeliest there."""
         ...

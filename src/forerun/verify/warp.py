@@ -125,8 +125,12 @@ def _truncate(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
 
 def is_plain_greedy(seq: Seq) -> bool:
     """Is the law the argmax of the logits as they are? Asked every round."""
-    params = seq.params
-    if params.temperature != 0.0 or params.logit_bias or seq.rules is not None:
+    return keeps_argmax(seq.params, seq.rules)
+
+
+def keeps_argmax(params: SamplingParams, rules: LawRules | None) -> bool:
+    """Is the law under these parameters and rules the argmax of the logits as they are?"""
+    if params.temperature != 0.0 or params.logit_bias or rules is not None:
         return False
     return not _params_read_path(params)
 

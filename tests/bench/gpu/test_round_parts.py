@@ -11,8 +11,8 @@ from forerun.bench.gpu.round_parts import (
     product_names,
     tell,
 )
+from forerun.drafters.base import NoDrafter
 from forerun.drafters.cuda.model_drafter import on_device
-from forerun.drafters.none import NoDrafter
 from forerun.offers import Form
 from tests.gpu.heads import both_drafters
 from tests.gpu.tiny import make_target

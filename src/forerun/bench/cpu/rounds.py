@@ -18,7 +18,7 @@ from statistics import mean, median
 from typing import Any
 
 from forerun.bench.settings import PLAIN
-from forerun.engine.round_clock import PARTS
+from forerun.engine.clock import PARTS
 from forerun.errors import ForerunError, InvalidInput
 
 BEHIND_PLAIN, BEHIND_DRAFT = "1 behind a plain round", "1 behind a drafted round"

@@ -1,6 +1,6 @@
 """Rounds over recorded texts: real acceptance, a GPU's times, and a fixed form or the real controller.
 
-As in forerun.engine.following the next round is launched before the last one is read, where the controller's plan
+As in forerun.engine.engine the next round is launched before the last one is read, where the controller's plan
 holds, and what follows the end of all texts is dropped; a round that is read first shows the host's work. Prompts are
 read one by one, in time of their own. The head drafts alone: look-ups are left out.
 """

@@ -29,7 +29,7 @@ from forerun.bench.gpu.inflated import load_ready
 from forerun.bench.gpu.kernel_trace import cut_up, idle, kind_of, said, traced
 from forerun.bench.machine import machine_facts
 from forerun.engine.engine import Engine
-from forerun.engine.pending import Launched
+from forerun.engine.round import LaunchedRound
 from forerun.params import SamplingParams
 from forerun.testing.host_waits import HostWaits
 from forerun.types import Request
@@ -56,14 +56,14 @@ class Watched:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.followed, self.read_first = engine, 0, 0
-        finish: Callable[[Launched], None] = engine._finish
+        finish: Callable[[LaunchedRound], None] = engine._close
 
-        def counted(launched: Launched) -> None:
+        def counted(launched: LaunchedRound) -> None:
             self.followed += launched.trees.follows is not None
             self.read_first += launched.trees.follows is None
             finish(launched)
 
-        engine._finish = counted  # type: ignore[method-assign]
+        engine._close = counted  # type: ignore[method-assign]
 
     def serve(self, some: Iterator[Request], clients: int, waits: HostWaits | None = None) -> dict[str, Any]:
         """Answer all of these; what a round took on average."""

@@ -37,8 +37,9 @@ from forerun.drafters.eagle.cuda.feature_fusion import make_net
 from forerun.drafters.hybrid import HybridDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.engine import Engine
-from forerun.engine.prompt_rows import PromptRows
+from forerun.engine.scheduler import PrefillRows
 from forerun.messages import ALWAYS
+from forerun.models.base import ON_GPU
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
 from forerun.models.inflate import Shape
@@ -152,8 +153,8 @@ def make_drafting(target: CudaDecoder, batch: int, draft: DeviceDraft | None) ->
     """An engine that launches rounds as on a GPU, with look-ups and the head, if there is one."""
     speculative = SpeculativeConfig(drafter="none", controller="fixed")
     engine = make_engine(target, frozenset({2}), speculative, EngineConfig(max_batch=batch))
-    engine.launches_ahead = engine.follows_unread = engine.scheduler.reads_early = True
-    engine.prompt_rows = PromptRows("cuda", target.pass_rows)
+    engine.timeline.depth, engine.scheduler.reads_early = 2, True
+    engine.prefill_rows = PrefillRows(ON_GPU.prefill, target.pass_rows)
     if draft is not None:
         engine.drafters.add("device", HybridDrafter(NgramDrafter(), DeviceEagle(draft, NgramDrafter)))
         engine.default_drafter = "device"

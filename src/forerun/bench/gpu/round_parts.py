@@ -27,12 +27,11 @@ from forerun.bench.gpu.stand_ins import SHAPE_OF_0_5B, SHAPE_OF_1_5B, random_dec
 from forerun.bench.machine import machine_facts
 from forerun.build import make_engine
 from forerun.control.fixed import ALWAYS, FixedController
-from forerun.drafters.base import Drafter
+from forerun.drafters.base import Drafter, NoDrafter
 from forerun.drafters.cuda.model_draft import ModelDraft
 from forerun.drafters.cuda.model_drafter import DeviceModelDrafter
 from forerun.drafters.eagle.cuda.drafter import DeviceEagle
 from forerun.drafters.eagle.files import read_head
-from forerun.drafters.none import NoDrafter
 from forerun.engine.engine import Engine
 from forerun.errors import InvalidInput
 from forerun.heads import BOX

@@ -67,7 +67,7 @@ class DFlashDrafter:
     @classmethod
     def build(cls, parts: Parts) -> DFlashDrafter:
         head = load_block(parts.head_folder(cls.kind), parts.target, cls.kind)
-        drafter = cls(head, sampled=wants_sampling(parts.speculative, parts.target.device))
+        drafter = cls(head, sampled=wants_sampling(parts.speculative, parts.target.can))
         drafter.warm_up()
         return drafter
 

@@ -107,12 +107,12 @@ class EagleDrafter:
     @classmethod
     def build(cls, parts: Parts) -> Drafter:
         """On a GPU drafting stays on the device, in trees that follow the head's confidence, where that can be."""
-        folder, sampled = parts.head_folder(cls.kind), wants_sampling(parts.speculative, parts.target.device)
+        folder, sampled = parts.head_folder(cls.kind), wants_sampling(parts.speculative, parts.target.can)
 
         def plain() -> Drafter:
             return cls(cls.load(folder, parts.target), sampled=sampled)
 
-        if parts.target.device.type != "cuda":
+        if not parts.target.can.captures:
             return plain()
         from forerun.drafters.eagle.cuda.drafter import on_device
 

@@ -2,7 +2,7 @@
 
 In a plain round every tree is its root. The next roots are the argmax of this pass, or what was sampled from it on the
 device (models/cuda/sampled.py), one position further: so the next pass can be launched before the host knows them
-(forerun.engine.following). Sequences that have joined meanwhile, and chunks of prompts, are known to the host and go
+(forerun.engine.engine). Sequences that have joined meanwhile, and chunks of prompts, are known to the host and go
 into the same pass. Sequences that have ended leave their rows unused; rows do not depend on their company, so the
 others stay as they are. A pass whose rows are not used has written keys and values behind what is committed, where
 whatever comes next writes before it reads: all passes run in one stream.

@@ -19,7 +19,7 @@ def opening_of(target: Target, tokenizer: object) -> tuple[int, ...]:
 
     On a CPU it is not asked for: drafters read the target's habits behind it, and passes for that take a minute there.
     """
-    if target.device.type == "cpu" or target.source_rules is not None:
+    if not target.can.captures or target.source_rules is not None:
         return ()
     from forerun.models.load.tokenizer import Tokenizer
 

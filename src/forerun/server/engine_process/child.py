@@ -60,7 +60,7 @@ def serve(channel: Channel, reader: Reader, loader: Loader, trace: str | None) -
         from forerun.server.engine_process.texts import Texts
 
         texts = Texts(llm, channel)
-    from forerun.engine.metrics import traced
+    from forerun.engine.stats import traced
 
     with traced(llm.engine.stats, None if trace is None else Path(trace)):
         reader.texts = texts  # first: orders may come as soon as the front knows

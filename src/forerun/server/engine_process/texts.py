@@ -10,11 +10,10 @@ from threading import main_thread
 from time import process_time
 
 from forerun.completion import ended_of
-from forerun.engine.cpu_time import seconds_of
-from forerun.engine.driver import Handle, Waiter
+from forerun.engine.driver import Handle, HeadSwap, Waiter
 from forerun.engine.engine import Engine
-from forerun.engine.head_swap import HeadSwap
 from forerun.engine.sequence import SequenceState
+from forerun.engine.stats import seconds_of
 from forerun.llm import LLM
 from forerun.server.engine_process.channel import Channel
 from forerun.server.engine_process.wire import (

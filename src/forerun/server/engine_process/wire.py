@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forerun import errors
 from forerun.completion import Completion, Ended
-from forerun.engine.metrics import RoundCounts
+from forerun.engine.stats import RoundCounts
 from forerun.errors import ForerunError, InvalidInput
 from forerun.messages import Branch, Budget, Event, Request, TokenLogprob
 from forerun.models.load.tokenizer import TokenizerParts

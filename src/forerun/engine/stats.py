@@ -1,23 +1,27 @@
-"""Statistics: counts per round, per sequence and for the engine."""
+"""Statistics: counts per round, per sequence and for the engine; a trace of all rounds; CPU time of a thread."""
 
 from __future__ import annotations
 
+import json
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO
 
-from forerun.engine.round_clock import PARTS, RoundClock
-from forerun.engine.trace import Trace
+from forerun.engine.clock import PARTS, RoundClock
+from forerun.errors import InvalidInput
 
 if TYPE_CHECKING:
     from forerun.trees import Seconds
     from forerun.types import Round, Scores
 
 Form = Literal["plain", "chain", "tree"]
+TRACKS = {"rounds": 1, **{part: 2 + i for i, part in enumerate(PARTS)}}
 
 
 class RoundCounts(NamedTuple):
@@ -66,6 +70,70 @@ class SequenceStats:
     def accepted_per_position(self) -> list[float]:
         """Of the rounds whose tree reached depth 1, 2, ...: the share whose path did."""
         return [kept / reached for kept, reached in zip(self.kept, self.reached, strict=True) if reached]
+
+
+class Trace:
+    """Every round as a JSON file for chrome://tracing or ui.perfetto.dev.
+
+    One track has the rounds, with their batch, draft and accepted tokens; one track per part has the time of each
+    round in it. On a GPU parts overlap; they are drawn one behind the other, as they are booked, and add up to the
+    round. Events are written as they come: the file is readable at any time, and complete JSON once it is closed.
+    """
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self._file: TextIO | None = file.open("w", encoding="utf-8")
+        except OSError as error:
+            raise InvalidInput(
+                f"cannot write the trace {str(file)!r}: {error.strerror}; choose another file"
+            ) from None
+        self._first: float | None = None
+        self._ended = float("-inf")  # the last round
+        self._rounds = 0
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": name}}
+            for name, track in TRACKS.items()
+        ]
+        self._file.write("[\n" + ",\n".join(json.dumps(one) for one in names))
+
+    def add_round(self, started: float, seconds: Mapping[str, float], outcome: Round, tokens: int) -> None:
+        """A round that began then, and what it spent by part."""
+        self._rounds += 1
+        drafted = {
+            "batch": len(outcome.seqs), "nodes": sum(outcome.drafted), "most_nodes": max(outcome.drafted),
+            "depth": max(outcome.depths), "accepted": sum(outcome.accepted), "tokens": tokens,
+            "prompt_rows": outcome.prompt_rows,
+        }  # fmt: skip
+        # rounds whose passes were run ahead in one call each have their share of it: none begins before the last ends
+        started = max(started, self._ended)
+        self._ended = started + sum(seconds.values())
+        self._add("rounds", f"round {self._rounds}", started, sum(seconds.values()), drafted)
+        at = started
+        for part in PARTS:
+            if seconds[part] > 0.0:
+                self._add(part, part, at, seconds[part], {"round": self._rounds})
+            at += seconds[part]
+
+    def add_prompts(self, started: float, seconds: float, rows: int) -> None:
+        """A pass over prompts alone; on a GPU its launch, while the pass itself is shown with the next round."""
+        self._add("prompt", "prompts", started, seconds, {"prompt_rows": rows})
+
+    def close(self) -> None:
+        """Complete the file; a second call changes nothing."""
+        if self._file is not None:
+            self._file.write("\n]\n")
+            self._file.close()
+            self._file = None
+
+    def _add(self, track: str, name: str, started: float, seconds: float, args: Mapping[str, Any]) -> None:
+        if self._file is None:
+            return
+        self._first = started if self._first is None else self._first
+        event = {
+            "name": name, "ph": "X", "pid": 1, "tid": TRACKS[track], "args": args,
+            "ts": round(1e6 * (started - self._first), 3), "dur": round(1e6 * seconds, 3),
+        }  # fmt: skip
+        self._file.write(",\n" + json.dumps(event))
 
 
 @dataclass(slots=True)
@@ -164,3 +232,13 @@ def traced(stats: EngineStats, file: Path | None) -> Iterator[None]:
     finally:
         stats.trace.close()
         stats.trace = None
+
+
+def seconds_of(thread: Thread) -> float:
+    """CPU time of a thread so far; 0 once it has ended, or where the system does not say."""
+    if thread.ident is None or not thread.is_alive():
+        return 0.0
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    except (AttributeError, OSError):
+        return 0.0

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from forerun.engine import late_launch
-from forerun.engine.late_launch import LATE, LAUNCHES, LONGER, QUIET, SPARE, LateLaunch
+from forerun.engine import round as rounds
+from forerun.engine.round import LATE, LAUNCHES, LONGER, QUIET, SPARE, LaunchDeadline
 from forerun.params import SamplingParams
 from forerun.testing.load_simulator import Answered, SimulatedServer, asks
 from forerun.testing.simulated_gpu import SimulatedGPU
@@ -26,14 +26,9 @@ def launched(
     return SimpleNamespace(seqs=seqs, trees=trees, scores=SimpleNamespace(seconds=lambda: seconds, read=read))
 
 
-def engine_at(now: float, follows: bool = True, places: bool = True) -> Any:
-    stats = SimpleNamespace(now=lambda: now)
-    return SimpleNamespace(follows_unread=follows, scheduler=SimpleNamespace(has_places=places), stats=stats)
-
-
-def after_a_round(waited: float = 1.0, **other: Any) -> LateLaunch:
+def after_a_round(waited: float = 1.0, **other: Any) -> LaunchDeadline:
     """A round of one sequence was read at 1.0, and another of two is under way."""
-    late = LateLaunch()
+    late = LaunchDeadline()
     late.note_launch(5e-4)
     late.note_read(launched([A], **other), launched([A, B]), waited, 1.0)
     return late
@@ -42,44 +37,52 @@ def after_a_round(waited: float = 1.0, **other: Any) -> LateLaunch:
 def test_it_waits_until_shortly_before_the_round_under_way_ends() -> None:
     late = after_a_round()
     whole = ROUND - SPARE - LAUNCHES * 5e-4
-    assert late.left(engine_at(1.0)) == pytest.approx(whole)
-    assert late.left(engine_at(1.0 + whole + 1e-6)) < 0.0
+    assert late.left(1.0) == pytest.approx(whole)
+    assert late.left(1.0 + whole + 1e-6) < 0.0
 
 
 def test_it_does_not_wait_where_it_does_not_know_when_that_is() -> None:
-    assert after_a_round(waited=LATE / 2).left(engine_at(1.0)) == 0.0, "the host was late"
-    assert after_a_round(seconds=None).left(engine_at(1.0)) == 0.0, "nothing was timed"
-    assert after_a_round(read=object()).left(engine_at(1.0)) == 0.0, "prompts made it longer"
-    assert after_a_round(form="another").left(engine_at(1.0)) == 0.0, "another kind of round"
+    assert after_a_round(waited=LATE / 2).left(1.0) == 0.0, "the host was late"
+    assert after_a_round(seconds=None).left(1.0) == 0.0, "nothing was timed"
+    assert after_a_round(read=object()).left(1.0) == 0.0, "prompts made it longer"
+    assert after_a_round(form="another").left(1.0) == 0.0, "another kind of round"
     late = after_a_round()
     late.note_read(launched([A, B]), None, 1.0, 1.1)
-    assert late.left(engine_at(1.1)) == 0.0, "nothing is under way"
+    assert late.left(1.1) == 0.0, "nothing is under way"
 
 
-def test_it_does_not_wait_where_nobody_can_come() -> None:
+def test_it_does_not_wait_where_no_request_can_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make().engine
+    monkeypatch.setattr(engine.deadline, "left", lambda now: 1.0)
+    assert engine.spare_seconds() == 0.0, "rounds do not overlap on a CPU"
+    engine.timeline.depth = 2
+    assert engine.spare_seconds() == 1.0
+    engine.max_batch = 0
+    assert engine.spare_seconds() == 0.0, "no place is free"
+
+
+def test_it_does_not_wait_where_no_sequence_has_joined_or_left_for_long() -> None:
     late = after_a_round()
-    assert late.left(engine_at(1.0, places=False)) == 0.0
-    assert late.left(engine_at(1.0, follows=False)) == 0.0
     for _ in range(QUIET - 1):
         late.note_read(launched([A, B]), launched([A, B]), 1.0, 1.0)
-    assert late.left(engine_at(1.0)) > 0.0
+    assert late.left(1.0) > 0.0
     late.note_read(launched([A, B]), launched([A, B]), 1.0, 1.0)
-    assert late.left(engine_at(1.0)) == 0.0
+    assert late.left(1.0) == 0.0
 
 
 def test_the_shortest_of_late_counts() -> None:
     late = after_a_round()
-    before = late.left(engine_at(1.0))
+    before = late.left(1.0)
     late.note_read(launched([A, B], 2 * ROUND), launched([A]), 1.0, 1.0)
-    assert late.left(engine_at(1.0)) == pytest.approx(before + (LONGER - 1.0) * ROUND)
+    assert late.left(1.0) == pytest.approx(before + (LONGER - 1.0) * ROUND)
     late.note_read(launched([A], ROUND / 2), launched([A, B]), 1.0, 1.0)
-    assert late.left(engine_at(1.0)) == pytest.approx(before - ROUND / 2)
+    assert late.left(1.0) == pytest.approx(before - ROUND / 2)
 
 
 def test_a_round_behind_nothing_begins_when_it_is_launched() -> None:
     late = after_a_round()
     late.note_start(launched([B]), 3.0)
-    assert late.left(engine_at(3.0)) == pytest.approx(ROUND - SPARE - LAUNCHES * 5e-4)
+    assert late.left(3.0) == pytest.approx(ROUND - SPARE - LAUNCHES * 5e-4)
 
 
 class Idle:
@@ -111,7 +114,7 @@ def test_clients_that_ask_again_are_read_a_round_earlier(
     idle = Idle(monkeypatch)
     late = served(drafts, 32)
     idle_late, idle.seconds = idle.seconds, 0.0
-    monkeypatch.setattr(late_launch, "QUIET", 0)  # nobody is waited for
+    monkeypatch.setattr(rounds, "QUIET", 0)  # nobody is waited for
     early = served(drafts, 32)
     assert late.first_at(0.5) < 0.9 * early.first_at(0.5)
     assert late.first_at(0.99) <= 1.01 * early.first_at(0.99)
@@ -131,7 +134,7 @@ def test_who_leads_is_woken_by_a_request_while_it_waits(monkeypatch: pytest.Monk
             asked.set()
 
     monkeypatch.setattr(engine, "enqueue", enqueue)
-    monkeypatch.setattr(engine.late_launch, "left", lambda _: 0.0 if asked.is_set() else 3600.0)
+    monkeypatch.setattr(engine, "spare_seconds", lambda: 0.0 if asked.is_set() else 3600.0)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     threads = [threading.Thread(target=llm.generate, args=("ab", params), daemon=True) for _ in range(2)]
     for thread in threads:

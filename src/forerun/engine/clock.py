@@ -1,14 +1,12 @@
 """RoundClock: seconds of a round by part, the same parts on a CPU and on a GPU.
 
-prompt: reading prompts. draft: proposing trees. pass: the target's pass over them. verdict: laws, verification and
-reading its result. host: planning, launching, committing and emitting. Together they are what the round took.
-
-On a GPU work is only launched, and the host waits once, for the verdict. What it waited for, passes over prompts, a
-draft, the pass, is known from events on the device (`Scores.seconds`) that have passed by then, and is booked where it
-belongs; what the host spent launching a pass is its own. A round that was launched before the last one was read takes
-the device's time, whatever the host does meanwhile: only what the device did not work is the host's.
-
-Where a target runs passes of coming rounds in one call (`Scores.ahead`), each round is booked its share of the call.
+prompt: prefill. draft:
+proposing trees. pass: the target's pass over the trees. verdict: laws, verification and reading the result. host:
+planning, launching, committing and emitting. Together the parts are what the round took. On a GPU work is only
+launched, and the host waits once, for the verdict. What the host waited for (prefill, draft, pass) is known from
+events on the device (`Scores.seconds`) and is booked under its own part; the time of launching a pass is the host's.
+A round that overlaps the one before it takes the device's time: only the time in which the device was idle is the
+host's. Where a target runs the passes of several rounds in one call (`Scores.ahead`), each round is booked its share.
 """
 
 from __future__ import annotations

@@ -1,0 +1,286 @@
+"""Rounds that are under way: the timeline of an engine, and when the next round must be launched.
+
+`Timeline` has the rounds that were launched and not read yet, and the change of state under way:
+
+    OPEN       members are held; a fault undoes them
+    LAUNCHED   the pass runs; a later round may overlap it (`Timeline.depth`)
+    DECIDED    the verdict was read; a fault undoes the round, and drops the round behind it
+    WRITTEN    tokens are known (`Change.advances`); a fault completes the round
+
+`LaunchDeadline` says how long an OPEN round may wait for further requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from forerun.engine.clock import RoundClock
+from forerun.engine.sequence import Advance, SequenceState
+from forerun.types import Event, Scores, TreeBatch, TreeForm, Verdict
+
+if TYPE_CHECKING:
+    from forerun.engine.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class Change:
+    """A change of state under way: undone until its advances are known, completed from then on."""
+
+    __slots__ = ("advances", "seqs")
+
+    def __init__(self, seqs: Sequence[SequenceState], advances: list[Advance] | None = None) -> None:
+        self.seqs, self.advances = seqs, advances  # some sequences may be named twice
+
+    def members(self) -> list[SequenceState]:
+        """Its sequences, each of them once."""
+        return [*{seq.id: seq for seq in self.seqs}.values()]
+
+
+class LaunchedRound(NamedTuple):
+    """A round whose pass was launched: its result can be read."""
+
+    change: Change  # what is completed or undone when it is read
+    seqs: list[SequenceState]
+    readers: list[SequenceState]  # whose prompts are prefilled by the same pass
+    trees: TreeBatch
+    scores: Scores
+    clock: RoundClock
+    repeats: int  # further rounds of the same plan that may be launched before this one is read
+    may_draft: bool  # did the plan let any sequence draft?
+
+    def after(self, clock: RoundClock) -> LaunchedRound | None:
+        """This round once the round before it has been closed; None = all of its sequences ended with that."""
+        if all(seq.finished is not None for seq in self.seqs):
+            return None
+        members = [seq for seq in self.change.seqs if seq.finished is None]
+        return self._replace(change=Change(members), clock=clock)
+
+    def without_ended(self, verdict: Verdict) -> tuple[list[SequenceState], TreeBatch, Scores, Verdict]:
+        """Its sequences, trees, scores and verdict, less the sequences that ended before it was read."""
+        for seq in self.seqs:
+            if seq.finished is not None:
+                break
+        else:
+            return self.seqs, self.trees, self.scores, verdict
+        kept = [b for b, seq in enumerate(self.seqs) if seq.finished is None]
+        seqs, trees = [self.seqs[b] for b in kept], self.trees.kept(kept)
+        return seqs, trees, self._scores_of(kept), verdict.kept(kept)
+
+    def _scores_of(self, kept: Sequence[int]) -> Scores:
+        """Scores of some trees; trees of a form know their rows themselves (`TreeBatch.members`)."""
+        if self.trees.form is not None:
+            return self.scores
+        # only the number of rows matters: another pass has written there
+        logits = self.scores.required_logits[: len(kept)]
+        hidden = {layer: rows_of(rows, kept) for layer, rows in self.scores.hidden.items()}
+        return replace(self.scores, logits=logits, hidden=hidden)
+
+
+class Timeline:
+    """The rounds of an engine that are under way, oldest first; every change of it can be repeated if interrupted.
+
+    `depth` says how far rounds overlap: 0 = each is read and written before the next is launched; 1 = the next is
+    launched before the events of the last are returned; 2 = the next is launched before the last is even read.
+    """
+
+    def __init__(self, scheduler: Scheduler, forget: Callable[[SequenceState], None], depth: int = 0) -> None:
+        """`forget` frees everything that target, drafters and controller hold for a sequence."""
+        self.scheduler, self._forget, self.depth = scheduler, forget, depth
+        self.first: LaunchedRound | None = None  # launched, not read
+        self.second: LaunchedRound | None = None  # launched behind it
+        self.change: Change | None = None
+        self.events: list[Event] = []  # of rounds that were completed; not returned yet
+
+    @property
+    def is_idle(self) -> bool:
+        return self.first is None and self.second is None and self.change is None
+
+    def open(self, seqs: Sequence[SequenceState]) -> Change:
+        """A change of these sequences begins; a fault undoes it."""
+        self.change = Change(seqs)
+        return self.change
+
+    def launched(self, launched: LaunchedRound) -> None:
+        """OPEN -> LAUNCHED; the change ends last, so that whatever interrupts a launch undoes it."""
+        self.first = launched
+        self.change = None
+
+    def read(self, launched: LaunchedRound) -> Change:
+        """LAUNCHED -> DECIDED: the oldest round is being read and written."""
+        self.change, self.first = launched.change, None
+        return launched.change
+
+    def close(self, clock: RoundClock) -> LaunchedRound | None:
+        """WRITTEN -> closed: the round behind it is the oldest now. Returns that one if all its sequences ended."""
+        behind, self.second = self.second, None
+        if behind is not None:
+            self.first = behind.after(clock)
+        return behind if behind is not None and self.first is None else None
+
+    def end(self, advance: Advance) -> None:
+        """End a sequence, wherever it is."""
+        self.change = Change([advance.seq], [advance])
+        self.repair()
+
+    def send_back(self, seq: SequenceState) -> None:
+        """Preempt a running sequence: it queues again with the tokens that it has."""
+        self._undo([seq])
+        self.change = Change(self.scheduler.running)
+
+    def repair(self) -> None:
+        """Complete or undo a change that was interrupted. May itself be interrupted and repeated."""
+        change = self.change
+        if change is None:
+            return
+        if change.advances is None:
+            self._undo(change.members())
+            return
+        for advance in change.advances:
+            advance.seq.take(advance)
+        self.complete(change.advances)
+
+    def complete(self, advances: Sequence[Advance]) -> None:
+        """The tokens of a change were written: free the sequences that ended, and keep the events."""
+        events, ended = self.events.copy(), False
+        for advance in advances:
+            if advance.finished is not None:
+                self._forget(advance.seq)
+                ended = True
+            if advance.event is not None:
+                events.append(advance.event)
+        if ended:
+            self.scheduler.drop_finished()
+        self.events, self.change = events, None
+
+    def interrupt(self) -> None:
+        """A KeyboardInterrupt or the like: what was written stays, the rest is undone."""
+        self.second = None
+        self.repair()
+
+    def fail(self, error: Exception) -> None:
+        """Undo the round and try again with half as many sequences; a sequence that fails twice, alone, ends."""
+        change = self.change
+        if change is None:
+            raise error  # no round was under way: trying again would fail again
+        self.second = None
+        if change.advances is not None:
+            log.warning("a round was completed, but an observer of it failed: %r", error)
+            self.repair()
+            return
+        seqs = change.members()
+        for seq in seqs:
+            seq.note_failure()
+        self.repair()
+        self.scheduler.limit = max(1, len(seqs) // 2)
+        if len(seqs) == 1 and seqs[0].failures > 1:
+            self.end(seqs[0].ended("error", error))
+        else:
+            log.warning("a round of %d sequences failed and is repeated: %r", len(seqs), error)
+
+    def take_events(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def _undo(self, seqs: Sequence[SequenceState]) -> None:
+        """Free what these sequences hold and queue them again, in front: their prompts now include what they wrote."""
+        for seq in seqs:
+            self._forget(seq)
+        self.scheduler.queue_again(seqs)
+        self.change = self.first = self.second = None
+
+
+SPARE = 1e-3  # seconds between the end of a launch and the end of the round before it, at least
+LAUNCHES = 2.0  # times the mean time of a launch, kept for the next launch
+SMOOTH = 0.1  # weight of the last launch in that mean
+LONGER = 1.02  # growth per round of the shortest time seen, so that old minima fade
+LATE = 2e-4  # seconds: a host that waits less than this for the device was late itself
+QUIET = 16  # rounds without a change of sequences, after which a launch no longer waits
+
+
+class LaunchDeadline:
+    """How long the next round may wait for requests before it is launched behind the one under way.
+
+    A round that overlaps an unread one could be launched as soon as that one starts. But a client that has its answer
+    sends the next request a moment later, and a request that comes after the launch waits for a whole round more. The
+    device needs the next round only when it has finished the one under way. When that is, earlier rounds of the same
+    kind without prompts have shown, by the device's own clock: the shortest recent one counts, because a launch that
+    is too early costs one request a round, and a launch that is too late costs every sequence. Where no sequence has
+    joined or left for some rounds, or the host was late itself, nothing waits.
+    """
+
+    def __init__(self) -> None:
+        self._shortest: dict[Hashable, float] = {}  # seconds of rounds on the device, by kind
+        self._launching = 0.0  # seconds of a launch
+        self._began = 0.0  # when the round under way did
+        self._kind: Hashable = None  # of that round
+        self._quiet = QUIET
+        self._seqs: list[SequenceState] = []
+
+    def note_launch(self, seconds: float) -> None:
+        known = self._launching or seconds
+        self._launching = known + SMOOTH * (seconds - known)
+
+    def note_start(self, launched: LaunchedRound, now: float) -> None:
+        """A round was launched behind nothing: it begins now, or later."""
+        self._note_seqs(launched.seqs)
+        self._began, self._kind = now, _kind_of(launched)
+
+    def note_read(self, done: LaunchedRound, behind: LaunchedRound | None, waited: float, now: float) -> None:
+        """A round was read after the host waited `waited` seconds; the round launched behind it begins."""
+        kind, scores = _kind_of(done), done.scores
+        taken = None if scores.seconds is None else scores.seconds()
+        if taken is not None and scores.read is None:
+            taken += done.trees.drafting()
+            self._shortest[kind] = min(taken, LONGER * self._shortest.get(kind, taken))
+        self._kind = None
+        if behind is not None:
+            self._note_seqs(behind.seqs)
+            if waited > LATE:  # else the start of the next round is not known
+                self._began, self._kind = now, _kind_of(behind)
+
+    def _note_seqs(self, seqs: list[SequenceState]) -> None:
+        self._quiet = self._quiet + 1 if seqs == self._seqs else 0
+        self._seqs = seqs
+
+    def left(self, now: float) -> float:
+        """Seconds for which the next step may wait for requests; 0 or less = it should not."""
+        shortest = None if self._kind is None else self._shortest.get(self._kind)
+        if shortest is None or self._quiet >= QUIET:
+            return 0.0
+        return self._began + shortest - SPARE - LAUNCHES * self._launching - now
+
+
+def _kind_of(one: LaunchedRound) -> Hashable:
+    """Rounds of one kind take equally long, but for the prompts that they prefill."""
+    return one.trees.form or len(one.seqs) // 8
+
+
+def rows_of(rows: Tensor, which: Sequence[int]) -> Tensor:
+    """Some rows, ascending: as a few slices, since sending row numbers to a device would wait for it."""
+    ends = [i for i in range(1, len(which)) if which[i] != which[i - 1] + 1]
+    pieces = pairwise((0, *ends, len(which)))
+    return torch.cat([rows[which[low] : which[high - 1] + 1] for low, high in pieces if low < high])
+
+
+def with_undrafted(trees: TreeBatch, form: TreeForm, roots: Sequence[int]) -> TreeBatch:
+    """These trees, and one more behind them for each root, with the nodes of the first tree.
+
+    The host sends no array, because that would wait for the device.
+    """
+    columns, nodes = (trees.tokens, trees.parents), form.nodes
+    tokens, parents = (torch.cat((each, each[:nodes].repeat(len(roots)))) for each in columns)
+    for place, root in enumerate(roots, start=len(trees)):
+        tokens[place * nodes].fill_(root)
+    return TreeBatch(
+        tokens, parents, form.starts(len(trees) + len(roots)), form=form, device_seconds=trees.device_seconds,
+        grower=trees.grower, follows=None if trees.follows is None else (*trees.follows, *[-1] * len(roots)),
+        undrafted=len(roots),
+    )  # fmt: skip
