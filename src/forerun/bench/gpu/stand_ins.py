@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.base import BaseDrafter
-from forerun.models.config import DecoderConfig
-from forerun.models.cuda.target import CudaDecoder
 from forerun.models.inflate import Shape
 from forerun.types import Budget, Seq, TreeBatch
-from forerun.verify.greedy import device_walk
-from forerun.verify.sampled import SampledTokens
-
-SHAPE_OF_1_5B = Shape(1536, 28, 12, 2, 128, 8960)  # Qwen2.5-Coder's
-SHAPE_OF_0_5B = Shape(896, 24, 14, 2, 64, 4864)
 
 
 class RandomWeights(Mapping[str, Tensor]):
@@ -53,19 +46,6 @@ class RandomWeights(Mapping[str, Tensor]):
         size = self.shapes[name]
         new = torch.ones(size, dtype=torch.bfloat16, device=self.device)
         return new.normal_(0.0, 0.7 / size[-1] ** 0.5) if len(size) > 1 else new
-
-
-def random_decoder(shape: Shape, vocab_size: int, tied: bool) -> CudaDecoder:
-    """A decoder of some shape with random weights."""
-    weights = RandomWeights(shape, vocab_size, tied, "cuda")
-    return CudaDecoder(
-        DecoderConfig.from_hf(weights.config),
-        weights,
-        dtype=torch.bfloat16,
-        kv_slots=32_000,
-        greedy_walk=device_walk(torch.device("cuda")),
-        sampling=SampledTokens(),
-    )
 
 
 class AnswerTrees(BaseDrafter):

@@ -20,14 +20,16 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+import forerun
+
 MAKES, READS = {"tensor", "as_tensor"}, {"item", "nonzero", "__bool__", "__int__", "cpu"}
 PINNED = "ints_of"  # of forerun.trees
 INDEXES = {"__getitem__", "__setitem__"}
-ROOT = str(Path(__file__).parents[1])  # of this package
+ROOT = str(Path(forerun.__file__).parent)
 
 
 class HostWaits(TorchFunctionMode):
-    """Counts waits by the line of this package that causes them."""
+    """Counts waits by the line of the package that causes them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class HostWaits(TorchFunctionMode):
 
     def _note(self) -> None:
         frames = traceback.extract_stack()
-        ours = [one for one in frames if one.filename.startswith(ROOT) and one.filename != __file__]
+        ours = [one for one in frames if one.filename.startswith(ROOT)]
         if ours and (ours[-1].name != PINNED or self._warned is not None):
             last = ours[-1]
             self.places[f"{Path(last.filename).relative_to(ROOT)}:{last.lineno} {last.name}"] += 1
