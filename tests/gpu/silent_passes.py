@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.bench.gpu.rounds import random_head
-from forerun.bench.gpu.stand_ins import RandomWeights
 from forerun.build import make_engine
 from forerun.control.fixed import FixedController
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
@@ -27,11 +25,13 @@ from forerun.engine.prompt_rows import PromptRows
 from forerun.messages import ALWAYS
 from forerun.models.config import DecoderConfig
 from forerun.models.cuda.target import CudaDecoder
-from forerun.models.inflate import Shape
 from forerun.offers import Form
 from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
 from forerun.types import Budget, Request, TreeForm
 from forerun.verify.greedy import device_walk
+from lab.gpu.rounds import random_head
+from lab.gpu.stand_ins import RandomWeights
+from lab.inflate.model import Shape
 
 VOCABULARY = 4096
 TINY = Shape(64, 3, 4, 2, 16, 64)
