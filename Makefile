@@ -42,19 +42,19 @@ docs: $(DEV)  ## the generated pages, and the site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench-cpu: $(DEV) model llama  ## ratios over transformers, llama.cpp and our own plain loop; batches of 1 to 128
-	$(BIN)/python -m forerun.bench.cpu --json bench-out/cpu.json --plot bench-out/cpu.png \
+	$(BIN)/python -m lab cpu --json bench-out/cpu.json --plot bench-out/cpu.png \
 	--batch-plot bench-out/cpu-batches.png $(ARGS)
 
 bench-gpu: $(DEV) model  ## t(n), plain and speculative texts in batches of 1 to 128 on a GPU, texts compared
 	@mkdir -p bench-out
-	$(BIN)/python -m forerun.bench.gpu --json bench-out/gpu.json --plot bench-out/gpu-passes.png \
+	$(BIN)/python -m lab gpu --json bench-out/gpu.json --plot bench-out/gpu-passes.png \
 	--batch-plot bench-out/gpu-batches.png $(ARGS)
 
 bench-spec: $(DEV) model  ## every drafter on Spec-Bench's six tasks, T=0 and T=1, one table; at 8B cost on a GPU
-	$(BIN)/python -m forerun.bench.spec --json bench-out/spec.json --plot bench-out/spec.png $(ARGS)
+	$(BIN)/python -m lab spec --json bench-out/spec.json --plot bench-out/spec.png $(ARGS)
 
 bench-serve: $(DEV) model  ## a server under load: speculation off, fixed and adaptive, texts compared
-	$(BIN)/python -m forerun.bench.serve --json bench-out/serve.json --plot bench-out/serve.png $(ARGS)
+	$(BIN)/python -m lab serve --json bench-out/serve.json --plot bench-out/serve.png $(ARGS)
 
 .PHONY: model
 model: $(READY)

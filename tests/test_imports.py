@@ -26,9 +26,8 @@ for words in ("--version", "--help", "generate --help", "chat --help", "models -
 NO_SUCH_MODEL = """
 import contextlib, io, sys
 from forerun.cli.app import main
-flag = {"data": ["make", "--out", "x", "--target"], "train": ["medusa", "--data", "x", "--out", "y", "--target"],
-        "inflate": ["1b", "x", "--model"]}
-for command in ("generate", "chat", "bench", "advise", "diagnose", "quality", "data", "train", "inflate"):
+flag = {"data": ["make", "--out", "x", "--target"], "train": ["medusa", "--data", "x", "--out", "y", "--target"]}
+for command in ("generate", "chat", "bench", "advise", "diagnose", "quality", "data", "train"):
     for name in ("nosuch", "./no/folder", "nosuch.gguf"):
         sys.argv = ["forerun", command, *flag.get(command, ["--model"]), name]
         sys.stdin = io.StringIO("hi")

@@ -40,14 +40,6 @@ machine() {
 }
 
 siblings() { cat "/sys/devices/system/cpu/cpu$1/topology/thread_siblings_list" 2>/dev/null || echo "$1"; }
-physical() { for core in ${CORES//,/ }; do siblings "$core"; done; }
-other_cores() { # the first of CORES and the next one that is not on its physical core
-  local first=${CORES%%,*} core
-  for core in $(seq $((first + 1)) $(($(nproc --all) - 1))); do
-    [ "$(siblings "$core")" = "$(siblings "$first")" ] || { echo "$first,$core"; return; }
-  done
-  echo "$CORES"
-}
 
 compile() { # what setup.py does, by hand: all of *.c into one library
   local objects=() flags=(-O3 -g0 -std=gnu11 -ffp-contract=off -fno-math-errno -fvisibility=hidden -pthread -fPIC)
@@ -79,18 +71,9 @@ export CORES PYTHON LIBRARY
 part machine 20 bash -c machine
 part compile 120 bash -c compile
 part isa 30 "$PYTHON" -c "$chosen"
-if [ "$TASK" = all ]; then
-  pinned passes 40 "$PYTHON" -m forerun.bench.cpu.passes
-  if [ "$(physical | sort -u | wc -l)" = 1 ]; then # both are one physical core: two of them for comparison
-    CORES=$(other_cores) pinned passes-two-physical 30 "$PYTHON" -m forerun.bench.cpu.passes --repeats 5
-  fi
-  pinned host 45 "$PYTHON" -m forerun.bench.cpu.host --drafters none,ngram,eagle3 --repeats 1
-  repeats=$REPEATS
-else
-  repeats=${REPEATS_OF_ONE:-8}
-fi
+repeats=$REPEATS
+[ "$TASK" = all ] || repeats=${REPEATS_OF_ONE:-8}
 left=$((SECONDS_IN_ALL - SECONDS - 15)) # bash counts SECONDS from the start; what is left over sums up
-pinned "bench-$TASK" "$((left > 10 ? left : 10))" "$PYTHON" -m forerun.bench.cpu --drafters "$DRAFTERS" --tasks "$TASK" --limit "$LIMIT" \
+pinned "bench-$TASK" "$((left > 10 ? left : 10))" "$PYTHON" -m lab cpu --drafters "$DRAFTERS" --tasks "$TASK" --limit "$LIMIT" \
   --max-tokens "$TOKENS" --repeats "$repeats" --threads 2 --skip-transformers --skip-llama-cpp --skip-modes --batches "" \
   --out "$OUT/rounds-$TASK" --json "$OUT/bench-$TASK.json"
-part "rounds-$TASK" 30 "$PYTHON" -m forerun.bench.cpu.rounds "$OUT/rounds-$TASK" --task "$TASK"

@@ -20,7 +20,7 @@
 #   small     these three side by side on one GPU
 #   block-check   tokens per round of DSpark and DFlash, chains of 8, decoded for the suite
 #   medusa2-check tokens per round of Medusa-2 on its own target, exact and typical acceptance
-#   table     `forerun.bench.spec` with every head that was trained, and those of the package (TABLE_SECONDS: its limit)
+#   table     `python -m lab spec` with every head that was trained, and those of the package (TABLE_SECONDS: its limit)
 #   pack      into OUT what the next machine needs to use or continue RUNS, in parts of 15 MB; PARTS: which of them;
 #             PACK=--heads-only: what it needs to use them
 #   unpack    the same back, from the folder FROM
@@ -30,7 +30,7 @@
 # MEDUSA2. DEVICE and the sizes of the data can be set too, for a trial on a CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 ROOT=$PWD HEAD=$PWD/src/forerun/heads/smollm2-135m-eagle3
 WHOLE=$(realpath "$M") S=$(realpath "$S") P=${P:+$(realpath "$P")} R=${R:-bench-out/heads} LIMIT=${LIMIT:-280}
 mkdir -p "$R" && cd "$R" && ln -sfn "$WHOLE" "$(basename "$WHOLE")" && M=$(basename "$WHOLE") # heads name their target by this
@@ -165,7 +165,7 @@ medusa2-check)
     ;;
 table)
     found=$(trained | paste -sd,)
-    python -m forerun.bench.spec --model "$M" --suite "$S" ${found:+--heads "$found"} --limit "${PROMPTS:-20}" \
+    python -m lab spec --model "$M" --suite "$S" ${found:+--heads "$found"} --limit "${PROMPTS:-20}" \
         --max-tokens "${ANSWER:-256}" --time-limit "${TABLE_SECONDS:-480}" --out spec --json spec.json --plot spec.png ${TABLE:-}
     [ -z "${OUT:-}" ] || cp spec.json spec.png "$OUT/"
     ;;

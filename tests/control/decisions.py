@@ -11,8 +11,8 @@ from itertools import chain
 from pathlib import Path
 
 from forerun.control.cost import CostModel
-from forerun.testing.control_simulator import Make, Simulation, TextKind
 from forerun.types import Budget
+from lab.simulate.control import Make, Simulation, TextKind
 
 FILE = Path(__file__).with_name("decisions.json")
 COSTS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from forerun.testing.lookup_simulator import Text
+from lab.simulate.lookup import Text
 from tests.control import record_texts
 
 RECORDED: list[Text] = [*record_texts.read()]

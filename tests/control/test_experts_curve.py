@@ -4,12 +4,12 @@ from statistics import fmean
 
 import pytest
 
-from forerun.bench.moe.passes import chance
 from forerun.control.cost import CostModel
 from forerun.drafters.eagle.cuda.menu import FORMS
-from forerun.testing.control_simulator import Make, Simulation, TextKind
-from forerun.testing.menu_simulator import MenuSimulation, SimulatedMenu, Trace
 from forerun.types import Budget
+from lab.moe.passes import chance
+from lab.simulate.control import Make, Simulation, TextKind
+from lab.simulate.menu import MenuSimulation, SimulatedMenu, Trace
 from tests.control.test_following import EVEN, best_fixed
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -10,8 +10,8 @@ from forerun.control import around as around_module
 from forerun.control.allowance import Allowance
 from forerun.control.around import GAPS_KEPT, PLAIN, STALE_ROUNDS, Around
 from forerun.control.waiting import beside_plain
-from forerun.testing.follow_simulator import FollowHistory, FollowSimulation
-from forerun.testing.lookup_simulator import Text
+from lab.simulate.follow import FollowHistory, FollowSimulation
+from lab.simulate.lookup import Text
 from tests.control.lookup_texts import RECORDED
 from tests.control.test_lookups_alone import HOST, SMALL
 

@@ -13,8 +13,8 @@ from forerun.drafters.base import NoDrafter
 from forerun.drafters.tree_builder import best_count
 from forerun.offers import Offer
 from forerun.testing import FakeSeq
-from forerun.testing.control_simulator import Make, Simulation, TextKind
 from forerun.types import Budget, Round, Seq
+from lab.simulate.control import Make, Simulation, TextKind
 from tests.control.test_control import FLAT, STEEP
 
 CPU = CostModel({1: 1.0, 2: 1.33, 4: 1.9, 8: 3.4, 16: 6.0})

@@ -12,8 +12,8 @@ from forerun.control.adaptive import AdaptiveController
 from forerun.control.cost import CostModel
 from forerun.offers import Offer
 from forerun.testing import FakeSeq
-from forerun.testing.menu_simulator import MenuSimulation, SimulatedMenu
 from forerun.types import Round
+from lab.simulate.menu import MenuSimulation, SimulatedMenu
 from tests.control.record_traces import DEPTH, FILE
 from tests.control.test_forms import FLAT, FORMS, HOST, LEAPS, LEAST
 

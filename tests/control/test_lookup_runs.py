@@ -7,8 +7,8 @@ import pytest
 from forerun.bench.suites import TASKS
 from forerun.control import round_seconds
 from forerun.control.cost import CostModel
-from forerun.testing.lookup_simulator import Text
-from forerun.testing.run_simulator import ARM, DEARER, X86, Host, RunHistory, RunSimulation
+from lab.simulate.lookup import Text
+from lab.simulate.run import ARM, DEARER, X86, Host, RunHistory, RunSimulation
 from tests.control import record_texts
 from tests.control.lookup_texts import random_texts
 

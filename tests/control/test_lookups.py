@@ -15,7 +15,7 @@ from forerun.control.lookups import SAMPLED_SEQUENCES
 from forerun.drafters.base import LookupDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.suffix.drafter import SuffixDrafter
-from forerun.testing.lookup_simulator import H200, HostSeconds, LookupSimulation, Text
+from lab.simulate.lookup import H200, HostSeconds, LookupSimulation, Text
 from tests.control.lookup_texts import COPYING, RECORDED, TEXTS
 
 LEAST = 0.985  # of plain decoding, over any 200 rounds

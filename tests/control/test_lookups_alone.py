@@ -13,9 +13,9 @@ from forerun.control.waiting import Waiting, beside_plain
 from forerun.drafters.base import LookupDrafter, NoDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.suffix.drafter import SuffixDrafter
-from forerun.testing.follow_simulator import FollowHistory, FollowSimulation, Host
-from forerun.testing.lookup_simulator import Text
 from forerun.types import PlainSeq, Round
+from lab.simulate.follow import FollowHistory, FollowSimulation, Host
+from lab.simulate.lookup import Text
 from tests.control.lookup_texts import COPYING, TEXTS
 from tests.control.test_waiting import LARGE
 

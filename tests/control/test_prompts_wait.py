@@ -10,8 +10,8 @@ from forerun.control.around import PLAIN
 from forerun.control.base import WaitingPrompts
 from forerun.control.cost import CostModel
 from forerun.control.forms import FormChooser, Promise
-from forerun.testing.load_simulator import Answered, SimulatedServer, asks
-from forerun.testing.simulated_speeds import SimulatedForms, h200
+from lab.simulate.load import Answered, SimulatedServer, asks
+from lab.simulate.speeds import SimulatedForms, h200
 
 ROOM = 1024
 

@@ -6,8 +6,8 @@ import pytest
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.engine.engine import Engine
-from forerun.testing.load_simulator import Ask, SimulatedServer
 from forerun.types import Round
+from lab.simulate.load import Ask, SimulatedServer
 
 ANSWER = 64  # tokens: as many rounds as lie between trials, so that every trial is due with a new text
 

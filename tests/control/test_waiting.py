@@ -11,9 +11,9 @@ from forerun.control.around import Around
 from forerun.control.cost import CostModel
 from forerun.control.waiting import Waiting, level_rate
 from forerun.offers import Form
-from forerun.testing.follow_simulator import FollowHistory, FollowSimulation, Host
-from forerun.testing.lookup_simulator import Text
-from forerun.testing.menu_simulator import SimulatedMenu
+from lab.simulate.follow import FollowHistory, FollowSimulation, Host
+from lab.simulate.lookup import Text
+from lab.simulate.menu import SimulatedMenu
 from tests.control.lookup_texts import COPYING, RECORDED, TEXTS, random_texts
 from tests.control.test_forms import FORMS
 

@@ -21,9 +21,9 @@ from forerun.models.load.opening import opening_of, tokens_before_an_answer
 from forerun.models.load.tokenizer import Tokenizer
 from forerun.params import SamplingParams, SpeculativeConfig
 from forerun.testing import FakeSeq, TableLM, check_drafter
-from forerun.testing.follow_simulator import FollowHistory, FollowSimulation, Host
-from forerun.testing.lookup_simulator import Text
 from forerun.types import Budget, Request, Scores, Verdict
+from lab.simulate.follow import FollowHistory, FollowSimulation, Host
+from lab.simulate.lookup import Text
 from tests.drafters.rounds import as_lists
 from tests.exactness.harness import SETTINGS, VERIFIERS, engine_for, run, table
 

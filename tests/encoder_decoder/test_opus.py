@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM
-from forerun.bench.translate import OWN, PEER, measure, our_contender, peer_contender
 from forerun.models.load.catalog import cache_folder
 from forerun.models.load.known_folders import find_folder
+from lab.translate import OWN, PEER, alternate, our_contender, peer_contender
 
 pytestmark = [pytest.mark.extra, pytest.mark.slow]
 
@@ -29,7 +29,7 @@ def llm(folder: Path) -> LLM:
 
 def test_texts_are_those_of_transformers_one_by_one_and_in_a_batch(llm: LLM, folder: Path) -> None:
     sources = [tuple(llm.tokenizer.encode(sentence)) for sentence in OWN]
-    tallies = measure({PEER: peer_contender(str(folder), 64), "ours": our_contender(llm, 64)}, sources)
+    tallies = alternate({PEER: peer_contender(str(folder), 64), "ours": our_contender(llm, 64)}, sources)
     assert tallies["ours"].equal == len(OWN)
     alone = [llm.generate(source, max_tokens=64).text for source in sources]
     assert [one.text for one in llm.generate(list(OWN), max_tokens=64)] == alone

@@ -11,8 +11,8 @@ import pytest
 from forerun.engine import round as rounds
 from forerun.engine.round import LATE, LAUNCHES, LONGER, QUIET, SPARE, LaunchDeadline
 from forerun.params import SamplingParams
-from forerun.testing.load_simulator import Answered, SimulatedServer, asks
-from forerun.testing.simulated_gpu import SimulatedGPU
+from lab.simulate.gpu import SimulatedGPU
+from lab.simulate.load import Answered, SimulatedServer, asks
 from tests.engine.test_driver import make
 
 A, B = object(), object()  # sequences

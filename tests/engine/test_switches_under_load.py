@@ -8,7 +8,7 @@ import pytest
 
 from forerun.control.adaptive import AdaptiveController
 from forerun.engine.round import LaunchedRound
-from forerun.testing.load_simulator import SimulatedServer, asks
+from lab.simulate.load import SimulatedServer, asks
 
 CLIENTS = 48
 

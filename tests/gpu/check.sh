@@ -2,9 +2,9 @@
 # What needs a GPU, in two commands of about two minutes each (mostly compiling, the first time).
 #   sh tests/gpu/check.sh tests OUT [group ...]     the GPU tests in a process for each group, or in those that are named;
 #                                                   the end of each log is printed, with the slowest tests
-#   sh tests/gpu/check.sh bench OUT [arguments]     a short benchmark; arguments go to forerun.bench.gpu
+#   sh tests/gpu/check.sh bench OUT [arguments]     a short benchmark; arguments go to `python -m lab gpu`
 #   sh tests/gpu/check.sh serve OUT [arguments]     a server of an 8B shape under load, about three minutes; arguments go
-#                                                   to forerun.bench.serve. Where the machine has no web framework, put
+#                                                   to `python -m lab serve`. Where the machine has no web framework, put
 #                                                   its wheels into .carry/wheels first (docs/serving.md, Load test).
 # OUT gets the logs, bench.json and passes.png. PYTHON names the interpreter.
 what=$1 out=$2
@@ -59,13 +59,13 @@ if [ "$what" = serve ]; then
         "$python" -m pip install -q --no-index --no-deps --target "$site" .carry/wheels/*.whl || exit 1
         export PYTHONPATH="$PYTHONPATH:$site"
     fi
-    "$python" -m forerun.bench.serve --shape 8b --loads= --clients 1,8,32,64 --modes off,adaptive --requests 192 \
+    "$python" -m lab serve --shape 8b --loads= --clients 1,8,32,64 --modes off,adaptive --requests 192 \
         --max-tokens 96 --repeats 2 --json "$out/serve.json" --plot "$out/serve.png" "$@" >"$out/serve.log" 2>&1
     echo "serve: exit $?"
     grep -v '^{' "$out/serve.log" | tail -n 60
     exit
 fi
-"$python" -m forerun.bench.gpu --quick --model "" --json "$out/bench.json" --plot "$out/passes.png" "$@" \
+"$python" -m lab gpu --quick --model "" --json "$out/bench.json" --plot "$out/passes.png" "$@" \
     >"$out/bench.log" 2>&1
 echo "bench: exit $?"
 grep -v '^{' "$out/bench.log" | tail -n 40

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.bench.gpu.closed_loop import requests
-from forerun.bench.gpu.host_rounds import make
 from forerun.control.fixed import FixedController
 from forerun.drafters.eagle.cuda import drafter
 from forerun.drafters.eagle.cuda.draft_graphs import DeviceDraft
@@ -22,8 +20,9 @@ from forerun.engine.engine import Engine
 from forerun.messages import ALWAYS
 from forerun.models import slots
 from forerun.params import SamplingParams
-from forerun.testing.host_waits import HostWaits
 from forerun.types import Budget, Request
+from tests.gpu.host_waits import HostWaits
+from tests.gpu.silent_passes import make_silent, requests
 
 CHAIN, TREE = Budget(2, 2), Budget(8, 3, 3)
 
@@ -63,7 +62,7 @@ def test_nothing_waits_while_requests_join_and_leave(
         counted(calls, owner, name, monkeypatch)
     # else some draft and some do not, where many of few end at once
     monkeypatch.setattr(drafter, "SHARED", 0.0)
-    engine = make("chain", 8)
+    engine = make_silent(8)
     controller = FixedController(1)
     controller.budget = Budget(budget.nodes, budget.depth, budget.width, repeats=repeats)
     engine.controller = controller
@@ -82,5 +81,5 @@ def test_nothing_waits_while_requests_join_and_leave(
 def test_negative_control_a_tensor_of_a_list_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As hidden rows of a prompt that the prefix cache had were once taken by."""
     monkeypatch.setattr(slots, "ints_of", lambda values, device: torch.tensor(values, device=device))
-    waits = waits_of(make("chain", 8), [*requests(24, "salt", longest=60, tokens=16)])
+    waits = waits_of(make_silent(8), [*requests(24, "salt", longest=60, tokens=16)])
     assert [place.split(" ")[1] for place in waits.places] == ["_with_found"]

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from forerun.bench.serve.load import arrivals
-from forerun.plan.check import forecast
 from forerun.plan.contention import Contention
 from forerun.plan.profile import PLAIN, Point, Profile
 from forerun.plan.simulate import Ask, simulate
+from lab.serve.load import arrivals
+from lab.serve.plan_check import forecast
 
 PROFILE = Profile("m", "x", "made up", (Point(PLAIN, 1, 0.01, 1e-4, 1.0, 0.0, 100.0),))
 

@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from forerun.bench.host import HEAD, make
 from forerun.llm import LLM
 from forerun.models.load.checkpoint import open_checkpoint
 from forerun.server import connection
 from forerun.server.outbox import Outbox
 from forerun.server.settings import ServerSettings
 from forerun.server.sse import TextLine, as_line
+from lab.host import HEAD, make
 from tests.server.conftest import Running, start
 
 TEXT = 'Zoë said: «naïve café» 👩‍👩‍👧 日本語のテキスト, STOP here 🚀🚀 and «"quoted\\» \n\t end. ' * 3

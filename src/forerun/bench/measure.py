@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from forerun.errors import InvalidInput
 
 TEXTS_PER_PLACE = 4  # of a batch, in a group
+T = TypeVar("T")
 MIXED = "mixed"  # the task of a group whose prompts are of several
 
 Drafts = tuple[tuple[int, int, int], ...]  # per round of a sequence: nodes drafted, depth, accepted
@@ -141,6 +142,12 @@ def warm_up(
             contender.write([prompt.ids for prompt in first.prompts], max_tokens)
 
 
+def in_turn(some: Sequence[T], turn: int) -> list[T]:
+    """The same in an order that rotates from turn to turn: nobody is always first."""
+    first = turn % len(some)
+    return [*some[first:], *some[:first]]
+
+
 def alternate(
     contenders: Sequence[Contender],
     groups: Sequence[Group],
@@ -156,8 +163,7 @@ def alternate(
     known = known or {}
     for repeat in range(repeats):
         for index, one in enumerate(groups):
-            first = (repeat + index) % len(contenders)
-            for contender in (*contenders[first:], *contenders[:first]):
+            for contender in in_turn(contenders, repeat + index):
                 if lost is not None and contender.name in lost:
                     continue
                 with noting(contender, lost):

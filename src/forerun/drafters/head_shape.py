@@ -7,9 +7,9 @@ their configs add what is their own. What a file leaves out, embedding or LM hea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from forerun.drafters.head_drafter import Calibration
 from forerun.drafters.head_formats import check_weight, rates_in, settings_in, size_in
 from forerun.drafters.vocab import DraftVocabulary
 from forerun.errors import DamagedFile, InvalidInput
-from forerun.models.inflate import Shape
 from forerun.models.shared import SharedWeights
 
 Sizes = dict[str, tuple[int, ...]]  # of weights, by name
@@ -77,13 +76,6 @@ class HeadShape:
         }
         for name, shape in ({n: s for n, s in optional.items() if n in weights} | needed).items():
             check_weight(folder, weights, name, shape)
-
-    def inflated(self, shape: Shape) -> Self:
-        """The head of a target inflated to `shape`; the layers it reads stay, since others are added behind them."""
-        return replace(
-            self, width=shape.width, inner=shape.inner, heads=shape.heads, kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim, target_width=shape.width, norm_eps=self.norm_eps * self.width / shape.width,
-        )  # fmt: skip
 
     def layer_json(self, family: str, depth: int, **more: bool) -> dict[str, Any]:
         """The layers, as transformers names their settings."""

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from forerun.bench.cpu.command import llama_cpp_curve, why_not_llama_cpp
 from forerun.bench.measure import ContenderLost
 from forerun.bench.peers import llama_cpp
 from forerun.bench.peers.llama_cpp import enabled, llama_cpp_contender, load, why_not
 from forerun.bench.peers.process import PeerProcess, Peers
 from forerun.errors import InvalidInput, MissingDependency
 from forerun.models.load.catalog import known_models
+from lab.cpu import llama_cpp_curve, why_not_llama_cpp
 from tests.bench.peers.llama_cpp_package import write_package
 
 DEFAULT = next((model.path for model in known_models() if model.name == "smollm2"), None)

@@ -79,7 +79,7 @@ class WideTile:
 
 
 def choose_wide(name: str, rows: int, outputs: int, splits: int) -> WideTile:
-    """Found by measuring an 8B shape on an H200 (`python -m forerun.bench.gpu --products --sweep`)."""
+    """Found by measuring an 8B shape on an H200 (`python -m lab.gpu --products --sweep`)."""
     if name in ("gate", "head"):  # no parts: what follows needs the whole sum
         if splits > 1:
             return WideTile(128, _tile_rows(rows, 192), 1, splits)

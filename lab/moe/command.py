@@ -1,0 +1,149 @@
+"""Prints experts woken, cost of a pass, acceptance and best budget of a mixture of experts beside its dense twin.
+
+    python -m lab moe --experts 8 --per-token 2
+
+Both are made from a small model and write its text (twins.py), so acceptance is that of a real model and nearly equal,
+and what differs is what nodes cost. On a CPU one thread and CPU seconds: the machine may be shared, though its caches
+are too. On a GPU (`--device cuda --size 1b`) the clock; with a head, trees have the forms that it offers there. Texts
+are greedy answers to prompts of the built-in suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from math import nan
+
+import torch
+
+from forerun.bench.suites import load_suite
+from forerun.drafters.eagle.cuda.menu import FORMS
+from forerun.llm import LLM
+from forerun.models.load.checkpoint import Checkpoint, open_checkpoint
+from forerun.params import SamplingParams
+from forerun.types import Budget
+from lab.inflate.model import PRESETS
+from lab.moe.passes import NODES, Passes, Text, chance, measure_passes
+from lab.moe.rates import ADAPTIVE, BUDGETS, Rate, best_budget, measure_rates, pays_up_to
+from lab.moe.twins import Place, llm_of, make_mixture, make_twin
+from lab.runner import Document, Run, share
+
+ROUTER_TOKENS = 200  # of each text that routers are balanced on
+MIXTURE, TWIN = "mixture", "dense twin"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
+    add = parser.add_argument
+    share(parser, model="smollm2", device="cpu")
+    add("--experts", type=int, default=8)
+    add("--per-token", type=int, default=2)
+    add("--mode", choices=["q8", "bfloat16", "float32"], default="q8", help="on a CPU")
+    add("--size", choices=["", *PRESETS], default="", help="make both larger first")
+    add("--drafter", default="eagle3")
+    add("--prompts", type=int, default=8, help="texts that are measured on")
+    add("--tokens", type=int, default=64, help="written per text")
+    add("--budgets", type=int, nargs="*", help="beside 0 and the controller's own")
+
+
+def measure(run: Run) -> Document:
+    """The mixture, then its twin."""
+    flags = run.flags
+    if flags.device == "cpu":
+        torch.set_num_threads(1)
+    forms = (
+        {form.nodes: Budget(*form) for form in FORMS}
+        if flags.device != "cpu" and flags.drafter != "ngram"
+        else {}
+    )
+    budgets = sorted({0, *(flags.budgets or sorted(forms) or BUDGETS)} - {ADAPTIVE})
+    bench = Twins(open_checkpoint(flags.model), flags)
+    passes, rates, texts = dict[str, Passes](), dict[str, tuple[dict[int, Rate], bool]](), list[Text]()
+    for name in (MIXTURE, TWIN):
+        llm = bench.load(name)
+        texts = texts or [Text(prompt, _answer(llm, prompt, flags.tokens)) for prompt in bench.prompts]
+        run.say(f"{name}: loaded, texts written")
+        passes[name] = measure_passes(llm.engine.target, texts)
+        spent, woken = _in_short(passes[name].seconds, 1e3), _in_short(passes[name].woken)
+        run.say(f"{name}: ms of a pass {spent}; woken {woken}")
+        rates[name] = measure_rates(llm, texts, flags.tokens, (*budgets, ADAPTIVE), forms)
+        show_rates(name, *rates[name])
+        del llm
+        gc.collect()  # on a GPU both may not fit
+    show_passes(passes, flags.experts, flags.per_token)
+    return document(passes, rates)
+
+
+def show(document: Document, flags: argparse.Namespace) -> None:
+    """Tables are printed while others are measured."""
+
+
+class Twins:
+    """Both models, loaded one after the other, and the prompts that they are measured on."""
+
+    def __init__(self, checkpoint: Checkpoint, flags: argparse.Namespace) -> None:
+        self.checkpoint, self.flags = checkpoint, flags
+        tokenizer = checkpoint.tokenizer()
+        found = [list(tokenizer.chat_ids(list(item.messages))) for item in load_suite(limit=3)]
+        found = sorted(found, key=len)[: 2 * flags.prompts]
+        self.prompts = found[::2]
+        self.others = [prompt[:ROUTER_TOKENS] for prompt in found[1::2]]  # for routers
+        self.place = Place(flags.device, flags.mode, flags.size)
+
+    def load(self, name: str) -> LLM:
+        flags = self.flags
+        if name == MIXTURE:
+            target = make_mixture(self.checkpoint, self.others, flags.experts, flags.per_token, self.place)
+        else:
+            target = make_twin(self.checkpoint, flags.per_token, self.place)
+        return llm_of(self.checkpoint, target, flags.drafter, flags.size)
+
+
+def _in_short(by_nodes: dict[int, float], unit: float = 1.0) -> str:
+    return ", ".join(f"{nodes}: {value * unit:.2f}" for nodes, value in by_nodes.items())
+
+
+def _answer(llm: LLM, prompt: list[int], tokens: int) -> list[int]:
+    return llm.generate(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), drafter="none").token_ids
+
+
+def show_passes(passes: dict[str, Passes], experts: int, per_token: int) -> None:
+    """A line for each number of nodes."""
+    mixture, twin = passes["mixture"], passes["dense twin"]
+    print(f"{'nodes':>5} {'woken':>6} {'chance':>7} {'mixture ms':>11} {'x':>5} {'dense ms':>9} {'x':>5}")
+    for size in NODES:
+        ours, theirs = mixture.seconds[size], twin.seconds[size]
+        woken, most = mixture.woken.get(size, nan), chance(experts, per_token, size)
+        print(
+            f"{size:>5} {woken:>6.2f} {most:>7.2f} {ours * 1e3:>11.2f} {ours / mixture.seconds[1]:>5.2f} "
+            f"{theirs * 1e3:>9.2f} {theirs / twin.seconds[1]:>5.2f}"
+        )
+
+
+def show_rates(name: str, rates: dict[int, Rate], same: bool) -> None:
+    """A line for each budget."""
+    plain = rates[0].per_second
+    print(f"{name}: budget, tokens per round, tokens per second, times plain")
+    for budget, rate in rates.items():
+        label = "adaptive" if budget == ADAPTIVE else str(budget)
+        ratio = rate.per_second / plain
+        print(f"  {label:>8} {rate.per_round:>6.2f} {rate.per_second:>8.1f} {ratio:>6.2f}")
+    best, last = best_budget(rates), pays_up_to(rates)
+    print(f"  best budget {best}; pays up to {last} nodes; texts {'equal' if same else 'DIFFER'}")
+
+
+def document(passes: dict[str, Passes], rates: dict[str, tuple[dict[int, Rate], bool]]) -> Document:
+    """Everything as JSON."""
+    found: Document = {"equal": all(same for _, same in rates.values())}
+    for name, one in passes.items():
+        settings, same = rates[name]
+        found[name] = {
+            "woken": {str(size): round(value, 3) for size, value in one.woken.items()},
+            "seconds": {str(size): round(value, 6) for size, value in one.seconds.items()},
+            "tokens_per_round": {str(b): round(rate.per_round, 3) for b, rate in settings.items()},
+            "tokens_per_s": {str(b): round(rate.per_second, 2) for b, rate in settings.items()},
+            "best_budget": best_budget(settings),
+            "pays_up_to": pays_up_to(settings),
+            "texts_equal": same,
+        }
+    return found

@@ -1,0 +1,1 @@
+"""Other engines on our weights and prompts: transformers on a GPU, and vLLM."""

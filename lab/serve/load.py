@@ -1,0 +1,138 @@
+"""Load on a server, and what it came to.
+
+Open loop: requests come at random times, whether or not earlier ones were answered. Closed loop: so many clients, each
+of which asks again as soon as it has its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from lab.serve.stream_client import Answer, Endpoint, ask
+
+Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What counts as a good answer, in seconds."""
+
+    first: float
+    per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How requests come: at a rate (open loop), or from so many clients (closed loop)."""
+
+    requests: int
+    rate: float = 0.0  # a second
+    times: float = 0.0  # what one client at a time gets, which makes that rate
+    clients: int | None = None
+    seed: int = 0
+
+    async def send(self, endpoint: Endpoint, bodies: Sequence[Body]) -> tuple[list[Answer], float]:
+        if self.clients is not None:
+            return await send_by_clients(endpoint, bodies, self.clients)
+        return await send_all(endpoint, bodies, arrivals(self.rate, len(bodies), self.seed))
+
+    def facts(self) -> dict[str, Any]:
+        open_loop = self.clients is None
+        return {
+            "load": self.times if open_loop else None, "rate": round(self.rate, 4) if open_loop else None,
+            "clients": self.clients,
+        }  # fmt: skip
+
+
+def arrivals(rate: float, count: int, seed: int) -> list[float]:
+    """Seconds after the start at which requests come: a Poisson process."""
+    dice, now, times = random.Random(seed), 0.0, list[float]()
+    for _ in range(count):
+        times.append(now)
+        now += dice.expovariate(rate)
+    return times
+
+
+async def send_all(
+    endpoint: Endpoint, bodies: Sequence[Body], times: Sequence[float]
+) -> tuple[list[Answer], float]:
+    """Send each at its time; the answers in order, and the seconds until the last was there."""
+    started = perf_counter()
+
+    async def one(body: Body, at: float) -> Answer:
+        await asyncio.sleep(max(0.0, started + at - perf_counter()))
+        return await ask(endpoint, body)
+
+    answers = await asyncio.gather(*(one(body, at) for body, at in zip(bodies, times, strict=True)))
+    return list(answers), perf_counter() - started
+
+
+async def send_by_clients(
+    endpoint: Endpoint, bodies: Sequence[Body], clients: int
+) -> tuple[list[Answer], float]:
+    """So many clients take the next request each until none is left; the answers in order, and the seconds in all."""
+    started, answers, waiting = perf_counter(), dict[int, Answer](), iter(enumerate(bodies))
+
+    async def client() -> None:
+        for number, body in waiting:
+            answers[number] = await ask(endpoint, body)
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return [answers[number] for number in range(len(bodies))], perf_counter() - started
+
+
+def figures(
+    answers: Sequence[Answer], wanted: Sequence[str], seconds: float, target: Target
+) -> dict[str, Any]:
+    """Throughput, goodput, percentiles, and what was lost or changed."""
+    whole = [(a, w) for a, w in zip(answers, wanted, strict=True) if a.problem is None]
+    first = sorted(s for a, _ in whole if (s := a.first_seconds) is not None)
+    later = sorted(s for a, _ in whole if (s := a.seconds_per_token) is not None)
+    good = sum(
+        (a.first_seconds or 0.0) <= target.first and (a.seconds_per_token or 0.0) <= target.per_token
+        for a, _ in whole
+    )
+    return {
+        "requests": len(answers), "seconds": round(seconds, 3), "lost": len(answers) - len(whole),
+        "problems": sorted({a.problem for a in answers if a.problem is not None})[:4],
+        "unequal": sum(a.text != w for a, w in whole),
+        "tokens_per_second": round(sum(a.tokens for a, _ in whole) / seconds, 2),
+        "requests_per_second": round(len(whole) / seconds, 3), "good_per_second": round(good / seconds, 3),
+        "ttft": _percentiles(first), "tpot": _percentiles(later),
+    }  # fmt: skip
+
+
+def over_off(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tokens per second by those without speculation, for every load and other mode; medians where repeated."""
+    found: dict[tuple[Any, Any], dict[str, list[float]]] = {}
+    for row in rows:
+        place = found.setdefault((row["load"], row["clients"]), {})
+        place.setdefault(row["mode"], []).append(row["tokens_per_second"])
+    return [
+        {
+            "load": load,
+            "clients": clients,
+            "mode": mode,
+            "ratio": round(median(speeds) / median(modes["off"]), 3),
+        }
+        for (load, clients), modes in found.items()
+        for mode, speeds in modes.items()
+        if mode != "off" and min(modes.get("off", [0.0])) > 0.0
+    ]
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    """By nearest rank, of sorted values."""
+
+    def at(share: float) -> float | None:
+        if not values:
+            return None
+        return round(values[min(len(values) - 1, int(share * len(values)))], 5)
+
+    return {"p50": at(0.5), "p90": at(0.9), "p99": at(0.99)}

@@ -1,1 +1,0 @@
-"""The benchmark of a GPU: seconds per pass, rounds, whole answers, bitwise equality."""

@@ -1,1 +1,0 @@
-"""What drafting costs and gains on a mixture of experts, beside a dense twin (`python -m forerun.bench.moe`)."""

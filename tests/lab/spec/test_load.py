@@ -1,0 +1,68 @@
+"""Drafters on a GPU's twin: the same captured drafts serve the row that draws above T=0 and the row that chooses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forerun.bench.settings import DrafterSetup
+from forerun.build import make_engine
+from forerun.drafters.eagle.cuda.drafter import DeviceDrafter, DeviceEagle
+from forerun.drafters.hybrid import HybridDrafter
+from forerun.llm import LLM
+from forerun.params import EngineConfig, SamplingParams, SpeculativeConfig
+from forerun.types import Budget, Request
+from lab.spec.load import Builder, Shape
+from tests.bench.conftest import Letters
+from tests.gpu.heads import both_drafters
+from tests.gpu.tiny import make_target
+
+FORM = Budget(5, 5)
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> tuple[Builder, DeviceEagle]:
+    target = make_target("llama", "cpu", kernels="torch")
+    device, plain = both_drafters(target)
+    drawing = DeviceEagle(device.draft, lambda: plain, sampled=True)
+    engine = make_engine(
+        target, frozenset(), SpeculativeConfig("ngram", controller="fixed"), EngineConfig(max_batch=1)
+    )
+    builder = Builder(LLM(engine, Letters(), "tiny"), Shape(), tmp_path)  # type: ignore[arg-type]
+    builder._kept["eagle3", "head", False] = drawing
+    return builder, drawing
+
+
+def test_rows_that_choose_draft_on_the_device_above_t_0(
+    built: tuple[Builder, DeviceEagle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder, drawing = built
+    setup = DrafterSetup("eagle3", "eagle3", None, "head")
+    chosen = builder._build(setup, chosen=True)
+    assert isinstance(chosen, DeviceDrafter)
+    assert chosen.draft is drawing.draft
+    engine, grown = builder.llm.engine, list[str]()
+    propose = drawing.draft.propose
+    for name, drafter in (("drawn", drawing), ("chosen", chosen)):
+        engine.drafters.add(name, drafter)
+
+        def noting(seqs: object, form: object, name: str = name) -> object:
+            grown.append(name)
+            return propose(seqs, form)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(drawing.draft, "propose", noting)
+        params = SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True)
+        request = Request(tuple(range(3, 20)), params, name, "exact", FORM, cache_salt=None)
+        (seq,) = builder.llm.driver.write([request])
+        assert len(seq.tokens) == 25
+        assert seq.drafting == name  # it was not switched off
+    assert set(grown) == {"chosen"}
+
+
+def test_a_composition_is_made_of_the_row_s_own_drafter(built: tuple[Builder, DeviceEagle]) -> None:
+    builder, drawing = built
+    both = builder._build(DrafterSetup("ngram+eagle3", "ngram+eagle3", None, "head"))
+    assert isinstance(both, HybridDrafter)
+    assert both.second is drawing
+    assert both.first is builder.llm.engine.drafters.get("ngram")
