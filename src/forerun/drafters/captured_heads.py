@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # rows [B, D], roots [B] and noise -> what the host reads
-Work = Callable[[Tensor, Tensor, Noised], tuple[Tensor, ...]]
+HeadWork = Callable[[Tensor, Tensor, Noised], tuple[Tensor, ...]]
 
 
 class CapturedHeads(LastRowDrafter, ABC):
@@ -68,7 +68,7 @@ class CapturedHeads(LastRowDrafter, ABC):
         return all(seq.params.is_greedy or has_noise(seq) for seq in seqs)
 
     def _replay(
-        self, seqs: Sequence[Seq], hidden: Tensor, form: tuple[int, ...], levels: int, work: Work
+        self, seqs: Sequence[Seq], hidden: Tensor, form: tuple[int, ...], levels: int, work: HeadWork
     ) -> tuple[Tensor, ...]:
         """The work of a draft of this form, from the last rows [B, D] of these sequences."""
         from forerun.drafters.eagle.cuda.draft_noise import settings_of

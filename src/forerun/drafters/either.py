@@ -14,7 +14,7 @@ from forerun.offers import Offer
 from forerun.types import Budget, Needs, Scores, Seq, TreeBatch, Verdict
 
 PRIOR, WEIGHT = 0.7, 3.0  # acceptance before anything was seen, and the tries that it is worth
-MEMORY = 0.95  # per position tested
+LOOKUP_MEMORY = 0.95  # per position tested
 RETURN = 0.99  # per round: decay of the counts of the drafter that does not draft
 
 
@@ -31,7 +31,7 @@ class _Record:
 
     def count(self, depth: int, accepted: int) -> None:
         tried = min(accepted + 1, depth)
-        memory = MEMORY**tried
+        memory = LOOKUP_MEMORY**tried
         self.hits = self.hits * memory + accepted
         self.tries = self.tries * memory + tried
 
@@ -40,7 +40,7 @@ class _Record:
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _LookupSequence:
     records: tuple[_Record, _Record] = field(default_factory=lambda: (_Record(), _Record()))
     drafted: int | None = None  # which one made the tree that is being verified
 
@@ -50,7 +50,7 @@ class EitherDrafter:
 
     def __init__(self, first: Drafter, second: Drafter) -> None:
         self.members = first, second
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _LookupSequence] = {}
 
     @property
     def needs(self) -> Needs:
@@ -71,7 +71,7 @@ class EitherDrafter:
                 parts.append(member.propose([seqs[b] for b in which], [budgets[b] for b in which]))
                 order += which
         for seq, member_index in zip(seqs, choices, strict=True):
-            self._sequences.setdefault(seq.id, _Sequence()).drafted = member_index
+            self._sequences.setdefault(seq.id, _LookupSequence()).drafted = member_index
         return TreeBatch.join(parts, order)
 
     def observe(self, seqs: Sequence[Seq], trees: TreeBatch, scores: Scores, verdict: Verdict) -> None:

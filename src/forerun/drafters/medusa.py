@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.drafters.base import Parts
-from forerun.drafters.captured_heads import CapturedHeads, Work
+from forerun.drafters.captured_heads import CapturedHeads, HeadWork
 from forerun.drafters.draft_law import DraftLaw, Noised, likeliest
 from forerun.drafters.head_drafter import head_dtype
 from forerun.drafters.head_formats import (
@@ -226,7 +226,7 @@ class MedusaDrafter(CapturedHeads):
         """[B][levels][ranks] the likeliest tokens of each head."""
         hidden = self._last_rows(seqs, self.heads.dtype)  # [B, D]
         if self._replays(seqs):
-            work: Work = lambda rows, _, noised: (self._likeliest(rows, levels, noised),)  # noqa: E731
+            work: HeadWork = lambda rows, _, noised: (self._likeliest(rows, levels, noised),)  # noqa: E731
             (best,) = self._replay(seqs, hidden, (levels,), levels, work)
         else:
             law = DraftLaw(seqs, self.heads.vocabulary, hidden.device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
-SMALLEST = 1 << 14  # numbers in a matrix that is worth it
+SMALLEST_IN_BYTES = 1 << 14  # numbers in a matrix that is worth it
 SCALES = ".scales"
 
 
@@ -21,7 +21,7 @@ def in_bytes(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, weight in weights.items():
         found[name] = weight
-        large = weight.dim() == 2 and weight.numel() >= SMALLEST and weight.shape[1] % BLOCK == 0
+        large = weight.dim() == 2 and weight.numel() >= SMALLEST_IN_BYTES and weight.shape[1] % BLOCK == 0
         if large and weight.is_floating_point():
             found[name], found[name + SCALES] = _bytes_of(weight)
     return found

@@ -1,0 +1,1 @@
+"""Drafting on a GPU: heads and draft models whose trees never leave the device."""

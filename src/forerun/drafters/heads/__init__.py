@@ -1,0 +1,1 @@
+"""Drafters that run a trained head: Medusa, Hydra, MTP, EAGLE, block drafters, specdec."""

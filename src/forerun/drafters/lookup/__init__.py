@@ -1,0 +1,1 @@
+"""Drafters that look continuations up: n-gram, suffix, recycling, lookahead."""

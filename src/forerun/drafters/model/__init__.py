@@ -1,0 +1,1 @@
+"""Drafters that run a second model, or some layers of the target."""
